@@ -29,8 +29,8 @@ def sqnr(reference: Tensor, approximation: Tensor) -> float:
     return float(10 * torch.log10(signal.square().sum() / noise)) if noise else float("inf")
 
 
-def expect_db(decibels: float, what: str = "") -> None:
-    """Assert that a signal to noise lies at most seven standard deviations below the mean of the committed sample.
+def expect_db(decibels: float, least: float, what: str = "") -> None:
+    """Assert that a signal to noise is at least ``least``, and at most seven deviations below the committed mean.
 
     A new call, or a test with another name, needs a sample: `python -m tests.noise tests/the_file.py`.
     """
@@ -45,7 +45,7 @@ def expect_db(decibels: float, what: str = "") -> None:
             file.write(json.dumps([key, decibels]) + "\n")
         return
     mean, deviation = _sample()[key]
-    least = min(mean - DEVIATIONS * deviation, FLOAT32)
+    least = max(least, min(mean - DEVIATIONS * deviation, FLOAT32))
     assert decibels >= least, f"{what} {decibels:.1f} dB; expected {least:.1f}, of {mean:.1f} +- {deviation:.1f}"
 
 

@@ -11,6 +11,7 @@ from lightning_lowprec.numerics import linear_cross_entropy as numerics
 from tests.quality import expect_db, sqnr
 
 T, K, V = 70, 64, 1000  # neither a multiple of 16
+LEAST_DB = {torch.float32: 120, torch.float16: 65, torch.bfloat16: 50, "fp8": 25}
 
 
 def tensors(dtype, *, tokens=T, bias=False, ignored=7):
@@ -49,7 +50,7 @@ def test_losses_and_gradients_are_those_of_all_logits(dtype, reduction, label_sm
     true, gradients = expected(h, w, t, b, factors=factors, **options)
     for leaf, gradient in zip((h, w, b), gradients, strict=False):
         assert leaf.grad.dtype == leaf.dtype
-        expect_db(sqnr(gradient, leaf.grad))
+        expect_db(sqnr(gradient, leaf.grad), LEAST_DB[dtype])
     if not fp8 and not z_loss:  # the same rounding of logits as by a Linear
         logits = F.linear(h, w, b).float()
         same = F.cross_entropy(logits, t, reduction=reduction, label_smoothing=label_smoothing)
@@ -106,8 +107,8 @@ def test_float32_weights_under_autocast_are_multiplied_in_bf16():
     loss.backward()
     assert w.grad.dtype == h.grad.dtype == torch.float32
     _, (of_hidden, of_weight) = expected(h, w, t)
-    expect_db(sqnr(of_hidden, h.grad))
-    expect_db(sqnr(of_weight, w.grad))
+    expect_db(sqnr(of_hidden, h.grad), 45)
+    expect_db(sqnr(of_weight, w.grad), 45)
 
 
 @pytest.mark.parametrize("fp8", [False, True])
@@ -154,7 +155,7 @@ def test_micro_batches_and_a_tied_embedding_add_to_one_gradient():
         (loss / T).backward()
     true = w.detach().double().requires_grad_()
     F.cross_entropy(F.linear(F.embedding(tokens, true), true), t).backward()
-    expect_db(sqnr(true.grad, w.grad))
+    expect_db(sqnr(true.grad, w.grad), 120)
 
 
 def test_frozen_parts_get_no_gradient_and_cost_no_product():

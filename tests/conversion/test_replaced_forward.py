@@ -13,7 +13,6 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from lightning_lowprec import FP8TorchAO, HalfMixed
 from lightning_lowprec.conversion.backends import revert_all
 from lightning_lowprec.conversion.plan import PlanRequest, make_plan
-from tests.quality import expect_db, sqnr
 
 
 class Layer(torch.nn.Module):
@@ -52,7 +51,7 @@ def test_autocast_reaches_experts_below_a_replaced_forward(monkeypatch):
     expected, config = model(x), model.experts.config
     wrapped = L.Fabric(plugins=HalfMixed("bf16"), accelerator="cpu").setup(model)
     seen = weight_dtypes(monkeypatch)
-    expect_db(sqnr(expected, wrapped(x).float()))
+    torch.testing.assert_close(wrapped(x).float(), expected, rtol=0.05, atol=0.05)
     assert seen == [torch.bfloat16, torch.bfloat16]
     assert config._experts_implementation == "grouped_mm", "other models may share the config"
     assert model.experts.config.hidden_size == 32

@@ -79,16 +79,16 @@ def set_up(model, plugin):
 
 
 PRECISIONS = {
-    "bf16": lambda: HalfMixed("bf16"),
-    "tensorwise": lambda: FP8TorchAO(recipe="tensorwise"),
-    "rowwise": lambda: FP8TorchAO(recipe="rowwise"),
-    "rowwise_with_gw_hp": lambda: FP8TorchAO(recipe="rowwise_with_gw_hp"),
+    "bf16": (lambda: HalfMixed("bf16"), 40.0),
+    "tensorwise": (lambda: FP8TorchAO(recipe="tensorwise"), 23.0),
+    "rowwise": (lambda: FP8TorchAO(recipe="rowwise"), 23.0),
+    "rowwise_with_gw_hp": (lambda: FP8TorchAO(recipe="rowwise_with_gw_hp"), 23.0),
 }
 
 
 @pytest.mark.parametrize("name", PRECISIONS)
 def test_values_and_gradients_are_those_of_the_loop(name):
-    plugin = PRECISIONS[name]
+    plugin, least = PRECISIONS[name]
     torch.manual_seed(0)
     experts = GroupedExperts(use_grouped_mm=False)
     x, counts = batch()
@@ -98,7 +98,7 @@ def test_values_and_gradients_are_those_of_the_loop(name):
     got = run(wrapped, x, counts.float())  # torchtitan's router counts by `histc`
     assert got.keys() == expected.keys()
     for key, value in expected.items():
-        expect_db(sqnr(value, got[key]), key)
+        expect_db(sqnr(value, got[key]), least, key)
     assert not got["output"][sum(COUNTS) :].any()
     assert not got["x"][sum(COUNTS) :].any()
     with pytest.raises(ValueError, match=r"has the shape \(3,\), and this rank has 4 experts; expected \(4,\)"):
@@ -122,7 +122,7 @@ def test_bits_are_those_of_experts_of_transformers():
     assert torch.equal(got["output"], expected["output"])
     assert torch.equal(torch.cat((got["w1"], got["w3"]), dim=1), expected["gate_up_proj"])
     assert torch.equal(got["w2"], expected["down_proj"])
-    expect_db(sqnr(expected["x"], got["x"]))
+    expect_db(sqnr(expected["x"], got["x"]), 28.0)
 
 
 def test_autocast_casts_products_of_other_dtypes(monkeypatch):
@@ -141,7 +141,7 @@ def test_autocast_casts_products_of_other_dtypes(monkeypatch):
     got = set_up(model, HalfMixed("bf16"))(x, counts)[: sum(COUNTS)].detach().float()
     assert seen[-3:] == [(torch.bfloat16, torch.bfloat16)] * 3, "the others are small examples"
     assert len(seen) % 3 == 0
-    expect_db(sqnr(expected, got))
+    expect_db(sqnr(expected, got), 40.0)
     revert_all(model)
     assert type(model.experts).forward is forward
 
@@ -176,7 +176,7 @@ def test_what_computes_something_else_stays_as_it_is(name):
     cls, expected = type(model.experts), model(x, counts).detach()
     wrapped = set_up(model, HalfMixed("bf16"))
     assert type(model.experts) is cls
-    expect_db(sqnr(expected, wrapped(x, counts).detach().float()))
+    expect_db(sqnr(expected, wrapped(x, counts).detach().float()), 40.0)
 
 
 def test_other_layouts_and_arguments_stay_as_they_are():

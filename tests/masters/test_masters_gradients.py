@@ -141,9 +141,8 @@ def test_sparse_gradients(form):
     assert next(main_params(optimizer)).grad.is_sparse
     optimizer.step()
     moved = (embedding.weight - before).float()
-    last_place = 2**-7 * (before.abs().max() + 1).item()  # by which a weight may be rounded
-    assert torch.allclose(moved[1], torch.full((3,), -1.0), rtol=0, atol=last_place)
-    assert torch.allclose(moved[3], torch.full((3,), -0.5), rtol=0, atol=last_place)
+    assert torch.allclose(moved[1], torch.full((3,), -1.0), atol=2e-2)
+    assert torch.allclose(moved[3], torch.full((3,), -0.5), atol=2e-2)
     assert bool((moved[[0, 2, 4]] == 0).all())
 
 

@@ -109,7 +109,7 @@ def test_tied_layers_share_their_codes(level):
     assert model[0].weight is model[1].weight
     plain = tied_linears()
     plain(x).square().sum().backward()
-    expect_db(sqnr(plain[0].weight.grad, model[0].weight.grad + 0))  # of one use alone: below 10
+    expect_db(sqnr(plain[0].weight.grad, model[0].weight.grad + 0), 20)  # of one use alone: below 10
     optimizer.step()
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert twin[0].weight is twin[1].weight

@@ -96,7 +96,7 @@ def test_output_and_gradients_are_near_to_those_of_the_model(family, recipe):
         name: torch.float32 for name in expected if name != "output"
     }
     for name, value in expected.items():  # two products one behind the other
-        expect_db(sqnr(value, found[name].float()), name)
+        expect_db(sqnr(value, found[name].float()), 22, name)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -117,7 +117,7 @@ def test_one_product_is_near_to_the_exact_one(recipe, transposed):
     end = int(groups.ends[-1])
     for name, value, ours in zip(("output", "rows", "weight"), expected, found, strict=True):
         cut = slice(None) if name == "weight" else slice(end)
-        expect_db(sqnr(value[cut], ours[cut].float()), name)
+        expect_db(sqnr(value[cut], ours[cut].float()), 26, name)
 
 
 def codes(x, dim, power_of_2):
@@ -321,7 +321,7 @@ def test_one_of_two_parameters():
     (stack,) = fp8_experts(layer)
     assert list(stack.recipes) == ["gate_up_proj"]
     inputs = routed(layer.experts)
-    expect_db(sqnr(gradients(Layer("mixtral"), inputs)["output"], gradients(layer, inputs)["output"]))
+    expect_db(sqnr(gradients(Layer("mixtral"), inputs)["output"], gradients(layer, inputs)["output"]), 23)
 
 
 @pytest.mark.parametrize(("family", "share"), [("mixtral", 0.950), ("qwen3_moe", 0.69)])

@@ -98,7 +98,7 @@ def test_against_float32():
     layer, x = nn.Linear(300, 300), torch.randn(64, 300)
     exact = nn.functional.linear(x, layer.weight, layer.bias).detach()
     (output, *_), _ = run(layer, FP8TorchAO(pad_inner_dim=True), x)
-    expect_db(sqnr(exact, output.float()))
+    expect_db(sqnr(exact, output.float()), 25)
 
 
 @pytest.mark.parametrize("pad", [True, False])

@@ -88,8 +88,8 @@ def test_the_kernel_scales_the_same_codes_and_the_product_is_rounded_once(recipe
         else:
             assert not ((theirs.double() - product).abs() <= bound).all(), "rounded twice"
             assert sqnr(product, ours) > sqnr(product, theirs) + 1
-        expect_db(sqnr(product, theirs))
-        expect_db(sqnr(product, ours))
+        expect_db(sqnr(product, theirs), 45)
+        expect_db(sqnr(product, ours), 50)
     if recipe == "rowwise_with_gw_hp":
         assert torch.equal(found["scaled_inside"][1], found["scaled_after"][1]), "in high precision"
 
