@@ -198,24 +198,21 @@ def register(backend: Backend) -> None:
             f"`names` has {name!r}, which the backend {taken[name]!r} has registered; choose another name."
         )
     _registered[backend.name] = backend
-    _tell_listeners()
+    for listener in _listeners:
+        listener()
 
 
 def unregister(name: str) -> None:
     """Forget a backend and its precision names."""
     get(name)
     del _registered[name]
-    _tell_listeners()
+    for listener in _listeners:
+        listener()
 
 
 def on_change(listener: Callable[[], None]) -> None:
     """Call ``listener`` after every later ``register`` and ``unregister``."""
     _listeners.append(listener)
-
-
-def _tell_listeners() -> None:
-    for listener in _listeners:
-        listener()
 
 
 def registered() -> tuple[Backend, ...]:
@@ -277,23 +274,21 @@ def revert_all(model: nn.Module, *, except_for: str | None = None) -> None:
     experts.stop_following_autocast(model)
     module_dtypes.stop_float32(model)
     module_dtypes.release_half_norms(model)
-    present = _sources(type(module) for module in model.modules())
-    for backend in registered():
-        if backend.name != except_for and any(source.startswith(backend.layers_from) for source in present):
-            backend.revert(model)
+    for backend in _owners_of({type(module) for module in model.modules()}, except_for):
+        backend.revert(model)
 
 
-def _sources(classes: Iterable[type]) -> set[str]:
-    """Return the names of the Python modules that define some classes and their bases."""
-    return {cls.__module__ for own in set(classes) for cls in own.__mro__}
+def _owners_of(classes: Iterable[type], except_for: str | None) -> list[Backend]:
+    """Return the backends that define one of the classes or their bases."""
+    sources = {base.__module__ for cls in classes for base in cls.__mro__}
+    others = [backend for backend in registered() if backend.name != except_for]
+    return [backend for backend in others if any(source.startswith(backend.layers_from) for source in sources)]
 
 
 def revert_optimizer(optimizer: Optimizer, *, except_for: str | None = None) -> None:
     """Make an optimizer plain again after :func:`revert_all`, in place, also its state."""
-    present = _sources([type(optimizer)])
-    for backend in registered():
-        if backend.name != except_for and any(source.startswith(backend.layers_from) for source in present):
-            backend.revert_optimizer(optimizer)
+    for backend in _owners_of([type(optimizer)], except_for):
+        backend.revert_optimizer(optimizer)
 
 
 def changed_optimizers() -> list[Optimizer]:

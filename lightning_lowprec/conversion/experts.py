@@ -168,13 +168,10 @@ def release_experts(experts: RoutedExperts) -> None:
 def cut_by_expert(model: nn.Module) -> Iterator[nn.Parameter]:
     """Yield the Parameters of stacked experts that are DTensors, and of which each rank has whole experts."""
     for _, module in stacks(model):
-        if not isinstance(module, FSDPModule):
-            yield from (p for p in module._parameters.values() if p is not None and _has_whole_experts(p))
-
-
-def _has_whole_experts(parameter: Any) -> bool:
-    placements = parameter.placements if isinstance(parameter, DTensor) else ()
-    return len(placements) > 0 and all(type(p) is Replicate or p == Shard(0) for p in placements)
+        for parameter in () if isinstance(module, FSDPModule) else module.parameters(recurse=False):
+            placements = parameter.placements if isinstance(parameter, DTensor) else ()
+            if placements and all(type(p) is Replicate or p == Shard(0) for p in placements):
+                yield parameter
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -252,30 +249,24 @@ def difference(module: nn.Module) -> str | None:
     """Return why a module that :func:`is_sorted_stack` accepts computes something else, or None if it does not."""
     if "forward" in vars(module):
         return "its forward is replaced on the instance"
+    generator = torch.Generator().manual_seed(0)  # not the user's
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device="cpu")
+
+    sizes = {"w1": (_HIDDEN, _WIDTH), "w3": (_HIDDEN, _WIDTH), "w2": (_WIDTH, _HIDDEN)}
+    weights = {name: random(len(_COUNTS), *size) / math.sqrt(size[1]) for name, size in sizes.items()}
     for magnitude in _MAGNITUDES:
-        weights, tokens = _example(magnitude)
+        tokens = magnitude * random(sum(_COUNTS), _WIDTH)
         try:
-            got = _own_result(module, weights, tokens)
+            result = _own_result(module, weights, tokens)
         except Exception as error:  # whatever the code of another library raises, it cannot be compared
             return f"{CLASS}, whose forward fails for a small example ({type(error).__name__})"
-        expected = _expected(weights, tokens)
-        if got.shape != expected.shape or not (got - expected).norm() <= _TOLERANCE * expected.norm():
+        parts = zip(torch.split(tokens, list(_COUNTS)), *(weights[name] for name in NAMES), strict=True)
+        expected = torch.cat([(F.silu(x @ gate.T) * (x @ up.T)) @ down.T for x, gate, up, down in parts])
+        if result.shape != expected.shape or not (result - expected).norm() <= _TOLERANCE * expected.norm():
             return f"{CLASS} that do not compute w2(silu(w1 x) * w3 x)"
     return None
-
-
-def _example(magnitude: float) -> tuple[dict[str, Tensor], Tensor]:
-    """Return weights of mean square 1 / K, and tokens [M, D] of the given mean; no random number is drawn."""
-    sizes = {"w1": (_HIDDEN, _WIDTH), "w3": (_HIDDEN, _WIDTH), "w2": (_WIDTH, _HIDDEN)}
-    weights = {}
-    for place, (name, (rows, columns)) in enumerate(sizes.items()):
-        weights[name] = _values(len(_COUNTS) * rows, columns, place).view(-1, rows, columns) / math.sqrt(columns)
-    return weights, magnitude * _values(sum(_COUNTS), _WIDTH, len(sizes))
-
-
-def _values(rows: int, columns: int, place: int) -> Tensor:
-    index = torch.arange(rows * columns, dtype=torch.float64, device="cpu") + 10_000 * place
-    return (math.sqrt(2) * torch.sin(1.7 * index + 0.3 * torch.sin(index))).float().view(rows, columns)
 
 
 def _own_result(module: nn.Module, weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
@@ -290,9 +281,3 @@ def _own_result(module: nn.Module, weights: dict[str, Tensor], tokens: Tensor) -
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
         result: Tensor = cls.forward(probe, tokens.clone(), torch.tensor(_COUNTS, device="cpu"))
     return result.float()
-
-
-def _expected(weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
-    rows = tokens.tensor_split(torch.tensor(_COUNTS, device="cpu").cumsum(0)[:-1])
-    parts = zip(rows, *(weights[name] for name in NAMES), strict=True)
-    return torch.cat([(F.silu(x @ gate.T) * (x @ up.T)) @ down.T for x, gate, up, down in parts])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Literal
+from typing import Literal, get_args
 
 from lightning_lowprec.conversion import measured_gains
 
@@ -29,7 +29,7 @@ PUBLISHED: dict[Shape, float] = {  # tensorwise
 }
 
 
-def below_break_even(recipe: Recipe, in_features: int, out_features: int) -> bool:
+def below_break_even(recipe: str, in_features: int, out_features: int) -> bool:
     """Return whether FP8 is slower than bf16 at this shape, according to the published thresholds."""
     k, n = in_features, out_features
     if recipe == "tensorwise":
@@ -37,20 +37,25 @@ def below_break_even(recipe: Recipe, in_features: int, out_features: int) -> boo
     return n <= 2048 or k <= 1024 or (n <= 4096 and k <= 2048)
 
 
-def expected_gain(recipe: Recipe, in_features: int, out_features: int, tokens: int = DEFAULT_TOKENS) -> float | None:
+def expected_gain(
+    recipe: str | None, in_features: int, out_features: int, tokens: int = DEFAULT_TOKENS
+) -> float | None:
     """Return the gain of the nearest shape (in log space); None if FP8 is slower than bf16.
+
+    A recipe without figures counts as tensorwise.
 
     If this recipe was measured, the gain is a measured one; for a shape smaller than all measured shapes, the published
     thresholds decide whether FP8 is slower. If the recipe was not measured, the gain is a published tensorwise one, and
     the thresholds decide too. The gain is a coarse figure: it orders layers and separates gain from loss, and it does
     not predict the time of a step.
     """
-    measured = measured_gains.GAINS.get(recipe)
+    name = recipe if recipe is not None and recipe in get_args(Recipe) else "tensorwise"
+    measured = measured_gains.GAINS.get(name)
     wanted = (tokens, in_features, out_features)
     if measured is None:
-        return None if below_break_even(recipe, in_features, out_features) else PUBLISHED[_nearest(wanted, PUBLISHED)]
+        return None if below_break_even(name, in_features, out_features) else PUBLISHED[_nearest(wanted, PUBLISHED)]
     smallest = in_features < min(k for _, k, _ in measured) or out_features < min(n for _, _, n in measured)
-    if smallest and below_break_even(recipe, in_features, out_features):
+    if smallest and below_break_even(name, in_features, out_features):
         return None
     gain = measured[_nearest(wanted, measured)]
     return gain if gain >= 1.0 else None

@@ -9,14 +9,21 @@
 
 The class of the head changes, so that the layer, its weight, ties and names stay. The weight is read inside of the
 layer's own forward, where FSDP2 has gathered it.
+
+The forward of such a model does two things with the logits: it passes them to ``self.loss_function`` and returns them.
+The source code shows that. A forward that computes with the logits (scales or caps them) is not recognised, unless the
+configuration switches this part off.
 """
 
 from __future__ import annotations
 
+import ast
+import inspect
+import math
 import operator
+import textwrap
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, Literal, final
 
 import torch
@@ -24,7 +31,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_lowprec.conversion import in_place
-from lightning_lowprec.conversion.head_recognition import WAY_OUT, causal_models
 from lightning_lowprec.conversion.plain_first import RefusedQConfig
 from lightning_lowprec.losses import linear_cross_entropy
 from lightning_lowprec.numerics.kernel_operands import ALIGNMENT
@@ -36,20 +42,17 @@ _OPERATORS: Final = (
     *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and_", "or_", "xor"),
     *("eq", "ne", "lt", "le", "gt", "ge", "neg", "invert", "abs", "getitem", "setitem"),
 )
+WAY_OUT: Final = (
+    "Leave `head` out, or compute the loss in your model by `lightning_lowprec.losses.linear_cross_entropy(hidden,"
+    " lm_head.weight, targets)`"
+)
 NOT_USED: Final = (
     "`head={!r}` has no effect on this forward: its logits were read before a loss was computed from labels, so all of"
     " them were computed. Pass `labels=...` to the model, or compute the loss by"
     " `lightning_lowprec.losses.linear_cross_entropy`."
 )
-
-
-@dataclass(frozen=True)
-class _Labels:
-    """The task of a head to compute a loss."""
-
-    target: Tensor
-    reduction: Literal["mean", "sum"]
-    ignore_index: int
+Task = Literal["logits"] | dict[str, Any] | None
+"""Of a head: to compute logits, or a loss from these arguments of ``linear_cross_entropy``; None: the mode decides."""
 
 
 @final
@@ -60,40 +63,31 @@ class LossHead(nn.Linear):
     emulate: bool | None
     qconfig = RefusedQConfig()
 
-    def forward(self, input: Tensor, task: Literal["logits"] | _Labels | None = None) -> Any:
-        """[*, K] -> [*, V]; in training without a task LazyLogits, with labels the loss."""
+    def forward(self, input: Tensor, task: Task = None) -> Any:
+        """[*, K] -> [*, V]; in training without a task LazyLogits, with the arguments of a loss the loss."""
         if self.kind != "fp32":
             return self._compute(input, task)
         with torch.autocast(input.device.type, enabled=False):
             return self._compute(input.float(), task)
 
-    def _compute(self, input: Tensor, task: Literal["logits"] | _Labels | None) -> Any:
+    def _compute(self, input: Tensor, task: Task) -> Any:
         if task is None and self.training and torch.is_grad_enabled():
             return LazyLogits(self, input, self.kind)
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
         if self.kind == "fp32":
             weight, bias = weight.float(), None if bias is None else bias.float()
-        if not isinstance(task, _Labels):
+        if not isinstance(task, dict):
             return F.linear(input, weight, bias)
-        return linear_cross_entropy(
-            input.reshape(-1, input.shape[-1]),
-            weight,
-            task.target,
-            bias=bias,
-            reduction=task.reduction,
-            ignore_index=task.ignore_index,
-            fp8=self.kind == "fp8",
-            emulate=self.emulate,
-        )
+        options: dict[str, Any] = {"bias": bias, "fp8": self.kind == "fp8", "emulate": self.emulate}
+        return linear_cross_entropy(input.reshape(-1, input.shape[-1]), weight, **options, **task)
 
 
 @final
 class CausalLoss:
     """The loss of causal language models, from the hidden states that :class:`LazyLogits` hold.
 
-    Args:
-        head: the head of the model; in evaluation, the loss is that of ``transformers``.
+    In evaluation the loss is that of ``transformers``.
     """
 
     def __init__(self, head: LossHead) -> None:
@@ -120,10 +114,13 @@ class CausalLoss:
         if shift_labels is None:
             assert labels is not None
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        target = shift_labels.reshape(-1).to(logits.device)
         logits.has_loss = True
-        reduction: Literal["mean", "sum"] = "mean" if num_items_in_batch is None else "sum"
-        loss: Tensor = self.head(logits.hidden, task=_Labels(target, reduction, ignore_index))
+        task = {
+            "target": shift_labels.reshape(-1).to(logits.device),
+            "reduction": "mean" if num_items_in_batch is None else "sum",
+            "ignore_index": ignore_index,
+        }
+        loss: Tensor = self.head(logits.hidden, task=task)
         if isinstance(num_items_in_batch, Tensor):
             num_items_in_batch = num_items_in_batch.to(loss.device)
         return loss if num_items_in_batch is None else loss / num_items_in_batch
@@ -161,12 +158,8 @@ class LazyLogits:
     """What a head returns in training in place of logits: whatever reads them gets the tensor, computed then.
 
     The tensor is the one that the Linear would have returned, with its graph. It can be read until the backward pass
-    under FSDP2, which frees the weight then, and at any time elsewhere.
-
-    Args:
-        head: the layer; called with ``task="logits"`` it computes logits.
-        hidden: (..., K), the input of the layer.
-        option: the option of the plugin, for a warning.
+    under FSDP2, which frees the weight then, and at any time elsewhere. ``hidden``, (..., K), is the input of the head,
+    and ``option`` the option of the plugin, for a warning.
     """
 
     def __init__(self, head: nn.Module, hidden: Tensor, option: str) -> None:
@@ -273,3 +266,108 @@ for _name in _OPERATORS:
     setattr(LazyLogits, f"__{_plain}__", _of_tensors(getattr(operator, _name)))
     if _name in _OPERATORS[:11]:
         setattr(LazyLogits, f"__r{_plain}__", _of_tensors(getattr(operator, _name), swapped=True))
+
+
+# ---- which models are recognised
+
+
+def causal_models(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Linear]]:
+    """Yield the fqn of every causal model of ``transformers`` in ``model``, the causal model, and its head."""
+    heads: set[int] = set()
+    for fqn, module in model.named_modules():
+        if not transformers.is_model(module):
+            continue
+        head = module.get_output_embeddings()
+        if head is None or id(head) in heads:
+            continue
+        heads.add(id(head))
+        reason = unrecognised(module, head)
+        if reason is not None:
+            name = f"{type(module).__name__}{f' ({fqn!r})' if fqn else ''}"
+            raise ValueError(f"`head` cannot replace the loss of {name}: {reason}. {WAY_OUT}.")
+        yield fqn, module, head
+    if not heads:
+        raise ValueError(
+            f"`head` knows the heads and losses of causal models of `transformers`, and {type(model).__name__} holds"
+            f" none. {WAY_OUT}."
+        )
+
+
+def unrecognised(model: Any, head: nn.Module) -> str | None:
+    """Return why the head and the loss of ``model`` are not recognised exactly, or None if they are."""
+    if getattr(head, "own_class", type(head)) is not nn.Linear:
+        return f"its head is no Linear but a {type(head).__name__}"
+    if "forward" in vars(head):
+        return "the forward of its head is replaced on the instance"
+    if any(value for key, value in vars(head).items() if key.endswith("_hooks") and "state_dict" not in key):
+        return "its head has hooks, which would not see logits"
+    if "weight" not in head._parameters:
+        return "the weight of its head is computed at each forward"
+    if not transformers.has_causal_loss(model):
+        return "its loss is not that of causal language models of `transformers`"
+    return _computes_with_logits(model, head)
+
+
+def _computes_with_logits(model: Any, head: nn.Module) -> str | None:
+    name = next((name for name, child in model.named_children() if child is head), None)
+    if name is None:
+        return "its head is no child of it"
+    try:
+        source = textwrap.dedent(inspect.getsource(inspect.unwrap(type(model).forward)))
+    except (OSError, TypeError):
+        return "the source code of its forward is not there to be read"
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and _is_off(node.test, model.config):
+            node.body = []
+    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    logits, others = _results_of(f"self.{name}", parents)
+    if not logits:
+        return f"its forward does not call {name!r} alone on a line"
+    reads = [node for node in parents if isinstance(node, ast.Name) and node.lineno > logits.get(node.id, math.inf)]
+    if not any(_taker_of(node, parents) == "self.loss_function" for node in reads):
+        return "its forward does not pass the logits to `self.loss_function`"
+    lines = source.splitlines()
+    uses = [(node.lineno, ast.unparse(node)) for node in others]
+    uses += [(n.lineno, lines[n.lineno - 1].partition("#")[0].strip()) for n in reads if _computes(n, parents)]
+    return f"its forward computes with the logits (`{min(uses)[1]}`)" if uses else None
+
+
+def _is_off(test: ast.expr, config: Any) -> bool:
+    """Return whether the configuration switches a branch off: ``if self.config.name is not None:``."""
+    words, _, name = ast.unparse(test).removesuffix(" is not None").rpartition(".")
+    return ast.unparse(test).endswith(" is not None") and words == "self.config" and getattr(config, name, 0) is None
+
+
+def _results_of(head: str, parents: Mapping[ast.AST, ast.AST]) -> tuple[dict[str, int], list[ast.expr | ast.stmt]]:
+    """Return the line in which each variable becomes the result of ``head(...)``, and the calls used in other ways."""
+    lines: dict[str, int] = {}
+    others: list[ast.expr | ast.stmt] = []
+    for node in parents:
+        if not (isinstance(node, ast.Call) and ast.unparse(node.func) == head):
+            continue
+        place = parents[node]
+        if isinstance(place, ast.Attribute) and place.attr == "contiguous":
+            place = parents[parents[place]]
+        if isinstance(place, ast.Assign) and len(place.targets) == 1 and isinstance(place.targets[0], ast.Name):
+            lines[place.targets[0].id] = node.lineno
+        else:
+            others.append(place if isinstance(place, ast.Assign) else node)
+    return lines, others
+
+
+def _taker_of(node: ast.AST, parents: Mapping[ast.AST, ast.AST]) -> str:
+    """Return the function of which a node is an argument, or ""."""
+    taker = parents[node]
+    if isinstance(taker, ast.keyword):
+        taker = parents[taker]
+    return ast.unparse(taker.func) if isinstance(taker, ast.Call) and node is not taker.func else ""
+
+
+def _computes(node: ast.Name, parents: Mapping[ast.AST, ast.AST]) -> bool:
+    """Return whether logits are used for anything but the loss, their facts, and what is returned."""
+    taker, parent = _taker_of(node, parents), parents[node]
+    if isinstance(parent, ast.Attribute):
+        return parent.attr not in ("device", "dtype", "shape")
+    # a class, such as `CausalLMOutputWithPast(logits=logits)`, or `(logits,) + outputs`
+    return not (taker == "self.loss_function" or taker[:1].isupper() or isinstance(parent, ast.Tuple))

@@ -8,9 +8,8 @@ children stay children and every Parameter keeps its owner, so state dicts, opti
 from __future__ import annotations
 
 import functools
-import types
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 from torch import nn
 
@@ -27,8 +26,7 @@ def become(module: Any, cls: type[nn.Module], attributes: Mapping[str, Any], lat
     own = type(module)
     added = {name: attributes[name] for name in attributes.keys() - vars(module).keys() - module._parameters.keys()}
     vars(module).update(added, own_class=own, added_attributes=frozenset((*added, *later)))
-    classes: tuple[Any, Any] = cls, own
-    module.__class__ = cls if issubclass(cls, own) or not issubclass(own, nn.Linear) else _both(*classes)
+    module.__class__ = derived(cls, own) if issubclass(own, nn.Linear) and not issubclass(cls, own) else cls
 
 
 def revert(module: Any) -> None:
@@ -44,48 +42,39 @@ def own_class(module: nn.Module) -> type[nn.Module]:
     return own
 
 
-@functools.cache
-def _both(cls: Any, own: Any) -> Any:
-    """Return the class of a layer of ``cls`` that was made of a module of the subclass ``own``."""
-    kept = {name: getattr(own, name) for name in _NOT_SHADOWED if getattr(own, name) is not getattr(nn.Linear, name)}
+class RoleModule(nn.Module):
+    """A module whose class was changed in place, to a class that derives from a role and the module's own class."""
+
+    own_class: type[nn.Module]
+
+
+def take_role(module: nn.Module, role: type[RoleModule], attributes: Mapping[str, Any]) -> None:
+    """Give a module a role in place, and the attributes that the role needs; ``in_place.revert`` undoes it."""
+    become(module, derived(role, type(module)), attributes)
+
+
+def _make_class(cls: Any, own: Any) -> Any:
+    """Return a class that derives from ``cls`` and the class of a module; deepcopy and pickle make it anew.
+
+    With a role it has the name of ``own``: code may ask ``"RMSNorm" in type(module).__name__``.
+    """
 
     def reduce_ex(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
         reduced: Any = object.__reduce_ex__(self, protocol)
         return _empty, (cls, own), *reduced[2:]
 
-    body = {**kept, "__reduce_ex__": reduce_ex, "__module__": cls.__module__, "__doc__": cls.__doc__}
-    return types.new_class(f"{cls.__name__}_{own.__name__}", (cls, own), exec_body=lambda names: names.update(body))
+    body = {"__reduce_ex__": reduce_ex, "__module__": cls.__module__, "__doc__": cls.__doc__}
+    if issubclass(cls, RoleModule):
+        return type(own.__name__, (cls, own), body)
+    methods = {name: getattr(own, name, None) for name in _NOT_SHADOWED}
+    kept = {name: method for name, method in methods.items() if method not in (None, getattr(nn.Linear, name))}
+    return type(f"{cls.__name__}_{own.__name__}", (cls, own), {**kept, **body})
 
 
-def _empty(cls: Any, own: Any) -> nn.Module:
+derived: Any = functools.cache(_make_class)
+
+
+def _empty(cls: Any, own: Any) -> Any:
     """Make a module without attributes, for copies and pickles."""
-    both: Any = _both(cls, own)
-    module: nn.Module = both.__new__(both)
-    return module
-
-
-class RoleModule(nn.Module):
-    """A module whose class was changed in place, to a class that derives from ``role`` and the module's own class."""
-
-    own_class: type[nn.Module]
-    role: ClassVar[type[RoleModule]]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Support deepcopy and pickle, which cannot import a class that was made at run time."""
-        return _new, (self.role, self.own_class), self.__dict__
-
-
-@functools.cache
-def _class_of(role: Any, own_class: Any) -> Any:
-    """Return a class with the name of ``own_class``: code may ask ``"RMSNorm" in type(module).__name__``."""
-    return type(own_class.__name__, (role, own_class), {"role": role, "__module__": role.__module__})
-
-
-def _new(role: type[RoleModule], own_class: type[nn.Module]) -> Any:
-    cls = _class_of(role, own_class)  # type: ignore[arg-type]
-    return cls.__new__(cls)
-
-
-def take_role(module: nn.Module, role: type[RoleModule], attributes: Mapping[str, Any]) -> None:
-    """Give a module a role in place, and the attributes that the role needs; ``in_place.revert`` undoes it."""
-    become(module, _class_of(role, type(module)), attributes)  # type: ignore[arg-type]
+    both = derived(cls, own)
+    return both.__new__(both)

@@ -26,59 +26,46 @@ def unchanged(model: nn.Module, *, may_change: Fact | None = None) -> Iterator[N
     before = _facts(model)
     yield
     after = _facts(model)
-    for what, (old, new) in {key: (before[key], after[key]) for key in before}.items():
-        if old != new and what != may_change:
-            raise RuntimeError(_message(model, what, old, new))
+    for what, old in before.items():
+        new = after[what]
+        if old == new or what == may_change:
+            continue
+        fqn = next(fqn for fqn in {**old, **new} if old.get(fqn) != new.get(fqn))
+        raise RuntimeError(
+            f"Conversion of {type(model).__name__} changed {what} of {fqn!r} (before {old.get(fqn)!r}, after"
+            f" {new.get(fqn)!r}); nothing would be saved, tied or optimized as before. Leave this layer out with"
+            " `keep=[...]`, and please report it."
+        )
     del alive
 
 
 def _facts(model: nn.Module) -> dict[str, dict[str, Any]]:
     """Return the value of every fact by fqn. Dicts compare without order, so places are listed as separate facts."""
-    tensors = [
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ]
-    modules = list(model.named_modules(remove_duplicate=False))
-    return {
-        "the module object": {fqn: id(module) for fqn, module in modules},
-        "the Parameter or buffer object": {fqn: id(tensor) for fqn, tensor in tensors},
-        "the place in parameters()": {fqn: place for place, (fqn, _) in enumerate(model.named_parameters())},
-        "requires_grad": {fqn: tensor.requires_grad for fqn, tensor in tensors},
-        "the dtype": {fqn: tensor.dtype for fqn, tensor in tensors},
-        "the device": {fqn: tensor.device for fqn, tensor in tensors},
-        "the shape": {fqn: _shape(tensor) for fqn, tensor in tensors},
-        "train or eval": {fqn: module.training for fqn, module in modules},
-        "the hooks": {fqn: _hooks(module) for fqn, module in modules},
-        "the place in the state dict": _state_dict_order(model, tensors),
+    modules = dict(model.named_modules(remove_duplicate=False))
+    tensors: dict[str, torch.Tensor] = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
     }
-
-
-def _shape(tensor: torch.Tensor) -> torch.Size | None:
-    return None if is_lazy(tensor) else tensor.shape
+    transient = {f"{fqn}.{name}".lstrip(".") for fqn, m in modules.items() for name in m._non_persistent_buffers_set}
+    saved = (fqn for fqn in tensors if fqn not in transient)
+    return {
+        "the module object": {fqn: id(module) for fqn, module in modules.items()},
+        "the Parameter or buffer object": {fqn: id(tensor) for fqn, tensor in tensors.items()},
+        "the place in parameters()": {fqn: place for place, (fqn, _) in enumerate(model.named_parameters())},
+        "requires_grad": {fqn: tensor.requires_grad for fqn, tensor in tensors.items()},
+        "the dtype": {fqn: tensor.dtype for fqn, tensor in tensors.items()},
+        "the device": {fqn: tensor.device for fqn, tensor in tensors.items()},
+        "the shape": {fqn: None if is_lazy(tensor) else tensor.shape for fqn, tensor in tensors.items()},
+        "train or eval": {fqn: module.training for fqn, module in modules.items()},
+        "the hooks": {fqn: _hooks(module) for fqn, module in modules.items()},
+        "the place in the state dict": {fqn: place for place, fqn in enumerate(saved)},
+    }
 
 
 def _hooks(module: nn.Module) -> dict[str, list[int]]:
     """Return the ids of the hooks of a module, by the name of the dict that holds them (forward, backward, ...)."""
     return {
         name: [id(hook) for hook in value.values()]
-        for name, value in module.__dict__.items()
+        for name, value in vars(module).items()
         if name.endswith("_hooks") and isinstance(value, dict) and value
     }
-
-
-def _state_dict_order(model: nn.Module, tensors: list[tuple[str, torch.Tensor]]) -> dict[str, int]:
-    persistent = {fqn for fqn, _ in tensors} - {
-        f"{prefix}.{name}".lstrip(".")
-        for prefix, module in model.named_modules(remove_duplicate=False)
-        for name in module._non_persistent_buffers_set
-    }
-    return {fqn: place for place, fqn in enumerate(fqn for fqn, _ in tensors if fqn in persistent)}
-
-
-def _message(model: nn.Module, what: str, old: dict[str, Any], new: dict[str, Any]) -> str:
-    fqn = next(fqn for fqn in {**old, **new} if old.get(fqn) != new.get(fqn))
-    name = type(model).__name__
-    return (
-        f"Conversion of {name} changed {what} of {fqn!r} (before {old.get(fqn)!r}, after {new.get(fqn)!r}); nothing"
-        " would be saved, tied or optimized as before. Leave this layer out with `keep=[...]`, and please report it."
-    )

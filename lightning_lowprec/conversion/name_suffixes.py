@@ -43,16 +43,6 @@ def split(name: str) -> tuple[str, str]:
     return name.removesuffix(suffix), suffix
 
 
-def split_all(name: str) -> tuple[str, list[str]]:
-    """Return a name without any suffixes, and its suffixes from left to right, however many there are."""
-    suffixes: list[str] = []
-    stem, suffix = split(name)
-    while suffix:
-        suffixes.insert(0, suffix)
-        stem, suffix = split(stem)
-    return stem, suffixes
-
-
 def of_options(base: str, form: str | None) -> str:
     """Return the suffix of a plugin's own name; ``form`` is that of the masters, None for float32 weights."""
     if base == "fp16":
@@ -62,15 +52,13 @@ def of_options(base: str, form: str | None) -> str:
 
 def families(names: Iterable[str]) -> dict[tuple[str, ...], list[str]]:
     """Return the names without their suffixes, by the suffixes that each also has among ``names``, in their order."""
-    listed = list(names)
-    existing = set(listed)
+    existing = dict.fromkeys(names)
     stems: dict[tuple[str, ...], list[str]] = {}
-    for name in listed:
-        if split(name)[1] and split(name)[0] in existing:
-            continue  # a member of a family
-        stems.setdefault(tuple(s for s in OPTIONS if f"{name}{s}" in existing and split(f"{name}{s}")[1]), []).append(
-            name
-        )
+    for name in existing:
+        stem, suffix = split(name)
+        if not suffix or stem not in existing:  # else it is a member of a family
+            suffixes = tuple(s for s in OPTIONS if f"{name}{s}" in existing and split(f"{name}{s}")[1])
+            stems.setdefault(suffixes, []).append(name)
     return stems
 
 
@@ -82,21 +70,19 @@ def in_words(names: Collection[str], *, quoted: bool = False) -> str:
         words = ", ".join(map(shown, stems))
         if suffixes:
             each = ", each" if len(stems) > 1 else ","
-            words += f"{each} also with {_either([shown(suffix) for suffix in suffixes])}"
+            either = " or ".join(filter(None, [", ".join(map(shown, suffixes[:-1])), shown(suffixes[-1])]))
+            words += f"{each} also with {either}"
         parts.append(words)
     return "; ".join(parts)
 
 
-def _either(words: list[str]) -> str:
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
-
-
-# ---- names that do not exist with some suffixes
-
-
 def suffix_refusal(name: str, table: Mapping[str, PrecisionName]) -> str:
     """Return why a name of a backend does not exist with these suffixes, and what to write; ``""`` for other names."""
-    stem, suffixes = split_all(name)
+    suffixes: list[str] = []
+    stem, suffix = split(name)
+    while suffix:
+        suffixes.insert(0, suffix)
+        stem, suffix = split(stem)
     row = table.get(stem)
     if row is None or row.backend is None or not suffixes:
         return ""
@@ -106,26 +92,15 @@ def suffix_refusal(name: str, table: Mapping[str, PrecisionName]) -> str:
         codes = "it keeps its weights as codes, with masters of its own where they are needed"
         reason = codes if row.keeps_codes and lacking in MASTERS else "its backend has no such name"
         return f"{stem!r} has no `{lacking}`: {row.lacks.get(lacking, reason)}."
-    forms = [suffix for suffix in suffixes if suffix != FP16]
-    if FP16 in suffixes and forms:
-        return _both(stem, row, forms[0])
+    form = next((suffix for suffix in suffixes if suffix != FP16), None)
+    if FP16 in suffixes and form is not None:
+        reason = f"`{form}` needs bf16 weights, because bf16 is the upper half of float32 and fp16 is not"
+        if MASTERS[form] == "fp32":
+            reason = "names with `-fp16` keep float32 weights"
+        options = {**row.options, **OPTIONS[FP16], **OPTIONS["-master"]}
+        call = f"{row.plugin.__name__}({', '.join(f'{option}={value!r}' for option, value in options.items())})"
+        return (
+            f"`-fp16` and `{form}` do not go together: {reason}. Write '{stem}{form}' for bf16, or `plugins={call}` for"
+            " fp16 weights with float32 masters."
+        )
     return f"A name has one suffix: write {stem + suffixes[0]!r}." if len(suffixes) > 1 else ""
-
-
-def call(row: PrecisionName, **options: object) -> str:
-    """Return the call that makes the plugin of a name with more options, as a user would write it."""
-    arguments = {**row.options, **options}
-    return f"{row.plugin.__name__}({', '.join(f'{option}={value!r}' for option, value in arguments.items())})"
-
-
-def _both(stem: str, row: PrecisionName, form: str) -> str:
-    reason = (
-        "names with `-fp16` keep float32 weights"
-        if MASTERS[form] == "fp32"
-        else f"`{form}` needs bf16 weights, because bf16 is the upper half of float32 and fp16 is not"
-    )
-    masters = call(row, **OPTIONS[FP16], **OPTIONS["-master"])
-    return (
-        f"`-fp16` and `{form}` do not go together: {reason}. Write '{stem}{form}' for bf16, or `plugins={masters}` for"
-        " fp16 weights with float32 masters."
-    )

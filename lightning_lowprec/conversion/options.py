@@ -100,11 +100,8 @@ def shows(*groups: type[Any], without: Collection[str] = ()) -> Callable[[Class]
     """Show the fields of option groups in a class's constructor and docstring, in place of ``**options``.
 
     The constructor then refuses every other keyword, as a constructor with written-out parameters does, and a value
-    that the type hint of a parameter does not allow (see :mod:`~lightning_lowprec.checks`).
-
-    Args:
-        groups: dataclasses whose docstrings describe their fields under ``Args:``.
-        without: fields that this class does not take.
+    that the type hint of a parameter does not allow (see :mod:`~lightning_lowprec.checks`). ``without`` are fields that
+    the class does not take.
     """
 
     def decorate(cls: Class) -> Class:

@@ -1,30 +1,79 @@
 """The plan of a model: every weight that is multiplied with the tokens, converted or kept with a reason.
 
 A plan is a plain value: it prints as a table, and two plans can be compared. Making a plan touches no weight, so a
-model on the meta device works. A plugin applies exactly its plan.
+model on the meta device works. A plugin applies exactly its plan. Rows that differ in block numbers only are one line
+of a table, so that a model of 1,000 layers stays readable.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Final, get_args
+from typing import Final
 
 from torch import nn
 
-from lightning_lowprec.conversion import plan_table, selection
-from lightning_lowprec.conversion.gains import DEFAULT_TOKENS, Recipe, expected_gain
-from lightning_lowprec.conversion.matmuls import STACKED, Matmul, is_conv1d, matmuls, other_products
+from lightning_lowprec import html
+from lightning_lowprec.conversion import selection
+from lightning_lowprec.conversion.experts import is_stack
+from lightning_lowprec.conversion.gains import DEFAULT_TOKENS, SOURCE, Recipe, expected_gain
+from lightning_lowprec.conversion.in_place import own_class
+from lightning_lowprec.conversion.matmuls import CONV1D, STACKED, Matmul, is_conv1d, is_linear, matmuls, other_products
 from lightning_lowprec.conversion.name_formats import NO_GROUPED_PRODUCT
 from lightning_lowprec.conversion.options import LayerOptions
-from lightning_lowprec.conversion.plan_table import PlanRow, runs_in
 from lightning_lowprec.conversion.recipe_map import FLOAT32, NO_PATTERN, LayerRecipe, RecipeMap
 from lightning_lowprec.conversion.selection import no_multiple
 
 NOT_CALLED: Final = "not called in the first training forward"
 """Why a layer that converted counts as kept."""
+_MAYBE_FLOAT32: Final = ("router", "gate beside experts")
+"""Layers that many models run in float32, outside of autocast, as ``selection.built_in`` calls them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRow(Matmul):
+    """One weight of the model, and whether the weight converts."""
+
+    kept_because: str | None
+    """The reason why the weight stays in high precision; None: the weight converts."""
+    gain: float | None
+    """Expected speed of FP8 over bf16 for this shape (see ``gains``); None: slower than bf16."""
+    trains: bool
+    """Whether the weight has a gradient: a frozen weight skips the GEMM of the weight gradient."""
+    recipe: str | None = None
+    """With recipes per layer, the recipe of a weight that converts, in words; None: one recipe for all."""
+    padded_to: tuple[int, int] | None = None
+    """In and out features with the zeros that ``pad_inner_dim`` appends, whether on or not; None: it appends none."""
+    runs_in: str | None = None
+    """The dtype in which a kept weight multiplies: ``"bf16"``; None: the weight converts, or the model decides."""
+
+    @property
+    def slower(self) -> bool:
+        """Whether FP8 is expected to lose against bf16 at this shape."""
+        return self.gain is None or self.gain < 1.0
+
+    @property
+    def kept(self) -> str:
+        """The reason and the dtype of a kept weight: ``kept: output head (by name), bf16``."""
+        text = f"kept: {self.kept_because}{f', {self.runs_in}' if self.runs_in else ''}"
+        return f"{text} (`pad_inner_dim=True`: {self.padding})" if self.padded_to else text
+
+    @property
+    def padding(self) -> str:
+        """The zeros of ``pad_inner_dim`` and their cost in words: ``padded to 304 -> 304, 2.7% more FLOPs``."""
+        if self.padded_to is None:
+            return ""
+        wide, high = self.padded_to
+        more = wide * high / (self.in_features * self.out_features) - 1
+        return f"padded to {wide} -> {high}, {more:.1%} more FLOPs"
+
+    @property
+    def shape(self) -> str:
+        """The shape in words: ``4096 -> 11008``, of stacked experts ``4096 -> 11008 x 8``."""
+        return f"{self.in_features} -> {self.out_features}" + (f" x {self.stored}" if self.stored > 1 else "")
 
 
 @dataclass(frozen=True, repr=False)
@@ -106,14 +155,14 @@ class Plan:
         return f"{text}, kept {len(kept)}{f'{share} in {dtypes[0]}' if dtypes else ''}: {'; '.join(parts)}"
 
     def __str__(self) -> str:
-        return plan_table.as_text([(row.fqn, row) for row in self.all_rows], self.format)
+        return as_text([(row.fqn, row) for row in self.all_rows], self.format)
 
     def __repr__(self) -> str:
-        return f"{self.summary()}\n{plan_table.as_text(plan_table.grouped(self.all_rows), self.format)}"
+        return f"{self.summary()}\n{as_text(grouped(self.all_rows), self.format)}"
 
     def _repr_html_(self) -> str:
         """Show the same in a notebook, with the expected gains."""
-        return plan_table.as_html(self.summary(), self.all_rows, self.format)
+        return as_html(self.summary(), self.all_rows, self.format)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,96 +205,161 @@ def make_plan(model: nn.Module, options: LayerOptions | None = None, request: Pl
         ValueError: a name or pattern matches no Linear, or the options ask for blocks in a model without blocks.
     """
     options, request = options or LayerOptions(), request or PlanRequest()
-    recipe, pads, alignment = request.recipe, request.pads, request.alignment
+    recipes = None if isinstance(request.recipe, str) else request.recipe
+    one_recipe = request.recipe if isinstance(request.recipe, str) else request.recipe.names[0]
     built_in, by_user = selection.built_in(model), selection.by_user(model, options)
     reasons = (built_in if options.only is None else {}) | by_user | dict(selection.uncalled(model))
     products = []
     for matmul, module in matmuls(model):
-        multiple = 1 if pads and matmul.kind != STACKED else alignment
+        multiple = 1 if request.pads and matmul.kind != STACKED else request.alignment
         reason = selection.unsupported(matmul, module, multiple, request.converted_class, request.experts)
         products.append((matmul, module, reason or reasons.get(matmul.fqn) or _kept_by(options, module, request)))
-    if isinstance(recipe, RecipeMap):
-        recipe.check({matmul.fqn: reason for matmul, _, reason in products})
-    rows, recipes = [], {}
+    if recipes is not None:
+        recipes.check({matmul.fqn: reason for matmul, _, reason in products})
+    rows = []
+    recipe_of: dict[str, LayerRecipe] = {}
     for matmul, module, reason in products:
-        layer_recipe, reason = _from_map(recipe, matmul, reason, 1 if pads else alignment, request.alignments)
-        gain = _gain(recipe if layer_recipe is None else layer_recipe.name, matmul, options)
+        recipe = None
+        if recipes is not None:
+            recipe, reason = _of_map(recipes, matmul, reason, request)
+        name = one_recipe if recipe is None else recipe.name
+        gain = expected_gain(name, matmul.in_features, matmul.out_features, options.tokens or DEFAULT_TOKENS)
         if reason is None and _too_small(gain, options.threshold):
             reason = f"too small to gain (below {options.threshold:g}x)"
-        if reason is None and layer_recipe is not None:
-            recipes[matmul.fqn] = layer_recipe
-        dtype = (
-            None
-            if reason is None
-            else runs_in(matmul, module, built_in.get(matmul.fqn, ""), request.base, request.head)
+        in_float32 = recipe is not None and recipe.name == FLOAT32
+        if reason is None and recipe is not None:
+            recipe_of[matmul.fqn] = recipe
+        row = PlanRow(
+            **asdict(matmul),
+            kept_because=reason,
+            gain=gain,
+            trains=_trains(module),
+            recipe=str(recipe) if recipe is not None and (reason is None or in_float32) else None,
+            padded_to=None if request.pads is None else _padded(matmul, reason, request.alignment),
+            runs_in=FLOAT32 if in_float32 else _runs_in(matmul, module, reason, built_in, request),
         )
-        dtype = FLOAT32 if layer_recipe is not None and layer_recipe.name == FLOAT32 else dtype
-        row = replace(_row(matmul, module, reason, layer_recipe, gain), runs_in=dtype)
-        rows.append(row if pads is None else replace(row, padded_to=_padded(row, alignment)))
-    return Plan(tuple(rows), _others(model, request.base), recipes, request.format)
+        rows.append(row)
+    others = [_other_row(matmul, module, request.base) for matmul, module in other_products(model)]
+    return Plan(tuple(rows), tuple(others), recipe_of, request.format)
 
 
-def _others(model: nn.Module, base: str) -> tuple[PlanRow, ...]:
-    """Return the rows of weights that never convert."""
-    rows = [_row(m, module, f"no Linear ({m.kind})", None, None) for m, module in other_products(model)]
-    return tuple(replace(row, runs_in=base) for row in rows)
+def _other_row(matmul: Matmul, module: nn.Module, base: str) -> PlanRow:
+    reason = f"no Linear ({matmul.kind})"
+    return PlanRow(**asdict(matmul), kept_because=reason, gain=None, trains=_trains(module), runs_in=base)
 
 
-def _padded(row: PlanRow, alignment: int) -> tuple[int, int] | None:
+def _padded(matmul: Matmul, reason: str | None, alignment: int) -> tuple[int, int] | None:
     """Return the sizes to which a layer is padded, or could be; None: its sizes fit, or another reason keeps it."""
-    sizes = row.in_features, row.out_features
+    sizes = matmul.in_features, matmul.out_features
     padded = sizes[0] + -sizes[0] % alignment, sizes[1] + -sizes[1] % alignment
-    other = row.kind == STACKED or row.kept_because not in (None, no_multiple(alignment))
+    other = matmul.kind == STACKED or reason not in (None, no_multiple(alignment))
     return None if other or padded == sizes else padded
-
-
-def _row(matmul: Matmul, module: nn.Module, reason: str | None, own: LayerRecipe | None, gain: float | None) -> PlanRow:
-    words = str(own) if own is not None and (reason is None or own.name == FLOAT32) else None
-    return PlanRow(**asdict(matmul), kept_because=reason, gain=gain, trains=_trains(module), recipe=words)
 
 
 def _kept_by(options: LayerOptions, module: nn.Module, request: PlanRequest) -> str | None:
     if is_conv1d(module) and not request.conv1d:
         return "no Linear (Conv1D)"
-    computed = selection.computed_weight(module) if request.stores_codes else None
-    return computed or ("frozen" if options.frozen == "keep" and not _trains(module) else None)
+    if request.stores_codes and is_linear(module) and "weight" not in module._parameters:
+        return "its weight is computed at each forward (weight_norm, spectral_norm, pruning)"
+    return "frozen" if options.frozen == "keep" and not _trains(module) else None
 
 
 def _trains(module: nn.Module) -> bool:
     return any(p.requires_grad for p in module.parameters(recurse=False))
 
 
-def _from_map(
-    recipes: str | RecipeMap, matmul: Matmul, reason: str | None, alignment: int, alignments: Mapping[str, int]
+def _of_map(
+    recipes: RecipeMap, matmul: Matmul, reason: str | None, request: PlanRequest
 ) -> tuple[LayerRecipe | None, str | None]:
-    """Return the recipe of a weight, if there is a map that has one, and the reason if the weight is kept."""
-    match = None if isinstance(recipes, str) else recipes.of_layer(matmul.fqn)
-    if match is not None and match[1].name == FLOAT32:
-        return match[1], f"'fp32' in `recipe` ({match[0]!r})"
-    if reason is not None or isinstance(recipes, str):
+    """Return the recipe of a weight, if the map has one that counts, and the reason if the weight is kept."""
+    pattern, recipe = recipes.of_layer(matmul.fqn) or ("", None)
+    if recipe is not None and recipe.name == FLOAT32:
+        return recipe, f"'fp32' in `recipe` ({pattern!r})"
+    if reason is not None:
         return None, reason
-    if match is None:
+    if recipe is None:
         return None, NO_PATTERN
-    pattern, recipe = match
     if recipe.is_kept:
         return None, f"'bf16' in `recipe` ({pattern!r})"
-    multiple = alignments.get(recipe.name or "", alignment)
+    multiple = request.alignments.get(recipe.name or "", 1 if request.pads else request.alignment)
     fits = matmul.in_features % multiple == 0 and matmul.out_features % multiple == 0
     return recipe, None if fits else no_multiple(multiple)
-
-
-def _gain(recipe: str | RecipeMap | None, matmul: Matmul, options: LayerOptions) -> float | None:
-    name = recipe.names[0] if isinstance(recipe, RecipeMap) else recipe
-    return expected_gain(_known(name), matmul.in_features, matmul.out_features, options.tokens or DEFAULT_TOKENS)
-
-
-def _known(recipe: object) -> Recipe:
-    """Return the recipe if there are figures for its gains, else the recipe that is nearest."""
-    names: tuple[Recipe, ...] = get_args(Recipe)
-    return next((name for name in names if name == recipe), "tensorwise")
 
 
 def _too_small(gain: float | None, threshold: float | None) -> bool:
     if threshold is None:
         return False
     return threshold >= 1.0 if gain is None else gain < threshold
+
+
+def _runs_in(
+    matmul: Matmul, module: nn.Module, reason: str | None, built_in: Mapping[str, str], request: PlanRequest
+) -> str | None:
+    """Return ``PlanRow.runs_in``. With ``head="fp8"`` the products of a head differ between training and evaluation."""
+    if reason is None:
+        return None
+    role = built_in.get(matmul.fqn, "")
+    if role.startswith("output head") and request.head == FLOAT32:
+        return FLOAT32
+    if role.startswith(_MAYBE_FLOAT32) or (role.startswith("output head") and request.head == "fp8"):
+        return None
+    if matmul.kind == "Linear":
+        follows = own_class(module).forward is nn.Linear.forward and "forward" not in vars(module)
+    else:
+        follows = is_stack(module) if matmul.kind == STACKED else matmul.kind == CONV1D
+    return request.base if follows else None
+
+
+# ---- tables
+
+
+def grouped(rows: Sequence[PlanRow]) -> list[tuple[str, PlanRow]]:
+    """Join rows that differ in block numbers only: (how many and the fqn with ``*``, one of the rows)."""
+    groups: dict[tuple[object, ...], list[PlanRow]] = {}
+    for row in rows:
+        pattern = re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)", "*", row.fqn)
+        groups.setdefault(
+            (pattern, row.in_features, row.out_features, row.kept_because, row.trains, row.recipe), []
+        ).append(row)
+    return [(f"{len(same)} x {key[0]}" if len(same) > 1 else same[0].fqn, same[0]) for key, same in groups.items()]
+
+
+def verdict(row: PlanRow, format: str) -> str:
+    """Return the format or the reason of a row, without the expected gain."""
+    if row.kept_because is not None:
+        return row.kept
+    said = format if row.recipe is None else f"{format} ({row.recipe})"
+    return f"{said}, {row.padding}" if row.padded_to else said
+
+
+def verdict_with_gain(row: PlanRow, format: str) -> str:
+    """Return the format and the expected gain of a row, or the reason why the weight is kept."""
+    said = verdict(row, format)
+    if row.kept_because is not None or format != "FP8":
+        return said
+    return f"{said}, slower than bf16" if row.gain is None else f"{said}, about {row.gain:.2f}x"
+
+
+def as_text(rows: Sequence[tuple[str, PlanRow]], format: str) -> str:
+    """Return one aligned line per (name, row)."""
+    if not rows:
+        return "(the model has no Linear)"
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {row.shape:>16}  {verdict(row, format)}" for name, row in rows)
+
+
+def as_html(summary: str, rows: Sequence[PlanRow], format: str) -> str:
+    """Return the summary, the table with one row per kind of block, and the source of the gains."""
+    if not rows:
+        return html.paragraph("The model has no Linear.")
+    cells = [(name or "(the model)", row.shape, verdict_with_gain(row, format)) for name, row in grouped(rows)]
+    note = f"gains per layer: {SOURCE}, nearest shape; coarse"
+    if format != "FP8":
+        note = f"gains per layer: not known for {format}"
+    return "".join(
+        [
+            html.paragraph(summary, bold=True),
+            html.table([("layer", "in -> out", "verdict"), *cells], right=[1]),
+            html.small(note),
+        ]
+    )

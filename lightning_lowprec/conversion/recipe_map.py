@@ -10,7 +10,7 @@ it has the backend's first recipe.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Final, final
@@ -28,14 +28,10 @@ NO_PATTERN: Final = "no pattern of `recipe` matches"
 @final
 @dataclass(frozen=True)
 class LayerRecipe:
-    """The precision of one layer: a recipe, and the products that run in high precision instead.
-
-    Args:
-        name: a recipe of the backend, such as ``"rowwise"``; None: the recipe that the layer has.
-        in_bf16: the products in high precision.
-    """
+    """The precision of one layer: a recipe, and the products that run in high precision instead."""
 
     name: str | None
+    """A recipe of the backend, such as ``"rowwise"``; None: the recipe that the layer has."""
     in_bf16: InBF16 = NO_GEMM
 
     @classmethod
@@ -76,25 +72,25 @@ class RecipeMap:
     entries: tuple[tuple[str, LayerRecipe], ...]
 
     @classmethod
-    def of(cls, given: Mapping[Any, Any], *, names: Sequence[str], base: str) -> RecipeMap:
+    def of(cls, patterns: Mapping[Any, Any], *, names: Sequence[str], base: str) -> RecipeMap:
         """Return the map that a user has written, of patterns and values for :meth:`LayerRecipe.of`.
 
         In a map of ``"fp32"`` alone, all other layers have the recipe ``base``.
         """
-        if not given or not all(isinstance(pattern, str) and pattern for pattern in given):
+        if not patterns or not all(isinstance(pattern, str) and pattern for pattern in patterns):
             raise ValueError(
-                f"`recipe={dict(given)!r}` is not valid; expected patterns of fqns with a recipe each, e.g."
+                f"`recipe={dict(patterns)!r}` is not valid; expected patterns of fqns with a recipe each, e.g."
                 f" {{'*.o_proj': {names[-1]!r}, '*': {names[0]!r}}}."
             )
         recipes = {
             pattern: LayerRecipe.of(value, names=names, base=base, field=f"recipe[{pattern!r}]")
-            for pattern, value in given.items()
+            for pattern, value in patterns.items()
         }
         if all(recipe.name == FLOAT32 for recipe in recipes.values()):
             recipes["*"] = LayerRecipe(base)
         if all(recipe.is_kept for recipe in recipes.values()):
             raise ValueError(
-                f"`recipe={dict(given)!r}` computes nothing in FP8; give a pattern one of:"
+                f"`recipe={dict(patterns)!r}` computes nothing in FP8; give a pattern one of:"
                 f" {', '.join(map(repr, names))}, or use `precision='bf16-mixed'`."
             )
         return cls(tuple(recipes.items()))
@@ -122,31 +118,27 @@ class RecipeMap:
         for number, (pattern, recipe) in enumerate(self.entries):
             matched = [fqn for fqn in kept if fnmatchcase(fqn, pattern)]
             open_to = [fqn for fqn in matched if kept[fqn] is None]
-            taken = {fqn: earlier for fqn in open_to for earlier in self._earlier(fqn, number)}
+            earlier = [other for other, _ in self.entries[:number]]
+            taken = {fqn: other for fqn in open_to for other in earlier if fnmatchcase(fqn, other)}
             if len(taken) < len(open_to) or (matched and not open_to and recipe.is_kept):
                 continue
-            raise ValueError(f"`recipe[{pattern!r}]` {self._useless(pattern, matched, taken, kept)}")
-
-    def _earlier(self, fqn: str, number: int) -> Iterator[str]:
-        yield from (pattern for pattern, _ in self.entries[:number] if fnmatchcase(fqn, pattern))
-
-    @staticmethod
-    def _useless(pattern: str, matched: list[str], taken: Mapping[str, str], kept: Mapping[str, str | None]) -> str:
-        if taken:
-            fqn, earlier = next(iter(taken.items()))
-            return (
-                f"matches only layers that earlier patterns take ({fqn!r}: {earlier!r}), and the first pattern that"
-                " matches wins. Put the pattern before them, or leave it out."
-            )
-        if matched:
-            return (
-                f"matches only layers that other rules keep ({matched[0]!r}: {kept[matched[0]]}), and these come"
-                " before `recipe`. Leave the pattern out, or name the layers that convert with `only=[...]`."
-            )
-        return (
-            f"matches no linear layer of the model; {nearest_fqns(pattern, kept)}. A pattern matches a whole fqn:"
-            " '*.o_proj', 'blocks.[0-1].*'."
-        )
+            if taken:
+                fqn, other = next(iter(taken.items()))
+                useless = (
+                    f"matches only layers that earlier patterns take ({fqn!r}: {other!r}), and the first pattern that"
+                    " matches wins. Put the pattern before them, or leave it out."
+                )
+            elif matched:
+                useless = (
+                    f"matches only layers that other rules keep ({matched[0]!r}: {kept[matched[0]]}), and these come"
+                    " before `recipe`. Leave the pattern out, or name the layers that convert with `only=[...]`."
+                )
+            else:
+                useless = (
+                    f"matches no linear layer of the model; {nearest_fqns(pattern, kept)}. A pattern matches a whole"
+                    " fqn: '*.o_proj', 'blocks.[0-1].*'."
+                )
+            raise ValueError(f"`recipe[{pattern!r}]` {useless}")
 
 
 def nearest_fqns(pattern: str, fqns: Collection[str]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Final
 
@@ -16,7 +16,6 @@ from lightning_lowprec.conversion.name_formats import NO_GROUPED_PRODUCT
 from lightning_lowprec.conversion.options import LayerOptions
 from lightning_lowprec.conversion.recipe_map import nearest_fqns
 from lightning_lowprec.private import transformers
-from lightning_lowprec.private.deepspeed import whole_shape
 from lightning_lowprec.private.transformers import has_parallel_forward
 
 FEATURE_ALIGNMENT = 16
@@ -50,21 +49,29 @@ def unsupported(
     Layers of ``converted_class`` were converted by an earlier plan; ``experts`` says why stacked experts cannot be.
     """
     if matmul.kind == STACKED:
-        return experts or _unsupported_experts(matmul, module, alignment)
-    if converted_class is not None and isinstance(module, converted_class):
-        return None
-    if not is_linear(module):
-        return f"no Linear ({matmul.kind})"
-    different = own_work(module)
-    if different is not None:
-        return different
-    if "forward" in module.__dict__:
+        name = matmul.fqn.rpartition(".")[2]
+        if experts is not None:
+            return experts
+        if not is_stack(module) or name not in weight_names(module):
+            return f"stacked experts of an unknown class ({type(module).__name__}); {UNCAST}"
+        if is_sorted_stack(module) and (reason := difference(module)) is not None:
+            return reason
+        weight = getattr(module, name)
+        replaced = "forward" in vars(module) and not has_parallel_forward(module)
+    else:
+        if converted_class is not None and isinstance(module, converted_class):
+            return None
+        if not is_linear(module):
+            return f"no Linear ({matmul.kind})"
+        if (different := own_work(module)) is not None:
+            return different
+        weight = module.weight
+        replaced = "forward" in vars(module)
+    if replaced:
         return "its forward is replaced on the instance"
-    if module.weight.dtype not in LINEAR_DTYPES:
-        return f"weights of {module.weight.dtype}"
-    if matmul.in_features % alignment or matmul.out_features % alignment:
-        return no_multiple(alignment)
-    return None
+    if weight.dtype not in LINEAR_DTYPES:
+        return f"weights of {weight.dtype}"
+    return no_multiple(alignment) if matmul.in_features % alignment or matmul.out_features % alignment else None
 
 
 def no_multiple(alignment: int) -> str:
@@ -99,22 +106,6 @@ def computes_as_linear(linear_class: type[nn.Module]) -> bool:
     )
 
 
-def _unsupported_experts(matmul: Matmul, module: nn.Module, alignment: int) -> str | None:
-    name = matmul.fqn.rpartition(".")[2]
-    if not is_stack(module) or name not in weight_names(module):
-        return f"stacked experts of an unknown class ({type(module).__name__}); {UNCAST}"
-    weight = getattr(module, name)
-    if is_sorted_stack(module) and (reason := difference(module)) is not None:
-        return reason
-    if "forward" in vars(module) and not has_parallel_forward(module):
-        return "its forward is replaced on the instance"
-    if weight.dtype not in LINEAR_DTYPES:
-        return f"weights of {weight.dtype}"
-    if any(size % alignment for size in whole_shape(weight)[1:]):
-        return no_multiple(alignment)
-    return None
-
-
 def uncalled(model: nn.Module) -> Iterator[tuple[str, str]]:
     """Yield the Linears of known classes of torchvision, timm and transformers that read their weight themselves."""
     for fqn, module in model.named_modules():
@@ -127,19 +118,19 @@ def uncalled(model: nn.Module) -> Iterator[tuple[str, str]]:
                 yield f"{fqn}.{name}".lstrip("."), f"{cls.__name__} reads its weight and never calls it"
 
 
-def computed_weight(module: nn.Module) -> str | None:
-    """Return the reason to keep a layer whose weight a hook computes at each forward; None: the weight is a parameter.
-
-    Codes can be stored in a parameter alone.
-    """
-    if is_linear(module) and "weight" not in module._parameters:
-        return "its weight is computed at each forward (weight_norm, spectral_norm, pruning)"
-    return None
-
-
 def built_in(model: nn.Module) -> dict[str, str]:
-    """Return output heads, routers of mixtures and LoRA adapters by fqn; only ``only`` can convert such a layer."""
-    return {**dict(_routers(model)), **dict(_adapters(model)), **output_heads(model)}
+    """Return what only ``only`` can convert, by fqn: output heads, and layers that FP8 would harm.
+
+    Routers, and gates beside experts, would send tokens to other experts. PEFT's low-rank adapters are too narrow to
+    gain, and the only weights that train.
+    """
+    kept = {}
+    for fqn in linears(model):
+        if any(part.startswith("lora_") for part in fqn.split(".")):
+            kept[fqn] = "LoRA adapter"
+        elif (reason := router(model, fqn)) is not None:
+            kept[fqn] = reason
+    return kept | output_heads(model)
 
 
 def output_heads(model: nn.Module) -> dict[str, str]:
@@ -149,39 +140,14 @@ def output_heads(model: nn.Module) -> dict[str, str]:
     in one of ``HEAD_NAMES``. No rule takes the last Linear, which in many models is an ordinary layer.
     """
     candidates = linears(model)
-    for rule in (_declared_heads, _tied_heads, _named_heads):
-        heads = {fqn: reason for fqn, reason in rule(model) if fqn in candidates}
-        if heads:
-            return heads
-    return {}
-
-
-def _declared_heads(model: nn.Module) -> Iterator[tuple[str, str]]:
-    fqns = {id(module): fqn for fqn, module in model.named_modules()}
-    for module in model.modules():
-        getter = getattr(module, "get_output_embeddings", None)
-        head = getter() if callable(getter) else None
-        if id(head) in fqns:
-            yield fqns[id(head)], "output head (get_output_embeddings())"
-
-
-def _tied_heads(model: nn.Module) -> Iterator[tuple[str, str]]:
-    embeddings = {id(m.weight): fqn for fqn, m in model.named_modules() if isinstance(m, nn.Embedding)}
-    for fqn, linear in linears(model).items():
-        tied = linear._parameters.get("weight")
-        if id(tied) in embeddings:
-            yield fqn, f"output head (tied to the embedding {embeddings[id(tied)]!r})"
-
-
-def _named_heads(model: nn.Module) -> Iterator[tuple[str, str]]:
-    for fqn in linears(model):
-        if fqn.rpartition(".")[2] in HEAD_NAMES:
-            yield fqn, "output head (by name)"
-
-
-def _routers(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield layers called router, and gates beside experts: in FP8 they would send tokens to other experts."""
-    yield from ((fqn, reason) for fqn in linears(model) if (reason := router(model, fqn)) is not None)
+    getters = (getattr(module, "get_output_embeddings", None) for module in model.modules())
+    declared = {id(getter()) for getter in getters if callable(getter)}
+    heads = {fqn: "output head (get_output_embeddings())" for fqn, m in candidates.items() if id(m) in declared}
+    if not heads:
+        embeddings = {id(m.weight): fqn for fqn, m in model.named_modules() if isinstance(m, nn.Embedding)}
+        tied = {fqn: embeddings.get(id(linear._parameters.get("weight"))) for fqn, linear in candidates.items()}
+        heads = {f: f"output head (tied to the embedding {name!r})" for f, name in tied.items() if name is not None}
+    return heads or {fqn: "output head (by name)" for fqn in candidates if fqn.rpartition(".")[2] in HEAD_NAMES}
 
 
 def router(model: nn.Module, fqn: str) -> str | None:
@@ -196,38 +162,28 @@ def router(model: nn.Module, fqn: str) -> str | None:
     return None
 
 
-def _adapters(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield PEFT's low-rank adapters: too narrow to gain, and the only weights that train."""
-    for fqn in linears(model):
-        if any(part.startswith("lora_") for part in fqn.split(".")):
-            yield fqn, "LoRA adapter"
-
-
 def by_user(model: nn.Module, options: LayerOptions) -> dict[str, str]:
     """Return the layers that ``keep``, ``only`` and the first/last options keep, by fqn, with the reason.
 
-    A name or pattern that matches no Linear raises; so do blocks to keep in a model without blocks.
+    They choose from Linears, and the Parameters of stacked experts. A name or pattern that matches none raises; so do
+    blocks to keep in a model without blocks.
     """
+    choosable = {**linears(model), **{m.fqn: module for m, module in matmuls(model) if m.kind == STACKED}}
     kept: dict[str, str] = {}
     if options.only is not None:
-        chosen = {fqn for pattern in options.only for fqn in _matching("only", pattern, model)}
-        kept |= {fqn: "not in `only`" for fqn in choosable(model) if fqn not in chosen}
+        chosen = {fqn for pattern in options.only for fqn in _matching("only", pattern, choosable)}
+        kept |= {fqn: "not in `only`" for fqn in choosable if fqn not in chosen}
     if options.first_last_layers_bf16:
-        kept |= _first_and_last(model, options.num_layers_at_start_in_bf16, options.num_layers_at_end_in_bf16)
+        inside = _first_and_last(model, choosable, options)
+        reason = "first or last block (first_last_layers_bf16)"
+        kept |= {fqn: reason for fqn, module in choosable.items() if id(module) in inside}
     for pattern in options.keep:
-        kept |= dict.fromkeys(_matching("keep", pattern, model), f"kept by {pattern!r}")
+        kept |= dict.fromkeys(_matching("keep", pattern, choosable), f"kept by {pattern!r}")
     return kept
 
 
-def choosable(model: nn.Module) -> dict[str, nn.Module]:
-    """Return what ``keep`` and ``only`` choose from, by fqn: Linears, and the Parameters of stacked experts."""
-    experts = {m.fqn: module for m, module in matmuls(model) if m.kind == STACKED}
-    return {**linears(model), **experts}
-
-
-def _matching(field: str, pattern: str, model: nn.Module) -> list[str]:
+def _matching(field: str, pattern: str, fqns: Collection[str]) -> list[str]:
     """Return the fqns that a name or pattern matches (see :func:`matches`); raise if there is none."""
-    fqns = list(choosable(model))
     matched = [fqn for fqn in fqns if matches(pattern, fqn)]
     if not matched:
         raise ValueError(
@@ -244,8 +200,9 @@ def matches(pattern: str, fqn: str) -> bool:
     return f".{pattern}." in f".{fqn}."
 
 
-def _first_and_last(model: nn.Module, start: int, end: int) -> dict[str, str]:
-    stacks = repeated_stacks(model, having=choosable(model).values())
+def _first_and_last(model: nn.Module, choosable: Mapping[str, nn.Module], options: LayerOptions) -> set[int]:
+    """Return the ids of all modules in the first and last blocks of every stack of blocks."""
+    stacks = block_stacks(model, having=choosable.values(), of_one=False)
     if not stacks:
         raise ValueError(
             "`first_last_layers_bf16=True` needs a stack of blocks (children of one class in an nn.ModuleList), and the"
@@ -254,38 +211,29 @@ def _first_and_last(model: nn.Module, start: int, end: int) -> dict[str, str]:
     inside: set[int] = set()
     for stack in stacks.values():
         blocks = list(stack)
-        for block in (*blocks[:start], *blocks[max(len(blocks) - end, 0) :]):
+        last = max(len(blocks) - options.num_layers_at_end_in_bf16, 0)
+        for block in (*blocks[: options.num_layers_at_start_in_bf16], *blocks[last:]):
             inside |= {id(module) for module in block.modules()}
-    reason = "first or last block (first_last_layers_bf16)"
-    return {fqn: reason for fqn, module in choosable(model).items() if id(module) in inside}
+    return inside
 
 
-def repeated_stacks(model: nn.Module, having: Iterable[nn.Module]) -> dict[str, nn.ModuleList]:
-    """Return the outermost ModuleLists of several children of one class that hold a module of ``having``, by fqn."""
+def block_stacks(model: nn.Module, having: Iterable[nn.Module], *, of_one: bool = True) -> dict[str, nn.ModuleList]:
+    """Return the outermost ModuleLists of several children of one class that hold a module of ``having``, by fqn.
+
+    With ``of_one`` also the ModuleLists of one child that neither hold such a list nor lie in one.
+    """
+    wanted = set(map(id, having))
+    lists = {fqn: module for fqn, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    lists = {fqn: stack for fqn, stack in lists.items() if any(id(inner) in wanted for inner in stack.modules())}
     stacks: dict[str, nn.ModuleList] = {}
-    for fqn, stack in _lists_that_hold(having, model):
+    for fqn, stack in lists.items():  # outer ones come before inner ones
         one_class = len(stack) > 1 and len({type(child) for child in stack}) == 1
         if one_class and not any(_is_inside(fqn, outer) for outer in stacks):
             stacks[fqn] = stack
-    return stacks
-
-
-def block_stacks(model: nn.Module, having: Iterable[nn.Module]) -> dict[str, nn.ModuleList]:
-    """Return :func:`repeated_stacks`, and the ModuleLists of one child that neither hold such a list nor lie in one."""
-    having = list(having)
-    stacks = repeated_stacks(model, having)
-    for fqn, stack in _lists_that_hold(having, model):
+    for fqn, stack in lists.items() if of_one else ():
         if len(stack) == 1 and not any(_is_inside(fqn, other) or _is_inside(other, fqn) for other in stacks):
             stacks[fqn] = stack
     return stacks
-
-
-def _lists_that_hold(having: Iterable[nn.Module], model: nn.Module) -> Iterator[tuple[str, nn.ModuleList]]:
-    """Yield the ModuleLists that hold a module of ``having``, outer ones before inner ones."""
-    wanted = set(map(id, having))
-    for fqn, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and any(id(inner) in wanted for inner in module.modules()):
-            yield fqn, module
 
 
 def _is_inside(fqn: str, outer: str) -> bool:

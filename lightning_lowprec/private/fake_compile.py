@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_lowprec.private.names import replaced
+
 _OURS: Final = "lightning_lowprec."
 _pytree: Any = torch.utils._pytree
 Place = tuple[dict[str, Any], str]
@@ -28,11 +30,9 @@ Pause = Callable[[], AbstractContextManager[Any]]
 def compiling_on_fakes(pause: Pause) -> Iterator[None]:
     """Let ``torch.compile`` and ``module.compile()`` make graphs of modules for fake tensors within the context.
 
-    Args:
-        pause: a context in which a graph is made; what is allocated there does not count.
+    What is allocated within ``pause``, while a graph is made, does not count.
     """
     graphs: dict[Any, _Graphs] = {}
-    own: Any = torch.compile
 
     def compile(model: Any = None, **options: Any) -> Any:
         if model is None:
@@ -42,11 +42,8 @@ def compiling_on_fakes(pause: Pause) -> Iterator[None]:
             return model  # a function of a few operations: nothing is kept for a backward
         return partial(_call, module, model, graphs, pause)
 
-    torch.compile = compile
-    try:
+    with replaced(torch, "compile", compile):
         yield
-    finally:
-        torch.compile = own
 
 
 def _call(
@@ -112,12 +109,11 @@ def _as_compiling() -> Iterator[list[bool]]:
         checkpoints.append(True)
         yield
 
-    own = torch.compiler.is_compiling, module._checkpoint_without_reentrant_generator
-    torch.compiler.is_compiling, module._checkpoint_without_reentrant_generator = lambda: True, without
-    try:
+    with (
+        replaced(torch.compiler, "is_compiling", lambda: True),
+        replaced(module, "_checkpoint_without_reentrant_generator", without),
+    ):
         yield checkpoints
-    finally:
-        torch.compiler.is_compiling, module._checkpoint_without_reentrant_generator = own
 
 
 @final

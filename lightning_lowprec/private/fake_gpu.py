@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_lowprec.private.names import replaced
 from lightning_lowprec.private.torch import SIMULATED_MEMORY, check, tree_map_only
 
 FAKE: Final = torch.device("cuda", 0)
@@ -29,15 +30,11 @@ FAKE: Final = torch.device("cuda", 0)
 DispatchMode: Any = TorchDispatchMode
 """The base of classes that see every operation."""
 _module: Any = importlib.import_module("torch._subclasses.fake_tensor")
-NEEDS_VALUES: Final[tuple[type[Exception], ...]] = tuple(
-    getattr(_module, name)
-    for name in (
-        "UnsupportedFakeTensorException",
-        "DynamicOutputShapeException",
-        "DataDependentOutputException",
-        "UnsupportedOperatorException",
-    )
-    if hasattr(_module, name)
+NEEDS_VALUES: Final[tuple[type[Exception], ...]] = (
+    _module.UnsupportedFakeTensorException,
+    _module.DynamicOutputShapeException,
+    _module.DataDependentOutputException,
+    _module.UnsupportedOperatorException,
 )
 """What operations raise that need values."""
 _IN_CPP: Final = torch.device("lazy", 0)
@@ -65,13 +62,7 @@ _IN_WIDEST: Final = {
 def fake_gpu(capability: tuple[int, int]) -> Iterator[None]:
     """Make fake CUDA tensors within the context, with autograd and autocast; nothing is computed.
 
-    No other code of the process may train meanwhile.
-
-    Args:
-        capability: of the GPU that is simulated, such as ``(9, 0)``.
-
-    Raises:
-        ImportError: torch has moved a private name.
+    No other code of the process may train meanwhile. ``capability`` is that of the simulated GPU, such as ``(9, 0)``.
     """
     check(SIMULATED_MEMORY)
     importlib.import_module("torch._dynamo")  # compares signatures of what is replaced below, so it comes before
@@ -89,20 +80,20 @@ def fake_gpu(capability: tuple[int, int]) -> Iterator[None]:
     }
     with ExitStack() as stack:
         for name, answer in answers.items():
-            stack.enter_context(_replaced(torch.cuda, name, answer))
-        stack.enter_context(_replaced(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False))
-        stack.enter_context(_replaced(module, "init_gpu_context", lambda device: None))
+            stack.enter_context(replaced(torch.cuda, name, answer))
+        stack.enter_context(replaced(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False))
+        stack.enter_context(replaced(module, "init_gpu_context", lambda device: None))
         handlers = {**module._DISPATCH_META_HANDLERS, torch.ops.prim.device.default: _device_of}
-        stack.enter_context(_replaced(module, "_DISPATCH_META_HANDLERS", handlers))
-        stack.enter_context(_replaced(module.FakeTensor, "__torch_dispatch__", _dispatch_of(module.FakeTensor)))
-        stack.enter_context(_replaced(module.FakeTensor, "__new__", _new_of(module.FakeTensor)))
-        stack.enter_context(_replaced(module.FakeTensor, "is_cuda", property(lambda t: t.device.type == "cuda")))
-        stack.enter_context(_replaced(module.FakeTensor, "cuda", lambda t, *args, **kwargs: t.to(FAKE)))
+        stack.enter_context(replaced(module, "_DISPATCH_META_HANDLERS", handlers))
+        stack.enter_context(replaced(module.FakeTensor, "__torch_dispatch__", _dispatch_of(module.FakeTensor)))
+        stack.enter_context(replaced(module.FakeTensor, "__new__", _new_of(module.FakeTensor)))
+        stack.enter_context(replaced(module.FakeTensor, "is_cuda", property(lambda t: t.device.type == "cuda")))
+        stack.enter_context(replaced(module.FakeTensor, "cuda", lambda t, *args, **kwargs: t.to(FAKE)))
         functional: Any = importlib.import_module("torch._subclasses.functional_tensor").FunctionalTensor
-        stack.enter_context(_replaced(functional, "device", property(_python_device)))
+        stack.enter_context(replaced(functional, "device", property(_python_device)))
         stack.enter_context(module.FakeTensorMode())
         stack.enter_context(_Devices())  # type: ignore[no-untyped-call]
-        stack.enter_context(_replaced(torch.nn.functional, "scaled_dot_product_attention", attention))
+        stack.enter_context(replaced(torch.nn.functional, "scaled_dot_product_attention", attention))
         stack.enter_context(_autocast())
         yield
 
@@ -152,20 +143,6 @@ def _new_of(fake_tensor: Any) -> Any:
         return own(cls, *map(on_fake, args), **{name: on_fake(value) for name, value in kwargs.items()})
 
     return staticmethod(new)
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Give a module or class an attribute, which the owner may have, inherit, or not have."""
-    own = vars(owner).get(name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if own is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, own)
 
 
 @contextmanager
@@ -253,7 +230,7 @@ def noting_resized(note: Callable[[Any], None]) -> Iterator[None]:
         note(storage)
         return result
 
-    with _replaced(torch.UntypedStorage, "resize_", resize):
+    with replaced(torch.UntypedStorage, "resize_", resize):
         yield
 
 
@@ -304,6 +281,5 @@ def _efficient(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, a
             mask = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill_(mask, 0)
         mask = mask.expand(*query.shape[:3], key.shape[2])
     train = any(t.requires_grad for t in (query, key, value))
-    made = torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, mask, train, **arguments)
-    out: Tensor = made[0]
+    out: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, mask, train, **arguments)[0]
     return out

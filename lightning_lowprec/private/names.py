@@ -1,4 +1,4 @@
-"""Find out whether the installed libraries still have the names that this package uses."""
+"""Find out whether the installed libraries still have the names that this package uses, and replace names."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import dis
 import functools
 import importlib
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from types import CodeType
 from typing import Any
 
@@ -51,3 +52,17 @@ def _assigned(owner: Any) -> set[str]:
         assigned.update(constant for constant in code.co_consts if isinstance(constant, str))
         codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
     return assigned
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Give a module or class an attribute within the context; the owner may have, inherit, or not have it."""
+    own = vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if own is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)

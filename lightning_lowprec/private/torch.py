@@ -166,11 +166,7 @@ def moved() -> list[str]:
 
 
 def check(part: str) -> None:
-    """Raise if PyTorch lacks a private name that ``part`` of this package needs; called at set-up, before any step.
-
-    Raises:
-        ImportError: a name is missing.
-    """
+    """Raise ImportError if PyTorch lacks a private name that ``part`` needs; called at set-up, before any step."""
     lost = _missing(part)
     if lost:
         raise ImportError(

@@ -13,24 +13,16 @@ from lightning_lowprec.private.torchao import parameters_of_copies
 
 F = TypeVar("F", bound=Callable[..., Any])
 _SEES_NO_MASTERS: Final = "lowprec_sees_no_masters"
-_ALONE: Final = tuple(
-    getattr(optim, name)
-    for name in (
-        "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop",
-        "Rprop", "SGD", "SparseAdam",
-    )
-    if hasattr(optim, name)
+_ALONE: Final = (
+    optim.ASGD, optim.Adadelta, optim.Adafactor, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax, optim.Muon,
+    optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD, optim.SparseAdam,
 )  # fmt: skip
 ALONE: Final = "independent_parameters"
 """An attribute by which the class of an optimizer says that it updates each parameter without looking at others."""
 
 
 def check_step(optimizer: Optimizer, part: str) -> None:
-    """Raise if ``optimizer.step`` was replaced by anything but a scheduler: a new class would have no effect.
-
-    Raises:
-        RuntimeError: ``step`` was replaced.
-    """
+    """Raise if ``optimizer.step`` was replaced by anything but a scheduler: a new class would have no effect."""
     step = vars(optimizer).get("step")
     if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
         raise RuntimeError(
@@ -87,9 +79,6 @@ def refuse_copies(optimizer: Optimizer, what: str) -> None:
     It goes with float32 weights that are stepped with the gradients of the backward pass as they are. Masters, loss
     scaling and clipping would see the copies, or change gradients that were copied before. FSDP2 offloads too, on one
     device as well, and goes with all of them. ``what`` is the middle of the message.
-
-    Raises:
-        TypeError: ``optimizer`` steps copies.
     """
     if parameters_of_copies(optimizer) is not None:
         raise TypeError(

@@ -29,14 +29,9 @@ def scaled_product(
 def scaled_grouped_mm(a: Tensor, b: Tensor, inverse_a: Tensor, inverse_b: Tensor, ends: Tensor) -> Tensor:
     """Grouped product of float8_e4m3fn codes with a scale per row and column -> bf16, on Hopper and Blackwell.
 
-    ``torch.nn.functional.scaled_grouped_mm`` does the same, and torch 2.11 cannot compile it.
-
-    Args:
-        a: [M, K], contiguous.
-        b: [E, K, N], or [K, N] if the groups are parts of K; contiguous along K.
-        inverse_a: what to multiply with: [M], or [E * M].
-        inverse_b: the same: [E, N], or [E * N].
-        ends: [E] int32.
+    ``torch.nn.functional.scaled_grouped_mm`` does the same, and torch 2.11 cannot compile it. ``a``: [M, K],
+    contiguous; ``b``: [E, K, N], or [K, N] if the groups are parts of K, contiguous along K; what to multiply with,
+    ``inverse_a``: [M] or [E * M], ``inverse_b``: [E, N] or [E * N]; ``ends``: [E] int32.
     """
     return torch._scaled_grouped_mm(a, b, inverse_a, inverse_b, ends, out_dtype=torch.bfloat16, use_fast_accum=True)
 

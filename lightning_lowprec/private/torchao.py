@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import Any, Final, NamedTuple
+from types import SimpleNamespace
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -76,41 +77,24 @@ def prototype_refusal(kind: str) -> str | None:
     )
 
 
-class Int8Names(NamedTuple):
-    """torchao's functions of int8 training."""
+def int8_names() -> SimpleNamespace:
+    """Return torchao's functions of int8 training.
 
-    quantize: Any
-    """(M, K) float, stochastic_rounding -> (M, K) int8, (M,) scales of the dtype of the input."""
-    scaled_mm: Any
-    """(M, K), (K, N) int8, (M,), (N,) scales -> (M, N) of the dtype of the scales; by Triton where it runs."""
-
-
-def int8_names() -> Int8Names:
-    """Return torchao's functions of int8 training."""
+    ``quantize``: (M, K) float, stochastic_rounding -> (M, K) int8, (M,) scales of the dtype of the input.
+    ``scaled_mm``: (M, K), (K, N) int8, (M,), (N,) scales -> (M, N) of the dtype of the scales; by Triton where it runs.
+    """
     from torchao.prototype.quantized_training.int8 import quantize_int8_rowwise
     from torchao.prototype.quantized_training.int8_mixed_precision import scaled_int8_mm  # type: ignore[attr-defined]
 
-    return Int8Names(quantize_int8_rowwise, scaled_int8_mm)
+    return SimpleNamespace(quantize=quantize_int8_rowwise, scaled_mm=scaled_int8_mm)
 
 
-class MXNames(NamedTuple):
-    """torchao's casts to MXFP8."""
+def mx_names() -> SimpleNamespace:
+    """Return torchao's casts to MXFP8.
 
-    tensor: Any
-    """The class of codes with scales."""
-    columns: Any
-    """Encode a matrix along its columns."""
-    emulated: Any
-    kernels: Any
-    rounded_up: Any
-    """Scales are rounded up to powers of two, as cuBLAS's documentation says."""
-    rows_by_triton: Any
-    columns_by_cuda: Any
-    columns_by_triton: Any
-
-
-def mx_names() -> MXNames:
-    """Return torchao's casts to MXFP8."""
+    ``tensor`` is the class of codes with scales, ``columns`` encodes a matrix along its columns, and ``rounded_up``
+    rounds scales up to powers of two, as cuBLAS's documentation says.
+    """
     from torchao.prototype.mx_formats.config import (
         MXFP8Dim0CastKernelChoice,
         MXFP8Dim1CastKernelChoice,
@@ -120,7 +104,7 @@ def mx_names() -> MXNames:
     from torchao.prototype.mx_formats.utils import _to_mxfp8_dim1_kernel_wrapper
     from torchao.quantization.quantize_.common import KernelPreference
 
-    return MXNames(
+    return SimpleNamespace(
         tensor=MXTensor,
         columns=_to_mxfp8_dim1_kernel_wrapper,
         emulated=KernelPreference.EMULATED,
@@ -135,8 +119,5 @@ def mx_names() -> MXNames:
 def has_mx_extension() -> bool:
     """Return whether torchao's CUDA kernel that encodes columns to MXFP8 is loaded: its wheel has some Pythons only."""
     name = "torchao::mxfp8_quantize"
-    return torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA") if _is_defined(name) else False
-
-
-def _is_defined(operation: str) -> bool:
-    return bool(torch._C._dispatch_has_kernel(operation))
+    is_defined = torch._C._dispatch_has_kernel(name)
+    return bool(is_defined and torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA"))

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
 from importlib.util import find_spec
-from typing import Any, Final, final
+from typing import Any, Final, NamedTuple, final
 
 from torch import Tensor, nn
 
 from lightning_lowprec.extras import INSTALL
-from lightning_lowprec.private.names import missing
+from lightning_lowprec.private.names import missing, replaced
 
 CHECKPOINT_FUNCTION: Final = "_gradient_checkpointing_func"
 """Where a module keeps its checkpoint function (since 4.35) after ``gradient_checkpointing_enable()``."""
@@ -31,6 +31,14 @@ _NAMES: Final = (
     "transformers.modeling_utils.PreTrainedModel._keep_in_fp32_modules",
     "transformers.modeling_utils.PreTrainedModel._keep_in_fp32_modules_strict",
 )
+_LOADING: Final = "transformers.core_model_loading"
+_PUBLISHING: Final = (
+    f"{_LOADING}.revert_weight_conversion",
+    f"{_LOADING}.apply_converters",
+    f"{_LOADING}.WeightConverter.reverse_transform",
+    f"{_LOADING}.PrefixChange",
+    "transformers.conversion_mapping.get_model_conversion_mapping",
+)
 _CONV1D: Final = ("transformers.pytorch_utils", "Conv1D")
 _FALCON_LINEAR: Final = ("transformers.models.falcon.modeling_falcon", "FalconLinear")
 _OURS: Final = "lightning_lowprec"
@@ -39,7 +47,9 @@ _OURS: Final = "lightning_lowprec"
 
 def moved() -> list[str]:
     """Return the private names that the installed transformers no longer has; [] without transformers."""
-    return [] if find_spec("transformers") is None else missing(_NAMES)
+    if find_spec("transformers") is None:
+        return []
+    return missing((*_NAMES, *_PUBLISHING) if _converts() else _NAMES)
 
 
 def is_conv1d(cls: type) -> bool:
@@ -146,9 +156,7 @@ def activate(experts: Any, doubled: Tensor) -> Tensor:
 def declares_float32(model: Any, *, strict: bool) -> Callable[[str], bool]:
     """Return whether ``model`` declares a tensor of this fqn float32, as transformers 5 searches its patterns.
 
-    Args:
-        model: a model of transformers.
-        strict: ask the list for both half precisions, else the list for fp16.
+    ``strict``: ask the list for both half precisions, else the list for fp16.
     """
     declared = getattr(model, f"_keep_in_fp32_modules{'_strict' if strict else ''}", None) or ()
     patterns = [re.compile(pattern.replace("*", ".*")) for pattern in declared]
@@ -173,11 +181,7 @@ def causal_loss(*args: Any, **kwargs: Any) -> Tensor:
 
 
 def has_causal_loss(model: Any) -> bool:
-    """Return whether the loss of ``model`` is that of causal language models, and nobody has set another one.
-
-    Raises:
-        ImportError: transformers keeps the loss elsewhere.
-    """
+    """Return whether the loss of ``model`` is that of causal language models, and nobody has set another one."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     if not isinstance(getattr(type(model), "loss_function", None), property):
@@ -218,12 +222,66 @@ def as_with_values() -> Iterator[None]:
     from transformers.utils import import_utils
 
     answers = ((import_utils, "is_fake_tensor", False), (masking_utils, "find_packed_sequence_indices", None))
-    before = [(module, name, getattr(module, name)) for module, name, _ in answers if hasattr(module, name)]
-    for module, name, answer in answers:
-        if hasattr(module, name):
-            setattr(module, name, lambda *args, _answer=answer, **kwargs: _answer)
-    try:
+    with ExitStack() as stack:
+        for module, name, answer in answers:
+            if hasattr(module, name):
+                stack.enter_context(replaced(module, name, lambda *args, _answer=answer, **kwargs: _answer))
         yield
-    finally:
-        for module, name, own in before:
-            setattr(module, name, own)
+
+
+# ---- the names of tensors in published checkpoints, which are not always those of the model (transformers 5 and on)
+
+# A mixture's stacked experts are published as one Linear per expert, for example. The functions used have no
+# underscore, but no documentation either; transformers 4 publishes the model's own names.
+
+
+class Group(NamedTuple):
+    """Tensors of a model that become tensors of a published checkpoint together."""
+
+    names: tuple[str, ...]
+    """In the model."""
+    is_renamed: bool
+    """Whether there is one tensor, whose values stay."""
+
+
+def _converts() -> bool:
+    return find_spec("transformers") is not None and find_spec(_LOADING) is not None
+
+
+def published_groups(model: nn.Module, names: Iterable[str]) -> list[Group]:
+    """Return which tensors are published together, in the order of ``names``."""
+    converters = _converters(model)
+    members_of: dict[tuple[str, bool], list[str]] = {}
+    for name in names:
+        key, is_renamed = name, True
+        if converters:
+            from transformers.core_model_loading import apply_converters
+
+            target, pattern = apply_converters(name, converters)
+            key, is_renamed = (name, True) if pattern is None else (target, False)
+        members_of.setdefault((key, is_renamed), []).append(name)
+    return [Group(tuple(members), is_renamed) for (_, is_renamed), members in members_of.items()]
+
+
+def as_published(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of one group as they are published; on the meta device too."""
+    if not is_model(model) or not _converts():
+        return dict(tensors)
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return dict(revert_weight_conversion(model, dict(tensors)))  # type: ignore[arg-type]
+
+
+def _converters(model: Any) -> list[Any]:
+    """Return the conversions of several tensors, or of their values, from a model to a published checkpoint."""
+    if not is_model(model) or not _converts():
+        return []
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange, WeightConverter
+
+    conversions = getattr(model, "_weight_conversions", None)  # of `from_pretrained`
+    if conversions is None:
+        mapping = get_model_conversion_mapping(model, add_legacy=False)
+        conversions = [conversion for conversion in mapping if not isinstance(conversion, PrefixChange)]
+    reversed_ones = (conversion.reverse_transform() for conversion in reversed(conversions))
+    return [conversion for conversion in reversed_ones if isinstance(conversion, WeightConverter)]

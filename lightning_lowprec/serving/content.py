@@ -34,8 +34,7 @@ from lightning_lowprec.numerics.weight_rounding import (
     nearest_scale,
     spread,
 )
-from lightning_lowprec.private import transformers_names
-from lightning_lowprec.private.transformers_names import Group
+from lightning_lowprec.private.transformers import Group, as_published, published_groups
 from lightning_lowprec.serving.choice import RoundedWeights
 from lightning_lowprec.serving.formats import Format
 from lightning_lowprec.serving.safetensors_files import Stored
@@ -108,14 +107,14 @@ class Content:
         self._shapes = self.source.shapes
         self._modules = {model_name(fqn): module for fqn, module in self.model.named_modules()}
         self.kept.update(self.weights.kept)
-        groups = transformers_names.groups(self.model, self._shapes)
+        groups = published_groups(self.model, self._shapes)
         self._groups = [(group, self._targets(group)) for group in groups]
 
     # ---- which tensors
 
     def _targets(self, group: Group) -> list[Target]:
         tensors = {name: torch.empty(self._shapes[name].size, device="meta") for name in group.names}
-        published = transformers_names.published(self.model, tensors)
+        published = as_published(self.model, tensors)
         is_coded = self.format.scale_per is not None and all(name in self.weights.roundings for name in group.names)
         if is_coded and (reason := self._kept_because(group, published)) is not None:
             self.kept.update({_layer(name): reason for name in group.names})
@@ -209,7 +208,7 @@ class Content:
                 continue
             whole = {name: self._rows(name)(0, max(1, *self._shapes[name].size[:1])) for name in group.names}
             amax = self._amax(group)
-            published = transformers_names.published(self.model, whole)
+            published = as_published(self.model, whole)
             del whole
             for target in targets:
                 tensor = published.pop(target.name)

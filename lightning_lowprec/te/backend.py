@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Final
+from typing import Final, cast
 
 from lightning_lowprec.conversion.backends import Backend, PrecisionName, later
 from lightning_lowprec.conversion.name_formats import EXPERTS_NEED_TORCHAO, HYBRID, all_in
@@ -32,14 +32,6 @@ _SUMMARIES: Final = {
     "mxfp8-te": "Transformer Engine, a power-of-two scale per 32 values, e4m3 (Blackwell)",
     "nvfp4": "Transformer Engine, 4 bits with a scale per 16 values (Blackwell)",
 }
-_ROWS: Final[Mapping[str, RecipeKey]] = {
-    "delayed": "te-delayed",
-    "current": "te-current",
-    "block": "te-block",
-    "mxfp8": "te-mxfp8",
-    "nvfp4": "te-nvfp4",
-}
-"""For each recipe, the row of the table of what runs where."""
 _ONE_SCALE: Final = ("delayed", "current")
 """The recipes with one scale per tensor."""
 
@@ -82,7 +74,7 @@ BACKEND: Final = Backend(
             conv1d="converted",
             experts=EXPERTS_NEED_TORCHAO,
             weight_rounding=partial(later(".te.hooks:rounding_of"), kind),
-            hardware_recipe=_ROWS[kind],
+            hardware_recipe=cast(RecipeKey, f"te-{kind}"),
             formats=_FORMATS.get(name, all_in("e4m3")),
         )
         for (kind, fp8_format), name in NAMES.items()

@@ -10,17 +10,14 @@ from torch import nn
 
 from lightning_lowprec.conversion import module_dtypes
 from lightning_lowprec.conversion.invariants import unchanged
-from lightning_lowprec.conversion.matmuls import linears, matmuls
-from lightning_lowprec.conversion.name_formats import EXPERTS_NEED_TORCHAO
+from lightning_lowprec.conversion.matmuls import STACKED, linears, matmuls
 from lightning_lowprec.conversion.options import LayerOptions
 from lightning_lowprec.conversion.plan import Plan, PlanRequest, make_plan
 from lightning_lowprec.conversion.selection import matches
 from lightning_lowprec.te import delayed_scaling
 from lightning_lowprec.te.fp8_weight import wire_format_of
 from lightning_lowprec.te.hooks import note_recipes
-from lightning_lowprec.te.layer_recipes import LayerRecipes
-from lightning_lowprec.te.recipes import CUSTOM, alignment_of, check_custom, kind_of
-from lightning_lowprec.te.support import pytorch
+from lightning_lowprec.te.recipes import CUSTOM, LayerRecipes, alignment_of, check_custom, kind_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,28 +39,16 @@ class Choice:
         return text
 
 
-def choose(
-    model: nn.Module,
-    options: LayerOptions,
-    *,
-    alignment: int,
-    norms: bool,
-    recipes: LayerRecipes | None = None,
-    base: str = "bf16",
-    head: str = "bf16",
-) -> Choice:
+def choose(model: nn.Module, options: LayerOptions, request: PlanRequest, *, norms: bool) -> Choice:
     """Choose the layers of ``model`` that convert: Linears by the plan of all backends, norms by the same names.
 
-    ``recipes`` are recipes per layer; None: one for all.
-
-    Raises:
-        ValueError: a name or pattern in the options that matches neither a Linear nor a norm nor experts.
+    A name or pattern in the options that matches neither a Linear nor a norm nor experts raises ValueError.
     """
     from lightning_lowprec.te.norms import NO_NORM, reason_to_keep
 
     reasons = {fqn: reason_to_keep(module) for fqn, module in model.named_modules()} if norms else {}
     reasons = {fqn: _kept_by_user(fqn, options) or reason for fqn, reason in reasons.items() if reason != NO_NORM}
-    others = [*reasons, *_stacked_experts(model)]
+    others = [*reasons, *(matmul.fqn for matmul, _ in matmuls(model) if matmul.kind == STACKED)]
 
     def is_for_linears(pattern: str) -> bool:  # a plan raises for a pattern that matches no Linear
         names_linear = any(matches(pattern, fqn) for fqn in linears(model))
@@ -71,13 +56,7 @@ def choose(
 
     keep = list(filter(is_for_linears, options.keep))
     only = None if options.only is None else list(filter(is_for_linears, options.only))
-    options = replace(options, keep=keep, only=only)
-    request = PlanRequest(experts=EXPERTS_NEED_TORCHAO, base=base, head=head)
-    if recipes is None:
-        request = replace(request, alignment=alignment)
-    else:
-        request = replace(request, recipe=recipes.patterns, alignments=recipes.alignments)
-    return Choice(linears=make_plan(model, options, request), norms=reasons)
+    return Choice(linears=make_plan(model, replace(options, keep=keep, only=only), request), norms=reasons)
 
 
 def _kept_by_user(fqn: str, options: LayerOptions) -> str | None:
@@ -87,45 +66,31 @@ def _kept_by_user(fqn: str, options: LayerOptions) -> str | None:
     return next((f"kept by {pattern!r}" for pattern in reversed(options.keep) if matches(pattern, fqn)), None)
 
 
-def _stacked_experts(model: nn.Module) -> list[str]:
-    return [matmul.fqn for matmul, _ in matmuls(model) if matmul.kind == "stacked experts"]
-
-
 def convert_model(
     model: nn.Module,
+    choice: Choice,
     recipe: Any,
-    layers: LayerOptions,
+    recipes: LayerRecipes | None,
     *,
-    norms: bool,
     fp8_eval: bool,
     weight_cache: bool | Literal["always"],
-    recipes: LayerRecipes | None = None,
-    base: str = "bf16",
-    head: str = "bf16",
-) -> Choice:
-    """Convert ``model`` in place; the options are those of ``FP8TE``. Layers that were converted keep their scales.
+) -> None:
+    """Convert ``model`` in place as ``choice`` says. Layers that were converted keep their scales.
 
-    ``recipes`` are the recipes per layer; ``recipe`` is the first of them.
-
-    Raises:
-        ValueError: a name in the options that matches nothing, or a CustomRecipe that asks for delayed scaling.
-        ImportError: Transformer Engine is not installed, does not import, or lacks names that this package uses.
-        RuntimeError: Transformer Engine found no CUDA.
+    ``recipes`` are the recipes per layer; ``recipe`` is the first of them. A CustomRecipe that asks for delayed scaling
+    raises ValueError.
     """
-    pytorch("FP8TE")
-    from lightning_lowprec.te.linear import convert_linears
+    from lightning_lowprec.te.layer import convert_linears
     from lightning_lowprec.te.norms import convert_norms
 
-    kind, alignment = kind_of(recipe), alignment_of(recipe)
+    kind = kind_of(recipe)
     before = delayed_scaling.saved_scales(scaled_layers(model))
-    module_dtypes.stop_float32(model)
     with unchanged(model):
-        choice = choose(model, layers, alignment=alignment, norms=norms, recipes=recipes, base=base, head=head)
         convert_linears(
             model,
             choice.linears.converted,
             fp8_eval=fp8_eval,
-            token_alignment=alignment,
+            token_alignment=alignment_of(recipe),
             weight_cache=weight_cache,
             wire_format=wire_format_of(recipe),
             custom=kind == CUSTOM,
@@ -138,19 +103,17 @@ def convert_model(
     delayed_scaling.checkpoint_by_te(model, wanted=kind == "delayed")
     if before and kind == "delayed":
         delayed_scaling.restore_scales(scaled_layers(model), before, recipe)
-    return choice
 
 
 def revert(model: nn.Module) -> None:
     """Give ``model`` torch's own layers back, in place; layers of Transformer Engine that the user built stay."""
     classes = {cls for module in model.modules() for cls in type(module).__mro__}
     if any(cls.__module__.startswith("lightning_lowprec.te.") for cls in classes):
-        from lightning_lowprec.te.linear import revert_linear, te_linears
-        from lightning_lowprec.te.norms import revert_norms
+        from lightning_lowprec.te.layer import revert_linears
+        from lightning_lowprec.te.norms import convert_norms
 
-        for layer in te_linears(model):
-            revert_linear(layer)
-        revert_norms(model)
+        revert_linears(model)
+        convert_norms(model, ())
     delayed_scaling.checkpoint_by_te(model, wanted=False)
 
 

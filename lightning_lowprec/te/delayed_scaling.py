@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final, final
 
 import torch
@@ -219,26 +220,20 @@ def restore_scales(layers: Layers, state: Mapping[str, LayerScales], recipe: Any
     return [name for name in state if name not in layer_of]
 
 
-@final
-class TECheckpoint:
-    """Transformer Engine's ``checkpoint(function, *args)``, in the place of one that cannot restore delayed scales."""
-
-    def __init__(self, replaced: Callable[..., Any]) -> None:
-        self.replaced = replaced
-
-    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run ``function`` now, and again in the backward pass, with the scales of the first run."""
-        from transformer_engine.pytorch import checkpoint
-
-        kwargs.pop("use_reentrant", None)
-        return checkpoint(function, *args, use_reentrant=False, **kwargs)
-
-
 def checkpoint_by_te(model: nn.Module, *, wanted: bool) -> None:
     """Replace transformers' checkpoint functions in ``model`` by Transformer Engine's, or put them back."""
     for module in model.modules():
-        function = module.__dict__.get(CHECKPOINT_FUNCTION)
-        if wanted and function is not None and not isinstance(function, TECheckpoint):
-            module.__dict__[CHECKPOINT_FUNCTION] = TECheckpoint(function)
-        elif not wanted and isinstance(function, TECheckpoint):
-            module.__dict__[CHECKPOINT_FUNCTION] = function.replaced
+        function: Any = vars(module).get(CHECKPOINT_FUNCTION)
+        is_te = getattr(function, "func", None) is run_by_te
+        if wanted and function is not None and not is_te:
+            vars(module)[CHECKPOINT_FUNCTION] = partial(run_by_te, function)
+        elif not wanted and is_te:
+            vars(module)[CHECKPOINT_FUNCTION] = function.args[0]
+
+
+def run_by_te(replaced: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run ``function`` now, and again in the backward pass with the scales of the first run; ``replaced`` cannot."""
+    from transformer_engine.pytorch import checkpoint
+
+    kwargs.pop("use_reentrant", None)
+    return checkpoint(function, *args, use_reentrant=False, **kwargs)

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, final
 
@@ -29,8 +29,7 @@ from lightning_lowprec.numerics.wire_format import wire_changed
 from lightning_lowprec.private.transformer_engine import scale_state
 from lightning_lowprec.te import recipes
 from lightning_lowprec.te.fp8_weight import Fp8Weight, FrozenWeight, wire_format_of
-from lightning_lowprec.te.layer_recipes import BACKWARD, LayerRecipes, refusal
-from lightning_lowprec.te.recipes import HIGH_PRECISION
+from lightning_lowprec.te.recipes import BACKWARD, HIGH_PRECISION, LayerRecipes, refusal
 
 _OF_KIND: Final[Mapping[str, WeightRounding]] = {
     "delayed": WeightRounding(scale_per="tensor", scale_of=nearest_scale),
@@ -39,18 +38,23 @@ _OF_KIND: Final[Mapping[str, WeightRounding]] = {
 }
 """By recipe. Delayed scaling has older scales while it trains; the scale of the weight at hand is never worse."""
 _STORED: Final = WeightRounding(scale_per="tensor", scale_of=exponent_scale)
-_BLOCKS: Final = "the recipe has a scale per block of values"
-_INPUT, _WEIGHT, _GRADIENT = 0, 1, 0
-"""The places of a layer's scales, forward and backward."""
+_TENSORS: Final = {
+    "input": ("forward", 0, "fp8_quant_fwd_inp"),
+    "weight": ("forward", 1, "fp8_quant_fwd_weight"),
+    "gradient": ("backward", 0, "fp8_quant_bwd_grad"),
+}
+"""Of a product: the pass, the place among the delayed scales of the pass, and the field of current scaling."""
 
 
 @final
+@dataclass
 class _State:
     """The recipe of a layer, and what a recipe and a phase compute in high precision."""
 
-    def __init__(self, recipe: Any, is_own: bool, own_gemms: InBF16 = NO_GEMM) -> None:
-        self.recipe, self.is_own, self.own_gemms = recipe, is_own, own_gemms
-        self.phase_gemms: InBF16 = NO_GEMM
+    recipe: Any
+    is_own: bool
+    own_gemms: InBF16 = NO_GEMM
+    phase_gemms: InBF16 = NO_GEMM
 
 
 _states: weakref.WeakKeyDictionary[nn.Module, _State] = weakref.WeakKeyDictionary()
@@ -70,7 +74,7 @@ def note_recipes(model: nn.Module, recipe: Any, plan: Plan, per_layer: LayerReci
         if not isinstance(module, TELayer):
             continue
         layer: Any = module
-        own = None if per_layer is None or fqn not in plan.recipes else per_layer.made[plan.recipes[fqn].name or ""]
+        own = None if per_layer is None or fqn not in plan.recipes else per_layer.by_name[plan.recipes[fqn].name or ""]
         if own is not None:
             layer.token_alignment = recipes.alignment_of(own)
             layer.wire_format = None if layer.in_by_out else wire_format_of(own)
@@ -91,11 +95,7 @@ def _recipe_of_forward(layer: Any) -> Any:
 
 
 def set_phase(layer: Any, gemms: InBF16) -> None:
-    """Compute these products of a TELayer in high precision, beside those of the layer's recipe.
-
-    Raises:
-        ValueError: Transformer Engine cannot do so.
-    """
+    """Compute these products of a TELayer in high precision, beside those of its recipe, or raise ValueError."""
     if hasattr(layer, "own_recipe"):  # norms have no products
         _states[layer].phase_gemms = gemms
         _update(layer)
@@ -104,8 +104,7 @@ def set_phase(layer: Any, gemms: InBF16) -> None:
 def reconfigure(layer: Any, recipe: LayerRecipe) -> None:
     """Give a TELayer another recipe, between two optimizer steps; a recipe without a name keeps the layer's.
 
-    Raises:
-        ValueError: Transformer Engine cannot compute so, the layer's features do not fit, or the recipe has a history.
+    Transformer Engine may not compute so, the features may not fit, or the recipe may have a history: ValueError.
     """
     state = _states[layer]
     if recipe.name is not None:
@@ -151,19 +150,14 @@ def _update(layer: Any) -> None:
 
 def numerics_of(layer: nn.Module) -> LayerNumerics | str | None:
     """Return the casts of a TELinear; None for a norm. Call in or after its forward."""
-    from lightning_lowprec.te.linear import TELinear
+    from lightning_lowprec.te.layer import TELinear
 
     if not isinstance(layer, TELinear):
         return None
     if not layer.fp8:
         return EVALUATES if not layer.training else "it has not run in its precision's context"
     recipe = layer.fp8_meta["recipe"]
-    if recipe.delayed():
-        casts = _delayed(layer, recipe)
-    elif recipe.float8_current_scaling():
-        casts = _current(recipe)
-    else:
-        casts = dict.fromkeys(("input", "weight", "gradient"), _BLOCKS)
+    casts = _casts(layer, recipe)
     if recipe.backward_override is not None:
         casts["gradient"] = HIGH
     weight = layer._weight()
@@ -173,44 +167,29 @@ def numerics_of(layer: nn.Module) -> LayerNumerics | str | None:
     return LayerNumerics(**casts, values=None if gathered else weight)
 
 
-def _formats(recipe: Any) -> tuple[torch.dtype, torch.dtype]:
-    hybrid = recipe.fp8_format.name == "HYBRID"
-    return torch.float8_e4m3fn, torch.float8_e5m2 if hybrid else torch.float8_e4m3fn
-
-
-def _delayed(layer: nn.Module, recipe: Any) -> dict[str, Any]:
-    forward, backward = _formats(recipe)
-
-    def cast(dtype: torch.dtype, mode: str, place: int) -> Cast:
-        scale = partial(_delayed_scale, layer, mode, place)
-        return Cast(dtype=dtype, scale_of=scale, may_saturate=True)
-
-    return {
-        "input": cast(forward, "forward", _INPUT),
-        "weight": cast(forward, "forward", _WEIGHT),
-        "gradient": cast(backward, "backward", _GRADIENT),
-    }
+def _casts(layer: nn.Module, recipe: Any) -> dict[str, Any]:
+    """Return the casts of a layer's tensors by their names in ``LayerNumerics``, or why they are not known."""
+    delayed = recipe.delayed()
+    if not (delayed or recipe.float8_current_scaling()):
+        return dict.fromkeys(_TENSORS, "the recipe has a scale per block of values")
+    casts = {}
+    for name, (mode, place, field) in _TENSORS.items():
+        in_e5m2 = mode == "backward" and recipe.fp8_format.name == "HYBRID"
+        dtype = torch.float8_e5m2 if in_e5m2 else torch.float8_e4m3fn
+        own_scale = partial(_delayed_scale, layer, mode, place)
+        scale_of = own_scale if delayed else _scale_by_amax(dtype, getattr(recipe, field))
+        casts[name] = Cast(dtype=dtype, scale_of=scale_of, may_saturate=delayed)
+    return casts
 
 
 def _delayed_scale(layer: nn.Module, mode: str, place: int, amax: Tensor) -> Tensor:
-    state = scale_state(layer, mode)
-    assert state is not None  # the layer's forward has made it
-    scale: Tensor = state.scale[place]
+    scale: Tensor = scale_state(layer, mode).scale[place]  # the layer's forward has made it
     return scale
 
 
-def _current(recipe: Any) -> dict[str, Any]:
-    forward, backward = _formats(recipe)
-
-    def cast(dtype: torch.dtype, params: Any) -> Cast:
-        limit, power_of_2, least = torch.finfo(dtype).max, params.power_2_scale, params.amax_epsilon
-        return Cast(dtype=dtype, scale_of=lambda amax: _current_scale(amax, limit, power_of_2, least))
-
-    return {
-        "input": cast(forward, recipe.fp8_quant_fwd_inp),
-        "weight": cast(forward, recipe.fp8_quant_fwd_weight),
-        "gradient": cast(backward, recipe.fp8_quant_bwd_grad),
-    }
+def _scale_by_amax(dtype: torch.dtype, params: Any) -> Callable[[Tensor], Tensor]:
+    limit = torch.finfo(dtype).max
+    return lambda amax: _current_scale(amax, limit, params.power_2_scale, params.amax_epsilon)
 
 
 @compiled_on_cuda
@@ -230,7 +209,7 @@ def weight_roundings(layer: nn.Module) -> Mapping[str, WeightRounding]:
     """Return the rounding of a TELinear's weight; other layers, and recipes with a scale per 32 values, have none."""
     if isinstance(getattr(layer, "weight", None), FrozenWeight):
         return {"weight": _STORED}
-    from lightning_lowprec.te.linear import TELinear
+    from lightning_lowprec.te.layer import TELinear
 
     recipe = _recipe_of_forward(layer) if isinstance(layer, TELinear) else None
     if recipe is None:

@@ -36,14 +36,18 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
+from collections.abc import Collection, Iterable
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, Literal, final
 
 import torch
+import torch.nn.functional as F
 import transformer_engine.pytorch as te
 from torch import Tensor, nn
 from transformer_engine.pytorch.export import is_in_onnx_export_mode
 
+from lightning_lowprec.conversion.in_place import become, derived, revert
+from lightning_lowprec.conversion.matmuls import is_conv1d, linears
 from lightning_lowprec.conversion.plain_first import PlainFirst
 from lightning_lowprec.conversion.steps import Seen, seen, watch
 from lightning_lowprec.numerics.kernel_operands import cut_rows, pad_rows
@@ -56,7 +60,14 @@ from lightning_lowprec.private.torch import (
     saved_tensors_are_hooked,
 )
 from lightning_lowprec.products.transforms import check_call, without_second_gradient
-from lightning_lowprec.te.fp8_weight import Fp8Weight, FrozenWeight, for_gemm, gather_refusal
+from lightning_lowprec.te.fp8_weight import (
+    Fp8Weight,
+    FrozenWeight,
+    for_gemm,
+    gather_refusal,
+    store_in_fp8,
+    store_in_full,
+)
 from lightning_lowprec.te.recipes import HIGH_PRECISION
 
 
@@ -75,9 +86,6 @@ def recomputation(layer: Any) -> AbstractContextManager[None]:
     """Return Transformer Engine's context for a forward that a checkpoint runs again in a backward pass.
 
     torch's checkpoints restore torch's autocast only: without this context the forward would run in high precision.
-
-    Raises:
-        RuntimeError: the layer has delayed scaling, whose scales have been renewed since its last forward.
     """
     recipe = layer.fp8_meta["recipe"]
     if recipe.delayed():
@@ -308,3 +316,114 @@ def _is_usable(workspace: Any, input: Tensor) -> bool:
         return True
     names = ("data", "data_t") if input.requires_grad else ("data",)
     return all(getattr(workspace, name, None) is not None for name in names)
+
+
+@final
+class TELinear(TELayer, nn.Linear):
+    """A Linear with Transformer Engine's GEMMs."""
+
+    in_by_out = False
+    reset_parameters = nn.Linear.reset_parameters
+    extra_repr = nn.Linear.extra_repr
+
+    def _plain(self, input: Tensor) -> Tensor:
+        return F.linear(input, self.weight, self.bias)
+
+
+class TEConv1D(TELayer):
+    """transformers' ``Conv1D`` (GPT-2), whose weight is [in, out], with Transformer Engine's GEMMs.
+
+    The class of a layer derives from ``Conv1D`` too, for transformers and PEFT.
+    """
+
+    in_by_out = True
+
+    def _plain(self: Any, input: Tensor) -> Tensor:
+        output: Tensor = self.own_class.forward(self, input)
+        return output
+
+    @property
+    def reset_parameters(self) -> None:
+        """A Conv1D has no such method, and Transformer Engine's is for weights of the other layout."""
+        raise AttributeError("Conv1D has no `reset_parameters`")
+
+    def __repr__(self) -> str:
+        """Show the sizes, as Conv1D does."""
+        return f"TEConv1D(nf={self.out_features}, nx={self.in_features})"
+
+
+def convert_linears(
+    model: nn.Module,
+    fqns: Collection[str],
+    *,
+    fp8_eval: bool,
+    token_alignment: int,
+    weight_cache: bool | Literal["always"],
+    wire_format: WireFormat | None = None,
+    custom: bool = False,
+) -> None:
+    """Make the Linears and Conv1Ds named by ``fqns`` TELayers with these options, and all other TELayers plain again.
+
+    With a custom recipe torch adds the bias: Transformer Engine's own backward of a bias quantises ``grad_output`` in
+    the same kernel, which takes Transformer Engine's own quantizers only.
+    """
+    for layer in te_linears(model):
+        store_in_full(layer)
+    linear: Any
+    for fqn, linear in linears(model).items():
+        if fqn not in fqns:
+            if isinstance(linear, TELayer):
+                revert(linear)
+            continue
+        bias = linear.bias is not None
+        attributes: dict[str, Any] = {
+            "fp8_eval": fp8_eval,
+            "token_alignment": token_alignment,
+            "wire_format": None if is_conv1d(linear) else wire_format,
+            "weight_cache": WeightCache(always=weight_cache == "always") if weight_cache else None,
+            "own_recipe": None,
+            "gemm_bias_unfused_add": custom and bias,
+            "param_init_meta": {},  # Transformer Engine's holds closures, which do not pickle
+            "_fp8_workspaces": {},  # weights that were kept under other options may never be used again
+        }
+        if not isinstance(linear, TELayer):
+            _become_te(linear, fqn, later=attributes)
+        for name in transformer_engine.SHARDING_CACHES:
+            vars(linear).pop(name, None)
+        vars(linear).update(attributes)
+
+
+def _become_te(linear: Any, fqn: str, later: Iterable[str]) -> None:
+    cls: type[nn.Module] = TELinear
+    sizes = linear.weight.shape[::-1]
+    if is_conv1d(linear):
+        cls = derived(TEConv1D, type(linear))
+        sizes = linear.weight.shape
+    options = {"bias": linear.bias is not None, "params_dtype": linear.weight.dtype, "name": fqn or None}
+    built = te.Linear(*sizes, device="meta", **options)
+    become(linear, cls, vars(built), later=(*later, *transformer_engine.SET_BY_FORWARD))
+
+
+def revert_linears(model: nn.Module) -> None:
+    """Give every TELayer of ``model`` its own class back, in place."""
+    for layer in te_linears(model):
+        store_in_full(layer)
+        revert(layer)
+
+
+def store_frozen_in_fp8(model: nn.Module, device: torch.device) -> None:
+    """Store the weights of TELinears that do not train in FP8 alone, on ``device``; weights on meta stay.
+
+    The codes of a Conv1D would be transposed at each forward, so a Conv1D keeps its values.
+    """
+    for layer in te_linears(model):
+        if layer.in_by_out:
+            continue
+        weight = layer._parameters.get("weight")  # no Parameter where `weight_norm` computes it
+        if weight is not None and not (weight.requires_grad or weight.is_meta or isinstance(weight, Fp8Weight)):
+            store_in_fp8(layer, device)
+
+
+def te_linears(model: nn.Module) -> list[TELayer]:
+    """Return the Linears and Conv1Ds of ``model`` that are converted."""
+    return [module for module in model.modules() if isinstance(module, TELayer)]

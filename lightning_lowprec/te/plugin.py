@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, ClassVar, Literal, final
 
 import torch
@@ -13,9 +14,12 @@ from torch.nn import Module
 from typing_extensions import Unpack, override
 
 from lightning_lowprec.checks import Count
+from lightning_lowprec.conversion import module_dtypes
 from lightning_lowprec.conversion.gemms import ALL_GEMMS
+from lightning_lowprec.conversion.name_formats import EXPERTS_NEED_TORCHAO
 from lightning_lowprec.conversion.name_suffixes import of_options
 from lightning_lowprec.conversion.options import LayerOptions, SelectionChoices, shows, take
+from lightning_lowprec.conversion.plan import PlanRequest
 from lightning_lowprec.conversion.recipe_map import FLOAT32
 from lightning_lowprec.extras import require
 from lightning_lowprec.hardware import describe
@@ -41,7 +45,6 @@ from lightning_lowprec.te.backend import NAME, NAMES, WITH_MASTERS
 from lightning_lowprec.te.convert import Choice, choose, convert_model, scaled_layers
 from lightning_lowprec.te.delayed_scaling import SCALES, DelayedScales
 from lightning_lowprec.te.fp8_weight import gather_refusal
-from lightning_lowprec.te.layer_recipes import check_phases, is_per_layer, make_layer_recipes
 
 
 class TEChoices(
@@ -123,7 +126,7 @@ class FP8TE(Scheduled):
         running = take(FP8Options, options)
         masters = take(MasterOptions, options).resolve(running.base)
         scaler = take(LossScaleOptions, options).scaler(running.base)
-        patterns = recipe if isinstance(recipe, Mapping) and is_per_layer(recipe) else {}
+        patterns = recipe if recipes.is_per_layer(recipe) else {}
         in_fp32 = [pattern for pattern, value in patterns.items() if value == FLOAT32]
         super().__init__(scaler, masters, take(WeightOptions, options).keeping(in_fp32))
         require(recipes.MODULE, "FP8TE")
@@ -136,7 +139,7 @@ class FP8TE(Scheduled):
             "fp8_dpa": fp8_dpa or None,
             "fp8_mha": fp8_mha or None,
         }
-        self.per_layer = make_layer_recipes(recipe, fields) if is_per_layer(recipe) else None
+        self.per_layer = recipes.make_layer_recipes(recipe, fields) if recipes.is_per_layer(recipe) else None
         """The recipes per layer; None: one recipe for all."""
         self.recipe: Any = recipes.make_recipe(recipe, **fields) if self.per_layer is None else self.per_layer.first
         """The recipe object of Transformer Engine: that of all layers, or of those that have no other."""
@@ -172,11 +175,11 @@ class FP8TE(Scheduled):
     @override
     def check_schedule(self, phases: Schedule) -> None:
         """Refuse a phase that Transformer Engine cannot compute."""
-        check_phases(phases, self._all_recipes)
+        recipes.check_phases(phases, self._all_recipes)
 
     @property
     def _all_recipes(self) -> list[Any]:
-        return [self.recipe] if self.per_layer is None else list(self.per_layer.made.values())
+        return [self.recipe] if self.per_layer is None else list(self.per_layer.by_name.values())
 
     @property
     def _in_fp8(self) -> bool:
@@ -186,7 +189,7 @@ class FP8TE(Scheduled):
 
     @property
     def fp8_params(self) -> bool:
-        """Whether the weights of FP8 layers are kept in FP8; an argument of the constructor."""
+        """Whether the weights of FP8 layers are kept in FP8. A property: setting NeMo's attribute raises."""
         return self._fp8_params
 
     @property
@@ -259,19 +262,19 @@ class FP8TE(Scheduled):
             self.scales.load({})  # those of another module
         if callable(self.fp8_group) and self._group is None:
             self._group = self.fp8_group()
-        choice = convert_model(
+        te = support.pytorch("FP8TE")
+        module_dtypes.stop_float32(module)
+        choice = choose(module, self.layers, self._request, norms=self.norms)
+        convert_model(
             module,
+            choice,
             self.recipe,
-            self.layers,
-            norms=self.norms,
+            self.per_layer,
             fp8_eval=self.fp8_eval,
             weight_cache="always" if self.fp8_params else self.weight_cache,
-            recipes=self.per_layer,
-            base=self.base,
-            head=self.head,
         )
-        self._check_conversion(module, choice)
-        self._check_norms(module, device)
+        self._check_conversion(module, choice, te)
+        self._check_norms(module, device, te)
         if choice != self.choice:
             rank_zero_info(f"{self.precision}: {choice.summary()}.")
         self.choice, self.plan = choice, choice.linears.without(not_called(module))
@@ -282,25 +285,29 @@ class FP8TE(Scheduled):
     def _finish(self, module: Module, device: torch.device) -> None:
         unsharded = self.modules.sharded is None
         if self.fp8_params and unsharded and gather_refusal(self.recipe) is None and self.fp8_eval:
-            from lightning_lowprec.te.linear import store_frozen_in_fp8
+            from lightning_lowprec.te.layer import store_frozen_in_fp8
 
             store_frozen_in_fp8(module, device)
 
     def _weights_in_fp8(self, module: Module) -> set[str]:
         """The parameters of ``module``, converted or not, that are kept in FP8 and train."""
-        alignment = recipes.alignment_of(self.recipe)
-        choice = choose(module, self.layers, alignment=alignment, norms=self.norms, recipes=self.per_layer)
-        layers = choice.linears.converted
+        plan = choose(module, self.layers, self._request, norms=self.norms).linears
         parameters = dict(module.named_parameters(remove_duplicate=False))
-        names = {f"{layer}.weight".lstrip(".") for layer in layers}
+        names = {f"{layer}.weight".lstrip(".") for layer in plan.converted}
         return {fqn for fqn in names & parameters.keys() if parameters[fqn].requires_grad}  # weight_norm computes some
 
-    def _check_conversion(self, module: Module, choice: Choice) -> None:
+    @property
+    def _request(self) -> PlanRequest:
+        request = PlanRequest(experts=EXPERTS_NEED_TORCHAO, base=self.base, head=self.head)
+        if self.per_layer is None:
+            return replace(request, alignment=recipes.alignment_of(self.recipe))
+        return replace(request, recipe=self.per_layer.patterns, alignments=self.per_layer.alignments)
+
+    def _check_conversion(self, module: Module, choice: Choice, te: Any) -> None:
         if not any(scaled_layers(module)):
             none = f"none of the {len(choice.linears.rows)} linear layers of {type(module).__name__}"
             multiple = recipes.alignment_of(self.recipe)
             raise fp8.nothing_converts(self.precision, none, choice.linears, multiple=multiple)
-        te = support.pytorch("FP8TE")
         attention = any(isinstance(m, te.DotProductAttention) for m in module.modules())
         for field in ("fp8_dpa", "fp8_mha"):
             if getattr(self.recipe, field) and not attention:
@@ -309,8 +316,7 @@ class FP8TE(Scheduled):
                     f" {type(module).__name__} has none; leave it out, or build the model with it."
                 )
 
-    def _check_norms(self, module: Module, device: torch.device) -> None:
-        te = support.pytorch("FP8TE")
+    def _check_norms(self, module: Module, device: torch.device, te: Any) -> None:
         kinds = te.LayerNorm, te.RMSNorm, te.LayerNormLinear, te.LayerNormMLP
         if device.type == "cuda" and any(isinstance(layer, kinds) for layer in module.modules()):
             refusal = support.norm_refusal(device, self.autocast_dtype)
@@ -319,7 +325,7 @@ class FP8TE(Scheduled):
 
     @override
     def _converted_layers(self, module: Module) -> Iterable[Module]:
-        from lightning_lowprec.te.linear import te_linears
+        from lightning_lowprec.te.layer import te_linears
 
         return te_linears(module)
 

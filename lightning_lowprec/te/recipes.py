@@ -1,6 +1,17 @@
-"""Make recipes of Transformer Engine (2.20) from plain values, and check every field: it ignores unknown ones silently.
+"""Make recipes of Transformer Engine (2.20) from plain values, for a model or per layer, and check every field.
 
-A ``CustomRecipe`` asks a function of the user for the quantizer of every tensor; it can only be given as an object.
+Transformer Engine ignores unknown fields silently. A ``CustomRecipe`` asks a function of the user for the quantizer of
+every tensor; it can only be given as an object.
+
+Recipes per layer: the plugin's context has the first recipe, and a layer with another recipe enters a context of its
+own. Delayed scaling reduces the amax of all layers at once, so it goes with layers in bf16, and with no other recipe.
+Of the products of a layer, Transformer Engine computes in high precision
+
+    none                              the recipe
+    grad_input and grad_weight        the recipe with `backward_override="high_precision"`
+    all                               torch's Linear under autocast, bit for bit that of `bf16-mixed`
+
+It has no layer with a forward in bf16 and a backward in FP8. Delayed scaling has no backward in bf16.
 """
 
 from __future__ import annotations
@@ -9,11 +20,16 @@ import dataclasses
 import difflib
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, Final, Literal, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeGuard, final, get_args
 
 from lightning_lowprec.checks import check_integer
+from lightning_lowprec.conversion.gemms import ALL_GEMMS, GEMMS, NO_GEMM, InBF16, words
+from lightning_lowprec.conversion.recipe_map import FLOAT32, HIGH, RecipeMap
 from lightning_lowprec.extras import require
 from lightning_lowprec.runs_where import RecipeKey
+
+if TYPE_CHECKING:
+    from lightning_lowprec.precision.schedule import Schedule
 
 MODULE: Final = "transformer_engine.pytorch"
 Kind = Literal["delayed", "current", "block", "mxfp8", "nvfp4"]
@@ -28,6 +44,9 @@ _CLASSES: Final[dict[Kind, str]] = {
 CUSTOM: Final = "custom"
 HIGH_PRECISION: Final = "high precision"
 """In place of a recipe: no product of a layer runs in FP8."""
+BASE: Final = "delayed"
+"""The recipe that a mapping of products changes: the default of ``FP8TE``."""
+BACKWARD: Final[InBF16] = frozenset({"grad_input", "grad_weight"})
 ALIGNMENT: Final[dict[str, int]] = {"mxfp8": 32, "nvfp4": 32}
 """By kind, the number of which tokens, in_features and out_features must be multiples; 16 for all other kinds."""
 _OF_1X: Final = {
@@ -49,35 +68,36 @@ def make_recipe(recipe: Any, **options: Any) -> Any:
         ValueError: a kind, field or value that the recipe does not have.
         ImportError: Transformer Engine is not installed, or does not import.
     """
-    module = require("transformer_engine.common.recipe", "FP8TE")
-    given = {name: value for name, value in options.items() if value is not None}
+    module = _module()
+    fields = {name: value for name, value in options.items() if value is not None}
     if isinstance(recipe, module.Recipe):
-        if given:
+        if fields:
             raise ValueError(
-                f"{_named(given)} with a recipe object is not valid: set it in the object, or give the recipe by name"
+                f"{_named(fields)} with a recipe object is not valid: set it in the object, or give the recipe by name"
                 f" ({', '.join(KINDS)})."
             )
         return _checked(recipe)
     if isinstance(recipe, Mapping):
-        fields = dict(recipe)
-        recipe = fields.pop("recipe", "delayed")
-        if twice := fields.keys() & given.keys():
+        if twice := recipe.keys() & fields.keys():
             raise ValueError(f"`{sorted(twice)[0]}` is given both in `recipe={{...}}` and beside it.")
-        given = fields | given
+        fields = {name: value for name, value in recipe.items() if name != "recipe" and value is not None} | fields
+        recipe = recipe.get("recipe", "delayed")
     if recipe not in KINDS:
         expected = f"{', '.join(map(repr, KINDS))}, a mapping, or a recipe object of Transformer Engine"
         raise ValueError(f"`recipe={recipe!r}` is not valid; expected one of: {expected}.")
-    cls = getattr(module, _CLASSES[recipe])
-    fields = {name: value for name, value in given.items() if value is not None}
-    _check_names(recipe, fields, module)
+    _check_names(recipe, fields)
+    words_of_user = _named(fields)
     if "fp8_format" in fields:
         fields["fp8_format"] = _format(fields["fp8_format"], module.Format)
     try:
-        made = _with_scale_flags(cls(**fields))
+        recipe_object = _with_scale_flags(getattr(module, _CLASSES[recipe])(**fields))
     except (AssertionError, ValueError, TypeError) as error:
-        values = _named({name: given[name] for name in given if name in fields} or fields)
-        raise ValueError(f"{values} is not valid for `recipe={recipe!r}`: {_reason(error)}") from error
-    return _checked(made)
+        raise ValueError(f"{words_of_user} is not valid for `recipe={recipe!r}`: {_reason(error)}") from error
+    return _checked(recipe_object)
+
+
+def _module() -> Any:
+    return require("transformer_engine.common.recipe", "FP8TE")
 
 
 def _checked(recipe: Any) -> Any:
@@ -87,20 +107,61 @@ def _checked(recipe: Any) -> Any:
     return recipe
 
 
-def _with_scale_flags(made: Any) -> Any:
+def _with_scale_flags(recipe: Any) -> Any:
     """Apply ``use_power_2_scales`` and ``use_f32_scales``, which Transformer Engine reads at import only."""
     for flag, power_2_scale in (("use_power_2_scales", True), ("use_f32_scales", False)):
-        if hasattr(made, flag):
-            wanted = getattr(made, flag) == power_2_scale
+        if hasattr(recipe, flag):
+            wanted = getattr(recipe, flag) == power_2_scale
             for name in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
-                setattr(made, name, dataclasses.replace(getattr(made, name), power_2_scale=wanted))
-    return made
+                setattr(recipe, name, dataclasses.replace(getattr(recipe, name), power_2_scale=wanted))
+    return recipe
 
 
-def field_names() -> set[str]:
-    """Return the names of the fields of all recipes."""
-    module = require("transformer_engine.common.recipe", "FP8TE")
-    return {field.name for cls in _CLASSES.values() for field in dataclasses.fields(getattr(module, cls))}
+def _fields_of_kinds() -> dict[Kind, list[str]]:
+    module = _module()
+    return {kind: [field.name for field in dataclasses.fields(getattr(module, cls))] for kind, cls in _CLASSES.items()}
+
+
+def _check_names(kind: Kind, fields: Mapping[str, Any]) -> None:
+    names = _fields_of_kinds()
+    for name in fields.keys() - set(names[kind]):
+        if name in _OF_1X:
+            raise ValueError(f"`{name}={fields[name]!r}` is gone: {_OF_1X[name]}. Leave the field out.")
+        if elsewhere := [other for other, others in names.items() if name in others]:
+            raise ValueError(
+                f"`{name}={fields[name]!r}` is not valid with `recipe={kind!r}`; it goes with {', '.join(elsewhere)}."
+            )
+        near = difflib.get_close_matches(name, names[kind], n=1, cutoff=0.5)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ValueError(
+            f"`{name}` is no field of `recipe={kind!r}`, which has: {', '.join(sorted(names[kind]))}.{hint}"
+        )
+
+
+def _format(value: Any, formats: Any) -> Any:
+    if isinstance(value, formats):
+        return value
+    name = str(value).lower()
+    if name not in ("hybrid", "e4m3"):
+        also = " (weights and activations in e5m2 do not train)" if name == "e5m2" else ""
+        raise ValueError(f"`fp8_format={value!r}` is not valid; expected one of: hybrid, e4m3{also}.")
+    return formats[name.upper()]
+
+
+def _named(fields: Mapping[str, Any]) -> str:
+    return ", ".join(f"`{name}={value!r}`" for name, value in fields.items())
+
+
+def _reason(error: BaseException) -> str:
+    """Return the first line of an assertion, or the first finding of pydantic."""
+    findings = getattr(error, "errors", None)
+    if callable(findings):
+        first = findings()[0]
+        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+# ---- what is asked of a recipe object
 
 
 def kind_of(recipe: Any) -> str:
@@ -135,9 +196,6 @@ def check_custom(recipe: Any, layers: Iterable[tuple[str, Any]]) -> None:
     """Refuse a CustomRecipe that asks for scales with a history: they would neither be saved nor renewed.
 
     The recipe's function is called for the roles of every layer, as the first forward will do again.
-
-    Raises:
-        ValueError: the function returned a request (``DelayedScalingRequest``) in the place of a quantizer.
     """
     from lightning_lowprec.private import transformer_engine
 
@@ -150,40 +208,108 @@ def check_custom(recipe: Any, layers: Iterable[tuple[str, Any]]) -> None:
             )
 
 
-def _check_names(kind: Kind, fields: Mapping[str, Any], module: Any) -> None:
-    names = {kind: [f.name for f in dataclasses.fields(getattr(module, cls))] for kind, cls in _CLASSES.items()}
-    known = names[kind]
-    for name in fields.keys() - set(known):
-        if name in _OF_1X:
-            raise ValueError(f"`{name}={fields[name]!r}` is gone: {_OF_1X[name]}. Leave the field out.")
-        elsewhere = [other for other, others in names.items() if name in others]
-        if elsewhere:
+# ---- recipes per layer
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class LayerRecipes:
+    """The recipes of a model's layers."""
+
+    patterns: RecipeMap
+    """Patterns and the names of recipes."""
+    by_name: Mapping[str, Any]
+    """Recipe objects of Transformer Engine; the first is that of the plugin's context."""
+
+    @property
+    def first(self) -> Any:
+        """The recipe of the plugin's context."""
+        return self.by_name[self.patterns.names[0]]
+
+    @property
+    def identity(self) -> object:
+        """A value that can be compared."""
+        return self.patterns, tuple(map(str, self.by_name.values()))
+
+    @property
+    def alignments(self) -> dict[str, int]:
+        """By name, the number of which the features of a layer must be multiples."""
+        return {name: ALIGNMENT.get(kind_of(recipe), 16) for name, recipe in self.by_name.items()}
+
+
+def is_per_layer(recipe: Any) -> TypeGuard[Mapping[str, Any]]:
+    """Return whether ``recipe`` maps patterns to recipes, instead of the fields of one recipe to values."""
+    if not isinstance(recipe, Mapping) or not recipe or "recipe" in recipe:
+        return False
+    values = all(isinstance(value, (str, Mapping)) or hasattr(value, "delayed") for value in recipe.values())
+    return values and not any(recipe.keys() & set(names) for names in _fields_of_kinds().values())
+
+
+def make_layer_recipes(entries: Any, options: Mapping[str, Any]) -> LayerRecipes:
+    """Return the recipes that a user has written: by pattern a kind, "bf16", "fp32", fields, or a recipe object.
+
+    ``options`` are the fields of one recipe that were given beside ``entries``; any that is not None raises.
+    """
+    if beside := next((name for name, value in options.items() if value is not None), None):
+        raise ValueError(
+            f"`{beside}={options[beside]!r}` is not valid with recipes per layer; write the field into the recipe of a"
+            f" pattern: {{'*': {{'recipe': 'current', {beside!r}: ...}}}}."
+        )
+    by_name: dict[str, Any] = {}
+    names: dict[str, Any] = {}
+    for pattern, value in entries.items():
+        if value in (HIGH, FLOAT32) or (isinstance(value, Mapping) and set(value) <= set(GEMMS)):
+            names[pattern] = value
+            continue
+        recipe = make_recipe(value)
+        name = next((name for name, other in by_name.items() if other == recipe), None)
+        if name is None:
+            alike = sum(kind_of(other) == kind_of(recipe) for other in by_name.values())
+            name = f"{kind_of(recipe)} ({alike + 1})" if alike else kind_of(recipe)
+        by_name[name] = recipe
+        names[pattern] = name
+    by_name.setdefault(BASE, make_recipe(BASE))
+    patterns = RecipeMap.of(names, names=tuple(by_name), base=BASE)
+    _check_layer_recipes(patterns, by_name)
+    return LayerRecipes(patterns, {name: by_name[name] for name in patterns.names})
+
+
+def _check_layer_recipes(patterns: RecipeMap, by_name: Mapping[str, Any]) -> None:
+    for pattern, recipe in patterns.entries:
+        reason = None if recipe.name == FLOAT32 else refusal(recipe.in_bf16, by_name[recipe.name or BASE])
+        if reason is not None:
             raise ValueError(
-                f"`{name}={fields[name]!r}` is not valid with `recipe={kind!r}`; it goes with {', '.join(elsewhere)}."
+                f"`recipe[{pattern!r}]` is not possible: {reason}. A backward in bf16 is"
+                " {'recipe': 'current', 'backward_override': 'high_precision'}."
             )
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"`{name}` is no field of `recipe={kind!r}`, which has: {', '.join(sorted(known))}.{hint}")
+    delayed = [name for name in patterns.names if by_name[name].delayed()]
+    if delayed and len(patterns.names) > 1:
+        other = next(name for name in patterns.names if name != delayed[0])
+        raise ValueError(
+            f"`recipe` mixes delayed scaling with {other!r}: delayed scaling reduces the amax of all layers at once, so"
+            " it goes with layers in 'bf16' only. Use 'current' in its place."
+        )
 
 
-def _format(value: Any, formats: Any) -> Any:
-    if isinstance(value, formats):
-        return value
-    name = str(value).lower()
-    if name not in ("hybrid", "e4m3"):
-        also = " (weights and activations in e5m2 do not train)" if name == "e5m2" else ""
-        raise ValueError(f"`fp8_format={value!r}` is not valid; expected one of: hybrid, e4m3{also}.")
-    return formats[name.upper()]
+def refusal(gemms: InBF16, recipe: Any) -> str | None:
+    """Return why Transformer Engine cannot compute these products in high precision, and the remedy; None if it can."""
+    if gemms in (NO_GEMM, ALL_GEMMS):
+        return None
+    if gemms != BACKWARD:
+        return (
+            f"Transformer Engine has no layer with {words(gemms)} and the rest in FP8. Use 'bf16' (all GEMMs),"
+            " {'grad_input': 'bf16', 'grad_weight': 'bf16'}, or FP8TorchAO"
+        )
+    if recipe.delayed():
+        return "delayed scaling has no backward GEMMs in high precision. Use `recipe='current'`, or 'bf16' (all GEMMs)"
+    return None
 
 
-def _named(fields: Mapping[str, Any]) -> str:
-    return ", ".join(f"`{name}={value!r}`" for name, value in fields.items())
-
-
-def _reason(error: BaseException) -> str:
-    """Return the first line of an assertion, or the first finding of pydantic."""
-    findings = getattr(error, "errors", None)
-    if callable(findings):
-        first = findings()[0]
-        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+def check_phases(schedule: Schedule, recipes: Iterable[Any]) -> None:
+    """Raise ValueError if a phase cannot be computed with one of the recipes; see :func:`refusal`."""
+    for number, phase in enumerate(schedule.phases):
+        for recipe in recipes:
+            if (reason := refusal(phase.in_bf16, recipe)) is not None:
+                raise ValueError(f"`schedule[{number}]['gemms']` is not possible: {reason}.")
+            if recipe.backward_override is not None:
+                schedule.check_fp8(BACKWARD, f"backward_override={recipe.backward_override!r}")

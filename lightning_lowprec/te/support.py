@@ -17,11 +17,9 @@ from lightning_lowprec.te.recipes import MODULE
 
 
 def pytorch(purpose: str) -> Any:
-    """Import and return ``transformer_engine.pytorch``.
+    """Import and return ``transformer_engine.pytorch``, or raise ImportError with the command that installs it.
 
-    Raises:
-        ModuleNotFoundError: Transformer Engine is not installed; the message has the command that installs it.
-        ImportError: Transformer Engine is installed, but does not import or lacks private names that we use.
+    An installed Transformer Engine that lacks private names which we use raises too.
     """
     module = require(MODULE, purpose)
     check_names()
@@ -34,13 +32,10 @@ def checkpoint() -> Callable[..., Any]:
 
 
 def device_refusal(kind: str, device: torch.device) -> str | None:
-    """Return the reason why ``device`` cannot run a kind of recipe, and the remedy; else None.
+    """Return the reason why ``device`` cannot run a kind of recipe (see ``recipes.kind_of``), and the remedy, or None.
 
     The table of what runs where answers first, then Transformer Engine, which also asks for versions of CUDA.
-
-    Args:
-        kind: see ``recipes.kind_of``; ``"nvfp4-plain"`` is NVFP4 without Hadamard transform and stochastic rounding.
-        device: to run on.
+    ``"nvfp4-plain"`` is NVFP4 without Hadamard transform and stochastic rounding.
     """
     refusal = import_refusal(MODULE, f"The recipe {kind!r}")
     if refusal is not None:

@@ -30,7 +30,6 @@ from lightning_lowprec.private import torch as torch_names
 from lightning_lowprec.private import torchao as torchao_names
 from lightning_lowprec.private import transformer_engine as transformer_engine_names
 from lightning_lowprec.private import transformers as transformers_names
-from lightning_lowprec.private import transformers_names as published_names
 from lightning_lowprec.tools import doctor_report, hardware_text, strict_json
 from lightning_lowprec.tools.terminal import Colour, paint, working
 
@@ -68,7 +67,6 @@ LIBRARIES = (
     torchao_names,
     transformer_engine_names,
     transformers_names,
-    published_names,
     deepspeed_names,
 )
 """For each library, the file that knows which of the library's private names this package uses."""

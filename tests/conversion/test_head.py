@@ -9,8 +9,7 @@ from torch import nn
 
 from lightning_lowprec.conversion import head
 from lightning_lowprec.conversion.backends import revert_all
-from lightning_lowprec.conversion.head import LazyLogits
-from lightning_lowprec.conversion.head_recognition import causal_models
+from lightning_lowprec.conversion.head import LazyLogits, causal_models
 from tests.quality import sqnr
 
 transformers = pytest.importorskip("transformers")

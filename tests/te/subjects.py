@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig
 
 from lightning_lowprec.te.delayed_scaling import restore_scales
-from lightning_lowprec.te.linear import te_linears
+from lightning_lowprec.te.layer import te_linears
 from tests.te.test_te_layers import some_scales
 
 QUIET = {

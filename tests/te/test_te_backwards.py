@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaForCausalLM
 
 from lightning_lowprec import FP8TE, HalfMixed
-from lightning_lowprec.te.linear import TELinear, te_linears
+from lightning_lowprec.te.layer import TELinear, te_linears
 from tests.te import reference
 from tests.te.subjects import LLAMA, Net, fabric_for
 

@@ -11,8 +11,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lightning_lowprec import FP8TE
 from lightning_lowprec.conversion import backends
-from lightning_lowprec.te.conv1d import TEConv1D
-from lightning_lowprec.te.linear import te_linears
+from lightning_lowprec.te.layer import TEConv1D, te_linears
 from tests.families import gpt2_runs
 from tests.te import reference
 
@@ -57,7 +56,7 @@ def test_everything_of_a_conv1d_stays(reference_te):
     plugin = FP8TE(reference.current_scaling(), weight_cache=True)
     plugin.bind_device(torch.device("cpu"))
     plugin.convert_module(model)
-    assert [type(layer) for layer in te_linears(model)] == [TEConv1D, TEConv1D]
+    assert [isinstance(layer, TEConv1D) for layer in te_linears(model)] == [True, True]
     assert isinstance(model[0], Conv1D)
     assert not isinstance(model[0], nn.Linear)
     assert not hasattr(model[0], "reset_parameters")

@@ -12,7 +12,7 @@ from transformer_engine.pytorch.custom_recipes.quantizer_factories import delaye
 from transformer_engine.pytorch.custom_recipes.reference_current_scaling import current_scaling_ref_factory
 
 from lightning_lowprec import FP8TE, FP8TorchAO
-from lightning_lowprec.te.linear import te_linears
+from lightning_lowprec.te.layer import te_linears
 from lightning_lowprec.te.recipes import CUSTOM, alignment_of, kind_of
 from tests.te.reference import current_scaling
 from tests.te.subjects import Net, fabric_for

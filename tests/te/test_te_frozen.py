@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_lowprec import FP8TE, FP8TorchAO
 from lightning_lowprec.te.fp8_weight import FrozenWeight
-from lightning_lowprec.te.linear import convert_linears, store_frozen_in_fp8, te_linears
+from lightning_lowprec.te.layer import convert_linears, store_frozen_in_fp8, te_linears
 from tests.fsdp2.ranks import run
 from tests.quality import sqnr
 from tests.te.reference import losses_of

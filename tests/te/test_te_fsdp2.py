@@ -36,7 +36,7 @@ def full(model) -> dict:
 def work(rank, folder):
     from lightning_lowprec import FP8TE, FabricFSDP2Strategy
     from lightning_lowprec.te.delayed_scaling import restore_scales
-    from lightning_lowprec.te.linear import te_linears
+    from lightning_lowprec.te.layer import te_linears
     from tests.te.hopper import pretend
 
     pretend(pytest.MonkeyPatch())

@@ -138,7 +138,7 @@ def train(rank, sharded, phases=(frozenset(),) * 4):
     from lightning_lowprec.fsdp2.shard import shard
     from lightning_lowprec.te.fp8_weight import TEWireFormat
     from lightning_lowprec.te.hooks import note_recipes, set_phase
-    from lightning_lowprec.te.linear import convert_linears, te_linears
+    from lightning_lowprec.te.layer import convert_linears, te_linears
     from tests.te.reference import current_scaling, run_on_cpu
 
     run_on_cpu(pytest.MonkeyPatch())
@@ -172,7 +172,7 @@ def train(rank, sharded, phases=(frozenset(),) * 4):
 def kept_after_a_life_without_fsdp2(rank):
     """How many whole weights layers keep behind a step, of a model that has computed before it was sharded."""
     from lightning_lowprec import FP8TE, FabricFSDP2Strategy
-    from lightning_lowprec.te.linear import te_linears
+    from lightning_lowprec.te.layer import te_linears
     from tests.te.reference import current_scaling, run_on_cpu
 
     run_on_cpu(pytest.MonkeyPatch())
@@ -249,7 +249,7 @@ def test_no_whole_weight_is_kept_after_a_life_without_fsdp2(results):
 def test_a_weight_that_is_computed_at_each_forward_is_not_gathered(monkeypatch):
     from lightning_lowprec.fsdp2.fp8_gather import Fp8GatherShard, gather_in_fp8
     from lightning_lowprec.te.fp8_weight import TEWireFormat
-    from lightning_lowprec.te.linear import convert_linears
+    from lightning_lowprec.te.layer import convert_linears
     from tests.te.reference import run_on_cpu
 
     run_on_cpu(monkeypatch)

@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from lightning_lowprec.conversion.invariants import unchanged
 from lightning_lowprec.private.transformer_engine import buffer_places
 from lightning_lowprec.te import layer as layer_module
-from lightning_lowprec.te import linear as linears
+from lightning_lowprec.te import layer as linears
 from lightning_lowprec.te import norms
 from lightning_lowprec.te.delayed_scaling import restore_scales, saved_scales
 
@@ -67,7 +67,7 @@ def test_linear_computes_the_same(pretend_gpu, onnx_forward, bias, shape):
     assert isinstance(layer, te.Linear)
     assert isinstance(layer, nn.Linear)
     torch.testing.assert_close(onnx_forward(layer)(x), expected)
-    linears.revert_linear(layer)
+    linears.revert_linears(layer)
     assert type(layer) is nn.Linear
     torch.testing.assert_close(layer(x), expected, rtol=0, atol=0)
 

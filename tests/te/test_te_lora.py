@@ -8,7 +8,7 @@ from transformers import LlamaForCausalLM
 
 from lightning_lowprec import FP8TE
 from lightning_lowprec.te.fp8_weight import FrozenWeight
-from lightning_lowprec.te.linear import convert_linears, store_frozen_in_fp8, te_linears
+from lightning_lowprec.te.layer import convert_linears, store_frozen_in_fp8, te_linears
 from tests.quality import sqnr
 from tests.te.reference import losses_of
 from tests.te.subjects import LLAMA, fabric_for

@@ -8,7 +8,7 @@ import lightning_lowprec
 from lightning_lowprec import FP8TE
 from lightning_lowprec.names import TABLE, create
 from lightning_lowprec.te import support
-from lightning_lowprec.te.linear import te_linears
+from lightning_lowprec.te.layer import te_linears
 from tests.te.hopper import pretend
 from tests.te.subjects import QUIET, Lit, Net, fabric_for
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_lowprec import FP8TE
-from lightning_lowprec.te.linear import te_linears
+from lightning_lowprec.te.layer import te_linears
 from tests.te import reference
 from tests.te.subjects import fabric_for
 

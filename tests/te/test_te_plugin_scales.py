@@ -7,7 +7,7 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 from lightning_lowprec import FP8TE
 from lightning_lowprec.te.convert import scaled_layers
 from lightning_lowprec.te.delayed_scaling import saved_scales
-from lightning_lowprec.te.linear import te_linears
+from lightning_lowprec.te.layer import te_linears
 from tests.te.subjects import Net, fabric_for, give_scales
 from tests.te.test_te_layers import some_scales
 

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 from lightning_lowprec import FP8TE, HalfMixed
 from lightning_lowprec.callbacks import PrecisionSchedule
 from lightning_lowprec.conversion import backends
-from lightning_lowprec.te.linear import te_linears
+from lightning_lowprec.te.layer import te_linears
 from tests.te import reference
 from tests.te.subjects import QUIET, Lit, Net, fabric_for
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_lowprec import FP8TE
-from lightning_lowprec.te.linear import te_linears
+from lightning_lowprec.te.layer import te_linears
 from tests.precision.weights_left import as_trained
 from tests.te import reference
 from tests.te.subjects import QUIET, Net

@@ -11,8 +11,7 @@ from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.gemms import ALL_GEMMS, NO_GEMM, InBF16
 from lightning_lowprec.conversion.matmuls import CONV1D, STACKED
 from lightning_lowprec.conversion.name_formats import LIGHTNINGS, Formats
-from lightning_lowprec.conversion.plan import Plan
-from lightning_lowprec.conversion.plan_table import PlanRow
+from lightning_lowprec.conversion.plan import Plan, PlanRow
 
 SEQUENCE_LENGTH = 4096
 COMPARED = (

@@ -9,8 +9,7 @@ from lightning_lowprec import names
 from lightning_lowprec.conversion.gains import SOURCE
 from lightning_lowprec.conversion.name_formats import COLUMNS, HALF, LIGHTNINGS
 from lightning_lowprec.conversion.name_suffixes import MASTERS, families
-from lightning_lowprec.conversion.plan import Plan
-from lightning_lowprec.conversion.plan_table import grouped, verdict_with_gain
+from lightning_lowprec.conversion.plan import Plan, grouped, verdict_with_gain
 from lightning_lowprec.tools.planning.costs import Bytes, Flops, formats_of
 from lightning_lowprec.tools.planning.per_rank import Rank
 from lightning_lowprec.tools.table import format_table

@@ -31,8 +31,7 @@ from torch import Tensor, nn
 from lightning_lowprec import names
 from lightning_lowprec.checks import check_integer
 from lightning_lowprec.conversion.matmuls import CONV1D, STACKED
-from lightning_lowprec.conversion.plan import Plan
-from lightning_lowprec.conversion.plan_table import PlanRow
+from lightning_lowprec.conversion.plan import Plan, PlanRow
 from lightning_lowprec.fsdp2.options import blocks as blocks_of
 from lightning_lowprec.numerics.fp8_blocks import BYTES_PER_VALUE
 from lightning_lowprec.tools.planning.costs import Bytes, gathered_rows
