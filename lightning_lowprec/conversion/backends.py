@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
 
 from lightning_lowprec.conversion.gains import Recipe
-from lightning_lowprec.conversion.gemms import InBF16
 from lightning_lowprec.conversion.name_formats import NO_GROUPED_PRODUCT, Formats
-from lightning_lowprec.conversion.recipe_map import LayerRecipe, RecipeMap
+from lightning_lowprec.conversion.recipe_map import InBF16, LayerRecipe, RecipeMap
 from lightning_lowprec.runs_where import RecipeKey
 
 if TYPE_CHECKING:

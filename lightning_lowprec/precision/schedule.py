@@ -18,8 +18,8 @@ from itertools import pairwise
 from typing import Annotated, Any, Final, TypedDict, final
 
 from lightning_lowprec.checks import Rule
-from lightning_lowprec.conversion.gemms import ALL_GEMMS, InBF16, asked_in_fp8, in_bf16, words
 from lightning_lowprec.conversion.options import Group
+from lightning_lowprec.conversion.recipe_map import ALL_GEMMS, InBF16, asked_in_fp8, in_bf16, words
 
 Phases = Annotated[
     Sequence[Mapping[str, Any]], Rule("a list of phases, e.g. [{'until': 0.1, 'gemms': 'bf16'}, {'until': 0.95}, {}]")

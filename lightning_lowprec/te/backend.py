@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Final, cast
 
@@ -13,25 +12,20 @@ from lightning_lowprec.runs_where import RecipeKey
 from lightning_lowprec.te.recipes import ALIGNMENT, KINDS, MODULE
 
 NAME: Final = "transformer_engine"
-NAMES: Final[Mapping[tuple[str, str], str]] = {
-    ("delayed", "hybrid"): "fp8-hybrid-te",
-    ("delayed", "e4m3"): "fp8-e4m3-te",
-    ("current", "hybrid"): "fp8-current",
-    ("block", "e4m3"): "fp8-block",
-    ("mxfp8", "e4m3"): "mxfp8-te",
-    ("nvfp4", "e4m3"): "nvfp4",
+_E4M3_SENT: Final = all_in("e4m3", fsdp2="e4m3")
+_ROWS: Final = {
+    "fp8-hybrid-te": ("delayed", "hybrid", "scales from the amax of past steps, gradients in e5m2", HYBRID),
+    "fp8-e4m3-te": ("delayed", "e4m3", "scales from the amax of past steps, e4m3 everywhere", _E4M3_SENT),
+    "fp8-current": ("current", "hybrid", "scales from each tensor, gradients in e5m2", HYBRID),
+    "fp8-block": ("block", "e4m3", "a scale per 128 values or 128x128 weights, e4m3", all_in("e4m3")),
+    "mxfp8-te": ("mxfp8", "e4m3", "a power-of-two scale per 32 values, e4m3 (Blackwell)", all_in("e4m3")),
+    "nvfp4": ("nvfp4", "e4m3", "4 bits with a scale per 16 values (Blackwell)", all_in("e2m1")),
 }
+"""For each name of ``precision=``: the kind of recipe, the format of FP8, a summary, and the formats of the tables."""
+NAMES: Final = {(kind, fp8_format): name for name, (kind, fp8_format, *_) in _ROWS.items()}
 """The name for ``precision=`` of each kind of recipe and format."""
 WITH_MASTERS: Final = frozenset(NAMES.values()) - {"mxfp8-te", "nvfp4"}
 """The names that exist with ``-master``, ``-remainder`` and ``-sr`` too."""
-_SUMMARIES: Final = {
-    "fp8-hybrid-te": "Transformer Engine, scales from the amax of past steps, gradients in e5m2",
-    "fp8-e4m3-te": "Transformer Engine, scales from the amax of past steps, e4m3 everywhere",
-    "fp8-current": "Transformer Engine, scales from each tensor, gradients in e5m2",
-    "fp8-block": "Transformer Engine, a scale per 128 values or 128x128 weights, e4m3",
-    "mxfp8-te": "Transformer Engine, a power-of-two scale per 32 values, e4m3 (Blackwell)",
-    "nvfp4": "Transformer Engine, 4 bits with a scale per 16 values (Blackwell)",
-}
 _ONE_SCALE: Final = ("delayed", "current")
 """The recipes with one scale per tensor."""
 
@@ -51,13 +45,6 @@ def _lacks(kind: str) -> dict[str, str]:
     return {FP16: fp16, **masters}
 
 
-_FORMATS: Final = {
-    "fp8-hybrid-te": HYBRID,
-    "fp8-e4m3-te": all_in("e4m3", fsdp2="e4m3"),
-    "fp8-current": HYBRID,
-    "nvfp4": all_in("e2m1"),
-}
-
 BACKEND: Final = Backend(
     name=NAME,
     title="Transformer Engine",
@@ -65,7 +52,7 @@ BACKEND: Final = Backend(
         name: PrecisionName(
             plugin_class=".te.plugin:FP8TE",
             options={"recipe": kind, "fp8_format": fp8_format},
-            summary=_SUMMARIES[name],
+            summary=f"Transformer Engine, {summary}",
             fp16=kind in _ONE_SCALE,
             masters=name in WITH_MASTERS,
             lacks=_lacks(kind),
@@ -75,9 +62,9 @@ BACKEND: Final = Backend(
             experts=EXPERTS_NEED_TORCHAO,
             weight_rounding=partial(later(".te.hooks:rounding_of"), kind),
             hardware_recipe=cast(RecipeKey, f"te-{kind}"),
-            formats=_FORMATS.get(name, all_in("e4m3")),
+            formats=formats,
         )
-        for (kind, fp8_format), name in NAMES.items()
+        for name, (kind, fp8_format, summary, formats) in _ROWS.items()
     },
     suffix="-te",
     preferred=False,  # see docs/which-backend.md

@@ -19,9 +19,8 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor, nn
 
-from lightning_lowprec.conversion.gemms import ALL_GEMMS, NO_GEMM, InBF16
 from lightning_lowprec.conversion.plan import Plan
-from lightning_lowprec.conversion.recipe_map import LayerRecipe
+from lightning_lowprec.conversion.recipe_map import ALL_GEMMS, NO_GEMM, InBF16, LayerRecipe
 from lightning_lowprec.numerics.casts import EVALUATES, HIGH, Cast, LayerNumerics
 from lightning_lowprec.numerics.one_pass import compiled_on_cuda
 from lightning_lowprec.numerics.weight_rounding import WeightRounding, exponent_scale, nearest_scale

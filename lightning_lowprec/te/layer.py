@@ -330,6 +330,7 @@ class TELinear(TELayer, nn.Linear):
         return F.linear(input, self.weight, self.bias)
 
 
+@final
 class TEConv1D(TELayer):
     """transformers' ``Conv1D`` (GPT-2), whose weight is [in, out], with Transformer Engine's GEMMs.
 

@@ -15,12 +15,11 @@ from typing_extensions import Unpack, override
 
 from lightning_lowprec.checks import Count
 from lightning_lowprec.conversion import module_dtypes
-from lightning_lowprec.conversion.gemms import ALL_GEMMS
 from lightning_lowprec.conversion.name_formats import EXPERTS_NEED_TORCHAO
 from lightning_lowprec.conversion.name_suffixes import of_options
 from lightning_lowprec.conversion.options import LayerOptions, SelectionChoices, shows, take
 from lightning_lowprec.conversion.plan import PlanRequest
-from lightning_lowprec.conversion.recipe_map import FLOAT32
+from lightning_lowprec.conversion.recipe_map import ALL_GEMMS, FLOAT32
 from lightning_lowprec.extras import require
 from lightning_lowprec.hardware import describe
 from lightning_lowprec.masters.options import MasterChoices, MasterOptions, WeightChoices, WeightOptions

@@ -23,8 +23,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeGuard, final, get_args
 
 from lightning_lowprec.checks import check_integer
-from lightning_lowprec.conversion.gemms import ALL_GEMMS, GEMMS, NO_GEMM, InBF16, words
-from lightning_lowprec.conversion.recipe_map import FLOAT32, HIGH, RecipeMap
+from lightning_lowprec.conversion.recipe_map import ALL_GEMMS, FLOAT32, GEMMS, HIGH, NO_GEMM, InBF16, RecipeMap, words
 from lightning_lowprec.extras import require
 from lightning_lowprec.runs_where import RecipeKey
 

@@ -28,9 +28,8 @@ from lightning_lowprec.conversion.experts import (
     release_experts,
     take_experts,
 )
-from lightning_lowprec.conversion.gemms import GEMMS, NO_GEMM, Gemm, InBF16
 from lightning_lowprec.conversion.plain_first import PlainFirst
-from lightning_lowprec.conversion.recipe_map import LayerRecipe
+from lightning_lowprec.conversion.recipe_map import GEMMS, NO_GEMM, Gemm, InBF16, LayerRecipe
 from lightning_lowprec.numerics.grouped_fp8 import (
     encode_columns,
     encode_rows,

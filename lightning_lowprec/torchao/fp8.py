@@ -12,12 +12,11 @@ from typing_extensions import Unpack, override
 
 from lightning_lowprec.checks import Rule, check_choice
 from lightning_lowprec.conversion.gains import DEFAULT_TOKENS, SOURCE, Recipe
-from lightning_lowprec.conversion.gemms import GemmChoices
 from lightning_lowprec.conversion.name_formats import GROUPED_ROUND_TO_BF16
 from lightning_lowprec.conversion.name_suffixes import of_options
 from lightning_lowprec.conversion.options import LayerChoices, LayerOptions, shows, take
 from lightning_lowprec.conversion.plan import Plan
-from lightning_lowprec.conversion.recipe_map import RecipeMap
+from lightning_lowprec.conversion.recipe_map import GemmChoices, RecipeMap
 from lightning_lowprec.extras import require
 from lightning_lowprec.hardware import refusal
 from lightning_lowprec.masters.options import MasterChoices, MasterOptions, WeightChoices, WeightOptions

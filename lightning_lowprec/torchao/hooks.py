@@ -18,9 +18,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_lowprec.conversion.gemms import InBF16
 from lightning_lowprec.conversion.matmuls import is_conv1d
-from lightning_lowprec.conversion.recipe_map import LayerRecipe
+from lightning_lowprec.conversion.recipe_map import InBF16, LayerRecipe
 from lightning_lowprec.numerics.casts import EVALUATES, HIGH, Cast, LayerNumerics
 from lightning_lowprec.numerics.formats import E4M3
 from lightning_lowprec.numerics.one_pass import compiled_on_cuda

@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_lowprec.conversion.gemms import Gemm, InBF16
 from lightning_lowprec.conversion.plain_first import PlainFirst
+from lightning_lowprec.conversion.recipe_map import Gemm, InBF16
 from lightning_lowprec.private.torch import are_transforms_active
 from lightning_lowprec.products.arithmetic import Products, serves
 from lightning_lowprec.products.linear import linear

@@ -17,8 +17,8 @@ from torchao.float8 import convert_to_float8_training
 from torchao.float8.float8_linear import Float8Linear
 
 from lightning_lowprec.conversion import in_place
-from lightning_lowprec.conversion.gemms import NO_GEMM
 from lightning_lowprec.conversion.matmuls import is_conv1d, sizes_of_conv1d
+from lightning_lowprec.conversion.recipe_map import NO_GEMM
 from lightning_lowprec.conversion.selection import FEATURE_ALIGNMENT
 from lightning_lowprec.torchao.experts import fp8_experts
 from lightning_lowprec.torchao.layer import CodedLayer

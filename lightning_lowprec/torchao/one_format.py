@@ -13,10 +13,9 @@ import torch
 from typing_extensions import Unpack, override
 
 from lightning_lowprec.checks import Rule, check_choice
-from lightning_lowprec.conversion.gemms import GemmChoices
 from lightning_lowprec.conversion.name_suffixes import of_options
 from lightning_lowprec.conversion.options import LayerOptions, SelectionChoices, shows, take
-from lightning_lowprec.conversion.recipe_map import RecipeMap
+from lightning_lowprec.conversion.recipe_map import GemmChoices, RecipeMap
 from lightning_lowprec.hardware import describe
 from lightning_lowprec.masters.options import MasterChoices, MasterOptions, WeightChoices, WeightOptions
 from lightning_lowprec.precision import fp8

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from lightning_lowprec.conversion.gains import Recipe
-from lightning_lowprec.conversion.gemms import Gemm, InBF16
+from lightning_lowprec.conversion.recipe_map import Gemm, InBF16
 
 
 def kind_of(config: Any) -> tuple[Recipe, Literal["hybrid", "e4m3"]]:

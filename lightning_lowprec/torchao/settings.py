@@ -13,8 +13,7 @@ from torchao.float8.config import ScalingGranularity, ScalingType, e4m3_dtype
 from torchao.float8.float8_linear import Float8Linear
 
 from lightning_lowprec.conversion.gains import Recipe
-from lightning_lowprec.conversion.gemms import NO_GEMM, InBF16
-from lightning_lowprec.conversion.recipe_map import LayerRecipe
+from lightning_lowprec.conversion.recipe_map import NO_GEMM, InBF16, LayerRecipe
 from lightning_lowprec.products.arithmetic import Arithmetic, Products
 from lightning_lowprec.products.scaled import Coding, Scaled
 from lightning_lowprec.torchao.wire_format import TorchAOWire

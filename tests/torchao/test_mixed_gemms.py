@@ -11,8 +11,7 @@ from torchao.float8 import Float8LinearConfig
 from transformers.pytorch_utils import Conv1D
 
 from lightning_lowprec.conversion import backends
-from lightning_lowprec.conversion.gemms import GEMMS
-from lightning_lowprec.conversion.recipe_map import LayerRecipe
+from lightning_lowprec.conversion.recipe_map import GEMMS, LayerRecipe
 from lightning_lowprec.torchao import linear as fp8
 from lightning_lowprec.torchao.fp8 import CPU_SCALES_TENSORWISE
 from lightning_lowprec.torchao.hooks import reconfigure, set_phase

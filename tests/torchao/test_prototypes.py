@@ -16,8 +16,7 @@ from torch._dynamo.utils import counters
 
 from lightning_lowprec import FP8TE, FP8TorchAO, HalfMixed, Int8TorchAO, MXFP8TorchAO
 from lightning_lowprec.conversion import backends
-from lightning_lowprec.conversion.gemms import GEMMS
-from lightning_lowprec.conversion.recipe_map import LayerRecipe
+from lightning_lowprec.conversion.recipe_map import GEMMS, LayerRecipe
 from lightning_lowprec.names import create, resolve
 from lightning_lowprec.private import torchao as private
 from lightning_lowprec.private.torchao import prototype_refusal

@@ -8,10 +8,10 @@ from torch import nn
 
 from lightning_lowprec import names
 from lightning_lowprec.conversion import backends
-from lightning_lowprec.conversion.gemms import ALL_GEMMS, NO_GEMM, InBF16
 from lightning_lowprec.conversion.matmuls import CONV1D, STACKED
 from lightning_lowprec.conversion.name_formats import LIGHTNINGS, Formats
 from lightning_lowprec.conversion.plan import Plan, PlanRow
+from lightning_lowprec.conversion.recipe_map import ALL_GEMMS, NO_GEMM, InBF16
 
 SEQUENCE_LENGTH = 4096
 COMPARED = (
