@@ -13,16 +13,16 @@ from lightning_lowprec.te.recipes import ALIGNMENT, KINDS, MODULE
 
 NAME: Final = "transformer_engine"
 _E4M3_SENT: Final = all_in("e4m3", fsdp2="e4m3")
-_ROWS: Final = {
-    "fp8-hybrid-te": ("delayed", "hybrid", "scales from the amax of past steps, gradients in e5m2", HYBRID),
-    "fp8-e4m3-te": ("delayed", "e4m3", "scales from the amax of past steps, e4m3 everywhere", _E4M3_SENT),
-    "fp8-current": ("current", "hybrid", "scales from each tensor, gradients in e5m2", HYBRID),
-    "fp8-block": ("block", "e4m3", "a scale per 128 values or 128x128 weights, e4m3", all_in("e4m3")),
-    "mxfp8-te": ("mxfp8", "e4m3", "a power-of-two scale per 32 values, e4m3 (Blackwell)", all_in("e4m3")),
-    "nvfp4": ("nvfp4", "e4m3", "4 bits with a scale per 16 values (Blackwell)", all_in("e2m1")),
-}
-"""For each name of ``precision=``: the kind of recipe, the format of FP8, a summary, and the formats of the tables."""
-NAMES: Final = {(kind, fp8_format): name for name, (kind, fp8_format, *_) in _ROWS.items()}
+_ROWS: Final = (
+    ("fp8-hybrid-te", "delayed", "hybrid", "scales from the amax of past steps, gradients in e5m2", HYBRID),
+    ("fp8-e4m3-te", "delayed", "e4m3", "scales from the amax of past steps, e4m3 everywhere", _E4M3_SENT),
+    ("fp8-current", "current", "hybrid", "scales from each tensor, gradients in e5m2", HYBRID),
+    ("fp8-block", "block", "e4m3", "a scale per 128 values or 128x128 weights, e4m3", all_in("e4m3")),
+    ("mxfp8-te", "mxfp8", "e4m3", "a power-of-two scale per 32 values, e4m3 (Blackwell)", all_in("e4m3")),
+    ("nvfp4", "nvfp4", "e4m3", "4 bits with a scale per 16 values (Blackwell)", all_in("e2m1")),
+)
+"""Names for ``precision=``, the kind of recipe, the format of FP8, a summary, and the formats of the tables."""
+NAMES: Final = {(kind, fp8_format): name for name, kind, fp8_format, *_ in _ROWS}
 """The name for ``precision=`` of each kind of recipe and format."""
 WITH_MASTERS: Final = frozenset(NAMES.values()) - {"mxfp8-te", "nvfp4"}
 """The names that exist with ``-master``, ``-remainder`` and ``-sr`` too."""
@@ -64,7 +64,7 @@ BACKEND: Final = Backend(
             hardware_recipe=cast(RecipeKey, f"te-{kind}"),
             formats=formats,
         )
-        for name, (kind, fp8_format, summary, formats) in _ROWS.items()
+        for name, kind, fp8_format, summary, formats in _ROWS
     },
     suffix="-te",
     preferred=False,  # see docs/which-backend.md
