@@ -1,6 +1,8 @@
 """Make stock Lightning accept the names of this package in ``precision=``.
 
-Nine parts of Lightning are patched, if Lightning has them (see :mod:`~lightning_lowprec.private.lightning`):
+Both packages of Lightning are met (see :mod:`~lightning_lowprec.private.either`): what is imported now, and what is
+imported later as soon as its first Trainer, Fabric or LightningCLI is made (see ``lightning_lowprec_autoload``). Nine
+parts are patched, if Lightning has them (see :mod:`~lightning_lowprec.private.lightning`):
 
 * the check of arguments in the connectors of Trainer and Fabric, which runs after ``LT_PRECISION`` and
   ``PL_TRAINER_PRECISION`` are read. A name of this package becomes ``precision=None`` and a plugin among ``plugins``;
@@ -33,90 +35,112 @@ from functools import partial, wraps
 from types import ModuleType
 from typing import Any, Final, Literal, Union
 
-import lightning
-import lightning.fabric.utilities.throughput as fabric_throughput
-import lightning.pytorch.callbacks.throughput_monitor as trainer_throughput
-from lightning.fabric.plugins import Precision
-from lightning.fabric.strategies import Strategy as FabricStrategy
-from lightning.fabric.utilities.rank_zero import rank_zero_info
-from lightning.pytorch import strategies as trainer_strategies
-from lightning.pytorch.cli import LightningArgumentParser
-from lightning.pytorch.utilities.model_summary import ModelSummary
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+import lightning_lowprec_autoload as autoload
 from lightning_lowprec import names, recipes
 from lightning_lowprec.conversion import backends
-from lightning_lowprec.fsdp2.fabric import FabricFSDP2Strategy
 from lightning_lowprec.fsdp2.forward_hooks import reshard
-from lightning_lowprec.fsdp2.trainer import FSDP2Strategy
 from lightning_lowprec.numerics.fp8_average import fp8_gradient_hook
 from lightning_lowprec.precision import plain
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.step import clip_by_norm
 from lightning_lowprec.private import lightning as private
+from lightning_lowprec.private.either import PACKAGES, FabricPrecision, Package, both, share_bases
 from lightning_lowprec.strategies import (
     SHARDED,
     check_comm_hook,
     check_strategy,
+    fsdp2_class,
     half_under_fsdp2,
     is_fsdp2,
     resolve_strategy,
 )
 from lightning_lowprec.zero.engine import DEEPSPEED, bind
 
-STRATEGIES = {True: FSDP2Strategy, False: FabricFSDP2Strategy}
-"""The class of ``strategy="fsdp2"``; the key is True for the Trainer, False for Fabric."""
-
 LAUNCHED_PRECISION: Final = "LOWPREC_RUN_PRECISION"
 """The variable in which ``lowprec run`` passes its precision, which wins over the script's."""
 
 _said: set[tuple[str, ...]] = set()
 """For each precision of ``lowprec run`` that was used: what it has replaced."""
+_THROUGHPUT: Final = {True: "pytorch.callbacks.throughput_monitor", False: "fabric.utilities.throughput"}
 CONVERT = "convert_module"
 """The public method of precision plugins that is called once per set-up of a model."""
 
 _patches: list[tuple[Any, str, Any, Any]] = []
+_at_meeting: list[Callable[[Any], None]] = []
 _annotations: list[tuple[dict[str, Any], Any]] = []
+_met: dict[tuple[Package, bool], Any] = {}
+"""The class Trainer (True) or Fabric (False) of each part of Lightning that is patched."""
 
 
 def register() -> None:
     """Make the names of ``names.TABLE`` known to Lightning. Calling it again does nothing."""
-    if _patches:
-        return
-    problems = private.moved_connectors()
+    autoload.before_first_use(meet)
+    meet()
+
+
+def meet() -> None:
+    """Register at the parts of Lightning that were imported since the last call."""
+    share_bases()
+    for package in PACKAGES:
+        for for_trainer in (True, False):
+            if package.imported(for_trainer=for_trainer) and (package, for_trainer) not in _met:
+                _register_at(package, for_trainer)
+
+
+def _register_at(package: Package, for_trainer: bool) -> None:
+    part = package.module("pytorch" if for_trainer else "fabric")
+    user = _met[package, for_trainer] = part.Trainer if for_trainer else part.Fabric
+    for function in _at_meeting:
+        function(user)
+    problems = private.moved_connectors(package)
     if problems:
-        warnings.warn(_moved_message(problems), stacklevel=3)
-        for owner in (lightning.Fabric, lightning.Trainer):
-            _patch(owner, "__init__", lambda original: _refuse_names(original, problems))
+        message = _moved_message(package, problems)
+        warnings.warn(message, stacklevel=4)
+        _patch(user, "__init__", partial(_refuse_names, message=message))
         return
-    for for_trainer, strategy in STRATEGIES.items():
-        connector = private.connector(for_trainer=for_trainer)
-        _patch(connector, private.CHECK_CONFIG, partial(_resolve_name, for_trainer=for_trainer))
-        _patch(connector, private.LAZY_INIT, partial(_meet_strategy, for_trainer=for_trainer))
-        registry = private.strategy_registry(for_trainer=for_trainer)
-        registry.register("fsdp2", strategy, "FSDP2, in every precision, with FP8 all-gather", override=True)
+    connector = private.connector(package, for_trainer=for_trainer)
+    _patch(connector, private.CHECK_CONFIG, partial(_resolve_name, package=package, for_trainer=for_trainer))
+    _patch(connector, private.LAZY_INIT, partial(_meet_strategy, for_trainer=for_trainer))
+    registry = private.strategy_registry(package, for_trainer=for_trainer)
+    strategy = fsdp2_class(package, for_trainer=for_trainer)
+    registry.register("fsdp2", strategy, "FSDP2, in every precision, with FP8 all-gather", override=True)
     _widen_annotations()
-    if hasattr(trainer_strategies.DDPStrategy, private.DDP_NAMES[0]):
-        _patch(trainer_strategies.DDPStrategy, private.DDP_NAMES[0], _register_on_cpu)
-    _patch(LightningArgumentParser, "error", _say_names)
-    for precision in _stock_precisions():
+    for precision in _stock_precisions(part.__name__):
         _patch(precision, CONVERT, _warn_of_left_over)
-    _patch(FabricStrategy, "clip_gradients_norm", _clip_deferred)
-    _patch(ModelSummary, "__init__", _count_bytes)
-    for module in (fabric_throughput, trainer_throughput):
-        if hasattr(module, private.COMPUTE_DTYPE):
-            _patch(module, private.COMPUTE_DTYPE, _compute_dtype)
+    throughput = package.module(_THROUGHPUT[for_trainer])
+    if hasattr(throughput, private.COMPUTE_DTYPE):
+        _patch(throughput, private.COMPUTE_DTYPE, _compute_dtype)
+    if not for_trainer:
+        _patch(package.module("fabric.strategies").Strategy, "clip_gradients_norm", _clip_deferred)
+        return
+    ddp = package.module("pytorch.strategies").DDPStrategy
+    if hasattr(ddp, private.DDP_NAMES[0]):
+        _patch(ddp, private.DDP_NAMES[0], _register_on_cpu)
+    _patch(package.module("pytorch.cli").LightningArgumentParser, "error", _say_names)
+    _patch(package.module("pytorch.utilities.model_summary").ModelSummary, "__init__", _count_bytes)
+
+
+def at_meeting(function: Callable[[Any], None]) -> None:
+    """Call ``function`` with every Trainer and Fabric class that is registered, now and later."""
+    _at_meeting.append(function)
+    for user in _met.values():
+        function(user)
 
 
 def unregister() -> None:
     """Put back everything that ``register`` changed."""
+    autoload.before_first_use(share_bases)
     while _patches:
         owner, name, original, replacement = _patches.pop()
         if getattr(owner, name) is replacement:  # else another package wrapped the patch
             setattr(owner, name, original)
-    for for_trainer in STRATEGIES:
-        private.strategy_registry(for_trainer=for_trainer).pop("fsdp2", None)
+    while _met:
+        (package, for_trainer), _ = _met.popitem()
+        private.strategy_registry(package, for_trainer=for_trainer).pop("fsdp2", None)
     while _annotations:
         annotations, original = _annotations.pop()
         annotations["precision"] = original
@@ -125,7 +149,7 @@ def unregister() -> None:
 # ---- the patches
 
 
-def _resolve_name(original: Callable[..., None], *, for_trainer: bool) -> Callable[..., None]:
+def _resolve_name(original: Callable[..., None], *, package: Package, for_trainer: bool) -> Callable[..., None]:
     @wraps(original)
     def check(self: Any, *, precision: Any, plugins: Any, strategy: Any, **kwargs: Any) -> None:
         if not _patches:
@@ -137,10 +161,10 @@ def _resolve_name(original: Callable[..., None], *, for_trainer: bool) -> Callab
         given = [recipes.plugin_of(plugin) or plugin for plugin in given]
         ours = next((plugin for plugin in given if isinstance(plugin, LowPrecision)), None)
         if isinstance(precision, str) and precision in names.TABLE:
-            other = next((plugin for plugin in given if isinstance(plugin, Precision)), None)
+            other = next((plugin for plugin in given if isinstance(plugin, both(FabricPrecision))), None)
             if other is not None:
                 raise ValueError(f"Received both `precision={precision}` and `plugins={other}`. Choose one.")
-            strategy = resolve_strategy(strategy, known, for_trainer)
+            strategy = resolve_strategy(strategy, known, package, for_trainer)
             ours = names.create(precision)
             given, precision = [*given, ours], None
         elif precision is not None:
@@ -149,9 +173,9 @@ def _resolve_name(original: Callable[..., None], *, for_trainer: bool) -> Callab
             ours = half_under_fsdp2(precision)
             given, precision = [*given, ours], None
         if ours is not None or is_fsdp2(strategy):
-            strategy = resolve_strategy(strategy, known, for_trainer)
+            strategy = resolve_strategy(strategy, known, package, for_trainer)
         if ours is not None:
-            check_strategy(ours, strategy, known, private.strategy_registry(for_trainer=for_trainer))
+            check_strategy(ours, strategy, known, private.strategy_registry(package, for_trainer=for_trainer))
         original(self, precision=precision, plugins=given or None, strategy=strategy, **kwargs)
 
     return check
@@ -169,7 +193,7 @@ def _launched(precision: Any, plugins: Any) -> tuple[Any, Any]:
     if asked is None:
         return precision, plugins
     several = list(plugins) if isinstance(plugins, Iterable) else [plugins]
-    replaced = [plugin for plugin in several if isinstance(plugin, (Precision, str))]
+    replaced = [plugin for plugin in several if isinstance(plugin, (*both(FabricPrecision), str))]
     given = [f"precision={precision!r}"] if precision is not None and str(precision) != asked else []
     given += [f"plugins={plugin}" for plugin in replaced]
     if given and (asked, *given) not in _said:
@@ -193,12 +217,12 @@ def _meet_strategy(original: Callable[..., None], *, for_trainer: bool) -> Calla
         if _patches and isinstance(plugin, LowPrecision):
             check_strategy(plugin, self.strategy, (), {})
             plugin.bind_device(self.strategy.root_device)
-            if isinstance(self.strategy, DEEPSPEED):
+            if isinstance(self.strategy, both(*DEEPSPEED)):
                 bind(plugin, self.strategy)
                 return
             if is_fsdp2(self.strategy):  # this strategy gives the optimizers to the plugin itself
                 return
-            if isinstance(self.strategy, SHARDED):
+            if isinstance(self.strategy, both(*SHARDED)):
                 plugin.bind_shards(reshard)
             check_comm_hook(plugin, private.comm_hook(self.strategy))
             if not for_trainer:
@@ -218,12 +242,12 @@ def _register_on_cpu(original: Callable[[Any], None]) -> Callable[[Any], None]:
     return register_hooks
 
 
-def _stock_precisions() -> list[type[Precision]]:
-    """Return the classes of Lightning's own precision plugins that define ``convert_module``."""
-    found: list[type[Precision]] = [Precision]
-    for cls in found:
-        found.extend(c for c in cls.__subclasses__() if c.__module__.startswith("lightning.") and c not in found)
-    return [cls for cls in found if CONVERT in vars(cls)]
+def _stock_precisions(part: str) -> list[Any]:
+    """Return the classes of precision plugins in a part of Lightning that define ``convert_module``."""
+    classes: list[Any] = list(both(FabricPrecision))
+    for cls in classes:
+        classes.extend(sub for sub in cls.__subclasses__() if sub not in classes)
+    return [cls for cls in classes if CONVERT in vars(cls) and f"{cls.__module__}.".startswith(f"{part}.")]
 
 
 def _warn_of_left_over(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -325,7 +349,7 @@ def _patch(owner: type | ModuleType, name: str, make: Callable[[Any], Any]) -> N
 def _widen_annotations() -> None:
     """Add the names of the table to the annotation of ``precision``, which LightningCLI and ``--help`` read."""
     ours = Literal[tuple(names.TABLE)]  # type: ignore[valid-type]
-    for owner in (lightning.Fabric, lightning.Trainer):
+    for owner in _met.values():
         function: Any = owner.__init__
         while function is not None:
             annotations = function.__annotations__
@@ -346,20 +370,20 @@ def _widen_again() -> None:
 backends.on_change(_widen_again)
 
 
-def _moved_message(problems: list[str]) -> str:
+def _moved_message(package: Package, problems: list[str]) -> str:
     return (
-        f"lightning_lowprec does not support lightning {lightning.__version__}:"
+        f"lightning_lowprec does not support {package.name} {package.version}:"
         f" {', '.join(problems)} moved."
         " Its names are not available in `precision=`; `plugins=lightning_lowprec.FP8TorchAO()` still works."
     )
 
 
-def _refuse_names(original: Callable[..., None], problems: list[str]) -> Callable[..., None]:
+def _refuse_names(original: Callable[..., None], *, message: str) -> Callable[..., None]:
     @wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         precision = inspect.signature(original).bind_partial(self, *args, **kwargs).arguments.get("precision")
         if _patches and isinstance(precision, str) and precision in names.TABLE:
-            raise RuntimeError(f"`precision={precision!r}` is not available. {_moved_message(problems)}")
+            raise RuntimeError(f"`precision={precision!r}` is not available. {message}")
         original(self, *args, **kwargs)
 
     return init

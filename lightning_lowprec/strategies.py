@@ -7,20 +7,22 @@ a word.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from functools import cache
+from types import new_class
 from typing import Any, Final
 
-from lightning.fabric import strategies as fabric
-from lightning.pytorch import strategies as trainer
-
-from lightning_lowprec.fsdp2.fabric import FabricFSDP2Strategy
+from lightning_lowprec.fsdp2.fabric import FabricFSDP2Strategy, ForFabric
 from lightning_lowprec.fsdp2.from_fsdp import FSDP1
-from lightning_lowprec.fsdp2.trainer import FSDP2Strategy
+from lightning_lowprec.fsdp2.strategy import FSDP2Base
+from lightning_lowprec.fsdp2.trainer import ForTrainer, FSDP2Strategy
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.half import HalfMixed
+from lightning_lowprec.private.either import MAIN, Package, both
+from lightning_lowprec.private.either import fabric_strategies as fabric
+from lightning_lowprec.private.either import trainer_strategies as trainer
 from lightning_lowprec.zero.config import check_plugin
 from lightning_lowprec.zero.engine import DEEPSPEED
 
-OURS: Final = (FabricFSDP2Strategy, FSDP2Strategy)
 _FSDP1_NAMES: Final = ("fsdp", "fsdp_cpu_offload")
 _HALF: Final = {
     "16-mixed": "fp16",
@@ -33,7 +35,7 @@ _HALF: Final = {
 
 def is_fsdp2(strategy: Any) -> bool:
     """Whether a strategy, or its name, is ours."""
-    return isinstance(strategy, OURS) or (isinstance(strategy, str) and strategy.lower() == "fsdp2")
+    return isinstance(strategy, FSDP2Base) or (isinstance(strategy, str) and strategy.lower() == "fsdp2")
 
 
 def half_under_fsdp2(precision: Any) -> LowPrecision | None:
@@ -42,8 +44,19 @@ def half_under_fsdp2(precision: Any) -> LowPrecision | None:
     return None if dtype is None else HalfMixed(dtype, weights="keep")  # as under Lightning's other strategies
 
 
-def resolve_strategy(strategy: Any, names: Collection[str], for_trainer: bool) -> Any:
-    """The strategy for one of our precisions: FSDP becomes FSDP2, and a Trainer's FSDP2 works in Fabric and back.
+@cache
+def fsdp2_class(package: Package, *, for_trainer: bool) -> Any:
+    """Return the class of ``strategy="fsdp2"`` in a package of Lightning: a public one in the main package."""
+    ours = FSDP2Strategy if for_trainer else FabricFSDP2Strategy
+    if package is MAIN:
+        return ours
+    module = package.module("pytorch.strategies" if for_trainer else "fabric.strategies")
+    bases = (ForTrainer if for_trainer else ForFabric, module.ModelParallelStrategy)
+    return new_class(ours.__name__, bases, exec_body=lambda body: body.update(__doc__="", __module__=ours.__module__))
+
+
+def resolve_strategy(strategy: Any, names: Collection[str], package: Package, for_trainer: bool) -> Any:
+    """The strategy for one of our precisions: FSDP becomes FSDP2, and ours for another part of Lightning one for this.
 
     Checkpoints stay what they are under FSDP: one file in the Trainer, folders in Fabric, unless the user says so.
 
@@ -51,13 +64,13 @@ def resolve_strategy(strategy: Any, names: Collection[str], for_trainer: bool) -
         TypeError: a class derived from ``FSDPStrategy``.
         ValueError: an ``FSDPStrategy`` with a choice that FSDP2 has no equal of.
     """
-    ours = FSDP2Strategy if for_trainer else FabricFSDP2Strategy
-    if isinstance(strategy, OURS) and not isinstance(strategy, ours):
+    ours = fsdp2_class(package, for_trainer=for_trainer)
+    if isinstance(strategy, FSDP2Base) and not isinstance(strategy, ours):
         return ours(**strategy.arguments)
     if isinstance(strategy, str) and strategy.lower() in _FSDP1_NAMES and strategy.lower() in names:
         state_dict_type: Any = "full" if for_trainer else "sharded"
         return ours(state_dict_type=state_dict_type, cpu_offload="offload" in strategy.lower())
-    if isinstance(strategy, FSDP1):
+    if isinstance(strategy, both(*FSDP1)):
         return ours.from_fsdp(strategy)
     return strategy
 
@@ -86,11 +99,9 @@ SHARDED_TOO = f"{FSDP2_TOO}, or 'deepspeed_stage_1', '_2' and '_3'"
 
 
 def check_strategy(plugin: LowPrecision, strategy: Any, names: Collection[str], registry: Mapping[str, Any]) -> None:
-    """Raise if ``plugin`` does not run under ``strategy``, an object or a name; "auto" and unknown names pass.
+    """Raise ValueError if ``plugin`` does not run under ``strategy``, an object or a name.
 
-    Raises:
-        ValueError: the strategy is none of ``SUPPORTED``, or one of ``UNSUPPORTED``, or DeepSpeed has no equal of an
-            option of the plugin.
+    "auto" and unknown names pass.
     """
     if isinstance(strategy, str):
         name = strategy.lower()
@@ -102,12 +113,12 @@ def check_strategy(plugin: LowPrecision, strategy: Any, names: Collection[str], 
     codes = plugin.keeps_codes
     whole = codes and not plugin.shards_codes
     unsupported = (*UNSUPPORTED, *(SHARDED if whole else ()), *(DEEPSPEED if codes else ()))
-    if not issubclass(cls, SUPPORTED) or issubclass(cls, unsupported):
+    if not issubclass(cls, both(*SUPPORTED)) or issubclass(cls, both(*unsupported)):
         works = UNSHARDED + ("; under 'fsdp2', 'msamp-o3' does" if whole else FSDP2_TOO if codes else SHARDED_TOO)
         raise ValueError(
             f"`precision={plugin.precision!r}` does not run under `strategy={name!r}` yet. It runs under {works}."
         )
-    if issubclass(cls, DEEPSPEED):
+    if issubclass(cls, both(*DEEPSPEED)):
         check_plugin(plugin, name)
     elif plugin.engine is not None:
         raise ValueError(

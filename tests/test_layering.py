@@ -77,7 +77,12 @@ def test_imports_run_down(path):
     tree = tree_of(path)
     assert refused(part, tree) == set()
     if FLOOR[part] < LIGHTNING_FROM and part != "private":
-        assert not {name for name in imported(tree) if name.split(".")[0] == "lightning"}, "no Lightning below floor 4"
+        assert not any(name.startswith(f"{OWN}.private.either") for name in imported(tree)), (
+            "no Lightning below floor 4"
+        )
+    if path.relative_to(PACKAGE) != Path("private/either.py"):
+        packages = {"lightning", "lightning_fabric", "pytorch_lightning"}
+        assert not {name for name in imported(tree) if name.split(".")[0] in packages}, "only one of them may be there"
 
 
 def test_the_layering_test_can_fail():

@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
+from lightning_lowprec.private.either import share_bases
+
 if TYPE_CHECKING:
     from lightning_lowprec.callbacks.demotion import Demotion
     from lightning_lowprec.callbacks.monitor import NumericsMonitor
@@ -25,4 +27,6 @@ __all__ = ["Demotion", "NumericsMonitor", "PrecisionSchedule", "Reading"]
 def __getattr__(name: str) -> Any:
     if name not in _FROM:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_FROM[name]}"), name)
+    callback = getattr(import_module(f"{__name__}.{_FROM[name]}"), name)
+    share_bases()
+    return callback

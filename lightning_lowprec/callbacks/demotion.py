@@ -62,7 +62,7 @@ class Demoter:
 
     def see(self, model: nn.Module, readings: Sequence[Reading]) -> None:
         """Demote the layers whose patience is at an end."""
-        from lightning.fabric.utilities.rank_zero import rank_zero_warn
+        from lightning_utilities.core.rank_zero import rank_zero_warn
 
         layers = _layers(model)
         for fqn, layer in layers.items():

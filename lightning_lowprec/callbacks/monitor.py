@@ -9,8 +9,7 @@ from typing import Annotated, Any, final
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.rank_zero import rank_zero_info
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -24,6 +23,7 @@ from lightning_lowprec.callbacks.shadow_loss import shadow_loss
 from lightning_lowprec.checks import Count, Rule
 from lightning_lowprec.conversion.options import shows
 from lightning_lowprec.precision.plain import unwrapped
+from lightning_lowprec.private.either import Callback, LightningModule, Trainer
 
 Share = Annotated[float, Rule("a number above 0 and at most 1", lambda value: bool(0 < value <= 1))]
 

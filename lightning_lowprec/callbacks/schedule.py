@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
-from lightning.pytorch import Callback, LightningModule, Trainer
-
 from lightning_lowprec.checks import check_types
 from lightning_lowprec.precision.fp8 import Scheduled
 from lightning_lowprec.precision.schedule import Phases, Schedule
+from lightning_lowprec.private.either import Callback, LightningModule, Trainer
 
 
 @final

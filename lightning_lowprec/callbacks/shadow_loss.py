@@ -9,14 +9,13 @@ from typing import Any, Final, cast
 
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_lowprec.callbacks.layers import named_layers
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.numerics.casts import HIGH, LayerNumerics
+from lightning_lowprec.private.either import LightningModule, Trainer, is_param_in_hook_signature
 
 _REMEDY: Final = "Leave `shadow_loss` out."
 _LOGGING: Final = ("log", "log_dict")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
-from lightning.fabric.strategies import ModelParallelStrategy
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -19,11 +18,18 @@ from lightning_lowprec.fsdp2.shard import is_sharded
 from lightning_lowprec.fsdp2.strategy import FSDP2Base
 from lightning_lowprec.numerics.parameters import clip_grad_norm
 from lightning_lowprec.precision.base import LowPrecision
+from lightning_lowprec.private.either import fabric_strategies
+
+if TYPE_CHECKING:
+    _Parent = fabric_strategies.ModelParallelStrategy
+else:
+    _Parent = object
 
 
-@final
-class FabricFSDP2Strategy(FSDP2Base, ModelParallelStrategy):
-    """Fully sharded training by FSDP2 in every precision: ``fabric.setup(model, optimizer)`` works, in any order."""
+class ForFabric(FSDP2Base, _Parent):
+    """What the strategy does in any package of Lightning; its last base is ModelParallelStrategy of that package."""
+
+    in_fabric = True
 
     @override
     def setup_module(self, module: Module) -> Module:
@@ -124,6 +130,11 @@ class FabricFSDP2Strategy(FSDP2Base, ModelParallelStrategy):
             else:
                 state[name] = value
         return stored.rest
+
+
+@final
+class FabricFSDP2Strategy(ForFabric, fabric_strategies.ModelParallelStrategy):
+    """Fully sharded training by FSDP2 in every precision: ``fabric.setup(model, optimizer)`` works, in any order."""
 
 
 def _one_model(state: Mapping[str, Any], verb: str) -> tuple[str, Module]:

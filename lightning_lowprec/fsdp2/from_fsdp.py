@@ -7,13 +7,14 @@ from functools import partial
 from typing import Any, Final
 
 import torch
-from lightning.fabric import strategies as fabric
-from lightning.fabric.utilities.rank_zero import rank_zero_info
-from lightning.pytorch import strategies as trainer
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecision, wrap
 
 from lightning_lowprec.fsdp2.options import Modules
+from lightning_lowprec.private.either import both
+from lightning_lowprec.private.either import fabric_strategies as fabric
+from lightning_lowprec.private.either import trainer_strategies as trainer
 from lightning_lowprec.private.fsdp2 import classes_of
 from lightning_lowprec.private.lightning import fsdp_choices
 
@@ -33,14 +34,16 @@ _NO_EQUAL: Final = {
 
 def translate(strategy: Any) -> dict[str, Any]:
     """Return the arguments of our strategies that mean the same as ``strategy``, and log them in one line."""
-    if type(strategy) not in FSDP1:
-        derived = " derives from FSDPStrategy, and what it changes is not known" if isinstance(strategy, FSDP1) else ""
+    if type(strategy) not in both(*FSDP1):
+        derived = (
+            " derives from FSDPStrategy, and what it changes is not known" if isinstance(strategy, both(*FSDP1)) else ""
+        )
         raise TypeError(
             f"`{type(strategy).__name__}`{derived or ' is no FSDPStrategy'}, so it cannot become FSDP2. Derive from"
             " nothing: pass the choices themselves to `lightning_lowprec.FSDP2Strategy(...)` (in Fabric"
             " `FabricFSDP2Strategy`), or an `FSDPStrategy(...)` to `from_fsdp`."
         )
-    choices = fsdp_choices(strategy, in_fabric=isinstance(strategy, fabric.FSDPStrategy))
+    choices = fsdp_choices(strategy, in_fabric=isinstance(strategy, both(fabric.FSDPStrategy)))
     of_the_trainer = (
         ("precision", choices["precision"]),
         ("accelerator", strategy.accelerator),

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, Final, Literal, cast
 
 import torch
-from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict

@@ -6,18 +6,10 @@ import weakref
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Final, Literal, NamedTuple, Self, Unpack, final
+from typing import Any, ClassVar, Final, Literal, NamedTuple, Self, Unpack, final
 
 import torch
-from lightning.fabric import strategies as fabric
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.plugins import Precision as FabricPrecision
-from lightning.fabric.plugins.precision import HalfPrecision as FabricHalf
-from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from lightning.pytorch import strategies as trainer
-from lightning.pytorch.plugins.precision import HalfPrecision as TrainerHalf
-from lightning.pytorch.plugins.precision import Precision as TrainerPrecision
-from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
@@ -37,6 +29,18 @@ from lightning_lowprec.numerics.parameters import disable_foreach
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.host import in_trainer
 from lightning_lowprec.private import lightning as names
+from lightning_lowprec.private.either import (
+    CheckpointIO,
+    ClusterEnvironment,
+    FabricHalf,
+    FabricPrecision,
+    TrainerHalf,
+    TrainerPrecision,
+    both,
+    is_overridden,
+)
+from lightning_lowprec.private.either import fabric_strategies as fabric
+from lightning_lowprec.private.either import trainer_strategies as trainer
 from lightning_lowprec.private.torch import FSDP2, check
 
 OFFLOADING: Final = "cpu:gloo,cuda:nccl"
@@ -66,6 +70,7 @@ class FSDP2Base:
     """
 
     strategy_name = "fsdp2"
+    in_fabric: ClassVar[bool]
 
     def __init_subclass__(cls) -> None:
         """Show the options in the docstrings of both strategies."""
@@ -83,9 +88,8 @@ class FSDP2Base:
         checkpoint_io: CheckpointIO | None = None,
         **options: Unpack[ShardChoices],
     ) -> None:
-        in_fabric = issubclass(type(self), fabric.Strategy)
         check_choice("state_dict_type", state_dict_type, ("sharded", "full"))
-        if checkpoint_io is not None and in_fabric:
+        if checkpoint_io is not None and self.in_fabric:
             raise ValueError(
                 f"`checkpoint_io={checkpoint_io!r}` is not possible in Fabric: its sharded strategies write their"
                 " checkpoints themselves. Leave it out, or use the Trainer."
@@ -109,7 +113,7 @@ class FSDP2Base:
             save_distributed_checkpoint=state_dict_type == "sharded",
             process_group_backend=process_group_backend,
             timeout=timeout,
-            **({"parallelize_fn": None} if in_fabric else {}),  # ours shards without such a function
+            **({"parallelize_fn": None} if self.in_fabric else {}),  # ours shards without such a function
         )
         names.check_model_parallel(self)
         self.cluster_environment = cluster_environment
@@ -134,7 +138,7 @@ class FSDP2Base:
         """Start the processes and make their mesh."""
         strategy: Any = self
         parent: Any = super()
-        plugin = strategy.precision if isinstance(self, fabric.Strategy) else strategy.precision_plugin
+        plugin = strategy.precision if self.in_fabric else strategy.precision_plugin
         self.sharding.meet(plugin, strategy.root_device)
         options = self.sharding.options
         copies = strategy.num_nodes if options.replicate == "nodes" else options.replicate
@@ -311,7 +315,7 @@ def param_dtype(plugin: Any) -> torch.dtype | None:
     """Return the dtype in which weights are gathered under a precision plugin; None: the dtype of the shards."""
     if isinstance(plugin, LowPrecision):
         return plugin.autocast_dtype
-    if type(plugin) in (FabricPrecision, TrainerPrecision, FabricHalf, TrainerHalf):
+    if type(plugin) in both(FabricPrecision, TrainerPrecision, FabricHalf, TrainerHalf):
         return None
     raise ValueError(
         f"`{type(plugin).__name__}` (precision={getattr(plugin, 'precision', None)!r}) does not run under 'fsdp2'. Use"

@@ -5,12 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.strategies import ModelParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -24,12 +20,26 @@ from lightning_lowprec.checkpoints.weights import WEIGHT_KEYS
 from lightning_lowprec.fsdp2.strategy import FSDP2Base, hooks_of
 from lightning_lowprec.numerics.parameters import clip_grad_norm
 from lightning_lowprec.precision.refusals import refuse_averaging
+from lightning_lowprec.private.either import (
+    LightningModule,
+    LightningOptimizer,
+    Trainer,
+    TrainerFn,
+    both,
+    trainer_strategies,
+)
 from lightning_lowprec.private.lightning import note_sigterm, set_names
 
+if TYPE_CHECKING:
+    _Parent = trainer_strategies.ModelParallelStrategy
+else:
+    _Parent = object
 
-@final
-class FSDP2Strategy(FSDP2Base, ModelParallelStrategy):
-    """Fully sharded training by FSDP2 in every precision, of any LightningModule, without changes to its code."""
+
+class ForTrainer(FSDP2Base, _Parent):
+    """What the strategy does in any package of Lightning; its last base is ModelParallelStrategy of that package."""
+
+    in_fabric = False
 
     @override
     def setup_environment(self) -> None:
@@ -108,7 +118,7 @@ class FSDP2Strategy(FSDP2Base, ModelParallelStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state by fqn, sharded; or by number, whole, on rank 0."""
         assert self.model is not None
-        optimizer = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        optimizer = optimizer.optimizer if isinstance(optimizer, both(LightningOptimizer)) else optimizer
         state = optimizer_state.collect(self.model, optimizer, full=self.is_full)
         return optimizer_state.numbered(state, self.model) if self.is_full else state
 
@@ -157,3 +167,8 @@ class FSDP2Strategy(FSDP2Base, ModelParallelStrategy):
         """Delete a checkpoint and the leftovers of killed runs, on rank 0."""
         if self.is_global_zero:
             remove(Path(filepath))
+
+
+@final
+class FSDP2Strategy(ForTrainer, trainer_strategies.ModelParallelStrategy):
+    """Fully sharded training by FSDP2 in every precision, of any LightningModule, without changes to its code."""

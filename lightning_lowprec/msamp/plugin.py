@@ -6,9 +6,6 @@ from collections.abc import Callable
 from typing import Any, ClassVar, final
 
 import torch
-from lightning.pytorch import LightningModule
-from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import Unpack, override
@@ -41,6 +38,7 @@ from lightning_lowprec.precision.options import (
 )
 from lightning_lowprec.precision.refusals import refuse_averaging
 from lightning_lowprec.precision.state import BACKEND_STATE
+from lightning_lowprec.private.either import GradClipAlgorithmType, LightningModule, LightningOptimizer, both
 from lightning_lowprec.runs_where import RecipeKey
 
 
@@ -186,7 +184,7 @@ class MSAMP(LowPrecision):
     # ---- optimizers and replicas
 
     def _convert_optimizer(self, optimizer: Any) -> None:
-        raw = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        raw = optimizer.optimizer if isinstance(optimizer, both(LightningOptimizer)) else optimizer
         convert_optimizer_(raw, self.level, stochastic_rounding=self.stochastic_rounding, seed=self.seed)
 
     @override

@@ -15,9 +15,7 @@ from functools import partial
 from typing import Any, final
 
 import torch
-from lightning.fabric.utilities.rank_zero import rank_zero_info
-from lightning.pytorch import Trainer
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -30,6 +28,7 @@ from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.numerics.rounding import reconcile, upper_half
 from lightning_lowprec.numerics.weight_rounding import WeightRounding
 from lightning_lowprec.precision.plain import take_back
+from lightning_lowprec.private.either import Trainer, TrainerFn
 from lightning_lowprec.private.lightning import is_tuning
 from lightning_lowprec.references import alive
 

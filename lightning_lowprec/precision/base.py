@@ -17,14 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
-from lightning.fabric.plugins import Precision as FabricPrecision
-from lightning.fabric.utilities.rank_zero import rank_zero_info
-from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import BaseFinetuning
-from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.plugins.precision import Precision as TrainerPrecision
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import GradClipAlgorithmType
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -46,10 +39,21 @@ from lightning_lowprec.precision.loss_scale import LossScaler
 from lightning_lowprec.precision.options import Head
 from lightning_lowprec.precision.phases import ScheduledPhases
 from lightning_lowprec.precision.watched_forward import watched
+from lightning_lowprec.private.either import (
+    FabricPrecision,
+    GradClipAlgorithmType,
+    LightningModule,
+    LightningOptimizer,
+    TrainerFn,
+    TrainerPrecision,
+    both,
+    trainer_callbacks,
+)
+from lightning_lowprec.private.lightning import EitherPrecision
 from lightning_lowprec.runs_where import RecipeKey
 
 
-class LowPrecision(TrainerPrecision, ABC):
+class LowPrecision(EitherPrecision, ABC):
     """Base of every precision plugin: autocast, loss scaling, half-precision weights, Trainer and Fabric.
 
     Args:
@@ -217,7 +221,9 @@ class LowPrecision(TrainerPrecision, ABC):
                 if not self._will_train:
                     self.masters.drop_originals()  # `after_fit` has them
         elif self.weights is not None and self._will_train:
-            unfreezes = any(isinstance(callback, BaseFinetuning) for callback in callbacks_of(module))
+            unfreezes = any(
+                isinstance(callback, both(trainer_callbacks.BaseFinetuning)) for callback in callbacks_of(module)
+            )
             if (change := self.weights.make(module, frozen_too=unfreezes)) is not None:
                 remedy = "" if self.keeps_float32_shards else " `weights='keep'` trains them in half precision."
                 rank_zero_info(f"{self.precision}: {change}.{remedy}")
@@ -411,7 +417,7 @@ class LowPrecision(TrainerPrecision, ABC):
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
         """Clip unscaled gradients, also in manual optimization and with fused optimizers."""
-        optimizer = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        optimizer = optimizer.optimizer if isinstance(optimizer, both(LightningOptimizer)) else optimizer
         if self.engine is not None:  # clips in its step
             return
         if clip_val <= 0 or not step.clips(self.scaler, optimizer, clip_val, gradient_clip_algorithm):

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Final, final
 
 import torch
-from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 

@@ -18,7 +18,6 @@ from collections.abc import Callable
 from typing import Any, TypeGuard, TypeVar
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.nn import Module
@@ -26,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_lowprec.conversion.head import LazyLogits
 from lightning_lowprec.hardware import default_device
+from lightning_lowprec.private.either import LightningModule, Trainer, both
 from lightning_lowprec.private.lightning import check_precision_plugin
 
 check_precision_plugin()
@@ -35,13 +35,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def trainer_of(module: Module | None) -> Trainer | None:
     """Return the Trainer that runs ``module``; None for a plain module or a LightningModule inside Fabric."""
-    if not isinstance(module, LightningModule):
+    if not isinstance(module, both(LightningModule)):
         return None
     try:
-        trainer = module.trainer
+        trainer: Any = module.trainer
     except RuntimeError:  # no Trainer is attached
         return None
-    return trainer if isinstance(trainer, Trainer) else None  # Fabric attaches a shim
+    return trainer if isinstance(trainer, both(Trainer)) else None  # Fabric attaches a shim
 
 
 def callbacks_of(model: Module) -> list[Any]:

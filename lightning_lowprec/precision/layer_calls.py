@@ -20,7 +20,7 @@ from types import CodeType
 from typing import Any, Final, final
 from weakref import WeakSet
 
-from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.nn import Module
 
 from lightning_lowprec.conversion import backends

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal, final
 
 import torch
-from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 

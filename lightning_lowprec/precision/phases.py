@@ -15,9 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, final
 
 import torch
-from lightning.fabric.utilities.rank_zero import rank_zero_info
-from lightning.pytorch import Trainer
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.nn import Module
 
 from lightning_lowprec.checks import check_integer
@@ -26,6 +24,7 @@ from lightning_lowprec.conversion.recipe_map import nearest_fqns
 from lightning_lowprec.conversion.selection import matches
 from lightning_lowprec.precision.host import trainer_of
 from lightning_lowprec.precision.schedule import Phase, Schedule
+from lightning_lowprec.private.either import Trainer, TrainerFn
 
 METRIC = "precision/phase"
 """The name of the metric: the number of the phase, from 0; logged where a phase begins."""

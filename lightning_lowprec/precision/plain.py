@@ -14,8 +14,7 @@ from copy import deepcopy
 from typing import Any, Final, final
 
 import torch
-from lightning.fabric import is_wrapped
-from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -32,6 +31,7 @@ from lightning_lowprec.masters.weights import Float32Weights, is_marked, mark, u
 from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.numerics.parameters import parameters_of
 from lightning_lowprec.private.deepspeed import refuse_zero
+from lightning_lowprec.private.either import is_wrapped
 from lightning_lowprec.private.torch_modules import is_compiled, undo_compile, without_compiled_wrapper
 
 _GATHER: Final = (

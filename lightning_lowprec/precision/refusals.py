@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-import lightning.pytorch.callbacks
 import torch
-from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -21,6 +19,7 @@ from lightning_lowprec.masters.weights import HalfWeights
 from lightning_lowprec.precision.host import callbacks_of, trainer_of
 from lightning_lowprec.precision.loss_scale import LossScaler
 from lightning_lowprec.precision.state import check_ranks_agree
+from lightning_lowprec.private.either import MisconfigurationException, both, trainer_callbacks
 
 AVERAGING: Final = ("StochasticWeightAveraging", "WeightAveraging")
 """Callbacks that average parameters; lightning 2.6 added ``WeightAveraging``."""
@@ -147,8 +146,8 @@ def check_trainer(model: Any, optimizers: Sequence[Any], config: MasterConfig, p
 
 def _accumulated(trainer: Any) -> int:
     """Return the most batches whose gradients the Trainer, or its scheduler of accumulation, will ever add up."""
-    kind = lightning.pytorch.callbacks.GradientAccumulationScheduler
-    schedules = [callback.scheduling.values() for callback in trainer.callbacks if isinstance(callback, kind)]
+    kinds = both(trainer_callbacks.GradientAccumulationScheduler)
+    schedules = [callback.scheduling.values() for callback in trainer.callbacks if isinstance(callback, kinds)]
     most: int = max(trainer.accumulate_grad_batches, *(number for numbers in schedules for number in numbers), 1)
     return most
 
@@ -164,5 +163,5 @@ def say_updates_in_step(module: Any, config: MasterConfig, precision: str) -> No
 
 
 def _averaging(callbacks: Iterable[Any]) -> list[Any]:
-    kinds = tuple(getattr(lightning.pytorch.callbacks, name, ()) for name in AVERAGING)
+    kinds = both(*(getattr(trainer_callbacks, name) for name in AVERAGING if hasattr(trainer_callbacks, name)))
     return [callback for callback in callbacks if isinstance(callback, kinds)]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 import torch.distributed as dist
-from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.name_suffixes import split

@@ -16,9 +16,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities import GradClipAlgorithmType
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
@@ -32,6 +29,7 @@ from lightning_lowprec.masters.optimizer import (
 )
 from lightning_lowprec.numerics.parameters import clip_grad_norm, on_several_meshes
 from lightning_lowprec.precision.loss_scale import LossScaler
+from lightning_lowprec.private.either import GradClipAlgorithmType, LightningModule, MisconfigurationException, Trainer
 from lightning_lowprec.private.lightning import after_closure, sees_gradients
 
 # ---- clipping

@@ -6,6 +6,9 @@ import inspect
 from collections.abc import Iterable
 from typing import Any, Final, get_args
 
+from lightning_lowprec.private import either
+from lightning_lowprec.private.either import MAIN, Package, both, namesake
+
 MODEL_PARALLEL_NAMES: Final = (
     "_data_parallel_size",
     "_tensor_parallel_size",
@@ -15,7 +18,7 @@ MODEL_PARALLEL_NAMES: Final = (
 """Attributes of ModelParallelStrategy, which 'fsdp2' sets."""
 SIGNAL_NAMES: Final = ("received_sigterm", "_sigterm_notifier_fn")
 """Attributes of the Trainer's ``_signal_connector``."""
-PRECISION_NAMES: Final = ("_after_closure",)
+PRECISION_NAMES: Final = ("_after_closure", "_clip_gradients")
 """Attributes of the Trainer's precision plugins."""
 DDP_NAMES: Final = ("_register_ddp_hooks", "_ddp_comm_hook", "_ddp_comm_state", "_ddp_comm_wrapper")
 """Attributes of the Trainer's DDPStrategy. The first registers the others at DDP, on CUDA only."""
@@ -45,24 +48,20 @@ UNWRAPPED_NAME: Final = "compile_kwargs"
 
 def moved() -> list[str]:
     """Return the private names that the installed Lightning no longer has, in words; empty on supported versions."""
-    from lightning.fabric import strategies as fabric
-    from lightning.pytorch import LightningModule
-    from lightning.pytorch import strategies as trainer
-    from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
-    from lightning.pytorch.plugins.precision import Precision
-    from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
+    fabric, trainer, callbacks = either.fabric_strategies, either.trainer_strategies, either.trainer_callbacks
+    signals = MAIN.module("pytorch.trainer.connectors.signal_connector")._SignalConnector
 
     used: dict[str, tuple[type, Iterable[str]]] = {
         "ModelParallelStrategy": (trainer.ModelParallelStrategy, MODEL_PARALLEL_NAMES),
         "Fabric's ModelParallelStrategy": (fabric.ModelParallelStrategy, MODEL_PARALLEL_NAMES),
         "FSDPStrategy": (trainer.FSDPStrategy, (FSDP_NAMES | TRAINER_FSDP_NAMES).values()),
         "Fabric's FSDPStrategy": (fabric.FSDPStrategy, (FSDP_NAMES | FABRIC_FSDP_NAMES).values()),
-        "_SignalConnector": (_SignalConnector, SIGNAL_NAMES),
-        "Precision": (Precision, PRECISION_NAMES),
-        "LightningModule": (LightningModule, (COMPILED_NAME,)),
+        "_SignalConnector": (signals, SIGNAL_NAMES),
+        "Precision": (either.TrainerPrecision, PRECISION_NAMES),
+        "LightningModule": (either.LightningModule, (COMPILED_NAME,)),
         "DDPStrategy": (trainer.DDPStrategy, DDP_NAMES),
-        "LearningRateFinder": (LearningRateFinder, (TUNER_NAME,)),
-        "BatchSizeFinder": (BatchSizeFinder, (TUNER_NAME,)),
+        "LearningRateFinder": (callbacks.LearningRateFinder, (TUNER_NAME,)),
+        "BatchSizeFinder": (callbacks.BatchSizeFinder, (TUNER_NAME,)),
     }
     missing = [f"{owner}.{name}" for owner, (cls, names) in used.items() for name in names if not _has(cls, name)]
     missing += [
@@ -70,7 +69,7 @@ def moved() -> list[str]:
         for code in _fabric_setups()
         if UNWRAPPED_NAME not in code.co_varnames
     ]
-    return [*moved_connectors(), *missing]
+    return [*moved_connectors(MAIN), *missing]
 
 
 def _has(cls: Any, name: str) -> bool:
@@ -83,10 +82,8 @@ def _check(owner: Any, names: Iterable[str], consequence: str) -> None:
     """Raise ImportError if ``owner`` lacks one of the names."""
     missing = [name for name in names if not hasattr(owner, name)]
     if missing:
-        import lightning
-
         raise ImportError(
-            f"lightning {lightning.__version__} has moved {', '.join(missing)} of {consequence} lightning_lowprec is"
+            f"{MAIN.name} {MAIN.version} has moved {', '.join(missing)} of {consequence} lightning_lowprec is"
             " tested with lightning 2.5.0 to 2.6."
         )
 
@@ -148,42 +145,43 @@ _CONFIG_ARGUMENTS: Final = {"strategy", "accelerator", "precision", "plugins"}
 _INPUTS: Final = ("_PRECISION_INPUT_STR", "_PRECISION_INPUT_INT", "_PRECISION_INPUT_STR_ALIAS")
 
 
-def connector(*, for_trainer: bool) -> Any:
+def connector(package: Package, *, for_trainer: bool) -> Any:
     """Return the class that reads the arguments of the Trainer or of Fabric; None if it is gone."""
-    import lightning.fabric.connector as fabric
-    import lightning.pytorch.trainer.connectors.accelerator_connector as trainer
+    if for_trainer:
+        return getattr(
+            package.module("pytorch.trainer.connectors.accelerator_connector"), "_AcceleratorConnector", None
+        )
+    return getattr(package.module("fabric.connector"), "_Connector", None)
 
-    return getattr(trainer, "_AcceleratorConnector", None) if for_trainer else getattr(fabric, "_Connector", None)
 
-
-def moved_connectors() -> list[str]:
+def moved_connectors(package: Package) -> list[str]:
     """Return what is missing of the connectors, in words: without it no name can be added to ``precision=``."""
-    import lightning.fabric.plugins.precision.precision as inputs
-
     problems = []
     for for_trainer, name in ((False, "_Connector"), (True, "_AcceleratorConnector")):
-        cls = connector(for_trainer=for_trainer)
-        check = getattr(cls, CHECK_CONFIG, None)
-        if check is None or not inspect.signature(check).parameters.keys() >= _CONFIG_ARGUMENTS:
-            problems.append(f"{name}.{CHECK_CONFIG}")
-        if not hasattr(cls, LAZY_INIT):
-            problems.append(f"{name}.{LAZY_INIT}")
-    return problems if hasattr(inputs, _INPUTS[0]) else [*problems, _INPUTS[0]]
+        if package.imported(for_trainer=for_trainer):
+            cls = connector(package, for_trainer=for_trainer)
+            check = getattr(cls, CHECK_CONFIG, None)
+            if check is None or not inspect.signature(check).parameters.keys() >= _CONFIG_ARGUMENTS:
+                problems.append(f"{name}.{CHECK_CONFIG}")
+            if not hasattr(cls, LAZY_INIT):
+                problems.append(f"{name}.{LAZY_INIT}")
+    return problems if hasattr(_inputs(package), _INPUTS[0]) else [*problems, _INPUTS[0]]
+
+
+def _inputs(package: Package) -> Any:
+    return package.module("fabric.plugins.precision.precision")
 
 
 def precision_names() -> tuple[str | int, ...]:
     """Return everything that Lightning itself accepts after ``precision=``."""
-    import lightning.fabric.plugins.precision.precision as inputs
-
-    return tuple(value for group in _INPUTS for value in get_args(getattr(inputs, group, None)))
+    return tuple(value for group in _INPUTS for value in get_args(getattr(_inputs(MAIN), group, None)))
 
 
-def strategy_registry(*, for_trainer: bool) -> Any:
+def strategy_registry(package: Package, *, for_trainer: bool) -> Any:
     """Return Lightning's registry of strategies: name -> ``{"strategy": class, ...}``."""
-    from lightning.fabric.strategies import STRATEGY_REGISTRY
-    from lightning.pytorch.strategies import StrategyRegistry
-
-    return StrategyRegistry if for_trainer else STRATEGY_REGISTRY
+    if for_trainer:
+        return package.module("pytorch.strategies").StrategyRegistry
+    return package.module("fabric.strategies").STRATEGY_REGISTRY
 
 
 def strategy_names(connector: Any) -> Any:
@@ -231,11 +229,9 @@ def is_compiled_whole(module: Any) -> bool:
     return False
 
 
-def _fabric_setups() -> tuple[Any, Any]:
+def _fabric_setups() -> list[Any]:
     """Return the code of Fabric's methods that set a module up."""
-    from lightning.fabric import Fabric
-
-    return Fabric.setup.__code__, Fabric.setup_module.__code__
+    return [method.__code__ for cls in both(either.Fabric) for method in (cls.setup, cls.setup_module)]
 
 
 # ---- the Tuner
@@ -243,29 +239,38 @@ def _fabric_setups() -> tuple[Any, Any]:
 
 def is_tuning(trainer: Any) -> bool:
     """Return whether the Trainer runs for a search of the Tuner, and not for the training itself."""
-    from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
-
-    finders = (BatchSizeFinder, LearningRateFinder)
+    finders = both(either.trainer_callbacks.BatchSizeFinder, either.trainer_callbacks.LearningRateFinder)
     return any(getattr(c, TUNER_NAME, False) for c in getattr(trainer, "callbacks", ()) if isinstance(c, finders))
 
 
 # ---- the step of a precision plugin
 
 
+class EitherPrecision(either.TrainerPrecision):
+    """Lightning's precision plugin, for the Trainer of either package."""
+
+    def _clip_gradients(self, model: Any, *args: Any, **kwargs: Any) -> None:
+        """Clip as the package of ``model`` does: the other one clips nothing of a class that it does not know."""
+        namesake(either.TrainerPrecision, model)._clip_gradients(self, model, *args, **kwargs)
+
+
 def check_precision_plugin() -> None:
     """Raise ImportError if Lightning's Precision lacks what a step with loss scaling needs."""
-    from lightning.pytorch.plugins.precision import Precision
-
-    _check(Precision, PRECISION_NAMES, "Precision, which loss scaling needs;")
+    _check(either.TrainerPrecision, PRECISION_NAMES, "Precision, which loss scaling needs;")
 
 
 def sees_gradients(model: Any) -> bool:
     """Return whether a hook of a LightningModule or of a callback may look at gradients between closure and step."""
-    from lightning.pytorch import Callback, LightningModule
-
     hooks = ("on_before_optimizer_step", "configure_gradient_clipping")
-    owners = [(model, LightningModule, hooks), *((c, Callback, hooks[:1]) for c in model.trainer.callbacks)]
-    return any(getattr(type(own), hook) is not getattr(base, hook) for own, base, found in owners for hook in found)
+    owners = [
+        (model, either.LightningModule, hooks),
+        *((callback, either.Callback, hooks[:1]) for callback in model.trainer.callbacks),
+    ]
+    return any(_overrides(owner, base, hook) for owner, base, names in owners for hook in names)
+
+
+def _overrides(owner: Any, base: type, hook: str) -> bool:
+    return getattr(type(owner), hook) not in [getattr(cls, hook) for cls in both(base)]
 
 
 def after_closure(plugin: Any, model: Any, optimizer: Any) -> None:

@@ -9,15 +9,14 @@ from copy import deepcopy
 from typing import Any, Final, final
 
 import torch
-from lightning.fabric.utilities.rank_zero import rank_zero_info
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.seed import isolate_rng
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 from torchmetrics import Metric, MetricCollection
 from typing_extensions import override
 
 from lightning_lowprec.checks import Count, check_types
 from lightning_lowprec.conversion.options import LayerOptions, Names
+from lightning_lowprec.private.either import Callback, LightningModule, Trainer, isolate_rng
 from lightning_lowprec.serving.formats import Format, FormatName, find_format
 from lightning_lowprec.serving.served_layers import ServedLayers
 

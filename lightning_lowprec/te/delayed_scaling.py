@@ -25,7 +25,7 @@ from functools import partial
 from typing import Any, Final, final
 
 import torch
-from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_lowprec.private import transformer_engine

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, ClassVar, Literal, final
 
 import torch
-from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.distributed import ProcessGroup
 from torch.nn import Module
 from typing_extensions import Unpack, override

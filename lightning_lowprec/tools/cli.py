@@ -140,7 +140,7 @@ def _refuse(command: str, error: Exception) -> int:
 def _fit(args: list[str]) -> int:
     """Run stock LightningCLI, whose warning that arguments are given twice is about this function and not the user."""
     load_package()
-    from lightning.pytorch.cli import LightningCLI
+    from lightning_lowprec.private.either import LightningCLI
 
     warnings.filterwarnings("ignore", message="LightningCLI's args parameter is intended to run from within Python")
     LightningCLI(args=["fit", *args], parser_kwargs={"prog": "lowprec"})

@@ -68,10 +68,11 @@ def _fit() -> argparse.ArgumentParser:
 
 def _trainer_options() -> dict[str, bool]:
     """Return the arguments of Lightning's Trainer, read from its source, and whether each is True or False."""
-    package = find_spec("lightning")
-    assert package is not None
-    assert package.origin is not None
-    source = (Path(package.origin).parent / "pytorch" / "trainer" / "trainer.py").read_text(encoding="utf-8")
+    packages = {"lightning": "pytorch/trainer", "pytorch_lightning": "trainer"}
+    folder = next(
+        Path(found.origin or "").parent / part for name, part in packages.items() if (found := find_spec(name))
+    )
+    source = (folder / "trainer.py").read_text(encoding="utf-8")
     inits = (
         function
         for cls in ast.parse(source).body

@@ -16,12 +16,12 @@ import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import lightning as L
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_lowprec.private.either import LightningDataModule, LightningModule, OptimizerLRScheduler
 
 __all__ = ["ByteGPT", "StdlibText"]
 VOCAB_SIZE = 256  # one token per byte
@@ -69,7 +69,7 @@ class Block(nn.Module):
         return x + mlp
 
 
-class ByteGPT(L.LightningModule):
+class ByteGPT(LightningModule):
     """A byte-level GPT with rotary positions and an untied output head.
 
     Args:
@@ -145,7 +145,7 @@ def _turn(length: int, features: int) -> Tensor:
 # ---- the text
 
 
-class StdlibText(L.LightningDataModule):
+class StdlibText(LightningDataModule):
     """Batches (x, y) of bytes from the standard library, less its tests and tables: (B, T) int64, y one byte ahead.
 
     Training and validation read different files, chosen by a hash of their paths. Training windows are drawn from

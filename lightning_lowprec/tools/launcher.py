@@ -21,15 +21,15 @@ TRAINER_DEFAULTS = ("accelerator", "strategy", "devices", "num_nodes", "precisio
 
 
 def run(args: argparse.Namespace) -> int:
-    """Launch a command with ``lightning.fabric.cli.main``; the Trainer gets the same defaults as Fabric."""
+    """Launch a command with Lightning's own launcher; the Trainer gets the same defaults as Fabric."""
     if not Path(args.script).is_file() and console_command(args.script) is None:
         raise ValueError(
             f"`script={args.script!r}` is not a file and no console command of this Python; expected the path of a"
             f" Python script, or a command that a package installs, such as 'litgpt'.{_not_python(args.script)}"
         )
-    from lightning.fabric.cli import main
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    from lightning_lowprec.private.either import fabric_cli
     from lightning_lowprec.registration import LAUNCHED_PRECISION
 
     if args.precision is not None:
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     command = [args.script, *args.arguments]
     args.script, args.precision = __file__, None  # Fabric would raise where the script asks for another precision
     try:
-        main(args, command)
+        fabric_cli.main(args, command)
     except ChildFailedError as error:  # the process has printed its traceback
         rank, failure = error.get_first_failure()
         print(f"lowprec run: {command[0]} ended with exit code {failure.exitcode} on rank {rank}", file=sys.stderr)
@@ -69,14 +69,20 @@ def _call(self: Any, function: Callable[..., Any] | None = None, *args: Any, **k
     return None if function is None else function(self, *args, **kwargs)
 
 
+def _launch_nothing(user: Any) -> None:
+    """Take a Trainer or Fabric class: Fabric has nothing left to launch."""
+    if user.__name__ == "Fabric":
+        user.launch = _call
+
+
 def _start() -> None:
     """Register the names, and run the user's command as Python would."""
-    import lightning
-
     load_package()
+    from lightning_lowprec import registration
+
+    registration.at_meeting(_launch_nothing)
     sys.argv = sys.argv[1:]
     command = sys.argv[0]
-    lightning.Fabric.launch = _call  # type: ignore[method-assign]
     in_file = Path(command).is_file()
     sys.path[0] = os.path.dirname(os.path.abspath(command)) if in_file else os.getcwd()
     if os.getcwd() not in sys.path:
@@ -94,8 +100,7 @@ def _warn_of_no_effect() -> None:
     asked = os.environ.get(registration.LAUNCHED_PRECISION)
     if asked is not None and not registration.launched_precision_is_used() and os.environ.get("RANK", "0") == "0":
         print(
-            f"lowprec run: `--precision={asked}` had no effect: the command made no Trainer and no Fabric of"
-            " `lightning` (those of `pytorch_lightning` and `lightning_fabric` are other classes).",
+            f"lowprec run: `--precision={asked}` had no effect: the command made no Trainer and no Fabric.",
             file=sys.stderr,
         )
 

@@ -21,13 +21,7 @@ from functools import partial
 from typing import Any, Final, final
 
 import torch
-from lightning.fabric.plugins import DeepSpeedPrecision as FabricDeepSpeed
-from lightning.fabric.strategies import DeepSpeedStrategy as FabricStrategy
-from lightning.fabric.utilities.rank_zero import rank_zero_info
-from lightning.pytorch import LightningModule
-from lightning.pytorch.plugins import DeepSpeedPrecision as TrainerDeepSpeed
-from lightning.pytorch.strategies import DeepSpeedStrategy as TrainerStrategy
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -37,9 +31,19 @@ from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.half import HalfMixed
 from lightning_lowprec.precision.host import Engine, in_trainer
 from lightning_lowprec.private import deepspeed as private
+from lightning_lowprec.private.either import (
+    FabricDeepSpeed,
+    LightningModule,
+    MisconfigurationException,
+    TrainerDeepSpeed,
+    both,
+    fabric_strategies,
+    namesake,
+    trainer_strategies,
+)
 from lightning_lowprec.zero.config import SCALE_FIELDS, ZeroOptions, check_plugin, translated
 
-DEEPSPEED: Final = (FabricStrategy, TrainerStrategy)
+DEEPSPEED: Final = (fabric_strategies.DeepSpeedStrategy, trainer_strategies.DeepSpeedStrategy)
 """Lightning's strategies."""
 
 
@@ -89,7 +93,7 @@ class ZeroEngine(Engine):
 
     def backward(self, tensor: Tensor, model: Module | None, *args: Any, **kwargs: Any) -> None:
         """Call the engine, as Lightning's own plugins do."""
-        lightnings: Any = TrainerDeepSpeed if in_trainer(model) else FabricDeepSpeed
+        lightnings: Any = namesake(TrainerDeepSpeed, model) if in_trainer(model) else FabricDeepSpeed
         lightnings.backward(self._plugin, tensor, model, *args, **kwargs)
 
     def optimizer_step(
@@ -108,7 +112,7 @@ class ZeroEngine(Engine):
         if model is None:
             output = engine.step(**kwargs)
         else:
-            lightnings: Any = TrainerDeepSpeed
+            lightnings: Any = namesake(TrainerDeepSpeed, model)
             output = lightnings.optimizer_step(self._plugin, optimizer, model=model, closure=closure, **kwargs)
         self._ended_step, self._steps = engine.global_steps != self._steps, engine.global_steps
         return output
@@ -154,7 +158,7 @@ def bind(plugin: LowPrecision, strategy: Any) -> None:
     arguments = {field: getattr(strategy, field) for field in SCALE_FIELDS}
     strategy.config = translated(strategy.config, options, arguments)
     plugin.bind_engine(engine)
-    for_trainer = isinstance(strategy, TrainerStrategy)
+    for_trainer = isinstance(strategy, both(trainer_strategies.DeepSpeedStrategy))
     if for_trainer:
         private.before_initialize(strategy, partial(_check_optimizer, plugin))
         strategy.init_deepspeed = partial(_initialize, engine, strategy, strategy.init_deepspeed)

@@ -267,13 +267,3 @@ print(*loaded())
 def test_importing_the_package_loads_nothing_heavy(tmp_path):
     ran = python("-c", IMPORT_COST, cwd=tmp_path, from_nothing=True)
     assert ran.stdout.splitlines() == ["", "torchao"]
-
-
-def test_pytorch_lightning_is_not_ours(tmp_path):
-    code = "import pytorch_lightning as pl, lightning_lowprec; pl.Trainer(precision='fp8-hybrid')"
-    result = python("-c", code, cwd=tmp_path, check=False)
-    assert result.returncode != 0
-    assert "Precision 'fp8-hybrid' is invalid" in result.stderr
-    code = "import pytorch_lightning as pl, lightning_lowprec; pl.Trainer(plugins=lightning_lowprec.FP8TorchAO())"
-    result = python("-c", code, cwd=tmp_path, check=False)
-    assert "invalid type for plugin FP8TorchAO('fp8-tensorwise', a plugin for lightning.pytorch and" in result.stderr

@@ -15,7 +15,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol, final
 
-import lightning as L
 import torch
 from typing_extensions import override
 
@@ -23,6 +22,7 @@ from lightning_lowprec.callbacks import NumericsMonitor, PrecisionSchedule
 from lightning_lowprec.callbacks.readings import FILE
 from lightning_lowprec.extras import import_refusal
 from lightning_lowprec.hardware import describe
+from lightning_lowprec.private.either import Callback, LightningModule, Trainer, seed_everything
 from lightning_lowprec.tools.class_path import build
 from lightning_lowprec.tools.compare.spec import CompareSpec
 
@@ -43,18 +43,18 @@ def train(spec: CompareSpec, precision: str, seed: int, log: Path, figures: Conn
     fit(spec, precision, seed, figures)
 
 
-def fit(spec: CompareSpec, precision: str, seed: int, figures: Figures, callbacks: Sequence[L.Callback] = ()) -> None:
+def fit(spec: CompareSpec, precision: str, seed: int, figures: Figures, callbacks: Sequence[Callback] = ()) -> None:
     """Train the model of a comparison under one precision with one seed.
 
     Every message to ``figures`` is a dict: ``device`` and ``on_cpu``, first; ``loss``, ``seconds`` and ``step`` of a
     training batch; ``val`` of a validation; ``peak_memory``, last and on a GPU only.
     """
     import_refusal("torchao.float8", "FP8")  # now, so that the import counts in no step time
-    L.seed_everything(seed, verbose=False)
+    seed_everything(seed, verbose=False)
     model = build(spec.model, spec.model_args, seed=seed)
     data = build(spec.data, spec.data_args, seed=seed)
-    L.seed_everything(seed, verbose=False)  # again: the constructors may have drawn numbers
-    trainer = L.Trainer(
+    seed_everything(seed, verbose=False)  # again: the constructors may have drawn numbers
+    trainer = Trainer(
         precision=precision,  # type: ignore[arg-type]  # names of this package
         accelerator=spec.accelerator,
         devices=1,
@@ -81,8 +81,8 @@ def fit(spec: CompareSpec, precision: str, seed: int, figures: Figures, callback
             figures.send({"peak_memory": torch.cuda.max_memory_allocated(device)})
 
 
-def _callbacks(spec: CompareSpec, precision: str, seed: int) -> list[L.Callback]:
-    found: list[L.Callback] = []
+def _callbacks(spec: CompareSpec, precision: str, seed: int) -> list[Callback]:
+    found: list[Callback] = []
     if spec.schedule is not None and precision in spec.scheduled:
         found.append(PrecisionSchedule(spec.schedule))
     if precision in spec.monitored:
@@ -93,7 +93,7 @@ def _callbacks(spec: CompareSpec, precision: str, seed: int) -> list[L.Callback]
 
 
 @final
-class Recorder(L.Callback):
+class Recorder(Callback):
     """Send the loss and time of every step and the metric of every validation, and stop after the last step."""
 
     def __init__(self, spec: CompareSpec, figures: Figures) -> None:
@@ -102,14 +102,12 @@ class Recorder(L.Callback):
         self._started = 0.0
 
     @override
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._started = time.perf_counter()
 
     @override
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         loss = _loss(outputs)  # reading the loss waits for the GPU, so the time includes the optimizer step
         seconds = time.perf_counter() - self._started
@@ -120,7 +118,7 @@ class Recorder(L.Callback):
             trainer.should_stop = True  # lets Lightning validate after the last step, wherever the interval falls
 
     @override
-    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         name, metrics = self.spec.val_metric, trainer.callback_metrics
         if name not in metrics:
             raise ValueError(

@@ -16,8 +16,6 @@ from functools import partial
 from typing import Any, Final
 
 import torch
-from lightning.fabric.plugins import HalfPrecision, MixedPrecision, Precision
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.utils.checkpoint import checkpoint
@@ -27,6 +25,10 @@ from lightning_lowprec import names
 from lightning_lowprec.fsdp2.options import blocks as blocks_of
 from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.numerics.launches import simulated
+from lightning_lowprec.private.either import FabricHalf as HalfPrecision
+from lightning_lowprec.private.either import FabricMixed as MixedPrecision
+from lightning_lowprec.private.either import FabricPrecision as Precision
+from lightning_lowprec.private.either import LightningModule
 from lightning_lowprec.private.fake_compile import compiling_on_fakes
 from lightning_lowprec.private.fake_gpu import FAKE, NEEDS_VALUES, fake_gpu, noting_resized, tensors_of
 from lightning_lowprec.private.torch import tree_map_only

@@ -1,0 +1,131 @@
+"""Make Lightning accept the names of lightning_lowprec without an import of it.
+
+torch calls :func:`install` at the end of ``import torch``: it is an entry point of the group ``torch.backends``, and
+``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` switches all of these off, ``LOWPREC_AUTOLOAD=0`` this one. It puts a finder in
+front of the modules of Lightning that read ``precision=``, and does nothing else: lightning_lowprec is imported when
+the first Trainer or Fabric gets a word that Lightning does not know, or when the first LightningCLI is made.
+
+This file stands outside of the package, and imports neither the package nor torch, since it runs in every process that
+imports torch.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from typing import TYPE_CHECKING, Any, Final, get_args
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+
+SWITCH: Final = "LOWPREC_AUTOLOAD"
+"""The variable that switches this file off where it is ``"0"``."""
+_READERS: Final = {
+    "lightning.fabric.connector": "_Connector",
+    "lightning_fabric.connector": "_Connector",
+    "lightning.pytorch.trainer.connectors.accelerator_connector": "_AcceleratorConnector",
+    "pytorch_lightning.trainer.connectors.accelerator_connector": "_AcceleratorConnector",
+    "lightning.pytorch.cli": "LightningArgumentParser",
+    "pytorch_lightning.cli": "LightningArgumentParser",
+}
+"""The modules of Lightning that read ``precision=``, each with the class whose objects do it."""
+_STOCK: Final = ("_PRECISION_INPUT_STR", "_PRECISION_INPUT_STR_ALIAS", "_PRECISION_INPUT_INT")
+
+installed_by_torch = False
+"""Whether torch has called :func:`install`."""
+_first_use: Callable[[], None] | None = None
+
+
+def install() -> None:
+    """Entry point for torch. Nothing that goes wrong here may break ``import torch``."""
+    global installed_by_torch
+    if os.environ.get(SWITCH) == "0":
+        return
+    try:
+        _put_finder()
+    except Exception as error:
+        warnings.warn(f"lightning_lowprec cannot make its names known by itself, import it: {error!r}", stacklevel=2)
+    else:
+        installed_by_torch = True
+
+
+def before_first_use(function: Callable[[], None]) -> None:
+    """Let ``function`` run before each object that reads ``precision=`` is made; for lightning_lowprec itself."""
+    global _first_use
+    _put_finder()
+    _first_use = function
+
+
+def _put_finder() -> None:
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+        for module in [sys.modules[name] for name in _READERS if name in sys.modules]:
+            _watch(module)
+
+
+class _Finder:
+    """Finds the modules of :data:`_READERS` as Python would, and looks at each as soon as it is executed."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name not in _READERS:
+            return None
+        finders = (finder for finder in sys.meta_path if finder is not self)
+        spec = next((spec for finder in finders if (spec := finder.find_spec(name, path, target)) is not None), None)
+        loader: Any = None if spec is None else spec.loader
+        if loader is not None:
+            execute = loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                _watch(module)
+
+            loader.exec_module = exec_module
+        return spec
+
+
+def _watch(module: ModuleType) -> None:
+    """Let every object of the module's class first call the function of :func:`before_first_use`, or look for names."""
+    cls: Any = getattr(module, _READERS[module.__name__], None)
+    if cls is None:
+        return
+    original = cls.__init__
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        if _first_use is not None:
+            _first_use()
+        elif cls.__name__ == "LightningArgumentParser" or _asks(kwargs, module):
+            _load()
+        original(self, *args, **kwargs)
+
+    __init__.__wrapped__ = original  # type: ignore[attr-defined]  # as functools.wraps does
+    cls.__init__ = __init__
+
+
+def _asks(kwargs: dict[str, Any], module: ModuleType) -> bool:
+    """Return whether a connector gets a word that is not Lightning's own, as an argument or by a variable."""
+    precisions = [kwargs.get("precision"), os.environ.get("LT_PRECISION")]
+    strategies = [kwargs.get("strategy"), os.environ.get("LT_STRATEGY")]
+    inputs = sys.modules.get(_fabric_of(module) + ".plugins.precision.precision")
+    stock = {str(word) for group in _STOCK for word in get_args(getattr(inputs, group, None))}
+    return "fsdp2" in strategies or not stock.issuperset(word for word in precisions if isinstance(word, str))
+
+
+def _fabric_of(module: ModuleType) -> str:
+    return "lightning.fabric" if module.__name__.startswith("lightning.") else "lightning_fabric"
+
+
+def _load() -> None:
+    """Import lightning_lowprec, which makes its names known; if it cannot be imported, say so once."""
+    global _first_use
+    try:
+        import lightning_lowprec  # noqa: F401
+    except Exception as error:
+        _first_use = _nothing
+        warnings.warn(f"lightning_lowprec cannot be imported, so its names are unknown: {error!r}", stacklevel=4)
+
+
+def _nothing() -> None:
+    pass
