@@ -7,16 +7,17 @@ the servers that stay alive are ended first. Not counted are processes that were
 import resource
 import sys
 import time
-from multiprocessing import forkserver
 
 import pytest
+
+from tests.fsdp2.ranks import stop_server
 
 START = time.monotonic()
 
 
 def of_this_process_and_its_children() -> float:
     """Return seconds of user and system time."""
-    forkserver._forkserver._stop()  # tests/fsdp2/ranks.py starts it; there is no public call
+    stop_server()
     if "torch._inductor.async_compile" in sys.modules:
         sys.modules["torch._inductor.async_compile"].shutdown_compile_workers()
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]

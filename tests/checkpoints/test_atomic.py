@@ -10,7 +10,7 @@ import pytest
 from torch.distributed.checkpoint import CheckpointException
 
 from lightning_lowprec.checkpoints import save
-from tests.fsdp2.worlds import run
+from tests.fsdp2.ranks import launch
 
 STEPS = {"os.mkdir", "os.rename", "os.remove", "os.rmdir"}
 
@@ -88,7 +88,7 @@ def all_cases(rank, ranks, root):
 
 
 def test_killed_at_every_step(tmp_path):
-    run(all_cases, 1, tmp_path, tmp_path)
+    launch(all_cases, 1, tmp_path, tmp_path)
 
 
 def test_the_trainer_finds_the_kept_one_as_the_last(tmp_path):

@@ -22,9 +22,9 @@ from lightning_lowprec import FabricFSDP2Strategy, FSDP2Strategy
 from lightning_lowprec.checkpoints.folder import read_table
 from lightning_lowprec.checkpoints.load import open_checkpoint
 from lightning_lowprec.checkpoints.weights import open_weights
+from tests.fsdp2.ranks import launch
 from tests.fsdp2.test_resume_trainer import fit
 from tests.fsdp2.toy import assert_same, everything, setup, train
-from tests.fsdp2.worlds import run
 
 pytestmark = pytest.mark.distributed
 SHARDS = ("__0_0.distcp", "__1_0.distcp")
@@ -139,7 +139,7 @@ def passes_the_options_on(rank, ranks, folder):
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("saved")
-    run(saves, 2, folder, folder)
+    launch(saves, 2, folder, folder)
     return folder
 
 

@@ -9,9 +9,9 @@ from lightning.fabric.strategies import FSDPStrategy as FabricFSDP
 from lightning.fabric.strategies import ModelParallelStrategy
 from torch import distributed as dist
 
+from tests.fsdp2.ranks import launch
 from tests.fsdp2.test_resume_trainer import fit
 from tests.fsdp2.toy import Toy, adamw, assert_same, full, setup, train
-from tests.fsdp2.worlds import run
 
 pytestmark = pytest.mark.distributed
 
@@ -177,4 +177,4 @@ def says_what_is_wrong(rank, ranks, folder):
 
 
 def test_under_fsdp2(tmp_path):
-    run(fsdp1, 2, tmp_path, tmp_path)
+    launch(fsdp1, 2, tmp_path, tmp_path)

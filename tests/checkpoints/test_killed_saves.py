@@ -7,9 +7,8 @@ import time
 import pytest
 import torch
 
-from tests.fsdp2.ranks import free_port, server
+from tests.fsdp2.ranks import enter, free_port, launch, server
 from tests.fsdp2.toy import assert_same, everything, setup, train
-from tests.fsdp2.worlds import enter, run
 
 pytestmark = pytest.mark.distributed
 CASES = (("sharded", (1, 0)), ("sharded", (0,)), ("sharded", (1,)), ("full", (1, 0)))  # and who is killed
@@ -78,4 +77,4 @@ def test_resumes_from_the_one_before(tmp_path):
             process.kill()
         assert all(codes[victim] == -signal.SIGKILL for victim in victims), codes
         assert all(code not in (None, 0) for code in codes), f"the other rank hangs, or saved: {codes}"
-    run(resumes, 2, tmp_path, tmp_path)
+    launch(resumes, 2, tmp_path, tmp_path)

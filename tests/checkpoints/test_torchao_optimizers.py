@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from tests.fsdp2 import toy
+from tests.fsdp2.ranks import launch
 from tests.fsdp2.test_resume_fabric import state
 from tests.fsdp2.test_resume_trainer import fit
 from tests.fsdp2.toy import assert_same, everything, setup, train
-from tests.fsdp2.worlds import run
 
 pytestmark = pytest.mark.distributed
 KINDS = ("sharded", "full")
@@ -88,6 +88,6 @@ def loads_all(rank, ranks, folder):
 
 
 def test_resume(tmp_path):
-    run(saves_and_goes_on, 2, tmp_path, tmp_path)
-    run(loads_all, 1, tmp_path, tmp_path)
-    run(loads_all, 4, tmp_path, tmp_path)
+    launch(saves_and_goes_on, 2, tmp_path, tmp_path)
+    launch(loads_all, 1, tmp_path, tmp_path)
+    launch(loads_all, 4, tmp_path, tmp_path)

@@ -1,24 +1,38 @@
 """Runs a function in several gloo processes and brings back what each of them returns.
 
-The processes are forked from one server that has imported the slow libraries: an import costs four seconds.
+A process that imports torch, Lightning and this package takes five seconds to start. So they are imported once per
+run of pytest: every world of ranks is forked from a host that has imported all of them, in 0.1 s, and nothing that a
+world leaves behind reaches the next.
 """
 
+import atexit
+import faulthandler
+import functools
 import multiprocessing.context
 import os
+import pickle
+import signal
 import socket
 import sys
+import time
+import traceback
 from datetime import timedelta
+from importlib import import_module
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
-import torch.multiprocessing
 from torch import distributed as dist
 
 PRELOAD = [
     "lightning", "lightning.pytorch.cli", "torchao.float8", "torchao.optim", "torch._dynamo", "torch.distributed.fsdp",
     "torch.distributed.checkpoint", "pytest", "transformers.pytorch_utils",
 ]  # fmt: skip
-"""What takes seconds to import. Not this package: each process shows what the import of this package does."""
+"""What takes seconds to import. Not this package: a script shows what its own import of this package does."""
+IN_WORLDS = [f"lightning_lowprec.{name}" for name in ("callbacks", "fsdp2.strategy", "msamp", "tools.demo", "torchao")]
+"""What the host of worlds imports of this package."""
+SECONDS = 240
 
 
 def server() -> multiprocessing.context.ForkServerContext:
@@ -26,6 +40,12 @@ def server() -> multiprocessing.context.ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     return context
+
+
+def stop_server() -> None:
+    """Stop the server, which lives as long as the host does. The next one writes to the stdout of that time."""
+    _stop_host()
+    forkserver._forkserver._stop()  # there is no public call
 
 
 def free_port() -> int:
@@ -37,28 +57,107 @@ def free_port() -> int:
 
 def run(worker, ranks: int, folder: Path, *args):
     """``[worker(rank, *args) for every rank]``, each in a process of its own, in one process group."""
-    server()
-    arguments = worker, ranks, free_port(), str(folder), dict(os.environ), args
-    torch.multiprocessing.start_processes(_main, arguments, ranks, start_method="forkserver")
+    launch(_in_group, ranks, folder, worker, folder, args)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
 
 
-def _main(rank: int, worker, ranks: int, port: int, folder: str, environ: dict[str, str], args) -> None:
-    os.environ.clear()  # the server's
-    os.environ |= environ | {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "OMP_NUM_THREADS": "1",
-    }
+def launch(body, ranks: int, folder: Path, *args, seconds: float = SECONDS) -> None:
+    """``body(rank, ranks, *args)`` in ``ranks`` processes that Lightning makes a world of.
+
+    Raises with what went wrong in any of them. If one failed, the others have five seconds to end.
+    """
+    errors = [folder / f"{body.__name__}.{ranks}.{rank}.error" for rank in range(ranks)]
+    task = pickle.dumps((body, args)), dict(os.environ), sys.path, os.getcwd()
+    host = _host()
+    try:
+        host.send((task, free_port(), errors, seconds))
+        codes, hung = host.recv()
+    except BaseException:  # what the host answers later is not for the next world
+        _stop_host()
+        raise
+    texts = "\n".join(error.read_text() for error in errors)
+    ended = f"of {ranks} ranks, {hung} did not end, and the exit codes by rank are {codes}"
+    assert codes == dict.fromkeys(range(ranks), 0), f"{ended}:\n{texts}"
+
+
+def enter(rank: int, port: int) -> None:
+    """Let Lightning find this process's place in a world."""
+    environ = {"LOCAL_RANK": rank, "NODE_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({key: str(value) for key, value in environ.items()})
     torch.set_num_threads(1)
+
+
+def _in_group(rank: int, ranks: int, worker, folder: Path, args) -> None:
+    os.environ.update({"RANK": str(rank), "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"})
     dist.init_process_group("gloo", rank=rank, world_size=ranks, timeout=timedelta(seconds=120))
-    result = worker(rank, *args)
-    torch.save(result, Path(folder) / f"{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # threads of torch's that are alive at a regular exit have aborted it ("terminate called without ...")
+    torch.save(worker(rank, *args), folder / f"{rank}.pt")
+
+
+@functools.cache
+def _host() -> Connection:
+    ours, theirs = multiprocessing.Pipe()
+    server().Process(target=_fork_worlds, args=(theirs,)).start()
+    theirs.close()
+    return ours
+
+
+@atexit.register
+def _stop_host() -> None:
+    """Close the pipe, with which the host ends: multiprocessing waits for it."""
+    if _host.cache_info().currsize:
+        _host().close()
+        _host.cache_clear()
+
+
+def _fork_worlds(pipe: Connection) -> None:
+    """Fork a world for each task that the pipe brings, and answer with its exit codes and the ranks that hang."""
+    for name in IN_WORLDS:
+        import_module(name)
+    while True:
+        try:
+            task, port, errors, seconds = pipe.recv()
+        except EOFError:
+            return
+        pids = {_fork(task, rank, port, errors): rank for rank in range(len(errors))}
+        codes: dict[int, int] = {}
+        end = time.monotonic() + seconds
+        while pids and time.monotonic() < end and not pipe.poll(0.02):  # it brings nothing now but its end
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid:
+                codes[pids[pid]] = code = os.waitstatus_to_exitcode(status)
+                del pids[pid]
+                end = min(end, time.monotonic() + 5) if code else end
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        pipe.send((codes, sorted(pids.values())))
+
+
+def _fork(task: tuple[bytes, dict[str, str], list[str], str], rank: int, port: int, errors: list[Path]) -> int:
+    """Return the process that does the task; in that process, never return."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    error = errors[rank].open("w")
+    faulthandler.enable(error)
+    try:
+        pickled, environ, path, folder = task
+        os.environ.clear()  # the server's
+        os.environ |= environ
+        sys.path[:] = path
+        os.chdir(folder)
+        enter(rank, port)
+        body, args = pickle.loads(pickled)
+        body(rank, len(errors), *args)
+        if dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
+        code = 0
+    except BaseException:
+        error.write(f"rank {rank} of {len(errors)}: {traceback.format_exc()[-3000:]}")
+    finally:
+        error.close()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # threads of torch's that are alive at a regular exit have aborted it ("terminate called ...")

@@ -8,9 +8,8 @@ import lightning as L
 import pytest
 import torch
 
-from tests.fsdp2.ranks import free_port, server
+from tests.fsdp2.ranks import enter, free_port, server
 from tests.fsdp2.toy import QUIET, Toy, X, Y
-from tests.fsdp2.worlds import enter
 
 pytestmark = pytest.mark.distributed
 SECONDS = 60  # generous: it takes two on an idle machine

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from lightning_lowprec import HalfMixed
 from lightning_lowprec.fsdp2 import shard
 from lightning_lowprec.private.fsdp2 import has_several_groups
-from tests.fsdp2.worlds import run
+from tests.fsdp2.ranks import launch
 
 pytestmark = pytest.mark.distributed
 NAMES = ("bf16-master", "bf16-remainder", "bf16-sr", "bf16-lean", "fp8-hybrid", "fp8-hybrid-remainder")
@@ -87,7 +87,7 @@ def body(rank, ranks, folder):
 
 @pytest.mark.skipif(not has_several_groups(), reason="torch 2.11 gathers all parameters of a module in one dtype")
 def test_two_ranks_are_one_bit_for_bit(tmp_path):
-    run(body, 2, tmp_path, tmp_path)
+    launch(body, 2, tmp_path, tmp_path)
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     for name in (*NAMES, "named"):
         losses, weights, dtypes = train(name, "auto", 1)

@@ -17,9 +17,9 @@ from lightning_lowprec.masters.in_backward import LAST_NORM
 from lightning_lowprec.masters.moments import decoded_entry
 from lightning_lowprec.masters.optimizer import main_params
 from lightning_lowprec.numerics.parameters import parameters_of
+from tests.fsdp2.ranks import launch
 from tests.fsdp2.test_resume_fabric import state
 from tests.fsdp2.toy import QUIET, adamw, assert_same, full
-from tests.fsdp2.worlds import run
 
 LEANS = ("bf16-lean", "bf16-lean-sr", "fp8-lean")
 SAVED = (("bf16-lean", "sharded"), ("bf16-lean", "full"), ("bf16-lean-sr", "sharded"), ("fp8-lean", "full"))
@@ -301,9 +301,9 @@ def loads(ranks, folder, precision, kind, file):
 
 
 def test_leans(tmp_path):
-    run(on_two, 2, tmp_path, tmp_path)
-    run(on_one, 1, tmp_path, tmp_path)
-    run(on_four, 4, tmp_path, tmp_path)
+    launch(on_two, 2, tmp_path, tmp_path)
+    launch(on_one, 1, tmp_path, tmp_path)
+    launch(on_four, 4, tmp_path, tmp_path)
     for precision in LEANS:  # without FSDP2
         fabric = L.Fabric(accelerator="cpu", devices=1, precision=precision)
         model = Net()

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from lightning_lowprec.checkpoints import optimizer_state
+from tests.fsdp2.ranks import launch
 from tests.fsdp2.test_resume_fabric import state
 from tests.fsdp2.toy import Toy, adamw, everything, full, setup, train
-from tests.fsdp2.worlds import run
 
 CROSSINGS = (
     ("fp8-hybrid", "bf16-mixed", "sharded"), ("bf16-mixed", "fp8-hybrid", "full"),
@@ -113,4 +113,4 @@ def from_ddp(rank, ranks, folder):
 
 
 def test_any_into_any(tmp_path):
-    run(crosses, 2, tmp_path, tmp_path)
+    launch(crosses, 2, tmp_path, tmp_path)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from tests.fsdp2.ranks import launch
 from tests.fsdp2.toy import assert_same, everything, setup, train
-from tests.fsdp2.worlds import run
 
 PRECISIONS = (
     "32-true", "bf16-mixed", "fp8-hybrid-fp16", "fp8-hybrid", "fp8-hybrid-remainder", "bf16-master", "fp8-hybrid-sr",
@@ -72,9 +72,9 @@ def loads_on_four(rank, ranks, folder):
 
 
 def test_what_two_ranks_saved(tmp_path):
-    run(saves_and_goes_on, 2, tmp_path, tmp_path)
-    run(loads_all, 1, tmp_path, tmp_path)
-    run(loads_on_four, 4, tmp_path, tmp_path)
+    launch(saves_and_goes_on, 2, tmp_path, tmp_path)
+    launch(loads_all, 1, tmp_path, tmp_path)
+    launch(loads_on_four, 4, tmp_path, tmp_path)
     for precision in PRECISIONS:  # and one process without Lightning reads a full one
         plain = torch.load(tmp_path / f"{precision}.full.ckpt", weights_only=True)
         truth = torch.load(tmp_path / f"{precision}.full.truth", weights_only=True)

@@ -5,8 +5,8 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from tests.fsdp2.ranks import launch
 from tests.fsdp2.toy import QUIET, Toy, X, Y, adamw, assert_same, everything
-from tests.fsdp2.worlds import run
 
 CASES = (
     ("32-true", "sharded"), ("16-mixed", "full"), ("fp8-hybrid", "sharded"), ("fp8-hybrid-fp16", "full"),
@@ -119,7 +119,7 @@ def loads_all(rank, ranks, folder):
 
 
 def test_what_two_ranks_saved(tmp_path):
-    run(from_one_device, 1, tmp_path, tmp_path)
-    run(saves_and_goes_on, 2, tmp_path, tmp_path)
-    run(loads_all, 1, tmp_path, tmp_path)
-    run(loads_all, 4, tmp_path, tmp_path)
+    launch(from_one_device, 1, tmp_path, tmp_path)
+    launch(saves_and_goes_on, 2, tmp_path, tmp_path)
+    launch(loads_all, 1, tmp_path, tmp_path)
+    launch(loads_all, 4, tmp_path, tmp_path)

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import lightning_lowprec
 from lightning_lowprec import MSAMP
 from lightning_lowprec.msamp.weight import msamp_state_of, values_of
+from tests.fsdp2.ranks import launch
 from tests.fsdp2.toy import QUIET, Toy, X, Y
-from tests.fsdp2.worlds import run
 from tests.precision.weights_left import as_trained
 
 LEVELS = ("O1", "O2", "O3")
@@ -276,4 +276,4 @@ def body(rank, ranks, folder):
 
 
 def test_two_ranks(tmp_path):
-    run(body, 2, tmp_path, tmp_path)
+    launch(body, 2, tmp_path, tmp_path)

@@ -5,7 +5,6 @@ import math
 import os
 import sys
 from dataclasses import fields
-from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +19,7 @@ from lightning_lowprec.tools.compare.runner import train_all
 from lightning_lowprec.tools.compare.spec import CompareSpec
 from lightning_lowprec.tools.compare.training import Recorder
 from tests import forked
-from tests.fsdp2.ranks import server
+from tests.fsdp2.ranks import stop_server
 
 USER_FILE = '''
 import os
@@ -119,8 +118,8 @@ FAILURES = {
 
 
 def test_what_fails_is_shown_and_leaves_the_others(user_file, capfd, monkeypatch):
-    forkserver._forkserver._stop()  # one that runs already writes to the stdout of the test that started it
-    server()  # five processes that need not import torch first; the demo above runs in processes that do
+    stop_server()  # one that runs already writes to the stdout of the test that started it
+    # five processes that need not import torch first; the demo above runs in processes that do
     monkeypatch.setattr(runner, "START", "forkserver")
     out = user_file.parent / "out"
     modes = {name: mode for name, (mode, _) in FAILURES.items()}

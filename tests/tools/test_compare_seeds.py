@@ -4,7 +4,6 @@ import json
 import math
 import random
 import statistics
-from multiprocessing import forkserver
 
 import pytest
 
@@ -15,15 +14,14 @@ from lightning_lowprec.tools.compare.paired import Interval, NoStepsError, judge
 from lightning_lowprec.tools.compare.pictures import picture
 from lightning_lowprec.tools.compare.result import PrecisionResult
 from lightning_lowprec.tools.compare.spec import CompareSpec
-from tests.fsdp2.ranks import server
+from tests.fsdp2.ranks import stop_server
 
 # ---- a real run
 
 
 def test_seeds_are_compared_in_pairs_and_a_schedule_is_followed(tmp_path, capfd, monkeypatch):
     """In its first phase, all in bf16, fp8-hybrid computes what bf16-mixed computes, bit for bit, with each seed."""
-    forkserver._forkserver._stop()  # one that runs already writes to the stderr of the test that started it
-    server()
+    stop_server()  # one that runs already writes to the stderr of the test that started it
     monkeypatch.setattr(runner, "START", "forkserver")
     status = main(
         [
