@@ -9,36 +9,19 @@ import torch
 from torch import nn
 
 from lightning_lowprec import FP8TorchAO
-
-QUIET = {
-    "logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
-    "accelerator": "cpu",
-}  # fmt: skip
+from tests.toys import ON_CPU, Task
 
 
 def model():
     return nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
 
 
-class Module(L.LightningModule):
-    def __init__(self, optimize):
-        super().__init__()
-        self.net, self.optimize, self.losses = model(), optimize, []
-
-    def training_step(self, batch, batch_idx):
-        loss = self.net(batch).pow(2).mean()
-        self.losses.append(loss.item())
-        return loss
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.optimize(self.net), lr=0.1)
-
-
 def fit(optimize, precision="fp8-hybrid"):
     torch.manual_seed(0)
-    module, loader = Module(optimize), torch.utils.data.DataLoader(torch.ones(16, 16), batch_size=4)
-    L.Trainer(precision=precision, max_epochs=1, **QUIET).fit(module, loader)
-    return module
+    task = Task(model(), optimizer=lambda task: torch.optim.SGD(optimize(task.net), lr=0.1))
+    loader = torch.utils.data.DataLoader(torch.ones(16, 16), batch_size=4)
+    L.Trainer(precision=precision, max_epochs=1, **ON_CPU).fit(task, loader)
+    return task
 
 
 def fabric_step(optimizers, net, precision="fp8-hybrid"):

@@ -24,6 +24,7 @@ from lightning_lowprec.conversion.plan import make_plan
 from lightning_lowprec.torchao.linear import coded_layers
 from tests.families import gpt2_runs
 from tests.quality import FLOAT32, expect_db, sqnr
+from tests.toys import ON_CPU, Task, adamw, causal_loss
 
 transformers.logging.set_verbosity_error()
 SMALL = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -174,26 +175,11 @@ def test_gpt2_learns_as_in_bf16_and_changes_checkpoints_with_it(precision, gpt2_
         torch.testing.assert_close(value, weights[name], rtol=bits, atol=bits)
 
 
-class LanguageModel(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.model, self.losses = gpt2_runs.build(), []
-
-    def training_step(self, tokens):
-        loss = self.model(input_ids=tokens, labels=tokens).loss
-        self.losses.append(loss.item())
-        return loss
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=3e-3)
-
-
 @pytest.mark.filterwarnings("ignore:.*(many workers|treespec).*")
 @pytest.mark.parametrize("precision", ["fp8-tensorwise", "msamp-o2"])
 def test_a_trainer_trains_gpt2_as_fabric_does(precision, tmp_path):
-    module = LanguageModel()
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = L.Trainer(precision=precision, accelerator="cpu", max_steps=10, default_root_dir=tmp_path, **quiet)
+    module = Task(gpt2_runs.build(), causal_loss, lambda task: adamw(task, lr=3e-3))
+    trainer = L.Trainer(precision=precision, max_steps=10, default_root_dir=tmp_path, **ON_CPU)
     trainer.fit(module, torch.utils.data.DataLoader([*map(gpt2_runs.batch, range(10))], batch_size=None))
     fabric, _ = gpt2_runs.losses_by(L.Fabric(precision=precision, accelerator="cpu"), steps=10)
     assert module.losses == fabric

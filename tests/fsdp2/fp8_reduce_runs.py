@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.fsdp2.models import Block, batch, full, loss_of
 from tests.fsdp2.volume_runs import QUIET
+from tests.toys import Task
 
 RANKS = 4
 STEPS = 3
@@ -43,6 +44,10 @@ def local_gradients(data_ranks, steps=(0,)):
             loss_of(model, batch(step, rank)).backward()
         found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
     return found
+
+
+def sgd(module):
+    return torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.01)
 
 
 class Wire:
@@ -149,22 +154,10 @@ def lost_step(rank, lost, **options):
     return found, all(torch.equal(w, full(net)[name]) for name, w in before.items())
 
 
-class Module(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.net = Odd(rows=32)
-
-    def training_step(self, tokens):
-        return loss_of(self.net, tokens)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD([p for p in self.net.parameters() if p.requires_grad], lr=0.01)
-
-
 def by_trainer(rank):
     from lightning_lowprec import FSDP2Strategy
 
-    module = Module()
+    module = Task(Odd(rows=32), loss_of, sgd)
     trainer = L.Trainer(
         accelerator="cpu", devices=RANKS, strategy=FSDP2Strategy(fp8_reduce=True), precision="32-true",
         max_steps=STEPS, **QUIET,

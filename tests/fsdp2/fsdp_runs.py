@@ -14,15 +14,10 @@ from torch.distributed.tensor import DTensor
 from lightning_lowprec import FabricFSDP2Strategy, FSDP2Strategy
 from lightning_lowprec.fsdp2 import strategy as sharding
 from lightning_lowprec.tools.demo import Block, ByteGPT
+from tests.toys import QUIET
 
 STEPS = 3
-QUIET = {
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "use_distributed_sampler": False,
-}
+QUIET = {**QUIET, "use_distributed_sampler": False}
 FACTORIES = {
     "fsdp": {
         "auto_wrap_policy": {Block},

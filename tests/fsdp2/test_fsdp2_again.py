@@ -14,6 +14,7 @@ from lightning_lowprec.fsdp2.meshes import make_mesh
 from lightning_lowprec.fsdp2.options import ShardOptions
 from lightning_lowprec.fsdp2.strategy import Sharding
 from tests.fsdp2.models import Net
+from tests.toys import ON_CPU, Task
 
 CPU = torch.device("cpu")
 
@@ -57,28 +58,13 @@ def test_the_same_options_do_not(apply, first, second):
     apply(model, **second)
 
 
-class Again(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Linear(64, 64)
-
-    def training_step(self, batch):
-        return self.net(batch).pow(2).mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
 @pytest.mark.parametrize("precision", ["32-true", "bf16-remainder"])
 def test_a_second_trainer_with_other_options_warns_and_trains(precision):
-    model, weights = Again(), []
+    model, weights = Task(nn.Linear(64, 64), optimizer=lambda task: torch.optim.SGD(task.parameters(), lr=0.1)), []
     for options in ({}, {"reshard_after_forward": True}):
-        trainer = L.Trainer(
-            accelerator="cpu", devices=1, strategy=FSDP2Strategy(**options), precision=precision, max_steps=1,
-            logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        )  # fmt: skip
+        trainer = L.Trainer(devices=1, strategy=FSDP2Strategy(**options), precision=precision, max_steps=1, **ON_CPU)
         data = torch.utils.data.DataLoader(torch.ones(4, 64), batch_size=4)
-        message = r": Again stays sharded as it was, with reshard_after_forward=None;"
+        message = r": Task stays sharded as it was, with reshard_after_forward=None;"
         with pytest.warns(UserWarning, match=message) if options else contextlib.nullcontext():
             trainer.fit(model, data)
         weights.append(model.net.weight.full_tensor().detach().clone())

@@ -11,9 +11,9 @@ from torch import nn
 
 from tests.fsdp2.models import Block
 from tests.fsdp2.ranks import run
+from tests.toys import QUIET, Task
 
 pytestmark = pytest.mark.distributed
-QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 QUIET["use_distributed_sampler"] = False
 
 
@@ -118,24 +118,15 @@ class Gan(L.LightningModule):
         return [torch.optim.SGD(part.parameters(), lr=0.3) for part in (self.g, self.d)]
 
 
-class Norms(L.LightningModule):
+def with_norms():
     """BatchNorm first, and between layers."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Sequential(
-            nn.BatchNorm1d(64), nn.Linear(64, 48), nn.BatchNorm1d(48), nn.GELU(), nn.Linear(48, 64)
-        )
-        self.losses = []
-
-    def training_step(self, batch):
-        loss = self.net(batch[0]).float().sub(1).pow(2).mean()
-        self.losses.append(loss.item())
-        return loss
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.BatchNorm1d(64), nn.Linear(64, 48), nn.BatchNorm1d(48), nn.GELU(), nn.Linear(48, 64))
+    return Task(
+        net,
+        loss=lambda net, batch: net(batch[0]).float().sub(1).pow(2).mean(),
+        optimizer=lambda task: torch.optim.SGD(task.parameters(), lr=0.1),
+    )
 
 
 HOOKS = ("training_step", "on_after_backward", "on_before_optimizer_step", "on_train_batch_end")
@@ -168,7 +159,7 @@ def norms(rank):
     results = {}
     for precision in ("bf16-mixed", "fp8-hybrid", "bf16-remainder"):
         for strategy in ("fsdp2", "ddp"):
-            model = fitted(Norms(), strategy, precision)
+            model = fitted(with_norms(), strategy, precision)
             dtypes = {p.dtype for p in (model.net[0].weight, model.net[2].weight)}
             results[precision, strategy] = model.losses, dtypes, model.net[0].running_mean.dtype
     return results
@@ -176,7 +167,7 @@ def norms(rank):
 
 def memory(rank):
     """What is left of the unsharded weights after a fit."""
-    model = Norms()
+    model = with_norms()
     before = [weakref.ref(p) for p in model.parameters()]
     trainer_holds = fitted(model, "fsdp2", "bf16-remainder")
     gc.collect()
@@ -236,7 +227,7 @@ def uneven(rank):
 
 def averaging(rank):
     try:
-        fitted(Norms(), "fsdp2", callbacks=[L.pytorch.callbacks.StochasticWeightAveraging(swa_lrs=1e-2)])
+        fitted(with_norms(), "fsdp2", callbacks=[L.pytorch.callbacks.StochasticWeightAveraging(swa_lrs=1e-2)])
     except Exception as error:
         return type(error).__name__, str(error)
 

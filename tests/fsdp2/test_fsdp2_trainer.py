@@ -11,9 +11,9 @@ import torch
 
 from tests.fsdp2.models import Net, batch, full, loss_of
 from tests.fsdp2.ranks import run
+from tests.toys import QUIET
 
 pytestmark = pytest.mark.distributed
-QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 PRECISIONS = (
     "32-true", "bf16-mixed", "bf16-true", "16-mixed", "half-auto", "bf16-master", "fp16-master", "bf16-remainder",
     "bf16-sr", "fp8-hybrid", "fp8-hybrid-fp16", "fp8-rowwise-gw-hp", "fp8-hybrid-remainder",

@@ -11,6 +11,7 @@ from torch import nn
 
 import lightning_lowprec  # noqa: F401  (registers the names)
 from tests.quality import sqnr
+from tests.toys import Stack
 
 X = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
 
@@ -33,16 +34,9 @@ class Block(nn.Module):
         return x + F.linear(self.down(self.up(x)), self.up.weight.t())
 
 
-class Model(nn.Module):
+class Model(Stack):
     def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList([Block(), Block()])
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
+        super().__init__(Block, seed=0)
 
 
 @pytest.mark.parametrize("name", ["fp8-hybrid-torchao", "fp8-e4m3-torchao", "msamp-o3"])

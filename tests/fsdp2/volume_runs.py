@@ -13,16 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_lowprec import FabricFSDP2Strategy, FSDP2Strategy
 from lightning_lowprec.fsdp2 import strategy as sharding
 from lightning_lowprec.tools.demo import ByteGPT
+from tests.toys import QUIET
 
 PRECISIONS = ("fp8-hybrid", "fp8-rowwise-gw-hp", "bf16-mixed", "32-true")
 RESHARD = (None, True, False)
-QUIET = {
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "use_distributed_sampler": False,
-}
+QUIET = {**QUIET, "use_distributed_sampler": False}
 
 
 def model():

@@ -9,34 +9,18 @@ from torch.utils.data import DataLoader
 
 from lightning_lowprec.names import TABLE, without_backend
 from lightning_lowprec.tools.doctor import availability
+from tests import toys
 from tests.gpu.device import DEVICE
 from tests.representatives import representatives
 
 WIDTH = 128
 
 
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
-
-
-class Stack(nn.Module):
+class Stack(toys.Stack):
     """Blocks of linears and a head; nothing in it is non-deterministic on a GPU."""
 
     def __init__(self, width: int = WIDTH, depth: int = 2) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
-        self.head = nn.Linear(width, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+        super().__init__(lambda: toys.Block(width), depth, head=("head", width, 16))
 
 
 class Subject(L.LightningModule):

@@ -12,6 +12,7 @@ from torch import nn
 from tests.gpu.device import DEVICE, DRY, NO_VALUES, process_group_if_no_nccl
 from tests.gpu.subjects import WIDTH, batches
 from tests.gpu.test_te import every_recipe, plugin_for
+from tests.toys import Stack, gelu_block
 
 pytestmark = pytest.mark.skipif(DRY or find_spec("transformer_engine") is None, reason="needs Transformer Engine's GPU")
 one_scale = pytest.mark.parametrize("recipe", ["delayed", "current"])
@@ -28,19 +29,11 @@ def own_process_group():
     os.environ.update(before)
 
 
-class Layers(nn.Module):
+class Layers(Stack):
     """Without norms, whose weights FSDP2 gathers in bf16, and without an output head."""
 
     def __init__(self, width=WIDTH):
-        super().__init__()
-        torch.manual_seed(0)
-        make = lambda: nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))  # noqa: E731
-        self.blocks = nn.ModuleList(make() for _ in range(2))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = x + block(x)
-        return x
+        super().__init__(lambda: gelu_block(width, norm=False), seed=0)
 
 
 def train(recipe, strategy=None, steps=6, **options):

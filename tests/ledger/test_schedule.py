@@ -10,6 +10,7 @@ from torch import nn
 
 from benchmarks.ledger.recorder import recording
 from lightning_lowprec import FP8TE, FP8TorchAO, HalfMixed
+from tests.toys import Stack
 
 LAYERS = 2
 NAMES = {"float8": "fp8", "bfloat": "bf16"}
@@ -31,17 +32,11 @@ def fresh():
     torch.cuda.empty_cache()
 
 
-class Net(nn.Module):
+class Net(Stack):
     """The first layer's input needs a gradient, so each layer has three products."""
 
     def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(LAYERS))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
+        super().__init__(lambda: nn.Linear(64, 64), LAYERS)
 
 
 def steps(plugin, phases):

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_lowprec.names import TABLE, without_backend
 from tests.representatives import representatives, updates_in_backward
+from tests.toys import Block
 
 SYNONYMS = {name for name in TABLE if name.startswith(("fp8-hybrid-torchao", "fp8-e4m3")) or without_backend(name)}
 NAMES = sorted({*representatives()} - SYNONYMS - {"mxfp8-te", "mxfp8-torchao", "nvfp4"})
@@ -18,19 +19,10 @@ NAMES = sorted({*representatives()} - SYNONYMS - {"mxfp8-te", "mxfp8-torchao", "
 WIDTH, CLASSES = 32, 16
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x):
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
 class Classifier(L.LightningModule):
     def __init__(self, checkpointing=False):
         super().__init__()
-        self.blocks, self.head = nn.ModuleList([Block(), Block()]), nn.Linear(WIDTH, CLASSES)
+        self.blocks, self.head = nn.ModuleList([Block(WIDTH), Block(WIDTH)]), nn.Linear(WIDTH, CLASSES)
         self.checkpointing, self.lr, self.steps = checkpointing, 1e-3, 0
 
     def forward(self, x):

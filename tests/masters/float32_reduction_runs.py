@@ -11,12 +11,10 @@ from lightning_lowprec import FP8TorchAO, HalfMixed, registration
 from lightning_lowprec.masters.optimizer import main_params
 from lightning_lowprec.precision.loss_scale import LossScale
 from tests.masters.accumulation import FLOAT32, FORMS, Net, Recording, batches, loss_of, plugin
+from tests.toys import ON_CPU
 
 REDUCE = {"grad_reduce_dtype": torch.float32}
-QUIET = {
-    "logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
-    "accelerator": "cpu", "devices": 2, "max_epochs": 1, "use_distributed_sampler": False,
-}  # fmt: skip
+QUIET = {**ON_CPU, "devices": 2, "max_epochs": 1, "use_distributed_sampler": False}
 DDP_OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "views": {"gradient_as_bucket_view": True},

@@ -23,18 +23,15 @@ from tests.masters.accumulation import (
     plugin,
     relative_error,
 )
+from tests.toys import ON_CPU
 
-QUIET = {
-    "logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
-    "accelerator": "cpu", "devices": 1,
-}  # fmt: skip
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def by_trainer(precision, micro_batches, accumulate, net=Net, **options):
     model = net()
     options |= {"accumulate_grad_batches": accumulate} if model.automatic_optimization else {}
-    trainer = L.Trainer(plugins=precision, max_epochs=1, num_sanity_val_steps=0, **options, **QUIET)
+    trainer = L.Trainer(plugins=precision, max_epochs=1, num_sanity_val_steps=0, **options, **ON_CPU)
     trainer.fit(model, torch.utils.data.DataLoader(micro_batches, batch_size=None))
     return model.recording.given
 

@@ -12,11 +12,8 @@ from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.masters.optimizer import has_masters, held_masters, main_params
 from lightning_lowprec.precision.loss_scale import LossScale
 from tests.precision.weights_left import as_trained
+from tests.toys import ON_CPU
 
-QUIET = {
-    "logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
-    "accelerator": "cpu",
-}  # fmt: skip
 FORMS = ["bf16-master", "bf16-remainder", "bf16-sr", "fp16-master"]
 
 
@@ -44,7 +41,7 @@ def test_five_small_steps_arrive(name):
     how = name
     if name == "fp16-master":  # a gradient of 1 overflows fp16 at the first scales, as it should
         how = HalfMixed("fp16", master_weights=True, loss_scale=LossScale(initial=8.0))
-    trainer = L.Trainer(max_epochs=1, plugins=as_trained(how), **QUIET)
+    trainer = L.Trainer(max_epochs=1, plugins=as_trained(how), **ON_CPU)
     trainer.fit(model)
     master = next(iter(main_params(trainer.optimizers[0])))
     torch.testing.assert_close(master, torch.full((4,), 0.995), rtol=1e-6, atol=0)
@@ -54,7 +51,7 @@ def test_five_small_steps_arrive(name):
 
 def test_lightnings_own_bf16_true_loses_them():
     model = Constant()
-    L.Trainer(precision="bf16-true", max_epochs=1, **QUIET).fit(model)
+    L.Trainer(precision="bf16-true", max_epochs=1, **ON_CPU).fit(model)
     assert torch.equal(model.weight, torch.ones(4, dtype=torch.bfloat16))
 
 
@@ -68,7 +65,7 @@ def test_masters_start_from_the_weights_before_the_cast_also_after_an_evaluation
     model = Evaluated(steps=1)
     start = torch.tensor([1.001, 2.002, 3.003, 4.004])  # none of them is a bf16 number
     model.weight.data.copy_(start)
-    trainer = L.Trainer(plugins=as_trained("bf16-master"), max_epochs=1, **QUIET)
+    trainer = L.Trainer(plugins=as_trained("bf16-master"), max_epochs=1, **ON_CPU)
     assert trainer.validate(model, verbose=False)[0]["dtype_is_float32"] == 1.0
     trainer.fit(model)
     torch.testing.assert_close(next(iter(main_params(trainer.optimizers[0]))), start - 1e-3, rtol=1e-6, atol=0)
@@ -99,7 +96,7 @@ class Net(L.LightningModule):
 def test_swa_and_schedulers(name):
     model = Net()
     swa = StochasticWeightAveraging(swa_lrs=1e-3, swa_epoch_start=1)
-    trainer = L.Trainer(plugins=as_trained(name), max_epochs=3, callbacks=[swa], **QUIET)
+    trainer = L.Trainer(plugins=as_trained(name), max_epochs=3, callbacks=[swa], **ON_CPU)
     with pytest.warns(UserWarning, match="averages the weights of the model"):
         trainer.fit(model)
     assert has_masters(trainer.optimizers[0])
@@ -116,7 +113,7 @@ def test_unfreezing_adds_a_group_with_masters(name):
     model = Finetuned()
     before = model.backbone[0].weight.detach().clone()
     callback = BackboneFinetuning(unfreeze_backbone_at_epoch=1, verbose=False, backbone_initial_lr=1e-2)
-    trainer = L.Trainer(precision=name, max_epochs=2, callbacks=[callback], **QUIET)
+    trainer = L.Trainer(precision=name, max_epochs=2, callbacks=[callback], **ON_CPU)
     trainer.fit(model)
     assert len(trainer.optimizers[0].param_groups) == 2
     assert {p.dtype for p in main_params(trainer.optimizers[0])} == {torch.float32}
@@ -132,7 +129,7 @@ def test_unfreezing_adds_a_group_with_masters(name):
 )
 def test_configured_by_hand(plugin):
     model = Net()
-    trainer = L.Trainer(plugins=plugin(), max_epochs=4, **QUIET)
+    trainer = L.Trainer(plugins=plugin(), max_epochs=4, **ON_CPU)
     first = model.training_step(next(iter(model.train_dataloader())), 0).item()
     trainer.fit(model)
     assert model.training_step(next(iter(model.train_dataloader())), 0).item() < 0.5 * first
@@ -141,7 +138,7 @@ def test_configured_by_hand(plugin):
 def test_the_loss_scale_reaches_the_users_logger(tmp_path):
     logger = CSVLogger(tmp_path)
     plugin = HalfMixed("fp16", master_weights=True, loss_scale=LossScale(initial=16.0, growth_interval=4))
-    options = {**QUIET, "logger": logger}
+    options = {**ON_CPU, "logger": logger}
     L.Trainer(plugins=plugin, max_epochs=1, log_every_n_steps=1, **options).fit(Net())
     rows = (tmp_path / "lightning_logs" / "version_0" / "metrics.csv").read_text().splitlines()
     header = rows[0].split(",")
@@ -169,7 +166,7 @@ def test_a_model_that_begins_with_a_norm_takes_float_batches_in_every_stage(name
         val_dataloader = test_dataloader = Net.train_dataloader
 
     model = Normed()
-    trainer = L.Trainer(precision=name, max_epochs=1, **QUIET)
+    trainer = L.Trainer(precision=name, max_epochs=1, **ON_CPU)
     trainer.validate(model, verbose=False)
     trainer.fit(model)
     trainer.test(model, verbose=False)
@@ -200,7 +197,7 @@ def test_buffers_stay_float32_unless_told(buffer_dtype):
 
     model = Buffered()
     plugin = HalfMixed("bf16", master_weights=True, buffer_dtype=buffer_dtype)
-    L.Trainer(plugins=plugin, max_epochs=1, **QUIET).fit(model)
+    L.Trainer(plugins=plugin, max_epochs=1, **ON_CPU).fit(model)
     assert model.rotary.dtype is (buffer_dtype or torch.float32)
 
 
@@ -229,7 +226,7 @@ def test_batch_norm_keeps_float32(name):
             self.backbone = nn.Sequential(nn.BatchNorm1d(16), nn.Linear(16, 16), nn.BatchNorm1d(16))
 
     model = Convolutional()
-    L.Trainer(plugins=as_trained(name), max_epochs=1, **QUIET).fit(model)
+    L.Trainer(plugins=as_trained(name), max_epochs=1, **ON_CPU).fit(model)
     assert {p.dtype for p in model.backbone[0].parameters()} == {torch.float32}
     assert model.backbone[1].weight.dtype is (torch.float16 if name.startswith("fp16") else torch.bfloat16)
 
@@ -244,14 +241,14 @@ def test_no_master_takes_memory_while_activations_do(name):
             seen.append(sum(master.untyped_storage().nbytes() for master in masters))
             return super().training_step(batch, batch_idx)
 
-    L.Trainer(precision=name, max_epochs=1, **QUIET).fit(Watched())
+    L.Trainer(precision=name, max_epochs=1, **ON_CPU).fit(Watched())
     assert len(seen) == 8
     assert not any(seen[1:]), "the first step takes over the float32 weights from before the cast"
 
 
 def test_a_logger_that_is_never_asked_for_the_scale():
     plugin = HalfMixed("fp16", loss_scale=LossScale(initial=8.0))
-    L.Trainer(plugins=plugin, max_epochs=1, log_every_n_steps=0, **QUIET).fit(Net())
+    L.Trainer(plugins=plugin, max_epochs=1, log_every_n_steps=0, **ON_CPU).fit(Net())
 
 
 def test_fabric_keeps_no_float32_copies_once_training_runs():

@@ -8,23 +8,17 @@ import torch
 from torch import nn
 
 from lightning_lowprec import FP8TorchAO, HalfMixed
+from tests.toys import ON_CPU, Task
 
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
-    "enable_model_summary": False, "max_steps": 2,
-}  # fmt: skip
+QUIET = {**ON_CPU, "max_steps": 2}
 
 
-class Wrapped(L.LightningModule):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
+def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
+    return model(**batch).loss if isinstance(batch, dict) else model(batch).square().mean()
 
-    def training_step(self, batch: Any, index: int) -> torch.Tensor:
-        return self.model(**batch).loss if isinstance(batch, dict) else self.model(batch).square().mean()
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3, weight_decay=0.0)
+def task(model: nn.Module) -> Task:
+    return Task(model, loss_of, lambda task: torch.optim.AdamW(task.parameters(), lr=1e-3, weight_decay=0.0))
 
 
 def stack() -> nn.Module:
@@ -41,7 +35,7 @@ def test_lightnings_bf16_mixed_and_ours_give_the_same_weights():
     data = torch.utils.data.DataLoader(torch.randn(16, 32, generator=torch.Generator().manual_seed(1)), batch_size=8)
     weights = []
     for choice in ({"precision": "bf16-mixed"}, {"plugins": HalfMixed("bf16")}, {"precision": "32-true"}):
-        model = Wrapped(stack())
+        model = task(stack())
         L.Trainer(**choice, **QUIET).fit(model, data)
         weights.append(model)
     assert distance(weights[0], weights[1]) == 0
@@ -83,10 +77,10 @@ def test_the_trainer_of_transformers_and_ours_give_the_same_weights(llama, tmp_p
     theirs = llama()
     InOrder(theirs, given, train_dataset=rows).train()
 
-    ours = Wrapped(llama())
+    ours = task(llama())
     trainer = L.Trainer(precision="half-auto", accumulate_grad_batches=4, gradient_clip_val=1.0, **QUIET)
     trainer.fit(ours, torch.utils.data.DataLoader(rows, batch_size=2))
-    assert distance(theirs, ours.model) == 0
+    assert distance(theirs, ours.net) == 0
     assert distance(theirs, llama()) > 0.1, "the weights moved"
 
 

@@ -7,14 +7,11 @@ from torch.nn import functional as F
 
 from lightning_lowprec import MSAMP
 from tests.precision.weights_left import as_trained
+from tests.toys import ON_CPU
 
 LEVELS = ["O1", "O2", "O3"]
 CHATTER = "ignore:`isinstance\\(treespec, LeafSpec\\)` is deprecated"
 """torch >= 2.11 under lightning <= 2.6."""
-QUIET = {
-    "logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
-    "accelerator": "cpu", "devices": 1,
-}  # fmt: skip
 
 
 class Net(L.LightningModule):
@@ -52,7 +49,7 @@ class Batches(list):
 def fit(plugin, module=None, epochs=2, path=None, **options):
     """The module and the Trainer; a plugin or a name of Lightning's."""
     precision = {"precision": plugin} if isinstance(plugin, str) else {"plugins": [as_trained(plugin)]}
-    trainer = L.Trainer(**precision, max_epochs=epochs, **QUIET, **options)
+    trainer = L.Trainer(**precision, max_epochs=epochs, **ON_CPU, **options)
     module = module or Net()
     trainer.fit(module, Batches(), ckpt_path=path)
     return module, trainer

@@ -23,25 +23,13 @@ from lightning_lowprec.msamp.fsdp2 import code_shards, collect
 from lightning_lowprec.msamp.layer import ScaledLayer
 from lightning_lowprec.msamp.linear import scale_linears
 from lightning_lowprec.msamp.weight import master_of, set_values_, sharded_like, values_of
+from tests.toys import Block, Stack
 
 STEPS = 20
 OPTIMIZERS = {
     "adamw": lambda params, **options: ScaledAdamW(params, lr=1e-2, level="O3", **options),
     "sgd": lambda params, **options: ScaledSGD(params, lr=0.1, momentum=0.9, level="O3", **options),
 }
-
-
-class Block(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.norm, self.first, self.second = (
-            nn.LayerNorm(width),
-            nn.Linear(width, 2 * width),
-            nn.Linear(2 * width, width),
-        )
-
-    def forward(self, x):
-        return x + self.second(torch.relu(self.first(self.norm(x))))
 
 
 def conv1d_of(linear):
@@ -53,20 +41,16 @@ def conv1d_of(linear):
     return conv
 
 
-class Net(nn.Module):
+class Net(Stack):
     def __init__(self, seed=0, width=32):
-        super().__init__()
-        torch.manual_seed(seed)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
-        self.blocks[1].first, self.blocks[1].second = map(conv1d_of, (self.blocks[1].first, self.blocks[1].second))
+        super().__init__(lambda: Block(width, activation=torch.relu), seed=seed)
+        last = self.blocks[1]
+        last.up, last.down = conv1d_of(last.up), conv1d_of(last.down)
         self.head = nn.Linear(width, 5)
-        fqns = [fqn for fqn, _ in self.named_modules() if fqn.endswith(("first", "second"))]
-        scale_linears(self, fqns, "O3")
+        scale_linears(self, [fqn for fqn, _ in self.named_modules() if fqn.endswith(("up", "down"))], "O3")
 
     def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+        return self.head(super().forward(x))
 
 
 def sharded(kind="adamw", seed=0):
@@ -226,8 +210,8 @@ def overflow(rank):
 
     def spoil():
         if rank == 1:
-            model.blocks[0].first.weight.grad._local_tensor[0, 0] = float("inf")
-            model.blocks[1].first.weight.grad._local_tensor[0, 0] = float("nan")
+            model.blocks[0].up.weight.grad._local_tensor[0, 0] = float("inf")
+            model.blocks[1].up.weight.grad._local_tensor[0, 0] = float("nan")
 
     train(model, optimizer, [1], after=spoil)
     return scales(model), saved(model, optimizer)["model"]
@@ -261,7 +245,7 @@ def refused():
 def written(rank):
     """Writes to a sharded weight by code that does not know codes: each is a collective."""
     model, _, _ = sharded()
-    weight = model.blocks[0].first.weight
+    weight = model.blocks[0].up.weight
     before = values_of(weight).full_tensor()
     found = {"read": torch.equal(weight.detach().full_tensor(), before)}
     with torch.no_grad():

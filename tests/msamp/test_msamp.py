@@ -16,8 +16,9 @@ from lightning_lowprec.msamp.adamw_sgd import ScaledAdamW, ScaledSGD
 from lightning_lowprec.msamp.gradient import ScaledGradient
 from lightning_lowprec.msamp.linear import scale_linears, scaled_linears
 from lightning_lowprec.msamp.weight import values_of
-from tests.msamp.msamp_runs import CHATTER, LEVELS, QUIET, Batches, Net, fit, in_fabric
+from tests.msamp.msamp_runs import CHATTER, LEVELS, Batches, Net, fit, in_fabric
 from tests.quality import expect_db, sqnr
+from tests.toys import ON_CPU
 
 every_level = pytest.mark.parametrize("level", LEVELS)
 pytestmark = pytest.mark.filterwarnings(CHATTER)
@@ -168,7 +169,7 @@ def test_the_state_dict_gives_the_same_outputs_in_the_plain_model(level):
 
 def test_testing_without_fit_and_halving_leave_the_codes():
     module = Net()
-    trainer = L.Trainer(precision="msamp-o3", **QUIET)
+    trainer = L.Trainer(precision="msamp-o3", **ON_CPU)
     alone = trainer.test(module, Batches(1), verbose=False)
     assert trainer.test(module, Batches(1), verbose=False) == alone
     fitted, _ = fit(MSAMP("O3"), module)

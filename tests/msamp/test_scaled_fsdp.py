@@ -101,7 +101,7 @@ def test_the_state_dict_is_that_of_the_plain_model(runs):
         name: (v.shape, torch.float32) for name, v in model.state_dict().items()
     }
     linear = nn.Linear(32, 64)
-    linear.load_state_dict({name: weights[f"blocks.0.first.{name}"] for name in ("weight", "bias")})
+    linear.load_state_dict({name: weights[f"blocks.0.up.{name}"] for name in ("weight", "bias")})
 
 
 def test_a_folder_of_shards_comes_back_bit_for_bit(runs):
@@ -112,9 +112,9 @@ def test_what_is_not_finite_on_one_rank_leaves_the_scales_finite_and_equal(runs)
     (scales, weights), (other, _) = (rank["overflow"] for rank in runs[1])
     assert scales == other
     assert all(0 < value < float("inf") for pair in scales for value in pair)
-    assert bool(weights["blocks.0.first.weight"][32, 0].isnan())  # the first row of rank 1
-    assert bool(weights["blocks.0.first.weight"][:32].isfinite().all())
-    assert bool(weights["blocks.0.second.weight"].isfinite().all())
+    assert bool(weights["blocks.0.up.weight"][32, 0].isnan())  # the first row of rank 1
+    assert bool(weights["blocks.0.up.weight"][:32].isfinite().all())
+    assert bool(weights["blocks.0.down.weight"].isfinite().all())
 
 
 def test_stochastic_rounding_moves_masters_on_every_rank_with_common_scales(runs):

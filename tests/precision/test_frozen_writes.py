@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_lowprec import HalfMixed
 from lightning_lowprec.precision.frozen_writes import FrozenWrites
+from tests.toys import ON_CPU
 
 NAMES = ("bf16-master", "bf16-remainder", "bf16-sr", "bf16-lean", "fp16-master", "fp8-hybrid-remainder")
 WRITES = {
@@ -21,10 +22,6 @@ WRITES = {
     "new data": lambda t, s: setattr(t, "data", t.data * 0.999 + s.data.to(t.dtype) * 0.001),
     "nothing": lambda t, s: None,
 }
-QUIET = {
-    "logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
-    "accelerator": "cpu",
-}  # fmt: skip
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
 
 
@@ -53,7 +50,7 @@ def fit(write, steps=40, **how):
     data = DataLoader([torch.randn(32, 64, generator=generator) for _ in range(steps)], batch_size=None)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        L.Trainer(max_steps=steps, **how, **QUIET).fit(module, data)
+        L.Trainer(max_steps=steps, **how, **ON_CPU).fit(module, data)
     return module, [str(w.message) for w in caught if "keep_fp32" in str(w.message)]
 
 

@@ -9,11 +9,9 @@ from torch import nn
 from lightning_lowprec import HalfEval
 from lightning_lowprec.fsdp2.options import ShardOptions
 from lightning_lowprec.fsdp2.strategy import Sharding
+from tests.toys import ON_CPU
 
-QUIET = {
-    "logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
-    "accelerator": "cpu", "devices": 1, "max_epochs": 1,
-}  # fmt: skip
+QUIET = {**ON_CPU, "max_epochs": 1}
 
 
 def net():

@@ -10,6 +10,7 @@ from lightning_lowprec.conversion.head import LazyLogits, LossHead
 from lightning_lowprec.precision.set_up import set_up_heads
 from tests.precision.weights_left import as_trained
 from tests.quality import expect_db, sqnr
+from tests.toys import Task, adamw, causal_loss
 
 transformers = pytest.importorskip("transformers")
 transformers.logging.set_verbosity_error()
@@ -34,19 +35,9 @@ def llama():
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**CONFIG)).train()
 
 
-class Module(L.LightningModule):
+class Module(Task):
     def __init__(self):
-        super().__init__()
-        self.lm = llama()
-        self.losses = []
-
-    def training_step(self, batch, index):
-        out = self.lm(input_ids=batch, labels=batch)
-        self.losses.append(out.loss.item())
-        return out.loss
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+        super().__init__(llama(), causal_loss, lambda task: adamw(task, lr=1e-2))
 
     def train_dataloader(self):
         tokens = torch.randint(1, 300, (8, 12), generator=torch.Generator().manual_seed(0))
@@ -66,7 +57,7 @@ def fit(plugin, folder=None, epochs=2, ckpt_path=None):
 def test_a_run_with_accumulation_clipping_and_resume_follows_that_of_all_logits(name, head, tmp_path):
     plain, _ = fit(PLUGINS[name]("bf16"))
     ours, _ = fit(PLUGINS[name](head))
-    assert type(ours.lm.lm_head) is LossHead
+    assert type(ours.net.lm_head) is LossHead
     assert ours.losses == pytest.approx(plain.losses, rel=3e-3 if head == "chunked" else 1e-2)
     _, trainer = fit(PLUGINS[name](head), tmp_path, epochs=1)
     trainer.save_checkpoint(tmp_path / "half.ckpt")
@@ -100,7 +91,7 @@ def test_the_default_leaves_head_and_loss_alone():
     for plugin in (HalfMixed("bf16"), FP8TorchAO(), MSAMP("O2")):
         assert plugin.head == "bf16"
     module, _ = fit(HalfMixed("bf16"), epochs=1)
-    assert type(module.lm.lm_head) is nn.Linear
+    assert type(module.net.lm_head) is nn.Linear
 
 
 @pytest.mark.parametrize("plugin", [HalfMixed, FP8TorchAO, FP8TE, MSAMP])
@@ -128,8 +119,8 @@ def test_the_next_precision_and_the_end_of_a_run_take_the_head_back():
     with pytest.warns(UserWarning, match=r"1 layers of Module are those of `head='fp8'`.*plain"):
         L.Trainer(max_steps=1, enable_checkpointing=False, **QUIET).fit(module)
     L.Trainer(plugins=HalfMixed("bf16"), max_steps=1, enable_checkpointing=False, **QUIET).fit(module)
-    assert type(module.lm.lm_head) is nn.Linear
-    assert not isinstance(module.lm(input_ids=torch.ones(1, 4, dtype=torch.int64)).logits, LazyLogits)
+    assert type(module.net.lm_head) is nn.Linear
+    assert not isinstance(module.net(input_ids=torch.ones(1, 4, dtype=torch.int64)).logits, LazyLogits)
     plain = Module()
     L.Trainer(plugins=HalfMixed("bf16", head="chunked"), max_steps=1, enable_checkpointing=False, **QUIET).fit(plain)
-    assert type(plain.lm.lm_head) is nn.Linear
+    assert type(plain.net.lm_head) is nn.Linear

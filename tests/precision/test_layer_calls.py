@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import lightning_lowprec  # registers the names
+from tests.toys import ON_CPU, Task
 
 WIDTH, TOKENS = 64, 32
 
@@ -40,18 +41,11 @@ class Model(nn.Module):
         return self.mlp(self.attention(x))
 
 
-class Lit(L.LightningModule):
+class Lit(Task):
     def __init__(self, model=None):
-        super().__init__()
-        self.model = model or Model()
+        super().__init__(model or Model())
 
-    def training_step(self, batch, batch_idx):
-        return self.model(batch).square().mean()
-
-    validation_step = test_step = training_step
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+    validation_step = test_step = Task.training_step
 
 
 def warned(caught):
@@ -95,10 +89,7 @@ def test_the_remedy_of_the_warning():
 
 @pytest.mark.filterwarnings("ignore:.*(many workers|isinstance.treespec|logger|test_dataloader).*")
 def test_in_the_trainer_and_in_later_runs(tmp_path, caplog):
-    trainer = L.Trainer(
-        precision="fp8-hybrid", accelerator="cpu", max_steps=1, default_root_dir=tmp_path, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+    trainer = L.Trainer(precision="fp8-hybrid", max_steps=1, default_root_dir=tmp_path, **ON_CPU)
     model, data = Lit(), torch.utils.data.DataLoader([torch.randn(4, 16, WIDTH)], batch_size=None)
     with warnings.catch_warnings(record=True) as caught, caplog.at_level(logging.INFO):
         warnings.simplefilter("always")
@@ -107,7 +98,7 @@ def test_in_the_trainer_and_in_later_runs(tmp_path, caplog):
         trainer.fit_loop.epoch_loop.max_steps = 2
         trainer.fit(model, data)
     assert len(warned(caught)) == 1
-    assert trainer.precision_plugin.plan.converted == ("model.attention.proj", "model.mlp")
+    assert trainer.precision_plugin.plan.converted == ("net.attention.proj", "net.mlp")
     assert sum("converted 3 of 3" in record.message for record in caplog.records) == 1
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from lightning_lowprec import plain
-from tests.precision.weights_left import QUIET, Net, as_trained, fit
+from tests.precision.weights_left import Net, as_trained, fit
+from tests.toys import ON_CPU
 
 STOCK = ["32-true", "bf16-mixed"]
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
 def test_the_first_forward_of_a_layer_that_was_left_warns_once(name, title, stock):
     module = Net()
     fit(as_trained(name), module)
-    trainer = L.Trainer(precision=stock, **QUIET)
+    trainer = L.Trainer(precision=stock, **ON_CPU)
     match = rf"2 layers of Net are those of {title}.*`precision='{stock}'`.*lightning_lowprec.plain\(model\)"
     with pytest.warns(UserWarning, match=match) as caught:
         trainer.validate(module, verbose=False)

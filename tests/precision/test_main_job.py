@@ -13,11 +13,8 @@ import torch
 from lightning_lowprec.tools.demo import ByteGPT, StdlibText
 from lightning_lowprec.torchao.linear import coded_layers
 from tests import forked
+from tests.toys import ON_CPU
 
-QUIET = {
-    "logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
-    "accelerator": "cpu",
-}  # fmt: skip
 SIZES = {"depth": 2, "width": 64, "heads": 2, "block_size": 64}
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning")
@@ -38,7 +35,7 @@ def final_losses(precision: str) -> tuple[float, float]:
 
     torch.manual_seed(0)
     model = ByteGPT(**SIZES)
-    trainer = L.Trainer(precision=precision, max_steps=200, callbacks=[Recorder()], **QUIET)
+    trainer = L.Trainer(precision=precision, max_steps=200, callbacks=[Recorder()], **ON_CPU)
     trainer.fit(model, datamodule=data())
     assert trainer.global_step == 200
     assert losses[0] == pytest.approx(math.log(256), rel=0.02), "an untrained byte model knows nothing"

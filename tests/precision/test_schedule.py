@@ -9,46 +9,21 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils.data import DataLoader
 
 from lightning_lowprec import FP8TorchAO, HalfMixed
 from lightning_lowprec.callbacks import PrecisionSchedule
 from lightning_lowprec.precision.schedule import Schedule
+from tests.toys import ON_CPU, Block, Stack
 
 SCHEDULE = [{"until": 0.2, "gemms": "bf16"}, {"until": 7}, {"gemms": {"forward": "bf16"}}]
 BF16, FORWARD = ("forward", "grad_input", "grad_weight"), ("forward",)
-QUIET = {
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "accelerator": "cpu",
-    "devices": 1,
-}
 
 
-class Block(nn.Module):
+class Net(Stack):
     def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
-
-    def forward(self, x):
-        return x + self.down(self.up(x).relu())
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.lm_head = nn.Linear(16, 16)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return self.lm_head(x)
+        super().__init__(lambda: Block(16, norm=False, activation=torch.relu), head=("lm_head", 16, 16), seed=0)
 
 
 class Lit(L.LightningModule):
@@ -75,7 +50,7 @@ class Lit(L.LightningModule):
 
 def fit(plugin, model=None, ckpt_path=None, **options):
     model = Lit() if model is None else model
-    options = {"max_epochs": 1, "limit_val_batches": 0, **QUIET, **options}
+    options = {"max_epochs": 1, "limit_val_batches": 0, **ON_CPU, **options}
     trainer = L.Trainer(plugins=plugin, **options)
     trainer.fit(model, ckpt_path=ckpt_path)
     return model, trainer
@@ -351,7 +326,7 @@ def test_manual_optimization_counts_the_steps_of_all_optimizers():
 
 def test_evaluation_before_any_fit_is_in_the_last_phase():
     model = Lit()
-    L.Trainer(plugins=FP8TorchAO(schedule=SCHEDULE), **QUIET).validate(model, verbose=False)
+    L.Trainer(plugins=FP8TorchAO(schedule=SCHEDULE), **ON_CPU).validate(model, verbose=False)
     assert model.validated == [(0, FORWARD)]
 
 

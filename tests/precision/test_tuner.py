@@ -7,7 +7,8 @@ from lightning.pytorch.callbacks import LearningRateFinder, StochasticWeightAver
 from lightning.pytorch.tuner import Tuner
 
 from lightning_lowprec.masters.optimizer import main_params
-from tests.precision.weights_left import QUIET, Net, exact_weights, fit, same_bits
+from tests.precision.weights_left import Net, exact_weights, fit, same_bits
+from tests.toys import ON_CPU
 
 MASTERS = ["bf16-master", "bf16-remainder", "bf16-sr", "fp16-master"]
 NAMES = ["half-auto", *MASTERS, "fp8-tensorwise", "msamp-o2", "msamp-o3"]
@@ -27,7 +28,7 @@ def test_a_search_restores_the_model_and_the_training_after_it(name, search, tmp
     fit(name, alone)
     module = Net()
     before, types = state(module), [type(m) for m in module.modules()]
-    trainer = Trainer(precision=name, **{**QUIET, "max_epochs": 1, "limit_val_batches": 0}, default_root_dir=tmp_path)
+    trainer = Trainer(precision=name, **{**ON_CPU, "max_epochs": 1, "limit_val_batches": 0}, default_root_dir=tmp_path)
     if search == "learning rate":
         Tuner(trainer).lr_find(module, num_training=3, update_attr=False)
     else:
@@ -58,7 +59,7 @@ def test_a_search_within_fit_restores_the_masters(name, tmp_path):
 def test_a_bf16_model_is_bf16_again_after_a_search(tmp_path):
     module = Net(torch.bfloat16)
     before = state(module)
-    trainer = Trainer(precision="half-auto", **QUIET, max_epochs=1, limit_val_batches=0, default_root_dir=tmp_path)
+    trainer = Trainer(precision="half-auto", **ON_CPU, max_epochs=1, limit_val_batches=0, default_root_dir=tmp_path)
     Tuner(trainer).lr_find(module, num_training=3, update_attr=False)
     assert same_bits(state(module), before)
     assert module.norm.weight.dtype is torch.bfloat16

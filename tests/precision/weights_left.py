@@ -7,11 +7,7 @@ from torch import nn
 from lightning_lowprec.masters.registry import existing_masters
 from lightning_lowprec.msamp.weight import master_of, msamp_state_of, values_of
 from lightning_lowprec.names import create
-
-QUIET = {
-    "logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
-    "accelerator": "cpu",
-}  # fmt: skip
+from tests.toys import ON_CPU
 
 
 class Net(L.LightningModule):
@@ -59,7 +55,7 @@ def as_trained(how):
 def fit(how, module, *, ckpt_path=None, **options):
     """Train for 3 steps under a name or a plugin; return the Trainer, which keeps the optimizer alive."""
     named = {"precision": how} if isinstance(how, str) else {"plugins": how}
-    trainer = L.Trainer(**named, **{**QUIET, "max_epochs": 1, "limit_val_batches": 0, **options})
+    trainer = L.Trainer(**named, **{**ON_CPU, "max_epochs": 1, "limit_val_batches": 0, **options})
     trainer.fit(module, ckpt_path=ckpt_path)
     return trainer
 

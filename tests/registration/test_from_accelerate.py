@@ -6,14 +6,15 @@ import lightning as L
 import pytest
 import torch
 
+from tests.toys import ON_CPU
+
 accelerate = pytest.importorskip("accelerate.utils")
 
-QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
 with_te = pytest.mark.skipif(find_spec("transformer_engine") is None, reason="`make test-te` is the place")
 
 
 def plugins(given):
-    return L.Trainer(plugins=given, **QUIET).precision_plugin, L.Fabric(plugins=[given], accelerator="cpu")._precision
+    return L.Trainer(plugins=given, **ON_CPU).precision_plugin, L.Fabric(plugins=[given], accelerator="cpu")._precision
 
 
 def test_torchaos_config():
@@ -25,7 +26,7 @@ def test_torchaos_config():
     for plugin in plugins(accelerate.AORecipeKwargs()):
         assert plugin.config.enable_fsdp_float8_all_gather, "Accelerate's default"
     with pytest.raises(ValueError, match=r"`AORecipeKwargs\(module_filter_func=.*has no equal.*`FP8TorchAO\(config="):
-        L.Trainer(plugins=accelerate.AORecipeKwargs(module_filter_func=lambda module, fqn: True), **QUIET)
+        L.Trainer(plugins=accelerate.AORecipeKwargs(module_filter_func=lambda module, fqn: True), **ON_CPU)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -47,20 +48,20 @@ def test_transformer_engines_recipe():
         assert (recipe.margin, recipe.fp8_format, recipe.amax_history_len) == (2, te.Format.E4M3, 16)
         assert recipe.amax_compute_algo == "max"
         assert plugin.fp8_eval
-    default = L.Trainer(plugins=accelerate.TERecipeKwargs(), **QUIET).precision_plugin
+    default = L.Trainer(plugins=accelerate.TERecipeKwargs(), **ON_CPU).precision_plugin
     assert default.recipe.amax_compute_algo == "most_recent"
     assert not default.fp8_eval, "Accelerate's default"
     mx = accelerate.TERecipeKwargs(use_mxfp8_block_scaling=True)
-    assert isinstance(L.Trainer(plugins=mx, **QUIET).precision_plugin.recipe, te.MXFP8BlockScaling)
+    assert isinstance(L.Trainer(plugins=mx, **ON_CPU).precision_plugin.recipe, te.MXFP8BlockScaling)
     with pytest.raises(ValueError, match="`interval=4` is gone"):
-        L.Trainer(plugins=accelerate.TERecipeKwargs(interval=4), **QUIET)
+        L.Trainer(plugins=accelerate.TERecipeKwargs(interval=4), **ON_CPU)
 
 
 def test_a_name_beside_such_an_object_raises():
     with pytest.raises(ValueError, match="Received both `precision=fp8-hybrid` and `plugins="):
-        L.Trainer(precision="fp8-hybrid", plugins=accelerate.MSAMPRecipeKwargs(), **QUIET)
+        L.Trainer(precision="fp8-hybrid", plugins=accelerate.MSAMPRecipeKwargs(), **ON_CPU)
 
 
 def test_other_objects_stay_lightnings():
     with pytest.raises(L.fabric.utilities.exceptions.MisconfigurationException, match="Found invalid type for plugin"):
-        L.Trainer(plugins=torch.nn.Linear(1, 1), **QUIET)
+        L.Trainer(plugins=torch.nn.Linear(1, 1), **ON_CPU)

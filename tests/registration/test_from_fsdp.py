@@ -27,8 +27,8 @@ from torch.distributed.fsdp.wrap import (
 import lightning_lowprec
 from lightning_lowprec import FabricFSDP2Strategy, FP8TorchAO, FSDP2Strategy
 from lightning_lowprec.private.lightning import FABRIC_FSDP_NAMES, FSDP_NAMES, TRAINER_FSDP_NAMES
+from tests.toys import QUIET
 
-QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
 CPU = {"accelerator": "cpu", "devices": 2}
 ALL = [(a, b) for a in (TrainerFSDP, FabricFSDP) for b in (FSDP2Strategy, FabricFSDP2Strategy)]
 HYBRID = {"sharding_strategy": "HYBRID_SHARD", "auto_wrap_policy": {nn.Linear}}

@@ -15,8 +15,8 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 
 import lightning_lowprec
 from lightning_lowprec import FabricFSDP2Strategy, FP8TorchAO, FSDP2Strategy, HalfMixed
+from tests.toys import QUIET
 
-QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
 CPU = {"accelerator": "cpu", "devices": 2}
 
 

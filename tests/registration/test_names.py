@@ -23,9 +23,7 @@ from lightning_lowprec.names import TABLE, create, register_own_backends, resolv
 from lightning_lowprec.other_stacks import PRECISIONS
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.private.lightning import moved, precision_names
-
-QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
-
+from tests.toys import ON_CPU
 
 TE_NAMES = [name for name, entry in TABLE.items() if entry.plugin is FP8TE]
 WITHOUT_TE = find_spec("transformer_engine") is None
@@ -35,7 +33,7 @@ WITHOUT_TE = find_spec("transformer_engine") is None
 @pytest.mark.skipif(not WITHOUT_TE, reason="Transformer Engine is installed: `make test-te` is the place")
 def test_transformer_engine_is_missing(name):
     with pytest.raises(ModuleNotFoundError, match=r"needs transformer_engine, which is not installed: `pip install"):
-        L.Trainer(precision=name, **QUIET)
+        L.Trainer(precision=name, **ON_CPU)
     with pytest.raises(ModuleNotFoundError, match="needs transformer_engine"):
         L.Fabric(precision=name, accelerator="cpu")
 
@@ -44,11 +42,11 @@ def test_transformer_engine_is_missing(name):
 def test_name_in_fabric_and_trainer(name):
     for plugin in (
         L.Fabric(precision=name, accelerator="cpu").strategy.precision,
-        L.Trainer(precision=name, **QUIET).precision_plugin,
+        L.Trainer(precision=name, **ON_CPU).precision_plugin,
     ):
         assert type(plugin) is TABLE[name].plugin
         assert plugin.precision == name
-    assert L.Trainer(precision=name, **QUIET).precision == name
+    assert L.Trainer(precision=name, **ON_CPU).precision == name
 
 
 def test_the_designed_names_and_no_others_are_registered():
@@ -89,13 +87,13 @@ def test_the_designed_names_and_no_others_are_registered():
 def test_lightnings_own_names_mean_the_same(name):
     ours = (
         L.Fabric(precision=name, accelerator="cpu").strategy.precision,
-        L.Trainer(precision=name, **QUIET).precision_plugin,
+        L.Trainer(precision=name, **ON_CPU).precision_plugin,
     )
     lightning_lowprec.unregister()
     try:
         stock = (
             L.Fabric(precision=name, accelerator="cpu").strategy.precision,
-            L.Trainer(precision=name, **QUIET).precision_plugin,
+            L.Trainer(precision=name, **ON_CPU).precision_plugin,
         )
     finally:
         lightning_lowprec.register()
@@ -110,7 +108,7 @@ def test_environment_variables(monkeypatch):
     monkeypatch.setenv("LT_PRECISION", "fp8-rowwise")
     monkeypatch.setenv("PL_TRAINER_PRECISION", "fp8-e4m3")
     assert L.Fabric(accelerator="cpu").strategy.precision.precision == "fp8-rowwise"
-    assert L.Trainer(**QUIET).precision == "fp8-e4m3"
+    assert L.Trainer(**ON_CPU).precision == "fp8-e4m3"
 
 
 @pytest.fixture
@@ -127,7 +125,7 @@ def test_the_precision_of_lowprec_run_wins_over_the_scripts(lowprec_run, caplog)
         caplog.clear()
         for _ in range(2):
             assert L.Fabric(accelerator="cpu", **given).strategy.precision.precision == "fp8-rowwise"
-        assert L.Trainer(**given, **QUIET).precision == "fp8-rowwise"
+        assert L.Trainer(**given, **ON_CPU).precision == "fp8-rowwise"
         said = [record.getMessage() for record in caplog.records if "lowprec run" in record.getMessage()]
         assert len(said) == (given in asked), "once, where the script asks for another precision"
     assert lightning_lowprec.registration.launched_precision_is_used()
@@ -242,7 +240,7 @@ def test_a_name_beside_other_plugins():
 
     environment = LightningEnvironment()
     for plugins in (environment, [environment], (environment,), iter([environment])):
-        trainer = L.Trainer(precision="fp8-hybrid", plugins=plugins, **QUIET)
+        trainer = L.Trainer(precision="fp8-hybrid", plugins=plugins, **ON_CPU)
         assert isinstance(trainer.precision_plugin, FP8TorchAO)
 
 
@@ -264,12 +262,12 @@ def test_unsupported_strategy_objects_are_refused():
 
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn", "ddp_find_unused_parameters_true", "ddp_notebook"])
 def test_supported_strategies(strategy):
-    assert L.Trainer(strategy=strategy, precision="fp8-hybrid", devices=1, **QUIET).precision == "fp8-hybrid"
+    assert L.Trainer(strategy=strategy, precision="fp8-hybrid", devices=1, **ON_CPU).precision == "fp8-hybrid"
     L.Fabric(strategy=strategy, precision="fp8-hybrid", accelerator="cpu", devices=1)
 
 
 def test_a_plugin_inside_a_strategy_works_without_a_name():
-    trainer = L.Trainer(strategy=DDPStrategy(precision_plugin=FP8TorchAO()), **QUIET)
+    trainer = L.Trainer(strategy=DDPStrategy(precision_plugin=FP8TorchAO()), **ON_CPU)
     assert isinstance(trainer.precision_plugin, FP8TorchAO)
 
 
@@ -312,7 +310,7 @@ def test_no_seam_has_moved_in_this_lightning():
 def test_throughput_monitors_know_our_precisions():
     on_cpu = {"fp8-hybrid": torch.bfloat16, "fp8-hybrid-fp16": torch.float16, "half-auto": torch.bfloat16}
     for name, dtype in on_cpu.items():
-        plugin = L.Trainer(precision=name, **QUIET).precision_plugin
+        plugin = L.Trainer(precision=name, **ON_CPU).precision_plugin
         assert trainer_throughput._plugin_to_compute_dtype(plugin) is dtype
         assert fabric_throughput._plugin_to_compute_dtype(plugin) is dtype
     on_gpu = FP8TorchAO()
@@ -330,7 +328,7 @@ class Half(L.LightningModule):
 
 def test_model_summary_counts_the_real_bytes_without_a_warning():
     model = Half()
-    model.trainer = L.Trainer(precision="fp8-hybrid", **QUIET)
+    model.trainer = L.Trainer(precision="fp8-hybrid", **ON_CPU)
     assert ModelSummary(model).model_size == pytest.approx((256 * 4 + 256 * 2) * 1e-6)
 
 

@@ -15,6 +15,7 @@ from transformers import (
 )
 
 from lightning_lowprec.names import create
+from tests.toys import Task, causal_loss
 
 SIZES = {
     "vocab_size": 96,
@@ -26,6 +27,21 @@ SIZES = {
     "max_position_embeddings": 320,
 }
 FP8_FORMATS = ("hf-fp8-block", "compressed-tensors", "torchao")
+
+
+class Module(Task):
+    """Trains a Llama, and logs its loss in validation."""
+
+    def __init__(self, **more):
+        super().__init__(llama(), causal_loss)
+        for name, module in more.items():
+            self.add_module(name, module)
+
+    def forward(self, tokens):
+        return self.net(tokens)
+
+    def validation_step(self, tokens, _):
+        self.log("loss", self.loss(self.net, tokens), sync_dist=True)
 
 
 def spread_rows(model):

@@ -14,16 +14,10 @@ import lightning_lowprec
 from lightning_lowprec import LowPrecisionEval
 from lightning_lowprec.serving.served_layers import ServedLayers
 from tests.serving.models import FP8_FORMATS, converted, llama, mixtral, served, spread_rows
+from tests.toys import ON_CPU
 
 UP = "model.layers.0.mlp.up_proj"
 TOKENS = torch.arange(24).reshape(1, -1) % 96
-QUIET = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
 
 
 @pytest.fixture(autouse=True)
@@ -241,7 +235,7 @@ def fit(precision, callbacks, **options):
     torch.manual_seed(1)
     data = torch.utils.data.DataLoader(torch.randn(16, 64), batch_size=4)
     module = Module()
-    trainer = L.Trainer(precision=precision, max_epochs=2, callbacks=callbacks, **QUIET, **options)
+    trainer = L.Trainer(precision=precision, max_epochs=2, callbacks=callbacks, **ON_CPU, **options)
     trainer.fit(module, data, data)
     return module, trainer
 
@@ -277,7 +271,7 @@ def test_a_run_with_the_callback_trains_bit_for_bit_as_one_without(precision):
 def test_validate_and_test_log_both_losses():
     module, _ = fit("fp8-rowwise", [])
     data = torch.utils.data.DataLoader(torch.randn(16, 64), batch_size=4)
-    trainer = L.Trainer(precision="fp8-rowwise", callbacks=[LowPrecisionEval(prefix="w8a8_")], **QUIET)
+    trainer = L.Trainer(precision="fp8-rowwise", callbacks=[LowPrecisionEval(prefix="w8a8_")], **ON_CPU)
     for run in (trainer.validate, trainer.test):
         (found,) = run(module, data, verbose=False)
         assert found.keys() == {"val_loss", "val_mean", "w8a8_val_loss", "w8a8_val_mean"}
@@ -300,7 +294,7 @@ def test_an_exception_leaves_the_model_as_it_was(prefix):
     module.fails = True
     evaluation = LowPrecisionEval(prefix=prefix)
     data = torch.utils.data.DataLoader(torch.randn(4, 64))
-    trainer = L.Trainer(precision="fp8-rowwise", max_epochs=1, callbacks=[evaluation], **QUIET)
+    trainer = L.Trainer(precision="fp8-rowwise", max_epochs=1, callbacks=[evaluation], **ON_CPU)
     with pytest.raises(KeyError, match="the user's own"):
         trainer.fit(module, data, data)
     assert all("forward" not in vars(part) for part in module.modules())
@@ -343,8 +337,8 @@ def test_codes_take_one_byte_per_weight_and_are_freed():
         model(torch.randn(2, 64))
     assert [weight._codes.nbytes for _, weight in layers._linears] == [64 * 64, 64 * 32]
     evaluation = LowPrecisionEval()
-    evaluation.on_test_start(L.Trainer(**QUIET), torch.nn.Sequential(model))
-    evaluation.on_test_end(L.Trainer(**QUIET), model)
+    evaluation.on_test_start(L.Trainer(**ON_CPU), torch.nn.Sequential(model))
+    evaluation.on_test_end(L.Trainer(**ON_CPU), model)
     assert evaluation._layers is None
 
 

@@ -15,25 +15,10 @@ import lightning_lowprec
 from lightning_lowprec import LowPrecisionEval
 from lightning_lowprec.serving.safetensors_files import new_folder
 from tests.fsdp2.ranks import free_port
-from tests.serving.models import llama
+from tests.serving.models import Module, llama
+from tests.toys import QUIET
 
 TOKENS = torch.arange(64).reshape(4, 16) % 96
-QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-
-
-class Module(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.net = llama()
-
-    def training_step(self, tokens, _):
-        return self.net(tokens, labels=tokens).loss
-
-    def validation_step(self, tokens, _):
-        self.log("loss", self.net(tokens, labels=tokens).loss, sync_dist=True)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
 class Exports(Callback):

@@ -21,30 +21,12 @@ from lightning_lowprec.serving.served_layers import ServedLayers
 from lightning_lowprec.serving.sources import LiveModel, Source
 from lightning_lowprec.tools.cli import main
 from tests.fsdp2.ranks import run
-from tests.serving.models import config, decoded, llama, tensors
+from tests.serving.models import Module, config, decoded, llama, tensors
+from tests.toys import QUIET
 
 pytestmark = pytest.mark.distributed
 TOKENS = torch.arange(256).reshape(16, 16) % 96
 DOWN = "model.layers.0.mlp.down_proj"
-QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-
-
-class Module(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.net = llama()
-
-    def forward(self, tokens):
-        return self.net(tokens)
-
-    def training_step(self, tokens, _):
-        return self.net(tokens, labels=tokens).loss
-
-    def validation_step(self, tokens, _):
-        self.log("loss", self.net(tokens, labels=tokens).loss, sync_dist=True)
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
 def _seen_by_down(module):

@@ -2,13 +2,13 @@
 
 import lightning as L
 import torch
-from torch import nn
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig
 
 from lightning_lowprec.te.delayed_scaling import restore_scales
 from lightning_lowprec.te.layer import te_linears
 from tests.te.test_te_layers import some_scales
+from tests.toys import Stack, Task, gelu_block
 
 QUIET = {
     "max_epochs": 1,
@@ -27,30 +27,14 @@ LLAMA = LlamaConfig(
 )
 
 
-class Net(nn.Module):
+class Net(Stack):
     def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        make = lambda: nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))  # noqa: E731
-        self.blocks = nn.ModuleList(make() for _ in range(3))
-        self.lm_head = nn.Linear(32, 16)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = x + block(x)
-        return self.lm_head(x)
+        super().__init__(gelu_block, 3, head=("lm_head", 32, 16), seed=0)
 
 
-class Lit(L.LightningModule):
+class Lit(Task):
     def __init__(self):
-        super().__init__()
-        self.net = Net()
-
-    def training_step(self, batch):
-        return self.net(batch).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+        super().__init__(Net())
 
     def train_dataloader(self):
         return DataLoader(torch.randn(8, 16, 32), batch_size=2)

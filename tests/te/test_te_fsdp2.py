@@ -3,12 +3,12 @@
 import lightning as L
 import pytest
 import torch
-from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from tests.fsdp2.ranks import run
+from tests.toys import Stack, gelu_block
 
 pytestmark = [
     pytest.mark.distributed,
@@ -16,17 +16,9 @@ pytestmark = [
 ]
 
 
-class Net(nn.Module):
+class Net(Stack):
     def __init__(self):
-        super().__init__()
-        make = lambda: nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))  # noqa: E731
-        self.blocks = nn.ModuleList(make() for _ in range(2))
-        self.lm_head = nn.Linear(32, 16)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = x + block(x)
-        return self.lm_head(x)
+        super().__init__(gelu_block, head=("lm_head", 32, 16))
 
 
 def full(model) -> dict:

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.fsdp2.ranks import run
+from tests.toys import Stack, gelu_block
 
 pytestmark = [
     pytest.mark.distributed,
@@ -21,19 +22,11 @@ pytestmark = [
 FULL = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
 
-class Net(nn.Module):
+class Net(Stack):
     """Without norms, whose weights FSDP2 would gather in bf16."""
 
     def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        make = lambda: nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))  # noqa: E731
-        self.blocks = nn.ModuleList(make() for _ in range(2))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = x + block(x)
-        return x
+        super().__init__(lambda: gelu_block(norm=False), seed=0)
 
 
 def reference(weight):

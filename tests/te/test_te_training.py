@@ -12,6 +12,7 @@ from lightning_lowprec.te.layer import te_linears
 from tests.precision.weights_left import as_trained
 from tests.te import reference
 from tests.te.subjects import QUIET, Net
+from tests.toys import Task, adamw
 
 STEPS, BATCH = 60, 64
 RECIPES = {"current": reference.current_scaling, "nvfp4": reference.nvfp4}
@@ -25,22 +26,14 @@ def data():
     return list(zip(x, 2 * teacher(x).detach(), strict=True))
 
 
-class Imitates(L.LightningModule):
+class Imitates(Task):
     def __init__(self):
-        super().__init__()
-        self.net, self.losses = Net(), []
+        super().__init__(
+            Net(), lambda net, batch: F.mse_loss(net(batch[0]).float(), batch[1]), lambda t: adamw(t, 3e-3)
+        )
 
     def forward(self, x):
         return self.net(x)
-
-    def training_step(self, batch):
-        x, y = batch
-        loss = F.mse_loss(self(x).float(), y)
-        self.losses.append(loss.item())
-        return loss
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=3e-3)
 
     def train_dataloader(self):
         return DataLoader(data(), batch_size=BATCH)

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lightning_lowprec.tools.cli import main
+from tests.toys import ON_CPU, Task
 
 
 class Net(nn.Module):
@@ -24,30 +25,13 @@ class Net(nn.Module):
         return self.head(self.body(self.embed(x)))
 
 
-class Module(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.model = Net()
-
-    def training_step(self, batch, batch_idx):
-        return self.model(batch).float().logsumexp(-1).mean()
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters())
-
-
 def trainer_checkpoint(tmp_path, precision):
     loader = torch.utils.data.DataLoader(torch.zeros(8, 4, dtype=torch.long), batch_size=4)
-    quiet = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    module, trainer = Module(), L.Trainer(precision=precision, accelerator="cpu", max_epochs=1, **quiet)
+    module = Task(Net(), loss=lambda net, batch: net(batch).float().logsumexp(-1).mean())
+    trainer = L.Trainer(precision=precision, max_epochs=1, **ON_CPU)
     trainer.fit(module, loader)
     trainer.save_checkpoint(tmp_path / "trainer.ckpt")
-    return module.model, tmp_path / "trainer.ckpt", ["--strip-prefix=model."]
+    return module.net, tmp_path / "trainer.ckpt", ["--strip-prefix=net."]
 
 
 def fabric_checkpoint(tmp_path, precision):

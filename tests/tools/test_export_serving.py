@@ -19,10 +19,10 @@ from lightning_lowprec.serving.safetensors_files import SafetensorsFile, Stored
 from lightning_lowprec.serving.sources import named_tensors
 from lightning_lowprec.tools.cli import main
 from tests.forked import python
-from tests.serving.models import SIZES, llama, tensors
+from tests.serving.models import SIZES, Module, llama, tensors
+from tests.toys import QUIET
 
 ROOT = Path(lightning_lowprec.__file__).parents[1]
-QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 
 
 @pytest.fixture(autouse=True)
@@ -32,25 +32,13 @@ def quiet_transformers():
         yield
 
 
-class Module(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.net = llama()
-        self.probe = torch.nn.Linear(2, 2)  # the checkpoint has more than the model
-
-    def training_step(self, tokens, _):
-        return self.net(tokens, labels=tokens).loss + 0 * self.probe.weight.sum()
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A run of the Trainer in FP8: its model, its checkpoint in all forms, and the folder of its model."""
     folder = tmp_path_factory.mktemp("trained")
     data = torch.utils.data.DataLoader(torch.arange(128).reshape(8, 16) % 96, batch_size=4)
-    module, trainer = Module(), L.Trainer(precision="fp8-rowwise", accelerator="cpu", max_steps=2, **QUIET)
+    module = Module(probe=torch.nn.Linear(2, 2))  # the checkpoint has more than the model
+    trainer = L.Trainer(precision="fp8-rowwise", accelerator="cpu", max_steps=2, **QUIET)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer.fit(module, data)

@@ -15,6 +15,7 @@ from lightning_lowprec.tools.planning.fits import fits, needed, read_gpu
 from lightning_lowprec.tools.planning.memory_meter import cublas
 from lightning_lowprec.tools.planning.simulated_step import Setting, inputs_of, simulate
 from lightning_lowprec.tools.planning.simulation import Simulator, longest_run
+from tests import toys
 
 SIDE, ROWS = 512, 16
 STEP = 512
@@ -25,19 +26,9 @@ TINY = {
 }  # fmt: skip
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(SIDE, 2 * SIDE), nn.Linear(2 * SIDE, SIDE)
-
-    def forward(self, x):
-        return x + self.down(torch.relu(self.up(x)))
-
-
-class Stack(nn.Module):
+class Stack(toys.Stack):
     def __init__(self, depth=5, checkpointing=False):
-        super().__init__()
-        self.blocks = nn.ModuleList([Block() for _ in range(depth)])
+        super().__init__(lambda: toys.Block(SIDE, norm=False, activation=torch.relu), depth)
         self.checkpointing = checkpointing
         self.example_input_array = torch.zeros(1, SIDE, device="meta")
 

@@ -15,27 +15,12 @@ from lightning_lowprec import FP8TorchAO
 from lightning_lowprec.precision.loss_scale import LossScale
 from lightning_lowprec.tools.cli import main
 from lightning_lowprec.torchao.linear import FP8Linear, coded_layers
+from tests import toys
 
 
-class Block(nn.Module):
-    def __init__(self, width=32):
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-
-    def forward(self, x):
-        return x + self.down(self.up(x).relu())
-
-
-class Stack(nn.Module):
+class Stack(toys.Stack):
     def __init__(self, depth=3):
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(depth))
-        self.head = nn.Linear(32, 16)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+        super().__init__(lambda: toys.Block(32, norm=False, activation=torch.relu), depth, head=("head", 32, 16))
 
 
 def fabric(plugin):

@@ -13,6 +13,7 @@ from lightning_lowprec import FP8TorchAO, plain
 from lightning_lowprec.conversion.backends import reconfigure
 from lightning_lowprec.tools.cli import main
 from lightning_lowprec.torchao.linear import FP8Linear
+from tests.toys import Stack
 
 MIXED = {"blocks.[0-1].*": "bf16", "*.o_proj": "rowwise", "blocks.2.up": {"forward": "bf16"}, "*": "tensorwise"}
 
@@ -26,17 +27,9 @@ class Block(nn.Module):
         return x + self.o_proj(self.up(x).relu())
 
 
-class Net(nn.Module):
+class Net(Stack):
     def __init__(self, depth=4):
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(Block() for _ in range(depth))
-        self.lm_head = nn.Linear(32, 16)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return self.lm_head(x)
+        super().__init__(Block, depth, head=("lm_head", 32, 16), seed=0)
 
 
 def set_up(**options):

@@ -9,22 +9,15 @@ from torch.utils.checkpoint import checkpoint
 from lightning_lowprec import FP8TorchAO
 from lightning_lowprec.products.scaled import Scaled
 from tests.quality import FLOAT32, expect_db, sqnr
+from tests.toys import Residual, Stack
 
 X = torch.randn(3, 7, 64, generator=torch.Generator().manual_seed(1))  # 21 tokens: rows are padded
 
 
-class Net(nn.Module):
+class Net(Stack):
     def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64, bias=False)) for _ in range(2)
-        )
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = x + block(x)
-        return x
+        layers = lambda: Residual(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64, bias=False))  # noqa: E731
+        super().__init__(layers, seed=0)
 
 
 def loss_of(model, x=X):
