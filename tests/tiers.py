@@ -38,6 +38,7 @@ FILES = (
     "fsdp2/test_fsdp_objects.py",
     "fsdp2/test_lean_fsdp2.py",
     "fsdp2/test_parallelisms.py",
+    "fsdp2/test_pipelines.py",
     "fsdp2/test_precisions_crossed.py",
     "fsdp2/test_resume_*.py",
     "fsdp2/test_volume.py",

@@ -93,7 +93,7 @@ class Task(L.LightningModule):
         self.net, self.loss, self.optimizer = net, loss, optimizer
         self.losses: list[float] = []
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch: Any, batch_idx: int = 0) -> Tensor:
         loss = self.loss(self.net, batch)
         self.losses.append(loss.item())
         return loss

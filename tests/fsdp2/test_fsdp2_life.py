@@ -1,15 +1,334 @@
 """What happens to a sharded model in its life: optimizers early and late, evaluation, accumulation, loading."""
 
 import itertools
+from contextlib import nullcontext
 
+import lightning as L
 import pytest
 import torch
+from torch import distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
-from tests.fsdp2.life_runs import MONITORED, worker
-from tests.fsdp2.models import Net
+from lightning_lowprec import FabricFSDP2Strategy, FP8TorchAO, plain
+from lightning_lowprec.callbacks import Demotion, NumericsMonitor
+from lightning_lowprec.conversion import backends
+from lightning_lowprec.fsdp2.strategy import _sharded
+from tests.fsdp2.models import Block, LlamaBlock, Net, batch, full, loss_of
 from tests.fsdp2.ranks import run
 
 pytestmark = pytest.mark.distributed
+MONITORED = ("fp8-hybrid", "fp8-rowwise", "msamp-o3")
+
+
+def fabric_for(precision="fp8-hybrid", **options):
+    fabric = L.Fabric(accelerator="cpu", devices=2, strategy=FabricFSDP2Strategy(**options), precision=precision)
+    fabric.launch()
+    return fabric
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def set_up(fabric, **options):
+    model = Net(**options)
+    return fabric.setup(model, adamw(model))
+
+
+def step(fabric, model, optimizer, number, rank, **kwargs):
+    loss = loss_of(model, batch(number, rank))
+    fabric.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def trained(fabric, model, optimizer, rank, steps=4):
+    losses = [step(fabric, model, optimizer, number, rank) for number in range(steps)]
+    return full(model), losses
+
+
+def made_of(model):
+    return next(known.sharded for m, known in _sharded.items() if m is getattr(model, "module", model))
+
+
+def optimizers(rank):
+    """Built with the model's set-up, before it, and after it; with state from before it."""
+    weights = {}
+    fabric = fabric_for()
+    model, optimizer = set_up(fabric)
+    weights["joint"] = trained(fabric, model, optimizer, rank)[0]
+
+    model = Net()
+    early = adamw(model)
+    model = fabric.setup_module(model)
+    weights["early"] = trained(fabric, model, fabric.setup_optimizers(early), rank)[0]
+
+    model = fabric.setup_module(Net())
+    weights["late"] = trained(fabric, model, fabric.setup_optimizers(adamw(model)), rank)[0]
+
+    model = Net()
+    stepped = adamw(model)
+    loss_of(model, batch(50, 0)).backward()
+    stepped.step()
+    before = {i: {k: v.clone() for k, v in stepped.state[p].items()} for i, p in enumerate(model.parameters())}
+    model, stepped = fabric.setup(model, stepped)
+    after = {i: dict(stepped.state[p].items()) for i, p in enumerate(model.parameters())}
+    moved = all(
+        torch.equal(value, whole(after[i][name])) for i, entry in before.items() for name, value in entry.items()
+    )
+    return weights, moved
+
+
+def whole(value):
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def evaluation(rank):
+    """Inference mode before and between training steps, as Lightning enters it under nccl."""
+    fabric = fabric_for()
+    results = []
+    for evaluate in (nullcontext, torch.inference_mode):
+        model, optimizer = set_up(fabric)
+        losses = []
+        for number in range(3):
+            with torch.no_grad(), evaluate():
+                losses.append(loss_of(model.eval(), batch(90, rank)).item())
+            model.train()
+            losses.append(step(fabric, model, optimizer, number, rank))
+        results.append((losses, full(model)))
+    return results
+
+
+def scale_reductions(rank):
+    """How often scales are reduced: per real step, not per micro-batch, nor after a skipped step."""
+    counts = {}
+    fabric = fabric_for()
+    model, optimizer = set_up(fabric)
+    scales = made_of(model).scales
+    for number in range(6):  # three steps of two micro-batches
+        with fabric.no_backward_sync(model, enabled=number % 2 == 0):
+            fabric.backward(loss_of(model, batch(number, rank)))
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    counts["accumulated"] = scales.reductions
+    with torch.no_grad():
+        for _ in range(3):
+            loss_of(model, batch(0, rank))
+    counts["after the last step, and three evaluations"] = scales.reductions
+
+    fabric = fabric_for("fp8-hybrid-fp16")
+    model, optimizer = set_up(fabric)
+    scales = made_of(model).scales
+    scaler = fabric.strategy.precision.scaler
+    step(fabric, model, optimizer, 0, rank)
+    loss = loss_of(model, batch(1, rank))
+    fabric.backward(loss * (float("inf") if rank == 1 else 1.0))  # on one rank only
+    before = full(model)
+    optimizer.step()
+    optimizer.zero_grad()
+    counts["skipped"] = scaler.skipped_steps, scaler.scale
+    counts["unchanged"] = all(torch.equal(before[name], weight) for name, weight in full(model).items())
+    reduced = scales.reductions
+    loss_of(model, batch(2, rank))
+    counts["after a skipped step"] = scales.reductions - reduced
+    return counts
+
+
+def skipping(rank):
+    """`skip_nonfinite=True`: weights of a run in which one shard of one rank is not finite, and of one without this."""
+    found = {}
+    for masters, bad in itertools.product((False, "remainder"), (1, None)):
+        plugin = FP8TorchAO(master_weights=masters, skip_nonfinite=True)
+        fabric = L.Fabric(accelerator="cpu", devices=2, strategy=FabricFSDP2Strategy(), plugins=plugin)
+        fabric.launch()
+        model, optimizer = set_up(fabric)
+        for number in range(3):
+            if number == 1 and bad is None:
+                continue
+            fabric.backward(loss_of(model, batch(number, rank)))
+            if number == bad and rank == 1:
+                next(model.parameters()).grad.to_local().view(-1)[0] = float("nan")
+            optimizer.step()
+            optimizer.zero_grad()
+        found[masters, bad] = full(model), plugin.skipped_steps
+    return found
+
+
+def loading(rank):
+    """Weights that are loaded, or edited, after their scales were computed."""
+    fabric = fabric_for()
+    other = Net(seed=7)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.mul_(3.0)  # another amax
+    fresh = fabric.setup_module(other)
+    want = loss_of(fresh, batch(0, rank)).item()
+    fresh.module.reshard()  # after a forward without its backward FSDP2 keeps the root gathered
+    state = full(fresh)
+
+    model = fabric.setup_module(Net())
+    with torch.no_grad():
+        loss_of(model, batch(0, rank))
+    set_model_state_dict(model.module, state, options=StateDictOptions(full_state_dict=True))
+    got = loss_of(model, batch(0, rank)).item()
+
+    edited = fabric.setup_module(Net(seed=7))
+    with torch.no_grad():
+        loss_of(edited, batch(0, rank))
+        for p in edited.parameters():
+            p.mul_(3.0)
+    return want, got, loss_of(edited, batch(0, rank)).item()
+
+
+def variants(rank):
+    """Options that change where and when things are computed, not what."""
+    losses = {}
+    for name, options in {
+        "plain": {},
+        "recomputed": {"activation_checkpointing": True},
+        "recomputed by class": {"activation_checkpointing": {Block}, "wrap": [Block]},
+        "kept after forward": {"reshard_after_forward": False},
+        "offloaded": {"cpu_offload": True},
+        "the whole model compiled": {},
+        "by predicate": {"wrap": lambda fqn, module: fqn.endswith(("up", "down"))},
+    }.items():
+        fabric = fabric_for(**options)
+        model = Net()
+        if "compiled" in name:
+            torch._dynamo.reset()
+            model = torch.compile(model, backend="aot_eager")
+        model, optimizer = fabric.setup(model, adamw(model))
+        losses[name] = trained(fabric, model, optimizer, rank)[1]
+    return losses
+
+
+def without_bias(rank):
+    """Groups of float8 weights alone, which gloo would refuse."""
+    fabric = fabric_for(wrap=[torch.nn.Linear])
+    model, optimizer = set_up(fabric, bias=False)
+    losses = trained(fabric, model, optimizer, rank)[1]
+    wire = made_of(model).traffic
+    return losses, {fqn: dict(gather.sent) for fqn, gather in wire.gathers.items()}
+
+
+def llama_bytes(rank):
+    """What two Llama-shaped blocks put on the wire in one forward pass."""
+    sent = {}
+    for precision in ("fp8-hybrid", "bf16-mixed"):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 256), torch.nn.Sequential(LlamaBlock(), LlamaBlock()))
+        model = fabric_for(precision).setup_module(model)
+        with torch.no_grad():
+            model(torch.ones(1, 4, 8))
+        gathers = made_of(model).traffic.gathers
+        sent[precision] = {fqn: gather.sent.total() for fqn, gather in gathers.items()}
+    return sent
+
+
+def origins(rank):
+    """Weights that only rank 0 has, that nobody has, and that a block cannot make."""
+    fabric = fabric_for()
+    real = full(fabric.setup_module(Net()))
+    with nullcontext() if rank == 0 else torch.device("meta"):
+        model = Net()
+    sent = full(fabric.setup_module(model))
+    with torch.device("meta"):
+        model = Net()
+    torch.manual_seed(3)
+    made = fabric.setup_module(model)
+    loss = loss_of(made, batch(0, rank)).item()
+    dist.barrier()
+    return {name: torch.equal(real[name], sent[name]) for name in real}, loss, full(made)
+
+
+def monitored(rank):
+    """Two steps with and without a monitor of all rows; what it read of one layer, and the same by hand."""
+    return {
+        precision: {watch: _monitored(precision, rank, watch) for watch in (False, True)} for precision in MONITORED
+    }
+
+
+def _monitored(precision, rank, watch):
+    fabric = fabric_for(precision)
+    net = Net()
+    with torch.no_grad():
+        for block in net.blocks:
+            block.up.weight.mul_(torch.exp(4 * torch.randn_like(block.up.weight)))
+    model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=1e-3))
+    monitor, kept = NumericsMonitor(every=1, rows=1.0), {}
+    up = net.blocks[0].up
+    for number in range(2):
+        weight, bias = (full(net)[f"blocks.0.up.{name}"] for name in ("weight", "bias"))
+        handle = up.register_forward_hook(lambda _, args, output: kept.update(input=args[0], output=output))
+        if watch:
+            monitor.step(model, number)
+        step(fabric, model, optimizer, number, rank)
+        handle.remove()
+    readings = monitor.finish()
+    rows, output = (kept[name].detach().flatten(0, -2).bfloat16() for name in ("input", "output"))
+    part = slice(64 * rank, 64 * rank + 64) if precision == "fp8-hybrid" else slice(None)
+    exact = (rows @ weight.bfloat16().t())[:, part].float()
+    error = output[:, part].float() - exact - bias.bfloat16().float()[part]
+    powers = torch.stack([exact.square().sum(), error.square().sum()])
+    largest = rows.abs().max().float()
+    dist.all_reduce(powers)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return full(net), readings, weight, largest.item(), 10 * (powers[0] / powers[1]).log10().item()
+
+
+def demoted(rank):
+    """One layer's input is bad on rank 0 alone: by a monitor, and switched by hand on both ranks."""
+    return _demoted(rank, by_hand=False), _demoted(rank, by_hand=True)
+
+
+def _demoted(rank, by_hand):
+    fabric = fabric_for()
+    net = Net()
+    up = net.blocks[0].up
+    with torch.no_grad():
+        up.weight[:, 0] = 0
+    if rank == 0:  # a large value in each row: all others become 0, with one scale and with a scale per row
+        up.register_forward_pre_hook(lambda _, args: args[0].index_fill(-1, torch.tensor([0]), 1e6))
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=1e-6))
+    monitor = NumericsMonitor(every=1, rows=1.0, demote=None if by_hand else Demotion(patience=2))
+    for number in range(6):
+        if by_hand and number == 2:
+            backends.reconfigure(up, "bf16")
+        if not by_hand:
+            monitor.step(model, number)
+        step(fabric, model, optimizer, number, rank)
+    monitor.finish()
+    return full(net), None if by_hand else monitor.demoter.demoted
+
+
+def plain_of_shards(rank):
+    """`plain` of a sharded model raises; the way out that the message names gives a whole model its weights."""
+    found = {}
+    for precision in ("fp8-hybrid", "msamp-o3"):
+        fabric = fabric_for(precision)
+        wrapped, optimizer = fabric.setup(model := Net(), adamw(model))
+        weights, _ = trained(fabric, wrapped, optimizer, rank, steps=2)
+        messages = []
+        for options in ({}, {"copy": True}):
+            with pytest.raises(RuntimeError, match="are sharded") as caught:
+                plain(wrapped, **options)
+            messages.append(str(caught.value))
+        state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        fresh = Net(seed=1)
+        if rank == 0:
+            fresh.load_state_dict(state)
+        found[precision] = messages, weights, fresh.state_dict(), len(list(model.parameters()))
+    return found
+
+
+def worker(rank):
+    parts = (
+        optimizers, evaluation, scale_reductions, skipping, loading, variants, without_bias, llama_bytes, origins,
+        monitored, demoted, plain_of_shards,
+    )  # fmt: skip
+    return {part.__name__: part(rank) for part in parts}
 
 
 @pytest.fixture(scope="module")

@@ -1,16 +1,280 @@
 """Weights of codes (MS-AMP's O3) under FSDP2 on gloo processes, against the same training in one process."""
 
+from collections import Counter
+from pathlib import Path
+
 import pytest
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.pytorch_utils import Conv1D
 
 from lightning_lowprec.checkpoints import optimizer_state
+from lightning_lowprec.checkpoints.load import StoredFile, load, open_checkpoint
+from lightning_lowprec.checkpoints.save import model_state, save
+from lightning_lowprec.fsdp2.traffic import Traffic
+from lightning_lowprec.msamp import step as msamp_step
+from lightning_lowprec.msamp.adamw_sgd import ScaledAdamW, ScaledSGD
+from lightning_lowprec.msamp.fsdp2 import code_shards, collect
+from lightning_lowprec.msamp.layer import ScaledLayer
+from lightning_lowprec.msamp.linear import scale_linears
+from lightning_lowprec.msamp.weight import master_of, set_values_, sharded_like, values_of
 from tests.fsdp2.ranks import run
-from tests.msamp.scaled_fsdp_runs import OPTIMIZERS, STEPS, Net, alone, decoded, same, scales, train, worker
 from tests.quality import sqnr
+from tests.toys import Block, Stack
 
 pytestmark = pytest.mark.distributed
+STEPS = 20
+OPTIMIZERS = {
+    "adamw": lambda params, **options: ScaledAdamW(params, lr=1e-2, level="O3", **options),
+    "sgd": lambda params, **options: ScaledSGD(params, lr=0.1, momentum=0.9, level="O3", **options),
+}
+
+
+def conv1d_of(linear):
+    """The layer of GPT-2 that computes the same."""
+    conv = Conv1D(linear.out_features, linear.in_features)
+    with torch.no_grad():
+        conv.weight.copy_(linear.weight.t())
+        conv.bias.copy_(linear.bias)
+    return conv
+
+
+class Net(Stack):
+    def __init__(self, seed=0, width=32):
+        super().__init__(lambda: Block(width, activation=torch.relu), seed=seed)
+        last = self.blocks[1]
+        last.up, last.down = conv1d_of(last.up), conv1d_of(last.down)
+        self.head = nn.Linear(width, 5)
+        scale_linears(self, [fqn for fqn, _ in self.named_modules() if fqn.endswith(("up", "down"))], "O3")
+
+    def forward(self, x):
+        return self.head(super().forward(x))
+
+
+def sharded(kind="adamw", seed=0):
+    """With a compiled step of SGD, whose bits are those of an eager one."""
+    msamp_step._BACKEND = "eager"
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    model = Net(seed)
+    code_shards(model, mesh.size())
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    traffic = Traffic({**{f"blocks.{i}": block for i, block in enumerate(model.blocks)}, "": model}, {})
+    collect(model, mesh)
+    return model, OPTIMIZERS[kind](model.parameters(), compile=kind == "sgd"), traffic
+
+
+def batch(step, rank=0, ranks=1):
+    return torch.randn(32, 32, generator=torch.Generator().manual_seed(step)).chunk(ranks)[rank]
+
+
+def train(model, optimizer, steps, rank=0, ranks=1, after=lambda: None):
+    for step in steps:
+        y = model(batch(step, rank, ranks))
+        (y.square().mean() + y.abs().mean()).backward()
+        after()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def alone(kind="adamw", seed=0):
+    """The same in one process, with the float32 gradients that FSDP2 reduces."""
+    model = Net(seed)
+    for layer in model.modules():
+        if isinstance(layer, ScaledLayer):
+            layer.float32_gradients = True
+    return model, OPTIMIZERS[kind](model.parameters())
+
+
+def saved(model, optimizer):
+    """Whole tensors, on rank 0."""
+    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    state = {"model": weights, "optimizer": optimizer_state.collect(model, optimizer, full=True)}
+    return pytree.tree_map_only(torch.Tensor, torch.clone, state)  # counts of steps are those of the optimizer
+
+
+def decoded(model, optimizer):
+    """What ``saved`` gives, of one process."""
+    state = {}
+    for name, p in model.named_parameters():
+        entry = optimizer.state[p]
+        state[name] = {"step": float(entry["step"])} if "step" in entry else {}
+        for key in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
+            if key in entry:
+                state[name][key] = entry[key].float() / entry.get(f"{key}_scale", 1.0)
+        if master_of(p) is not None:
+            state[name]["master_param"] = master_of(p)
+    return {"model": model.state_dict(), "optimizer": {"state": state}}
+
+
+def same(a, b):
+    """Bit for bit; steps may be numbers or tensors."""
+    assert a["model"].keys() == b["model"].keys()
+    assert all(torch.equal(value, b["model"][name]) for name, value in a["model"].items())
+    states, others = a["optimizer"]["state"], b["optimizer"]["state"]
+    assert states.keys() == others.keys()
+    for name, entry in states.items():
+        assert entry.keys() == others[name].keys(), name
+        for key, value in entry.items():
+            assert torch.equal(torch.as_tensor(value).float(), torch.as_tensor(others[name][key]).float()), (name, key)
+    return True
+
+
+def scales(model):
+    return [
+        (p.msamp_state.scale.item(), p.msamp_state.master_scale.item())
+        for p in model.parameters()
+        if hasattr(p, "msamp_state")
+    ]
+
+
+class Sent(TorchDispatchMode):
+    """Calls and elements of collectives that this rank put in, by operation."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.bytes = Counter(), Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.name().startswith("c10d::"):
+            tensors = [t for arg in args for t in pytree.tree_leaves(arg) if isinstance(t, torch.Tensor)]
+            self.calls[func.name()] += 1
+            self.bytes[func.name()] += tensors[0].nbytes
+        return func(*args, **(kwargs or {}))
+
+
+def same_batches(kind):
+    """Every rank has the whole batch, so the mean of the gradients is exactly that of one process."""
+    model, optimizer, traffic = sharded(kind)
+    train(model, optimizer, range(STEPS))
+    sent = {fqn: dict(gather.sent) for fqn, gather in traffic.gathers.items()}
+    calls = {fqn: gather.calls.total() for fqn, gather in traffic.gathers.items()}
+    state = saved(model, optimizer)
+    train(model, optimizer, range(STEPS, STEPS + 3))
+    return {"state": state, "end": saved(model, optimizer), "traffic": sent, "calls": calls, "scales": scales(model),
+            "line": traffic.report()}  # fmt: skip
+
+
+def resumed(kind, state):
+    """From the whole tensors that another number of ranks (or these) saved, with other weights to begin with."""
+    model, optimizer, _ = sharded(kind, seed=1)
+    load(StoredFile(dict(state)), model, "model", {"optimizer": optimizer}, strict=True)
+    at_start = saved(model, optimizer)
+    train(model, optimizer, range(STEPS, STEPS + 3))
+    return {"start": at_start, "end": saved(model, optimizer)}
+
+
+def in_a_folder(path):
+    """Saved as shards, and loaded again."""
+    model, optimizer, _ = sharded()
+    train(model, optimizer, range(2))
+    shards = {"model": model_state(model, full=False),
+              "optimizer": optimizer_state.collect(model, optimizer, full=False)}  # fmt: skip
+    save(Path(path), shards, {}, full=False)
+    other, its, _ = sharded(seed=1)
+    load(open_checkpoint(Path(path), True), other, "model", {"optimizer": its}, strict=True)
+    return {"saved": saved(model, optimizer), "loaded": saved(other, its)}
+
+
+def counted(rank):
+    """Collectives of one step of the optimizer, and which elements each rank keeps."""
+    model, optimizer, _ = sharded()
+    with Sent() as sent:
+        train(model, optimizer, [0], after=sent.calls.clear)
+    coded = [p for p in model.parameters() if hasattr(p, "msamp_state")]
+    kept = [t for p in coded for t in (p.msamp_state.codes, p.msamp_state.master, *optimizer.state[p].values())]
+    storages = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept if isinstance(t, torch.Tensor)
+    }
+    return {"calls": dict(sent.calls), "bytes": sum(storages.values()) / sum(p.numel() for p in coded)}
+
+
+def half_batches(rank, ranks):
+    model, optimizer, _ = sharded()
+    gradients = {}
+
+    def note():
+        gradients.update({name: p.grad.full_tensor() for name, p in model.named_parameters()})
+
+    train(model, optimizer, [0], rank, ranks, after=note)
+    return gradients
+
+
+def overflow(rank):
+    """A gradient of one rank's shard is inf, and another's NaN."""
+    model, optimizer, _ = sharded()
+    train(model, optimizer, [0])
+
+    def spoil():
+        if rank == 1:
+            model.blocks[0].up.weight.grad._local_tensor[0, 0] = float("inf")
+            model.blocks[1].up.weight.grad._local_tensor[0, 0] = float("nan")
+
+    train(model, optimizer, [1], after=spoil)
+    return scales(model), saved(model, optimizer)["model"]
+
+
+def stochastic(rank):
+    """Which of the larger weights one small step has moved, where both ranks have the same weights and gradients."""
+    model, _, _ = sharded()
+    optimizer = ScaledAdamW(model.parameters(), lr=1e-5, level="O3", stochastic_rounding=True)
+    coded = [p for p in model.parameters() if hasattr(p, "msamp_state")]
+    for p in coded:
+        alike = torch.rand(p.to_local().shape, generator=torch.Generator().manual_seed(0)) / 4
+        set_values_(p, sharded_like(alike, p))
+    before = [master_of(p).to_local() for p in coded]
+    train(model, optimizer, [0], after=lambda: [p.grad._local_tensor.fill_(1.0) for p in coded])
+    moved = [(old != master_of(p).to_local())[old.abs() > 2**-4] for old, p in zip(before, coded, strict=True)]
+    return scales(model), torch.cat(moved)
+
+
+def refused():
+    errors = []
+    for level, shards in (("O1", 2), ("O2", 2), ("O3", 3)):
+        model = nn.Sequential(nn.Linear(32, 32))
+        scale_linears(model, ["0"], level)
+        with pytest.raises(ValueError, match="'0'") as error:
+            code_shards(model, shards)
+        errors.append(str(error.value))
+    return errors
+
+
+def written(rank):
+    """Writes to a sharded weight by code that does not know codes: each is a collective."""
+    model, _, _ = sharded()
+    weight = model.blocks[0].up.weight
+    before = values_of(weight).full_tensor()
+    found = {"read": torch.equal(weight.detach().full_tensor(), before)}
+    with torch.no_grad():
+        weight.mul_(2.0)
+        found["doubled"] = torch.equal(values_of(weight).full_tensor(), 2 * before)
+        weight.to_local()[0] = float(rank + 1)
+        found["row"] = values_of(weight).full_tensor()[[0, 32]]
+        found["scale"] = weight.msamp_state.scale.item()
+        with pytest.raises(RuntimeError, match="would be lost") as error:
+            weight.mul_(1 + 1e-6 * rank)  # one rank's values are lost: all ranks raise
+        found["lost"] = str(error.value)
+    return found
+
+
+def worker(rank, states, folder):
+    ranks = torch.distributed.get_world_size()
+    found = {kind: same_batches(kind) for kind in OPTIMIZERS}
+    sent = [{kind: found[kind]["state"] for kind in OPTIMIZERS}]
+    torch.distributed.broadcast_object_list(sent)
+    found["resumed"] = {kind: resumed(kind, state) for kind, state in sent[0].items()}
+    found["from one"] = {kind: resumed(kind, state) for kind, state in torch.load(states).items()}
+    found["counted"], found["halves"] = counted(rank), half_batches(rank, ranks)
+    found["overflow"], found["stochastic"] = overflow(rank), stochastic(rank)
+    found["folder"], found["refused"] = in_a_folder(folder), refused()
+    found["written"] = written(rank)
+    return found
 
 
 @pytest.fixture(scope="module")

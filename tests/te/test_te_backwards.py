@@ -35,7 +35,7 @@ class Checkpointed(Net):
 
     def forward(self, x):
         for block in self.blocks:
-            x = x + (block(x) if self.how is None else checkpoint(block, x, use_reentrant=self.how))
+            x = block(x) if self.how is None else checkpoint(block, x, use_reentrant=self.how)
         return self.lm_head(x)
 
 

@@ -21,15 +21,6 @@ OURS = ("current", "current-fp16", "nvfp4")
 
 
 class Learns(Lit):
-    def __init__(self):
-        super().__init__()
-        self.losses = []
-
-    def training_step(self, batch):
-        loss = super().training_step(batch)
-        self.losses.append(loss.item())
-        return loss
-
     def train_dataloader(self):
         return DataLoader(torch.randn(8, 16, 32, generator=torch.Generator().manual_seed(0)), batch_size=1)
 
