@@ -22,15 +22,13 @@ from lightning_lowprec.checks import check_choice
 from lightning_lowprec.hardware import refusal
 from lightning_lowprec.numerics.kernel_operands import ALIGNMENT
 from lightning_lowprec.numerics.linear_cross_entropy import (
-    LossTerms,
     Results,
-    Wanted,
     dtype_of_grad_weight,
     gradient_scale,
     in_fp8,
     in_half,
+    multiply_,
 )
-from lightning_lowprec.numerics.multiply import multiply_
 
 Reduction = Literal["mean", "sum", "none"]
 __all__ = ["linear_cross_entropy"]
@@ -196,23 +194,19 @@ def _run(
     emulate: bool,
 ) -> list[Tensor]:
     """Return losses and the gradients of hidden states, weight and bias; empty tensors for those not wanted."""
-    terms = LossTerms(ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss)
-    wanted = Wanted(hidden=of[0], weight=of[1], bias=of[2])
-    arguments = hidden, weight, bias, target, factors, terms, wanted, rows or None
+    terms = ignore_index, label_smoothing, z_loss
+    arguments = hidden, weight, bias, target, factors, terms, of, rows or None
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
         if not len(hidden):
             return [torch.zeros_like(result) for result in _fake(hidden, weight, bias, fp8, rows, of)]
         if not fp8:
-            found = in_half(*arguments)
-        else:
-            _check_device(hidden.device, emulate)
-            found = in_fp8(*arguments, after, emulate=emulate)
-    return _listed(found, hidden)
+            return _listed(in_half(*arguments), hidden)
+        _check_device(hidden.device, emulate)
+        return _listed(in_fp8(*arguments, after, emulate=emulate), hidden)
 
 
-def _listed(found: Results, like: Tensor) -> list[Tensor]:
-    gradients = found.hidden, found.weight, found.bias
-    return [found.losses, *(like.new_empty(0) if gradient is None else gradient for gradient in gradients)]
+def _listed(results: Results, like: Tensor) -> list[Tensor]:
+    return [like.new_empty(0) if result is None else result for result in results]
 
 
 def _fake(
@@ -222,13 +216,13 @@ def _fake(
     float32 = torch.float32
     dtype = float32 if fp8 and hidden.dtype == torch.float16 else hidden.dtype
     of_weight_dtype = dtype_of_grad_weight(len(hidden), weight, hidden.dtype, rows or None) if fp8 else float32
-    found = Results(
-        losses=hidden.new_empty(hidden.shape[:1], dtype=float32),
-        hidden=torch.empty_like(hidden, dtype=dtype) if of[0] else None,
-        weight=weight.new_empty(weight.shape, dtype=of_weight_dtype) if of[1] else None,
-        bias=weight.new_empty(weight.shape[:1], dtype=float32) if of[2] else None,
+    results = (
+        hidden.new_empty(hidden.shape[:1], dtype=float32),
+        torch.empty_like(hidden, dtype=dtype) if of[0] else None,
+        weight.new_empty(weight.shape, dtype=of_weight_dtype) if of[1] else None,
+        weight.new_empty(weight.shape[:1], dtype=float32) if of[2] else None,
     )
-    return _listed(found, hidden)
+    return _listed(results, hidden)
 
 
 _OPERATION: Final = torch.library.custom_op("lightning_lowprec::linear_cross_entropy", _run, mutates_args=())

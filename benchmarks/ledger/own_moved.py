@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks.ledger.recorder import position
 from lightning_lowprec.masters import kernel_step
-from lightning_lowprec.numerics import fp8_matrices, multiply
+from lightning_lowprec.numerics import fp8_matrices, linear_cross_entropy
 
 Seen = Callable[[str, int, int, int], None]
 GRADIENT = 2
@@ -28,7 +28,7 @@ def watch(seen: Seen) -> Callable[[], None]:
     stops = [
         _watch(kernel_step, "step_parameters", lambda rows, *_: sum(map(of_a_step, rows)), seen),
         _watch(fp8_matrices, "encode", lambda weight, *rest: 0 if "mend" in rest else of_codes(weight), seen),
-        _watch(multiply, "multiply", lambda *_: 0, seen),
+        _watch(linear_cross_entropy, "multiply", lambda *_: 0, seen),
     ]
 
     def stop_all() -> None:

@@ -26,7 +26,7 @@ from lightning_lowprec.masters.moments import CODES, EXPONENTS, block_of, is_den
 from lightning_lowprec.masters.registry import MasterRegistry
 from lightning_lowprec.masters.stores import Store
 from lightning_lowprec.numerics.flat import local
-from lightning_lowprec.numerics.largest import Largest, asked
+from lightning_lowprec.numerics.fp8_matrices import Largest, asked
 from lightning_lowprec.numerics.launches import is_simulated, kernels_run, on_device, tensor_on
 from lightning_lowprec.numerics.parameters import grouped
 from lightning_lowprec.private.torch import add_to_all_, copy_all_, increment_versions

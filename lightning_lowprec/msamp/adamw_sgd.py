@@ -31,11 +31,11 @@ from typing_extensions import override
 
 from lightning_lowprec.msamp.optimizer import OPTIONS, ScaledOptimizer, check_options, keys_of
 from lightning_lowprec.msamp.step import Flats
-from lightning_lowprec.msamp.weight import codes_of, msamp_state_of, sharded_like
+from lightning_lowprec.msamp.weight import codes_of, msamp_state_of
 from lightning_lowprec.msamp.weight_state import Level
 from lightning_lowprec.numerics.formats import E4M3, FP16, Format
 from lightning_lowprec.numerics.parameters import parameters_of
-from lightning_lowprec.private.torch import MSAMP
+from lightning_lowprec.private.torch import MSAMP, with_local_tensor
 from lightning_lowprec.private.torch_optimizers import check_step, refuse_copies
 
 _ADAMW_MOMENTS: Final[dict[str, Format]] = {"exp_avg": E4M3, "exp_avg_sq": FP16}
@@ -92,7 +92,7 @@ class ScaledAdamW(ScaledOptimizer, AdamW):
     @override
     def _fresh_state(self, p: Tensor) -> dict[str, Any]:
         zeros = torch.zeros_like(codes_of(p), dtype=torch.float32)  # AdamW takes a state without moments for an old one
-        return {"step": 0, **{name: sharded_like(zeros.clone(), p) for name in _ADAMW_MOMENTS}}
+        return {"step": 0, **{name: with_local_tensor(zeros.clone(), p) for name in _ADAMW_MOMENTS}}
 
     @staticmethod
     @override

@@ -43,8 +43,8 @@ BACKEND: Final = Backend(
     revert_optimizer=later(".msamp.adamw_sgd:revert_optimizer"),
     changed_optimizers=later(".msamp.optimizer:scaled_optimizers"),
     coded_weight=later(".msamp.weight:coded_weight"),
-    keeps_master=later(".msamp.hooks:keeps_master"),
-    shard_codes=later(".msamp.hooks:shard_codes"),
+    keeps_master=later(".msamp.weight:msamp_state_of"),
+    shard_codes=later(".msamp.fsdp2:shard_codes"),
     numerics=later(".msamp.hooks:numerics_of"),
     weight_roundings=later(".msamp.hooks:weight_roundings"),
 )

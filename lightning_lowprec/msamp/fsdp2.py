@@ -17,6 +17,7 @@ ranks; loading a state dict is a collective.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -69,8 +70,14 @@ def collect(model: nn.Module, mesh: DeviceMesh) -> None:
         weight.msamp_state.shards, weight.msamp_state.cutting = shards, False
 
 
-def check_options(options: Any, model: nn.Module) -> None:
-    """Raise ValueError for ``ShardOptions``, or a model on meta, that do not go with weights of codes."""
+def shard_codes(model: nn.Module, shards: int, options: Any) -> Callable[[DeviceMesh], None]:
+    """Check the options, and make the weights of a model ready to be sharded: ``Backend.shard_codes``."""
+    _check_options(options, model)
+    code_shards(model, shards)
+    return lambda mesh: collect(model, mesh)
+
+
+def _check_options(options: Any, model: nn.Module) -> None:
     wrong = {
         "tensor_parallel": options.tensor_parallel is not None,
         "cpu_offload": options.cpu_offload,

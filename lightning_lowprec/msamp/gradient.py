@@ -14,9 +14,8 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor
 
-from lightning_lowprec.numerics.formats import E4M3
+from lightning_lowprec.numerics.formats import E4M3, amax, power_of_two_scale, saturating_cast
 from lightning_lowprec.numerics.one_pass import compiled_on_cuda
-from lightning_lowprec.numerics.scaling import amax, power_of_two_scale, saturating_cast
 from lightning_lowprec.private import torch as private
 
 _aten: Any = torch.ops.aten
@@ -139,11 +138,7 @@ def _returned(first: Any) -> Any:
 
 
 def _on_values(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run any operation on decoded values; encode what it wrote to gradients.
-
-    Raises:
-        TypeError: an optimizer that does not know codes would change another tensor.
-    """
+    """Run any operation on decoded values, and encode what it wrote to gradients; refuse optimizers without codes."""
     targets = private.tree_leaves(args[0])
     writes = bool(private.written_arguments(func, args, kwargs))
     writes_others = writes and func not in _COPIES and len(targets) > len(_gradients_in(targets))

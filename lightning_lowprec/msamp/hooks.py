@@ -1,22 +1,19 @@
-"""Functions of the registry entry: shard weights that are codes, and say how a layer rounds its tensors."""
+"""Functions of the registry entry: how a layer rounds its tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Final
+from collections.abc import Mapping
+from typing import Final
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_lowprec.msamp import fsdp2
 from lightning_lowprec.msamp.layer import ScaledLayer
 from lightning_lowprec.msamp.linear import ScaledLinear
-from lightning_lowprec.msamp.weight import master_of, msamp_state_of, values_of
+from lightning_lowprec.msamp.weight import master_of, values_of
 from lightning_lowprec.numerics.casts import EVALUATES, Cast, LayerNumerics
-from lightning_lowprec.numerics.formats import E4M3, E5M2
+from lightning_lowprec.numerics.formats import E4M3, E5M2, Format, power_of_two_scale
 from lightning_lowprec.numerics.one_pass import compiled_on_cuda
-from lightning_lowprec.numerics.scaling import power_of_two_scale
 from lightning_lowprec.numerics.weight_rounding import WeightRounding, exponent_scale
 
 _ROUNDING: Final = WeightRounding(scale_per="tensor", scale_of=exponent_scale)
@@ -27,30 +24,13 @@ def rounding() -> WeightRounding:
     return _ROUNDING
 
 
-def keeps_master(param: Tensor) -> bool:
-    """Return whether a parameter has a master of MS-AMP's."""
-    return msamp_state_of(param) is not None
-
-
-def shard_codes(model: nn.Module, shards: int, options: Any) -> Callable[[DeviceMesh], None]:
-    """Check the options, and make the weights of a model ready to be sharded: ``Backend.shard_codes``."""
-    fsdp2.check_options(options, model)
-    fsdp2.code_shards(model, shards)
-    return lambda mesh: fsdp2.collect(model, mesh)
-
-
 @compiled_on_cuda
-def _e4m3_scale(amax: Tensor) -> Tensor:
-    return power_of_two_scale(amax.float(), E4M3)
+def _scale(amax: Tensor, format: Format) -> Tensor:
+    return power_of_two_scale(amax.float(), format)
 
 
-@compiled_on_cuda
-def _e5m2_scale(amax: Tensor) -> Tensor:
-    return power_of_two_scale(amax.float(), E5M2)
-
-
-_E4M3: Final = Cast(dtype=E4M3.dtype, scale_of=_e4m3_scale)
-_E5M2: Final = Cast(dtype=E5M2.dtype, scale_of=_e5m2_scale)
+_E4M3: Final = Cast(dtype=E4M3.dtype, scale_of=lambda amax: _scale(amax, E4M3))
+_E5M2: Final = Cast(dtype=E5M2.dtype, scale_of=lambda amax: _scale(amax, E5M2))
 
 
 def numerics_of(layer: nn.Module) -> LayerNumerics | str:

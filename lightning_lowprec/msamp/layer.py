@@ -10,8 +10,8 @@ computes the scale, and one kernel writes the codes in every layout that a produ
 around the layer where the block is compiled, and compiled by themselves elsewhere. (The layers of
 :mod:`~lightning_lowprec.products.linear` write the second layout in a kernel of its own, when a product asks for it.)
 
-A weight that is stored as [K, N] (``in_by_out``) takes part in the same products, in the other layout of its codes, and
-its gradient is computed as ``input.T @ grad_output``, [K, M] @ [M, N] -> [K, N].
+The codes of a weight that is stored as [K, N] (``in_by_out``) are transposed for the products, and its gradient is
+computed as ``input.T @ grad_output``, [K, M] @ [M, N] -> [K, N].
 
 Between forward and backward a layer keeps the codes of the input, one byte per element, in the layout of the backward.
 The gradient of the weight is a ``ScaledGradient``, also one byte per element.
@@ -28,13 +28,16 @@ from torch import Tensor
 
 from lightning_lowprec.conversion.plain_first import PlainFirst
 from lightning_lowprec.msamp.gradient import ScaledGradient
-from lightning_lowprec.msamp.weight import move_, required_state_of, values_of
+from lightning_lowprec.msamp.weight import (
+    move_,
+    required_state_of,
+    values_of,
+)
 from lightning_lowprec.msamp.weight_state import encode
-from lightning_lowprec.numerics.formats import E4M3, E5M2, Format
+from lightning_lowprec.numerics.formats import E4M3, E5M2, Format, saturating_cast
 from lightning_lowprec.numerics.fp8_matrices import product
 from lightning_lowprec.numerics.kernel_operands import cut_rows, pad_rows
 from lightning_lowprec.numerics.one_pass import compiled_on_cuda
-from lightning_lowprec.numerics.scaling import saturating_cast
 from lightning_lowprec.private.torch import are_transforms_active, is_tracing
 from lightning_lowprec.products.transforms import KEEP, check_backward, check_call
 
@@ -113,10 +116,13 @@ class ScaledLayer(PlainFirst):
         return self
 
 
+# ---- the products
+
+
 @final
 @torch.compiler.allow_in_graph
 class _Matmul(torch.autograd.Function):
-    """[M, K] @ [K, N] -> [M, N], for rows of any float and a weight of codes, [N, K] or [K, N].
+    """[M, K] @ [K, N] -> [M, N], for rows of any float and a weight of codes, [N, K], or [K, N] with ``in_by_out``.
 
     Compilers of graphs take the call as it is: autograd, not dynamo, finds the codes inside of the weight.
     """
@@ -127,16 +133,15 @@ class _Matmul(torch.autograd.Function):
     ) -> Tensor:
         state = required_state_of(weight)
         codes, columns, scale = _input_codes(rows, True, ctx.needs_input_grad[1])
-        if state.codes.dtype == E4M3.dtype:
-            weight_codes, weight_scale = state.codes, state.scale
-            weight_codes = _columns(weight_codes) if in_by_out else weight_codes.contiguous()
+        stored = state.codes.t() if in_by_out else state.codes  # [N, K]
+        if stored.dtype == E4M3.dtype:
+            weight_codes, weight_scale = stored.contiguous(), state.scale
         else:
-            weight_codes, weight_scale = _weight_codes(state.codes, state.scale, in_by_out)
+            weight_codes, weight_scale = _weight_codes(stored, state.scale)
         # the stored codes are saved, so autograd notices when a step changes them before this backward
         ctx.save_for_backward(columns, scale, state.codes, state.scale, weight_scale)
         ctx.dtype, ctx.options = rows.dtype, (emulate, float32_gradient, in_by_out)
-        second = weight_codes if in_by_out else weight_codes.t()
-        return _multiply(codes, second, scale, weight_scale, rows.dtype, emulate)
+        return _multiply(codes, weight_codes.t(), scale, weight_scale, rows.dtype, emulate)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
@@ -147,21 +152,18 @@ class _Matmul(torch.autograd.Function):
         rows, columns, grad_scale = _grad_codes(grad_output, to_input, to_weight)
         grad_input = grad_weight = None
         if to_input:
-            weight = _weight_again(stored, stored_scale, weight_scale, not in_by_out)
-            grad_input = _multiply(
-                rows, weight.t() if in_by_out else weight, grad_scale, weight_scale, ctx.dtype, emulate
-            )
+            weight = _weight_again(stored.t() if in_by_out else stored, stored_scale, weight_scale)
+            grad_input = _multiply(rows, weight, grad_scale, weight_scale, ctx.dtype, emulate)
         if to_weight:
-            if in_by_out:
-                grad_weight = _multiply(codes.t(), columns, scale, grad_scale, torch.float32, emulate)
-            else:
-                grad_weight = _multiply(columns.t(), codes, grad_scale, scale, torch.float32, emulate)
+            input, grad = (codes, scale), (columns, grad_scale)
+            (left, left_scale), (right, right_scale) = (input, grad) if in_by_out else (grad, input)
+            grad_weight = _multiply(left.t(), right, left_scale, right_scale, torch.float32, emulate)
             if not float32_gradient:
                 grad_weight = ScaledGradient.of(grad_weight)
         return grad_input, grad_weight, None, None, None
 
 
-# ---- codes: [rows, columns] any float -> codes row by row or None, the same codes column by column or None, scale
+# codes: [rows, columns] any float -> codes row by row or None, the same codes column by column or None, scale
 
 
 @compiled_on_cuda
@@ -180,21 +182,16 @@ def _both(values: Tensor, format: Format, rows: bool, columns: bool) -> tuple[An
 
 
 @compiled_on_cuda
-def _weight_codes(stored: Tensor, scale: Tensor, by_column: bool) -> tuple[Tensor, Tensor]:
-    """Round float16 codes of a weight to e4m3 codes, and return the scale of the e4m3 codes."""
+def _weight_codes(stored: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Round float16 codes of a weight to e4m3 codes, row by row, and return the scale of the e4m3 codes."""
     codes, new_scale = encode(stored.float() / scale, E4M3)
-    return _by_column(codes) if by_column else codes.contiguous(), new_scale
+    return codes.contiguous(), new_scale
 
 
 @compiled_on_cuda
-def _weight_again(stored: Tensor, stored_scale: Tensor, scale: Tensor, by_column: bool) -> Tensor:
-    """Return the e4m3 codes of a weight for a ``scale`` that the forward has found."""
+def _weight_again(stored: Tensor, stored_scale: Tensor, scale: Tensor) -> Tensor:
+    """Return the e4m3 codes of a weight, column by column, for a ``scale`` that the forward has found."""
     codes = stored if stored.dtype == E4M3.dtype else saturating_cast(stored.float() / stored_scale * scale, E4M3)
-    return _by_column(codes) if by_column else codes.contiguous()
-
-
-@compiled_on_cuda
-def _columns(codes: Tensor) -> Tensor:
     return _by_column(codes)
 
 

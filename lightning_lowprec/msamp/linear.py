@@ -14,7 +14,11 @@ from lightning_lowprec.conversion.matmuls import is_conv1d, is_linear, sizes_of_
 from lightning_lowprec.conversion.selection import own_work
 from lightning_lowprec.msamp.ddp import include_again
 from lightning_lowprec.msamp.layer import ALIGNMENT, ScaledLayer
-from lightning_lowprec.msamp.weight import msamp_state_of, revert_weight_, scale_weight_
+from lightning_lowprec.msamp.weight import (
+    msamp_state_of,
+    revert_weight_,
+    scale_weight_,
+)
 from lightning_lowprec.msamp.weight_state import Level
 
 
@@ -40,7 +44,7 @@ def scale_linears(
     """Turn Linears and Conv1Ds into ScaledLayers, in place; Parameters stay the same objects.
 
     The optimizer is ``ScaledAdamW`` or ``ScaledSGD`` of the same level. The options are those of
-    :class:`~lightning_lowprec.msamp.layer.ScaledLayer`; ``emulate=None`` emulates on CPU only. An fqn is that of
+    :class:`~lightning_lowprec.msamp.linear.ScaledLayer`; ``emulate=None`` emulates on CPU only. An fqn is that of
     ``model.named_modules()``, ``""`` the model itself.
 
     Raises:
@@ -56,20 +60,18 @@ def scale_linears(
         if msamp_state_of(linear.weight) is None:  # two layers of `fqns` may have one weight
             assert isinstance(linear.weight, nn.Parameter)
             scale_weight_(linear.weight, level)
-        _become_scaled(linear)
-        assert isinstance(linear, ScaledLayer)
-        linear.emulate = linear.weight.device.type == "cpu" if emulate is None else emulate
-        linear.fp8_eval, linear.float32_gradients = fp8_eval, float32_gradients
+        options = {
+            "emulate": linear.weight.device.type == "cpu" if emulate is None else emulate,
+            "fp8_eval": fp8_eval,
+            "float32_gradients": float32_gradients,
+        }
+        if is_conv1d(linear):
+            from lightning_lowprec.msamp.conv1d import ScaledConv1D
 
-
-def _become_scaled(linear: nn.Module) -> None:
-    later = "emulate", "fp8_eval", "float32_gradients"
-    if not is_conv1d(linear):
-        in_place.become(linear, ScaledLinear, {}, later)
-        return
-    from lightning_lowprec.msamp.conv1d import ScaledConv1D
-
-    in_place.become(linear, ScaledConv1D, sizes_of_conv1d(linear), later)
+            in_place.become(linear, ScaledConv1D, sizes_of_conv1d(linear), options)
+        else:
+            in_place.become(linear, ScaledLinear, {}, options)
+        vars(linear).update(options)
 
 
 def _check_linear(fqn: str, linear: nn.Module) -> None:

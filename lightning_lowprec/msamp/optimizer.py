@@ -24,7 +24,6 @@ from lightning_lowprec.msamp.weight import (
     msamp_state_of,
     required_state_of,
     set_master_,
-    sharded_like,
 )
 from lightning_lowprec.msamp.weight_state import LEVELS, Level, encode
 from lightning_lowprec.numerics.flat import aligned, local
@@ -33,7 +32,7 @@ from lightning_lowprec.numerics.launches import tensor_on
 from lightning_lowprec.numerics.one_pass import compiles
 from lightning_lowprec.numerics.parameters import chunks, parameters_of
 from lightning_lowprec.numerics.rounding import keys_of_bits
-from lightning_lowprec.private.torch import copy_all_
+from lightning_lowprec.private.torch import copy_all_, with_local_tensor
 from lightning_lowprec.private.torch_optimizers import noted_by_schedulers
 
 _CHUNK: Final = 1 << 24  # elements whose random bits are numbered together
@@ -48,14 +47,11 @@ def scaled_optimizers() -> list[Optimizer]:
 
 
 class ScaledOptimizer(Optimizer):
-    """Abstract: an optimizer of torch that also steps parameters of codes.
-
-    A subclass derives from torch's class too. It says which moments there are, and how a step updates both kinds of
-    parameters.
+    """Abstract: an optimizer of torch that also steps parameters of codes; a subclass derives from torch's class too.
 
     Args:
         params: parameters or groups, as in any torch optimizer.
-        args: as in torch's class.
+        args: as in torch's class, and so are ``options``.
         level: the level of the parameters of codes. Moments are float32 at "O1"; at "O2" and "O3" they are codes, each
             with a scale.
         stochastic_rounding: round float16 weights (at O3: masters) stochastically, so that updates below half a step
@@ -65,7 +61,7 @@ class ScaledOptimizer(Optimizer):
         compile: update each parameter of codes by compiled passes over its codes, without memory for float32 values
             (``torch.compile``). ``"auto"``: on GPUs with FP8; True: on every device. False runs one kernel per
             operation, with float32 memory for one parameter at a time.
-        options: as in torch's class.
+        options: of torch's class.
 
     Raises:
         ValueError: an argument out of range, an option that is not possible, or a parameter of another level.
@@ -103,7 +99,7 @@ class ScaledOptimizer(Optimizer):
 
     @staticmethod
     def _update_flat(flat: Flats, numbers: Mapping[str, Any]) -> None:
-        """Update flat tensors of parameters of codes; see :data:`~lightning_lowprec.msamp.step.Rule`."""
+        """Update flat tensors of codes: a :data:`~lightning_lowprec.msamp.step.Rule`."""
         raise NotImplementedError
 
     def _update_plain(
@@ -204,8 +200,7 @@ class ScaledOptimizer(Optimizer):
         for p, entry in self.state.items():
             self.state[p] = _viewed(entry, torch.uint8, E4M3.dtype)
         for group in self.param_groups:
-            for name, value in self.defaults.items():
-                group.setdefault(name, value)
+            group.update({**self.defaults, **group})
 
     def _state_of(self, p: Tensor, moments: Mapping[str, Format]) -> dict[str, Any]:
         """Return the state of ``p``; missing moments start at zero."""
@@ -291,7 +286,7 @@ def _with_values(entry: Mapping[str, Any], p: Tensor) -> dict[str, Any]:
     for key, value in entry.items():
         scale = entry.get(f"{key}_scale")
         if key != "step" and not key.endswith("_scale"):
-            values[key] = value if scale is None else sharded_like(value.float() / scale, p)
+            values[key] = value if scale is None else with_local_tensor(value.float() / scale, p)
     master = master_of(p)
     return values if master is None else {**values, MASTER_PARAM: master}
 

@@ -10,6 +10,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import Unpack, override
 
+from lightning_lowprec.checks import check_choice
 from lightning_lowprec.conversion.invariants import unchanged
 from lightning_lowprec.conversion.options import LayerChoices, LayerOptions, shows, take
 from lightning_lowprec.conversion.plan import PlanRequest
@@ -76,6 +77,7 @@ class MSAMP(LowPrecision):
 
     backend: ClassVar[str | None] = NAME
     keeps_codes = True
+    hardware_recipe: RecipeKey | None = "msamp"
 
     def __init__(
         self,
@@ -87,11 +89,7 @@ class MSAMP(LowPrecision):
         compile: Compile = "auto",
         **options: Unpack[MSAMPChoices],
     ) -> None:
-        if grad_accumulation_dtype not in (None, torch.float32):
-            raise ValueError(
-                f"`grad_accumulation_dtype={grad_accumulation_dtype!r}` is not valid; expected one of: None (e4m3 with"
-                " a scale), torch.float32."
-            )
+        check_choice("grad_accumulation_dtype", grad_accumulation_dtype, (None, torch.float32))
         running = take(FP8Options, options)
         super().__init__(take(LossScaleOptions, options).scaler(running.base), None, take(WeightOptions, options))
         self.base, self.fp8_eval, self.emulate = running.base, running.fp8_eval, running.emulate
@@ -115,15 +113,6 @@ class MSAMP(LowPrecision):
     @override
     def peak_rate_dtype(self) -> torch.dtype:
         return fp8.peak_dtype(self)
-
-    @override
-    def emulates(self, device: torch.device) -> bool:
-        return fp8.emulates(self.emulate, device)
-
-    @property
-    @override
-    def hardware_recipe(self) -> RecipeKey:
-        return "msamp"
 
     @override
     def refusal(self, device: torch.device) -> str | None:
@@ -256,5 +245,4 @@ class MSAMP(LowPrecision):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return the loss scale, and the name of the backend."""
         return {**super().state_dict(), BACKEND_STATE: NAME}

@@ -24,10 +24,9 @@ from lightning_lowprec.msamp.gradient import ScaledGradient
 from lightning_lowprec.msamp.weight import record_writes, required_state_of
 from lightning_lowprec.msamp.weight_state import MsampWeightState, Shards
 from lightning_lowprec.numerics.flat import local
-from lightning_lowprec.numerics.formats import E4M3, FP16, Format
+from lightning_lowprec.numerics.formats import E4M3, FP16, Format, amax, power_of_two_scale, saturating_cast
 from lightning_lowprec.numerics.launches import tensor_on
 from lightning_lowprec.numerics.rounding import bits_at, round_fp16
-from lightning_lowprec.numerics.scaling import amax, power_of_two_scale, saturating_cast
 
 _BACKEND: Final = "inductor"
 _IN_REGISTERS: Final = dict.fromkeys(
@@ -60,14 +59,12 @@ def step_codes(
             agree on.
         states: the optimizer's state of every parameter.
         moments: the moments of the optimizer with their formats; None: in float32, without a scale.
-        rule: the update.
-        numbers: for the rule.
-        rounding: round float16 weights (at O3: masters) stochastically: the keys of the random bits, and the position
-            of every parameter among these bits, as :func:`~lightning_lowprec.numerics.rounding.bits_at` takes them.
-            None: to nearest.
+        rule: the update; it gets ``numbers``.
+        rounding: of float16 weights (at O3: masters): the keys of random bits, and the position of every parameter
+            among these bits (:func:`~lightning_lowprec.numerics.rounding.bits_at`); None: to nearest.
         compile: run each pass as one graph of ``torch.compile``.
     """
-    run = _compiled if compile else _eager
+    run: Run = functools.partial(_compiled_by, _BACKEND) if compile else lambda function: function
     formats = {name: format for name, format in {**moments, "weight": FP16}.items() if format is not None}
     weights = [required_state_of(p) for p in params]
     floats = {key: float(value) for key, value in numbers.items() if not isinstance(value, bool)}
@@ -192,14 +189,6 @@ def _write_weight(master: Tensor, master_scale: Tensor, codes: Tensor, scale: Te
     fresh = power_of_two_scale(rounded, E4M3, scale)
     codes.copy_(saturating_cast(master.float() / master_scale * fresh, E4M3))
     scale.copy_(fresh)
-
-
-def _eager(function: Callable[..., Any]) -> Callable[..., Any]:
-    return function
-
-
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return _compiled_by(_BACKEND, function)
 
 
 @functools.cache

@@ -6,9 +6,8 @@
     view    weight.t(), weight[0], weight.detach(), weight.data        codes of the same memory; a write reaches them
     copy    deepcopy, pickle, ``layer.to(device)``                     codes; ``weight.clone()`` gives the values
 
-The representation is the same on one device, under DDP, and under FSDP2 as a shard and as a gathered weight. The life
-of a weight is drawn in docs/architecture.md. :class:`~lightning_lowprec.msamp.weight_state.MsampWeightState` has the
-arithmetic.
+The same on one device, under DDP, and under FSDP2 as a shard and as a gathered weight. docs/architecture.md draws the
+life of a weight. :class:`~lightning_lowprec.msamp.weight_state.MsampWeightState` has the arithmetic.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class MsampWeight(CodedWeight):
 
     def codes_and_scale(self) -> tuple[Tensor, Tensor]:
         """Return the codes, float16 or float8, and their scale."""
-        return self.msamp_state.codes, self.msamp_state.scale
+        return self.codes, self.scale
 
     def decode(self) -> Tensor:
         """Return the values, (...) in the dtype that the weight shows."""
@@ -83,19 +82,16 @@ class MsampWeight(CodedWeight):
         """Keep codes for views, and for what FSDP2 does to cut a weight."""
         if func in private.ENCODER_LAYER:  # autocast would cast inside this operation, and does not see a subclass
             values = private.tree_map_only(MsampWeight, MsampWeight.decode, args)
-            like = values[0]
-            return func(
-                *private.tree_map_only(Tensor, lambda t: t.to(like.dtype) if t.is_floating_point() else t, values),
-                **kwargs,
-            )
+            dtype = values[0].dtype
+            cast = private.tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, values)
+            return func(*cast, **kwargs)
         weight = args[0]
         if not isinstance(weight, MsampWeight):
             return NotImplemented
         if func in _ALIASES:
             return MsampWeight(weight.msamp_state, weight.dtype)
-        if func.is_view and func is not _aten.view.dtype:
-            return _view(func, args, kwargs)
-        if weight.msamp_state.cutting and func in _CUTS:
+        cuts = weight.msamp_state.cutting and func in _CUTS
+        if cuts or (func.is_view and func is not _aten.view.dtype):
             return _view(func, args, {name: value for name, value in kwargs.items() if name != "dtype"})
         return NotImplemented
 
@@ -162,12 +158,7 @@ class MsampWeight(CodedWeight):
         return (self.codes.view(torch.uint8),), self.scale
 
     def fsdp_post_all_gather(
-        self,
-        all_gather_outputs: tuple[Tensor, ...],
-        metadata: Any,
-        param_dtype: torch.dtype,
-        *,
-        out: Tensor | None = None,
+        self, all_gather_outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
     ) -> Any:
         """Return the whole weight, for FSDP2; later gathers fill the memory of the first gather."""
         if out is not None:
@@ -214,14 +205,12 @@ class MsampWeight(CodedWeight):
 
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a view operation on codes and master; the result remembers the whole weight, for writes."""
-    weight: MsampWeight = args[0]
-    state = weight.msamp_state
+    state, dtype = args[0].msamp_state, args[0].dtype
     codes: Any = func(state.codes, *args[1:], **kwargs)
     masters: Any = None if state.master is None else func(state.master, *args[1:], **kwargs)
     if isinstance(codes, Tensor):
-        return MsampWeight(state.part(codes, masters), weight.dtype)
-    masters = [None] * len(codes) if masters is None else masters
-    return [MsampWeight(state.part(*part), weight.dtype) for part in zip(codes, masters, strict=True)]
+        return MsampWeight(state.part(codes, masters), dtype)
+    return [MsampWeight(state.part(*part), dtype) for part in zip(codes, masters or [None] * len(codes), strict=True)]
 
 
 def _check_write(func: Any, targets: Sequence[MsampWeight]) -> None:
@@ -270,9 +259,8 @@ def scale_weight_(param: nn.Parameter, level: Level) -> MsampWeightState:
 
     From then on ``param`` shows float32. The object, its shape, its hooks and its place in modules and optimizers stay.
 
-    Args:
-        param: (...) float32, bfloat16 or float16; finite.
-        level: "O1" and "O2" keep float16 codes, "O3" float8_e4m3fn codes and a float16 master.
+    ``param`` is float32, bfloat16 or float16, and finite. O1 and O2 keep float16 codes, O3 float8_e4m3fn codes and a
+    float16 master.
 
     Raises:
         ValueError: an unknown level, or ``param`` holds codes already.
@@ -339,7 +327,7 @@ def codes_of(param: Tensor) -> Tensor:
 @torch.no_grad()
 def values_of(param: Tensor) -> Tensor:
     """Return the exact values of a parameter of codes: (...) float32, sharded like the parameter."""
-    return sharded_like(required_state_of(param).values(), param)
+    return private.with_local_tensor(required_state_of(param).values(), param)
 
 
 @torch.no_grad()
@@ -368,12 +356,7 @@ def set_master_(param: Tensor, master: Tensor) -> None:
 def master_of(param: Tensor) -> Tensor | None:
     """Return the values of a parameter's master, (...) float32, sharded like the parameter; None without a master."""
     state = msamp_state_of(param)
-    return None if state is None or state.master is None else sharded_like(state.exact_values(), param)
-
-
-def sharded_like(part: Tensor, param: Tensor) -> Tensor:
-    """Return ``part`` as a DTensor if the parameter of codes is one; else ``part`` itself."""
-    return private.with_local_tensor(part, param)
+    return None if state is None or state.master is None else private.with_local_tensor(state.exact_values(), param)
 
 
 def record_writes(params: Sequence[Tensor]) -> None:

@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_lowprec.numerics.formats import E4M3, FP16, Format
-from lightning_lowprec.numerics.scaling import amax, power_of_two_scale, saturating_cast
+from lightning_lowprec.numerics.formats import E4M3, FP16, Format, amax, power_of_two_scale, saturating_cast
 
 Level = Literal["O1", "O2", "O3"]
 LEVELS: Final[tuple[Level, ...]] = get_args(Level)
@@ -110,13 +109,11 @@ class MsampWeightState:
         return codes.float() / scale
 
     def set_values_(self, values: Tensor, *, keep_master: bool = True, refuse_loss: bool = False) -> None:
-        """Encode other values, (...) float32, in place; of a sharded weight a collective.
+        """Encode other values of this rank, (...) float32, in place; of a sharded weight a collective.
 
-        Args:
-            values: of this rank.
-            keep_master: keep a master, or one that :meth:`set_master_` left waiting, that rounds to the values.
-            refuse_loss: raise on every rank, and change nothing, if more than half of the changed values would be
-                rounded back, as small updates and running averages are. Loading a state dict never raises.
+        ``keep_master``: keep a master, or one that :meth:`set_master_` left waiting, that rounds to the values.
+        ``refuse_loss``: raise on every rank, and change nothing, if more than half of the changed values would be
+        rounded back, as small updates and running averages are. Loading a state dict never raises.
         """
         new = self._encoded(values)
         if self.master is not None and keep_master:

@@ -26,7 +26,7 @@ from typing import Final, final
 import torch
 from torch import Tensor
 
-from lightning_lowprec.numerics.scaling import power_of_two
+from lightning_lowprec.numerics.formats import power_of_two
 
 LARGEST_BLOCK: Final = 256
 """Numbers that share an exponent, where rows are multiples of this."""

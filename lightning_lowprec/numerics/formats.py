@@ -1,11 +1,18 @@
-"""The number formats of torch that tensors are cast to, and their limits."""
+"""The number formats of torch that tensors are scaled and cast to: limits, amax, power-of-two scale, saturating cast.
+
+A tensor ``x`` is stored as ``codes = cast(x * scale)`` and read as ``codes * inv_scale``. The scale is the largest
+power of two that keeps ``amax * scale`` within the format (MS-AMP, arXiv 2310.18313, sec. 2). Multiplying by a power of
+two, or by its reciprocal, rounds nothing, so all error comes from the cast.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Final
 
 import torch
+from torch import Tensor
 
 HALF_DTYPES: Final = (torch.float16, torch.bfloat16)
 
@@ -15,7 +22,6 @@ class Format:
     """One floating-point format of torch."""
 
     dtype: torch.dtype
-    """The dtype of torch."""
     max: float
     """The largest finite value."""
     has_inf: bool
@@ -30,3 +36,65 @@ E5M2: Final = Format(dtype=torch.float8_e5m2, max=57344.0, has_inf=True)
 
 FP16: Final = Format(dtype=torch.float16, max=65504.0, has_inf=True)
 """IEEE 754 binary16: masters and second moments, with a scale."""
+
+_LIMIT: Final = 126  # |exponent| of a scale: the scale and its reciprocal are normal float32
+_BIAS: Final = 127
+_MANTISSA_BITS: Final = 23
+_ROW: Final = 4096
+
+
+def amax(x: Tensor) -> Tensor:
+    """Return the largest absolute value: (...) any float -> scalar float32; NaN if ``x`` has NaN, 0 if it is empty."""
+    if x.numel() == 0:
+        return torch.zeros((), device=x.device)
+    magnitude = x.abs()
+    if torch.compiler.is_compiling():
+        magnitude = _rows(magnitude).amax(-1)
+    return magnitude.amax().float()
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Return ``x``, not negative, as rows and zeros behind them, to be reduced by many blocks of threads.
+
+    A compiler splits a reduction to one number only if the first tensor that it sees is large. Its code also runs for
+    all later sizes, and from its cache on disk: a small first tensor would leave one block for a large one.
+    """
+    if x.dim() != 1:
+        return x
+    rows = len(x) // _ROW + 2  # never one row: the compiler would make a graph for it
+    return torch.nn.functional.pad(x, (0, rows * _ROW - len(x))).view(rows, _ROW)
+
+
+def power_of_two_scale(amax: Tensor, format: Format, old: Tensor | None = None) -> Tensor:
+    """Return ``2**floor(log2(format.max / amax))``: (...) float32 -> (...) float32, exact, in [2**-126, 2**126].
+
+    The exponents are subtracted, and comparing the mantissas decides about 1 more: no division or logarithm rounds.
+    ``old``, (...) float32, are the scales to keep where ``amax`` is 0 or not finite; None: 1.
+    """
+    limit_mantissa, limit_exponent = math.frexp(format.max)
+    mantissa, exponent = torch.frexp(amax.float())
+    floor = limit_exponent - exponent - (mantissa > limit_mantissa).to(exponent.dtype)
+    scale = power_of_two(floor.clamp(-_LIMIT, _LIMIT))
+    usable = amax.isfinite() & (amax > 0)
+    return torch.where(usable, scale, torch.ones_like(scale) if old is None else old)
+
+
+def power_of_two(exponent: Tensor) -> Tensor:
+    """Return ``2**exponent``, exact on every device: (...) int32 in [-126, 127] -> (...) float32."""
+    return exponent.to(torch.int32).add(_BIAS).bitwise_left_shift(_MANTISSA_BITS).view(torch.float32)
+
+
+def encode(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return codes: (...) any float, a scale that broadcasts -> (...) ``dtype``; inf becomes the largest value."""
+    limit = torch.finfo(dtype).max
+    return (values.float() * scale).clamp(-limit, limit).to(dtype)
+
+
+def saturating_cast(x: Tensor, format: Format) -> Tensor:
+    """Round to nearest, ties to even: (...) float32 -> (...) ``format.dtype``.
+
+    A finite value beyond the format's largest value becomes the largest value. inf stays inf if the format has inf, and
+    becomes NaN otherwise. NaN stays NaN. (A bare cast of torch 2.13 on CPU turns inf into 448 in float8_e4m3fn.)
+    """
+    finite = x.clamp(-format.max, format.max)  # keeps NaN
+    return torch.where(x.isinf(), x if format.has_inf else torch.nan, finite).to(format.dtype)

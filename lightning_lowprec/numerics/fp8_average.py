@@ -22,9 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_lowprec.numerics.formats import E4M3
+from lightning_lowprec.numerics.formats import E4M3, power_of_two_scale, saturating_cast
 from lightning_lowprec.numerics.launches import tensor_on
-from lightning_lowprec.numerics.scaling import power_of_two_scale, saturating_cast
 from lightning_lowprec.private.torch import largest_absolute_values
 
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13

@@ -25,9 +25,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from lightning_lowprec.numerics.formats import E4M3
+from lightning_lowprec.numerics.formats import E4M3, encode
 from lightning_lowprec.numerics.launches import is_simulated, kernels_run, on_device
-from lightning_lowprec.numerics.scaling import encode
 
 BLOCK: Final = 128
 """Values that share a scale."""

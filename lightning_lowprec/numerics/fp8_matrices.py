@@ -4,7 +4,7 @@
 are multiples of 16. So a matrix that is a factor of two products is stored twice: as codes, and as transposed codes.
 
 For a weight on CUDA one kernel writes both layouts. The scale needs the largest absolute value first, for which the
-whole weight is read. If the optimizer's kernel has noted this value (:mod:`~lightning_lowprec.numerics.largest`), the
+whole weight is read. If the optimizer's kernel has noted this value (:class:`Largest`), the
 weight is encoded by it and measured in the same pass. A second launch encodes again where the note was wrong, and
 returns at once elsewhere: the codes are always those of the weight.
 
@@ -17,23 +17,22 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Literal, final
+from typing import Any, Final, Literal, final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_lowprec.numerics.formats import E4M3, Format
+from lightning_lowprec.numerics.formats import E4M3, Format, encode, power_of_two_scale
 from lightning_lowprec.numerics.kernel_operands import ALIGNMENT, check_operands
-from lightning_lowprec.numerics.largest import largest
 from lightning_lowprec.numerics.launches import is_simulated, kernels_run, on_device
 from lightning_lowprec.numerics.one_pass import in_one_pass, rows_in_one_pass
-from lightning_lowprec.numerics.scaling import encode, power_of_two_scale
-from lightning_lowprec.private.torch import largest_absolute_values
+from lightning_lowprec.private.torch import largest_absolute_values, version_of
 from lightning_lowprec.private.torch_products import scaled_product
 
 DEVICES = {"cuda"}
+_NOTE: Final = "lowprec_largest"
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -157,3 +156,46 @@ def launch(
     numbers = [None if number is None else number.view(torch.int32) for number in (hint, amax)]
     with on_device(weight.device):
         kernels.encode_weight[grid](weight, *codes, scale, *numbers, *weight.shape, MODE=mode, num_warps=8)
+
+
+# ---- the largest absolute value of a weight, noted by the optimizer's kernel that wrote the weight
+
+
+@final
+class Largest:
+    """The hint of one weight. A write that nobody sees makes it wrong: code that uses it compares it."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.value = torch.zeros((), device=weight.device)
+        """() float32, not negative or NaN."""
+        self._version = -1
+
+    def note(self, weight: Tensor) -> None:
+        """Note that ``value`` is that of ``weight`` now."""
+        self._version = version_of(weight)
+
+    def holds_for(self, weight: Tensor) -> bool:
+        """Return whether no write to ``weight`` was seen since :meth:`note`."""
+        return self._version == version_of(weight)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """Leave the hint out of copies."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Leave the hint out of pickles."""
+        return type(None), ()
+
+
+def asked(weight: Tensor) -> Largest | None:
+    """Return the hint that a kernel is to write, if somebody has asked for it."""
+    hint: Largest | None = vars(weight).get(_NOTE)
+    return hint if hint is not None and hint.value.device == weight.device else None
+
+
+def largest(weight: Tensor) -> Tensor | None:
+    """Return the hint of a weight, () float32, or None if there is none; ask for it from now on."""
+    hint = asked(weight)
+    if hint is None:
+        setattr(weight, _NOTE, Largest(weight))
+        return None
+    return hint.value if hint.holds_for(weight) else None

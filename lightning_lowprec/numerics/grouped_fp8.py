@@ -6,27 +6,25 @@
 
 All operands lie in memory along the dimension that is summed, as Hopper's kernels need.
 
-The scale is that of torchao, ``448 / max(largest absolute value, 1e-12)``, and what is returned is its reciprocal.
-With ``power_of_2`` it is rounded down to a power of two, and so exact.
+The scale is torchao's, ``448 / max(largest absolute value, 1e-12)``, with ``power_of_2`` rounded down to a power of
+two. Its reciprocal is returned.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_lowprec.numerics.formats import E4M3
+from lightning_lowprec.numerics.formats import E4M3, encode
 from lightning_lowprec.numerics.kernel_operands import check_grouped
 from lightning_lowprec.numerics.launches import is_simulated, kernels_run, on_device
 from lightning_lowprec.numerics.one_pass import compiled_on_cuda, compiles, rows_in_one_pass
-from lightning_lowprec.numerics.scaling import encode
 from lightning_lowprec.private.torch_products import scaled_grouped_mm
 
-LEAST: Final = 1e-12
-"""The lower bound of a largest absolute value, as in torchao."""
+LEAST: Final = 1e-12  # the lower bound of a largest absolute value, as in torchao
 _EXPONENT: Final = 0x7F800000  # the bits of a float32 that make a power of two
 DEVICES = {"cuda"}
 
@@ -43,10 +41,9 @@ def scales(amax: Tensor, power_of_2: bool) -> Tensor:
 def encode_rows(rows: Tensor, power_of_2: bool) -> tuple[Tensor, Tensor]:
     """(P, C) any float -> codes (P, C), and the reciprocals of the scales, (P,) float32."""
     traced = torch.compiler.is_compiling() or type(rows) is not Tensor  # the tensors of a compiler
-    if traced or not rows.numel() or not compiles(rows.device):
-        return _rows(rows, power_of_2)
-    result: tuple[Tensor, Tensor] = rows_in_one_pass(_rows, rows, power_of_2)
-    return result
+    eager = traced or not rows.numel() or not compiles(rows.device)
+    codes, inverse = _rows(rows, power_of_2) if eager else rows_in_one_pass(_rows, rows, power_of_2)
+    return codes, inverse
 
 
 def encode_weight(weight: Tensor, power_of_2: bool) -> tuple[Tensor, Tensor]:
@@ -54,14 +51,14 @@ def encode_weight(weight: Tensor, power_of_2: bool) -> tuple[Tensor, Tensor]:
     if weight.is_contiguous():
         codes, inverse = encode_rows(weight.view(-1, weight.shape[-1]), power_of_2)
         return codes.view(weight.shape), inverse.view(weight.shape[:-1])
-    result: tuple[Tensor, Tensor] = _across(weight, power_of_2)
-    return result
+    return _across(weight, power_of_2)
 
 
+@compiled_on_cuda
 def encode_whole(weight: Tensor, power_of_2: bool) -> tuple[Tensor, Tensor]:
     """(E, A, C) any float -> codes (E, A, C), contiguous, of one scale, and its reciprocal, () float32."""
-    result: tuple[Tensor, Tensor] = _whole(weight, power_of_2)
-    return result
+    scale = scales(weight.abs().amax().float(), power_of_2)
+    return encode(weight, scale, E4M3.dtype).contiguous(), scale.reciprocal()
 
 
 def _rows(rows: Tensor, power_of_2: bool) -> tuple[Tensor, Tensor]:
@@ -73,12 +70,6 @@ def _rows(rows: Tensor, power_of_2: bool) -> tuple[Tensor, Tensor]:
 def _across(weight: Tensor, power_of_2: bool) -> tuple[Tensor, Tensor]:
     codes, inverse = _rows(weight, power_of_2)
     return codes.contiguous(), inverse
-
-
-@compiled_on_cuda
-def _whole(weight: Tensor, power_of_2: bool) -> tuple[Tensor, Tensor]:
-    scale = scales(weight.abs().amax().float(), power_of_2)
-    return encode(weight, scale, E4M3.dtype).contiguous(), scale.reciprocal()
 
 
 @torch.library.custom_op("lightning_lowprec::encode_columns", mutates_args=())
@@ -112,9 +103,9 @@ def _by_kernel(rows: Tensor, ends: Tensor, power_of_2: bool) -> tuple[Tensor, Te
     from lightning_lowprec.numerics import kernels
 
     grid = (ends.shape[0], -(-width // kernels.WIDTH.value))
-    arguments: tuple[Any, ...] = (rows, ends, codes.view(torch.uint8), inverse, count, width)
+    bits: Tensor = codes.view(torch.uint8)
     with on_device(rows.device):
-        kernels.encode_columns[grid](*arguments, POWER_OF_2=power_of_2, num_warps=4)
+        kernels.encode_columns[grid](rows, ends, bits, inverse, count, width, POWER_OF_2=power_of_2, num_warps=4)
     return codes, inverse
 
 
@@ -124,57 +115,36 @@ def _by_kernel(rows: Tensor, ends: Tensor, power_of_2: bool) -> tuple[Tensor, Te
 def product(
     left: Tensor, right: Tensor, inverse: tuple[Tensor, Tensor], ends: Tensor, dtype: torch.dtype, *, emulate: bool
 ) -> Tensor:
-    """Multiply the rows of each group by its matrix: [P, A] codes @ [E, A, C] codes -> [P, C] of ``dtype``.
+    """Multiply the rows of each group by its matrix, or the columns of each group by its rows.
 
-    ``right`` is contiguous along A. ``inverse``: reciprocals of scales, [P] and [E, C] float32. Kernels round to
-    bfloat16 before the cast to ``dtype``; ``emulate`` multiplies in float32.
+        [P, A] codes @ [E, A, C] codes -> [P, C] of ``dtype``         inverse scales [P] and [E, C] float32
+        [A, P] codes @ [P, C] codes    -> [E, A, C] of ``dtype``      inverse scales [E, A] and [E, C] float32
+
+    ``right`` is contiguous along A, or P. Kernels round to bfloat16 before the cast to ``dtype``; ``emulate``
+    multiplies in float32.
     """
     if emulate:
         check_grouped(left, right)
-    multiply = emulated_product if emulate else scaled_grouped_mm
-    result: Tensor = multiply(left, right, *inverse, ends)
-    return result.to(dtype)
+        emulated: Tensor = emulated_product(left, right, *inverse, ends)
+        return emulated.to(dtype)
+    inverse = inverse if right.dim() == 3 else (inverse[0].flatten(), inverse[1].flatten())
+    return scaled_grouped_mm(left, right, *inverse, ends).to(dtype)
 
 
-def product_of_groups(
-    left: Tensor, right: Tensor, inverse: tuple[Tensor, Tensor], ends: Tensor, dtype: torch.dtype, *, emulate: bool
-) -> Tensor:
-    """Multiply the columns of each group by its rows: [A, P] codes @ [P, C] codes -> [E, A, C] of ``dtype``.
-
-    ``right`` is contiguous along P. ``inverse``: reciprocals of scales, [E, A] and [E, C] float32.
-    """
-    if emulate:
-        check_grouped(left, right)
-        result: Tensor = emulated_product_of_groups(left, right, *inverse, ends)
-    else:
-        result = scaled_grouped_mm(left, right, inverse[0].flatten(), inverse[1].flatten(), ends)
-    return result.to(dtype)
-
-
-# custom operations, since torch's compiler takes no grouped product of float32
-
-
+# a custom operation, since torch's compiler takes no grouped product of float32
 @torch.library.custom_op("lightning_lowprec::grouped_product", mutates_args=())
 def emulated_product(left: Tensor, right: Tensor, of_left: Tensor, of_right: Tensor, ends: Tensor) -> Tensor:
-    """[P, A], [E, A, C] codes -> [P, C] bfloat16, summed in float32."""
-    scaled = left.float() * of_left.unsqueeze(1), right.float() * of_right.unsqueeze(1)
-    return F.grouped_mm(*scaled, offs=ends).bfloat16()
+    """Return the products of :func:`product` in bfloat16, summed in float32."""
+    if right.dim() == 3:
+        of_left, of_right = of_left.unsqueeze(1), of_right.unsqueeze(1)
+    else:
+        group = torch.searchsorted(ends, torch.arange(left.shape[1], device=ends.device), right=True)
+        group = group.clamp(max=ends.shape[0] - 1)  # rows behind the last group are not multiplied
+        of_left, of_right = of_left[group].t(), of_right[group]
+    return F.grouped_mm(left.float() * of_left, right.float() * of_right, offs=ends).bfloat16()
 
 
 @emulated_product.register_fake
 def _(left: Tensor, right: Tensor, of_left: Tensor, of_right: Tensor, ends: Tensor) -> Tensor:
-    return left.new_empty(left.shape[0], right.shape[2], dtype=torch.bfloat16)
-
-
-@torch.library.custom_op("lightning_lowprec::product_of_groups", mutates_args=())
-def emulated_product_of_groups(left: Tensor, right: Tensor, of_left: Tensor, of_right: Tensor, ends: Tensor) -> Tensor:
-    """[A, P], [P, C] codes -> [E, A, C] bfloat16, summed in float32."""
-    group = torch.searchsorted(ends, torch.arange(left.shape[1], device=ends.device), right=True)
-    group = group.clamp(max=ends.shape[0] - 1)  # rows behind the last group are not multiplied
-    scaled = left.float() * of_left[group].t(), right.float() * of_right[group]
-    return F.grouped_mm(*scaled, offs=ends).bfloat16()
-
-
-@emulated_product_of_groups.register_fake
-def _(left: Tensor, right: Tensor, of_left: Tensor, of_right: Tensor, ends: Tensor) -> Tensor:
-    return left.new_empty(ends.shape[0], left.shape[0], right.shape[1], dtype=torch.bfloat16)
+    groups = () if right.dim() == 3 else (ends.shape[0],)
+    return left.new_empty(*groups, left.shape[0], right.shape[-1], dtype=torch.bfloat16)

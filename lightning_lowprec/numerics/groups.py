@@ -31,16 +31,10 @@ class Groups:
     row: Tensor
     """[S] int64: the row of each pair of token and expert."""
     token: Tensor
-    """[P] int64: the token of each row; T for a row without a token."""
+    """[P] int64: the token of each row; T for a row without a token. ``expert``: the same, E without one."""
     expert: Tensor
-    """[P] int64: the expert of each row with a token; E for a row without one."""
     absent: Tensor | None
     """[S] bool: the pairs whose expert is on another rank; None if all experts are here."""
-
-    @property
-    def experts(self) -> int:
-        """E."""
-        return self.ends.shape[0]
 
 
 def group(top_k_index: Tensor, experts: int, alignment: int, *, some_absent: bool = False) -> Groups:
@@ -57,10 +51,7 @@ def group(top_k_index: Tensor, experts: int, alignment: int, *, some_absent: boo
 
 
 def group_sorted(counts: Tensor, tokens: int, alignment: int) -> Groups:
-    """Return the groups of T tokens that are sorted by expert already; each token is one pair.
-
-    ``counts``, [E] int, are the numbers of tokens of each expert. Tokens behind their sum belong to no expert.
-    """
+    """Return the groups of T tokens that are sorted by expert already, [E] of each; those behind belong to none."""
     order = torch.arange(tokens, device=counts.device)
     experts = torch.searchsorted(counts.cumsum(0), order, right=True)
     return _of_sorted(experts, order, order, counts, alignment, tokens, True)
@@ -88,14 +79,12 @@ def _of_sorted(
 
 def spread(tokens: Tensor, groups: Groups) -> Tensor:
     """[T, K] -> [P, K]: the rows of the experts; a row without a token is zero, and gets no gradient."""
-    rows: Tensor = _Spread.apply(tokens, groups.token, groups.row, groups.absent)  # type: ignore[no-untyped-call]
-    return rows
+    return _Spread.apply(tokens, groups.token, groups.row, groups.absent)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def collect(rows: Tensor, groups: Groups) -> Tensor:
     """[P, N] -> [S, N]: the row of each pair; zero for an expert of another rank."""
-    pairs: Tensor = _Collect.apply(rows, groups.row, groups.absent)  # type: ignore[no-untyped-call]
-    return pairs
+    return _Collect.apply(rows, groups.row, groups.absent)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def per_row(values: Tensor, groups: Groups) -> Tensor:

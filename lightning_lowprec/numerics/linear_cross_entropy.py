@@ -30,8 +30,8 @@ weight. The gradients are multiplied by ``after``, with which the scales of the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import functools
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, final
 
 import torch
@@ -41,8 +41,11 @@ from torch import Tensor
 from lightning_lowprec.numerics.formats import E5M2
 from lightning_lowprec.numerics.fp8_matrices import Codes, padded, product, transposed
 from lightning_lowprec.numerics.kernel_operands import ALIGNMENT
+from lightning_lowprec.numerics.launches import is_simulated, kernels_run, on_device
 from lightning_lowprec.numerics.one_pass import rows_in_one_pass
+from lightning_lowprec.private.torch import increment_versions
 
+DEVICES = {"cuda"}
 MEMORY: Final = 1_400_000_000
 """Bytes that a copy of the weight and the logits of one chunk may take together."""
 MOST_ROWS: Final = 2048
@@ -60,48 +63,15 @@ FP16_GRADIENT_SCALE: Final = 2.0**7
 """Small gradients of logits stay above fp16's subnormal numbers, and products with weights of up to 250 stay finite."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class LossTerms:
-    """The terms of the loss of one row; see above."""
+Terms = tuple[int, float, float]
+"""Of the loss of a row: ``ignore_index``, whose rows have no loss; ``e``, the label smoothing; ``z`` of the z-loss."""
+Results = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+"""Losses, (T,) float32, 0 for ignored tokens; gradients, times ``gradient_scale``, or None where none was wanted:
 
-    ignore_index: int = -100
-    """Rows with this target have no loss."""
-    label_smoothing: float = 0.0
-    """``e``: the part of the target's probability that is spread over all classes."""
-    z_loss: float = 0.0
-    """``z``: the factor of ``lse**2``."""
-
-    @property
-    def constants(self) -> tuple[int, float, float]:
-        """The terms as arguments of the functions of this module."""
-        return self.ignore_index, self.label_smoothing, self.z_loss
-
-
-@dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """The gradients to compute."""
-
-    hidden: bool
-    weight: bool
-    bias: bool
-
-    def __bool__(self) -> bool:
-        """Whether any is."""
-        return self.hidden or self.weight or self.bias
-
-
-@dataclass(frozen=True, kw_only=True)
-class Results:
-    """Losses and gradients; a gradient that was not wanted is None."""
-
-    losses: Tensor
-    """(T,) float32; 0 for ignored tokens."""
-    hidden: Tensor | None = None
-    """(T, K) in the dtype of ``hidden``, times ``gradient_scale``; of FP8 products in fp16 float32."""
-    weight: Tensor | None = None
-    """(V, K), times ``gradient_scale``: float32, but of one FP8 product for a bf16 weight bf16."""
-    bias: Tensor | None = None
-    """(V,) float32, times ``gradient_scale``."""
+    hidden   (T, K) in the dtype of ``hidden``; of FP8 products in fp16 float32
+    weight   (V, K) float32; of one FP8 product for a bf16 weight bf16
+    bias     (V,) float32
+"""
 
 
 def gradient_scale(dtype: torch.dtype, *, fp8: bool) -> float:
@@ -121,42 +91,36 @@ def in_half(
     bias: Tensor | None,
     target: Tensor,
     factors: Tensor,
-    terms: LossTerms,
-    wanted: Wanted,
+    terms: Terms,
+    wanted: Sequence[bool],
     rows: int | None,
 ) -> Results:
-    """Compute with products in the dtype of ``hidden``, to which weight and bias are cast.
+    """Compute with products in the dtype of ``hidden``, (T, K), to which weight, (V, K), and bias, (V,), are cast.
 
-    Args:
-        hidden: (T, K) bf16, fp16 or float32.
-        weight: (V, K) any float.
-        bias: (V,) any float.
-        target: (T,) int64.
-        factors: (T,) or () float32, which multiply the gradients.
-        terms: of the loss.
-        wanted: the gradients to compute.
-        rows: tokens at a time; None chooses.
+    ``target``: (T,) int64. ``factors``, (T,) or () float32, multiply the gradients of hidden states, weight and bias
+    that are ``wanted``. ``rows``: tokens at a time; None chooses.
     """
     dtype = hidden.dtype
     cast = weight.to(dtype)
     bias = None if bias is None else bias.to(dtype)
     factors = factors * gradient_scale(dtype, fp8=False)
     results = _empty_results(hidden, weight, wanted)
+    losses, of_hidden, of_weight, of_bias = results
     if rows is None:
         rows = rows_at_a_time(len(weight), dtype, 0 if cast is weight else cast.nbytes)
     for part in _parts(len(hidden), rows):
         x, t = hidden[part], target[part]
         logits = F.linear(x, cast, bias)
-        if wanted:
-            results.losses[part] = losses_and_gradient_(logits, t, _of(factors, part), terms)
+        if any(wanted):
+            losses[part] = rows_in_one_pass(_losses_and_gradient_, logits, t, _of(factors, part), *terms)
         else:
-            results.losses[part] = losses_alone(logits, t, terms)
-        if results.hidden is not None:
-            torch.mm(logits, cast, out=results.hidden[part])
-        if results.weight is not None:
-            _add_product(results.weight, logits, x, first=part.start == 0)
-        if results.bias is not None:
-            results.bias.add_(logits.sum(0, dtype=torch.float32))
+            losses[part] = rows_in_one_pass(_losses, logits, t, *terms)
+        if of_hidden is not None:
+            torch.mm(logits, cast, out=of_hidden[part])
+        if of_weight is not None:
+            _add_product(of_weight, logits, x, first=part.start == 0)
+        if of_bias is not None:
+            of_bias.add_(logits.sum(0, dtype=torch.float32))
         del logits  # before the next ones are made
     return results
 
@@ -167,8 +131,8 @@ def in_fp8(
     bias: Tensor | None,
     target: Tensor,
     factors: Tensor,
-    terms: LossTerms,
-    wanted: Wanted,
+    terms: Terms,
+    wanted: Sequence[bool],
     rows: int | None,
     after: Tensor,
     *,
@@ -179,45 +143,41 @@ def in_fp8(
     K must be a multiple of 16. ``after``, () float32, multiplies the finished gradients: a mean divides by the number
     of tokens. ``emulate`` multiplies decoded codes in float32. The other arguments are those of :func:`in_half`.
     """
-    results = _empty_results(hidden, weight, wanted, fp8=True)
-    of_weight = dtype_of_grad_weight(len(hidden), weight, hidden.dtype, rows)
+    losses, of_hidden, _, of_bias = _empty_results(hidden, weight, wanted, fp8=True)
+    dtype = dtype_of_grad_weight(len(hidden), weight, hidden.dtype, rows)
     coded = Codes.of(hidden)
     if (missing := len(coded.rows) - len(target)) > 0:
-        target = F.pad(target, (0, missing), value=terms.ignore_index)
+        target = F.pad(target, (0, missing), value=terms[0])
         factors = F.pad(factors, (0, missing)) if factors.ndim else factors
     run = _Fp8Run(hidden.dtype, coded, Codes.of(weight), len(weight), after, emulate)
     spread, span = _spread_and_span(weight, hidden.dtype, rows)
-    grad_weight = None
+    of_weight = None
     for outer in _parts(len(target), span):
-        columns = run.columns(outer) if wanted.weight else None
+        columns = run.columns(outer) if wanted[1] else None
         for part in _parts(outer.stop - outer.start, spread, outer.start):
             here = slice(part.start, min(part.stop, len(hidden)))
+            count = here.stop - here.start  # without the rows of padding
             logits = run.logits(part, bias)
-            if not wanted:
-                losses = losses_alone(logits, target[part], terms)
-                results.losses[here] = losses[: here.stop - here.start]
+            if not any(wanted):
+                losses[here] = rows_in_one_pass(_losses, logits, target[part], *terms)[:count]
                 continue
-            losses, codes = losses_and_codes(logits, target[part], _of(factors, part), terms)
-            results.losses[here] = losses[: here.stop - here.start]
+            factors_here = _of(factors, part)
+            some, codes = rows_in_one_pass(_losses_and_codes, logits, target[part], factors_here, *terms)
+            losses[here] = some[:count]
             del logits
-            if results.bias is not None:
-                results.bias.add_(codes.to(hidden.dtype).sum(0, dtype=torch.float32) * run.of_codes)
+            if of_bias is not None:
+                of_bias.add_(codes.to(hidden.dtype).sum(0, dtype=torch.float32) * run.of_codes)
             codes = padded(codes)
-            if results.hidden is not None:
-                results.hidden[here] = run.grad_hidden(codes)[: here.stop - here.start]
+            if of_hidden is not None:
+                of_hidden[here] = run.grad_hidden(codes)[:count]
             if columns is not None:
                 transposed(codes, out=columns[:, part.start - outer.start : part.stop - outer.start])
             del codes
         if columns is not None:
             if outer.stop == len(target):
                 del run.weight  # no product needs its codes any more
-            grad_weight = run.add_grad_weight(grad_weight, columns, outer, of_weight)
-    return Results(
-        losses=results.losses,
-        hidden=results.hidden,
-        weight=None if grad_weight is None else grad_weight[: len(weight)],
-        bias=results.bias,
-    )
+            of_weight = run.add_grad_weight(of_weight, columns, outer, dtype)
+    return losses, of_hidden, None if of_weight is None else of_weight[: len(weight)], of_bias
 
 
 @final
@@ -227,44 +187,36 @@ class _Fp8Run:
     def __init__(
         self, dtype: torch.dtype, hidden: Codes, weight: Codes, vocabulary: int, after: Tensor, emulate: bool
     ) -> None:
-        self.dtype = dtype
-        self.hidden = hidden
-        self.weight: Codes = weight
-        self.vocabulary = vocabulary
-        self.emulate = emulate
+        self.dtype, self.hidden, self.weight, self.vocabulary = dtype, hidden, weight, vocabulary
         self.of_codes = after / CODE_SCALE
+        self._product = functools.partial(product, emulate=emulate)
 
     def columns(self, part: slice) -> Tensor:
         """Return memory for the transposed codes of the gradient of some tokens' logits."""
         shape = len(self.weight.rows), part.stop - part.start
-        return torch.empty(shape, dtype=torch.float8_e5m2, device=self.weight.rows.device)
+        return torch.empty(shape, dtype=E5M2.dtype, device=self.weight.rows.device)
 
     def logits(self, part: slice, bias: Tensor | None) -> Tensor:
         """Return the logits of some tokens."""
         scales = self.hidden.inv_scale, self.weight.inv_scale
         rows, weight = self.hidden.rows[part], self.weight.rows.t()
-        logits = product(rows, weight, scales, self.dtype, fast=True, emulate=self.emulate)[:, : self.vocabulary]
+        logits = self._product(rows, weight, scales, self.dtype, fast=True)[:, : self.vocabulary]
         return logits if bias is None else logits + bias.to(logits.dtype)
 
     def grad_hidden(self, codes: Tensor) -> Tensor:
         """Return the gradient of the hidden states of the tokens that ``codes`` belong to."""
         scales = self.of_codes, self.weight.inv_scale
-        weight = self.weight.columns.t()
-        return product(codes, weight, scales, _range_of(self.dtype), fast=False, emulate=self.emulate)
+        return self._product(codes, self.weight.columns.t(), scales, _range_of(self.dtype), fast=False)
 
     def add_grad_weight(self, total: Tensor | None, columns: Tensor, part: slice, dtype: torch.dtype) -> Tensor:
         """Return ``total``, of ``dtype``, with the gradient of the weight from some tokens added."""
         whole = len(self.hidden.rows) == part.stop - part.start
         hidden = self.hidden.columns if whole else self.hidden.columns[:, part].contiguous()
-
-        def gradient(rows: Tensor) -> Tensor:
-            scales = self.of_codes, self.hidden.inv_scale
-            return product(rows, hidden.t(), scales, dtype, fast=False, emulate=self.emulate)
-
+        scales = self.of_codes, self.hidden.inv_scale
         if total is None:
-            return gradient(columns)
+            return self._product(columns, hidden.t(), scales, dtype, fast=False)
         for block in _parts(len(columns), _BLOCK):
-            total[block] += gradient(columns[block])
+            total[block] += self._product(columns[block], hidden.t(), scales, dtype, fast=False)
         return total
 
 
@@ -292,14 +244,15 @@ def _range_of(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float16 else dtype
 
 
-def _empty_results(hidden: Tensor, weight: Tensor, wanted: Wanted, *, fp8: bool = False) -> Results:
+def _empty_results(hidden: Tensor, weight: Tensor, wanted: Sequence[bool], *, fp8: bool = False) -> Results:
+    """Return memory for the results, except for the gradient of the weight of FP8 products."""
     float32: Any = {"dtype": torch.float32, "device": hidden.device}
     of_hidden = torch.empty_like(hidden, dtype=_range_of(hidden.dtype) if fp8 else hidden.dtype)
-    return Results(
-        losses=torch.empty(len(hidden), **float32),
-        hidden=of_hidden if wanted.hidden else None,
-        weight=torch.empty(weight.shape, **float32) if wanted.weight and not fp8 else None,
-        bias=torch.zeros(len(weight), **float32) if wanted.bias else None,
+    return (
+        torch.empty(len(hidden), **float32),
+        of_hidden if wanted[0] else None,
+        torch.empty(weight.shape, **float32) if wanted[1] and not fp8 else None,
+        torch.zeros(len(weight), **float32) if wanted[2] else None,
     )
 
 
@@ -322,41 +275,37 @@ def _add_product(total: Tensor, gradient: Tensor, hidden: Tensor, *, first: bool
         torch.addmm(total, gradient.t(), hidden, out_dtype=torch.float32, out=total)
 
 
-# ---- losses and gradients of some rows
+# ---- losses and gradients of some rows: logits (M, V) any float, target (M,) int64, factors (M,) or () float32
 
 
-def losses_alone(logits: Tensor, target: Tensor, terms: LossTerms) -> Tensor:
-    """(M, V) any float, (M,) int64 -> (M,) float32."""
-    losses: Tensor = rows_in_one_pass(_losses, logits, target, *terms.constants)
+def _losses(logits: Tensor, target: Tensor, *terms: Any) -> Tensor:
+    """Return losses alone: (M,) float32."""
+    x = logits.float()
+    return _loss(x, _log_sum_exp(x), target, *terms)
+
+
+def _losses_and_gradient_(logits: Tensor, target: Tensor, factors: Tensor, *terms: Any) -> Tensor:
+    """Return the losses; ``logits`` become their gradient, times ``factors``, which leave the losses alone."""
+    losses, gradient = _both(logits, target, factors, *terms)
+    logits.copy_(gradient)
     return losses
 
 
-def losses_and_gradient_(logits: Tensor, target: Tensor, factors: Tensor, terms: LossTerms) -> Tensor:
-    """(M, V) any float, (M,) int64, (M,) or () float32 -> (M,) float32; ``logits`` become their gradient.
-
-    ``factors`` multiply the gradient, and leave the losses alone.
-    """
-    losses: Tensor = rows_in_one_pass(_losses_and_gradient_, logits, target, factors, *terms.constants)
-    return losses
+def _losses_and_codes(logits: Tensor, target: Tensor, factors: Tensor, *terms: Any) -> tuple[Tensor, Tensor]:
+    """Return the losses, and ``gradient * factors * CODE_SCALE``, (M, V) float8_e5m2, saturating; NaN stays."""
+    losses, gradient = _both(logits, target, factors * CODE_SCALE, *terms)
+    return losses, gradient.clamp(-E5M2.max, E5M2.max).to(E5M2.dtype)
 
 
-def losses_and_codes(logits: Tensor, target: Tensor, factors: Tensor, terms: LossTerms) -> tuple[Tensor, Tensor]:
-    """(M, V) any float, (M,) int64, (M,) or () float32 -> losses (M,) float32, gradient (M, V) float8_e5m2.
-
-    The codes are ``gradient * factors * CODE_SCALE``. A value beyond the format becomes its largest value; NaN stays.
-    """
-    losses, codes = rows_in_one_pass(_losses_and_codes, logits, target, factors, *terms.constants)
-    return losses, codes
+def _both(logits: Tensor, target: Tensor, factors: Tensor, *terms: Any) -> tuple[Tensor, Tensor]:
+    x = logits.float()
+    lse = _log_sum_exp(x)
+    return _loss(x, lse, target, *terms), _gradient(x, lse, target, factors, *terms)
 
 
 def _log_sum_exp(x: Tensor) -> Tensor:
     top = x.amax(-1, keepdim=True)
     return top + (x - top).exp().sum(-1, keepdim=True).log()
-
-
-def _losses(logits: Tensor, target: Tensor, *terms: Any) -> Tensor:
-    x = logits.float()
-    return _loss(x, _log_sum_exp(x), target, *terms)
 
 
 def _loss(x: Tensor, lse: Tensor, target: Tensor, ignore_index: int, label_smoothing: float, z_loss: float) -> Tensor:
@@ -384,17 +333,31 @@ def _gradient(
     return torch.where(factors == 0, 0.0, gradient * factors)
 
 
-def _losses_and_gradient_(logits: Tensor, target: Tensor, factors: Tensor, *terms: Any) -> Tensor:
-    x = logits.float()
-    lse = _log_sum_exp(x)
-    losses = _loss(x, lse, target, *terms)
-    logits.copy_(_gradient(x, lse, target, factors, *terms))
-    return losses
+# ---- a gradient times a factor that only the device knows
 
 
-def _losses_and_codes(logits: Tensor, target: Tensor, factors: Tensor, *terms: Any) -> tuple[Tensor, Tensor]:
-    x = logits.float()
-    lse = _log_sum_exp(x)
-    losses = _loss(x, lse, target, *terms)
-    gradient = _gradient(x, lse, target, factors * CODE_SCALE, *terms)
-    return losses, gradient.clamp(-E5M2.max, E5M2.max).to(E5M2.dtype)
+def multiply_(values: Tensor, factor: Tensor) -> Tensor:
+    """``values *= factor``, computed in float32 and rounded once; returns ``values``.
+
+    On a GPU nothing is read or written if the factor, () float32, is 1: the gradient of a loss mostly begins with 1.
+    ``mul_`` of torch reads and writes every value: 4.2 GB for the float32 gradient of a head of 128,256 x 4,096.
+    """
+    fits = values.device.type in DEVICES and not torch.compiler.is_compiling() and values.is_contiguous()
+    if not fits or not values.numel() or not kernels_run():
+        return values.mul_(factor)
+    launch(values, factor)
+    increment_versions([values])
+    return values
+
+
+def launch(values: Tensor, factor: Tensor) -> None:
+    """Launch the kernel for ``values``, which are contiguous and on the device of ``factor``."""
+    if is_simulated():
+        return
+    from lightning_lowprec.numerics import kernels
+
+    programs = -(-values.numel() // kernels.FACTOR_BLOCK.value)
+    bf16 = values.dtype == torch.bfloat16
+    with on_device(factor.device):
+        bits = values.view(torch.int16) if bf16 else values
+        kernels.multiply[(programs,)](bits, factor, values.numel(), BF16=bf16)

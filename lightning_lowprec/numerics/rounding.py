@@ -21,7 +21,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from lightning_lowprec.numerics.scaling import power_of_two
+from lightning_lowprec.numerics.formats import power_of_two
 
 _HALF: Final = 0x8000  # half of the last place of a bf16, in float32 bits
 _UPPER: Final = -0x10000  # the bits that a bf16 keeps, as an int32
@@ -92,10 +92,8 @@ def random_bits(
     The values are those at ``first`` and after.
     """
     key, second_key = _keys(seed, step, start)
-    x = torch.arange(first // 2, (first + count + 1) // 2, dtype=torch.int32, device=device).add_(key)
-    _xor_shift_(x, 16).mul_(0x7FEB352D)
-    _xor_shift_(x, 15).add_(second_key).mul_(0x846CA68B - (1 << 32))
-    _xor_shift_(x, 16)
+    counters = torch.arange(first // 2, (first + count + 1) // 2, dtype=torch.int32, device=device)
+    x = _hashed(counters, key, second_key)
     return x.view(torch.int16)[first % 2 : first % 2 + count].to(torch.int32).bitwise_and_(_LOWER)
 
 
@@ -133,10 +131,7 @@ def bits_at(count: int, keys: Tensor, place: Tensor) -> Tensor:
     """
     position = torch.arange(count, device=keys.device) + place[0]
     pair = keys[position // _CHUNK + place[1]]
-    x = (position % _CHUNK // 2).to(torch.int32) + pair[:, 0]
-    x = _xor_shift(x, 16) * 0x7FEB352D
-    x = (_xor_shift(x, 15) + pair[:, 1]) * (0x846CA68B - (1 << 32))
-    x = _xor_shift(x, 16)
+    x = _hashed((position % _CHUNK // 2).to(torch.int32), pair[:, 0], pair[:, 1])
     return torch.where(position % 2 == 0, x, x >> 16) & _LOWER
 
 
@@ -151,13 +146,15 @@ def round_fp16(values: Tensor, bits: Tensor) -> Tensor:
     return (values * per_grid + (bits >> 3).float() * 2.0**-13).floor() / per_grid
 
 
+def _hashed(counters: Tensor, key: Tensor | int, second_key: Tensor | int) -> Tensor:
+    x = _xor_shift(counters + key, 16) * 0x7FEB352D
+    x = (_xor_shift(x, 15) + second_key) * (0x846CA68B - (1 << 32))
+    return _xor_shift(x, 16)
+
+
 def _xor_shift(x: Tensor, shift: int) -> Tensor:
-    return x ^ ((x >> shift) & ((1 << (32 - shift)) - 1))
-
-
-def _xor_shift_(x: Tensor, shift: int) -> Tensor:
     # >> on int32 copies the sign; the mask makes it a logical shift
-    return x.bitwise_xor_((x >> shift).bitwise_and_((1 << (32 - shift)) - 1))
+    return x ^ ((x >> shift) & ((1 << (32 - shift)) - 1))
 
 
 def _keys(*numbers: int) -> tuple[int, int]:

@@ -18,8 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_lowprec.numerics.formats import E4M3
-from lightning_lowprec.numerics.scaling import encode, power_of_two_scale
+from lightning_lowprec.numerics.formats import E4M3, encode, power_of_two_scale
 
 ScalePer = Literal["tensor", "row", "block"]
 BLOCK: Final = 128

@@ -74,11 +74,7 @@ class WiredWeight:
         return getattr(self.layer, self.name)
 
 
-def wired_layers(model: nn.Module) -> list[Any]:
-    """Return the layers of ``model`` that have a ``wire_format``."""
-    return [module for module in model.modules() if getattr(module, "wire_format", None) is not None]
-
-
 def wired_weights(model: nn.Module) -> list[WiredWeight]:
-    """Return the weights of these layers: ``weight``, or the names in the layer's ``wired``."""
-    return [WiredWeight(layer, name) for layer in wired_layers(model) for name in getattr(layer, "wired", ("weight",))]
+    """Return the weights of layers with a ``wire_format``: ``weight``, or the names in the layer's ``wired``."""
+    layers = [module for module in model.modules() if getattr(module, "wire_format", None) is not None]
+    return [WiredWeight(layer, name) for layer in layers for name in getattr(layer, "wired", ("weight",))]

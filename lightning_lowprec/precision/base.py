@@ -73,6 +73,8 @@ class LowPrecision(EitherPrecision, ABC):
     needs_fp8_gather: str | None = None
     """The option that makes FSDP2 gather weights as float8 or raise, such as ``"fp8_params=True"``; None: no option."""
     format: ClassVar[str] = "FP8"  # of the layers that convert, in words
+    emulate: bool | None = False
+    """Whether the user wants emulation; None: on a CPU only."""
     keeps_codes: bool = False
     """Whether weights become codes with scales (MS-AMP), which other precisions do not know."""
     keeps_float32_shards: bool = False
@@ -137,7 +139,7 @@ class LowPrecision(EitherPrecision, ABC):
 
     def emulates(self, device: torch.device) -> bool:
         """Return whether ``device`` emulates the precision by the arithmetic of another format: slow, for tests."""
-        return False
+        return device.type == "cpu" if self.emulate is None else self.emulate
 
     def gathers(self, options: Any) -> str | None:
         """Return why FSDP2 cannot gather the weights as float8 by ``ShardOptions``, as the end of a sentence."""

@@ -11,6 +11,7 @@ from typing import Any, Final, Literal
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.nn import Module
+from typing_extensions import override
 
 from lightning_lowprec.checks import CompileOptions
 from lightning_lowprec.conversion.gains import DEFAULT_TOKENS, SOURCE
@@ -21,6 +22,7 @@ from lightning_lowprec.hardware import architecture, default_device, describe, r
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.host import Engine
 from lightning_lowprec.precision.layer_calls import not_called
+from lightning_lowprec.precision.options import BASE_DTYPES, Base
 from lightning_lowprec.precision.phases import ScheduledPhases
 from lightning_lowprec.precision.schedule import Schedule
 from lightning_lowprec.private.lightning import is_compiled_whole
@@ -34,6 +36,13 @@ Compile = Literal["auto"] | bool | CompileOptions
 
 class Scheduled(LowPrecision):
     """Base of the plugins whose layers can change their precision during a run."""
+
+    base: Base
+
+    @property
+    @override
+    def autocast_dtype(self) -> torch.dtype:
+        return BASE_DTYPES[self.base]
 
     def check_schedule(self, phases: Schedule) -> None:
         """Raise ValueError for a schedule with a phase that the plugin cannot compute."""

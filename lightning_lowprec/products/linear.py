@@ -59,7 +59,7 @@ class _Linear(torch.autograd.Function):
         of_weight: Saved = (weight, None, None)
         if (keeper := by.keeper_of_input) is not None:
             if codes is None or scale is None:
-                codes, scale = keeper.encoded(_rows(input, keeper), "input")
+                codes, scale = keeper.encoded(pad_rows(input, keeper.tokens), "input")
             of_input = None, codes, scale
         bias = None if bias is None else bias.to(input.dtype)
         if (how := by.forward) is None:
@@ -133,19 +133,15 @@ def linear(given: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None, by
 def _shared_codes(given: Tensor, input: Tensor, how: OneScale) -> tuple[Tensor, Tensor, weakref.ref[Entry] | None]:
     @torch.no_grad()
     def encode() -> tuple[Tensor, Tensor]:
-        return how.encoded(_rows(input, how), "input")
+        return how.encoded(pad_rows(input, how.tokens), "input")
 
     return codes_of(given, (input.dtype, how.coding("input")), encode)
-
-
-def _rows(input: Tensor, how: Arithmetic) -> Tensor:
-    return pad_rows(input, how.tokens)
 
 
 def _operand(how: Arithmetic, input: Any, codes: Tensor | None, scale: Tensor | None) -> Operand:
     """Return the operand of an input [*, K], or of its codes."""
     if codes is None or scale is None:
-        return how.operand(_rows(input, how), "input", input.dtype)
+        return how.operand(pad_rows(input, how.tokens), "input", input.dtype)
     assert isinstance(how, OneScale)
     return how.of_codes(codes, scale)
 

@@ -4,9 +4,8 @@
     codes = round(clamp(values * scale))        # float8_e4m3fn: largest 448; float8_e5m2: largest 57344
     product = (codes_a @ codes_b.T) / (scale_a * scale_b)
 
-Formulas, order of operations and flags of the kernel are those of torchao's ``Float8Linear`` (0.13 to 0.18), which the
-tests run beside this file. torchao encodes a weight in the forward and again in the backward; with one scale the
-backward can read the codes of the forward.
+Formulas, order of operations and flags of the kernel are those of torchao's ``Float8Linear``, which the tests run
+beside this file. torchao encodes a weight in the forward and again in the backward; with one scale once is enough.
 
 Kernels for float8 take the first operand in rows and the second in columns, so codes of both layouts are written. An
 emulated product divides the codes by their scales and multiplies in float32.
@@ -20,8 +19,8 @@ from typing import ClassVar, Final, final
 import torch
 from torch import Tensor
 
+from lightning_lowprec.numerics.formats import encode
 from lightning_lowprec.numerics.kernel_operands import check_operands
-from lightning_lowprec.numerics.scaling import encode
 from lightning_lowprec.private.torch_products import scaled_product
 from lightning_lowprec.products.arithmetic import OneScale, Operand, Product, Role
 from lightning_lowprec.products.coded_weight import CodedWeight
@@ -35,14 +34,11 @@ Codes = tuple[Tensor, Tensor]
 @final
 @dataclass(frozen=True, kw_only=True)
 class Coding:
-    """How a matrix becomes codes."""
+    """How a matrix becomes codes: format, a scale per row or one, and whether scales become powers of two, downward."""
 
     dtype: torch.dtype
-    """The float8 format."""
     by_row: bool
-    """Whether each row of what is multiplied has a scale, or the matrix has one."""
     power_of_2: bool
-    """Whether scales are rounded down to powers of two."""
 
     def scales(self, amax: Tensor) -> Tensor:
         """Return the scales of largest absolute values: (...) any float -> (...) float32."""
@@ -60,12 +56,11 @@ class Scaled(OneScale):
     weight: Coding
     gradient: Coding
     emulate: bool
-    """Whether FP8 is emulated."""
     fast: bool = False
     """Whether the kernel may sum with fewer bits, as torchao's forward does."""
     scaled_inside: bool = False
-    """Scales per row: whether the kernel scales before it rounds to bf16. Else, without ``fast``, the product of the
-    codes is rounded, scaled and rounded again, as torchao does. With powers of two both give the same values."""
+    """Scales per row: whether the kernel scales before it rounds to bf16. Else, without ``fast``, it rounds first, as
+    torchao does. With powers of two both give the same values."""
     tokens: ClassVar[int] = 16
 
     def operand(self, matrix: Tensor, role: Role, dtype: torch.dtype) -> Operand:
@@ -118,12 +113,10 @@ class _Values:
         self.scale = None if coding.by_row else coding.scales(torch.max(torch.abs(matrix)))
 
     def rows(self) -> Codes:
-        """Return codes in the layout of the matrix."""
         scale = self._scale(1)
         return _stored(encode(self.matrix, scale, self.coding.dtype).contiguous()), scale
 
     def columns(self) -> Codes:
-        """Return the codes of the transposed matrix."""
         scale = self._scale(0)
         codes = encode(self.matrix, scale, self.coding.dtype).t().contiguous()
         # codes of columns with scales of their own have one reader, and inductor fuses better without a view
@@ -143,11 +136,9 @@ class _Codes:
         self.codes, self.scale = codes, scale
 
     def rows(self) -> Codes:
-        """Return the codes."""
         return self.codes, self.scale
 
     def columns(self) -> Codes:
-        """Return the transposed codes."""
         return self.codes.t().contiguous(), self.scale
 
 

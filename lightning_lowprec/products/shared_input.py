@@ -25,26 +25,13 @@ _thread = threading.local()
 
 
 @final
-class _Slot:
-    """The last input of one thread."""
-
-    def __init__(self) -> None:
-        self.entry: Entry | None = None
-
-    def drop(self, entry: Entry) -> None:
-        """Forget ``entry``, if no other has taken its place."""
-        if self.entry is entry:
-            self.entry = None
-
-
-@final
 class Entry:
-    """The codes of one input."""
+    """The codes of one input, in ``slot``: the list of the last entry of a thread."""
 
-    def __init__(self, slot: _Slot, input: Tensor, key: tuple[Any, ...], codes: Codes) -> None:
-        own, mode = weakref.ref(self), current_dispatch_mode()
+    def __init__(self, slot: list[Entry], input: Tensor, key: tuple[Any, ...], codes: Codes) -> None:
+        this, mode = weakref.ref(self), current_dispatch_mode()
         self.slot, self.key, self.codes = slot, key, codes
-        self._input = weakref.ref(input, lambda _: forget(own))
+        self._input = weakref.ref(input, lambda _: forget(this))
         self._mode = None if mode is None else weakref.ref(mode)
 
     def is_of(self, input: Tensor, key: tuple[Any, ...]) -> bool:
@@ -58,10 +45,10 @@ class Entry:
 
 
 def forget(reference: weakref.ref[Entry]) -> None:
-    """Forget an entry, from any thread."""
+    """Forget an entry, from any thread, if no other has taken its place."""
     entry = reference()
     if entry is not None:
-        entry.slot.drop(entry)
+        entry.slot[:] = [other for other in entry.slot if other is not entry]
 
 
 def codes_of(
@@ -69,21 +56,18 @@ def codes_of(
 ) -> tuple[Tensor, Tensor, weakref.ref[Entry] | None]:
     """Return codes, their scale, and a reference to the entry that keeps them for the next layer, if one does.
 
-    Args:
-        input: what the layer was called with.
-        how: everything else that determines the codes: dtype and kind of scale.
-        encode: computes the codes.
+    ``input`` is what the layer was called with; ``how`` is all else that determines the codes: dtype and kind of scale.
     """
     if not _may_be_shared(input):
         return *encode(), None
-    slot: _Slot | None = getattr(_thread, "slot", None)
-    if slot is None:
-        slot = _thread.slot = _Slot()
+    slot: list[Entry] = vars(_thread).setdefault("slot", [])
     key = *how, *_state(input)
-    entry = slot.entry
+    entry = next(iter(slot), None)
     if entry is None or not entry.is_of(input, key):
-        slot.entry = None  # its memory is free for the new codes
-        entry = slot.entry = Entry(slot, input, key, encode())
+        slot.clear()  # the memory of the old codes is free for the new ones
+        del entry
+        entry = Entry(slot, input, key, encode())
+        slot.append(entry)
     return *entry.codes, weakref.ref(entry)
 
 

@@ -24,9 +24,8 @@ from typing import Any, Final, Self, final
 import torch
 from torch import Tensor
 
-from lightning_lowprec.numerics.formats import E4M3
+from lightning_lowprec.numerics.formats import E4M3, amax, power_of_two_scale, saturating_cast
 from lightning_lowprec.numerics.one_pass import in_one_pass
-from lightning_lowprec.numerics.scaling import amax, power_of_two_scale, saturating_cast
 from lightning_lowprec.private import torch as private
 from lightning_lowprec.products.coded_weight import CodedWeight, in_place_of, user_attributes
 

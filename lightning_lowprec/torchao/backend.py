@@ -9,57 +9,52 @@ from typing import Final, Literal, get_args
 
 from lightning_lowprec.conversion.backends import Backend, PrecisionName, later
 from lightning_lowprec.conversion.gains import Recipe
-from lightning_lowprec.conversion.name_formats import HYBRID, all_in
+from lightning_lowprec.conversion.name_formats import HYBRID, Formats, all_in
 from lightning_lowprec.conversion.name_suffixes import FP16
-from lightning_lowprec.runs_where import RecipeKey
 
 NAME: Final = "torchao"
 FP8Format = Literal["hybrid", "e4m3"]
-NAMES: Final[Mapping[tuple[Recipe, FP8Format], str]] = {
-    ("tensorwise", "hybrid"): "fp8-tensorwise",
-    ("tensorwise", "e4m3"): "fp8-e4m3-torchao",
-    ("rowwise", "e4m3"): "fp8-rowwise",
-    ("rowwise_with_gw_hp", "e4m3"): "fp8-rowwise-gw-hp",
-}
-"""The name for ``precision=`` of each recipe and format."""
-_SUMMARIES: Final = {
-    "fp8-tensorwise": "torchao's tensorwise recipe: one scale per tensor, gradients in e5m2",
-    "fp8-e4m3-torchao": "torchao, one scale per tensor, e4m3 everywhere",
-    "fp8-rowwise": "torchao's rowwise recipe: one scale per row, e4m3 everywhere",
-    "fp8-rowwise-gw-hp": "rowwise with the weight gradient in high precision, the most accurate",
-}
-_ROWS: Final[Mapping[str, RecipeKey]] = {
-    "tensorwise": "tensorwise",
-    "rowwise": "rowwise",
-    "rowwise_with_gw_hp": "rowwise-gw-hp",
-}
-"""For each recipe, the row of the table of what runs where."""
-_FORMATS: Final = {
-    "fp8-tensorwise": HYBRID,
-    "fp8-e4m3-torchao": all_in("e4m3", fsdp2="e4m3"),
-    "fp8-rowwise": all_in("e4m3"),
-    "fp8-rowwise-gw-hp": replace(all_in("e4m3"), grad_weight="bf16"),
-}
-_NAMES: Final = {
-    name: PrecisionName(
+
+
+def _name(recipe: Recipe, fp8_format: FP8Format, formats: Formats, summary: str) -> PrecisionName:
+    one_scale = recipe == "tensorwise"
+    return PrecisionName(
         plugin_class=".torchao.fp8:FP8TorchAO",
         options={"recipe": recipe, "fp8_format": fp8_format},
-        summary=_SUMMARIES[name],
-        fp16=recipe == "tensorwise",
+        summary=summary,
+        fp16=one_scale,
         masters=True,
-        lacks={} if recipe == "tensorwise" else {FP16: "its kernels round their output through bf16"},
+        lacks={} if one_scale else {FP16: "its kernels round their output through bf16"},
         gains=recipe,
-        gathers_fp8=recipe == "tensorwise",
+        gathers_fp8=one_scale,
         conv1d="gathered",
         pads=False,
         experts=None,
         layer_recipes=get_args(Recipe),
-        weight_rounding=partial(later(".torchao.hooks:rounding_of"), recipe != "tensorwise", recipe != "tensorwise"),
-        hardware_recipe=_ROWS[recipe],
-        formats=_FORMATS[name],
+        weight_rounding=partial(later(".torchao.hooks:rounding_of"), not one_scale, not one_scale),
+        hardware_recipe="rowwise-gw-hp" if recipe == "rowwise_with_gw_hp" else recipe,
+        formats=formats,
     )
-    for (recipe, fp8_format), name in NAMES.items()
+
+
+_E4M3: Final = all_in("e4m3")
+_GW_HP: Final = replace(_E4M3, grad_weight="bf16")
+_NAMES: Final = {
+    "fp8-tensorwise": _name(
+        "tensorwise", "hybrid", HYBRID, "torchao's tensorwise recipe: one scale per tensor, gradients in e5m2"
+    ),
+    "fp8-e4m3-torchao": _name(
+        "tensorwise", "e4m3", replace(_E4M3, fsdp2="e4m3"), "torchao, one scale per tensor, e4m3 everywhere"
+    ),
+    "fp8-rowwise": _name("rowwise", "e4m3", _E4M3, "torchao's rowwise recipe: one scale per row, e4m3 everywhere"),
+    "fp8-rowwise-gw-hp": _name(
+        "rowwise_with_gw_hp", "e4m3", _GW_HP, "rowwise with the weight gradient in high precision, the most accurate"
+    ),
 }
+NAMES: Final[Mapping[tuple[str, str], str]] = {
+    (row.options["recipe"], row.options["fp8_format"]): name for name, row in _NAMES.items()
+}
+"""The name for ``precision=`` of each recipe and format."""
 _HYBRID: Final = replace(_NAMES["fp8-tensorwise"], summary="another name of fp8-tensorwise")
 _PROTOTYPES: Final = {
     "int8-mixed": PrecisionName(

@@ -13,7 +13,6 @@ scale per row of what is multiplied, or one for the whole Parameter: then the co
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, Final, final
 
 import torch
@@ -36,10 +35,10 @@ from lightning_lowprec.numerics.grouped_fp8 import (
     encode_weight,
     encode_whole,
     product,
-    product_of_groups,
 )
 from lightning_lowprec.numerics.groups import Groups
 from lightning_lowprec.private.torch import are_transforms_active
+from lightning_lowprec.products.arithmetic import Products
 from lightning_lowprec.products.coded_weight import CodedWeight
 from lightning_lowprec.products.scaled import Scaled
 from lightning_lowprec.products.transforms import check_backward, check_call
@@ -50,28 +49,13 @@ _ALIGNMENT: Final = 16
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
-class GroupedRecipe:
-    """How grouped products run."""
-
-    one_scale: bool
-    """Whether a stacked weight has one scale, or one for each row of what is multiplied."""
-    in_bf16: tuple[Gemm, ...] = ()
-    """The products that run in the dtype of the rows."""
-    round_scales_to_power_of_2: bool
-    """Whether scales are rounded down to powers of two."""
-    emulate: bool
-    """Whether FP8 is emulated."""
-
-
-@final
 class FP8Experts(PlainFirst, RoutedExperts):
     """Stacked experts whose products run in FP8, for any batch, under autocast of any device."""
 
     settings: dict[str, LayerSettings]
     """By the name of a Parameter whose products run in FP8; those of others run in the dtype of autocast."""
-    recipes: dict[str, GroupedRecipe]
-    """How the products of these Parameters run now, with the phase of a schedule."""
+    in_bf16: dict[str, tuple[Gemm, ...]]
+    """The products of these Parameters in high precision now, of recipe and phase together."""
     phase_gemms: InBF16
     """The products that the phase of a schedule computes in high precision."""
     fp8_eval: bool
@@ -81,7 +65,7 @@ class FP8Experts(PlainFirst, RoutedExperts):
     @property
     def alignment(self) -> int:  # type: ignore[override]
         """16 where a product runs in FP8."""
-        return _ALIGNMENT if any(self._in_fp8(name) for name in self.recipes) else 1
+        return _ALIGNMENT if any(map(self._in_fp8, self.settings)) else 1
 
     def takes(self, hidden_states: Tensor) -> bool:
         """Every call."""
@@ -93,21 +77,28 @@ class FP8Experts(PlainFirst, RoutedExperts):
         """[P, K] -> [P, N]."""
         if not self._in_fp8(name):
             return grouped_product(rows, matrices(self, name), groups)
-        keep = self.saves_weight_codes and self.settings[name].products.saves_weight
+        products = self.settings[name].products
+        keep = self.saves_weight_codes and products.saves_weight
         return grouped_matmul(
-            rows, self.weight(name), groups.ends, self.recipes[name], transposed=is_transposed(self), keep=keep
+            rows,
+            self.weight(name),
+            groups.ends,
+            scaled(products),
+            self.in_bf16[name],
+            transposed=is_transposed(self),
+            keep=keep,
         )
 
     def _in_fp8(self, name: str) -> bool:
-        runs = name in self.recipes and (self.training or self.fp8_eval)
-        return runs and len(self.recipes[name].in_bf16) < len(GEMMS)
+        runs = name in self.settings and (self.training or self.fp8_eval)
+        return runs and len(self.in_bf16[name]) < len(GEMMS)
 
     # ---- FSDP2
 
     @property
     def wired(self) -> tuple[str, ...]:
         """The names of the Parameters that FSDP2 may gather as float8: those with one scale."""
-        return tuple(name for name, recipe in self.recipes.items() if recipe.one_scale)
+        return tuple(name for name, own in self.settings.items() if not scaled(own.products).weight.by_row)
 
     @property
     def wire_format(self) -> TorchAOWire | None:
@@ -117,58 +108,45 @@ class FP8Experts(PlainFirst, RoutedExperts):
     @property
     def reads_values(self) -> bool:
         """Whether a product reads a weight in high precision now."""
-        return any({"forward", "grad_input"} & set(recipe.in_bf16) for recipe in self.recipes.values())
+        return any({"forward", "grad_input"} & set(gemms) for gemms in self.in_bf16.values())
 
     # ---- other precisions for the same layer
 
-    def set_phase(self, gemms: InBF16) -> None:
-        """Compute these products in high precision, beside those of the recipes."""
-        self.phase_gemms = gemms
-        self._update()
-
     def reconfigure(self, recipe: LayerRecipe) -> None:
         """Give all Parameters another recipe; ``recipe.name`` is None for the recipe that each has."""
-        changed = {}
-        for name, own in self.settings.items():
-            if recipe.name is not None:
-                assert own.others is not None  # the user's config keeps experts in high precision
-                changed[name] = own.others.of(recipe)
-            else:
-                changed[name] = replace(own, in_bf16=recipe.in_bf16)
-        self.settings = changed
-        self._update()
+        self.settings = {name: settings.changed(recipe) for name, settings in self.settings.items()}
+        self.update()
 
-    def _update(self) -> None:
-        self.recipes = {name: recipe_of(own, self.phase_gemms) for name, own in self.settings.items()}
+    def update(self) -> None:
+        """Bring ``in_bf16`` up to date after a change of ``settings`` or ``phase_gemms``."""
+        self.in_bf16 = {name: high_of(settings, self.phase_gemms) for name, settings in self.settings.items()}
 
 
-def recipe_of(settings: LayerSettings, phase: InBF16 = NO_GEMM) -> GroupedRecipe:
-    """Return how products run in a phase."""
-    forward = settings.products.forward
-    assert isinstance(forward, Scaled)
-    high: InBF16 = frozenset({"grad_weight"}) if settings.products.grad_weight is None else NO_GEMM
-    return GroupedRecipe(
-        one_scale=not forward.weight.by_row,
-        in_bf16=tuple(sorted(settings.in_bf16 | phase | high)),
-        round_scales_to_power_of_2=forward.weight.power_of_2,
-        emulate=forward.emulate,
-    )
+def scaled(products: Products) -> Scaled:
+    """Return how stacked experts are encoded; all their products are e4m3."""
+    assert isinstance(products.forward, Scaled)
+    return products.forward
+
+
+def high_of(settings: LayerSettings, phase: InBF16 = NO_GEMM) -> tuple[Gemm, ...]:
+    """Return the products that run in high precision in a phase."""
+    of_recipe: InBF16 = frozenset({"grad_weight"}) if settings.products.grad_weight is None else NO_GEMM
+    return tuple(sorted(settings.in_bf16 | phase | of_recipe))
 
 
 def convert(
     model: nn.Module, fqns: Sequence[str], settings_of: Callable[[str], LayerSettings], *, low_eval: bool
 ) -> None:
     """Let the products of the stacked Parameters ``fqns`` run in FP8, in place."""
-    found: dict[str, dict[str, LayerSettings]] = {}
+    by_module: dict[str, dict[str, LayerSettings]] = {}
     for fqn in fqns:
         module, _, name = fqn.rpartition(".")
-        found.setdefault(module, {})[name] = settings_of(fqn)
-    for fqn, settings in found.items():
-        recipes = {name: recipe_of(own) for name, own in settings.items()}
-        attributes = {"settings": settings, "recipes": recipes, "fp8_eval": low_eval}
-        take_experts(
-            model.get_submodule(fqn), FP8Experts, {**attributes, "saves_weight_codes": True, "phase_gemms": NO_GEMM}
-        )
+        by_module.setdefault(module, {})[name] = settings_of(fqn)
+    for fqn, settings in by_module.items():
+        experts: Any = model.get_submodule(fqn)
+        options = {"fp8_eval": low_eval, "saves_weight_codes": True, "phase_gemms": NO_GEMM}
+        take_experts(experts, FP8Experts, {"settings": settings, "in_bf16": {}, **options})
+        experts.update()
 
 
 def fp8_experts(model: nn.Module) -> list[FP8Experts]:
@@ -186,19 +164,22 @@ def revert(model: nn.Module) -> None:
 
 
 def grouped_matmul(
-    rows: Tensor, weight: Tensor, ends: Tensor, recipe: GroupedRecipe, *, transposed: bool, keep: bool = False
+    rows: Tensor,
+    weight: Tensor,
+    ends: Tensor,
+    how: Scaled,
+    in_bf16: tuple[Gemm, ...] = (),
+    *,
+    transposed: bool,
+    keep: bool = False,
 ) -> Tensor:
-    """[P, K] -> [P, N] in the dtype of ``rows``.
+    """[P, K] -> [P, N] in the dtype of ``rows``, which are sorted by expert; those of each begin at a multiple of 16.
 
-    Args:
-        rows: sorted by expert; the rows of each expert begin at a multiple of 16.
-        weight: [E, N, K], or [E, K, N] if it is ``transposed``; K and N are multiples of 16.
-        ends: [E] int32, the row behind each expert's last.
-        recipe: how to multiply.
-        transposed: the layout of the weight.
-        keep: whether the backward reads the codes of a weight with one scale, or makes them again.
+    ``weight`` is [E, N, K], or [E, K, N] if it is ``transposed``; K and N are multiples of 16. ``ends``: [E] int32, the
+    row behind each expert's last. ``keep``: whether the backward reads the codes of a weight with one scale, or makes
+    them again.
     """
-    output: Tensor = _GroupedMatmul.apply(rows, weight, ends, transposed, keep, recipe)  # type: ignore[no-untyped-call]
+    output: Tensor = _GroupedMatmul.apply(rows, weight, ends, transposed, keep, how, in_bf16)  # type: ignore[no-untyped-call]
     return output
 
 
@@ -209,61 +190,60 @@ class _GroupedMatmul(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weight: Tensor, ends: Tensor, transposed: bool, keep: bool, recipe: GroupedRecipe
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor,
+        ends: Tensor,
+        transposed: bool,
+        keep: bool,
+        how: Scaled,
+        in_bf16: tuple[Gemm, ...],
     ) -> Tensor:
         kept: Sequence[Tensor] = ()
-        in_bf16 = "forward" in recipe.in_bf16
-        if keep and recipe.one_scale and not in_bf16 and not isinstance(weight, CodedWeight):
-            kept = encode_whole(weight, recipe.round_scales_to_power_of_2)
+        high = "forward" in in_bf16
+        if keep and not how.weight.by_row and not high and not isinstance(weight, CodedWeight):
+            kept = encode_whole(weight, how.weight.power_of_2)
         ctx.save_for_backward(rows, weight, ends, *(kept if ctx.needs_input_grad[0] else ()))
-        ctx.transposed, ctx.recipe = transposed, recipe
-        return _times(rows, weight, kept, ends, recipe, in_bf16=in_bf16, across=transposed)
+        ctx.transposed, ctx.how, ctx.in_bf16 = transposed, how, in_bf16
+        return _times(rows, weight, kept, ends, how, in_bf16=high, across=transposed)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         check_backward("FP8 experts")
         rows, weight, ends, *kept = ctx.saved_tensors
-        grad, high = grad.contiguous(), ctx.recipe.in_bf16
+        grad, high = grad.contiguous(), ctx.in_bf16
         grad_rows = grad_weight = None
         if ctx.needs_input_grad[0]:
             across = not ctx.transposed
-            grad_rows = _times(grad, weight, kept, ends, ctx.recipe, in_bf16="grad_input" in high, across=across)
+            grad_rows = _times(grad, weight, kept, ends, ctx.how, in_bf16="grad_input" in high, across=across)
         if ctx.needs_input_grad[1]:
             left, right = (rows, grad) if ctx.transposed else (grad, rows)
-            grad_weight = _grad_weight(left, right, ends, ctx.recipe, in_bf16="grad_weight" in high)
-        return grad_rows, grad_weight, *(None,) * 4
+            grad_weight = _grad_weight(left, right, ends, ctx.how, in_bf16="grad_weight" in high)
+        return grad_rows, grad_weight, *(None,) * 5
 
 
 def _times(
-    rows: Tensor,
-    weight: Tensor,
-    kept: Sequence[Tensor],
-    ends: Tensor,
-    recipe: GroupedRecipe,
-    *,
-    in_bf16: bool,
-    across: bool,
+    rows: Tensor, weight: Tensor, kept: Sequence[Tensor], ends: Tensor, how: Scaled, *, in_bf16: bool, across: bool
 ) -> Tensor:
     """[P, C], [E, A, C], or ``across`` [E, C, A] -> [P, A]."""
     if in_bf16:
         factor = weight.to(rows.dtype)
         return F.grouped_mm(rows, factor if across else factor.mT, offs=ends)
-    codes, inverse = encode_rows(rows, recipe.round_scales_to_power_of_2)
-    right, of_right = _factor(weight, kept, recipe, across=across)
-    return product(codes, right.mT, (inverse, of_right), ends, rows.dtype, emulate=recipe.emulate)
+    codes, inverse = encode_rows(rows, how.weight.power_of_2)
+    right, of_right = _factor(weight, kept, how, across=across)
+    return product(codes, right.mT, (inverse, of_right), ends, rows.dtype, emulate=how.emulate)
 
 
-def _grad_weight(left: Tensor, right: Tensor, ends: Tensor, recipe: GroupedRecipe, *, in_bf16: bool) -> Tensor:
+def _grad_weight(left: Tensor, right: Tensor, ends: Tensor, how: Scaled, *, in_bf16: bool) -> Tensor:
     """[P, A], [P, C] -> [E, A, C]: the sum over the rows of each group."""
     if in_bf16:
         return F.grouped_mm(left.t(), right, offs=ends)
-    power_of_2 = recipe.round_scales_to_power_of_2
-    codes, inverse = encode_columns(left.contiguous(), ends, power_of_2)
-    others, of_others = encode_columns(right.contiguous(), ends, power_of_2)
-    return product_of_groups(codes, others.t(), (inverse, of_others), ends, left.dtype, emulate=recipe.emulate)
+    codes, inverse = encode_columns(left.contiguous(), ends, how.weight.power_of_2)
+    others, of_others = encode_columns(right.contiguous(), ends, how.weight.power_of_2)
+    return product(codes, others.t(), (inverse, of_others), ends, left.dtype, emulate=how.emulate)
 
 
-def _factor(weight: Tensor, kept: Sequence[Tensor], recipe: GroupedRecipe, *, across: bool) -> tuple[Tensor, Tensor]:
+def _factor(weight: Tensor, kept: Sequence[Tensor], how: Scaled, *, across: bool) -> tuple[Tensor, Tensor]:
     """Return codes of a weight [E, A, C], or ``across`` of [E, C, A], and reciprocals of scales for all but the last.
 
     The codes are contiguous along the last dimension.
@@ -275,6 +255,6 @@ def _factor(weight: Tensor, kept: Sequence[Tensor], recipe: GroupedRecipe, *, ac
         codes, inverse = kept
         codes = codes.mT.contiguous() if across else codes
     else:
-        encode = encode_whole if recipe.one_scale else encode_weight
-        codes, inverse = encode(weight.mT if across else weight, recipe.round_scales_to_power_of_2)
+        encode = encode_weight if how.weight.by_row else encode_whole
+        codes, inverse = encode(weight.mT if across else weight, how.weight.power_of_2)
     return codes, inverse if inverse.dim() else inverse.expand(codes.shape[:2]).contiguous()

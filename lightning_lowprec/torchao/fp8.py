@@ -10,7 +10,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import Unpack, override
 
-from lightning_lowprec.checks import Rule, check_choice
+from lightning_lowprec.checks import Rule
 from lightning_lowprec.conversion.gains import DEFAULT_TOKENS, SOURCE, Recipe
 from lightning_lowprec.conversion.name_formats import GROUPED_ROUND_TO_BF16
 from lightning_lowprec.conversion.name_suffixes import of_options
@@ -33,7 +33,6 @@ from lightning_lowprec.precision.options import (
 )
 from lightning_lowprec.precision.schedule import Schedule, ScheduleChoices, ScheduleOptions
 from lightning_lowprec.runs_where import RecipeKey
-from lightning_lowprec.torchao import own_config
 from lightning_lowprec.torchao.backend import NAMES, FP8Format
 from lightning_lowprec.torchao.plugin import TorchAO
 
@@ -44,6 +43,7 @@ RecipePerLayer = Annotated[
     Mapping[str, Recipe | Literal["bf16", "fp32"] | GemmChoices], Rule("a mapping of patterns of fqns to recipes")
 ]
 RowwiseBackward = Literal["scaled_after", "scaled_inside"]
+WeightCodes = Literal["auto", "per_forward", "per_gemm"]
 SavedInputs = Literal["values", "codes"]
 Experts = Literal["auto", "fp8", "bf16"]
 CPU_SCALES_TENSORWISE = torch.__version__ < "2.13"
@@ -125,7 +125,7 @@ class FP8TorchAO(TorchAO):
         round_scales_to_power_of_2: bool | None = None,
         rowwise_backward: RowwiseBackward = "scaled_after",
         config: Any = None,
-        weight_codes: Literal["auto", "per_forward", "per_gemm"] = "auto",
+        weight_codes: WeightCodes = "auto",
         saved_inputs: SavedInputs = "values",
         experts: Experts = "auto",
         pad_inner_dim: bool = False,
@@ -141,9 +141,9 @@ class FP8TorchAO(TorchAO):
         kinds = recipes.names if isinstance(recipes, RecipeMap) else (recipes,)
         _check(kinds, running.base, None if config is not None else fp8_format, rowwise_backward)
         masters = take(MasterOptions, options).resolve(running.base)
-        if config is not None and masters is None and (unable := own_config.gather_refusal(config)) is not None:
-            raise ValueError(f"{unable}, which needs weights in the dtype of autocast: add `master_weights=True`.")
         self.config = config
+        if masters is None and (unable := self._reads_in_high_precision()) is not None:
+            raise ValueError(f"{unable}, which needs weights in the dtype of autocast: add `master_weights=True`.")
         super().__init__(
             recipe,
             recipes,
@@ -157,14 +157,26 @@ class FP8TorchAO(TorchAO):
         self.fp8_format: FP8Format = fp8_format or ("hybrid" if "tensorwise" in self.kinds else "e4m3")
         self.round_scales_to_power_of_2 = round_scales_to_power_of_2
         self.rowwise_backward: RowwiseBackward = rowwise_backward
-        self.weight_codes = _codes(weight_codes, self.kinds, config)
-        self.saved_inputs = _saved(saved_inputs, self.kinds, config)
-        check_choice("experts", experts, get_args(Experts))
+        one_scale = self._has_one_scale("weight_codes", weight_codes, "per_forward", "weight")
+        self.weight_codes = "per_forward" if one_scale and weight_codes != "per_gemm" else "per_gemm"
+        self._has_one_scale("saved_inputs", saved_inputs, "codes", "input")
+        self.saved_inputs: SavedInputs = saved_inputs
         self.experts: Experts = experts
         self.pad_inner_dim: bool = pad_inner_dim if config is None else config.pad_inner_dim
         name = _name(recipe, self.fp8_format, config)
         form = masters.config.form if masters is not None and config is None else None
         self.precision = name + of_options(self.base, form)
+
+    def _has_one_scale(self, option: str, value: str, needing: str, of: str) -> bool:
+        """Return whether layers have one scale in forward and backward; refuse the value that needs one elsewhere."""
+        one_scale = "tensorwise" in self.kinds and self.config is None
+        if value == needing and not one_scale:
+            name = f"recipe={self.kinds[0]!r}" if self.config is None else "config=Float8LinearConfig(...)"
+            raise ValueError(
+                f"`{option}={value!r}` is not valid with `{name}`: only one scale per {of} is the same in forward and"
+                f" backward. Use `recipe='tensorwise'`, or leave `{option}` out."
+            )
+        return one_scale
 
     @property
     def fp8_eval(self) -> bool:
@@ -175,14 +187,11 @@ class FP8TorchAO(TorchAO):
     def check_schedule(self, phases: Schedule) -> None:
         """Refuse a product as FP8 that the recipe computes in bf16."""
         if self.config is not None:
-            phases.check_fp8(own_config.in_high_precision(self.config), "config=Float8LinearConfig(...)")
+            from lightning_lowprec.torchao.settings import in_high_precision
+
+            phases.check_fp8(in_high_precision(self.config), "config=Float8LinearConfig(...)")
         elif "rowwise_with_gw_hp" in self.kinds:
             phases.check_fp8(frozenset({"grad_weight"}), "recipe='rowwise_with_gw_hp'")
-
-    @override
-    def emulates(self, device: torch.device) -> bool:
-        """On CPU unless the user says no; on a GPU only if the user says so."""
-        return fp8.emulates(self.emulate, device)
 
     @property
     @override
@@ -195,7 +204,6 @@ class FP8TorchAO(TorchAO):
 
     @override
     def refusal(self, device: torch.device) -> str | None:
-        """No torchao, a GPU without FP8, or a CPU without a rowwise kernel, where FP8 is not emulated."""
         if (
             device.type == "cpu"
             and not self.emulates(device)
@@ -208,38 +216,57 @@ class FP8TorchAO(TorchAO):
 
     @override
     def how(self, device: torch.device) -> str:
-        """FP8 kernels, or emulated."""
         return fp8.how(self.emulate, device)
 
     @override
     def gathers(self, options: Any) -> str | None:
-        """One scale per weight can be gathered."""
         if "tensorwise" not in self.kinds:
             return f"`recipe={self.recipe!r}` has a scale per row, and only one per tensor can be gathered"
-        if self.config is not None and (unable := own_config.gather_refusal(self.config)) is not None:
+        if (unable := self._reads_in_high_precision()) is not None:
             return unable
         return None if self.fp8_eval else "`fp8_eval=False` evaluates with the weights in high precision"
 
+    def _reads_in_high_precision(self) -> str | None:
+        """Return why the weight cannot be gathered as float8, if a GEMM of the user's config reads values."""
+        if self.config is not None:
+            from lightning_lowprec.torchao.settings import in_high_precision
+
+            if in_high_precision(self.config) & {"forward", "grad_input"}:
+                return "`config` computes a GEMM that reads the weight in high precision"
+        return None
+
     @override
     def sharded_identity(self) -> tuple[Any, ...]:
-        """The layers, and how they compute."""
         kept = self.weight_codes, self.saved_inputs, self.round_scales_to_power_of_2, self.rowwise_backward
         return *super().sharded_identity(), self.experts, self.pad_inner_dim, *kept, self.config
 
     @override
     def plan_options(self, device: torch.device) -> dict[str, Any]:
-        """Padding, and experts."""
-        of_kernels = None if self.emulates(device) else device
-        kept = _experts_kept(self.experts, self.base, self.config, of_kernels)
-        return {"pads": self.pad_inner_dim, "experts": kept}
+        return {"pads": self.pad_inner_dim, "experts": self._experts_kept(None if self.emulates(device) else device)}
+
+    def _experts_kept(self, device: torch.device | None) -> str | None:
+        """Return why stacked experts stay in the base dtype; None: they convert. ``device`` None: FP8 is emulated."""
+        if self.experts == "bf16":
+            return "stacked experts (experts='bf16')"
+        reason = None
+        if self.base == "fp16":
+            reason = GROUPED_ROUND_TO_BF16
+        elif self.config is not None:
+            reason = "stacked experts (`config` says nothing about grouped products)"
+        elif device is not None and device.type == "cpu":  # which multiplies float8, with `emulate=False`
+            reason = "stacked experts (cpu has no FP8 kernel for grouped products)"
+        elif device is not None and (unable := refusal("experts", device)) is not None:
+            reason = f"stacked experts ({unable})"
+        if reason is not None and self.experts == "fp8":
+            raise ValueError(f"`experts='fp8'` is not possible: {reason}. Use `experts='bf16'`.")
+        return reason
 
     @override
     def layer_recipes(self, device: torch.device) -> Recipes:
-        """The user's configuration, or torchao's recipes."""
         from lightning_lowprec.torchao.settings import OneConfig, Settings
 
         if self.config is not None:
-            return OneConfig(own_config.for_layers(self.config, emulate=self.emulates(device)))
+            return OneConfig(self.config, emulate=self.emulates(device))
         return Settings(
             fp8_format=self.fp8_format,
             emulate=self.emulates(device),
@@ -251,7 +278,6 @@ class FP8TorchAO(TorchAO):
 
     @override
     def say(self, plan: Plan, device: torch.device) -> None:
-        """Log emulation, or warn of layers that FP8 makes slower."""
         if self.layers.min_gain is not None:
             tokens = self.layers.tokens or DEFAULT_TOKENS
             rank_zero_info(f"{self.precision}: min_gain assumes {tokens} tokens per step and device ({SOURCE}).")
@@ -272,7 +298,6 @@ def _recipes(given: Any) -> Recipe | RecipeMap:
 
 
 def _name(recipe: Any, fp8_format: FP8Format, config: Any) -> str:
-    """Return the name of the precision; layers with recipes of their own have no name for ``precision=``."""
     if config is not None:
         return "fp8-torchao-config"
     return "fp8-torchao-per-layer" if isinstance(recipe, Mapping) else NAMES[recipe, fp8_format]
@@ -288,7 +313,9 @@ def _of_config(
 ) -> tuple[Recipe, FP8Format, bool | None]:
     """Return the recipe and format that a user's config comes closest to, and whether the config emulates FP8."""
     require("torchao.float8", "FP8TorchAO(config=...)")
-    kind, gradients = own_config.kind_of(config)
+    from lightning_lowprec.torchao.settings import kind_of
+
+    kind, gradients = kind_of(config)
     for name, value, default in (
         ("recipe", recipe, "tensorwise"),
         ("fp8_format", fp8_format, None),
@@ -299,29 +326,6 @@ def _of_config(
         if value != default:
             raise ValueError(f"`{name}={value!r}` with `config=Float8LinearConfig(...)` is not valid; leave it out.")
     return kind, gradients, config.emulate or None
-
-
-def _codes(choice: str, kinds: tuple[str, ...], config: Any) -> Literal["per_forward", "per_gemm"]:
-    check_choice("weight_codes", choice, ("auto", "per_forward", "per_gemm"))
-    one_scale = "tensorwise" in kinds and config is None
-    if choice == "per_forward" and not one_scale:
-        given = f"recipe={kinds[0]!r}" if config is None else "config=Float8LinearConfig(...)"
-        raise ValueError(
-            f"`weight_codes='per_forward'` is not valid with `{given}`: only one scale per weight is the same in"
-            " forward and backward. Use `recipe='tensorwise'`, or leave `weight_codes` out."
-        )
-    return "per_forward" if one_scale and choice != "per_gemm" else "per_gemm"
-
-
-def _saved(choice: str, kinds: tuple[str, ...], config: Any) -> SavedInputs:
-    check_choice("saved_inputs", choice, get_args(SavedInputs))
-    if choice == "codes" and ("tensorwise" not in kinds or config is not None):
-        given = f"recipe={kinds[0]!r}" if config is None else "config=Float8LinearConfig(...)"
-        raise ValueError(
-            f"`saved_inputs='codes'` is not valid with `{given}`: only one scale per input is the same in forward and"
-            " backward. Use `recipe='tensorwise'`, or leave `saved_inputs` out."
-        )
-    return "codes" if choice == "codes" else "values"
 
 
 def _check(kinds: tuple[str, ...], base: str, fp8_format: str | None, rowwise_backward: str) -> None:
@@ -341,24 +345,3 @@ def _check(kinds: tuple[str, ...], base: str, fp8_format: str | None, rowwise_ba
             f"`fp8_format='hybrid'` is not valid with `recipe={rowwise!r}`, which uses e4m3 everywhere; use"
             " `fp8_format='e4m3'` or `recipe='tensorwise'`."
         )
-
-
-def _experts_kept(choice: Experts, base: str, config: Any, device: torch.device | None) -> str | None:
-    """Return why stacked experts stay in the base dtype; None: they convert.
-
-    ``device`` is the one whose kernels run; None if FP8 is emulated.
-    """
-    if choice == "bf16":
-        return "stacked experts (experts='bf16')"
-    reason = None
-    if base == "fp16":
-        reason = GROUPED_ROUND_TO_BF16
-    elif config is not None:
-        reason = "stacked experts (`config` says nothing about grouped products)"
-    elif device is not None and device.type == "cpu":  # which multiplies float8, with `emulate=False`
-        reason = "stacked experts (cpu has no FP8 kernel for grouped products)"
-    elif device is not None and (unable := refusal("experts", device)) is not None:
-        reason = f"stacked experts ({unable})"
-    if reason is not None and choice == "fp8":
-        raise ValueError(f"`experts='fp8'` is not possible: {reason}. Use `experts='bf16'`.")
-    return reason

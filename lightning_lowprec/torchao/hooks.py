@@ -13,7 +13,6 @@ gathered in bf16. All ranks must switch a layer before the same forward. Importi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -30,7 +29,6 @@ from lightning_lowprec.products.scaled import Coding, Scaled
 from lightning_lowprec.torchao import experts, linear
 from lightning_lowprec.torchao.experts import FP8Experts
 from lightning_lowprec.torchao.layer import CodedLayer
-from lightning_lowprec.torchao.settings import LayerSettings
 
 
 def revert(model: nn.Module) -> None:
@@ -46,12 +44,9 @@ def cuts(layer: nn.Module) -> bool:
 
 def set_phase(layer: nn.Module, gemms: InBF16) -> None:
     """Compute these products of a layer in high precision, beside those of the layer's recipe."""
-    if isinstance(layer, FP8Experts):
-        layer.set_phase(gemms)
-    else:
-        assert isinstance(layer, CodedLayer)
-        layer.phase_gemms = gemms
-        layer.update()
+    assert isinstance(layer, (FP8Experts, CodedLayer))
+    layer.phase_gemms = gemms
+    layer.update()
     wire_changed(layer)
 
 
@@ -61,23 +56,9 @@ def reconfigure(layer: nn.Module, recipe: LayerRecipe) -> None:
     Raises:
         ValueError: the layer has the user's own ``config`` or another format, and ``recipe`` has a name.
     """
-    if isinstance(layer, FP8Experts):
-        layer.reconfigure(recipe)
-    else:
-        assert isinstance(layer, CodedLayer)
-        layer.take(_settings(layer.settings, recipe))
+    assert isinstance(layer, (FP8Experts, CodedLayer))
+    layer.reconfigure(recipe)
     wire_changed(layer)
-
-
-def _settings(has: LayerSettings, recipe: LayerRecipe) -> LayerSettings:
-    if recipe.name is None:
-        return replace(has, in_bf16=recipe.in_bf16)
-    if has.others is None:
-        raise ValueError(
-            f"`recipe={recipe.name!r}` is not possible for a layer with `config=Float8LinearConfig(...)`, which"
-            " takes the place of recipes. Use `FP8TorchAO(recipe=...)`, or 'bf16'."
-        )
-    return has.others.of(recipe)
 
 
 # ---- how tensors are rounded, for the monitor

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_lowprec.conversion.plain_first import PlainFirst
-from lightning_lowprec.conversion.recipe_map import Gemm, InBF16
+from lightning_lowprec.conversion.recipe_map import Gemm, InBF16, LayerRecipe
 from lightning_lowprec.private.torch import are_transforms_active
 from lightning_lowprec.products.arithmetic import Products, serves
 from lightning_lowprec.products.linear import linear
@@ -102,25 +102,23 @@ class CodedLayer(PlainFirst):
 
     # ---- what changes during a run; a compiled module that holds the layer stays
 
-    def take(self, settings: LayerSettings) -> None:
-        """Take a recipe."""
-        self.settings = settings
-        if settings.config is not None:
-            vars(self)["config"] = settings.config  # which torchao's own code reads
+    def reconfigure(self, recipe: LayerRecipe) -> None:
+        """Take another recipe; without a name, keep the layer's own."""
+        self.settings = self.settings.changed(recipe)
+        if self.settings.config is not None:
+            vars(self)["config"] = self.settings.config  # which torchao's own code reads
         self.update()
 
     def update(self) -> None:
         """Bring ``products`` up to date after a change of ``settings``, ``phase_gemms`` or ``saves_weight_codes``."""
         self.in_bf16 = tuple(sorted(self.settings.in_bf16 | self.phase_gemms))
-        full = self.settings.products
-        saves_weight, saves_input = (full.saves_weight and self.saves_weight_codes), full.saves_input
-        full = replace(
-            full,
+        of_recipe = self.settings.products
+        self.products = replace(
+            of_recipe,
             in_by_out=self.in_by_out,
-            saves_weight=saves_weight,
-            saves_input=saves_input and not any(self.padding),  # nobody shares the codes of a padded input
-        )
-        self.products = full.without(self.in_bf16)
+            saves_weight=of_recipe.saves_weight and self.saves_weight_codes,
+            saves_input=of_recipe.saves_input and not any(self.padding),  # nobody shares the codes of a padded input
+        ).without(self.in_bf16)
 
     # ---- FSDP2
 

@@ -1,9 +1,6 @@
-"""Convert layers in place, and back.
+"""Convert layers in place, and back: hooks, flags, parameters, their order and ties stay.
 
-Conversion changes the class of the layer in place: hooks, flags, parameters, their order and ties stay. (torchao's own
-swap builds a new module and loses hooks and the eval flag.)
-
-Importing this module imports torchao (about 3 s).
+(torchao's own swap builds a new module and loses hooks and the eval flag.) Importing this module imports torchao.
 """
 
 from __future__ import annotations
@@ -52,25 +49,23 @@ def convert(
     """Make the layers named by ``fqns`` CodedLayers, in place; ``settings_of`` returns the settings of an fqn."""
     convert_to_float8_training(nn.Identity())  # applies torchao's process-wide compiler fixes
     for fqn in fqns:
-        _become_coded(model.get_submodule(fqn), settings_of(fqn), low_eval)
-
-
-def _become_coded(layer: Any, settings: LayerSettings, low_eval: bool) -> None:
-    sizes = sizes_of_conv1d(layer) if is_conv1d(layer) else {}
-    k, n = sizes.values() if sizes else (layer.in_features, layer.out_features)
-    attributes = {
-        **settings.torchao_attributes,
-        **sizes,
-        "padding": (-k % FEATURE_ALIGNMENT, -n % FEATURE_ALIGNMENT),
-        "low_eval": low_eval,
-        "settings": settings,
-        "saves_weight_codes": True,
-        "phase_gemms": NO_GEMM,
-        "in_bf16": (),
-        "products": None,
-    }
-    in_place.become(layer, _class_for(layer, settings), attributes)
-    layer.update()
+        layer: Any = model.get_submodule(fqn)
+        settings = settings_of(fqn)
+        sizes = sizes_of_conv1d(layer) if is_conv1d(layer) else {}
+        k, n = sizes.values() if sizes else (layer.in_features, layer.out_features)
+        attributes = {
+            **settings.torchao_attributes,
+            **sizes,
+            "padding": (-k % FEATURE_ALIGNMENT, -n % FEATURE_ALIGNMENT),
+            "low_eval": low_eval,
+            "settings": settings,
+            "saves_weight_codes": True,
+            "phase_gemms": NO_GEMM,
+            "in_bf16": (),
+            "products": None,
+        }
+        in_place.become(layer, _class_for(layer, settings), attributes)
+        layer.update()
 
 
 def _class_for(layer: Any, settings: LayerSettings) -> type[CodedLayer]:

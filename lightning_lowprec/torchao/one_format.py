@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, fina
 import torch
 from typing_extensions import Unpack, override
 
-from lightning_lowprec.checks import Rule, check_choice
+from lightning_lowprec.checks import Rule
 from lightning_lowprec.conversion.name_suffixes import of_options
 from lightning_lowprec.conversion.options import LayerOptions, SelectionChoices, shows, take
 from lightning_lowprec.conversion.recipe_map import GemmChoices, RecipeMap
@@ -68,14 +68,12 @@ class OneFormatTorchAO(TorchAO):
         options: Any,
         base: Base = "bf16",
         low_eval: bool = True,
-        emulate: bool | None = None,
+        emulate: bool | None = False,
         compile: Compile = "auto",
     ) -> None:
         recipes: str | RecipeMap = recipe
         if isinstance(recipe, Mapping):
             recipes = RecipeMap.of(recipe, names=(self.kind,), base=self.kind)
-        else:
-            check_choice("recipe", recipe, (self.kind,))
         masters = take(MasterOptions, options).resolve(base)
         super().__init__(
             recipe, recipes, masters, base=base, low_eval=low_eval, emulate=emulate, compile=compile, options=options
@@ -89,19 +87,16 @@ class OneFormatTorchAO(TorchAO):
 
     @override
     def layer_recipes(self, device: torch.device) -> Recipes:
-        """The format, for every layer."""
         from lightning_lowprec.torchao.settings import OneFormat
 
         return OneFormat(name=self.kind, arithmetic=self.arithmetic(device))
 
     @override
     def refusal(self, device: torch.device) -> str | None:
-        """No torchao, or one without the prototype of a format of ours."""
         return super().refusal(device) or prototype_refusal(self.kind)
 
     @override
     def plan_options(self, device: torch.device) -> dict[str, Any]:
-        """The format; no gains are known of it."""
         recipe = self.recipes if isinstance(self.recipes, RecipeMap) else "tensorwise"
         return {"recipe": recipe, "alignment": self.alignment, "format": self.format}
 
@@ -140,6 +135,7 @@ class Int8TorchAO(OneFormatTorchAO):
         RuntimeError: torchao is too old.
     """
 
+    hardware_recipe: RecipeKey | None = "int8"
     format: ClassVar[str] = "int8"
     kind: ClassVar[str] = "int8"
     name: ClassVar[str] = "int8-mixed"
@@ -157,29 +153,20 @@ class Int8TorchAO(OneFormatTorchAO):
         self.stochastic_rounding = stochastic_rounding
         super().__init__(recipe, base=base, low_eval=int8_eval, compile=compile, options=options)
 
-    @property
-    @override
-    def hardware_recipe(self) -> RecipeKey:
-        """Triton's kernel, or ``torch._int_mm``."""
-        return "int8"
-
     @override
     def how(self, device: torch.device) -> str:
-        """The kernel."""
         if device.type == "cuda":
             return f"int8 GEMMs by torchao's Triton kernel on {describe(device)}"
         return f"int8 GEMMs by torch._int_mm on {describe(device)}: the codes of a GPU; slow"
 
     @override
     def arithmetic(self, device: torch.device) -> Arithmetic:
-        """With or without stochastic rounding."""
         from lightning_lowprec.products.int8 import Int8
 
         return Int8(stochastic=self.stochastic_rounding)
 
     @override
     def sharded_identity(self) -> tuple[Any, ...]:
-        """The layers, how they compute, and how gradients are rounded."""
         return *super().sharded_identity(), self.stochastic_rounding
 
 
@@ -215,6 +202,7 @@ class MXFP8TorchAO(OneFormatTorchAO):
         RuntimeError: torchao is too old, or the device has no MXFP8 and ``emulate`` is not set.
     """
 
+    hardware_recipe: RecipeKey | None = "torchao-mxfp8"
     format: ClassVar[str] = "MXFP8"
     kind: ClassVar[str] = "mxfp8"
     name: ClassVar[str] = "mxfp8-torchao"
@@ -237,20 +225,8 @@ class MXFP8TorchAO(OneFormatTorchAO):
             options=options,
         )
 
-    @property
-    @override
-    def hardware_recipe(self) -> RecipeKey:
-        """torchao's kernels, made for Blackwell."""
-        return "torchao-mxfp8"
-
-    @override
-    def emulates(self, device: torch.device) -> bool:
-        """On CPU unless the user says no; on a GPU only if the user says so."""
-        return fp8.emulates(self.emulate, device)
-
     @override
     def refusal(self, device: torch.device) -> str | None:
-        """No torchao, one without the prototype, or a device without MXFP8 that does not emulate."""
         if (missing := super().refusal(device)) is not None:
             return missing
         if device.type == "cpu" and not self.emulates(device):
@@ -259,12 +235,10 @@ class MXFP8TorchAO(OneFormatTorchAO):
 
     @override
     def how(self, device: torch.device) -> str:
-        """Kernels, or emulated."""
         return fp8.how(self.emulate, device)
 
     @override
     def arithmetic(self, device: torch.device) -> Arithmetic:
-        """Kernels, or emulated."""
         from lightning_lowprec.products.mxfp8 import MXFP8
 
         return MXFP8(emulate=self.emulates(device))

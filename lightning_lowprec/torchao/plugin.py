@@ -1,6 +1,6 @@
 """The base of the plugins of torchao's formats: a plan, layers whose products run on codes, compilation, a schedule.
 
-The formats are `fp8.py`, `int8.py` and `mxfp8.py`: options, names, and the arithmetic of the layers.
+The plugins are in `fp8.py` and `one_format.py`: options, names, and the arithmetic of the layers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightning_lowprec.masters.options import WeightOptions
 from lightning_lowprec.precision import fp8
 from lightning_lowprec.precision.fp8 import Compile, Scheduled
 from lightning_lowprec.precision.host import Engine
-from lightning_lowprec.precision.options import BASE_DTYPES, Base, HeadOptions, LossScaleOptions
+from lightning_lowprec.precision.options import Base, HeadOptions, LossScaleOptions
 from lightning_lowprec.precision.schedule import ScheduleOptions
 from lightning_lowprec.precision.state import BACKEND_STATE
 from lightning_lowprec.torchao.backend import NAME
@@ -35,15 +35,8 @@ if TYPE_CHECKING:
 class TorchAO(Scheduled):
     """Base of the plugins: no state, and no codes between steps.
 
-    Args:
-        recipe: as the user wrote it.
-        recipes: the name of the recipe, or recipes per layer.
-        masters: of the weights.
-        base: the dtype outside of the products.
-        low_eval: whether evaluation runs on codes too.
-        emulate: the user's choice; None: on CPU.
-        compile: see ``compile_blocks``.
-        options: the other options of the constructor.
+    ``recipe`` is what the user wrote, and ``recipes`` its name, or recipes per layer. ``low_eval``: whether evaluation
+    runs on codes too. ``options``: the other options of the constructor.
     """
 
     backend: ClassVar[str | None] = NAME
@@ -83,29 +76,19 @@ class TorchAO(Scheduled):
 
     @property
     @override
-    def autocast_dtype(self) -> torch.dtype:
-        """``torch.bfloat16`` or ``torch.float16``: the dtype of every operation that is no product on codes."""
-        return BASE_DTYPES[self.base]
-
-    @property
-    @override
     def peak_rate_dtype(self) -> torch.dtype:
-        """``torch.int8`` where kernels run, else the base dtype; Lightning's tables list the rates of FP8 there too."""
         return fp8.peak_dtype(self)
 
     @override
     def refusal(self, device: torch.device) -> str | None:
-        """No torchao."""
         return import_refusal("torchao.float8", f"`precision={self.precision!r}`")
 
     @override
     def engine_refusal(self, engine: Engine) -> str | None:
-        """Compiled blocks do not outlive weights that are freed."""
         return fp8.engine_refusal(engine, self.compile)
 
     @override
     def sharded_identity(self) -> tuple[Any, ...]:
-        """The layers, and how they compute."""
         schedule = None if self.phases is None else self.phases.schedule
         return self.precision, self.recipes, self.layers, self.low_eval, self.emulate, schedule
 
@@ -143,11 +126,10 @@ class TorchAO(Scheduled):
 
     @override
     def cast_shards(self, module: Module) -> None:
-        """Also save no codes of whole weights: FSDP2 frees gathered weights after their layer ran."""
         from lightning_lowprec.torchao import linear
 
         super().cast_shards(module)
-        linear.save_no_weight_codes(module)
+        linear.save_no_weight_codes(module)  # FSDP2 frees gathered weights after their layer ran
 
     def say(self, plan: Plan, device: torch.device) -> None:
         """Log a new plan's device."""
@@ -155,5 +137,4 @@ class TorchAO(Scheduled):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """The loss scale if the loss is scaled, and the backend that computed the products."""
         return {**super().state_dict(), BACKEND_STATE: NAME}

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
 
+from lightning_lowprec.numerics.formats import encode
 from lightning_lowprec.numerics.one_pass import in_one_pass
-from lightning_lowprec.numerics.scaling import encode
 from lightning_lowprec.private.torch import MOVING_OPERATIONS, inference_mode_of, tree_map_only
 from lightning_lowprec.private.torchao import codes_of, constructor_arguments, set_scale
 from lightning_lowprec.products.coded_weight import CodedWeight

@@ -21,8 +21,8 @@ from lightning_lowprec import FP8TE, MSAMP, FP8TorchAO, FSDP2Strategy
 from lightning_lowprec.fsdp2.fp8_gather import Fp8GatherShard, GatherScales
 from lightning_lowprec.msamp import ScaledAdamW, ScaledSGD, scale_linears
 from lightning_lowprec.names import TABLE
+from lightning_lowprec.numerics.formats import amax
 from lightning_lowprec.numerics.one_pass import compiles
-from lightning_lowprec.numerics.scaling import amax
 from lightning_lowprec.private.torch import local_tensor
 from lightning_lowprec.te.fp8_weight import TEWireFormat
 

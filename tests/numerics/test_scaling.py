@@ -8,7 +8,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from lightning_lowprec.numerics import formats, scaling, weight_rounding
+from lightning_lowprec.numerics import formats, weight_rounding
 from lightning_lowprec.numerics.formats import E4M3, E5M2, FP16
 from tests.quality import sqnr
 
@@ -40,7 +40,7 @@ def test_the_scale_is_the_largest_power_of_two_that_fits(format):
     base = torch.tensor([*edges, 1.0, 1 / 3, 0.1, 2.0**-149, 2.0**-126, 3.4e38])
     amax = torch.cat([base, torch.nextafter(base, torch.tensor(INF)), torch.nextafter(base, torch.zeros(()))])
     amax = amax[amax.isfinite() & (amax > 0)]
-    for a, scale in zip(amax.tolist(), scaling.power_of_two_scale(amax, format).tolist(), strict=True):
+    for a, scale in zip(amax.tolist(), formats.power_of_two_scale(amax, format).tolist(), strict=True):
         ratio = Fraction(format.max) / Fraction(a)
         if Fraction(2) ** -126 <= ratio < Fraction(2) ** 126:
             assert Fraction(scale) <= ratio < 2 * Fraction(scale), a
@@ -53,8 +53,8 @@ def test_the_scale_is_the_largest_power_of_two_that_fits(format):
 def test_an_amax_of_zero_or_not_finite_keeps_the_old_scale():
     amax = torch.tensor([0.0, INF, NAN, 1.0])
     old = torch.tensor([2.0, 4.0, 8.0, 16.0])
-    assert scaling.power_of_two_scale(amax, E4M3, old).tolist() == [2.0, 4.0, 8.0, 256.0]
-    assert scaling.power_of_two_scale(amax, E4M3).tolist() == [1.0, 1.0, 1.0, 256.0]
+    assert formats.power_of_two_scale(amax, E4M3, old).tolist() == [2.0, 4.0, 8.0, 256.0]
+    assert formats.power_of_two_scale(amax, E4M3).tolist() == [1.0, 1.0, 1.0, 256.0]
 
 
 @every_format
@@ -65,20 +65,20 @@ def test_the_cast_takes_the_nearest_code_and_the_even_one_of_two(format):
     x = torch.tensor([*ends, *ties])
     x = torch.cat([x, torch.nextafter(x, torch.tensor(INF)), torch.nextafter(x, torch.zeros(()))])
     x = x[(x >= 0) & (x <= format.max)]
-    got = scaling.saturating_cast(x, format).float()
+    got = formats.saturating_cast(x, format).float()
     step = {value: i for i, value in enumerate(grid)}
     for value, rounded in zip(x.tolist(), got.tolist(), strict=True):
         above = bisect_left(grid, value)
         candidates = grid[max(above - 1, 0) : above + 1]
         nearest = min(candidates, key=lambda c: (abs(Fraction(c) - Fraction(value)), step[c] % 2))
         assert rounded == nearest, value
-    assert torch.equal(scaling.saturating_cast(-x, format).float(), -got)
+    assert torch.equal(formats.saturating_cast(-x, format).float(), -got)
 
 
 @every_format
 def test_the_cast_saturates_and_never_hides_what_is_not_finite(format):
     x = torch.tensor([format.max * 1.5, -format.max * 4, 3e38, INF, -INF, NAN, -0.0])
-    top, low, huge, inf, minus_inf, nan, zero = scaling.saturating_cast(x, format).float().tolist()
+    top, low, huge, inf, minus_inf, nan, zero = formats.saturating_cast(x, format).float().tolist()
     assert (top, low, huge) == (format.max, -format.max, format.max)
     assert math.isnan(nan)
     assert math.copysign(1, zero) == -1
@@ -92,20 +92,20 @@ def test_the_cast_saturates_and_never_hides_what_is_not_finite(format):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_amax(dtype):
     x = torch.tensor([[1.0, -3.0], [2.0, 0.5]], dtype=dtype)
-    assert scaling.amax(x).item() == 3.0
-    assert scaling.amax(x).dtype == torch.float32
-    assert scaling.amax(x[:0]).item() == 0.0
-    assert scaling.amax(torch.tensor([1.0, NAN], dtype=dtype)).isnan()
-    assert scaling.amax(torch.tensor([1.0, -INF], dtype=dtype)).item() == INF
+    assert formats.amax(x).item() == 3.0
+    assert formats.amax(x).dtype == torch.float32
+    assert formats.amax(x[:0]).item() == 0.0
+    assert formats.amax(torch.tensor([1.0, NAN], dtype=dtype)).isnan()
+    assert formats.amax(torch.tensor([1.0, -INF], dtype=dtype)).item() == INF
 
 
 @every_format
 def test_scaling_back_and_forth_is_exact_for_what_fits(format):
     x = codes(format)
     x = x[x.isfinite()] * 2.0**-40
-    scale = scaling.power_of_two_scale(scaling.amax(x), format)
+    scale = formats.power_of_two_scale(formats.amax(x), format)
     assert scale.item() == 2.0**40
-    assert torch.equal(scaling.saturating_cast(x * scale, format).float() * scale.reciprocal(), x)
+    assert torch.equal(formats.saturating_cast(x * scale, format).float() * scale.reciprocal(), x)
 
 
 def test_sqnr_is_that_of_the_definition():
@@ -120,7 +120,7 @@ def test_formats_are_constants():
 
 def test_encoding_saturates():
     values = torch.tensor([447.0, 449.0, 1e9, INF, -INF, NAN])
-    codes = scaling.encode(values, torch.tensor(1.0), torch.float8_e4m3fn).float()
+    codes = formats.encode(values, torch.tensor(1.0), torch.float8_e4m3fn).float()
     torch.testing.assert_close(
         codes, torch.tensor([448.0, 448.0, 448.0, 448.0, -448.0, NAN]), rtol=0, atol=0, equal_nan=True
     )

@@ -20,7 +20,7 @@ from lightning_lowprec.conversion.recipe_map import LayerRecipe
 from lightning_lowprec.numerics.groups import group, spread
 from lightning_lowprec.tools.planning.costs import flops
 from lightning_lowprec.tools.planning.source import load
-from lightning_lowprec.torchao.experts import fp8_experts, grouped_matmul, recipe_of
+from lightning_lowprec.torchao.experts import fp8_experts, grouped_matmul, high_of, scaled
 from lightning_lowprec.torchao.settings import Settings
 from tests.quality import expect_db, sqnr
 
@@ -111,7 +111,9 @@ def test_one_product_is_near_to_the_exact_one(recipe, transposed):
     grad = torch.randn(len(rows), 96)
     expected = F.grouped_mm(rows, weight if transposed else weight.mT, offs=groups.ends)
     expected = expected, *torch.autograd.grad(expected, (rows, weight), grad)
-    found = grouped_matmul(rows, weight, groups.ends, recipe_of(settings), transposed=transposed)
+    found = grouped_matmul(
+        rows, weight, groups.ends, scaled(settings.products), high_of(settings), transposed=transposed
+    )
     found = found.detach(), *torch.autograd.grad(found, (rows, weight), grad)
     expected = expected[0].detach(), *expected[1:]
     end = int(groups.ends[-1])
@@ -319,7 +321,7 @@ def test_one_of_two_parameters():
     layer = Layer("mixtral")
     set_up(layer, FP8TorchAO(recipe={"*.gate_up_proj": "rowwise", "*": "bf16"}))
     (stack,) = fp8_experts(layer)
-    assert list(stack.recipes) == ["gate_up_proj"]
+    assert list(stack.settings) == ["gate_up_proj"]
     inputs = routed(layer.experts)
     expect_db(sqnr(gradients(Layer("mixtral"), inputs)["output"], gradients(layer, inputs)["output"]), 23)
 

@@ -13,7 +13,7 @@ from torchao.float8.float8_utils import amax_to_scale
 
 from lightning_lowprec import FP8TorchAO
 from lightning_lowprec.conversion.recipe_map import LayerRecipe
-from lightning_lowprec.numerics import scaling
+from lightning_lowprec.numerics import formats
 from lightning_lowprec.products.scaled import Scaled
 from lightning_lowprec.torchao import linear as fp8
 from lightning_lowprec.torchao.settings import Settings
@@ -294,7 +294,7 @@ def test_a_weight_is_encoded_for_the_wire_as_torchao_does(recipe, dtype):
     """To the bit; compiled, as on CUDA, too: by one graph for all sizes."""
     wire = linear(recipe).wire_format
     counters.clear()
-    compiled = torch.compile(scaling.encode, backend="aot_eager", fullgraph=True, dynamic=True)
+    compiled = torch.compile(formats.encode, backend="aot_eager", fullgraph=True, dynamic=True)
     generator = torch.Generator().manual_seed(0)
     edges = torch.tensor([0.0, -0.0, 448.0, 464.0, 465.0, -1e4, 2.0**-9, 2.0**-10, np.inf, -np.inf, np.nan])
     for size, by in ((160, 1.0), (48, 1.7), (1008, 1e-30), (16, 3e5)):

@@ -1,6 +1,5 @@
 """Some GEMMs of a layer in bf16: each GEMM is bit for bit that of `bf16-mixed`, or that of the plain recipe."""
 
-from dataclasses import replace
 from itertools import chain, combinations
 
 import pytest
@@ -207,7 +206,7 @@ def test_what_cannot_be_reconfigured():
         backends.reconfigure(converted(), "fp4")
     layer = plain()
     config = Float8LinearConfig.from_recipe_name("rowwise")
-    settings = OneConfig(replace(config, emulate=True)).of(LayerRecipe(None))
+    settings = OneConfig(config, emulate=True).of(LayerRecipe(None))
     fp8.convert(layer, [""], lambda fqn: settings, low_eval=True)
     with pytest.raises(ValueError, match="not possible for a layer with `config=Float8LinearConfig"):
         backends.reconfigure(layer, "tensorwise")

@@ -5,8 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lightning_lowprec.numerics.formats import E4M3
-from lightning_lowprec.numerics.scaling import amax, power_of_two_scale, saturating_cast
+from lightning_lowprec.numerics.formats import E4M3, amax, power_of_two_scale, saturating_cast
 
 
 class Format:

@@ -11,7 +11,7 @@ from torch import nn, optim
 from lightning_lowprec import HalfMixed
 from lightning_lowprec.masters import deferred, kernel_step, registry
 from lightning_lowprec.masters.optimizer import add_masters, has_masters, main_params, move_grads_to_masters
-from lightning_lowprec.numerics.largest import asked, largest
+from lightning_lowprec.numerics.fp8_matrices import asked, largest
 from tests.masters.master_loops import equal, through_file
 from tests.precision.weights_left import as_trained
 

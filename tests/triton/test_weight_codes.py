@@ -6,8 +6,7 @@ from torchao.float8.float8_utils import amax_to_scale
 
 from lightning_lowprec.masters.optimizer import add_masters
 from lightning_lowprec.numerics import fp8_matrices as encode
-from lightning_lowprec.numerics.fp8_matrices import Codes
-from lightning_lowprec.numerics.largest import asked, largest
+from lightning_lowprec.numerics.fp8_matrices import Codes, asked, largest
 
 
 def same_codes(weight, rows, columns, scale):
