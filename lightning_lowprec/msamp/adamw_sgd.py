@@ -11,10 +11,8 @@ An AdamW, Adam or SGD that holds such weights is converted in place: the optimiz
 
 A step decodes to float32, updates, and encodes with a fresh amax per tensor (arXiv 2310.18313, sec. 2.2). Bytes per
 parameter of codes between steps, gradient included, at O1, O2, O3 and in float32: AdamW 11, 6, 7, 16; SGD with momentum
-7, 5, 6, 12; SGD 3, 3, 4, 8.
-
-State dicts are those of the plain optimizer, in float32. At level O3 they also have the ``master_param`` (float32) of
-every weight that was stepped; :mod:`~lightning_lowprec.masters.optimizer` uses the same name.
+7, 5, 6, 12; SGD 3, 3, 4, 8. State dicts are those of the plain optimizer, in float32. At level O3 they also have the
+``master_param`` (float32) of weights that were stepped, a name of :mod:`~lightning_lowprec.masters.optimizer`.
 """
 
 from __future__ import annotations
@@ -45,6 +43,8 @@ _SGD_MOMENTS: Final[dict[str, Format]] = {_BUFFER: FP16}
 cannot decay slowly: with 3 bits behind the point, ``0.95 * x`` rounds back to ``x`` (1.125 -> 1.069 -> 1.125). From
 momentum 0.945 on, such a buffer would push the weight for ever after its gradients are gone; a float16 buffer does so
 from 0.9995 on."""
+_ADAM_OPTIONS: Final = ("foreach", "fused", "decoupled_weight_decay", "lr", "weight_decay", "eps")
+_SGD_OPTIONS: Final = ("foreach", "fused", "lr", "momentum", "dampening", "weight_decay", "nesterov")
 SUPPORTED: Final = (
     "torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, and lightning_lowprec.msamp's ScaledAdamW and ScaledSGD"
 )
@@ -54,10 +54,9 @@ SUPPORTED: Final = (
 class ScaledAdamW(ScaledOptimizer, AdamW):
     """torch's AdamW, also for parameters of codes (see :func:`~lightning_lowprec.msamp.weight.scale_weight_`).
 
-    Plain parameters get torch's AdamW, bit for bit; in half precision with float32 moments and a float32 update.
-    The gradient of a parameter of codes is a ScaledGradient or a float32 tensor.
-    At level O2 and O3 the first moment is float8_e4m3fn codes, the second float16 codes.
-    An Adam that was converted adds its weight decay to the gradient, as torch's Adam does.
+    Plain parameters get torch's AdamW, bit for bit; in half precision with float32 moments and a float32 update. At
+    level O2 and O3 the first moment is float8_e4m3fn codes, the second float16 codes. An Adam that was converted adds
+    its weight decay to the gradient, as torch's Adam does.
     """
 
     @override
@@ -117,33 +116,18 @@ class ScaledAdamW(ScaledOptimizer, AdamW):
             device = p.device if group.get("fused") else None
             step = state.get("step")
             state["step"] = torch.zeros((), dtype=torch.float32, device=device) if step is None else step.to(device)
-        adam(
-            weights,
-            grads,
-            [s["exp_avg"] for s in states],
-            [s["exp_avg_sq"] for s in states],
-            [],
-            [s["step"] for s in states],
-            foreach=group.get("foreach"),
-            fused=group.get("fused"),
-            decoupled_weight_decay=group["decoupled_weight_decay"],
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
+        beta1, beta2 = group["betas"]
+        steps, *moments = ([state[name] for state in states] for name in ("step", *_ADAMW_MOMENTS))
+        options: dict[str, Any] = {name: group.get(name) for name in _ADAM_OPTIONS}
+        adam(weights, grads, *moments, [], steps, amsgrad=False, beta1=beta1, beta2=beta2, maximize=False, **options)
 
 
 @final
 class ScaledSGD(ScaledOptimizer, SGD):
     """torch's SGD, also for parameters of codes (see :func:`~lightning_lowprec.msamp.weight.scale_weight_`).
 
-    Plain parameters get torch's SGD, bit for bit; in half precision with a float32 buffer and a float32 update.
-    The gradient of a parameter of codes is a ScaledGradient or a float32 tensor.
-    At level O2 and O3 the buffer is float16 codes.
+    Plain parameters get torch's SGD, bit for bit; in half precision with a float32 buffer and a float32 update. At
+    level O2 and O3 the buffer is float16 codes.
     """
 
     @override
@@ -179,29 +163,14 @@ class ScaledSGD(ScaledOptimizer, SGD):
         self, group: dict[str, Any], params: list[Tensor], weights: list[Tensor], grads: list[Tensor]
     ) -> None:
         buffers = [self.state[p].get(_BUFFER) if p in self.state else None for p in params]
-        sgd(
-            weights,
-            grads,
-            buffers,
-            foreach=group.get("foreach"),
-            fused=group.get("fused"),
-            lr=group["lr"],
-            momentum=group["momentum"],
-            dampening=group["dampening"],
-            weight_decay=group["weight_decay"],
-            nesterov=group["nesterov"],
-            maximize=False,
-        )
+        options: dict[str, Any] = {name: group.get(name) for name in _SGD_OPTIONS}
+        sgd(weights, grads, buffers, maximize=False, **options)
         if group["momentum"]:
             for p, buffer in zip(params, buffers, strict=True):
                 self.state[p][_BUFFER] = buffer
 
 
-_CLASSES: Final[Mapping[type[Any], type[ScaledOptimizer]]] = {
-    AdamW: ScaledAdamW,
-    Adam: ScaledAdamW,
-    SGD: ScaledSGD,
-}
+_CLASSES: Final[Mapping[type[Any], type[ScaledOptimizer]]] = {AdamW: ScaledAdamW, Adam: ScaledAdamW, SGD: ScaledSGD}
 
 
 def convert_optimizer_(optimizer: Optimizer, level: Level, *, stochastic_rounding: bool = False, seed: int = 0) -> None:
@@ -231,7 +200,9 @@ def convert_optimizer_(optimizer: Optimizer, level: Level, *, stochastic_roundin
         check_options(optimizer)
     elif type(optimizer) in _CLASSES:
         check_options(optimizer)
-        _convert(optimizer, level=level, stochastic_rounding=stochastic_rounding, seed=seed, compile="auto")
+        check_step(optimizer, MSAMP)
+        options = {"level": level, "stochastic_rounding": stochastic_rounding, "seed": seed, "compile": "auto"}
+        _become_scaled(optimizer, {**options, "plain_class": type(optimizer)})
     elif any(p.requires_grad for p in coded):
         cls = type(optimizer)
         raise TypeError(
@@ -240,11 +211,9 @@ def convert_optimizer_(optimizer: Optimizer, level: Level, *, stochastic_roundin
         )
 
 
-def _convert(optimizer: Any, **options: Any) -> None:
-    check_step(optimizer, MSAMP)
+def _become_scaled(optimizer: Any, options: dict[str, Any]) -> None:
     saved = optimizer.state_dict() if optimizer.state else None
     vars(optimizer).pop("step", None)  # a scheduler's wrapper, which calls the old class; the new class needs none
-    options["plain_class"] = type(optimizer)
     optimizer.__class__ = _CLASSES[type(optimizer)]
     ScaledOptimizer.__setstate__(optimizer, options)  # gives the new class its step hooks
     if saved is not None:

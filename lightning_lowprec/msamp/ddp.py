@@ -75,11 +75,10 @@ def broadcast_codes(model: nn.Module, group: Any = None) -> None:
 def average_scaled_gradients(params: Iterable[Tensor], group: Any = None) -> None:
     """Average the gradients of the parameters of codes over the ranks, with one byte per element on the wire.
 
-    The arithmetic is that of ``fp8_gradient_hook``. All ranks get the same bits; inf or NaN on one rank is NaN on all.
-    A parameter that has a gradient on some ranks only counts as zero on the others. A gradient that is the average
-    already, and was not added to since, stays. All ranks must agree on these cases before any sends a gradient, so the
-    host reads one byte per parameter from the device, once per call. ``params`` are the same on every rank; those
-    without codes are left to DDP.
+    The arithmetic is that of ``fp8_gradient_hook``. A parameter that has a gradient on some ranks only counts as zero
+    on the others. A gradient that is the average already, and was not added to since, stays. All ranks must agree on
+    this, so the host reads one byte per parameter from the device, once per call. ``params`` are the same on every
+    rank; those without codes are left to DDP.
 
     Raises:
         RuntimeError: on every rank, if one rank has clipped its own gradients, for example by ``clip_grad_norm_``.
@@ -148,11 +147,7 @@ class DDPModels:
             broadcast_codes(module)
 
     def average_gradients(self, optimizer: Optimizer) -> None:
-        """Average the gradients of the optimizer's weights of codes over the ranks; averaged gradients stay.
-
-        Raises:
-            RuntimeError: several processes train weights of codes, and :meth:`synchronize` got no DDP module.
-        """
+        """Average the gradients of the optimizer's weights of codes over the ranks; averaged gradients stay."""
         coded = {id(p) for p in parameters_of(optimizer) if msamp_state_of(p) is not None and p.requires_grad}
         modules = alive(self._modules)
         if coded and _ranks() > 1 and not modules:

@@ -31,9 +31,7 @@ from lightning_lowprec.private.torch import local_tensor
 
 
 def code_shards(model: nn.Module, shards: int) -> None:
-    """Make the weights of ScaledLayers shardable by FSDP2 into ``shards`` parts; call before ``fully_shard``.
-
-    Gradients become float32.
+    """Make the weights of ScaledLayers shardable by FSDP2 into ``shards`` parts, with float32 gradients.
 
     Raises:
         ValueError: weights of another level, or a weight that does not divide into equal parts.

@@ -52,17 +52,12 @@ def step_codes(
     *,
     compile: bool,
 ) -> None:
-    """Apply ``rule`` in float32 and write all codes anew.
+    """Apply ``rule`` in float32, with ``numbers``, and write all codes anew.
 
-    Args:
-        params: at least one, of one device and level; sharded parameters step their shards, with scales that all ranks
-            agree on.
-        states: the optimizer's state of every parameter.
-        moments: the moments of the optimizer with their formats; None: in float32, without a scale.
-        rule: the update; it gets ``numbers``.
-        rounding: of float16 weights (at O3: masters): the keys of random bits, and the position of every parameter
-            among these bits (:func:`~lightning_lowprec.numerics.rounding.bits_at`); None: to nearest.
-        compile: run each pass as one graph of ``torch.compile``.
+    ``params`` are of one device and level; sharded ones step their shards, with scales that all ranks agree on.
+    ``moments``: with their formats, or None for float32 without a scale. ``rounding``, of float16 weights (at O3:
+    masters): the keys of random bits, and the place of every parameter among these bits, as
+    :func:`~lightning_lowprec.numerics.rounding.bits_at` takes them; None: to nearest.
     """
     run: Run = functools.partial(_compiled_by, _BACKEND) if compile else lambda function: function
     formats = {name: format for name, format in {**moments, "weight": FP16}.items() if format is not None}
@@ -100,8 +95,7 @@ def _inputs(
 
 
 def _over_shards(shards: Shards | None, amaxes: list[Tensor]) -> list[Tensor]:
-    """Return the maxima over all ranks, by one reduction."""
-    return amaxes if shards is None else list(shards.maximum(torch.stack(amaxes)).unbind())
+    return amaxes if shards is None else list(shards.maximum(torch.stack(amaxes)).unbind())  # one reduction
 
 
 def _write_e4m3(run: Run, weights: Sequence[MsampWeightState], amaxes: list[Tensor] | None) -> None:

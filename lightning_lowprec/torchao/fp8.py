@@ -16,25 +16,16 @@ from lightning_lowprec.conversion.name_formats import GROUPED_ROUND_TO_BF16
 from lightning_lowprec.conversion.name_suffixes import of_options
 from lightning_lowprec.conversion.options import LayerChoices, LayerOptions, shows, take
 from lightning_lowprec.conversion.plan import Plan
-from lightning_lowprec.conversion.recipe_map import GemmChoices, RecipeMap
+from lightning_lowprec.conversion.recipe_map import GemmChoices
 from lightning_lowprec.extras import require
 from lightning_lowprec.hardware import refusal
-from lightning_lowprec.masters.options import MasterChoices, MasterOptions, WeightChoices, WeightOptions
 from lightning_lowprec.precision import fp8
 from lightning_lowprec.precision.fp8 import Compile
-from lightning_lowprec.precision.options import (
-    EmulationChoices,
-    FP8Choices,
-    FP8Options,
-    HeadChoices,
-    HeadOptions,
-    LossScaleChoices,
-    LossScaleOptions,
-)
-from lightning_lowprec.precision.schedule import Schedule, ScheduleChoices, ScheduleOptions
+from lightning_lowprec.precision.options import EmulationChoices, FP8Choices, FP8Options
+from lightning_lowprec.precision.schedule import Schedule
 from lightning_lowprec.runs_where import RecipeKey
 from lightning_lowprec.torchao.backend import NAMES, FP8Format
-from lightning_lowprec.torchao.plugin import TorchAO
+from lightning_lowprec.torchao.plugin import SHARED, SharedChoices, TorchAO
 
 if TYPE_CHECKING:
     from lightning_lowprec.torchao.settings import Recipes
@@ -50,22 +41,12 @@ CPU_SCALES_TENSORWISE = torch.__version__ < "2.13"
 """Whether ``torch._scaled_mm`` on CPU takes one scale per tensor only; given more, it fails an internal assert."""
 
 
-class TorchAOChoices(
-    LayerChoices,
-    FP8Choices,
-    EmulationChoices,
-    LossScaleChoices,
-    MasterChoices,
-    WeightChoices,
-    HeadChoices,
-    ScheduleChoices,
-    total=False,
-):
+class TorchAOChoices(SharedChoices, LayerChoices, FP8Choices, EmulationChoices, total=False):
     """The options of :class:`FP8TorchAO` that other plugins share, for type checkers."""
 
 
 @final
-@shows(LayerOptions, FP8Options, LossScaleOptions, MasterOptions, WeightOptions, HeadOptions, ScheduleOptions)
+@shows(LayerOptions, FP8Options, *SHARED)
 class FP8TorchAO(TorchAO):
     """The GEMMs of the Linear layers in FP8, everything else under autocast; float32 weights unless told otherwise.
 
@@ -137,23 +118,19 @@ class FP8TorchAO(TorchAO):
                 config, recipe, fp8_format, round_scales_to_power_of_2, rowwise_backward, pad_inner_dim
             )
             running = replace(running, emulate=running.emulate or emulate)
-        recipes = _recipes(recipe)
-        kinds = recipes.names if isinstance(recipes, RecipeMap) else (recipes,)
-        _check(kinds, running.base, None if config is not None else fp8_format, rowwise_backward)
-        masters = take(MasterOptions, options).resolve(running.base)
         self.config = config
-        if masters is None and (unable := self._reads_in_high_precision()) is not None:
-            raise ValueError(f"{unable}, which needs weights in the dtype of autocast: add `master_weights=True`.")
         super().__init__(
             recipe,
-            recipes,
-            masters,
+            get_args(Recipe),
             base=running.base,
             low_eval=running.fp8_eval,
             emulate=running.emulate,
             compile=compile,
             options=options,
         )
+        _check(self.kinds, running.base, None if config is not None else fp8_format, rowwise_backward)
+        if self.masters is None and (unable := self._reads_in_high_precision()) is not None:
+            raise ValueError(f"{unable}, which needs weights in the dtype of autocast: add `master_weights=True`.")
         self.fp8_format: FP8Format = fp8_format or ("hybrid" if "tensorwise" in self.kinds else "e4m3")
         self.round_scales_to_power_of_2 = round_scales_to_power_of_2
         self.rowwise_backward: RowwiseBackward = rowwise_backward
@@ -163,9 +140,12 @@ class FP8TorchAO(TorchAO):
         self.saved_inputs: SavedInputs = saved_inputs
         self.experts: Experts = experts
         self.pad_inner_dim: bool = pad_inner_dim if config is None else config.pad_inner_dim
-        name = _name(recipe, self.fp8_format, config)
-        form = masters.config.form if masters is not None and config is None else None
-        self.precision = name + of_options(self.base, form)
+        if config is not None:
+            self.precision = "fp8-torchao-config" + of_options(self.base, None)
+        elif isinstance(recipe, Mapping):
+            self.precision = "fp8-torchao-per-layer" + self.suffix
+        else:
+            self.precision = NAMES[recipe, self.fp8_format] + self.suffix
 
     def _has_one_scale(self, option: str, value: str, needing: str, of: str) -> bool:
         """Return whether layers have one scale in forward and backward; refuse the value that needs one elsewhere."""
@@ -291,16 +271,6 @@ class FP8TorchAO(TorchAO):
                 f" be slower in FP8 than in bf16 ({SOURCE}): {names}{', ...' if len(slow) > 3 else ''}."
                 " `plugins=FP8TorchAO(min_gain='auto')` keeps them in bf16."
             )
-
-
-def _recipes(given: Any) -> Recipe | RecipeMap:
-    return RecipeMap.of(given, names=get_args(Recipe), base="tensorwise") if isinstance(given, Mapping) else given
-
-
-def _name(recipe: Any, fp8_format: FP8Format, config: Any) -> str:
-    if config is not None:
-        return "fp8-torchao-config"
-    return "fp8-torchao-per-layer" if isinstance(recipe, Mapping) else NAMES[recipe, fp8_format]
 
 
 def _of_config(

@@ -13,27 +13,16 @@ import torch
 from typing_extensions import Unpack, override
 
 from lightning_lowprec.checks import Rule
-from lightning_lowprec.conversion.name_suffixes import of_options
-from lightning_lowprec.conversion.options import LayerOptions, SelectionChoices, shows, take
+from lightning_lowprec.conversion.options import LayerOptions, shows, take
 from lightning_lowprec.conversion.recipe_map import GemmChoices, RecipeMap
 from lightning_lowprec.hardware import describe
-from lightning_lowprec.masters.options import MasterChoices, MasterOptions, WeightChoices, WeightOptions
 from lightning_lowprec.precision import fp8
 from lightning_lowprec.precision.fp8 import Compile
-from lightning_lowprec.precision.options import (
-    Base,
-    EmulationChoices,
-    FP8Options,
-    HeadChoices,
-    HeadOptions,
-    LossScaleChoices,
-    LossScaleOptions,
-)
-from lightning_lowprec.precision.schedule import ScheduleChoices, ScheduleOptions
+from lightning_lowprec.precision.options import Base, EmulationChoices, FP8Options
 from lightning_lowprec.private.torchao import prototype_refusal
 from lightning_lowprec.products.arithmetic import Arithmetic
 from lightning_lowprec.runs_where import RecipeKey
-from lightning_lowprec.torchao.plugin import TorchAO
+from lightning_lowprec.torchao.plugin import SHARED, SharedChoices, TorchAO
 
 if TYPE_CHECKING:
     from lightning_lowprec.torchao.settings import Recipes
@@ -43,12 +32,6 @@ WITHOUT: Final = ("min_gain", "tokens")
 ProductsPerLayer = Annotated[
     Mapping[str, Literal["int8", "mxfp8", "bf16"] | GemmChoices], Rule("a mapping of patterns of fqns to recipes")
 ]
-
-
-class OneFormatChoices(
-    SelectionChoices, LossScaleChoices, MasterChoices, WeightChoices, HeadChoices, ScheduleChoices, total=False
-):
-    """The options that these plugins share with others, for type checkers."""
 
 
 class OneFormatTorchAO(TorchAO):
@@ -71,15 +54,10 @@ class OneFormatTorchAO(TorchAO):
         emulate: bool | None = False,
         compile: Compile = "auto",
     ) -> None:
-        recipes: str | RecipeMap = recipe
-        if isinstance(recipe, Mapping):
-            recipes = RecipeMap.of(recipe, names=(self.kind,), base=self.kind)
-        masters = take(MasterOptions, options).resolve(base)
         super().__init__(
-            recipe, recipes, masters, base=base, low_eval=low_eval, emulate=emulate, compile=compile, options=options
+            recipe, (self.kind,), base=base, low_eval=low_eval, emulate=emulate, compile=compile, options=options
         )
-        stem = self.name if isinstance(recipes, str) else f"{self.name}-per-layer"
-        self.precision = stem + of_options(base, None if masters is None else masters.config.form)
+        self.precision = self.name + ("" if isinstance(recipe, str) else "-per-layer") + self.suffix
 
     @abstractmethod
     def arithmetic(self, device: torch.device) -> Arithmetic:
@@ -107,10 +85,7 @@ class OneFormatTorchAO(TorchAO):
 
 
 @final
-@shows(
-    *(LayerOptions, LossScaleOptions, MasterOptions, WeightOptions, HeadOptions, ScheduleOptions),
-    without=WITHOUT,
-)
+@shows(LayerOptions, *SHARED, without=WITHOUT)
 class Int8TorchAO(OneFormatTorchAO):
     """The GEMMs of the Linear layers in int8, everything else under autocast; float32 weights unless told otherwise.
 
@@ -148,7 +123,7 @@ class Int8TorchAO(OneFormatTorchAO):
         stochastic_rounding: bool = False,
         int8_eval: bool = True,
         compile: Compile = "auto",
-        **options: Unpack[OneFormatChoices],
+        **options: Unpack[SharedChoices],
     ) -> None:
         self.stochastic_rounding = stochastic_rounding
         super().__init__(recipe, base=base, low_eval=int8_eval, compile=compile, options=options)
@@ -170,17 +145,14 @@ class Int8TorchAO(OneFormatTorchAO):
         return *super().sharded_identity(), self.stochastic_rounding
 
 
-class MXFP8Choices(OneFormatChoices, EmulationChoices, total=False):
+class MXFP8Choices(SharedChoices, EmulationChoices, total=False):
     """The options of :class:`MXFP8TorchAO` that other plugins share, for type checkers."""
 
     fp8_eval: bool
 
 
 @final
-@shows(
-    *(LayerOptions, FP8Options, LossScaleOptions, MasterOptions, WeightOptions, HeadOptions, ScheduleOptions),
-    without=(*WITHOUT, "base"),
-)
+@shows(LayerOptions, FP8Options, *SHARED, without=(*WITHOUT, "base"))
 class MXFP8TorchAO(OneFormatTorchAO):
     """The GEMMs of the Linear layers in MXFP8, everything else in bf16; float32 weights unless told otherwise.
 

@@ -6,7 +6,8 @@ The plugins are in `fp8.py` and `one_format.py`: options, names, and the arithme
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -15,16 +16,17 @@ from typing_extensions import override
 
 from lightning_lowprec.conversion import module_dtypes
 from lightning_lowprec.conversion.invariants import unchanged
-from lightning_lowprec.conversion.options import LayerOptions, take
+from lightning_lowprec.conversion.name_suffixes import of_options
+from lightning_lowprec.conversion.options import LayerOptions, SelectionChoices, take
 from lightning_lowprec.conversion.plan import Plan, PlanRequest
 from lightning_lowprec.conversion.recipe_map import LayerRecipe, RecipeMap
 from lightning_lowprec.extras import import_refusal, require
-from lightning_lowprec.masters.options import WeightOptions
+from lightning_lowprec.masters.options import MasterChoices, MasterOptions, WeightChoices, WeightOptions
 from lightning_lowprec.precision import fp8
 from lightning_lowprec.precision.fp8 import Compile, Scheduled
 from lightning_lowprec.precision.host import Engine
-from lightning_lowprec.precision.options import Base, HeadOptions, LossScaleOptions
-from lightning_lowprec.precision.schedule import ScheduleOptions
+from lightning_lowprec.precision.options import Base, HeadChoices, HeadOptions, LossScaleChoices, LossScaleOptions
+from lightning_lowprec.precision.schedule import ScheduleChoices, ScheduleOptions
 from lightning_lowprec.precision.state import BACKEND_STATE
 from lightning_lowprec.torchao.backend import NAME
 
@@ -32,11 +34,21 @@ if TYPE_CHECKING:
     from lightning_lowprec.torchao.settings import Recipes
 
 
+SHARED: Final = (LossScaleOptions, MasterOptions, WeightOptions, HeadOptions, ScheduleOptions)
+"""The options of every plugin of torchao's formats, beside those that choose layers."""
+
+
+class SharedChoices(
+    SelectionChoices, LossScaleChoices, MasterChoices, WeightChoices, HeadChoices, ScheduleChoices, total=False
+):
+    """The same, and those that choose layers, for type checkers."""
+
+
 class TorchAO(Scheduled):
     """Base of the plugins: no state, and no codes between steps.
 
-    ``recipe`` is what the user wrote, and ``recipes`` its name, or recipes per layer. ``low_eval``: whether evaluation
-    runs on codes too. ``options``: the other options of the constructor.
+    ``recipe`` is what the user wrote: one of ``names``, or recipes per layer, the first of ``names`` unless they say
+    another. ``low_eval``: whether evaluation runs on codes too. ``options``: the other options of the constructor.
     """
 
     backend: ClassVar[str | None] = NAME
@@ -45,8 +57,7 @@ class TorchAO(Scheduled):
     def __init__(
         self,
         recipe: Any,
-        recipes: str | RecipeMap,
-        masters: Any,
+        names: tuple[str, ...],
         *,
         base: Base,
         low_eval: bool,
@@ -54,7 +65,9 @@ class TorchAO(Scheduled):
         compile: Compile,
         options: Any,
     ) -> None:
+        recipes: Any = RecipeMap.of(recipe, names=names, base=names[0]) if isinstance(recipe, Mapping) else recipe
         weights = take(WeightOptions, options).keeping(getattr(recipes, "float32", ()))
+        masters = take(MasterOptions, options).resolve(base)
         super().__init__(take(LossScaleOptions, options).scaler(base), masters, weights)
         require("torchao", f"{type(self).__name__}(recipe={recipe!r})")
         self.recipe, self.recipes = recipe, recipes
@@ -65,6 +78,11 @@ class TorchAO(Scheduled):
         self.layers = take(LayerOptions, options)
         self.head = take(HeadOptions, options).head
         self.set_schedule(take(ScheduleOptions, options).schedule)
+
+    @property
+    def suffix(self) -> str:
+        """The end of the precision's name: the base dtype, and the form of the masters."""
+        return of_options(self.base, None if self.masters is None else self.masters.config.form)
 
     @abstractmethod
     def layer_recipes(self, device: torch.device) -> Recipes:
