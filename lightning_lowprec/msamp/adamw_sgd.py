@@ -117,9 +117,11 @@ class ScaledAdamW(ScaledOptimizer, AdamW):
             step = state.get("step")
             state["step"] = torch.zeros((), dtype=torch.float32, device=device) if step is None else step.to(device)
         beta1, beta2 = group["betas"]
-        steps, *moments = ([state[name] for state in states] for name in ("step", *_ADAMW_MOMENTS))
+        first, second, steps = ([state[name] for state in states] for name in (*_ADAMW_MOMENTS, "step"))
         options: dict[str, Any] = {name: group.get(name) for name in _ADAM_OPTIONS}
-        adam(weights, grads, *moments, [], steps, amsgrad=False, beta1=beta1, beta2=beta2, maximize=False, **options)
+        adam(
+            weights, grads, first, second, [], steps, amsgrad=False, beta1=beta1, beta2=beta2, maximize=False, **options
+        )
 
 
 @final

@@ -48,7 +48,7 @@ ALIGNMENT: Final = 16
 class ScaledLayer(PlainFirst):
     """A layer that does a Linear's work, after ``scale_linears``; its state dict is the plain layer's, in float32."""
 
-    in_by_out: ClassVar[bool]
+    in_by_out: ClassVar[bool] = False
     """Whether the weight is stored as [K, N], instead of [N, K]."""
     in_features: int
     out_features: int

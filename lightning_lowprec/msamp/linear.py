@@ -26,8 +26,6 @@ from lightning_lowprec.msamp.weight_state import Level
 class ScaledLinear(ScaledLayer, nn.Linear):
     """A Linear whose weight is kept as codes."""
 
-    in_by_out = False
-
     def _plain(self, input: Tensor, weight: Tensor) -> Tensor:
         return F.linear(input, weight, self.bias)
 

@@ -25,7 +25,7 @@ from lightning_lowprec.msamp.weight_state import Level
 from lightning_lowprec.numerics.one_pass import compiles
 from lightning_lowprec.precision import fp8
 from lightning_lowprec.precision.base import LowPrecision
-from lightning_lowprec.precision.fp8 import Compile, compile_blocks
+from lightning_lowprec.precision.fp8 import BlockChoices, BlockOptions, compile_blocks
 from lightning_lowprec.precision.host import callbacks_of
 from lightning_lowprec.precision.options import (
     BASE_DTYPES,
@@ -44,18 +44,19 @@ from lightning_lowprec.runs_where import RecipeKey
 
 
 class MSAMPChoices(
-    LayerChoices, FP8Choices, EmulationChoices, LossScaleChoices, WeightChoices, HeadChoices, total=False
+    LayerChoices, BlockChoices, FP8Choices, EmulationChoices, LossScaleChoices, WeightChoices, HeadChoices, total=False
 ):
     """The options of :class:`MSAMP` that other plugins share, for type checkers."""
 
 
 @final
-@shows(LayerOptions, FP8Options, LossScaleOptions, WeightOptions, HeadOptions, without=["keep_fp32"])
+@shows(LayerOptions, BlockOptions, FP8Options, LossScaleOptions, WeightOptions, HeadOptions, without=["keep_fp32"])
 class MSAMP(LowPrecision):
     """Linear layers with weights of 8 or 16 bits, FP8 GEMMs and FP8 gradients; the rest under autocast, in float32.
 
     AdamW and SGD are made to step such weights in place. Bytes per weight, with gradient, master and AdamW's moments:
-    O1 11, O2 6, O3 7 (in float32: 16). With ``fp8_eval=False`` evaluation multiplies with the weights as stored.
+    O1 11, O2 6, O3 7 (in float32: 16). With ``fp8_eval=False`` evaluation multiplies with the weights as stored. On
+    GPUs with FP8, codes outside of compiled blocks and the step of the optimizer are compiled in any case.
 
     Args:
         level: ``"O1"`` keeps fp16 weights with a scale, ``"O2"`` also e4m3 and fp16 moments, ``"O3"`` e4m3 weights
@@ -64,10 +65,6 @@ class MSAMP(LowPrecision):
         seed: of the stochastic rounding; the same on every rank.
         grad_accumulation_dtype: ``torch.float32`` adds the gradients of micro-batches up in float32 (3 more bytes per
             weight); None adds them in e4m3.
-        compile: ``"auto"`` compiles blocks in place on GPUs with FP8 unless some are compiled already; True compiles
-            them on any device, False never; a mapping gives ``torch.compile`` options. Blocks are the children, one or
-            several of one class, of an ``nn.ModuleList`` that holds FP8 layers. On GPUs with FP8, codes outside of
-            compiled blocks and the step of the optimizer are compiled in any case.
 
     Raises:
         ValueError: an unknown or contradictory option, or a model in which nothing converts.
@@ -86,7 +83,6 @@ class MSAMP(LowPrecision):
         stochastic_rounding: bool = False,
         seed: int = 0,
         grad_accumulation_dtype: torch.dtype | None = None,
-        compile: Compile = "auto",
         **options: Unpack[MSAMPChoices],
     ) -> None:
         check_choice("grad_accumulation_dtype", grad_accumulation_dtype, (None, torch.float32))
@@ -100,7 +96,7 @@ class MSAMP(LowPrecision):
         self.stochastic_rounding = stochastic_rounding
         self.seed = seed
         self.grad_accumulation_dtype = grad_accumulation_dtype
-        self.compile = compile
+        self.compile = take(BlockOptions, options).compile
         self.precision = f"msamp-{level.lower()}" + ("-fp16" if self.base == "fp16" else "")
         self._replicas = DDPModels(self.precision)
 

@@ -6,7 +6,8 @@ FP8 is slow without a compiler: casting and scaling are many small kernels, whic
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, Literal
+from dataclasses import dataclass
+from typing import Any, Final, Literal, TypedDict
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -15,7 +16,7 @@ from typing_extensions import override
 
 from lightning_lowprec.checks import CompileOptions
 from lightning_lowprec.conversion.gains import DEFAULT_TOKENS, SOURCE
-from lightning_lowprec.conversion.options import LayerOptions
+from lightning_lowprec.conversion.options import Group, LayerOptions
 from lightning_lowprec.conversion.plan import Plan, PlanRequest, make_plan
 from lightning_lowprec.conversion.selection import block_stacks
 from lightning_lowprec.hardware import architecture, default_device, describe, refusal_and_remedy
@@ -32,6 +33,25 @@ from lightning_lowprec.runs_where import RecipeKey
 _LINEARS_ONLY: Final = PlanRequest(conv1d=False)
 Compile = Literal["auto"] | bool | CompileOptions
 """``"auto"``: on CUDA, unless the user compiled; True: on every device; a mapping: ``torch.compile`` options."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockOptions(Group):
+    """The option that compiles blocks.
+
+    Args:
+        compile: ``"auto"`` compiles blocks in place on CUDA (MS-AMP's: on GPUs with FP8) unless some are compiled
+            already; True compiles them on any device, False never; a mapping gives ``torch.compile`` options. Blocks
+            are the children, one or several of one class, of an ``nn.ModuleList`` that holds converted layers.
+    """
+
+    compile: Compile = "auto"
+
+
+class BlockChoices(TypedDict, total=False):
+    """The field of :class:`BlockOptions`, for type checkers."""
+
+    compile: Compile
 
 
 class Scheduled(LowPrecision):

@@ -20,7 +20,6 @@ from lightning_lowprec.conversion.recipe_map import GemmChoices
 from lightning_lowprec.extras import require
 from lightning_lowprec.hardware import refusal
 from lightning_lowprec.precision import fp8
-from lightning_lowprec.precision.fp8 import Compile
 from lightning_lowprec.precision.options import EmulationChoices, FP8Choices, FP8Options
 from lightning_lowprec.precision.schedule import Schedule
 from lightning_lowprec.runs_where import RecipeKey
@@ -58,9 +57,6 @@ class FP8TorchAO(TorchAO):
             layer in float32, with float32 weights, and comes before these rules: for routers and heads. A value
             ``{"forward": "bf16"}`` is tensorwise with some of the GEMMs in bf16 (forward, grad_input, grad_weight).
         fp8_format: gradients in e5m2 (``"hybrid"``) or e4m3; None is the recipe's own (hybrid for tensorwise).
-        compile: ``"auto"`` compiles blocks in place on CUDA unless some are compiled already; True compiles them on any
-            device, False never; a mapping gives ``torch.compile`` options. Blocks are the children, one or several of
-            one class, of an ``nn.ModuleList`` that holds FP8 layers.
         round_scales_to_power_of_2: None is the recipe's own choice (True for rowwise).
         weight_codes: ``"per_forward"`` encodes a weight in each forward, and the backward reads the same codes (1 byte
             per parameter of the layers until then; FSDP2 keeps the codes of its shards instead, until a shard is
@@ -102,7 +98,6 @@ class FP8TorchAO(TorchAO):
         recipe: Recipe | RecipePerLayer = "tensorwise",
         *,
         fp8_format: FP8Format | None = None,
-        compile: Compile = "auto",
         round_scales_to_power_of_2: bool | None = None,
         rowwise_backward: RowwiseBackward = "scaled_after",
         config: Any = None,
@@ -125,7 +120,6 @@ class FP8TorchAO(TorchAO):
             base=running.base,
             low_eval=running.fp8_eval,
             emulate=running.emulate,
-            compile=compile,
             options=options,
         )
         _check(self.kinds, running.base, None if config is not None else fp8_format, rowwise_backward)

@@ -34,7 +34,7 @@ from lightning_lowprec.torchao.wire_format import TorchAOWire
 class CodedLayer(PlainFirst):
     """A layer whose products run on codes, for any batch, under autocast of any device."""
 
-    in_by_out: ClassVar[bool]
+    in_by_out: ClassVar[bool] = False
     """Whether the weight is stored as [K, N], instead of [N, K]."""
     in_features: int
     out_features: int
@@ -74,7 +74,7 @@ class CodedLayer(PlainFirst):
         if are_transforms_active() or torch.compiler.is_exporting():
             check_call(type(self).__name__)
         if isinstance(self.weight, DTensor) or isinstance(input, CUT):
-            return linear_by_torchao(self, input)
+            return linear_by_torchao(self, input, self.weight if self.in_by_out else self.weight.t())
         if not any(self.padding):
             return linear(given, input, self.weight, self.bias, products)
         return self._padded(input, products)

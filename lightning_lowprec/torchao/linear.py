@@ -23,8 +23,6 @@ from lightning_lowprec.torchao.settings import LayerSettings
 
 
 class _Linear(CodedLayer, nn.Linear):
-    in_by_out = False
-
     def _plain(self, input: Tensor) -> Tensor:
         return F.linear(input, self.weight, self.bias)
 

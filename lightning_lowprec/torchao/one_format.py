@@ -17,7 +17,6 @@ from lightning_lowprec.conversion.options import LayerOptions, shows, take
 from lightning_lowprec.conversion.recipe_map import GemmChoices, RecipeMap
 from lightning_lowprec.hardware import describe
 from lightning_lowprec.precision import fp8
-from lightning_lowprec.precision.fp8 import Compile
 from lightning_lowprec.precision.options import Base, EmulationChoices, FP8Options
 from lightning_lowprec.private.torchao import prototype_refusal
 from lightning_lowprec.products.arithmetic import Arithmetic
@@ -52,11 +51,8 @@ class OneFormatTorchAO(TorchAO):
         base: Base = "bf16",
         low_eval: bool = True,
         emulate: bool | None = False,
-        compile: Compile = "auto",
     ) -> None:
-        super().__init__(
-            recipe, (self.kind,), base=base, low_eval=low_eval, emulate=emulate, compile=compile, options=options
-        )
+        super().__init__(recipe, (self.kind,), base=base, low_eval=low_eval, emulate=emulate, options=options)
         self.precision = self.name + ("" if isinstance(recipe, str) else "-per-layer") + self.suffix
 
     @abstractmethod
@@ -100,9 +96,6 @@ class Int8TorchAO(OneFormatTorchAO):
         stochastic_rounding: round the codes of gradients stochastically, in both backward GEMMs: no bias, more noise.
             The random numbers are torch's, which no checkpoint of Lightning holds.
         int8_eval: whether validation, test and prediction run in int8 too.
-        compile: ``"auto"`` compiles blocks in place on CUDA unless some are compiled already; True compiles them on any
-            device, False never; a mapping gives ``torch.compile`` options. Blocks are the children, one or several of
-            one class, of an ``nn.ModuleList`` that holds int8 layers.
 
     Raises:
         ValueError: an unknown or contradictory option, or a model in which nothing converts.
@@ -122,11 +115,10 @@ class Int8TorchAO(OneFormatTorchAO):
         base: Base = "bf16",
         stochastic_rounding: bool = False,
         int8_eval: bool = True,
-        compile: Compile = "auto",
         **options: Unpack[SharedChoices],
     ) -> None:
         self.stochastic_rounding = stochastic_rounding
-        super().__init__(recipe, base=base, low_eval=int8_eval, compile=compile, options=options)
+        super().__init__(recipe, base=base, low_eval=int8_eval, options=options)
 
     @override
     def how(self, device: torch.device) -> str:
@@ -164,9 +156,6 @@ class MXFP8TorchAO(OneFormatTorchAO):
         recipe: ``"mxfp8"``, or recipes per layer: ``{"blocks.0.*": "bf16", "*": {"grad_weight": "bf16"}}``. The first
             pattern that matches an fqn wins; ``keep``, ``only`` and the built-in rules come before. A mapping of
             ``forward``, ``grad_input`` and ``grad_weight`` computes those GEMMs in bf16, the others in MXFP8.
-        compile: ``"auto"`` compiles blocks in place on CUDA unless some are compiled already; True compiles them on any
-            device, False never; a mapping gives ``torch.compile`` options. Blocks are the children, one or several of
-            one class, of an ``nn.ModuleList`` that holds MXFP8 layers.
 
     Raises:
         ValueError: an unknown or contradictory option, or a model in which nothing converts.
@@ -183,8 +172,6 @@ class MXFP8TorchAO(OneFormatTorchAO):
     def __init__(
         self,
         recipe: Literal["mxfp8"] | ProductsPerLayer = "mxfp8",
-        *,
-        compile: Compile = "auto",
         **options: Unpack[MXFP8Choices],
     ) -> None:
         running = take(FP8Options, options)
@@ -193,7 +180,6 @@ class MXFP8TorchAO(OneFormatTorchAO):
             base="bf16",
             low_eval=running.fp8_eval,
             emulate=running.emulate,
-            compile=compile,
             options=options,
         )
 

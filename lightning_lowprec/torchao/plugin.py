@@ -23,7 +23,7 @@ from lightning_lowprec.conversion.recipe_map import LayerRecipe, RecipeMap
 from lightning_lowprec.extras import import_refusal, require
 from lightning_lowprec.masters.options import MasterChoices, MasterOptions, WeightChoices, WeightOptions
 from lightning_lowprec.precision import fp8
-from lightning_lowprec.precision.fp8 import Compile, Scheduled
+from lightning_lowprec.precision.fp8 import BlockChoices, BlockOptions, Scheduled
 from lightning_lowprec.precision.host import Engine
 from lightning_lowprec.precision.options import Base, HeadChoices, HeadOptions, LossScaleChoices, LossScaleOptions
 from lightning_lowprec.precision.schedule import ScheduleChoices, ScheduleOptions
@@ -34,12 +34,19 @@ if TYPE_CHECKING:
     from lightning_lowprec.torchao.settings import Recipes
 
 
-SHARED: Final = (LossScaleOptions, MasterOptions, WeightOptions, HeadOptions, ScheduleOptions)
+SHARED: Final = (BlockOptions, LossScaleOptions, MasterOptions, WeightOptions, HeadOptions, ScheduleOptions)
 """The options of every plugin of torchao's formats, beside those that choose layers."""
 
 
 class SharedChoices(
-    SelectionChoices, LossScaleChoices, MasterChoices, WeightChoices, HeadChoices, ScheduleChoices, total=False
+    SelectionChoices,
+    BlockChoices,
+    LossScaleChoices,
+    MasterChoices,
+    WeightChoices,
+    HeadChoices,
+    ScheduleChoices,
+    total=False,
 ):
     """The same, and those that choose layers, for type checkers."""
 
@@ -62,7 +69,6 @@ class TorchAO(Scheduled):
         base: Base,
         low_eval: bool,
         emulate: bool | None,
-        compile: Compile,
         options: Any,
     ) -> None:
         recipes: Any = RecipeMap.of(recipe, names=names, base=names[0]) if isinstance(recipe, Mapping) else recipe
@@ -74,7 +80,8 @@ class TorchAO(Scheduled):
         self.kinds: tuple[str, ...] = recipes.names if isinstance(recipes, RecipeMap) else (recipes,)
         """The recipes that the layers have."""
         self.base: Base = base
-        self.low_eval, self.emulate, self.compile = low_eval, emulate, compile
+        self.low_eval, self.emulate = low_eval, emulate
+        self.compile = take(BlockOptions, options).compile
         self.layers = take(LayerOptions, options)
         self.head = take(HeadOptions, options).head
         self.set_schedule(take(ScheduleOptions, options).schedule)

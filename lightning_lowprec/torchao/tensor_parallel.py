@@ -25,15 +25,13 @@ CUT: Final = (DTensor, Float8TrainingTensor)
 """The classes of inputs that come from tensor parallelism."""
 
 
-def linear_by_torchao(layer: Any, input: Tensor) -> Tensor:
-    """[*, K] -> [*, N] in the dtype of ``input``; refuse an option that does not run with a weight that is cut."""
-    weight = layer.weight
+def linear_by_torchao(layer: Any, input: Tensor, weight_t: Tensor) -> Tensor:
+    """[*, K] -> [*, N] in the dtype of ``input``, by a weight [K, N]; refuse what does not run if it is cut."""
     if (refusal := _refusal(layer)) is not None:
-        raise RuntimeError(f"{refusal[0]} (got a DTensor of shape {tuple(weight.shape)}). {refusal[1]}")
+        raise RuntimeError(f"{refusal[0]} (got a DTensor of shape {tuple(layer.weight.shape)}). {refusal[1]}")
     fits = input.numel() // input.shape[-1] % _TOKENS == 0
     # with a scale per row torchao reshapes codes, which works for contiguous codes
     rows = input.contiguous() if fits else pad_rows(input, _TOKENS)
-    weight_t = weight if layer.products.in_by_out else weight.t()
     by_torchao: Any = _Matmul.apply
     output: Tensor = by_torchao(rows, weight_t, layer.settings.mm_config, layer.settings.config)
     if layer.bias is not None:
