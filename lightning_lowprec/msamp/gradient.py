@@ -130,8 +130,7 @@ def _gradients_in(value: Any) -> list[ScaledGradient]:
 
 
 def _returned(first: Any) -> Any:
-    """Return the result of an operation in place: its first argument, or None if that is a list."""
-    return first if isinstance(first, Tensor) else None
+    return first if isinstance(first, Tensor) else None  # operations in place on lists return nothing
 
 
 # ---- operations: (func, args, kwargs) -> result
@@ -192,28 +191,20 @@ def _norm(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _add(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Add two gradients of one weight, as autograd does for a weight that is used twice."""
-    if kwargs or not all(isinstance(arg, ScaledGradient) for arg in args):
-        return _on_values(func, args, kwargs)
-    return ScaledGradient.of(args[0].decode() + args[1].decode(), max(args[0].stage, args[1].stage, Stage.OWN))
-
-
-def _add_(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Add a gradient to another one in place, as autograd does in the second micro-batch."""
+    """Add gradients, as autograd does for a weight that is used twice, and in place in the second micro-batch."""
     if kwargs or not all(isinstance(arg, ScaledGradient) for arg in args):
         return _on_values(func, args, kwargs)
     target, other = args
+    if func is _aten.add.Tensor:
+        target = ScaledGradient(target.codes.clone(), target.inv_scale.clone(), target.stage)
     _accumulate_(target.codes, target.inv_scale, other.codes, other.inv_scale)
-    target.stage = max(target.stage, Stage.OWN)
+    target.stage = max(target.stage, other.stage, Stage.OWN)
     return target
 
 
 def _zero_(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     for tensor in private.tree_leaves(args[0]):
-        if isinstance(tensor, ScaledGradient):
-            tensor.set_zero_()
-        else:
-            tensor.zero_()
+        tensor.set_zero_() if isinstance(tensor, ScaledGradient) else tensor.zero_()
     return _returned(args[0])
 
 
@@ -227,7 +218,7 @@ _HANDLERS: Final = {
     _aten.detach.default: _on_codes_and_scale,
     _aten.clone.default: _on_codes_and_scale,
     _aten.add.Tensor: _add,
-    _aten.add_.Tensor: _add_,
+    _aten.add_.Tensor: _add,
     _aten.zero_.default: _zero_,
     private.ATEN_FOREACH_ZERO: _zero_,
     _aten.linalg_vector_norm.default: _norm,

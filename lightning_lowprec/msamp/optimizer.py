@@ -30,7 +30,7 @@ from lightning_lowprec.numerics.flat import aligned, local
 from lightning_lowprec.numerics.formats import E4M3, Format
 from lightning_lowprec.numerics.launches import tensor_on
 from lightning_lowprec.numerics.one_pass import compiles
-from lightning_lowprec.numerics.parameters import chunks, parameters_of
+from lightning_lowprec.numerics.parameters import chunks, grouped, parameters_of
 from lightning_lowprec.numerics.rounding import keys_of_bits
 from lightning_lowprec.private.torch import copy_all_, with_local_tensor
 from lightning_lowprec.private.torch_optimizers import noted_by_schedulers
@@ -138,16 +138,16 @@ class ScaledOptimizer(Optimizer):
                 self._step_codes(group, alike)
         return loss
 
-    def _alike(self, params: Iterable[Tensor]) -> Iterable[list[Tensor]]:
+    def _alike(self, params: Iterable[Tensor]) -> list[list[Tensor]]:
         """Return the parameters of codes that have gradients, in lists whose parameters may step together."""
-        kinds: dict[Any, list[Tensor]] = {}
-        for p in params:
-            weight = msamp_state_of(p)
-            if weight is not None and p.grad is not None and p.numel():
-                state = self.state[p]
-                kind = p.device, weight.shards, isinstance(p.grad, ScaledGradient), state.get("step", 0), *state
-                kinds.setdefault(kind, []).append(p)
-        return kinds.values()
+
+        def kind(p: Tensor) -> tuple[Any, ...]:
+            state = self.state[p]
+            shards = required_state_of(p).shards
+            return p.device, shards, isinstance(p.grad, ScaledGradient), state.get("step", 0), *state
+
+        coded = [p for p in params if msamp_state_of(p) is not None and p.grad is not None and p.numel()]
+        return grouped(coded, kind)
 
     def _step_codes(self, group: dict[str, Any], params: list[Tensor]) -> None:
         moments = self._moments(group)

@@ -39,14 +39,11 @@ _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 @final
 @dataclass(frozen=True, kw_only=True)
 class Codes:
-    """A matrix as codes, row by row, of its transpose, and the reciprocal of their scale."""
+    """A matrix as float8 codes, (M, N), the transposed codes, (N, M), and the reciprocal of their scale, () float32."""
 
     rows: Tensor
-    """(M, N) float8, contiguous."""
     columns: Tensor
-    """(N, M) float8, contiguous: the transposed codes."""
     inv_scale: Tensor
-    """Scalar float32."""
 
     @classmethod
     def of(cls, values: Tensor, format: Format = E4M3) -> Codes:

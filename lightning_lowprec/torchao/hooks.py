@@ -51,11 +51,7 @@ def set_phase(layer: nn.Module, gemms: InBF16) -> None:
 
 
 def reconfigure(layer: nn.Module, recipe: LayerRecipe) -> None:
-    """Give a layer another recipe, between two optimizer steps; without a name, the layer's own recipe stays.
-
-    Raises:
-        ValueError: the layer has the user's own ``config`` or another format, and ``recipe`` has a name.
-    """
+    """Give a layer another recipe, between two optimizer steps; without a name, the layer's own recipe stays."""
     assert isinstance(layer, (FP8Experts, CodedLayer))
     layer.reconfigure(recipe)
     wire_changed(layer)

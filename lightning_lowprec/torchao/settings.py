@@ -94,11 +94,7 @@ class Settings:
     saves_codes: bool = False
 
     def of(self, recipe: LayerRecipe) -> LayerSettings:
-        """Return the settings of a layer.
-
-        Raises:
-            ValueError: ``recipe`` is none of torchao's float8 recipes.
-        """
+        """Return the settings of a layer; raise ValueError for a recipe that is none of torchao's float8 recipes."""
         if recipe.name not in get_args(Recipe):
             expected = ", ".join(map(repr, get_args(Recipe)))
             raise ValueError(
@@ -136,12 +132,9 @@ class OneConfig:
 
 
 def kind_of(config: Any) -> tuple[Recipe, Literal["hybrid", "e4m3"]]:
-    """Return the recipe that is nearest to a ``Float8LinearConfig``, and the format of its gradients.
+    """Return the recipe that is nearest to a user's config, and the format of its gradients; refuse other objects.
 
     ``"tensorwise"`` has one scale per tensor everywhere; any scale per row makes the recipe rowwise.
-
-    Raises:
-        ValueError: ``config`` is of another type, or computes no GEMM in FP8.
     """
     if not isinstance(config, Float8LinearConfig):
         raise ValueError(f"`config={config!r}` is not valid; expected None or a torchao.float8.Float8LinearConfig.")
@@ -199,11 +192,7 @@ class OneFormat:
     arithmetic: Arithmetic
 
     def of(self, recipe: LayerRecipe) -> LayerSettings:
-        """Return the settings of a layer.
-
-        Raises:
-            ValueError: ``recipe`` has the name of another format.
-        """
+        """Return the settings of a layer; raise ValueError for a recipe of another format."""
         if recipe.name != self.name:
             raise ValueError(
                 f"`recipe={recipe.name!r}` is not possible for a layer of {self.name!r}, whose arithmetic stays for the"
