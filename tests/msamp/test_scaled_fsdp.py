@@ -22,7 +22,8 @@ from lightning_lowprec.msamp.adamw_sgd import ScaledAdamW, ScaledSGD
 from lightning_lowprec.msamp.fsdp2 import code_shards, collect
 from lightning_lowprec.msamp.layer import ScaledLayer
 from lightning_lowprec.msamp.linear import scale_linears
-from lightning_lowprec.msamp.weight import master_of, set_values_, sharded_like, values_of
+from lightning_lowprec.msamp.weight import master_of, set_values_, values_of
+from lightning_lowprec.private.torch import with_local_tensor
 from tests.fsdp2.ranks import run
 from tests.quality import sqnr
 from tests.toys import Block, Stack
@@ -227,7 +228,7 @@ def stochastic(rank):
     coded = [p for p in model.parameters() if hasattr(p, "msamp_state")]
     for p in coded:
         alike = torch.rand(p.to_local().shape, generator=torch.Generator().manual_seed(0)) / 4
-        set_values_(p, sharded_like(alike, p))
+        set_values_(p, with_local_tensor(alike, p))
     before = [master_of(p).to_local() for p in coded]
     train(model, optimizer, [0], after=lambda: [p.grad._local_tensor.fill_(1.0) for p in coded])
     moved = [(old != master_of(p).to_local())[old.abs() > 2**-4] for old, p in zip(before, coded, strict=True)]
