@@ -24,11 +24,9 @@ from lightning_lowprec.msamp.weight import required_state_of
 from lightning_lowprec.msamp.weight_state import Level
 from lightning_lowprec.numerics.one_pass import compiles
 from lightning_lowprec.precision import fp8
-from lightning_lowprec.precision.base import LowPrecision
-from lightning_lowprec.precision.fp8 import BlockChoices, BlockOptions, compile_blocks
+from lightning_lowprec.precision.fp8 import BlockChoices, BlockOptions, Converting, compile_blocks
 from lightning_lowprec.precision.host import callbacks_of
 from lightning_lowprec.precision.options import (
-    BASE_DTYPES,
     EmulationChoices,
     FP8Choices,
     FP8Options,
@@ -51,7 +49,7 @@ class MSAMPChoices(
 
 @final
 @shows(LayerOptions, BlockOptions, FP8Options, LossScaleOptions, WeightOptions, HeadOptions, without=["keep_fp32"])
-class MSAMP(LowPrecision):
+class MSAMP(Converting):
     """Linear layers with weights of 8 or 16 bits, FP8 GEMMs and FP8 gradients; the rest under autocast, in float32.
 
     AdamW and SGD are made to step such weights in place. Bytes per weight, with gradient, master and AdamW's moments:
@@ -100,23 +98,9 @@ class MSAMP(LowPrecision):
         self.precision = f"msamp-{level.lower()}" + ("-fp16" if self.base == "fp16" else "")
         self._replicas = DDPModels(self.precision)
 
-    @property
-    @override
-    def autocast_dtype(self) -> torch.dtype:
-        return BASE_DTYPES[self.base]
-
-    @property
-    @override
-    def peak_rate_dtype(self) -> torch.dtype:
-        return fp8.peak_dtype(self)
-
     @override
     def refusal(self, device: torch.device) -> str | None:
         return fp8.kernel_refusal("msamp", self.emulate, device, f"MSAMP({self.level!r}, emulate=True)")
-
-    @override
-    def how(self, device: torch.device) -> str:
-        return fp8.how(self.emulate, device)
 
     @override
     def sharded_identity(self) -> tuple[Any, ...]:

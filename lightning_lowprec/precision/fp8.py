@@ -54,8 +54,8 @@ class BlockChoices(TypedDict, total=False):
     compile: Compile
 
 
-class Scheduled(LowPrecision):
-    """Base of the plugins whose layers can change their precision during a run."""
+class Converting(LowPrecision):
+    """Base of the plugins that convert layers, which run by kernels or emulated; all else has a base dtype."""
 
     base: Base
 
@@ -63,6 +63,20 @@ class Scheduled(LowPrecision):
     @override
     def autocast_dtype(self) -> torch.dtype:
         return BASE_DTYPES[self.base]
+
+    @property
+    @override
+    def peak_rate_dtype(self) -> torch.dtype:
+        """``torch.int8`` where FP8 kernels run, else the base dtype; Lightning's tables list FP8's rates there."""
+        return self.autocast_dtype if self.emulates(self.modules.device or default_device()) else torch.int8
+
+    @override
+    def how(self, device: torch.device) -> str:
+        return how(self.emulate, device)
+
+
+class Scheduled(Converting):
+    """Base of the plugins whose layers can change their precision during a run."""
 
     def check_schedule(self, phases: Schedule) -> None:
         """Raise ValueError for a schedule with a phase that the plugin cannot compute."""
@@ -122,11 +136,6 @@ def how(emulate: bool | None, device: torch.device) -> str:
         f"FP8 is emulated on {describe(device)}: codes and scales as on a GPU, products in float32; slow, for"
         " tests and for looking at the numerics"
     )
-
-
-def peak_dtype(plugin: LowPrecision) -> torch.dtype:
-    """Return ``torch.int8`` where FP8 kernels run, else the base dtype; see ``LowPrecision.peak_rate_dtype``."""
-    return plugin.autocast_dtype if plugin.emulates(plugin.modules.device or default_device()) else torch.int8
 
 
 def plan_or_raise(

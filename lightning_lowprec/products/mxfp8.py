@@ -37,7 +37,7 @@ class MXFP8(Arithmetic):
     def operand(self, matrix: Tensor, role: Role, dtype: torch.dtype) -> Operand:
         """Return an operand of the values in the dtype of autocast; kernels take bf16."""
         matrix = matrix.to(dtype)
-        return _Values(matrix) if self.emulate else _ByKernels(matrix.to(torch.bfloat16).contiguous())
+        return _Values(matrix if self.emulate else matrix.to(torch.bfloat16).contiguous(), self.emulate)
 
     def multiply(self, a: Any, b: Any, dtype: torch.dtype, product: Product) -> Tensor:
         """Return a product; scales are a part of the kernels' sums."""
@@ -46,40 +46,26 @@ class MXFP8(Arithmetic):
 
 @final
 class _Values:
-    """An operand whose codes are torchao's tensors; they are multiplied dequantised."""
+    """An operand; kernels encode bf16, contiguous."""
 
-    def __init__(self, matrix: Tensor) -> None:
-        self.matrix = matrix
-
-    def rows(self) -> Any:
-        return _to_mx(self.matrix, _names().emulated)
-
-    def columns(self) -> Any:
-        return _to_mx(self.matrix.t(), _names().emulated)
-
-
-@final
-class _ByKernels:
-    """An operand that kernels encode, bf16 and contiguous."""
-
-    def __init__(self, matrix: Tensor) -> None:
-        self.matrix = matrix
+    def __init__(self, matrix: Tensor, emulate: bool) -> None:
+        self.matrix, self.emulate = matrix, emulate
 
     def rows(self) -> Any:
-        return _to_mx(self.matrix, _names().kernels)
+        return _to_mx(self.matrix, self.emulate)
 
     def columns(self) -> Any:
         names, matrix = _names(), self.matrix
-        if _has_extension():
+        if not self.emulate and _has_extension():
             kernel = names.columns_by_cuda
-        elif not any(size % _TILE for size in matrix.shape):
+        elif not self.emulate and not any(size % _TILE for size in matrix.shape):
             kernel = names.columns_by_triton
         else:
-            return _to_mx(matrix.t(), names.kernels)
+            return _to_mx(matrix.t(), self.emulate)
         return names.columns(matrix, BLOCK, _DTYPE, matrix.dtype, names.kernels, kernel, names.rounded_up)
 
 
-def _to_mx(matrix: Tensor, preference: Any) -> Any:
+def _to_mx(matrix: Tensor, emulate: bool) -> Any:
     names, rows = _names(), matrix.contiguous()
-    dim0 = names.rows_by_triton
+    preference, dim0 = names.emulated if emulate else names.kernels, names.rows_by_triton
     return names.tensor.to_mx(rows, _DTYPE, BLOCK, names.rounded_up, preference, mxfp8_dim0_cast_kernel_choice=dim0)

@@ -189,10 +189,6 @@ class FP8TorchAO(TorchAO):
         return reason or super().refusal(device)
 
     @override
-    def how(self, device: torch.device) -> str:
-        return fp8.how(self.emulate, device)
-
-    @override
     def gathers(self, options: Any) -> str | None:
         if "tensorwise" not in self.kinds:
             return f"`recipe={self.recipe!r}` has a scale per row, and only one per tensor can be gathered"

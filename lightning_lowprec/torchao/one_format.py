@@ -192,10 +192,6 @@ class MXFP8TorchAO(OneFormatTorchAO):
         return fp8.kernel_refusal("torchao-mxfp8", self.emulate, device, "MXFP8TorchAO(emulate=True)")
 
     @override
-    def how(self, device: torch.device) -> str:
-        return fp8.how(self.emulate, device)
-
-    @override
     def arithmetic(self, device: torch.device) -> Arithmetic:
         from lightning_lowprec.products.mxfp8 import MXFP8
 

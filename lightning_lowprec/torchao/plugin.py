@@ -99,11 +99,6 @@ class TorchAO(Scheduled):
         """Return the fields of the ``PlanRequest`` that the format decides."""
         return {}
 
-    @property
-    @override
-    def peak_rate_dtype(self) -> torch.dtype:
-        return fp8.peak_dtype(self)
-
     @override
     def refusal(self, device: torch.device) -> str | None:
         return import_refusal("torchao.float8", f"`precision={self.precision!r}`")
