@@ -10,7 +10,7 @@ computes the scale, and one kernel writes the codes in every layout that a produ
 around the layer where the block is compiled, and compiled by themselves elsewhere. (The layers of
 :mod:`~lightning_lowprec.products.linear` write the second layout in a kernel of its own, when a product asks for it.)
 
-The codes of a weight that is stored as [K, N] (``in_by_out``) are transposed for the products, and its gradient is
+A weight that is stored as [K, N] (``in_by_out``) takes part in the other layout of its codes, and its gradient is
 computed as ``input.T @ grad_output``, [K, M] @ [M, N] -> [K, N].
 
 Between forward and backward a layer keeps the codes of the input, one byte per element, in the layout of the backward.
@@ -133,15 +133,15 @@ class _Matmul(torch.autograd.Function):
     ) -> Tensor:
         state = required_state_of(weight)
         codes, columns, scale = _input_codes(rows, True, ctx.needs_input_grad[1])
-        stored = state.codes.t() if in_by_out else state.codes  # [N, K]
-        if stored.dtype == E4M3.dtype:
-            weight_codes, weight_scale = stored.contiguous(), state.scale
+        if state.codes.dtype == E4M3.dtype:
+            weight_codes, weight_scale = _columns(state.codes) if in_by_out else state.codes.contiguous(), state.scale
         else:
-            weight_codes, weight_scale = _weight_codes(stored, state.scale)
+            weight_codes, weight_scale = _weight_codes(state.codes, state.scale, in_by_out)
         # the stored codes are saved, so autograd notices when a step changes them before this backward
         ctx.save_for_backward(columns, scale, state.codes, state.scale, weight_scale)
         ctx.dtype, ctx.options = rows.dtype, (emulate, float32_gradient, in_by_out)
-        return _multiply(codes, weight_codes.t(), scale, weight_scale, rows.dtype, emulate)
+        second = weight_codes if in_by_out else weight_codes.t()
+        return _multiply(codes, second, scale, weight_scale, rows.dtype, emulate)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
@@ -152,8 +152,9 @@ class _Matmul(torch.autograd.Function):
         rows, columns, grad_scale = _grad_codes(grad_output, to_input, to_weight)
         grad_input = grad_weight = None
         if to_input:
-            weight = _weight_again(stored.t() if in_by_out else stored, stored_scale, weight_scale)
-            grad_input = _multiply(rows, weight, grad_scale, weight_scale, ctx.dtype, emulate)
+            weight = _weight_again(stored, stored_scale, weight_scale, not in_by_out)
+            second = weight.t() if in_by_out else weight
+            grad_input = _multiply(rows, second, grad_scale, weight_scale, ctx.dtype, emulate)
         if to_weight:
             input, grad = (codes, scale), (columns, grad_scale)
             (left, left_scale), (right, right_scale) = (input, grad) if in_by_out else (grad, input)
@@ -182,17 +183,26 @@ def _both(values: Tensor, format: Format, rows: bool, columns: bool) -> tuple[An
 
 
 @compiled_on_cuda
-def _weight_codes(stored: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Round float16 codes of a weight to e4m3 codes, row by row, and return the scale of the e4m3 codes."""
+def _weight_codes(stored: Tensor, scale: Tensor, by_column: bool) -> tuple[Tensor, Tensor]:
+    """Round float16 codes of a weight to e4m3 codes, and return the scale of the e4m3 codes."""
     codes, new_scale = encode(stored.float() / scale, E4M3)
-    return codes.contiguous(), new_scale
+    return _laid_out(codes, by_column), new_scale
 
 
 @compiled_on_cuda
-def _weight_again(stored: Tensor, stored_scale: Tensor, scale: Tensor) -> Tensor:
-    """Return the e4m3 codes of a weight, column by column, for a ``scale`` that the forward has found."""
+def _weight_again(stored: Tensor, stored_scale: Tensor, scale: Tensor, by_column: bool) -> Tensor:
+    """Return the e4m3 codes of a weight for a ``scale`` that the forward has found."""
     codes = stored if stored.dtype == E4M3.dtype else saturating_cast(stored.float() / stored_scale * scale, E4M3)
+    return _laid_out(codes, by_column)
+
+
+@compiled_on_cuda
+def _columns(codes: Tensor) -> Tensor:
     return _by_column(codes)
+
+
+def _laid_out(codes: Tensor, by_column: bool) -> Tensor:
+    return _by_column(codes) if by_column else codes.contiguous()
 
 
 def _by_column(codes: Tensor) -> Tensor:

@@ -17,8 +17,6 @@ from lightning_lowprec.torchao.layer import CodedLayer
 class CodedConv1D(CodedLayer, Conv1D):  # type: ignore[misc]
     """A Conv1D whose products run on codes; still a ``Conv1D`` for transformers and PEFT."""
 
-    in_by_out = True
-
     def _plain(self, input: Tensor) -> Tensor:
         output: Tensor = Conv1D.forward(self, input)  # type: ignore[no-untyped-call]
         return output

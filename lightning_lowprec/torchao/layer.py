@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_lowprec.conversion.matmuls import is_conv1d
 from lightning_lowprec.conversion.plain_first import PlainFirst
 from lightning_lowprec.conversion.recipe_map import Gemm, InBF16, LayerRecipe
 from lightning_lowprec.private.torch import are_transforms_active
@@ -34,8 +35,6 @@ from lightning_lowprec.torchao.wire_format import TorchAOWire
 class CodedLayer(PlainFirst):
     """A layer whose products run on codes, for any batch, under autocast of any device."""
 
-    in_by_out: ClassVar[bool] = False
-    """Whether the weight is stored as [K, N], instead of [N, K]."""
     in_features: int
     out_features: int
     weight: Tensor
@@ -74,7 +73,7 @@ class CodedLayer(PlainFirst):
         if are_transforms_active() or torch.compiler.is_exporting():
             check_call(type(self).__name__)
         if isinstance(self.weight, DTensor) or isinstance(input, CUT):
-            return linear_by_torchao(self, input, self.weight if self.in_by_out else self.weight.t())
+            return linear_by_torchao(self, input, self.weight if products.in_by_out else self.weight.t())
         if not any(self.padding):
             return linear(given, input, self.weight, self.bias, products)
         return self._padded(input, products)
@@ -82,7 +81,7 @@ class CodedLayer(PlainFirst):
     def _padded(self, input: Tensor, products: Products) -> Tensor:
         """[*, K] -> [*, N], with zeros behind K and N."""
         k, n = self.padding
-        weight = F.pad(self.weight, (0, n, 0, k) if self.in_by_out else (0, k, 0, n))
+        weight = F.pad(self.weight, (0, n, 0, k) if products.in_by_out else (0, k, 0, n))
         bias = None if self.bias is None else F.pad(self.bias, (0, n))
         rows = F.pad(input, (0, k))
         output = linear(rows, rows, weight, bias, products)
@@ -115,7 +114,7 @@ class CodedLayer(PlainFirst):
         of_recipe = self.settings.products
         self.products = replace(
             of_recipe,
-            in_by_out=self.in_by_out,
+            in_by_out=is_conv1d(self),
             saves_weight=of_recipe.saves_weight and self.saves_weight_codes,
             saves_input=of_recipe.saves_input and not any(self.padding),  # nobody shares the codes of a padded input
         ).without(self.in_bf16)
