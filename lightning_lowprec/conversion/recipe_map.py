@@ -154,6 +154,11 @@ class RecipeMap:
         converting = (recipe.name for _, recipe in self.entries if not recipe.is_kept)
         return tuple(dict.fromkeys(name for name in converting if name is not None))
 
+    @property
+    def float32(self) -> tuple[str, ...]:
+        """The patterns of layers in float32."""
+        return tuple(pattern for pattern, recipe in self.entries if recipe.name == FLOAT32)
+
     def of_layer(self, fqn: str) -> tuple[str, LayerRecipe] | None:
         """Return the first pattern that matches, and its recipe; None: no pattern matches."""
         return next(((pattern, recipe) for pattern, recipe in self.entries if fnmatchcase(fqn, pattern)), None)

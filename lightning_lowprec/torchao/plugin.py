@@ -72,7 +72,7 @@ class TorchAO(Scheduled):
         options: Any,
     ) -> None:
         recipes: Any = RecipeMap.of(recipe, names=names, base=names[0]) if isinstance(recipe, Mapping) else recipe
-        weights = take(WeightOptions, options).keeping(getattr(recipes, "float32", ()))
+        weights = take(WeightOptions, options).keeping(recipes.float32 if isinstance(recipes, RecipeMap) else ())
         masters = take(MasterOptions, options).resolve(base)
         super().__init__(take(LossScaleOptions, options).scaler(base), masters, weights)
         require("torchao", f"{type(self).__name__}(recipe={recipe!r})")
