@@ -73,8 +73,7 @@ class LowPrecision(EitherPrecision, ABC):
     needs_fp8_gather: str | None = None
     """The option that makes FSDP2 gather weights as float8 or raise, such as ``"fp8_params=True"``; None: no option."""
     format: ClassVar[str] = "FP8"  # of the layers that convert, in words
-    emulate: bool | None = False
-    """Whether the user wants emulation; None: on a CPU only."""
+    emulate: bool | None = False  # the user's choice; None: on a CPU only
     keeps_codes: bool = False
     """Whether weights become codes with scales (MS-AMP), which other precisions do not know."""
     keeps_float32_shards: bool = False
