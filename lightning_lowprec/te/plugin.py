@@ -28,7 +28,6 @@ from lightning_lowprec.precision.fp8 import Scheduled
 from lightning_lowprec.precision.host import Engine
 from lightning_lowprec.precision.layer_calls import not_called
 from lightning_lowprec.precision.options import (
-    BASE_DTYPES,
     FP8Choices,
     FP8Options,
     HeadChoices,
@@ -190,12 +189,6 @@ class FP8TE(Scheduled):
     def fp8_params(self) -> bool:
         """Whether the weights of FP8 layers are kept in FP8. A property: setting NeMo's attribute raises."""
         return self._fp8_params
-
-    @property
-    @override
-    def autocast_dtype(self) -> torch.dtype:
-        """``torch.bfloat16`` or ``torch.float16``: the dtype of every operation that is no FP8 GEMM."""
-        return BASE_DTYPES[self.base]
 
     @property
     @override

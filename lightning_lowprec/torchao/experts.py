@@ -77,17 +77,10 @@ class FP8Experts(PlainFirst, RoutedExperts):
         """[P, K] -> [P, N]."""
         if not self._in_fp8(name):
             return grouped_product(rows, matrices(self, name), groups)
-        products = self.settings[name].products
+        products, transposed = self.settings[name].products, is_transposed(self)
         keep = self.saves_weight_codes and products.saves_weight
-        return grouped_matmul(
-            rows,
-            self.weight(name),
-            groups.ends,
-            scaled(products),
-            self.in_bf16[name],
-            transposed=is_transposed(self),
-            keep=keep,
-        )
+        weight, ends, high = self.weight(name), groups.ends, self.in_bf16[name]
+        return grouped_matmul(rows, weight, ends, scaled(products), high, transposed=transposed, keep=keep)
 
     def _in_fp8(self, name: str) -> bool:
         runs = name in self.settings and (self.training or self.fp8_eval)

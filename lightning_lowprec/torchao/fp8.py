@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, final, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, final, get_args
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
@@ -36,6 +36,7 @@ RowwiseBackward = Literal["scaled_after", "scaled_inside"]
 WeightCodes = Literal["auto", "per_forward", "per_gemm"]
 SavedInputs = Literal["values", "codes"]
 Experts = Literal["auto", "fp8", "bf16"]
+_DEFAULTS: Final = {"recipe": "tensorwise", "rowwise_backward": "scaled_after", "pad_inner_dim": False}
 CPU_SCALES_TENSORWISE = torch.__version__ < "2.13"
 """Whether ``torch._scaled_mm`` on CPU takes one scale per tensor only; given more, it fails an internal assert."""
 
@@ -109,9 +110,9 @@ class FP8TorchAO(TorchAO):
     ) -> None:
         running = take(FP8Options, options)
         if config is not None:
-            recipe, fp8_format, emulate = _of_config(
-                config, recipe, fp8_format, round_scales_to_power_of_2, rowwise_backward, pad_inner_dim
-            )
+            said: dict[str, Any] = {"recipe": recipe, "fp8_format": fp8_format, "pad_inner_dim": pad_inner_dim}
+            said |= {"round_scales_to_power_of_2": round_scales_to_power_of_2, "rowwise_backward": rowwise_backward}
+            recipe, fp8_format, emulate = _of_config(config, said)
             running = replace(running, emulate=running.emulate or emulate)
         self.config = config
         super().__init__(
@@ -263,27 +264,14 @@ class FP8TorchAO(TorchAO):
             )
 
 
-def _of_config(
-    config: Any,
-    recipe: Any,
-    fp8_format: FP8Format | None,
-    power_of_2: bool | None,
-    rowwise_backward: RowwiseBackward,
-    pad_inner_dim: bool,
-) -> tuple[Recipe, FP8Format, bool | None]:
+def _of_config(config: Any, said: Mapping[str, Any]) -> tuple[Recipe, FP8Format, bool | None]:
     """Return the recipe and format that a user's config comes closest to, and whether the config emulates FP8."""
     require("torchao.float8", "FP8TorchAO(config=...)")
     from lightning_lowprec.torchao.settings import kind_of
 
     kind, gradients = kind_of(config)
-    for name, value, default in (
-        ("recipe", recipe, "tensorwise"),
-        ("fp8_format", fp8_format, None),
-        ("round_scales_to_power_of_2", power_of_2, None),
-        ("rowwise_backward", rowwise_backward, "scaled_after"),
-        ("pad_inner_dim", pad_inner_dim, False),
-    ):
-        if value != default:
+    for name, value in said.items():
+        if value != _DEFAULTS.get(name):
             raise ValueError(f"`{name}={value!r}` with `config=Float8LinearConfig(...)` is not valid; leave it out.")
     return kind, gradients, config.emulate or None
 
