@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, cast, final, get_args
 
 import torch
-from torch import nn
 from torchao.float8 import CastConfig, Float8LinearConfig
 from torchao.float8.config import ScalingGranularity, ScalingType, e4m3_dtype, e5m2_dtype
 from torchao.float8.float8_linear import Float8Linear
@@ -66,12 +65,8 @@ class LayerSettings:
 
     @property
     def torchao_attributes(self) -> dict[str, Any]:
-        """The attributes of a ``Float8Linear`` of torchao."""
-        if self.config is None:
-            return {}
-        with torch.device("meta"):
-            plain = vars(nn.Linear(1, 1, bias=False))
-        return {name: value for name, value in vars(_example(self.config)).items() if name not in plain}
+        """The attributes of a ``Float8Linear`` of torchao, those of every Linear included."""
+        return {} if self.config is None else vars(_example(self.config))
 
 
 @functools.cache
