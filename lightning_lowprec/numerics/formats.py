@@ -84,7 +84,7 @@ def power_of_two(exponent: Tensor) -> Tensor:
     return exponent.to(torch.int32).add(_BIAS).bitwise_left_shift(_MANTISSA_BITS).view(torch.float32)
 
 
-def encode(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def encode(values: Tensor, scale: Tensor | float, dtype: torch.dtype) -> Tensor:
     """Return codes: (...) any float, a scale that broadcasts -> (...) ``dtype``; inf becomes the largest value."""
     limit = torch.finfo(dtype).max
     return (values.float() * scale).clamp(-limit, limit).to(dtype)

@@ -38,7 +38,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_lowprec.numerics.formats import E5M2
+from lightning_lowprec.numerics.formats import E5M2, encode
 from lightning_lowprec.numerics.fp8_matrices import Codes, padded, product, transposed
 from lightning_lowprec.numerics.kernel_operands import ALIGNMENT
 from lightning_lowprec.numerics.launches import is_simulated, kernels_run, on_device
@@ -293,8 +293,8 @@ def _losses_and_gradient_(logits: Tensor, target: Tensor, factors: Tensor, *term
 
 def _losses_and_codes(logits: Tensor, target: Tensor, factors: Tensor, *terms: Any) -> tuple[Tensor, Tensor]:
     """Return the losses, and ``gradient * factors * CODE_SCALE``, (M, V) float8_e5m2, saturating; NaN stays."""
-    losses, gradient = _both(logits, target, factors * CODE_SCALE, *terms)
-    return losses, gradient.clamp(-E5M2.max, E5M2.max).to(E5M2.dtype)
+    losses, gradient = _both(logits, target, factors, *terms)
+    return losses, encode(gradient, CODE_SCALE, E5M2.dtype)
 
 
 def _both(logits: Tensor, target: Tensor, factors: Tensor, *terms: Any) -> tuple[Tensor, Tensor]:
