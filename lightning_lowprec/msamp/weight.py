@@ -216,7 +216,7 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _check_write(func: Any, targets: Sequence[MsampWeight]) -> None:
     """Refuse writes to gathered weights, and updates of many weights at once by optimizers and averages."""
     shape = tuple(targets[0].shape)
-    if any(target.msamp_state.is_gathered for target in targets):
+    if any(target.master is None and target.codes.dtype == E4M3.dtype for target in targets):  # gathered: no master
         raise RuntimeError(
             f"{func} would write to a gathered weight of shape {shape} (MS-AMP, FSDP2), which is freed after its layer"
             " ran. Write to the shards, between steps; or keep the layer in high precision: `MSAMP(..., keep=[...])`."

@@ -74,11 +74,6 @@ class MsampWeightState:
             return cls(codes, scale)
         return cls(*encode(codes.float() / scale, E4M3, shards), codes, scale)
 
-    @property
-    def is_gathered(self) -> bool:
-        """Whether FSDP2 gathered the codes, without a master: such a weight cannot take values."""
-        return self.master is None and self.codes.dtype == E4M3.dtype
-
     def part(self, codes: Tensor, master: Tensor | None) -> MsampWeightState:
         """Return the state of a view of codes and master."""
         whole = None if self.cutting else self.whole or self
