@@ -96,6 +96,8 @@ OPTIONS: Final[Mapping[str, str]] = {
     " `FP8TorchAO({'*.o_proj': 'rowwise', '*': 'tensorwise'})`.",
     "on-readings": "It is gone: read `monitor.readings` after a step, or the Trainer's loggers.",
     "bucket-bytes": "It is gone: a step that no kernel does loads 256 MB of float32 masters at a time. Leave it out.",
+    "clip-last-norm": "It is gone: clip the gradient of each parameter by `clip_tensor`, or all of them by"
+    " `gradient_clip_val` with `update='step'`.",
     "threads": "It is gone: set the environment variable `OMP_NUM_THREADS`.",
     "backend": "The class is the backend: `FP8TE`, `FP8TorchAO` or `MSAMP`.",
 }

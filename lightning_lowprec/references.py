@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
-from typing import TypeVar
+from collections.abc import Iterable, Iterator
+from typing import Generic, TypeVar, final
 
 T = TypeVar("T")
 
 
-def alive(references: Iterable[weakref.ref[T]]) -> list[T]:
-    """Return the objects that still exist."""
-    return [value for value in (reference() for reference in references) if value is not None]
+@final
+class WeakList(Generic[T]):
+    """Objects that somebody else keeps alive; copies and pickles of the list are empty."""
+
+    def __init__(self, values: Iterable[T] = ()) -> None:
+        self._references = [weakref.ref(value) for value in values]
+
+    def add(self, value: T) -> None:
+        """Put ``value`` at the end."""
+        self._references = [weakref.ref(other) for other in (*self, value)]
+
+    def __iter__(self) -> Iterator[T]:
+        return iter([value for value in (reference() for reference in self._references) if value is not None])
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def __reduce__(self) -> tuple[type[WeakList[T]], tuple[()]]:
+        return type(self), ()

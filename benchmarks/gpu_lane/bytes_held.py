@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.gpu_lane.running import Batch, Running
-from lightning_lowprec.masters.optimizer import MASTER_PARAM
+from lightning_lowprec.masters.moments import MASTER_PARAM
 
 MASTERS = (MASTER_PARAM,)
 """Names in an optimizer's state."""

@@ -38,8 +38,8 @@ from lightning_lowprec.checkpoints.optimizer_state import (
 )
 from lightning_lowprec.checkpoints.save import find
 from lightning_lowprec.conversion import backends
-from lightning_lowprec.masters.moments import MASTER_REMAINDER, decoded_entry, joined
-from lightning_lowprec.masters.optimizer import MASTER_PARAM, has_masters
+from lightning_lowprec.masters.moments import MASTER_PARAM, MASTER_REMAINDER, decoded_entry, joined
+from lightning_lowprec.masters.optimizer import has_masters
 from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.numerics.rounding import reconcile
 from lightning_lowprec.private.torch import local_tensor, with_local_tensor

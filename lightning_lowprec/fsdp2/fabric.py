@@ -107,10 +107,7 @@ class ForFabric(FSDP2Base, _Parent):
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Load a folder or file of any precision and number of ranks into ``state``; return what ``state`` lacks.
-
-        ``weights_only=None`` is torch's default: True, unless ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD`` is set.
-        """
+        """Load a folder or file of any precision and number of ranks into ``state``; return what ``state`` lacks."""
         stored = open_checkpoint(Path(self.broadcast(path)), weights_only, verify=self.verify_checkpoints)
         if isinstance(state, Module):
             if isinstance(stored, StoredFolder):

@@ -107,8 +107,7 @@ class ForwardHooks:
         self._scales = scales
         self._open: list[ExitStack] = []
         self._shards = dict(model.named_parameters())
-        self._awaited: list[Any] = []
-        """Hooks that gather the root's weights at their next use."""
+        self._awaited: list[Any] = []  # hooks that gather the root's weights at their next use
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def begin(self) -> None:

@@ -53,24 +53,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from lightning_lowprec.numerics.parameters import grouped, mesh_of
-from lightning_lowprec.numerics.wire_format import (
-    WiredWeight,
-    WireFormat,
-    on_wire_change,
-    reads_values,
-    wired_weights,
-)
+from lightning_lowprec.numerics.wire_format import WiredWeight, WireFormat, on_wire_change, reads_values, wired_weights
+from lightning_lowprec.private import torch as private
 from lightning_lowprec.private.fsdp2 import forget_gathered, gathered_parameters
-from lightning_lowprec.private.torch import (
-    MOVING_OPERATIONS,
-    largest_absolute_values,
-    local_tensor,
-    make_wrapper_subclass,
-    tree_leaves,
-    tree_map_only,
-    with_local_tensor,
-    written_arguments,
-)
+from lightning_lowprec.private.torch import local_tensor
+from lightning_lowprec.references import WeakList
 
 _aten = torch.ops.aten
 # FSDP2 makes and moves shards by these operations, so their results are shards too. The results of views are shards as
@@ -79,7 +66,7 @@ _KEEP_CLASS = {
     _aten.empty_like.default,
     _aten.new_zeros.default,
     _aten.copy_.default,
-    *MOVING_OPERATIONS,
+    *private.MOVING_OPERATIONS,
     _aten.clone.default,
 }
 # The result of these operations has the values of the shard, and so the scale of the shard.
@@ -87,7 +74,7 @@ _SAME_VALUES = {
     _aten.detach.default,
     _aten.view.default,
     _aten.as_strided.default,
-    *MOVING_OPERATIONS,
+    *private.MOVING_OPERATIONS,
     _aten.clone.default,
 }
 
@@ -100,11 +87,9 @@ class GatherScales:
         self.format = format
         self.weights: list[Tensor] = []
         self.stale = True
-        self.keeps_codes = False
-        """Whether shards keep their codes: known after the first :meth:`refresh`."""
-        self.reductions = 0
-        """The number of times that :meth:`refresh` has computed scales."""
-        self._readers: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[nn.Module]]] = weakref.WeakKeyDictionary()
+        self.keeps_codes = False  # whether shards keep their codes: known after the first `refresh`
+        self.reductions = 0  # the number of times that `refresh` has computed scales
+        self._readers: weakref.WeakKeyDictionary[nn.Module, WeakList[nn.Module]] = weakref.WeakKeyDictionary()
         """By the module that FSDP2 names as the owner of a weight: all layers that read the weight."""
 
     def collect(self, model: nn.Module) -> None:
@@ -115,7 +100,7 @@ class GatherScales:
         for owner in [module for module in model.modules() if isinstance(module, FSDPModule)]:
             for record, layers in gathered_parameters(owner):
                 if isinstance(local_tensor(record.sharded_param), Fp8GatherShard):
-                    self._readers[layers[0]] = [weakref.ref(layer) for layer in layers]
+                    self._readers[layers[0]] = WeakList(layers)
                     change = partial(self._change_wire, weakref.ref(owner), weakref.ref(record))
                     for layer in layers:
                         listeners.setdefault(layer, []).append(change)
@@ -124,7 +109,7 @@ class GatherScales:
 
     def sends_values(self, module: nn.Module) -> bool:
         """Return whether the weight of ``module`` is gathered in high precision now: a layer reads its values."""
-        return any(reads_values(layer) for ref in self._readers.get(module, ()) if (layer := ref()) is not None)
+        return any(map(reads_values, self._readers.get(module, ())))
 
     def _change_wire(self, owner: weakref.ref[Any], record: weakref.ref[Any]) -> None:
         """Prepare a weight for gathers in another dtype, and have scales computed that were not needed before."""
@@ -146,7 +131,7 @@ class GatherScales:
         if not self.stale or not self.weights:
             return
         for weights in grouped(self._sent_as_codes(), mesh_of):
-            amax: Any = largest_absolute_values(weights)  # partial values of the ranks, which `clamp` reduces
+            amax: Any = private.largest_absolute_values(weights)  # partial values of the ranks, which `clamp` reduces
             # offloaded shards are on CPU, which nccl does not reduce
             amax = torch.clamp(amax.to(amax.device_mesh.device_type), min=self.format.least_amax)
             scales = self.format.scales(amax.to_local())
@@ -160,13 +145,9 @@ class GatherScales:
         self.reductions += 1
 
     def _sent_as_codes(self) -> list[Tensor]:
-        values = {
-            id(wired.weight)
-            for owner, refs in self._readers.items()
-            for ref in refs
-            if (layer := ref()) is not None and self.sends_values(owner)
-            for wired in wired_weights(layer)
-        }
+        owners = [owner for owner in self._readers if self.sends_values(owner)]
+        layers = [layer for owner in owners for layer in self._readers[owner]]
+        values = {id(wired.weight) for layer in layers for wired in wired_weights(layer)}
         return [weight for weight in self.weights if id(weight) not in values]
 
 
@@ -177,12 +158,11 @@ class KeptCodes:
     Construct on the stream that computes, before the gathers of a forward begin. Memory of the stream that copies would
     lie between the buffers of gathers, and the allocator could not use the memory of two neighbouring buffers as one.
 
-    The memory belongs to the stream of the construction, and other streams write and read the codes. Two rules keep
-    every access in order. A stream that comes after another stream waits for all work of the other stream: so no stream
+    Two rules keep every access in order. A stream that comes after another stream waits for all its work: so no stream
     reads unfinished codes, and no stream writes to memory that a copy, or an earlier owner of the memory, still reads.
     And the allocator knows every stream (``record_stream``): after the shard is freed, no tensor gets the memory before
-    the last copy has read the codes. A gather itself needs no order, because FSDP2 copies the codes into the buffer
-    that is sent, on the stream that asks for the codes.
+    the last copy has read the codes. A gather needs no order, because FSDP2 copies the codes into the buffer that is
+    sent, on the stream that asks for the codes.
     """
 
     def __init__(self, values: Tensor, dtype: torch.dtype) -> None:
@@ -230,7 +210,7 @@ class Fp8GatherShard(Tensor):
     def __new__(cls, tensor: Tensor, scales: GatherScales) -> Fp8GatherShard:
         """Return a tensor without memory, shaped and strided like ``tensor``."""
         same = {name: getattr(tensor, name) for name in ("dtype", "layout", "device", "requires_grad")}
-        made: Fp8GatherShard = make_wrapper_subclass(
+        made: Fp8GatherShard = private.make_wrapper_subclass(
             cls, tensor.size(), strides=tensor.stride(), storage_offset=tensor.storage_offset(), **same
         )
         return made
@@ -263,15 +243,15 @@ class Fp8GatherShard(Tensor):
             scales.append(weight._scales)
             return weight._tensor
 
-        plain_args, plain_kwargs = tree_map_only(Fp8GatherShard, unwrap, (args, kwargs))
-        for target in written_arguments(func, args, kwargs):
-            for weight in tree_leaves(target):
+        plain_args, plain_kwargs = private.tree_map_only(Fp8GatherShard, unwrap, (args, kwargs))
+        for target in private.written_arguments(func, args, kwargs):
+            for weight in private.tree_leaves(target):
                 if isinstance(weight, Fp8GatherShard):
                     weight.note_written()
         out = func(*plain_args, **plain_kwargs)
         if func not in _KEEP_CLASS and not func.is_view:
             return out
-        kept = tree_map_only(Tensor, lambda t: Fp8GatherShard(t, scales[0]), out)
+        kept = private.tree_map_only(Tensor, lambda t: Fp8GatherShard(t, scales[0]), out)
         if func in _SAME_VALUES:  # such as a shard that CPU offloading moves to the device
             kept._scale = args[0]._scale
         return kept
@@ -287,10 +267,9 @@ class Fp8GatherShard(Tensor):
         """Return the codes to send, and the scale, which every rank knows; called by FSDP2.
 
         A weight that a layer reads in high precision is sent in the dtype of ``mp_policy``, without a scale.
-
         Codes are kept for further gathers if the format says so, and if their scale is the one of all weights.
-        The second part of what is returned goes to :meth:`fsdp_post_all_gather`: the scale, and whether the memory of
-        the scale belongs to the stream of this call, on which FSDP2 copies, instead of the stream that computes.
+        :meth:`fsdp_post_all_gather` gets the scale, and whether the memory of the scale belongs to the stream of this
+        call, on which FSDP2 copies, instead of the stream that computes.
         """
         format, values, scale = self._scales.format, self._tensor, self._scale
         if self._scales.sends_values(module):
@@ -331,7 +310,6 @@ class Fp8GatherShard(Tensor):
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], scales: GatherScales, size: Any, stride: Any) -> Fp8GatherShard:
-        """Build the shard again; called by compilers."""
         return Fp8GatherShard(inner["_tensor"], scales)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Fp8GatherShard:
@@ -349,28 +327,24 @@ class Fp8GatherShard(Tensor):
         return self._tensor.data_ptr()
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Show the values, and the dtype in which they are gathered."""
         return f"{type(self).__name__}({self._tensor}, gathered as {self._scales.format.dtype})"
 
 
-def gather_in_fp8(model: nn.Module, shards: int) -> GatherScales | None:
+def gather_in_fp8(model: nn.Module) -> GatherScales | None:
     """Replace the weights of FP8 layers by :class:`Fp8GatherShard` tensors; call this before ``fully_shard``.
 
     A weight that a layer without FP8 shares (tied embeddings) does not change, and neither does a weight that is no
     parameter. Call :meth:`GatherScales.collect` after ``fully_shard``. The result is None if there is no such weight.
     """
-    check_even(model, shards)
     weights = _gathered_weights(model)
     if not weights:
         return None
     scales = GatherScales(weights[0].layer.wire_format)
-    new: dict[int, nn.Parameter] = {}
+    unique = {id(wired.weight): wired.weight for wired in weights}
+    new = {key: nn.Parameter(Fp8GatherShard(w.detach(), scales), w.requires_grad) for key, w in unique.items()}
     for wired in weights:
-        weight = wired.weight
-        if id(weight) not in new:
-            values = Fp8GatherShard(weight.detach(), scales)
-            new[id(weight)] = nn.Parameter(values, requires_grad=weight.requires_grad)
-        setattr(wired.layer, wired.name, new[id(weight)])
+        key = id(wired.weight)
+        setattr(wired.layer, wired.name, new[key])
         wired.layer.register_state_dict_post_hook(partial(_plain_weight, wired.name))
     return scales
 
@@ -413,4 +387,4 @@ def plain(tensor: Tensor) -> Tensor:
     shard = local_tensor(tensor)
     if not isinstance(shard, Fp8GatherShard):
         return tensor
-    return with_local_tensor(shard._tensor, tensor)
+    return private.with_local_tensor(shard._tensor, tensor)

@@ -23,13 +23,13 @@ DROPPED: Final = ("backward_prefetch", "device_id", "forward_prefetch", "limit_a
 """These options tune FSDP1's speed and memory. FSDP2 has no such options; the result of training is the same."""
 _CARRIED: Final = ("state_dict_type", "process_group_backend", "timeout", "cluster_environment", "checkpoint_io")
 """Choices that have the same name and meaning in our strategies."""
-_NO_EQUAL: Final = {
-    "ignored_modules": "shard everything, or shard by hand with `lightning_lowprec.parallelize`",
-    "ignored_states": "shard everything, or shard by hand with `lightning_lowprec.parallelize`",
+_BY_HAND: Final = "shard everything, or shard by hand with `lightning_lowprec.parallelize`"
+_NO_EQUAL: Final = {  # and the remedy
+    "ignored_modules": _BY_HAND,
+    "ignored_states": _BY_HAND,
     "param_init_fn": "give the modules a `reset_parameters()`, which is called where a model starts on meta",
     "process_group": "say how many copies there are with `replicate=`",
 }
-"""The remedy for choices that FSDP2 has no equal for."""
 
 
 def translate(strategy: Any) -> dict[str, Any]:
@@ -44,12 +44,8 @@ def translate(strategy: Any) -> dict[str, Any]:
             " `FabricFSDP2Strategy`), or an `FSDPStrategy(...)` to `from_fsdp`."
         )
     choices = fsdp_choices(strategy, in_fabric=isinstance(strategy, both(fabric.FSDPStrategy)))
-    of_the_trainer = (
-        ("precision", choices["precision"]),
-        ("accelerator", strategy.accelerator),
-        ("devices", strategy.parallel_devices),
-    )
-    for name, value in of_the_trainer:
+    own = {"accelerator": strategy.accelerator, "devices": strategy.parallel_devices}
+    for name, value in {"precision": choices["precision"], **own}.items():
         if value is not None:
             raise ValueError(
                 f"`FSDPStrategy` was given {value!r}; pass `{name}=` to Trainer or Fabric instead (a plugin by"
@@ -70,7 +66,13 @@ def translate(strategy: Any) -> dict[str, Any]:
         "sync_module_states": fsdp.get("sync_module_states") or None,
     }
     arguments = {name: value for name, value in arguments.items() if value is not None or name == "timeout"}
-    _log(arguments, _dropped(fsdp))
+    shown = [f"{name}={_shown(value)}" for name, value in arguments.items() if name not in _CARRIED[1:]]
+    line = f"FSDPStrategy became FSDP2Strategy({', '.join(shown)})"
+    if "wrap" not in arguments:
+        line += "; without an auto_wrap_policy, repeated blocks are gathered one by one"
+    if dropped := _dropped(fsdp):
+        line += f"; dropped, as FSDP2 has its own way: {', '.join(sorted(dropped))}"
+    rank_zero_info(f"{line}.")
     return arguments
 
 
@@ -152,16 +154,6 @@ def _dropped(fsdp: Mapping[str, Any]) -> list[str]:
     dropped = [name for name in DROPPED if name in fsdp]
     # True is Lightning's default, and the only way of FSDP2
     return dropped if fsdp.get("use_orig_params") is not False else [*dropped, "use_orig_params"]
-
-
-def _log(arguments: Mapping[str, Any], dropped: list[str]) -> None:
-    shown = [f"{name}={_shown(v)}" for name, v in arguments.items() if name not in _CARRIED or name == _CARRIED[0]]
-    line = f"FSDPStrategy became FSDP2Strategy({', '.join(shown)})"
-    if "wrap" not in arguments:
-        line += "; without an auto_wrap_policy, repeated blocks are gathered one by one"
-    if dropped:
-        line += f"; dropped, as FSDP2 has its own way: {', '.join(sorted(dropped))}"
-    rank_zero_info(f"{line}.")
 
 
 def _shown(value: Any) -> str:

@@ -9,8 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 REPLICATE: Final = "replicate"
 SHARD: Final = "data_parallel"
-TENSOR: Final = "tensor_parallel"
-"""Names of the dimensions; Lightning has chosen the last two."""
+TENSOR: Final = "tensor_parallel"  # Lightning has chosen this name, and the one before
 
 
 def shards(world_size: int, replicate: int, tensor_parallel_size: int, expected: int | None = None) -> int:

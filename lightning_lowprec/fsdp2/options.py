@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_lowprec.checks import CompileOptions, Count, Rule, check_fields
-from lightning_lowprec.masters.options import FloatingDtype
+from lightning_lowprec.precision.options import FloatingDtype
 
 _CLASSES: Final = Rule("a collection of nn.Module classes", lambda classes: len(classes) > 0)
 _PREDICATE: Final = Rule("a function (fqn, module) -> bool", lambda predicate: not isinstance(predicate, type))

@@ -50,8 +50,7 @@ class Sharded:
     """The parts that sharding has added to a model. None of them refers to the model, which may be deleted."""
 
     traffic: Traffic
-    scales: GatherScales | None
-    """The scales of the weights that are gathered as float8."""
+    scales: GatherScales | None  # the scales of the weights that are gathered as float8
     hooks: ForwardHooks
 
 
@@ -72,7 +71,6 @@ def shard(
     Parameters and buffers whose fqns are in ``float32`` are gathered as float32 and are not cast.
     """
     check_model(model)
-    check_scalars(model)
     wrapped = chosen(model, options.wrap, "wrap")
     check_shared(model, wrapped)
     data_mesh, tensor = meshes.shard_mesh(mesh), meshes.tensor_mesh(mesh)
@@ -83,9 +81,13 @@ def shard(
     after_sharding = [prepare(model, shards, options) for prepare in prepares]
     source = origin(model)
     if options.sync_module_states and source == "every rank":
-        send_all(model, device)
+        with torch.no_grad():
+            for weight in (*model.parameters(), *model.buffers()):
+                sent = weight.detach().to(device).contiguous()  # the process group's device
+                dist.broadcast(sent, src=0)
+                weight.copy_(sent)
     values = model.state_dict() if source == "rank 0" and dist.get_rank() == 0 else {}
-    scales = gather_in_fp8(model, shards) if fp8_all_gather else None
+    scales = gather_in_fp8(model) if fp8_all_gather else None
     if tensor is not None:
         _parallelize(model, tensor, options)
     _checkpoint(model, wrapped, options)
@@ -108,7 +110,7 @@ def shard(
 
 
 def check_model(model: nn.Module) -> None:
-    """Raise TypeError if ``model`` is wrapped by FSDP1, or sharded already."""
+    """Raise TypeError if ``model`` is wrapped by FSDP1, or sharded already; ValueError for scalar parameters."""
     wrapped = [fqn for fqn, module in model.named_modules() if isinstance(module, FullyShardedDataParallel)]
     if wrapped:
         raise TypeError(
@@ -125,11 +127,7 @@ def check_model(model: nn.Module) -> None:
             " `lightning_lowprec.parallelize(model, mesh, plugin)` where you shard. For FSDP2 and expert parallelism,"
             " cut the experts by `tensor_parallel=`, a function that calls transformers' `apply_expert_parallelism`."
         )
-
-
-def check_scalars(model: nn.Module) -> None:
-    """Raise ValueError if a parameter has no dimension: FSDP2 cuts the first dimension of every parameter."""
-    scalars = [fqn for fqn, p in model.named_parameters() if p.ndim == 0]
+    scalars = [fqn for fqn, p in model.named_parameters() if p.ndim == 0]  # FSDP2 cuts the first dimension
     if scalars:
         raise ValueError(
             f"FSDP2 cannot shard scalar parameters (of shape ()), and the model has {', '.join(map(repr, scalars))}."
@@ -275,26 +273,15 @@ def origin(model: nn.Module) -> Origin:
     tensors = [*model.parameters(), *model.buffers()]
     on_meta = sum(t.is_meta for t in tensors)
     everyone = gathered("meta" if tensors and on_meta == len(tensors) else "mixed" if on_meta else "real")
-    if set(everyone) == {"real"}:
-        return "every rank"
+    if set(everyone) in ({"real"}, {"meta"}):
+        return "every rank" if everyone[0] == "real" else "nowhere"
     if everyone[0] == "real" and set(everyone[1:]) == {"meta"}:
         return "rank 0"
-    if set(everyone) == {"meta"}:
-        return "nowhere"
     raise RuntimeError(
         f"{type(model).__name__} has {on_meta} of {len(tensors)} parameters and buffers on the meta device here, and"
         f" the ranks have: {', '.join(everyone)}. Build it on meta everywhere, on a real device everywhere, or on a"
         " real device on rank 0 and on meta on all others."
     )
-
-
-@torch.no_grad()
-def send_all(model: nn.Module, device: torch.device) -> None:
-    """Send the weights and buffers of rank 0 to all ranks, in place, by way of the process group's ``device``."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        sent = tensor.detach().to(device).contiguous()
-        dist.broadcast(sent, src=0)
-        tensor.copy_(sent)
 
 
 def fill(model: nn.Module, device: torch.device, source: Origin, values: dict[str, Any]) -> None:

@@ -17,7 +17,6 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from lightning_lowprec.checkpoints import optimizer_state
-from lightning_lowprec.checks import check_choice
 from lightning_lowprec.conversion.options import shows
 from lightning_lowprec.fsdp2.forward_hooks import ForwardHooks, reshard
 from lightning_lowprec.fsdp2.from_fsdp import translate
@@ -88,7 +87,6 @@ class FSDP2Base:
         checkpoint_io: CheckpointIO | None = None,
         **options: Unpack[ShardChoices],
     ) -> None:
-        check_choice("state_dict_type", state_dict_type, ("sharded", "full"))
         if checkpoint_io is not None and self.in_fabric:
             raise ValueError(
                 f"`checkpoint_io={checkpoint_io!r}` is not possible in Fabric: its sharded strategies write their"
@@ -233,7 +231,15 @@ class Sharding:
     def apply(self, model: Module, mesh: DeviceMesh, plugin: Any, device: torch.device) -> None:
         """Shard a converted model in place; warn if it is sharded already, with other options."""
         if self.knows(model, plugin):
-            _warn_of_other_options(model, _sharded[model].options, self.options)
+            before = vars(_sharded[model].options)
+            compared = [name for name in before if name not in NOT_COMPARED]
+            other = [name for name in compared if _comparable(before[name]) != _comparable(getattr(self.options, name))]
+            if other:
+                kept = ", ".join(f"{name}={before[name]!r}" for name in other)
+                rank_zero_warn(
+                    f"fsdp2: {type(model).__name__.removeprefix('FSDP')} stays sharded as it was, with {kept}; for"
+                    " other options build the model anew."
+                )
             if isinstance(plugin, LowPrecision):
                 plugin.cast_shards(model)  # the shards are cast already, but this plugin does not know them
             return
@@ -279,20 +285,6 @@ def hooks_of(model: Module | None) -> ForwardHooks:
     return _sharded[model].sharded.hooks
 
 
-def _warn_of_other_options(model: Module, before: ShardOptions, now: ShardOptions) -> None:
-    """Warn of options that differ from the options that ``model`` was sharded with."""
-    kept = [
-        f"{name}={value!r}"
-        for name, value in vars(before).items()
-        if name not in NOT_COMPARED and _comparable(value) != _comparable(getattr(now, name))
-    ]
-    if kept:
-        rank_zero_warn(
-            f"fsdp2: {type(model).__name__.removeprefix('FSDP')} stays sharded as it was, with {', '.join(kept)};"
-            " for other options build the model anew."
-        )
-
-
 NOT_COMPARED: Final = ("sync_module_states", "tensor_parallel")
 """Options that leave no trace in a sharded model, or that cannot be compared."""
 
@@ -326,43 +318,35 @@ def param_dtype(plugin: Any) -> torch.dtype | None:
 
 def gathers_fp8(plugin: Any, options: ShardOptions) -> bool:
     """Return whether float32 or bf16 weights are gathered as float8."""
-    wanted = options.fp8_all_gather
-    if not isinstance(plugin, LowPrecision):
-        if wanted is True:
-            precision = getattr(plugin, "precision", None)
-            raise ValueError(
-                f"`fp8_all_gather=True` is not possible: `precision={precision!r}` has no FP8 weights. Use 'auto' or"
-                " False."
+    wanted, size = options.fp8_all_gather, options.reshard_after_forward
+    if isinstance(plugin, LowPrecision):
+        in_parts = None
+        if size is not None and not isinstance(size, bool):
+            in_parts = (
+                f"`reshard_after_forward={size}` goes with weights in high precision only; True, False, None go with"
+                " float8"
             )
-        return False
-    reason = plugin.gathers(options) or _in_parts(options)
-    if plugin.needs_fp8_gather is not None:
-        if wanted is False:
+        reason = plugin.gathers(options) or in_parts
+        if plugin.needs_fp8_gather is not None and wanted is False:
             raise ValueError(
                 f"`fp8_all_gather=False` is not possible with `{plugin.needs_fp8_gather}`. Use 'auto' or True."
             )
-        if reason is not None:
+        if plugin.needs_fp8_gather is not None and reason is not None:
             raise ValueError(f"`{plugin.needs_fp8_gather}` is not possible under FSDP2: {reason}. Leave it out.")
-    if plugin.keeps_codes:
-        if wanted is False:
+        if plugin.keeps_codes and wanted is False:
             raise ValueError(
                 f"`fp8_all_gather=False` is not possible: `precision={plugin.precision!r}` keeps its weights as codes,"
                 " which are gathered as they are. Use 'auto' or True."
             )
-        if (in_parts := _in_parts(options)) is not None:
+        if plugin.keeps_codes and in_parts is not None:
             raise ValueError(f"`precision={plugin.precision!r}` gathers its weights as codes, and {in_parts}.")
-        return False  # its weights are codes already
+        if plugin.keeps_codes:
+            return False  # its weights are codes already
+    else:
+        reason = f"`precision={getattr(plugin, 'precision', None)!r}` has no FP8 weights"
     if reason is not None and wanted is True:
         raise ValueError(f"`fp8_all_gather=True` is not possible: {reason}. Use 'auto' or False.")
     return wanted is not False and reason is None
-
-
-def _in_parts(options: ShardOptions) -> str | None:
-    """Return why float8 weights cannot be freed as ``reshard_after_forward`` asks, or None if they can."""
-    size = options.reshard_after_forward
-    if size is None or isinstance(size, bool):
-        return None
-    return f"`reshard_after_forward={size}` goes with weights in high precision only; True, False, None go with float8"
 
 
 # ---- users who keep Lightning's ModelParallelStrategy

@@ -22,7 +22,6 @@ FSDP2 calls these on its own stream, where they wait for each other and the host
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, cast, final
@@ -38,32 +37,34 @@ from lightning_lowprec.numerics.wire_format import reads_values, wired_weights
 from lightning_lowprec.private.fsdp2 import first_group, gathered_parameters, reduce_copies_by
 from lightning_lowprec.private.torch import local_tensor
 from lightning_lowprec.private.torch_modules import is_batch_norm
+from lightning_lowprec.references import WeakList
 
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
 
 
+class Collective:
+    """A collective of one FSDP2 group; torch asks for this method and for a call."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory for what is sent or received; called by FSDP2."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
 @final
-class ByteGather:
+class ByteGather(Collective):
     """The all-gather of one FSDP2 group, the ``shards`` of this rank that are gathered together."""
 
     def __init__(self, shards: Sequence[Tensor] = (), layers: Sequence[nn.Module] = ()) -> None:
-        self._layers = [weakref.ref(layer) for layer in layers]
+        self._layers = WeakList(layers)
         self.elements = sum(shard.numel() for shard in shards)
         self._has_fp8 = any(hasattr(shard, "fsdp_pre_all_gather") for shard in shards)
-        self.calls: Counter[torch.dtype] = Counter()
-        """The number of gathers of this rank, by dtype."""
-        self.sent: Counter[torch.dtype] = Counter()
-        """The bytes that this rank sent, by dtype."""
+        self.calls: Counter[torch.dtype] = Counter()  # of this rank
+        self.sent: Counter[torch.dtype] = Counter()  # bytes
 
     @property
     def has_fp8(self) -> bool:
         """Whether a weight of the group is gathered as float8 now, and not in high precision (a phase, a demotion)."""
-        layers = [layer for ref in self._layers if (layer := ref()) is not None]
-        return self._has_fp8 and not (layers and all(map(reads_values, layers)))
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory for the result; called by FSDP2."""
-        return torch.empty(*size, dtype=dtype, device=device)
+        return self._has_fp8 and not (self._layers and all(map(reads_values, self._layers)))
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -76,43 +77,31 @@ class ByteGather:
         return _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
-class Reductions:
+class Reductions(Collective):
     """Count what the float8 reductions of one FSDP2 group send."""
 
     def __init__(self) -> None:
         self.calls = 0
-        """The number of reductions."""
-        self.sent = 0
-        """The bytes that this rank sent to other ranks."""
-        self.values = 0
-        """The values that this rank sent to other ranks; in float32 they would be four bytes each."""
+        self.sent = 0  # bytes, to other ranks
+        self.values = 0  # to other ranks; in float32 they would be four bytes each
 
-    def count(self, sent: int, values: int) -> None:
-        """Count one reduction."""
+    def count(self, ranks: int, values: int, *, times: int = 1) -> None:
+        """Count a reduction in which this rank sent ``values`` to every other one of ``ranks``, so many times."""
         self.calls += 1
-        self.sent += sent
-        self.values += values
+        self.sent += times * (ranks - 1) * row_bytes(values)
+        self.values += times * (ranks - 1) * values
 
 
 @final
 class Fp8ReduceScatter(Reductions):
-    """The reduce-scatter of one FSDP2 group; torch asks for these two methods."""
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory for gradients, or for their sums; called by FSDP2."""
-        return torch.empty(*size, dtype=dtype, device=device)
+    """The reduce-scatter of one FSDP2 group."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        """Sum or average over the ranks of ``group``; called by FSDP2, which does not ask for ``async_op``.
+        """Sum or average (ranks * n,) to (n,), both float32, bfloat16 or float16; called by FSDP2.
 
-        Args:
-            output_tensor: (n,) float32, bfloat16 or float16; overwritten.
-            input_tensor: (ranks * n,), the same dtype.
-            group: the ranks.
-            op: SUM, AVG, or a sum of multiples of the values (``set_gradient_divide_factor``).
-            async_op: must be False.
+        ``op`` is SUM, AVG, or a sum of multiples of the values (``set_gradient_divide_factor``).
         """
         ranks = group.size()
         factor = _factor(op, ranks)
@@ -125,7 +114,7 @@ class Fp8ReduceScatter(Reductions):
         arrived = torch.empty_like(sent)
         dist.all_to_all_single(arrived, sent, group=group)
         decode_sum_(output_tensor.view(1, -1), arrived[:, None], factor)
-        self.count((ranks - 1) * row_bytes(output_tensor.numel()), (ranks - 1) * output_tensor.numel())
+        self.count(ranks, output_tensor.numel())
 
 
 def _factor(op: Any, ranks: int) -> float:
@@ -163,7 +152,7 @@ class Fp8Average(Reductions):
             shards.copy_(whole[:n])
         if shards.is_cuda:
             shards.record_stream(torch.cuda.current_stream(shards.device))  # FSDP2 allocated it on another stream
-        self.count(2 * (copies - 1) * row_bytes(rows.shape[1]), 2 * (copies - 1) * rows.shape[1])
+        self.count(copies, rows.shape[1], times=2)
 
 
 def reduce_in_fp8(groups: Mapping[str, FSDPModule], mesh: DeviceMesh) -> dict[str, Reductions]:
@@ -206,22 +195,17 @@ class Traffic:
 
     def report(self) -> str | None:
         """Return one line about what was sent so far; None before the first gather, or if this rank is alone."""
-        lines = [line for line in (self._gathered(), self._reduced()) if line is not None]
+        gathered = {fqn: gather for fqn, gather in self.gathers.items() if gather.calls}
+        reductions = [reduction for reduction in self.reductions.values() if reduction.calls]
+        lines = [self._gathered(gathered)] if gathered else []
+        if reductions:
+            calls, sent = sum(r.calls for r in reductions), sum(r.sent for r in reductions)
+            ratio = sent / (4 * sum(r.values for r in reductions))
+            where = "all-reduce between copies" if isinstance(reductions[0], Fp8Average) else "reduce-scatter"
+            lines.append(f"{where}: float8, {_size(sent / calls)} per group and rank, {ratio:.2f}x of float32")
         return "; ".join(lines) or None
 
-    def _reduced(self) -> str | None:
-        reductions = [reduction for reduction in self.reductions.values() if reduction.calls]
-        if not reductions:
-            return None
-        calls, sent = sum(r.calls for r in reductions), sum(r.sent for r in reductions)
-        in_float32 = 4 * sum(r.values for r in reductions)
-        where = "all-reduce between copies" if isinstance(reductions[0], Fp8Average) else "reduce-scatter"
-        return f"{where}: float8, {_size(sent / calls)} per group and rank, {sent / in_float32:.2f}x of float32"
-
-    def _gathered(self) -> str | None:
-        gathered = {fqn: gather for fqn, gather in self.gathers.items() if gather.calls}
-        if not gathered:
-            return None
+    def _gathered(self, gathered: Mapping[str, ByteGather]) -> str:
         for fqn, gather in gathered.items():
             wide = next((_name(dtype) for dtype in gather.sent if dtype.itemsize > 1), None)
             if gather.has_fp8 and wide is not None:

@@ -63,7 +63,8 @@ class ForTrainer(FSDP2Base, _Parent):
             self.model = self.precision_plugin.convert_module(self.model)
         self.sharding.apply(self.model, self.device_mesh, self.precision_plugin, self.root_device)
         if self.sharding.options.tensor_parallel is not None:
-            self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
+            plugin: Any = self.precision_plugin
+            plugin.clip_grad_by_norm = lambda optimizer, value: clip_grad_norm(plugin.main_params(optimizer), value)
         for module in self.model.modules():
             if isinstance(module, Metric):  # the states of metrics are no buffers, so nothing has moved them yet
                 module.to(self.root_device)
@@ -71,9 +72,6 @@ class ForTrainer(FSDP2Base, _Parent):
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-
-    def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        clip_grad_norm(self.precision_plugin.main_params(optimizer), clip_val)
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -134,10 +132,7 @@ class ForTrainer(FSDP2Base, _Parent):
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load model and optimizers from a folder or file of any precision and number of ranks; return the rest.
-
-        ``weights_only=None`` is torch's default: True, unless ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD`` is set.
-        """
+        """Load model and optimizers from a folder or file of any precision and number of ranks; return the rest."""
         assert self.model is not None
         assert self.lightning_module is not None
         path = Path(self.broadcast(checkpoint_path))

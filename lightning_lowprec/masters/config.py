@@ -37,24 +37,16 @@ class MasterConfig:
     """
     clip_tensor: PositiveOrNone = None
     """With ``update="backward"``: the largest norm of the gradient of one parameter; a larger one is scaled down."""
-    clip_last_norm: PositiveOrNone = None
-    """With ``update="backward"``: all gradients are scaled as if their norm were that of the step before.
-
-    The number is the largest norm, as ``gradient_clip_val``. The first step is not clipped.
-    """
     seed: int = 0
     """The seed of stochastic rounding; the same on every rank."""
 
     def __post_init__(self) -> None:
         """Check that the fields go together; the constructor has checked each."""
-        clips = [name for name in ("clip_tensor", "clip_last_norm") if getattr(self, name) is not None]
-        if clips and self.update == "step":
+        if self.clip_tensor is not None and self.update == "step":
             raise ValueError(
-                f"`{clips[0]}` goes with `update='backward'` only, got `update='step'`: clip by `gradient_clip_val` of"
+                "`clip_tensor` goes with `update='backward'` only, got `update='step'`: clip by `gradient_clip_val` of"
                 " the Trainer, or by `fabric.clip_gradients`."
             )
-        if len(clips) == 2:
-            raise ValueError("`clip_tensor` and `clip_last_norm` exclude each other. Leave one of the two out.")
 
     @property
     def rounds(self) -> bool:

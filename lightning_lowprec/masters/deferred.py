@@ -26,8 +26,7 @@ DEVICES = {"cuda"}
 def defers(optimizer: Optimizer) -> bool:
     """Return whether the gradients of ``optimizer`` may stay at the parameters until its step.
 
-    They may if all parameters with masters are on a GPU, no gradient was moved to a master, and the optimizer may step
-    some of its parameters at a time (see `steps_alone`).
+    They may if all parameters with masters are on a GPU, no gradient was moved, and `steps_alone` allows it.
     """
     registry = registry_of(optimizer)
     if registry is None or not steps_alone(optimizer, registry.plain):
@@ -40,11 +39,7 @@ def defers(optimizer: Optimizer) -> bool:
 
 @torch.no_grad()
 def clip_by_norm(optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """Clip the gradients of an optimizer that :func:`defers`; return their norm before, as ``clip_grad_norm_`` does.
-
-    Gradients of parameters with masters stay as they are, and the step multiplies them. The norm is computed in
-    float32, and over all ranks of a mesh.
-    """
+    """Clip the gradients of an optimizer that :func:`defers`; return their float32 norm before, over all ranks."""
     registry: MasterRegistry = optimizer._masters  # type: ignore[attr-defined]
     deferred = registry.deferred_grads()
     others = [p.grad for p in registry.without_master() if p.grad is not None]
@@ -60,10 +55,7 @@ def clip_by_norm(optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) 
 
 @torch.no_grad()
 def unscale(optimizer: Optimizer, inv_scale: float) -> Tensor:
-    """Multiply the gradients of an optimizer that :func:`defers`; return 1.0 if one was not finite, else 0.0.
-
-    The result is a float32 scalar on the device of the gradients.
-    """
+    """Multiply the gradients of an optimizer that :func:`defers`; return 1.0 if one was not finite, else 0.0."""
     registry: MasterRegistry = optimizer._masters  # type: ignore[attr-defined]
     grads = registry.deferred_grads()
     registry.gradients.fold(inv_scale, grads)

@@ -15,7 +15,6 @@ An average of sums is a sum of averages: synchronising after every micro-batch g
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, final
@@ -26,25 +25,18 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_lowprec.checks import check_choice
 from lightning_lowprec.numerics.formats import HALF_DTYPES
-from lightning_lowprec.references import alive
+from lightning_lowprec.references import WeakList
 
 
 @final
 class GradientDtypes:
-    """Chosen dtypes of gradients; sets autograd's ``grad_dtype``, and a communication hook under DDP.
-
-    Both dtypes are ``torch.float32`` or None. None accumulates in the dtype of the weights, and reduces in the dtype in
-    which the gradients were accumulated.
-    """
+    """The options ``grad_reduce_dtype`` and ``grad_accumulation_dtype``, each ``torch.float32`` or None."""
 
     def __init__(self, *, reduce: torch.dtype | None, accumulation: torch.dtype | None) -> None:
-        check_choice("grad_reduce_dtype", reduce, (None, torch.float32))
-        check_choice("grad_accumulation_dtype", accumulation, (None, torch.float32))
         self.reduce = reduce
         self.accumulation = accumulation
-        self._reductions: list[weakref.ref[Float32Reduction]] = []
+        self._reductions: WeakList[Float32Reduction] = WeakList()
 
     @property
     def reduces(self) -> bool:
@@ -54,13 +46,13 @@ class GradientDtypes:
     @property
     def wraps_backward(self) -> bool:
         """Whether every backward must run within :meth:`during_backward`: for accumulation under DDP."""
-        return self.accumulation is not None and bool(alive(self._reductions))
+        return self.accumulation is not None and bool(self._reductions)
 
     def prepare(self, params: Iterable[Tensor]) -> None:
         """Let autograd accumulate the gradients of half-precision parameters in float32, if that was chosen."""
         if self.accumulation is None:
             return
-        under_ddp = {id(p) for reduction in alive(self._reductions) for p in reduction.params}
+        under_ddp = {id(p) for reduction in self._reductions for p in reduction.params}
         for p in params:
             if p.dtype in HALF_DTYPES and id(p) not in under_ddp:
                 grad, p.grad = p.grad, None  # torch refuses a gradient of another dtype
@@ -70,13 +62,12 @@ class GradientDtypes:
     def reduce_ddp(self, module: Module) -> None:
         """Register our communication hook, if ``module`` is DDP and float32 was chosen."""
         if self.reduces and isinstance(module, DistributedDataParallel):
-            reduction = Float32Reduction(module, accumulate=self.accumulation is not None)  # DDP keeps it alive
-            self._reductions = [weakref.ref(r) for r in (*alive(self._reductions), reduction)]
+            self._reductions.add(Float32Reduction(module, accumulate=self.accumulation is not None))  # DDP keeps it
 
     def check_reduced(self) -> None:
         """Raise a RuntimeError if several processes train and no module was given to :meth:`reduce_ddp`."""
         distributed = dist.is_available() and dist.is_initialized()
-        if self.reduces and distributed and dist.get_world_size() > 1 and not alive(self._reductions):
+        if self.reduces and distributed and dist.get_world_size() > 1 and not self._reductions:
             field = "grad_reduce_dtype" if self.reduce is not None else "grad_accumulation_dtype"
             raise RuntimeError(
                 f"`{field}=torch.float32` needs to see the DDP module, and did not. In Fabric, `import"
@@ -88,17 +79,12 @@ class GradientDtypes:
         """Run a backward within this context, if :attr:`wraps_backward`."""
         with ExitStack() as stack:
             if self.accumulation is not None:
-                for reduction in alive(self._reductions):
+                for reduction in self._reductions:
                     stack.enter_context(reduction.during_backward())
             yield
 
     def __repr__(self) -> str:
-        """Show both dtypes."""
         return f"grad_reduce_dtype={self.reduce}, grad_accumulation_dtype={self.accumulation}"
-
-    def __getstate__(self) -> dict[str, object]:
-        """Leave out the modules, which cannot move to another process."""
-        return {**self.__dict__, "_reductions": []}
 
 
 @final
@@ -111,7 +97,7 @@ class Float32Reduction:
     """
 
     def __init__(self, ddp: DistributedDataParallel, *, accumulate: bool) -> None:
-        self.accumulate = accumulate
+        self._accumulate = accumulate
         self._group: Any = ddp.process_group
         self._unused_allowed = ddp.find_unused_parameters
         self.params = [p for p in ddp.module.parameters() if p.requires_grad and p.dtype in HALF_DTYPES]
@@ -124,7 +110,7 @@ class Float32Reduction:
         ddp.register_comm_hook(self, _reduce_bucket)
 
     def reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:
-        """Average a ``GradBucket`` over the ranks: in float32 if the gradients are half precision."""
+        """Average a ``GradBucket`` over the ranks."""
         buffer = bucket.buffer()
         if buffer.dtype not in HALF_DTYPES:
             from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -135,29 +121,23 @@ class Float32Reduction:
                 f"gradients of {buffer.dtype} parameters of shape {tuple(buffer.shape)} are sparse; DDP reduces only"
                 " dense gradients in float32. Use `sparse=False`, or `grad_reduce_dtype=None`."
             )
-        if self.accumulate and not self._in_backward:
+        if self._accumulate and not self._in_backward:
             raise RuntimeError(
                 "`grad_accumulation_dtype=torch.float32` under DDP adds gradients after every backward, and this"
                 " backward did not go through the plugin: call `fabric.backward(loss)` in Fabric and"
                 " `self.manual_backward(loss)` in a LightningModule, not `loss.backward()`."
             )
         total = buffer.float()
-        if self.accumulate:
-            self._add_earlier(bucket, total)
+        for param, view in zip(bucket.parameters(), bucket.gradients(), strict=True) if self._accumulate else ():
+            part = total.as_strided(view.shape, view.stride(), view.storage_offset() - buffer.storage_offset())
+            if id(param) in self._earlier:
+                self._earlier[id(param)] = part.add_(self._earlier[id(param)])  # frees the memory of the other copy
+            self._averaged[id(param)] = part
         total.div_(dist.get_world_size(self._group))  # before the sum, as DDP does
         future: torch.futures.Future[Any] = dist.all_reduce(total, group=self._group, async_op=True).get_future()
-        if self.accumulate:
+        if self._accumulate:
             return future.then(lambda _: buffer)  # unchanged: `_show_sums` takes the result from `total`
         return future.then(lambda done: buffer.copy_(done.value()[0]))
-
-    def _add_earlier(self, bucket: Any, total: Tensor) -> None:
-        start = bucket.buffer().storage_offset()
-        for param, view in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            part = total.as_strided(view.shape, view.stride(), view.storage_offset() - start)
-            earlier = self._earlier.get(id(param))
-            if earlier is not None:
-                self._earlier[id(param)] = part.add_(earlier)  # frees the memory of the other copy
-            self._averaged[id(param)] = part
 
     @contextmanager
     def during_backward(self) -> Iterator[None]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Final, final
 
 import torch
@@ -23,10 +23,9 @@ from torch.optim import Optimizer
 
 from lightning_lowprec.masters.config import IN_THE_STEP, MasterConfig
 from lightning_lowprec.masters.registry import registry_of
-from lightning_lowprec.numerics.parameters import norm_of_norms, parameters_of
+from lightning_lowprec.numerics.parameters import over_ranks, parameters_of
 from lightning_lowprec.private.torch_optimizers import refuse_copies
 
-LAST_NORM: Final = "last_gradient_norm"  # in param_groups[0], where state dicts and pickles carry it along
 _HANDLE: Final = "lowprec_update"  # an attribute of parameters: how to remove their hook
 
 
@@ -35,66 +34,60 @@ class BackwardUpdates:
     """The hooks of the parameters of one optimizer, which has masters, each in a store of its own."""
 
     def __init__(self, optimizer: Optimizer, config: MasterConfig) -> None:
-        self._optimizer: weakref.ref[Any] = weakref.ref(optimizer)
-        self._config = config
+        self._optimizer: Callable[[], Any] = weakref.ref(optimizer)
+        self._clip_tensor = config.clip_tensor
         self._updated: set[int] = set()  # id(parameter), since the last step
-        self._norms: list[Tensor] = []  # of gradients since the last step; of DTensors, not summed over the ranks
         self._rates: list[Any] = []  # the learning rates of the updates since the last step
         self._warned = False
-        self.has_stepped = False
-        """Whether the optimizer made a step since :meth:`watch` was called."""
-
-    def _live(self) -> Any:
-        """Return the optimizer, where its own methods call."""
-        optimizer = self._optimizer()
-        assert optimizer is not None
-        return optimizer
+        self.has_stepped = False  # whether the optimizer made a step since `watch` was called
 
     def _params(self) -> list[Tensor]:
-        """Return the parameters that have masters."""
-        return [param for param, _ in self._live()._masters.pairs()]
+        """Return the parameters that have masters; the optimizer exists where its own methods call."""
+        optimizer: Any = self._optimizer()
+        return [param for param, _ in optimizer._masters.pairs()]
 
-    @property
-    def watches(self) -> bool:
-        """Whether a parameter has a hook of this object."""
-        return any(_is_owner(self, param) for param in self._params())
+    def hooked(self) -> list[Tensor]:
+        """Return the parameters that have a hook of this object."""
+        return [param for param in self._params() if (vars(param).get(_HANDLE) or (None,))[0] is self]
 
     def watch(self) -> None:
         """Hook the parameters that have masters; a hook of another optimizer is removed."""
+        hooked = set(map(id, self.hooked()))
         for param in self._params():
-            if not _is_owner(self, param):
+            if id(param) not in hooked:
                 forget_updates([param])
                 if param.requires_grad:
                     hook: Any = param.register_post_accumulate_grad_hook
                     setattr(param, _HANDLE, _Owner((self, hook(self._on_gradient))))
 
-    def forget(self) -> None:
-        """Remove all hooks."""
-        forget_updates(param for param in self._params() if _is_owner(self, param))
-
     def finish(self) -> None:
-        """Begin a new step."""
+        """Begin a new step; warn once if a learning rate was set after the updates that it was meant for."""
         self.has_stepped = True
         self._updated.clear()
-        optimizer = self._live()
-        self._check_rates(optimizer)
-        if self._norms:
-            optimizer.param_groups[0][LAST_NORM] = norm_of_norms(self._norms)
-        self._norms = []
+        optimizer = self._optimizer()
+        rates, self._rates = self._rates, []
+        if rates and not self._warned and any(a != b for a, b in zip(rates, _rates(optimizer), strict=False)):
+            self._warned = True
+            warnings.warn(
+                "A learning rate was changed between `backward` and `optimizer.step()`. `update='backward'` has updated"
+                " the parameters during `backward`, so the change takes effect one step late. Set learning rates before"
+                " `backward`, or after `optimizer.step()` as schedulers do.",
+                stacklevel=2,
+            )
 
     @torch.no_grad()
     def update_left(self) -> None:
         """Update the parameters that have gradients, if gradients are clipped one by one: in a step, under DDP."""
-        optimizer = self._live()
-        clips = self._config.clip_tensor is not None or self._config.clip_last_norm is not None
-        for param in self._params() if clips else ():
+        for param in self._params() if self._clip_tensor is not None else ():
             if param.grad is not None:
-                optimizer.update(param, self._factor(param, optimizer))
+                self._optimizer().update(param, self._factor(param.grad))
 
     @torch.no_grad()
     def _on_gradient(self, param: Tensor) -> None:
         optimizer = self._optimizer()
-        if optimizer is None or param.grad is None or _is_averaged_later(param):
+        # DDP writes the gradient after its hooks, in a group of one process too
+        by_ddp = not isinstance(param, DTensor) and dist.is_available() and dist.is_initialized()
+        if optimizer is None or param.grad is None or by_ddp:
             return
         if id(param) in self._updated:
             raise RuntimeError(
@@ -107,30 +100,18 @@ class BackwardUpdates:
         if not self._updated:
             self._rates = _rates(optimizer)
         self._updated.add(id(param))
-        _wait_for_offload(param)
-        optimizer.update(param, self._factor(param, optimizer))
+        kind = param.device_mesh.device_type if isinstance(param, DTensor) else param.device.type
+        if kind != param.device.type:  # offloaded: torch 2.11 copies the gradient to the CPU while the hook runs
+            torch.get_device_module(kind).current_stream().synchronize()
+        optimizer.update(param, self._factor(param.grad))
 
-    def _check_rates(self, optimizer: Optimizer) -> None:
-        """Warn once if a learning rate was set after the updates that it was meant for."""
-        rates, self._rates = self._rates, []
-        if rates and not self._warned and any(a != b for a, b in zip(rates, _rates(optimizer), strict=False)):
-            self._warned = True
-            warnings.warn(
-                "A learning rate was changed between `backward` and `optimizer.step()`. `update='backward'` has updated"
-                " the parameters during `backward`, so the change takes effect one step late. Set learning rates before"
-                " `backward`, or after `optimizer.step()` as schedulers do.",
-                stacklevel=2,
-            )
-
-    def _factor(self, param: Tensor, optimizer: Optimizer) -> float | Tensor:
-        """Return what clipping multiplies the gradient by, and note the norm of the gradient if it is needed."""
-        if self._config.clip_tensor is not None:
-            return _clipped(self._config.clip_tensor, norm_of_norms([_norm(param.grad)]))
-        if self._config.clip_last_norm is None:
+    def _factor(self, grad: Tensor) -> float | Tensor:
+        """Return what clipping multiplies a gradient by."""
+        if self._clip_tensor is None:
             return 1.0
-        self._norms.append(_norm(param.grad))
-        last = optimizer.param_groups[0].get(LAST_NORM)
-        return 1.0 if last is None else _clipped(self._config.clip_last_norm, last.to(param.device))
+        values = grad.coalesce().values() if grad.is_sparse else grad
+        (norm,) = over_ranks([torch.linalg.vector_norm(values, dtype=torch.float32)])
+        return torch.clamp(self._clip_tensor / (norm + 1e-6), max=1.0)
 
 
 def forget_updates(params: Iterable[Tensor]) -> None:
@@ -142,15 +123,14 @@ def forget_updates(params: Iterable[Tensor]) -> None:
 
 
 def refuse_second(optimizer: Optimizer, others: Iterable[Optimizer]) -> None:
-    """Raise if one backward pass would update the parameters of several optimizers, as in a GAN.
+    """Raise if one backward pass would update the parameters of several optimizers of a plugin, as in a GAN.
 
-    ``others`` have masters of the same plugin. An optimizer that takes the place of another one, or that comes after
-    the other one has trained, is allowed.
+    An optimizer that takes the place of another one, or that comes after the other one has trained, is allowed.
     """
     members = {id(p) for p in parameters_of(optimizer)}
     for other in others:
         updates = vars(other).get("_updates")
-        if other is optimizer or updates is None or updates.has_stepped or not updates.watches:
+        if other is optimizer or updates is None or updates.has_stepped or not updates.hooked():
             continue
         if any(id(p) not in members for p in parameters_of(other)):
             raise RuntimeError(
@@ -169,11 +149,6 @@ def refuse_together(optimizer: Optimizer) -> ValueError:
     )
 
 
-def _is_owner(updates: BackwardUpdates, param: Tensor) -> bool:
-    owner = vars(param).get(_HANDLE)
-    return owner is not None and owner[0] is updates
-
-
 def _rates(optimizer: Optimizer) -> list[float]:
     return [group["lr"] for group in optimizer.param_groups if isinstance(group.get("lr"), float)]
 
@@ -190,30 +165,6 @@ class _Owner(tuple[Any, ...]):
         return type(None), ()
 
 
-def _norm(grad: Tensor | None) -> Tensor:
-    """Return the norm of a gradient: a float32 scalar, of a DTensor a DTensor that is not yet summed over the ranks."""
-    assert grad is not None
-    values = grad.coalesce().values() if grad.is_sparse else grad
-    norm: Tensor = torch.linalg.vector_norm(values, dtype=torch.float32)
-    return norm
-
-
-def _wait_for_offload(param: Tensor) -> None:
-    """Wait until the gradient of an offloaded shard is in CPU memory: torch 2.11 copies it while the hook runs."""
-    kind = param.device_mesh.device_type if isinstance(param, DTensor) else param.device.type
-    if kind != param.device.type:
-        torch.get_device_module(kind).current_stream().synchronize()
-
-
-def _clipped(largest: float, norm: Tensor) -> Tensor:
-    return torch.clamp(largest / (norm + 1e-6), max=1.0)
-
-
-def _is_averaged_later(param: Tensor) -> bool:
-    """Return whether DDP may write the gradient after its hooks, which it does in a group of one process too."""
-    return not isinstance(param, DTensor) and dist.is_available() and dist.is_initialized()
-
-
 def refuse_clipping(optimizer: Optimizer) -> None:
     """Raise if gradients are gone or copied before they could be clipped: RuntimeError or TypeError."""
     refuse_copies(optimizer, "clipping, because it copies each gradient before the norm of all is known")
@@ -227,6 +178,5 @@ def clipping_refused(what: str) -> str:
     return (
         f"{what}, and `update='backward'` has used and freed them when the norm of all is known. Use {IN_THE_STEP}. Or"
         " remove this clipping, and let `master_weights=MasterConfig(form='remainder', moments='8bit',"
-        " update='backward', clip_tensor=1.0)` clip the gradient of each parameter; with `clip_last_norm=1.0` in place"
-        " of `clip_tensor=1.0` gradients are clipped by the norm of the step before."
+        " update='backward', clip_tensor=1.0)` clip the gradient of each parameter."
     )

@@ -15,11 +15,9 @@ iteration of spectral_norm multiplies the weight by buffers outside of the opera
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -43,17 +41,25 @@ def kept_float32(model: nn.Module, dtype: torch.dtype, named: Sequence[str] = ()
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     floating = {fqn: tensor for fqn, tensor in tensors if tensor.is_floating_point()}
     reasons: dict[str, str] = {}
-    for prefix, declares in _declarations(model, dtype):
-        inside = (fqn for fqn in floating if fqn.startswith(prefix))
-        reasons |= {fqn: reason for fqn in inside if (reason := declares(fqn.removeprefix(prefix), floating[fqn]))}
+    for prefix, declaring in _outermost_models(model).items():
+        always = transformers.declares_float32(declaring, strict=True)
+        sometimes = transformers.declares_float32(declaring, strict=False)
+        for fqn in [fqn for fqn in floating if fqn.startswith(prefix)]:
+            # without PEFT's wrapper of a layer: a declared "base" does not mean it
+            name = fqn.removeprefix(prefix).replace("base_layer.", "")
+            if always(name):
+                reasons[fqn] = "_keep_in_fp32_modules_strict"
+            elif (floating[fqn].ndim < 2 or dtype == torch.float16) and sometimes(name):
+                reasons[fqn] = "_keep_in_fp32_modules"
     for fqn, tensor in floating.items():
         owner, _, name = fqn.rpartition(".")
         if name in KNOWN:
             reasons[fqn] = f"{name} (by name)"
         elif tensor.ndim == 1 and name == "bias" and router(model, owner) is not None:
             reasons[fqn] = "bias of a router"
-    for pattern in named:
-        chosen = [fqn for fqn in floating if any(matches(pattern, part) for part in _enclosing(fqn))]
+    for pattern in named:  # a pattern matches "a", "a.b" or "a.b.c" of "a.b.c"
+        around = {fqn: accumulate(fqn.split("."), "{}.{}".format) for fqn in floating}
+        chosen = [fqn for fqn, names in around.items() if any(matches(pattern, name) for name in names)]
         reasons |= dict.fromkeys(chosen, f"`keep_fp32={pattern!r}`")
         if not chosen:
             raise ValueError(
@@ -64,38 +70,17 @@ def kept_float32(model: nn.Module, dtype: torch.dtype, named: Sequence[str] = ()
     return reasons
 
 
-def _declarations(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[str, Tensor], str | None]]]:
-    """Yield the prefix of each outermost model of transformers, and a function that says what the model declares."""
-    outer: list[str] = []
+def _outermost_models(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the outermost models of transformers in ``model``, by the prefix of their fqns."""
+    outermost: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
-        if not transformers.is_model(module) or any(prefix.startswith(other) for other in outer):
-            continue
-        outer.append(prefix)
-        always = transformers.declares_float32(module, strict=True)
-        sometimes = transformers.declares_float32(module, strict=False)
-
-        yield prefix, functools.partial(_declared, always, sometimes, dtype)
+        if transformers.is_model(module) and not any(prefix.startswith(other) for other in outermost):
+            outermost[prefix] = module
+    return outermost
 
 
-def _declared(
-    always: Callable[[str], bool], sometimes: Callable[[str], bool], dtype: torch.dtype, fqn: str, tensor: Tensor
-) -> str | None:
-    """Return the attribute of a model of transformers by which a tensor stays float32, or None."""
-    name = fqn.replace("base_layer.", "")  # PEFT's wrapper of a layer: a declared "base" does not mean it
-    if always(name):
-        return "_keep_in_fp32_modules_strict"
-    counts = tensor.ndim < 2 or dtype == torch.float16
-    return "_keep_in_fp32_modules" if counts and sometimes(name) else None
-
-
-def _enclosing(fqn: str) -> Iterator[str]:
-    """Yield ``"a"``, ``"a.b"`` and ``"a.b.c"`` for ``"a.b.c"``."""
-    return accumulate(fqn.split("."), "{}.{}".format)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Coupled:
+class Coupled(NamedTuple):
     """Parameters and floating-point buffers of one module that must have one dtype."""
 
     params: list[nn.Parameter]
@@ -106,16 +91,14 @@ class Coupled:
 def coupled(module: nn.Module) -> Iterator[Coupled]:
     """Yield the parameters of batch norms and of both kinds of spectral_norm in ``module``, with their buffers."""
     for part in module.modules():
-        if is_batch_norm(part):
-            yield _coupled(list(part.parameters(recurse=False)), list(part.buffers(recurse=False)), is_batch_norm=True)
-        elif isinstance(part, ParametrizationList):
-            yield _coupled(list(part.parameters(recurse=False)), list(part.buffers()))
         params, buffers = dict(part.named_parameters(recurse=False)), dict(part.named_buffers(recurse=False))
+        if is_batch_norm(part):
+            floating = [buffer for buffer in buffers.values() if buffer.is_floating_point()]
+            yield Coupled(list(params.values()), floating, is_batch_norm=True)
+        elif isinstance(part, ParametrizationList):
+            floating = [buffer for buffer in part.buffers() if buffer.is_floating_point()]
+            yield Coupled(list(params.values()), floating, is_batch_norm=False)
         for name in [name.removesuffix("_orig") for name in params if name.endswith("_orig")]:
             if {f"{name}_u", f"{name}_v"} <= buffers.keys():  # `torch.nn.utils.spectral_norm`, which is a hook
-                yield _coupled([params[f"{name}_orig"]], [buffers[f"{name}_u"], buffers[f"{name}_v"]])
-
-
-def _coupled(params: list[nn.Parameter], buffers: list[Tensor], *, is_batch_norm: bool = False) -> Coupled:
-    floating = [buffer for buffer in buffers if buffer.is_floating_point()]
-    return Coupled(params=params, buffers=floating, is_batch_norm=is_batch_norm)
+                vectors = [buffers[f"{name}_u"], buffers[f"{name}_v"]]
+                yield Coupled([params[f"{name}_orig"]], vectors, is_batch_norm=False)

@@ -19,17 +19,14 @@ import triton.language as tl
 
 from lightning_lowprec.numerics.kernels import decoded, encoded
 
-TILE: Final = tl.constexpr(1 << 16)
-"""Elements of a parameter that one program steps."""
-BLOCK: Final = tl.constexpr(1 << 11)
-"""Elements that one program holds at a time."""
+TILE: Final = tl.constexpr(1 << 16)  # elements of a parameter that one program steps
+BLOCK: Final = tl.constexpr(1 << 11)  # elements that one program holds at a time
 COLUMNS: Final = tl.constexpr(10)
 """Addresses of a parameter (weight, master or remainder, gradient, first and second moment, exponents of the first and
 second moment; 0: there is none), its number of elements, the position of its first element among all parameters, and
 the address of a number that becomes the largest absolute value of the new weight if it is smaller (float32; 0: nobody
 wants it)."""
-NUMBERS: Final = tl.constexpr(9)
-"""float32 numbers of a parameter, see ``kernel_step.numbers_of``."""
+NUMBERS: Final = tl.constexpr(9)  # float32 numbers of a parameter, see `kernel_step.numbers_of`
 _CHUNK: Final = tl.constexpr(1 << 22)  # elements that share the keys of the random bits, see numerics/rounding.py
 
 

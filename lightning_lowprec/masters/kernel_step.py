@@ -32,12 +32,9 @@ from lightning_lowprec.numerics.parameters import grouped
 from lightning_lowprec.private.torch import add_to_all_, copy_all_, increment_versions
 
 DEVICES = {"cuda"}
-NOTE_WRITTEN: Final = "note_written"
-"""The method of a weight that needs to know of writes."""
-KINDS: Final = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-"""The kernel's words for dtypes."""
-NUMBERS: Final = 9
-"""Numbers of a parameter for the kernel, see :func:`numbers_of`."""
+NOTE_WRITTEN: Final = "note_written"  # the method of a weight that needs to know of writes
+KINDS: Final = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}  # the kernel's words for dtypes
+NUMBERS: Final = 9  # numbers of a parameter for the kernel, see `numbers_of`
 _VECTOR: Final = 16  # bytes; the kernel reads aligned tensors in pieces of this size
 
 
@@ -52,8 +49,7 @@ class Variant:
     grad: str
     moment: str
     aligned: bool
-    group: int = 1
-    """Elements that share an exponent, where moments have 8 bits."""
+    group: int = 1  # elements that share an exponent, where moments have 8 bits
 
 
 @final
@@ -68,8 +64,7 @@ class Row:
     step: Tensor | None
     param: Tensor
     master: Tensor
-    largest: Largest | None
-    """Where the largest absolute value of the new weight is wanted."""
+    largest: Largest | None  # where the largest absolute value of the new weight is wanted
 
 
 @final
@@ -78,10 +73,8 @@ class Rule:
     """An update rule of the kernel."""
 
     kernel: Literal["adam", "sgd", "momentum", "nesterov"]
-    moments: tuple[str, ...]
-    """The names of the optimizer's state that has the shape of the parameter."""
-    counts: bool = False
-    """Whether the state has a ``step``."""
+    moments: tuple[str, ...]  # the names of the optimizer's state that has the shape of the parameter
+    counts: bool = False  # whether the state has a `step`
 
 
 def rule_of(plain: type, group: Mapping[str, Any]) -> Rule | None:
@@ -104,9 +97,7 @@ def numbers_of(rule: Rule, plain: type, group: Mapping[str, Any], steps: Sequenc
 
     Columns: the factor of the gradient (-1 to maximize), L2 penalty, decay of the weight, share of the gradient in the
     first moment (momentum), decay of the second moment (share of the gradient in the momentum), share of the squared
-    gradient, minus the step size, eps, square root of the second bias correction.
-
-    ``steps`` are the numbers of steps of each parameter, this one included: (count,) scalars, if the rule counts. The
+    gradient, minus the step size, eps, square root of the second bias correction. ``steps`` count this step too. The
     result is on the device of the learning rate, which may be a tensor, and of the steps. Nothing is read from a GPU.
     """
     if is_simulated():
@@ -115,31 +106,20 @@ def numbers_of(rule: Rule, plain: type, group: Mapping[str, Any], steps: Sequenc
     devices = {t.device for t in (lr, *steps) if isinstance(t, Tensor)} - {torch.device("cpu")}
     device = devices.pop() if devices else torch.device("cpu")
     rate = torch.as_tensor(lr, dtype=torch.float64, device=device) if isinstance(lr, Tensor) else float(lr)
+    columns: list[float | Tensor]
     if rule.kernel != "adam":
         columns = [sign, group["weight_decay"], 1.0, group["momentum"], 1.0 - group["dampening"], 0.0, -rate, 0.0, 1.0]
-        return _table(columns, count, device)
-    beta1, beta2 = group["betas"]
-    if device.type == "cpu":
-        step: Tensor = torch.tensor([float(s) for s in steps], dtype=torch.float64)
     else:
-        step = torch.stack([s.to(device, non_blocking=True) for s in steps]).double()
-    decoupled = group.get("decoupled_weight_decay", plain is optim.AdamW)
-    decay = group["weight_decay"]
-    columns = [
-        sign,
-        0.0 if decoupled else decay,
-        1.0 - rate * decay if decoupled else 1.0,
-        1.0 - beta1,
-        beta2,
-        1.0 - beta2,
-        -rate / (1.0 - beta1**step),
-        group["eps"],
-        (1.0 - beta2**step).sqrt(),
-    ]
-    return _table(columns, count, device)
-
-
-def _table(columns: Sequence[float | Tensor], count: int, device: torch.device) -> Tensor:
+        beta1, beta2 = group["betas"]
+        if device.type == "cpu":
+            step: Tensor = torch.tensor([float(s) for s in steps], dtype=torch.float64)
+        else:
+            step = torch.stack([s.to(device, non_blocking=True) for s in steps]).double()
+        decay = group["weight_decay"]
+        decoupled = group.get("decoupled_weight_decay", plain is optim.AdamW)
+        decays = (0.0, 1.0 - rate * decay) if decoupled else (decay, 1.0)
+        averages = (1.0 - beta1, beta2, 1.0 - beta2)
+        columns = [sign, *decays, *averages, -rate / (1.0 - beta1**step), group["eps"], (1.0 - beta2**step).sqrt()]
     numbers = [column for column in columns if not isinstance(column, Tensor)]
     constant = iter(tensor_on(device, numbers, torch.float64))
     parts = [column if isinstance(column, Tensor) else next(constant) for column in columns]
@@ -186,22 +166,27 @@ def _row(registry: MasterRegistry, group: Any, rule: Rule, store: Store, index: 
     block = block_of(param) if registry.config.moments == "8bit" else 0
     states = registry.live().state
     state: Any = states.get(param, {})
-    if block and rule.counts and not state:  # torch makes other first states
-        state = states[param] = _coded_first_state(rule, param, group)
+    if block and rule.counts and not state:  # that of no step yet, as torch's Adam makes it; torch makes others
+        on_gpu = group.get("capturable") or group.get("fused")
+        state = states[param] = {"step": torch.zeros((), device=param.device if on_gpu else "cpu", dtype=torch.float32)}
+        for name in rule.moments:
+            set_zeros(state, name, param)
     moments = _moments(rule, state, coded=block > 0)
     if moments is None:
         return None
     weight = local(param)
     tensors = [weight, store.companion(index), local(grad), *moments]
     fits = all(t is None or (t.stride() == weight.stride() and t.device == weight.device) for t in tensors)
-    if not _is_plain(weight) or not fits or not weight.numel() or not is_dense(weight):
+    # a kernel may write to the memory of a weight, where the weight sees it or does not want to know
+    writes = type(weight) in (Tensor, Parameter) or hasattr(weight, NOTE_WRITTEN) or is_simulated()
+    if not writes or not fits or not weight.numel() or not is_dense(weight):
         return None
     aligned = all(t is None or t.data_ptr() % _VECTOR == 0 for t in tensors)
     kind = "8bit" if block and moments else "fp32"
     variant = Variant(rule.kernel, store.form, KINDS[weight.dtype], KINDS[grad.dtype], kind, aligned, block or 1)
-    filled = [*tensors, None, None][:5]
     exponents = [local(state[f"{name}{EXPONENTS}"]) for name in rule.moments] if block else []
-    return Row(variant, (*filled, *exponents), store.position(index), state.get("step"), param, master, asked(param))
+    filled = (*[*tensors, None, None][:5], *exponents, None, None)[:7]
+    return Row(variant, filled, store.position(index), state.get("step"), param, master, asked(param))
 
 
 def _moments(rule: Rule, state: Mapping[str, Any], *, coded: bool) -> list[Tensor] | None:
@@ -213,20 +198,6 @@ def _moments(rule: Rule, state: Mapping[str, Any], *, coded: bool) -> list[Tenso
     if not coded and any(moment.dtype != torch.float32 for moment in moments):
         return None
     return [local(moment) for moment in moments]
-
-
-def _coded_first_state(rule: Rule, param: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state that counts no step yet, as torch's Adam makes it, with moments in 8 bits."""
-    on_device = group.get("capturable") or group.get("fused")
-    state = {"step": torch.zeros((), dtype=torch.float32, device=param.device if on_device else "cpu")}
-    for name in rule.moments:
-        set_zeros(state, name, param)
-    return state
-
-
-def _is_plain(weight: Tensor) -> bool:
-    """Return whether a kernel may write to the memory of a weight, and can say so where the weight wants to know."""
-    return type(weight) in (Tensor, Parameter) or hasattr(weight, NOTE_WRITTEN) or is_simulated()
 
 
 def _step_rows(registry: MasterRegistry, group: Any, rule: Rule, rows: list[Row], factor: float | Tensor) -> None:
@@ -251,36 +222,29 @@ def _step_rows(registry: MasterRegistry, group: Any, rule: Rule, rows: list[Row]
 
 
 def launch(rows: Sequence[Row], numbers: Tensor, factor: Tensor, seed: int, step: int) -> None:
-    """Run the kernel once for all ``rows``, which are of one variant and on one device.
+    """Run the kernel once for all ``rows``, of one variant and device, with their :func:`numbers_of`.
 
-    ``numbers``, (len(rows), 9) float32, are those of :func:`numbers_of`. ``factor``, a float32 scalar, multiplies the
-    gradients. ``seed``, and ``step``, the number of steps before this one, are for stochastic rounding.
+    ``factor``, a float32 scalar, multiplies the gradients; ``step`` counts the steps before this one.
     """
     if is_simulated():
         return
     from lightning_lowprec.masters import kernel
 
-    weights = [row.tensors[0] for row in rows]
-    sizes = tuple(weight.numel() for weight in weights if weight is not None)
-    pointers = [[_address(t) for t in (*row.tensors, None, None)][:7] for row in rows]
-    hints = [_address(None if row.largest is None else row.largest.value) for row in rows]
-    table = [
-        number
-        for p, size, row, hint in zip(pointers, sizes, rows, hints, strict=True)
-        for number in (*p, size, row.position, hint)
-    ]
+    sizes = tuple(local(row.param).numel() for row in rows)
+    hints = [None if row.largest is None else row.largest.value for row in rows]
+    table: list[int] = []
+    for row, size, hint in zip(rows, sizes, hints, strict=True):
+        *addresses, largest = [0 if t is None else t.data_ptr() for t in (*row.tensors, hint)]
+        table += [*addresses, size, row.position, largest]
     variant, device = rows[0].variant, numbers.device
     tiles = _tiles(sizes, device, kernel.TILE.value)
     with on_device(device):
         kernel.step_parameters[(len(tiles),)](
             tiles, tensor_on(device, table, torch.int64), numbers, factor, seed, step, RULE=variant.rule,
             FORM=variant.form, WEIGHT=variant.weight, GRAD=variant.grad, MOMENT=variant.moment,
-            ALIGN=_VECTOR if variant.aligned else 1, GROUP=variant.group, MEASURE=any(hints), num_warps=8,
+            ALIGN=_VECTOR if variant.aligned else 1, GROUP=variant.group,
+            MEASURE=any(hint is not None for hint in hints), num_warps=8,
         )  # fmt: skip
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
 
 
 @functools.lru_cache(maxsize=16)

@@ -1,11 +1,9 @@
 """Optimizer state in 8 bits between steps: codes and exponents of blocks, see ``numerics/block_floats.py``.
 
-The state of a parameter under the name of, for example, ``exp_avg`` is two plain tensors between steps:
-``exp_avg_codes``, of the parameter's shape, and ``exp_avg_exponents``, (rows, blocks per row) uint8. They are sharded
-like the parameter; blocks lie inside rows, so that codes do not depend on the number of ranks. Within a step
-``exp_avg`` is float32, unless a kernel steps the parameter.
-
-Small parameters, and those whose rows are not multiples of 32 numbers, keep float32 state.
+The state ``exp_avg`` of a parameter, for example, is two plain tensors between steps: ``exp_avg_codes``, of the
+parameter's shape, and ``exp_avg_exponents``, (rows, blocks per row) uint8. They are sharded like the parameter; blocks
+lie inside rows, so that codes do not depend on the number of ranks. Within a step ``exp_avg`` is float32, unless a
+kernel steps the parameter. Small parameters, and those whose rows are not multiples of 32 numbers, keep float32 state.
 
 A state dict has what is in memory: codes and exponents, and the remainders of masters under ``master_remainder``.
 Float32 masters and moments of all parameters would take 12 bytes per parameter of memory where the run holds 6. Loading
@@ -14,8 +12,8 @@ decodes for an optimizer that has other masters or moments, or none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from typing import Any, Final, NamedTuple, final
+from collections.abc import Mapping, MutableMapping
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -32,9 +30,9 @@ from lightning_lowprec.private.torch import dtensor, tree_map_only
 
 CODES: Final = "_codes"
 EXPONENTS: Final = "_exponents"
+MASTER_PARAM: Final = "master_param"  # the name that Megatron's and NeMo's checkpoints use
 MASTER_REMAINDER: Final = "master_remainder"
-LEAST: Final = 4096
-"""Numbers of the smallest parameter whose state is coded."""
+LEAST: Final = 4096  # numbers of the smallest parameter whose state is coded
 NEVER_NEGATIVE: Final = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "exp_inf", "acc_delta")
 """State of torch's optimizers that cannot be negative."""
 NO_MOMENTS: Final = ("ax", "prev", "step_size")
@@ -50,9 +48,6 @@ def float32_state(entry: Any) -> Any:
     return tree_map_only(Tensor, lambda t: t.float() if t.dtype in HALF_DTYPES else t, entry)
 
 
-# ---- between steps
-
-
 def format_of(name: str) -> BlockFormat:
     """Return the format of the state that is called ``name``."""
     return block_floats.E5M3 if name in NEVER_NEGATIVE else block_floats.E4M3
@@ -60,8 +55,7 @@ def format_of(name: str) -> BlockFormat:
 
 def block_of(param: Tensor) -> int:
     """Return how many numbers of ``param`` share an exponent, or 0 if its state stays float32."""
-    shard = local(param)
-    if param.dim() < 2 or param.numel() < LEAST or not is_dense(shard):
+    if param.dim() < 2 or param.numel() < LEAST or not is_dense(local(param)):
         return 0
     row = _row(param)
     return block_floats.block_size(row) if row else 0
@@ -98,14 +92,21 @@ def set_zeros(state: State, name: str, param: Tensor) -> None:
     _set(state, name, param, codes, exponents)
 
 
-def decode_state(state: Mapping[Any, State], params: Sequence[Tensor]) -> None:
-    """Make the state of ``params`` float32, in place."""
-    for param in params:
-        entry = state.get(param, {})
-        for name in coded(entry):
-            values = decode(entry, name, param)
-            del entry[f"{name}{CODES}"], entry[f"{name}{EXPONENTS}"]
-            entry[name] = values
+def decode_in_place(entry: State, param: Tensor) -> None:
+    """Make the state of one parameter float32."""
+    for name in coded(entry):
+        values = decode(entry, name, param)
+        del entry[f"{name}{CODES}"], entry[f"{name}{EXPONENTS}"]
+        entry[name] = values
+
+
+def decoded_entry(entry: Any, param: Tensor) -> Any:
+    """Return a copy of the state of one parameter with float32 values in the place of codes."""
+    if not isinstance(entry, dict):
+        return entry
+    plain = dict(entry)
+    decode_in_place(plain, param)
+    return plain
 
 
 @torch.no_grad()
@@ -114,17 +115,14 @@ def encode_state(state: Mapping[Any, State], store: Store, step: int) -> None:
     for index, param in enumerate(store.params):
         entry = state.get(param, {})
         if entry and (block := block_of(param)):
-            names = [name for name, value in entry.items() if name not in NO_MOMENTS and _is_moment(value, param)]
-            for number, name in enumerate(sorted(names), start=1):
+            tensors = {name: value for name, value in entry.items() if isinstance(value, Tensor)}
+            whole = {name for name, t in tensors.items() if t.dtype == torch.float32 and t.shape == param.shape}
+            for number, name in enumerate(sorted(whole.difference(NO_MOMENTS)), start=1):
                 values = local(entry.pop(name))
                 seed = store.seed + number * _SEED_STEP
                 bits = bits_of_positions(values.numel(), seed, step, store.position(index), values.device)
                 codes, exponents = block_floats.encode(_flat(values), bits, block, format_of(name))
                 _set(entry, name, param, codes.as_strided(values.shape, values.stride()), exponents)
-
-
-def _is_moment(value: Any, param: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.dtype == torch.float32 and value.dim() > 0 and value.shape == param.shape
 
 
 def _set(state: State, name: str, param: Tensor, codes: Tensor, exponents: Tensor) -> None:
@@ -174,18 +172,16 @@ def taken_out(state_dict: Mapping[str, Any], *names: str) -> tuple[dict[str, Any
     """Return a state dict without codes, which torch would cast, and without ``names``; the codes; and the others."""
     codes: Taken = {}
     others: Taken = {}
-    state = {}
+    state = dict(state_dict["state"])
     for key, entry in state_dict["state"].items():
         if isinstance(entry, Mapping):
             moments = coded(entry)
-            of_codes = [name + end for name in moments for end in (CODES, EXPONENTS)]
-            codes[key] = {name: entry[name] for name in of_codes}
+            codes[key] = {name + end: entry[name + end] for name in moments for end in (CODES, EXPONENTS)}
             others[key] = {name: entry[name] for name in names if name in entry}
-            gone = {*of_codes, *moments, *names}  # `moments`: of `guarded`
+            gone = {*codes[key], *moments, *names}  # `moments`: of `guarded`
+            state[key] = {name: value for name, value in entry.items() if name not in gone}
             if entry and entry.keys() == others[key].keys():
-                continue  # Adam would take an empty entry for its own
-            entry = {name: value for name, value in entry.items() if name not in gone}
-        state[key] = entry
+                del state[key]  # Adam would take an empty entry for its own
     return {**state_dict, "state": state}, codes, others
 
 
@@ -207,14 +203,7 @@ def params_by_key(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[A
     return {key: p for group, saved in groups for p, key in zip(group["params"], saved["params"], strict=True)}
 
 
-@torch.no_grad()
-def put_moments(optimizer: Optimizer, param: Tensor, moments: Mapping[str, Tensor], *, keep: bool) -> None:
-    """Give a parameter coded state: the codes themselves with ``keep`` and if they are in our format, else values."""
-    here = {name: value.to(param.device, copy=True) for name, value in moments.items()}
-    optimizer.state[param].update(here if keep and _is_our_format(moments, param) else decoded_entry(here, param))
-
-
-def _is_our_format(moments: Mapping[str, Tensor], param: Tensor) -> bool:
+def is_our_format(moments: Mapping[str, Tensor], param: Tensor) -> bool:
     """Return whether the codes are those that :func:`encode_state` would make."""
     size = block_of(param)
     return size > 0 and all(
@@ -222,16 +211,6 @@ def _is_our_format(moments: Mapping[str, Tensor], param: Tensor) -> bool:
         and moments[f"{name}{EXPONENTS}"].numel() * size == param.numel()
         for name in coded(moments)
     )
-
-
-def decoded_entry(entry: Any, param: Tensor) -> Any:
-    """Return the state of one parameter with float32 values in the place of codes."""
-    if not isinstance(entry, dict):
-        return entry
-    names = coded(entry)
-    codes = {name + end for name in names for end in (CODES, EXPONENTS)}
-    values = {name: decode(entry, name, param) for name in names}
-    return {**{name: value for name, value in entry.items() if name not in codes}, **values}
 
 
 @torch.no_grad()
@@ -251,7 +230,7 @@ def decode_on_load(optimizer: Optimizer) -> None:
 
 def _decoded(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
     plain, codes, remainders = taken_out(state_dict, MASTER_REMAINDER)
-    if not any(codes.values()) and not any(remainders.values()):
+    if not any((*codes.values(), *remainders.values())):
         return None
     for key, param in params_by_key(optimizer, state_dict).items():
         if codes.get(key):
@@ -259,36 +238,15 @@ def _decoded(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]
     return plain
 
 
-# ---- in pickles
+def for_pickle(state: Mapping[Any, Any], *, undo: bool = False) -> dict[Any, Any]:
+    """Return the state of an optimizer with uint8 in the place of float8: torch 2.11 cannot read float8 pickles back.
 
+    With ``undo``, return the state that such a state was made from.
+    """
 
-@final
-class Bytes(NamedTuple):
-    """A float8 tensor for ``pickle``, which torch 2.11 reads back with an error; remove this when torch does not."""
+    def viewed(entry: Any) -> Any:
+        names = [name for name in coded(entry) if type(entry[f"{name}{CODES}"]) is Tensor]
+        dtypes = {f"{name}{CODES}": format_of(name).dtype if undo else torch.uint8 for name in names}
+        return {**entry, **{name: entry[name].view(dtype) for name, dtype in dtypes.items()}}
 
-    values: Tensor
-    """uint8."""
-    dtype: torch.dtype
-
-
-def for_pickle(state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return the state of an optimizer with :class:`Bytes` in the place of float8 tensors."""
-    return {param: _mapped(entry, _to_bytes) for param, entry in state.items()}
-
-
-def from_pickle(state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Undo :func:`for_pickle`."""
-    return {param: _mapped(entry, _from_bytes) for param, entry in state.items()}
-
-
-def _mapped(entry: Any, function: Callable[[Any], Any]) -> Any:
-    return {name: function(value) for name, value in entry.items()} if isinstance(entry, dict) else entry
-
-
-def _to_bytes(value: Any) -> Any:
-    codes = type(value) is Tensor and value.dtype in block_floats.BY_DTYPE and value.dtype.is_floating_point
-    return Bytes(value.view(torch.uint8), value.dtype) if codes else value
-
-
-def _from_bytes(value: Any) -> Any:
-    return value.values.view(value.dtype) if isinstance(value, Bytes) else value
+    return {param: viewed(entry) if isinstance(entry, dict) else entry for param, entry in state.items()}

@@ -23,26 +23,17 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_lowprec.conversion.steps import count_step
+from lightning_lowprec.masters import moments
 from lightning_lowprec.masters.config import MasterConfig, MasterForm
-from lightning_lowprec.masters.in_backward import BackwardUpdates, refuse_together
+from lightning_lowprec.masters.in_backward import BackwardUpdates, forget_updates, refuse_together
 from lightning_lowprec.masters.kernel_step import step_in_one_pass, step_one
-from lightning_lowprec.masters.moments import (
-    MASTER_REMAINDER,
-    decoded_entry,
-    float32_state,
-    for_pickle,
-    from_pickle,
-    guarded,
-    params_by_key,
-    taken_out,
-)
 from lightning_lowprec.masters.registry import MasterRegistry, registry_of
 from lightning_lowprec.numerics.parameters import parameters_of
 from lightning_lowprec.private.torch import MASTERS, check
@@ -55,7 +46,6 @@ from lightning_lowprec.private.torch_optimizers import (
 )
 
 T = TypeVar("T", bound=Optimizer)
-MASTER_PARAM: Final = "master_param"  # the name that Megatron's and NeMo's checkpoints use
 
 
 def add_masters(
@@ -74,7 +64,6 @@ def add_masters(
         ValueError: an unknown store, or one that cannot hold masters of a parameter's dtype.
         TypeError: an optimizer that steps another one inside (ZeroRedundancyOptimizer, CPUOffloadOptimizer).
         RuntimeError: ``optimizer`` has masters of another form, or its ``step`` was replaced.
-        ImportError: torch has moved a private name.
     """
     config = MasterConfig.of(store)
     if isinstance(optimizer, MasterOptimizer):
@@ -100,34 +89,22 @@ def add_masters(
     optimizer.__class__ = _master_class(plain)
     vars(optimizer)["_masters"] = registry
     if config.update == "backward":
-        updates = BackwardUpdates(optimizer, config)
-        vars(optimizer)["_updates"] = updates
+        vars(optimizer)["_updates"] = updates = BackwardUpdates(optimizer, config)
         updates.watch()
     return optimizer
 
 
 def remove_masters(optimizer: Optimizer) -> None:
-    """Make ``optimizer`` plain again, in place; its state stays, in float32. Without masters nothing changes.
-
-    The parameters stay as they are. To keep the masters' values, read them before (``registry.existing_masters``).
-    """
+    """Make ``optimizer`` plain again, in place, with float32 state; read masters before (``existing_masters``)."""
     if not isinstance(optimizer, MasterOptimizer):
         return
     if optimizer._updates is not None:
-        optimizer._updates.forget()
+        forget_updates(optimizer._updates.hooked())
     optimizer.__class__ = optimizer._masters.plain
     for name in ("_masters", "_updates"):
         vars(optimizer).pop(name, None)
     for param, entry in optimizer.state.items():
-        optimizer.state[param] = decoded_entry(float32_state(entry), param)
-
-
-def masters_are_stale(optimizer: Optimizer, config: MasterConfig) -> bool:
-    """Return whether ``optimizer`` has masters of parameters that have another dtype now, or not by ``config``."""
-    registry = registry_of(optimizer)
-    if registry is None:
-        return False
-    return config != registry.config or any(p.dtype != store.dtype for store in registry.stores for p in store.params)
+        optimizer.state[param] = moments.decoded_entry(moments.float32_state(entry), param)
 
 
 def has_masters(optimizer: Optimizer) -> bool:
@@ -142,18 +119,12 @@ def move_grads_to_masters(optimizer: Optimizer, inv_scale: float | Tensor = 1.0)
     every micro-batch accumulates in float32. ``parameter.grad_dtype = torch.float32`` also accumulates in float32; such
     gradients are handed over, not copied. Gradients of float32 parameters stay in place and are multiplied once per
     step. ``step`` and ``zero_grad`` drop the moved gradients: after a skipped step, call ``optimizer.zero_grad()``.
-
-    Raises:
-        TypeError: ``optimizer`` has no masters.
     """
     _expected_registry(optimizer).move_grads(inv_scale)
 
 
 def show_master_grads(optimizer: Optimizer) -> None:
-    """Show the gradients that were moved to masters at the parameters too, until the next ``step`` or ``zero_grad``.
-
-    The optimizer gets gradients that were edited in place, and tensors that were assigned to ``grad``.
-    """
+    """Show moved gradients at the parameters too, until the next ``step`` or ``zero_grad``; edits reach the step."""
     if (registry := registry_of(optimizer)) is not None:
         registry.gradients.show(registry.pairs())
 
@@ -161,8 +132,7 @@ def show_master_grads(optimizer: Optimizer) -> None:
 def main_params(optimizer: Optimizer) -> Iterator[Tensor]:
     """Yield the tensors that the optimizer updates, for clipping: masters, and the parameters without a master.
 
-    Their values may be read until the next ``step`` or ``zero_grad``. After that, a master of the remainder or
-    stochastic form has no memory.
+    After the next ``step`` or ``zero_grad``, a master of the remainder or stochastic form has no memory.
     """
     registry = registry_of(optimizer)
     if registry is not None:
@@ -177,27 +147,12 @@ def held_masters(optimizer: Optimizer) -> list[Tensor]:
     return [] if registry is None else list(registry.master_of.values())
 
 
-def without_masters(optimizer: Optimizer) -> list[Tensor]:
-    """Return the parameters of ``optimizer`` that have no masters."""
-    registry = registry_of(optimizer)
-    return parameters_of(optimizer) if registry is None else registry.without_master()
-
-
-def drop_grads(optimizer: Optimizer) -> None:
-    """Drop the gradients that were moved to masters; call it for a step that is skipped."""
-    if (registry := registry_of(optimizer)) is not None:
-        registry.drop_grads()
-
-
 def refresh_masters(optimizer: Optimizer, values: Mapping[int, Tensor] | None = None) -> None:
     """Make the masters follow the parameters, after an in-place edit of ``parameter.data``.
 
     All other edits of a parameter are noticed without this call, also loading a checkpoint. A master that still rounds
     to its parameter stays (in remainder form, the master becomes the parameter). ``values`` are float32 weights by
     ``id(parameter)``; a weight becomes the master if it rounds to the parameter.
-
-    Raises:
-        TypeError: ``optimizer`` has no masters.
     """
     _expected_registry(optimizer).refresh(values)
 
@@ -280,11 +235,9 @@ class MasterOptimizer(Optimizer):
         registry = self._masters
         with registry.showing_masters():
             state_dict = super().state_dict()
-        name, values = (
-            (MASTER_REMAINDER, registry.remainders()) if registry.is_coded else (MASTER_PARAM, registry.values())
-        )
-        state = {key: guarded(entry) for key, entry in state_dict["state"].items()}
-        for key, param in params_by_key(self, state_dict).items():
+        name, values = registry.saved()
+        state = {key: moments.guarded(entry) for key, entry in state_dict["state"].items()}
+        for key, param in moments.params_by_key(self, state_dict).items():
             if id(param) in values:
                 state[key] = {**state.get(key, {}), name: values[id(param)]}
         return {**state_dict, "state": state}
@@ -292,18 +245,18 @@ class MasterOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of any form of masters, or of a plain optimizer: masters follow changed weights."""
         registry = self._masters
-        plain, codes, masters = taken_out(state_dict, MASTER_PARAM, MASTER_REMAINDER)
+        plain, codes, masters = moments.taken_out(state_dict, moments.MASTER_PARAM, moments.MASTER_REMAINDER)
         with registry.showing_masters():
             super().load_state_dict(plain)
-        params = params_by_key(self, state_dict)
+        params = moments.params_by_key(self, state_dict)
         values, remainders = (
             {id(params[key]): entry[name] for key, entry in masters.items() if name in entry}
-            for name in (MASTER_PARAM, MASTER_REMAINDER)
+            for name in (moments.MASTER_PARAM, moments.MASTER_REMAINDER)
         )
         registry.take({key: value.clone() for key, value in values.items()}, remainders)  # may be our masters' memory
-        for key, moments in codes.items():
-            if moments:
-                registry.take_moments(params[key], moments)
+        for key, coded in codes.items():
+            if coded:
+                registry.take_moments(params[key], coded)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as the plain optimizer, the configuration and the masters' values."""
@@ -311,13 +264,13 @@ class MasterOptimizer(Optimizer):
         values = registry.values()
         places = {id(p): i for i, p in enumerate(registry.params())}
         state: Any = self.__getstate__()
-        state = {**state, "state": for_pickle(state["state"])}
+        state = {**state, "state": moments.for_pickle(state["state"])}
         return _rebuild, (registry.plain, state, registry.config, {places[k]: v.clone() for k, v in values.items()})
 
 
 def _rebuild(plain: type[T], state: dict[str, Any], config: MasterConfig, values: dict[int, Tensor]) -> T:
     optimizer = plain.__new__(plain)
-    optimizer.__setstate__({**state, "state": defaultdict(dict, from_pickle(state["state"]))})
+    optimizer.__setstate__({**state, "state": defaultdict(dict, moments.for_pickle(state["state"], undo=True))})
     params = parameters_of(optimizer)
     return add_masters(optimizer, config, values={id(params[i]): value for i, value in values.items()})
 

@@ -14,12 +14,13 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from lightning_lowprec.masters import moments
 from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.masters.gradients import MasterGradients, forget_unscaled, unscale_in_place
-from lightning_lowprec.masters.moments import decode_state, encode_state, float32_state, joined, put_moments
 from lightning_lowprec.masters.stores import STORES, RemainderStore, Store
 from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.numerics.parameters import chunks, parameters_of
+from lightning_lowprec.private.torch import version_of
 
 BUCKET: Final = 64 * 2**20
 """Masters that a step loads at a time where no kernel steps: 256 MB of float32. A larger parameter is loaded alone."""
@@ -31,10 +32,7 @@ _registries: weakref.WeakValueDictionary[int, MasterRegistry] = weakref.WeakValu
 
 @final
 class MasterRegistry:
-    """The masters of one optimizer, which keeps this object alive.
-
-    ``values`` are float32 weights by ``id(parameter)``, for the parameters whose float32 weight is known.
-    """
+    """The masters of one optimizer, which keeps this object alive; ``values`` are known float32 weights, by id."""
 
     def __init__(self, config: MasterConfig, optimizer: Optimizer, values: Mapping[int, Tensor]) -> None:
         self.config = config
@@ -43,9 +41,8 @@ class MasterRegistry:
         self.stores: list[Store] = []  # of one device and dtype each, and of one bucket at most
         self.place_of: dict[int, tuple[Store, int]] = {}  # by id(parameter): its store, and its index there
         self.gradients = MasterGradients()
-        self.plain: type = type(optimizer)
-        """The class that the optimizer had before it got masters."""
-        self._optimizer = weakref.ref(optimizer)
+        self.plain: type = type(optimizer)  # the class that the optimizer had before it got masters
+        self.optimizer = weakref.ref(optimizer)
         self._place_in_groups: dict[int, tuple[int, int]] = {}  # by id(parameter), as it was seen last
         self._stepping = False
         self.add_missing(values)
@@ -54,11 +51,6 @@ class MasterRegistry:
         _registries[next(_numbers)] = self
 
     # ---- membership
-
-    def optimizer(self) -> Optimizer | None:
-        """Return the optimizer; None if it is gone, or has other masters by now."""
-        optimizer = self._optimizer()
-        return optimizer if optimizer is not None and registry_of(optimizer) is self else None
 
     def params(self) -> list[Tensor]:
         """Return the tensors in the optimizer's groups, in order."""
@@ -100,11 +92,15 @@ class MasterRegistry:
                 self.place_of[id(p)] = (store, index)
                 self.master_of[id(p)], self.param_of[id(master)] = master.requires_grad_(), p
                 if p in state:  # made before there were masters, in the parameter's dtype
-                    state[p] = float32_state(state[p])
+                    state[p] = moments.float32_state(state[p])
+
+    def is_stale(self, config: MasterConfig) -> bool:
+        """Return whether a parameter has another dtype than its master is for, or the masters are not by ``config``."""
+        return config != self.config or any(p.dtype != store.dtype for store in self.stores for p in store.params)
 
     def live(self) -> Optimizer:
         """Return the optimizer, which keeps this object alive."""
-        optimizer = self._optimizer()
+        optimizer = self.optimizer()
         assert optimizer is not None
         return optimizer
 
@@ -131,32 +127,29 @@ class MasterRegistry:
         return {id(p): value for store in self.stores for p, value in zip(store.params, store.values(), strict=True)}
 
     def refresh(self, values: Mapping[int, Tensor] | None) -> None:
-        """Follow the parameters, or take ``values`` where they round to their parameters.
-
-        A parameter that is not among the ``values`` becomes its own master.
-        """
+        """Follow the parameters, or take ``values`` where they round to theirs; others become their own masters."""
         for store in self.stores:
             store.refresh() if values is None else store.set_values(values)
 
-    @property
-    def is_coded(self) -> bool:
-        """Whether state dicts contain remainders instead of float32 masters, see `moments.py`."""
-        return self.config.form == "remainder" and self.config.moments != "fp32"
+    def saved(self) -> tuple[str, dict[int, Tensor]]:
+        """Return what state dicts hold of masters, by ``id(parameter)``, and its name there.
 
-    def remainders(self) -> dict[int, Tensor]:
-        """Return the remainders by ``id(parameter)``, in remainder form: the tensors themselves, not copies."""
+        They hold float32 masters; beside coded moments, remainders: the tensors themselves, not copies.
+        """
+        if self.config.form != "remainder" or self.config.moments == "fp32":
+            return moments.MASTER_PARAM, self.values()
         remainders: dict[int, Tensor] = {}
         for store in self.stores:
             store.settle(self.step)
             if isinstance(store, RemainderStore):
                 remainders |= {id(p): t for p, t in zip(store.params, store.remainders(), strict=True)}
-        return remainders
+        return moments.MASTER_REMAINDER, remainders
 
     def take(self, values: Mapping[int, Tensor], remainders: Mapping[int, Tensor]) -> None:
         """Take the masters of a state dict by ``id(parameter)``: float32 values, or remainders beside the weights."""
         params = {id(p): p for store in self.stores for p in store.params}
         whole = {
-            key: joined(params[key], remainder)
+            key: moments.joined(params[key], remainder)
             for key, remainder in remainders.items()
             if key in params and not isinstance(self.place_of[key][0], RemainderStore)
         }
@@ -166,9 +159,11 @@ class MasterRegistry:
             if isinstance(store, RemainderStore):
                 store.take_remainder(index, remainder)
 
-    def take_moments(self, param: Tensor, moments: Mapping[str, Tensor]) -> None:
+    def take_moments(self, param: Tensor, coded: Mapping[str, Tensor]) -> None:
         """Take codes of a state dict: as they are if they are of this optimizer's format, else as float32 values."""
-        put_moments(self.live(), param, moments, keep=self.config.moments == "8bit" and id(param) in self.place_of)
+        keep = self.config.moments == "8bit" and id(param) in self.place_of and moments.is_our_format(coded, param)
+        entry = {name: value.to(param.device, copy=True) for name, value in coded.items()}
+        self.live().state[param].update(entry if keep else moments.decoded_entry(entry, param))
 
     # ---- gradients
 
@@ -192,15 +187,12 @@ class MasterRegistry:
         """Drop moved gradients; outside of a step, free the masters' memory too."""
         self.gradients.hide(self.pairs())
         self.gradients.factor = 1.0
-        self._drop_moved(self.stores)
-        forget_unscaled(self.params())
-
-    def _drop_moved(self, stores: Iterable[Store]) -> None:
-        for store in stores:
+        for store in self.stores:
             for master in store.masters:
                 master.grad = None
             if not self._stepping:
                 store.release()
+        forget_unscaled(self.params())
 
     # ---- a step
 
@@ -217,13 +209,10 @@ class MasterRegistry:
     def settle(self, store: Store) -> None:
         """Bring a store to the state between steps, with one gradient per parameter: for a kernel."""
         store.settle(self.step)
-        self._encode(store)
+        if self.config.moments == "8bit":
+            moments.encode_state(self.live().state, store, self.step)
         if any(p.grad is not None and m.grad is not None for p, m in zip(store.params, store.masters, strict=True)):
             self.gradients.move(store, 1.0)
-
-    def _encode(self, store: Store) -> None:
-        if self.config.moments == "8bit":
-            encode_state(self.live().state, store, self.step)
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -271,30 +260,32 @@ class MasterRegistry:
     @contextmanager
     def _loaded(self, stores: Sequence[Store]) -> Iterator[None]:
         if self.config.moments == "8bit":
-            for store in stores:
-                decode_state(self.live().state, store.params)
+            for p in itertools.chain.from_iterable(store.params for store in stores):
+                moments.decode_in_place(self.live().state.get(p, {}), p)
         self._stepping = True
         try:
             yield
         finally:
             self.gradients.hide(self.pairs())
-            self._drop_moved(stores)  # first: rounding takes temporary memory too
+            for master in itertools.chain.from_iterable(store.masters for store in stores):
+                master.grad = None  # first: rounding takes temporary memory too
             self._stepping = False
             for store in stores:
                 store.save(self.step)
-                self._encode(store)
+                if self.config.moments == "8bit":
+                    moments.encode_state(self.live().state, store, self.step)
 
     def evaluation(self, closure: Callable[[], Any], first: Any) -> Callable[[], Any]:
         """Return ``closure`` for the optimizer: the model sees its weights, the optimizer float32 gradients.
 
         The first call returns ``first``, unless the optimizer has moved the masters before.
         """
-        versions = {store: store.version for store in self.stores}
+        versions = {store: version_of(store.buffer.flat) for store in self.stores}
         evaluated = False
 
         def evaluate() -> Any:
             nonlocal evaluated  # edits of `master.data` leave the version, so later calls cast all masters
-            changed = [store for store in self.stores if evaluated or store.version != versions[store]]
+            changed = [s for s in self.stores if evaluated or version_of(s.buffer.flat) != versions[s]]
             if not evaluated and not changed:
                 evaluated = True
                 return first
@@ -344,9 +335,9 @@ def all_registries() -> list[MasterRegistry]:
 
 
 def optimizers_with_masters() -> list[Optimizer]:
-    """Return the optimizers that have masters and still exist."""
-    optimizers = (registry.optimizer() for registry in all_registries() if registry.stores)
-    return [optimizer for optimizer in optimizers if optimizer is not None]
+    """Return the optimizers that have masters and still exist; a registry may be that of earlier masters."""
+    pairs = [(registry, registry.optimizer()) for registry in all_registries() if registry.stores]
+    return [optimizer for registry, optimizer in pairs if optimizer is not None and registry_of(optimizer) is registry]
 
 
 def existing_masters(params: Iterable[Tensor]) -> dict[int, Tensor]:

@@ -28,17 +28,11 @@ from lightning_lowprec.private.torch import copy_all_, first_element, version_of
 
 
 class Store(ABC):
-    """The masters of ``params``, which share one device and one half-precision dtype.
+    """The masters of ``params``, which share one device and one half-precision dtype; of DTensors, of local shards.
 
-    Args:
-        params: the parameters; of a DTensor, the local shard.
-        values: as in :meth:`set_values`.
-        seed: the seed of the run; random bits depend on the seed, the step and the position only.
-        start: the position of the first element of the first parameter among the elements of all stores of the
-            optimizer. Of DTensors, the whole tensors count, so that positions do not depend on the number of ranks.
-
-    Raises:
-        ValueError: the store cannot hold masters of this dtype.
+    Random bits depend on the ``seed`` of the run, the step and the position only. ``start`` is the position of the
+    first element among the elements of all stores of the optimizer. Of DTensors, the whole tensors count, so that
+    positions do not depend on the number of ranks.
     """
 
     form: ClassVar[str]
@@ -156,11 +150,6 @@ class Store(ABC):
             self.release()
         return self.buffer.tensors_on(flat)
 
-    @property
-    def version(self) -> int:
-        """A count that grows when a master changes."""
-        return version_of(self.buffer.flat)
-
     def moved(self) -> bool:
         """Return whether a parameter has moved to another device; raise if one has another dtype now."""
         for p in self.params:
@@ -257,11 +246,7 @@ class StochasticStore(Store):
             rounding.stochastic_round_(part, seed=self.seed, step=step, start=self.position(index))
 
 
-STORES: Final[Mapping[str, type[Store]]] = {
-    "fp32": Fp32Store,
-    "remainder": RemainderStore,
-    "stochastic": StochasticStore,
-}
+STORES: Final = {store.form: store for store in (Fp32Store, RemainderStore, StochasticStore)}
 
 
 def _fingerprint(param: Tensor) -> tuple[int, int]:

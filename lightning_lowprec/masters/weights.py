@@ -6,9 +6,7 @@ model. A precision with float32 weights would train both without masters, and lo
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final, final
 
 import torch
@@ -17,21 +15,20 @@ from torch.nn import Module, Parameter
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lightning_lowprec.checks import check_choice
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.masters.gradient_dtypes import GradientDtypes
 from lightning_lowprec.masters.in_backward import refuse_second
 from lightning_lowprec.masters.kept_float32 import coupled, kept_float32
 from lightning_lowprec.masters.moments import decode_on_load, float32_state
-from lightning_lowprec.masters.optimizer import add_masters, masters_are_stale, remove_masters
-from lightning_lowprec.masters.registry import existing_masters
+from lightning_lowprec.masters.optimizer import add_masters, remove_masters
+from lightning_lowprec.masters.registry import existing_masters, registry_of
 from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.numerics.parameters import parameters_of
 from lightning_lowprec.numerics.rounding import upper_half
 from lightning_lowprec.private.fsdp2 import reset_shards
 from lightning_lowprec.private.torchao import parameters_of_copies
-from lightning_lowprec.references import alive
+from lightning_lowprec.references import WeakList
 
 _CASTABLE: Final = (torch.float64, torch.float32, *HALF_DTYPES)  # not FP8: codes need a scale
 
@@ -51,9 +48,8 @@ class HalfWeights:
         self.not_cast: Callable[[Module], Collection[str]] | None = None
         """Returns the names of a module's parameters that stay float32; they are their own masters."""
         self.keep_fp32: Sequence[str] = ()
-        """The option ``keep_fp32``."""
         self._originals: dict[int, Tensor] = {}  # by id(parameter): the float32 weight from before the cast
-        self._updating: list[weakref.ref[Optimizer]] = []  # those that update during the backward pass
+        self._updating: WeakList[Optimizer] = WeakList()  # those that update during the backward pass
         self._counted: set[int] = set()  # id(parameter) of those that were half precision at the set-up
 
     def cast(self, module: Module, dtype: torch.dtype) -> int:
@@ -64,30 +60,27 @@ class HalfWeights:
         none.
         """
         with_buffers, named = self._with_buffers(module), kept_float32(module, dtype, self.keep_fp32)
-        kept = with_buffers | named.keys()
         trained = {id(p): p for p in module.parameters() if p.requires_grad}
         changed = [p for p in module.parameters() if p.dtype != dtype]
         half = [p for p in trained.values() if p.dtype in HALF_DTYPES and id(p) not in self._originals]
         keep = self.config.form != "stochastic"
         masters = existing_masters(half) if keep else {}
-        for p in half:
-            if id(p) in masters and p.dtype != dtype:  # round once, not from one half precision to the other
-                cast_parameter(p, torch.float32)
-                p.data.copy_(masters[id(p)])
+        # a master is rounded once, not from one half precision to the other
+        _make_float32([p for p in half if id(p) in masters and p.dtype != dtype], masters)
         again = [p for p in changed if p.dtype == torch.float32 and is_marked(p)]
         widened = [p for fqn, p in module.named_parameters() if fqn in named.keys() - with_buffers]
-        for p in [p for p in widened if p.dtype in HALF_DTYPES]:
-            cast_parameter(p, torch.float32)  # it was loaded in half precision, or an earlier precision has cast it
-            if id(p) in masters:
-                p.data.copy_(masters[id(p)])
-        originals = cast_parameters(module, dtype, keep=keep, buffer_dtype=self.buffer_dtype, skip=kept)
+        # loaded in half precision, or an earlier precision has cast them
+        _make_float32([p for p in widened if p.dtype in HALF_DTYPES], masters)
+        skip = with_buffers | named.keys()
+        originals = cast_parameters(module, dtype, keep=keep, buffer_dtype=self.buffer_dtype, skip=skip)
         for p in again if self.config.form == "remainder" else ():  # round to what an earlier run has left
             if id(p) in originals and not hasattr(p, "to_local"):
                 p.data.copy_(upper_half(originals[id(p)]))
         self._originals |= {key: value for key, value in originals.items() if key in trained} | masters
         self.gradients.prepare(module.parameters())
-        for p in {id(p): p for p in (*changed, *trained.values()) if p.dtype == dtype}.values():
-            mark(p)
+        for p in (*changed, *trained.values()):
+            if p.dtype == dtype:
+                mark(p)
         rounded = {id(p) for p in half} - masters.keys() - self._counted
         self._counted |= rounded
         return len(rounded)
@@ -123,20 +116,20 @@ class HalfWeights:
         return sharded
 
     def add_masters(self, optimizer: Optimizer) -> None:
-        """Give an optimizer masters; call it again when more of its parameters were cast.
+        """Give an optimizer masters, in place of an earlier precision's; call again when more parameters were cast.
 
-        Masters of an earlier precision are replaced. Lightning's optimizer without parameter groups, which stands for
-        no optimizer, gets no masters.
+        Lightning's optimizer without parameter groups, which stands for no optimizer, gets no masters.
         """
         if not optimizer.param_groups:
             return
-        if masters_are_stale(optimizer, self.config):
+        registry = registry_of(optimizer)
+        if registry is not None and registry.is_stale(self.config):
             self._originals = existing_masters(parameters_of(optimizer)) | self._originals
             remove_masters(optimizer)
-        refuse_second(optimizer, alive(self._updating))
+        refuse_second(optimizer, self._updating)
         add_masters(optimizer, self.config, values=self._originals)
-        if self.config.update == "backward":
-            self._updating = [weakref.ref(updating) for updating in {*alive(self._updating), optimizer}]
+        if self.config.update == "backward" and optimizer not in self._updating:
+            self._updating.add(optimizer)
         params = parameters_of(optimizer)
         self.gradients.prepare(params)
         for p in params:
@@ -149,35 +142,11 @@ class HalfWeights:
         self._counted = set()
 
     def __repr__(self) -> str:
-        """Show the form of the masters, and the dtypes of buffers and gradients."""
         return f"{type(self).__name__}({self.config}, buffer_dtype={self.buffer_dtype}, {self.gradients})"
 
     def __getstate__(self) -> dict[str, object]:
         """Leave out the weights, which cannot move to another process."""
-        return {**self.__dict__, "_originals": {}, "_counted": set(), "_updating": []}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Change:
-    """The parameters that became float32."""
-
-    parameters: int
-    """Their number."""
-    bytes: int
-    """The bytes that they take more than before."""
-    exact: int
-    """The number of them that got the value of a master that an optimizer still had."""
-
-    def __str__(self) -> str:
-        """Return the end of a log line."""
-        rounded = self.parameters - self.exact
-        source = "their rounded values" if not self.exact else "their masters' values"
-        if self.exact and rounded:
-            source += f" ({rounded} of them from rounded values, without masters)"
-        return (
-            f"{self.parameters} trainable half-precision parameters became float32, {self.bytes} bytes more, and start"
-            f" from {source}"
-        )
+        return {**self.__dict__, "_originals": {}, "_counted": set()}
 
 
 @final
@@ -187,8 +156,8 @@ class Float32Weights:
     def __init__(self) -> None:
         self._fqns: set[str] = set()
 
-    def make(self, module: Module, *, frozen_too: bool = False) -> Change | None:
-        """Make the trainable half-precision parameters of ``module`` float32, in place; return None if there are none.
+    def make(self, module: Module, *, frozen_too: bool = False) -> str | None:
+        """Make the trainable half-precision parameters of ``module`` float32, in place; return the change in words.
 
         Parameter objects, ties and gradients stay. A parameter gets the value of its master, if an optimizer of an
         earlier run still has one. Codes, buffers, and frozen parameters that no plugin has cast, stay as they are.
@@ -199,29 +168,36 @@ class Float32Weights:
         half = [p for p in half if p.requires_grad or frozen_too or is_marked(p)]
         if not half:
             return None
-        return self._make(module, half, existing_masters(half))
+        more = sum(p.numel() * (4 - p.element_size()) for p in half if not is_lazy(p))
+        masters = existing_masters(half)
+        self._make(module, half, masters)
+        exact = sum(id(p) in masters for p in half)
+        source = "their masters' values" if exact else "their rounded values"
+        if 0 < exact < len(half):
+            source += f" ({len(half) - exact} of them from rounded values, without masters)"
+        return (
+            f"{len(half)} trainable half-precision parameters became float32, {more} bytes more, and start from"
+            f" {source}"
+        )
 
-    def undo_cast(self, module: Module, masters: Mapping[int, Tensor]) -> Change | None:
+    def undo_cast(self, module: Module, masters: Mapping[int, Tensor]) -> None:
         """Make the half-precision parameters float32 that a plugin has cast, as :meth:`make` does.
 
         ``masters`` are float32 values by ``id(parameter)``; other parameters keep their rounded values.
         """
         half = [p for p in module.parameters() if p.dtype in HALF_DTYPES and is_marked(p)]
-        return self._make(module, half, masters) if half else None
+        if half:
+            self._make(module, half, masters)
 
-    def _make(self, module: Module, half: list[Parameter], masters: Mapping[int, Tensor]) -> Change:
-        more = sum(p.numel() * (4 - p.element_size()) for p in half if not is_lazy(p))
+    def _make(self, module: Module, half: list[Parameter], masters: Mapping[int, Tensor]) -> None:
+        _make_float32(half, masters)
         for p in half:
-            cast_parameter(p, torch.float32)
-            if id(p) in masters:
-                p.data.copy_(masters[id(p)])
             mark(p)
         for group in coupled(module):
             if any(map(_is_made_float32, group.params)):
                 for buffer in group.buffers:
                     buffer.data = buffer.data.float()
         self._fqns.update(fqn for fqn, p in module.named_parameters() if _is_made_float32(p))
-        return Change(parameters=len(half), bytes=more, exact=sum(id(p) in masters for p in half))
 
     def note_sharded(self, module: Module) -> None:
         """Note that sharding has replaced the parameters of ``module``."""
@@ -241,7 +217,6 @@ class Float32Weights:
         decode_on_load(optimizer)
 
     def __repr__(self) -> str:
-        """Show the class alone: there are no options."""
         return f"{type(self).__name__}()"
 
 
@@ -278,7 +253,6 @@ def cast_parameters(
     that was cast, by ``id(parameter)``. ``buffer_dtype`` None leaves buffers alone (running statistics need float32).
     Parameters and buffers that ``skip`` names stay; one name of a tied parameter is enough.
     """
-    check_choice("dtype", dtype, HALF_DTYPES)
     skipped = {id(p) for name, p in module.named_parameters(remove_duplicate=False) if name in skip}
     originals = {}
     for parameter in module.parameters():
@@ -293,6 +267,14 @@ def cast_parameters(
             if buffer.dtype in _CASTABLE and name not in skip:
                 buffer.data = buffer.data.to(buffer_dtype)
     return originals
+
+
+def _make_float32(params: Collection[Parameter], masters: Mapping[int, Tensor]) -> None:
+    """Cast ``params`` to float32 in place; ``masters`` are their values by ``id(parameter)``, where known."""
+    for p in params:
+        cast_parameter(p, torch.float32)
+        if id(p) in masters:
+            p.data.copy_(masters[id(p)])
 
 
 def cast_parameter(parameter: nn.Parameter, dtype: torch.dtype) -> None:

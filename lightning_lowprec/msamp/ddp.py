@@ -28,7 +28,7 @@ from lightning_lowprec.numerics.fp8_average import average_
 from lightning_lowprec.numerics.launches import tensor_on
 from lightning_lowprec.numerics.parameters import chunks, parameters_of
 from lightning_lowprec.private.torch import ignore_in_ddp, train_in_ddp
-from lightning_lowprec.references import alive
+from lightning_lowprec.references import WeakList
 
 _EXCLUDING: Final[weakref.WeakSet[nn.Module]] = weakref.WeakSet()
 """The models whose weights of codes DDP ignores; DDP reads their names in the model that it gets."""
@@ -124,7 +124,7 @@ class DDPModels:
 
     def __init__(self, precision: str) -> None:
         self._precision = precision
-        self._modules: list[weakref.ref[DistributedDataParallel]] = []
+        self._modules: WeakList[DistributedDataParallel] = WeakList()
 
     def exclude_codes(self, module: nn.Module, *, will_train: bool) -> None:
         """Let DDP ignore the weights of codes of ``module``; raise ValueError if no weight is left for DDP to train."""
@@ -141,7 +141,7 @@ class DDPModels:
     def synchronize(self, module: nn.Module) -> None:
         """Give all ranks the codes of rank 0, and register ``module`` if it is a DDP module."""
         if isinstance(module, DistributedDataParallel):
-            self._modules = [weakref.ref(m) for m in (*alive(self._modules), module)]
+            self._modules.add(module)
             broadcast_codes(module, module.process_group)
         elif _ranks() > 1:
             broadcast_codes(module)
@@ -149,19 +149,14 @@ class DDPModels:
     def average_gradients(self, optimizer: Optimizer) -> None:
         """Average the gradients of the optimizer's weights of codes over the ranks; averaged gradients stay."""
         coded = {id(p) for p in parameters_of(optimizer) if msamp_state_of(p) is not None and p.requires_grad}
-        modules = alive(self._modules)
-        if coded and _ranks() > 1 and not modules:
+        if coded and _ranks() > 1 and not self._modules:
             raise RuntimeError(
                 f"`precision={self._precision!r}` needs to see the DDP module, and did not. In Fabric, `import"
                 " lightning_lowprec` before it is made and set the model up with `fabric.setup`."
             )
-        for module in modules:
+        for module in self._modules:
             if dist.get_world_size(module.process_group) > 1:
                 average_scaled_gradients([p for p in module.parameters() if id(p) in coded], module.process_group)
-
-    def __getstate__(self) -> dict[str, object]:
-        """Return what a copy gets; DDP modules stay in their process."""
-        return {**self.__dict__, "_modules": []}
 
 
 def _ranks() -> int:

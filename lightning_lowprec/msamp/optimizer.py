@@ -14,8 +14,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_lowprec.checks import check_choice
-from lightning_lowprec.masters.moments import decoded_entry
-from lightning_lowprec.masters.optimizer import MASTER_PARAM
+from lightning_lowprec.masters.moments import MASTER_PARAM, decoded_entry
 from lightning_lowprec.msamp.gradient import ScaledGradient
 from lightning_lowprec.msamp.step import Flats, step_codes
 from lightning_lowprec.msamp.weight import (

@@ -14,7 +14,6 @@ from lightning_lowprec.checks import check_choice
 from lightning_lowprec.conversion.invariants import unchanged
 from lightning_lowprec.conversion.options import LayerChoices, LayerOptions, shows, take
 from lightning_lowprec.conversion.plan import PlanRequest
-from lightning_lowprec.masters.options import WeightChoices, WeightOptions
 from lightning_lowprec.msamp.adamw_sgd import convert_optimizer_
 from lightning_lowprec.msamp.backend import NAME
 from lightning_lowprec.msamp.ddp import DDPModels
@@ -30,10 +29,8 @@ from lightning_lowprec.precision.options import (
     EmulationChoices,
     FP8Choices,
     FP8Options,
-    HeadChoices,
-    HeadOptions,
-    LossScaleChoices,
-    LossScaleOptions,
+    TrainingChoices,
+    TrainingOptions,
 )
 from lightning_lowprec.precision.refusals import refuse_averaging
 from lightning_lowprec.precision.state import BACKEND_STATE
@@ -41,14 +38,12 @@ from lightning_lowprec.private.either import GradClipAlgorithmType, LightningMod
 from lightning_lowprec.runs_where import RecipeKey
 
 
-class MSAMPChoices(
-    LayerChoices, BlockChoices, FP8Choices, EmulationChoices, LossScaleChoices, WeightChoices, HeadChoices, total=False
-):
+class MSAMPChoices(LayerChoices, BlockChoices, FP8Choices, EmulationChoices, TrainingChoices, total=False):
     """The options of :class:`MSAMP` that other plugins share, for type checkers."""
 
 
 @final
-@shows(LayerOptions, BlockOptions, FP8Options, LossScaleOptions, WeightOptions, HeadOptions, without=["keep_fp32"])
+@shows(LayerOptions, BlockOptions, FP8Options, TrainingOptions, without=["keep_fp32"])
 class MSAMP(Converting):
     """Linear layers with weights of 8 or 16 bits, FP8 GEMMs and FP8 gradients; the rest under autocast, in float32.
 
@@ -85,10 +80,10 @@ class MSAMP(Converting):
     ) -> None:
         check_choice("grad_accumulation_dtype", grad_accumulation_dtype, (None, torch.float32))
         running = take(FP8Options, options)
-        super().__init__(take(LossScaleOptions, options).scaler(running.base), None, take(WeightOptions, options))
+        training = take(TrainingOptions, options)
+        super().__init__(training.scaler(running.base), None, training)
         self.base, self.fp8_eval, self.emulate = running.base, running.fp8_eval, running.emulate
         self.layers = take(LayerOptions, options)
-        self.head = take(HeadOptions, options).head
         self.level: Level = level
         self.shards_codes = level == "O3"
         self.stochastic_rounding = stochastic_rounding

@@ -96,12 +96,3 @@ def together(norms: Sequence[Tensor], order: float = 2.0) -> Tensor:
     """Return the norm of all elements whose norms are given, on the device of the first one."""
     total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), order)
     return total
-
-
-def norm_of_norms(norms: Iterable[Tensor]) -> Tensor:
-    """Return the 2-norm of all elements whose 2-norms are given, over all ranks: a collective per mesh and placement.
-
-    Norms of sharded tensors are DTensors that are not yet summed over the ranks.
-    """
-    groups = grouped(norms, lambda norm: (norm.device, mesh_of(norm), getattr(norm, "placements", None)))
-    return together(over_ranks(torch.linalg.vector_norm(torch.stack(group)) for group in groups))

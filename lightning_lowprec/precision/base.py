@@ -10,7 +10,6 @@ A plugin is a thin layer of Lightning's hooks over four parts, each in a separat
 
 from __future__ import annotations
 
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -27,18 +26,18 @@ from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.experts import follow_autocast
 from lightning_lowprec.conversion.plan import Plan
 from lightning_lowprec.masters import deferred
+from lightning_lowprec.masters.kept_float32 import kept_float32
 from lightning_lowprec.masters.optimizer import main_params
-from lightning_lowprec.masters.options import WeightOptions
 from lightning_lowprec.masters.weights import HalfWeights, is_marked
 from lightning_lowprec.numerics.formats import HALF_DTYPES
+from lightning_lowprec.numerics.parameters import disable_foreach
 from lightning_lowprec.other_stacks import NEMO, refuse_foreign
-from lightning_lowprec.precision import frozen_writes, plain, refusals, set_up, state, step
-from lightning_lowprec.precision.after_fit import AfterFit
+from lightning_lowprec.precision import plain, refusals, set_up, state, step
 from lightning_lowprec.precision.host import Engine, callbacks_of, cast_floating, in_trainer, shown_as, trainer_of
+from lightning_lowprec.precision.layer_calls import watched
 from lightning_lowprec.precision.loss_scale import LossScaler
-from lightning_lowprec.precision.options import Head
+from lightning_lowprec.precision.options import TrainingOptions
 from lightning_lowprec.precision.phases import ScheduledPhases
-from lightning_lowprec.precision.watched_forward import watched
 from lightning_lowprec.private.either import (
     FabricPrecision,
     GradClipAlgorithmType,
@@ -50,34 +49,27 @@ from lightning_lowprec.private.either import (
     trainer_callbacks,
 )
 from lightning_lowprec.private.lightning import EitherPrecision
+from lightning_lowprec.references import WeakList
 from lightning_lowprec.runs_where import RecipeKey
 
 
 class LowPrecision(EitherPrecision, ABC):
     """Base of every precision plugin: autocast, loss scaling, half-precision weights, Trainer and Fabric.
 
-    Args:
-        scaler: scales the loss, and skips steps with gradients that are not finite; None: neither.
-        masters: casts weights and gives optimizers float32 masters; None for float32 weights.
-        weights: the options of half-precision weights where there are no masters, and of the model after a run.
+    Without ``scaler`` neither the loss is scaled nor a step skipped; without ``masters`` weights are float32.
     """
 
     precision: str = "lowprec"  # type: ignore[assignment]  # Lightning's Literal cannot be extended
     backend: ClassVar[str | None] = None
     """The name of the plugin's entry in :mod:`~lightning_lowprec.conversion.backends`; None: no layers convert."""
-    backend_is_chosen: bool = False
-    """Whether the name in ``precision=`` left the choice of the backend to this package."""
-    head: Head = "bf16"
-    """The option ``head``: how the output head of a causal language model and its loss are computed."""
+    backend_is_chosen: bool = False  # whether the name in `precision=` left the choice of the backend to this package
     plan: Plan | None = None  # of the module that was set up last: converted layers, kept layers, reasons
     needs_fp8_gather: str | None = None
     """The option that makes FSDP2 gather weights as float8 or raise, such as ``"fp8_params=True"``; None: no option."""
     format: ClassVar[str] = "FP8"  # of the layers that convert, in words
     emulate: bool | None = False  # the user's choice; None: on a CPU only
-    keeps_codes: bool = False
-    """Whether weights become codes with scales (MS-AMP), which other precisions do not know."""
-    keeps_float32_shards: bool = False
-    """Whether FSDP2's float32 shards take the place of masters."""
+    keeps_codes: bool = False  # whether weights become codes with scales (MS-AMP), which other precisions do not know
+    keeps_float32_shards: bool = False  # whether FSDP2's float32 shards take the place of masters
     shards_codes: bool = False  # whether FSDP2 can shard these codes
     phases: ScheduledPhases | None = None  # the option `schedule`: the phases that the layers follow
     engine: Engine | None = None
@@ -86,18 +78,22 @@ class LowPrecision(EitherPrecision, ABC):
     """The dtype in which FSDP2 reduces gradients, unless the strategy's ``reduce_dtype`` says so; None: float32."""
 
     def __init__(
-        self, scaler: LossScaler | None, masters: HalfWeights | None = None, weights: WeightOptions | None = None
+        self, scaler: LossScaler | None, masters: HalfWeights | None = None, options: TrainingOptions | None = None
     ) -> None:
-        options = WeightOptions() if weights is None else weights
+        options = TrainingOptions() if options is None else options
         refusals.refuse_skipping(scaler, masters)
         self.scaler = scaler
         self.masters = masters
-        self.weights = options.resolve(masters)
+        if masters is not None:
+            masters.keep_fp32 = options.keep_fp32
+        self.weights = options.float32_weights(masters)
+        self.head = options.head
         self.plain_after_fit = options.plain_after_fit
         self.keep_fp32 = options.keep_fp32
         self.modules = set_up.Modules()
-        self.optimizers = set_up.Optimizers()
-        self.after_fit = AfterFit()
+        self.optimizers: WeakList[Optimizer] = WeakList()  # of Fabric, one by one; the Trainer hands over all at once
+        self.reshard: Callable[[Module], None] | None = None
+        self.after_fit = plain.AfterFit()
         self._in_trainer = False
         self._will_train = True
         self._half_weights = False
@@ -149,10 +145,7 @@ class LowPrecision(EitherPrecision, ABC):
         return None
 
     def sharded_identity(self) -> tuple[Any, ...]:
-        """Return everything about this precision that sharding builds into a model.
-
-        A model that was sharded under another identity cannot be used; build the model anew.
-        """
+        """Return everything about this precision that sharding builds into a model."""
         return (self.precision,)
 
     def _prepare(self, module: Module, device: torch.device) -> None:
@@ -181,10 +174,11 @@ class LowPrecision(EitherPrecision, ABC):
         self._will_train = trainer is None or trainer.state.fn == TrainerFn.FITTING
         if trainer is not None:
             self.modules.bind(trainer.strategy.root_device)
-        if self.modules.is_sharded(module):
+        if module in (self.modules.sharded or ()):
             return module
         refusals.refuse_sharded(module, self.precision)
-        refusals.check_names(module, self.keep_fp32)
+        if self.keep_fp32:
+            kept_float32(module, torch.bfloat16, self.keep_fp32)  # raises for a name that matches nothing
         self.after_fit.begin(self, module, trainer)
         if self.modules.add(module):
             self._prepare_waiting()
@@ -209,7 +203,7 @@ class LowPrecision(EitherPrecision, ABC):
             casts = self.masters is not None and any(p.dtype in HALF_DTYPES for p in module.parameters())
             self._half_weights = casts or self.engine is not None
             prepared.append((module, device))
-        for optimizer in self.optimizers.known:
+        for optimizer in self.optimizers:
             self._prepare_weights_of(optimizer)
         for module, device in prepared:
             self._finish(module, device)
@@ -246,8 +240,8 @@ class LowPrecision(EitherPrecision, ABC):
 
         ``reshard`` frees the gathered weights of a module, so that ``parameters()`` shows the shards.
         """
-        self.modules.bind_fsdp2()
-        self.optimizers.reshard = reshard
+        self.modules.note_sharded()
+        self.reshard = reshard
         masters = None if self.masters is None else self.masters.under_fsdp2()
         self.keeps_float32_shards |= self.masters is not None and masters is None
         self.masters = masters
@@ -287,7 +281,10 @@ class LowPrecision(EitherPrecision, ABC):
 
     def _prepare_weights_of(self, optimizer: Optimizer) -> None:
         """Let an optimizer follow the dtypes of its parameters, and take over what another precision left in it."""
-        self.optimizers.make_plain(optimizer, except_for=self.backend)
+        backends.revert_optimizer(optimizer, except_for=self.backend)
+        if disable_foreach(optimizer):
+            name = type(optimizer).__name__
+            rank_zero_info(f"{name} runs without foreach: some of its parameters are DTensors, or of another mesh.")
         if self.masters is not None:
             self.masters.add_masters(optimizer)
         elif self.weights is not None:
@@ -299,14 +296,10 @@ class LowPrecision(EitherPrecision, ABC):
         if (trainer := trainer_of(model)) is not None:  # FSDP2 converts at the first set-up alone
             self._in_trainer, self._will_train = True, trainer.state.fn == TrainerFn.FITTING
         self.see_module(model)
-        self.after_fit.optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
+        self.after_fit.optimizers = WeakList(optimizers)
         if self.engine is None:  # else DeepSpeed's optimizers are not known yet
             set_up.before_training(self, model, optimizers, will_train=self._will_train)
         return super().connect(model, optimizers, lr_schedulers)
-
-    def _check_optimizers(self, optimizers: list[Optimizer]) -> None:
-        """Warn or raise if a converted layer will not train; runs once per set-up, with all known optimizers."""
-        self.optimizers.check(self.modules, optimizers, self._converted_layers)
 
     @override
     def teardown(self) -> None:
@@ -328,10 +321,7 @@ class LowPrecision(EitherPrecision, ABC):
 
     @override
     def convert_input(self, data: Any) -> Any:
-        """Cast floating-point tensors to the autocast dtype, in Fabric and where the weights are half precision.
-
-        In the Trainer, with float32 weights, batches keep their dtype, as with Lightning's own mixed precision.
-        """
+        """Cast floating-point tensors to the autocast dtype; not in a Trainer with float32 weights, as Lightning."""
         if self._in_trainer and not self._half_weights:
             return data
         self._known_device()
@@ -393,7 +383,7 @@ class LowPrecision(EitherPrecision, ABC):
         if self.modules.need_check:
             set_up.before_step_in_fabric(self, optimizer)
         if self.masters is not None:
-            frozen_writes.watch(self)
+            self.modules.frozen_writes.watch(self)
         if self.scaler is not None:
             return step.scaled_step(self, self.scaler, optimizer, model, closure, kwargs)
         if model is not None and closure is not None:
@@ -429,7 +419,11 @@ class LowPrecision(EitherPrecision, ABC):
     @override
     def state_dict(self) -> dict[str, Any]:
         """Return plain values: ``loss_scale`` if the loss is scaled, ``backend`` if layers are converted."""
-        return state.scaler_state(self.scaler)
+        if self.scaler is None:
+            return {}
+        if self.scaler.scales_loss:
+            return {state.SCALER_STATE: self.scaler.state_dict()}
+        return {state.SKIPS_STATE: self.scaler.skipped_steps}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -82,16 +82,16 @@ class Scheduled(Converting):
         """Raise ValueError for a schedule with a phase that the plugin cannot compute."""
 
     def set_schedule(self, schedule: Sequence[Mapping[str, Any]] | None) -> None:
-        """Follow a schedule, as the option ``schedule`` does; call this before a module is set up.
-
-        Raises:
-            ValueError: the schedule is not valid, or has a phase that the plugin cannot compute.
-        """
+        """Follow a schedule, as the option ``schedule`` does; call this before a module is set up."""
         if schedule is None:
             self.phases = None
             return
         checked = Schedule.of(schedule)
-        checked.check_head(self.head)
+        if self.head == "fp8" and any(phase.in_bf16 for phase in checked.phases):
+            raise ValueError(
+                "`schedule` with `gemms` in bf16 is not valid with `head='fp8'`: the head would stay in FP8. Use"
+                " `head='chunked'` or `head='bf16'`."
+            )
         self.check_schedule(checked)
         self.phases = ScheduledPhases(checked)
 
@@ -141,17 +141,7 @@ def how(emulate: bool | None, device: torch.device) -> str:
 def plan_or_raise(
     module: Module, layers: LayerOptions, request: PlanRequest = _LINEARS_ONLY, *, precision: str
 ) -> Plan:
-    """Return the plan for a module. A plan that converts nothing raises, except with ``min_gain="auto"``: then log it.
-
-    Args:
-        module: the module to convert.
-        layers: the user's choices.
-        request: what the precision asks for.
-        precision: the name of the precision, for messages.
-
-    Raises:
-        ValueError: nothing converts.
-    """
+    """Return the plan for a module; one that converts nothing raises, except with ``min_gain="auto"``: then log it."""
     plan = make_plan(module, layers, request)
     if plan.converted:
         return plan
@@ -177,7 +167,7 @@ def take_plan(plugin: LowPrecision, module: Module, plan: Plan, *lines: str) -> 
 
 
 def nothing_converts(precision: str, none_of: str, plan: Plan, *, multiple: int) -> ValueError:
-    """Return the error for a plan that converts nothing; ``found`` is ``"none of the 3 linear layers of Net"``."""
+    """Return the error for a plan that converts nothing; ``none_of``: ``"none of the 3 linear layers of Net"``."""
     return ValueError(
         f"`precision={precision!r}` would convert {none_of}, so nothing would run in {plan.format}:\n{plan}\nUse"
         f" a model with Linear layers whose features are multiples of {multiple}, or a precision without"

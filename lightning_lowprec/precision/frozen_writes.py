@@ -10,9 +10,8 @@ through ``.data`` in place leaves version and place alone: it is noticed when it
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Final, final
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple, final
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -23,32 +22,33 @@ from lightning_lowprec.masters.weights import is_marked
 from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.numerics.parameters import parameters_of
 from lightning_lowprec.private.torch import local_tensor, version_of
-from lightning_lowprec.references import alive
 
-SAMPLES: Final = 64
-"""Values of each weight that are compared."""
+SAMPLES: Final = 64  # values of each weight that are compared
 
 
-@dataclass(frozen=True)
-class _Weight:
-    """One frozen weight, as it was at the last look."""
-
+class _Weight(NamedTuple):
     identity: int  # torch cannot swap a tensor that has a weak reference
     version: int
     place: int
     values: Tensor
 
-    @classmethod
-    def of(cls, parameter: Tensor) -> _Weight:
-        local = local_tensor(parameter).detach()
-        stride = max(1, local.numel() // SAMPLES)
-        values = local.view(-1)[::stride][:SAMPLES].clone() if local.is_contiguous() else local.new_empty(0)
-        return cls(id(parameter), version_of(parameter), local.data_ptr(), values.view(torch.int16))
+
+def _as_it_is(parameter: Tensor) -> _Weight:
+    local = local_tensor(parameter).detach()
+    stride = max(1, local.numel() // SAMPLES)
+    values = local.view(-1)[::stride][:SAMPLES].clone() if local.is_contiguous() else local.new_empty(0)
+    return _Weight(id(parameter), version_of(parameter), local.data_ptr(), values.view(torch.int16))
+
+
+def _is_written(before: _Weight, now: _Weight) -> bool:
+    if before.identity != now.identity:
+        return False
+    return before[:3] != now[:3] or not torch.equal(before.values, now.values)
 
 
 @final
 class FrozenWrites:
-    """The frozen half-precision weights of one plugin's modules."""
+    """The frozen half-precision weights of one plugin's modules, as they were at the last look."""
 
     def __init__(self) -> None:
         self._steps = 0
@@ -57,68 +57,33 @@ class FrozenWrites:
     def is_due(self) -> bool:
         """Count a step; return whether to look before it."""
         self._steps += 1
-        return self._weights is not None and self._steps & (self._steps - 1) == 0
+        return self._steps & (self._steps - 1) == 0
 
-    def look(self, models: Iterable[torch.nn.Module], in_optimizers: set[int]) -> list[str]:
-        """Return the fqns of frozen weights that were written since the last look; after such a find, look no more."""
-        frozen = {
-            fqn: p
-            for model in models
-            for fqn, p in model.named_parameters()
-            if p.dtype in HALF_DTYPES
-            and is_marked(p)
-            and not is_lazy(p)
-            and not p.requires_grad
-            and id(p) not in in_optimizers
-        }
-        before, self._weights = self._weights or {}, {fqn: _Weight.of(p) for fqn, p in frozen.items()}
-        present = {
-            fqn: now for fqn, now in self._weights.items() if fqn in before and before[fqn].identity == now.identity
-        }
-        written = [fqn for fqn, now in present.items() if _moved(before[fqn], now)]
-        if not written and present and not _equal([before[fqn] for fqn in present], list(present.values())):
-            written = [fqn for fqn, now in present.items() if not torch.equal(before[fqn].values, now.values)]
-        if written:
-            self._weights = None
-        return written
+    def watch(self, plugin: Any) -> None:
+        """Warn once, before a step of a plugin with masters, if the program has written to frozen weights."""
+        if self._weights is None or not self.is_due():
+            return
+        trained = {id(p) for o in (*plugin.optimizers, *plugin.after_fit.optimizers) for p in parameters_of(o)}
+        parameters = {fqn: p for model in plugin.modules.prepared for fqn, p in model.named_parameters()}
+        cast = {fqn: p for fqn, p in parameters.items() if p.dtype in HALF_DTYPES and is_marked(p) and not is_lazy(p)}
+        frozen = {fqn: p for fqn, p in cast.items() if not p.requires_grad and id(p) not in trained}
+        before, self._weights = self._weights, {fqn: _as_it_is(p) for fqn, p in frozen.items()}
+        written = [fqn for fqn, now in self._weights.items() if fqn in before and _is_written(before[fqn], now)]
+        if not written:
+            return
+        self._weights = None
+        dtype = str(plugin.autocast_dtype).removeprefix("torch.")
+        more = f" and {len(written) - 1} more" if len(written) > 1 else ""
+        names = list(dict.fromkeys(_shortest(fqn, parameters) for fqn in written))
+        shown = f"[{', '.join(map(repr, names[:3]))}{', ...' if len(names) > 3 else ''}]"
+        rank_zero_warn(
+            f"`precision={plugin.precision!r}`: the program writes to {written[0]!r}{more}, which no optimizer holds"
+            f" and which became {dtype}: small changes are rounded away. Keep such weights float32 by"
+            f" the option `keep_fp32={shown}` of {type(plugin).__name__}."
+        )
 
-    def __getstate__(self) -> dict[str, object]:
-        """Leave out the weights, which stay in their process."""
-        return {"_steps": 0, "_weights": {}}
-
-
-def _moved(before: _Weight, now: _Weight) -> bool:
-    return (before.version, before.place) != (now.version, now.place)
-
-
-def _equal(before: list[_Weight], now: list[_Weight]) -> bool:
-    """Compare the values of all weights at once: one synchronization per device."""
-    devices = {weight.values.device for weight in now}
-    return all(
-        torch.equal(*(torch.cat([w.values for w in weights if w.values.device == device]) for weights in (before, now)))
-        for device in devices
-    )
-
-
-def watch(plugin: Any) -> None:
-    """Warn once, before a step of a plugin with masters, if the program writes to frozen half-precision weights."""
-    if not plugin.optimizers.frozen_writes.is_due():
-        return
-    models = plugin.modules.prepared
-    optimizers = (*plugin.optimizers.known, *alive(plugin.after_fit.optimizers))
-    written = plugin.optimizers.frozen_writes.look(models, {id(p) for o in optimizers for p in parameters_of(o)})
-    if not written:
-        return
-    dtype = str(plugin.autocast_dtype).removeprefix("torch.")
-    more = f" and {len(written) - 1} more" if len(written) > 1 else ""
-    parameters = {fqn: p for model in models for fqn, p in model.named_parameters()}
-    names = list(dict.fromkeys(_shortest(fqn, parameters) for fqn in written))
-    shown = f"[{', '.join(map(repr, names[:3]))}{', ...' if len(names) > 3 else ''}]"
-    rank_zero_warn(
-        f"`precision={plugin.precision!r}`: the program writes to {written[0]!r}{more}, which no optimizer holds and"
-        f" which became {dtype}: small changes are rounded away. Keep such weights float32 by"
-        f" the option `keep_fp32={shown}` of {type(plugin).__name__}."
-    )
+    def __reduce__(self) -> tuple[type[FrozenWrites], tuple[()]]:
+        return type(self), ()  # the weights stay in their process
 
 
 def _shortest(fqn: str, parameters: Mapping[str, Tensor]) -> str:

@@ -14,15 +14,14 @@ from typing_extensions import Unpack, override
 from lightning_lowprec.conversion.options import shows, take
 from lightning_lowprec.hardware import bf16_refusal, default_device, refusal_and_remedy
 from lightning_lowprec.masters.config import LEAN, LEAN_SR, MasterConfig
-from lightning_lowprec.masters.options import MasterChoices, MasterOptions, WeightChoices, WeightOptions
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.loss_scale import LossScaler
 from lightning_lowprec.precision.options import (
     BASE_DTYPES,
-    HeadChoices,
-    HeadOptions,
-    LossScaleChoices,
-    LossScaleOptions,
+    MasterChoices,
+    MasterOptions,
+    TrainingChoices,
+    TrainingOptions,
 )
 from lightning_lowprec.runs_where import RecipeKey
 
@@ -41,12 +40,12 @@ _NAMES: dict[tuple[str, str | None], str] = {
 _LEAN: dict[tuple[str, MasterConfig | None], str] = {("bf16", LEAN): "bf16-lean", ("bf16", LEAN_SR): "bf16-lean-sr"}
 
 
-class HalfChoices(LossScaleChoices, MasterChoices, WeightChoices, HeadChoices, total=False):
+class HalfChoices(TrainingChoices, MasterChoices, total=False):
     """Every option of :class:`HalfMixed` except ``dtype``, for type checkers."""
 
 
 @final
-@shows(LossScaleOptions, MasterOptions, WeightOptions, HeadOptions)
+@shows(TrainingOptions, MasterOptions)
 class HalfMixed(LowPrecision):
     """Half precision by ``torch.autocast``, with float32 weights or with half-precision weights and float32 masters.
 
@@ -61,14 +60,13 @@ class HalfMixed(LowPrecision):
     def __init__(self, dtype: HalfName = "auto", **options: Unpack[HalfChoices]) -> None:
         self._dtype: torch.dtype | None = BASE_DTYPES.get(dtype)
         # "auto" checks the arguments as fp16 does; the device decides later whether they are used
-        scaling = take(LossScaleOptions, options)
-        scaler = scaling.scaler("fp16" if dtype == "auto" else dtype)
+        training = take(TrainingOptions, options)
+        scaler = training.scaler("fp16" if dtype == "auto" else dtype)
         self._fp16_scaler: LossScaler | None = scaler if dtype == "auto" else None
         if dtype == "auto":
-            scaler = LossScaler(None) if scaling.skip_nonfinite else None
+            scaler = LossScaler(None) if training.skip_nonfinite else None
         masters = take(MasterOptions, options).resolve(dtype)
-        super().__init__(scaler, masters, take(WeightOptions, options))
-        self.head = take(HeadOptions, options).head
+        super().__init__(scaler, masters, training)
         config = None if masters is None else masters.config
         self.precision = _LEAN.get((dtype, config)) or _NAMES[dtype, None if config is None else config.form]
 
@@ -123,7 +121,7 @@ class HalfMixed(LowPrecision):
                 )
             assert self._fp16_scaler is not None
             self.scaler = self._fp16_scaler
-            for optimizer in self.optimizers.known:
+            for optimizer in self.optimizers:
                 self.scaler.watch(optimizer)
 
 

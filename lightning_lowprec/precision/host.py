@@ -83,20 +83,16 @@ class Engine(ABC):
     autocast around the model.
     """
 
-    name: str
-    """The name for messages: ``"DeepSpeed ZeRO-3"``."""
+    name: str  # for messages: "DeepSpeed ZeRO-3"
     frees_weights: bool
     """Whether the engine frees gathered weights between two uses, so that nothing may keep their memory or codes."""
+    ended_step: bool = True
+    """Whether the last call of :meth:`optimizer_step` ended an optimizer step: False between micro-batches."""
 
     @property
     @abstractmethod
     def skipped_steps(self) -> int:
         """How many optimizer steps the engine has skipped, because a gradient was not finite."""
-
-    @property
-    @abstractmethod
-    def ended_step(self) -> bool:
-        """Whether the last call of :meth:`optimizer_step` ended an optimizer step: False between micro-batches."""
 
     @abstractmethod
     def backward(self, tensor: Tensor, model: Module | None, *args: Any, **kwargs: Any) -> None:

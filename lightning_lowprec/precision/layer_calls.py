@@ -2,42 +2,50 @@
 
 A model may read the weight of a converted layer itself: ``F.linear(x, self.qkv.weight)``. This product does not run in
 FP8, although the layer is converted. Products of convolutions, attention and bare parameters do not run in FP8 either.
-Both show in a forward alone, so the watch over the first training forwards looks for them.
+Both show in a forward alone, so the first two training forwards after a set-up are watched; later ones have no mode.
 
 A layer counts as not called if the module around it gave its weight to a product, and the layer did not run. So a
 layer that the forward does not need, or whose weight is averaged by hand, raises no alarm. Operations in compiled code
 cannot be seen. There a layer counts as not called if ``forward`` of the class around it reads the weight, and no method
 does anything else with the layer.
+
+The mode (:class:`~lightning_lowprec.private.torch_products.Operations`) sees every operation, except compiled code, and
+kernels that are no operations of torch (Triton, Transformer Engine). The frames of Python tell which module runs: hooks
+would make compiled code compile again.
 """
 
 from __future__ import annotations
 
 import dis
+import inspect
+import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from itertools import pairwise
 from types import CodeType
 from typing import Any, Final, final
 from weakref import WeakSet
 
+import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
 from torch.nn import Module
+from typing_extensions import override
 
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.experts import is_stack
 from lightning_lowprec.conversion.in_place import RoleModule
 from lightning_lowprec.conversion.matmuls import is_linear
 from lightning_lowprec.conversion.plan import NOT_CALLED
+from lightning_lowprec.private.torch_modules import is_compiled
+from lightning_lowprec.private.torch_products import Operations
 
-LOW: Final = 0.1
-"""The share of the matrix FLOPs below which a precision of converted layers is worth a warning."""
+LOW: Final = 0.1  # the share of the matrix FLOPs below which a precision of converted layers is worth a warning
 _TO_PRODUCTS: Final = {f"aten.{name}" for name in ("_to_copy", "t", "transpose", "permute", "mm", "addmm", "bmm")}
 """The products that take a weight, and what happens to the weight before: autocast's cast, a transposition."""
 _KINDS: Final = {"convolution": "convolutions", "rnn": "recurrent layers", "attention": "attention"}
-
-
-_called: WeakSet[Module] = WeakSet()
-"""The converted layers that a watched forward has called."""
+_called: WeakSet[Module] = WeakSet()  # the converted layers that a watched forward has called
 _not_called: WeakSet[Module] = WeakSet()
 """The converted layers whose weight a watched forward read without a call of the layer."""
 
@@ -53,36 +61,23 @@ def _converts(module: Module) -> bool:
 
 @final
 class LayerCalls:
-    """The layers that one forward calls, and its matrix FLOPs.
+    """The layers that one forward of ``models`` calls, and its matrix FLOPs."""
 
-    Args:
-        models: the modules that may run.
-        converts: tells which layers are converted.
-    """
-
-    def __init__(self, models: Sequence[Module], converts: Callable[[Module], bool] = _converts) -> None:
-        self.models = models
-        self.layers = {id(m): m for model in models for m in model.modules() if converts(m)}
-        self.called: set[int] = set()
-        """The ids of the layers that ran."""
-        self.converted = 0
-        """The FLOPs of converted layers."""
-        self.others: Counter[str] = Counter()
-        """The FLOPs of all other products, by kind."""
+    def __init__(self, models: Iterable[Module], converts: Callable[[Module], bool] = _converts) -> None:
+        self.models = list(models)
+        self.layers = {id(m): m for model in self.models for m in model.modules() if converts(m)}
+        self.called: set[int] = set()  # the ids of the layers that ran
+        self.converted = 0  # the FLOPs of converted layers
+        self.others: Counter[str] = Counter()  # the FLOPs of all other products, by kind
         self.compiled: set[int] = set()
         """The ids of the modules that are compiled: which layers they call is not seen."""
         self._counted: set[int] = set()
         self._read: set[int] = set()
-        self._inside = self._layers_by_module()
-
-    def _layers_by_module(self) -> Mapping[int, list[Module]]:
-        """Return the layers that the code of a module can call, by the id of the module."""
-        layers: dict[int, list[Module]] = defaultdict(list)
+        self._inside: dict[int, list[Module]] = defaultdict(list)  # the layers that a module's code can call, by its id
         for model in self.models:
             for fqn, layer in model.named_modules():
                 if id(layer) in self.layers and is_linear(layer) and not isinstance(layer, RoleModule):
-                    layers[id(_around(model, fqn))].append(layer)
-        return layers
+                    self._inside[id(_around(model, fqn))].append(layer)
 
     def note(self, operation: str, args: Sequence[Any], flops: int, module: int | None, is_ours: bool) -> None:
         """Note an operation, the id of the module that runs it, and whether this package computes it."""
@@ -120,13 +115,11 @@ class LayerCalls:
             for fqn, layer in model.named_modules():
                 if id(layer) not in self.layers or id(layer) in self.called:
                     continue
-                if id(layer) in self._read or (self._runs_compiled(model, fqn) and _is_only_read(model, fqn)):
+                parts = fqn.split(".")
+                around = [model.get_submodule(".".join(parts[:end])) for end in range(len(parts))]
+                unseen = any(id(module) in self.compiled for module in around)
+                if id(layer) in self._read or (unseen and _is_only_read(model, fqn)):
                     yield layer, fqn
-
-    def _runs_compiled(self, model: Module, fqn: str) -> bool:
-        """Return whether a module around a layer is compiled."""
-        parts = fqn.split(".")
-        return any(id(model.get_submodule(".".join(parts[:end]))) in self.compiled for end in range(len(parts)))
 
     def report(self, plugin: Any) -> None:
         """Log the share, or warn of a low one, and warn of layers that were not called; each once per set-up.
@@ -142,7 +135,15 @@ class LayerCalls:
                 plugin.plan = plugin.plan.without(not_called(self.models[-1]))
         if self.share is not None and self.converted and not plugin.modules.said_share:
             plugin.modules.said_share = True
-            _say_share(plugin, self, self.share)
+            text = self.share_in_words("the first training forward", plugin.format)
+            if self.share >= LOW:
+                rank_zero_info(f"{plugin.precision}: {text}.")
+                return
+            rank_zero_warn(
+                f"`precision={plugin.precision!r}`: only {text}. So little cannot make training faster. 'bf16-mixed'"
+                f" runs the same model without casts to {plugin.format}; the plan says why layers are kept"
+                " (`print(trainer.precision_plugin.plan)`, in Fabric `fabric.strategy.precision.plan`)."
+            )
 
 
 def _around(model: Module, fqn: str) -> Module:
@@ -159,17 +160,11 @@ def _is_only_read(model: Module, fqn: str) -> bool:
     """Return whether the class around a layer reads its weight in ``forward``, and no method calls or passes it."""
     parent, _, name = fqn.rpartition(".")
     cls = type(model.get_submodule(parent))
-    methods = {method: code for base in reversed(cls.__mro__) for method, code in _methods(base)}
-    methods.pop("__init__", None)
-    uses = {method: set(_attributes(code, name)) for method, code in methods.items()}
+    methods = {key: value for base in reversed(cls.__mro__) if base is not Module for key, value in vars(base).items()}
+    codes = {method: getattr(function, "__code__", None) for method, function in methods.items()}
+    codes.pop("__init__", None)
+    uses = {method: set(_attributes(code, name)) for method, code in codes.items() if isinstance(code, CodeType)}
     return "weight" in uses.get("forward", ()) and set().union(*uses.values()) <= {"weight", "bias"}
-
-
-def _methods(cls: type) -> Iterator[tuple[str, CodeType]]:
-    if cls is not Module:
-        for name, function in vars(cls).items():
-            if isinstance(code := getattr(function, "__code__", None), CodeType):
-                yield name, code
 
 
 def _attributes(code: CodeType, name: str) -> Iterator[str | None]:
@@ -200,17 +195,138 @@ def _warning(plugin: Any, fqns: list[str], layers: int) -> str:
     )
 
 
-def _say_share(plugin: Any, calls: LayerCalls, share: float) -> None:
-    text = calls.share_in_words("the first training forward", plugin.format)
-    if share >= LOW:
-        rank_zero_info(f"{plugin.precision}: {text}.")
-        return
-    rank_zero_warn(
-        f"`precision={plugin.precision!r}`: only {text}. So little cannot make training faster. 'bf16-mixed' runs the"
-        f" same model without casts to {plugin.format}; the plan says why layers are kept"
-        " (`print(trainer.precision_plugin.plan)`, in Fabric `fabric.strategy.precision.plan`)."
-    )
-
-
 def _percent(share: float) -> str:
     return f"{share:.{1 if share >= LOW else 2}%}"
+
+
+# ---- the watch
+
+
+def _product(first: int) -> Callable[..., int]:
+    """Return a formula for an operation whose factors are its arguments ``first`` and ``first + 1``."""
+    return lambda args, out: 2 * int(out.numel() * args[first].shape[-1])
+
+
+def _head(args: Any, out: Any) -> int:
+    """[T, K] and [V, K]: the logits."""
+    return 2 * int(args[0].numel() * args[1].shape[0])
+
+
+def _attention(args: Any, out: Any) -> int:
+    """[..., S, D], [..., T, D], [..., T, V]: scores and their product with the values, without a mask."""
+    query, key, value = args[:3]
+    return 2 * int(math.prod(query.shape[:-1]) * key.shape[-2] * (key.shape[-1] + value.shape[-1]))
+
+
+def _convolution(args: Any, out: Any) -> int:
+    """One product of a filter per output, of a transposed convolution per input."""
+    size = (args[0] if args[6] else out).numel()
+    return 2 * int(size * math.prod(args[1].shape[1:]))
+
+
+def _recurrent(args: Any, out: Any) -> int:
+    """[T, B, K] and the weights of one layer on CPU, or of all layers as a list on CUDA: each step, each weight."""
+    steps = args[0].shape[0] * args[0].shape[1]
+    weights = args[1] if isinstance(args[1], list | tuple) else args[1:3]
+    return 2 * int(steps * sum(w.numel() for w in weights if w.ndim == 2))
+
+
+_FLOPS: Final[dict[str, Callable[..., int]]] = {
+    **{
+        f"aten.{name}": _product(0)
+        for name in ("mm", "bmm", "_scaled_mm", "_scaled_grouped_mm", "_int_mm", "_grouped_mm")
+    },
+    **{f"aten.{name}": _product(1) for name in ("addmm", "addmm_", "baddbmm", "baddbmm_")},
+    "aten.convolution": _convolution,
+    "aten.mkldnn_rnn_layer": _recurrent,
+    "aten._cudnn_rnn": _recurrent,
+    **{
+        f"aten._scaled_dot_product_{name}": _attention
+        for name in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
+    },
+    "torch_nn._linear_cross_entropy_batch_chunked": _head,
+    "torch_nn._linear_cross_entropy_batch_chunked_no_reduction": _head,
+    "transformers.grouped_mm_fallback": _product(0),
+}
+"""The products, with formulas of their FLOPs."""
+
+
+_OURS: Final = __name__.partition(".")[0] + "."
+_WATCHES: Final = (__name__, Operations.__module__)
+_DISABLED: Final = "torch._dynamo.eval_frame"
+_CALLS: Final = ("forward", "_call_impl")
+_COMPILED: Final = ("torch._inductor.", "torch._functorch.", "torch.fx.")
+"""Modules whose frames lie between an operation of compiled code and the module that was compiled."""
+
+
+@final
+class WatchedForward(Operations):
+    """Tell ``calls`` of every operation: the module that runs it, and the FLOPs of a product."""
+
+    def __init__(self, calls: LayerCalls) -> None:
+        super().__init__()
+        self._calls = calls
+        modules = [module for model in calls.models for module in model.modules()]
+        self._ids = set(map(id, modules))
+        calls.compiled.update(id(module) for module in modules if is_compiled(module))
+
+    @override
+    def see(self, operation: Any, args: tuple[Any, ...], out: Any) -> None:
+        name = str(operation.overloadpacket)
+        formula = _FLOPS.get(name)
+        known = formula is not None and all(_has_sizes(arg) for arg in args if isinstance(arg, Tensor))
+        module, is_ours = self._innermost()
+        self._calls.note(name, args, formula(args, out) if known and formula is not None else 0, module, is_ours)
+
+    def _innermost(self) -> tuple[int | None, bool]:
+        """Return the id of the innermost module that runs, and whether this package computes the operation."""
+        frame: Any = inspect.currentframe()
+        ours, in_compiled, inner = False, False, ""
+        while frame is not None:
+            where = str(frame.f_globals.get("__name__"))
+            if where in _WATCHES:
+                frame = frame.f_back
+                continue
+            ours |= where.startswith(_OURS)
+            module = self._module_of(frame)
+            if module is not None and (in_compiled or inner == _DISABLED):  # what the compiler made is called by it
+                self._calls.compiled.add(module)
+                return None, False
+            if module is not None:
+                return module, ours
+            in_compiled |= where.startswith(_COMPILED) or frame.f_code.co_name.startswith("torch_dynamo_resume")
+            frame, inner = frame.f_back, where
+        return None, ours
+
+    def _module_of(self, frame: Any) -> int | None:
+        """Return the id of the module of which the frame is a method.
+
+        Of converted layers only calls count: they also encode weights outside of them.
+        """
+        code = frame.f_code
+        if not code.co_argcount or code.co_varnames[0] != "self":
+            return None
+        key = id(frame.f_locals.get("self"))
+        is_layer = key in self._calls.layers
+        return key if key in self._ids and (not is_layer or code.co_name in _CALLS) else None
+
+
+def _has_sizes(tensor: Tensor) -> bool:
+    """Return whether a tensor has sizes that can be multiplied: not nested, not symbolic."""
+    return not tensor.is_nested and all(isinstance(size, int) for size in tensor.shape)
+
+
+def watched(plugin: Any, autocast: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
+    """Return ``autocast`` with a watch over a training forward; ``autocast`` alone if nothing trains or converts."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():  # compiled code cannot be watched
+        return autocast
+    return _watch(plugin, autocast)
+
+
+@contextmanager
+def _watch(plugin: Any, autocast: AbstractContextManager[Any]) -> Iterator[None]:
+    plugin.modules.watched_forwards -= 1
+    calls = LayerCalls(plugin.modules.prepared)
+    with autocast, WatchedForward(calls):
+        yield
+    calls.report(plugin)

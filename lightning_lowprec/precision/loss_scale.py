@@ -27,18 +27,12 @@ from torch.optim import Optimizer
 
 from lightning_lowprec.checks import Count, Rule, check_fields
 from lightning_lowprec.masters import deferred
-from lightning_lowprec.masters.optimizer import (
-    drop_grads,
-    has_masters,
-    held_masters,
-    move_grads_to_masters,
-    without_masters,
-)
+from lightning_lowprec.masters.optimizer import held_masters
+from lightning_lowprec.masters.registry import registry_of
 from lightning_lowprec.numerics.parameters import parameters_of
 from lightning_lowprec.private.torch import LOSS_SCALING, check, multiply_all_, unscale_all_
 from lightning_lowprec.private.torch_optimizers import refuse_copies
 
-LossScaleInput = Literal["dynamic"] | float
 StaticScale = Annotated[float, Rule("a number above 0 (a static scale)", lambda scale: scale > 0)]
 Positive = Annotated[float, Rule("finite and above 0", lambda scale: scale > 0)]
 
@@ -71,7 +65,7 @@ class LossScale:
             raise ValueError(f"`initial={self.initial!r}` is not valid; expected at least floor={self.floor!r}.")
 
     @classmethod
-    def of(cls, value: LossScaleInput | LossScale) -> LossScale:
+    def of(cls, value: Literal["dynamic"] | float | LossScale) -> LossScale:
         """Return ``"dynamic"``, a number (a static scale) or a LossScale as a LossScale."""
         if isinstance(value, LossScale):
             return value
@@ -107,10 +101,7 @@ class LossScaler:
     """Scales losses, unscales gradients, and skips the steps whose gradients are not finite.
 
     The scale is a number on the host. The decision to skip needs one read from the device per step, as in
-    ``torch.amp.GradScaler``.
-
-    Args:
-        config: the options of the scale; None leaves losses and gradients as they are, and only skips steps.
+    ``torch.amp.GradScaler``. ``config`` None leaves losses and gradients as they are, and only skips steps.
     """
 
     def __init__(self, config: LossScale | None) -> None:
@@ -129,23 +120,15 @@ class LossScaler:
         return self.scale
 
     def watch(self, optimizer: Optimizer) -> None:
-        """Remember an optimizer, to multiply its gradients when the scale changes.
-
-        Raises:
-            TypeError: the optimizer copies the gradients before they are divided by the scale.
-        """
+        """Remember an optimizer, to multiply its gradients when the scale changes; refuse one that copies gradients."""
+        what = "`skip_nonfinite=True`, because it copies gradients before all of them are known to be finite"
         if self.scales_loss:
             what = "loss scaling, because it copies gradients before they are divided by the scale"
-        else:
-            what = "`skip_nonfinite=True`, because it copies gradients before all of them are known to be finite"
         refuse_copies(optimizer, what)
         self._gradients.setdefault(optimizer, _Gradients())
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Return ``loss * scale``, of any shape; fp16 becomes float32 (a scaled loss seldom fits into 65504).
-
-        A loss that is not scaled is returned itself.
-        """
+        """Return ``loss * scale``, of any shape; fp16 becomes float32 (a scaled loss seldom fits into 65504)."""
         for optimizer, gradients in self._gradients.items():
             if gradients.unscaled:  # for clipping, and another backward follows before a step
                 gradients.unscaled = False  # `found_inf` stays: clipping may have hidden non-finite values
@@ -167,11 +150,12 @@ class LossScaler:
             return
         inv_scale = 1.0 / self.scale
         params: list[Tensor] = [*parameters_of(optimizer), *held_masters(optimizer)]
-        if defer and deferred.defers(optimizer):
+        registry = registry_of(optimizer)
+        if registry is not None and defer and deferred.defers(optimizer):
             gradients.found_inf.append(deferred.unscale(optimizer, inv_scale))
-            params = without_masters(optimizer)
-        elif has_masters(optimizer):
-            move_grads_to_masters(optimizer)
+            params = registry.without_master()
+        elif registry is not None:
+            registry.move_grads(1.0)
         gradients.found_inf += [unscale_all_(grads, inv_scale) for grads in _groups_of_grads(params)]
         gradients.unscaled = True
 
@@ -184,8 +168,8 @@ class LossScaler:
         """Unscale the gradients if they are still scaled, step if all are finite, and update the scale."""
         self.unscale(optimizer, defer=True)
         skip = self.found_inf(optimizer)
-        if skip:  # `model.zero_grad()` does not reach gradients that were moved to masters
-            drop_grads(optimizer)
+        if skip and (registry := registry_of(optimizer)) is not None:
+            registry.drop_grads()  # `model.zero_grad()` does not reach gradients that were moved to masters
         output = None if skip else optimizer.step(**kwargs)
         self._gradients[optimizer] = _Gradients()
         self._update(skip, stepped=optimizer)
@@ -196,8 +180,10 @@ class LossScaler:
         if skipped:
             self.skipped_steps += 1
             self._good_steps = 0
-            if not self.scales_loss:
-                self._say_skipped()
+            count = str(self.skipped_steps)
+            if not self.scales_loss and count == "1" + "0" * (len(count) - 1):  # the 1st, 10th, 100th, ...
+                steps = "1 step" if count == "1" else f"{count} steps"
+                rank_zero_info(f"skip_nonfinite: {steps} skipped so far, because a gradient was NaN or inf.")
             self._back_off()
         else:
             self._good_steps += 1
@@ -219,24 +205,19 @@ class LossScaler:
         lower = max(self.scale * self.config.backoff_factor, self.config.floor)
         at_floor, self.scale = lower == self.scale, lower
         self._skipped_at_floor = self._skipped_at_floor + 1 if at_floor else 0
-        if self._skipped_at_floor >= self.config.patience_at_floor:
-            if not self.scales_loss:
-                raise FloatingPointError(
-                    f"{self._skipped_at_floor} steps in a row had non-finite gradients, and `skip_nonfinite=True` has"
-                    " skipped them, so nothing is learned any more. Look for NaN or inf in the data, the loss, the"
-                    " weights or running statistics (BatchNorm), or lower the learning rate."
-                )
-            raise FloatingPointError(
-                f"{self._skipped_at_floor} steps in a row had non-finite gradients at the lowest loss scale"
-                f" ({self.config.floor:g}), so nothing is learned any more. Scaling cannot help: look for NaN or inf in"
-                " the data or the loss, lower the learning rate, or use a bf16 precision, which has the range of fp32."
+        if self._skipped_at_floor < self.config.patience_at_floor:
+            return
+        what = (
+            f" at the lowest loss scale ({self.config.floor:g}), so nothing is learned any more. Scaling cannot help:"
+            " look for NaN or inf in the data or the loss, lower the learning rate, or use a bf16 precision, which has"
+            " the range of fp32."
+        )
+        if not self.scales_loss:
+            what = (
+                ", and `skip_nonfinite=True` has skipped them, so nothing is learned any more. Look for NaN or inf in"
+                " the data, the loss, the weights or running statistics (BatchNorm), or lower the learning rate."
             )
-
-    def _say_skipped(self) -> None:
-        """Log the 1st, 10th, 100th, ... skipped step."""
-        if set(str(self.skipped_steps)) <= {"1", "0"} and str(self.skipped_steps).count("1") == 1:
-            steps = "1 step" if self.skipped_steps == 1 else f"{self.skipped_steps} steps"
-            rank_zero_info(f"skip_nonfinite: {steps} skipped so far, because a gradient was NaN or inf.")
+        raise FloatingPointError(f"{self._skipped_at_floor} steps in a row had non-finite gradients{what}")
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain numbers under the keys of ``torch.amp.GradScaler``: either class loads the other's state."""

@@ -1,27 +1,38 @@
-"""Options that precision plugins share: loss scaling and FP8 layers. Each option is defined and documented once.
+"""Options that precision plugins share. Each option is defined and documented once.
 
 See :mod:`lightning_lowprec.conversion.options`, which makes parameters of a plugin from the options of a group.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, TypedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal, TypedDict
 
 import torch
 
-from lightning_lowprec.conversion.options import Group
+from lightning_lowprec.checks import Rule
+from lightning_lowprec.conversion.options import Group, Names
+from lightning_lowprec.masters.config import MasterConfig
+from lightning_lowprec.masters.gradient_dtypes import GradientDtypes
+from lightning_lowprec.masters.weights import Float32Weights, HalfWeights
 from lightning_lowprec.precision.loss_scale import LossScale, LossScaler, StaticScale
 
 Base = Literal["bf16", "fp16"]
 Head = Literal["bf16", "chunked", "fp8", "fp32"]
+Weights = Literal["float32", "keep"]
 BASE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 LossScaleChoice = Literal["auto", "dynamic"] | StaticScale | LossScale | None
+FloatingDtype = Annotated[torch.dtype, Rule("a floating-point torch.dtype", lambda dtype: dtype.is_floating_point)]
+Float32OrNone = Annotated[
+    torch.dtype | None, Rule("one of: None, torch.float32", lambda dtype: dtype in (None, torch.float32))
+]
+MasterWeights = bool | Literal["remainder", "stochastic"] | MasterConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class LossScaleOptions(Group):
-    """Options of the loss scale, and of steps whose gradients are not finite.
+class TrainingOptions(Group):
+    """Options of every plugin: the loss and its scale, half-precision weights, and the model after a run.
 
     Args:
         loss_scale: ``"auto"`` scales dynamically with fp16 and not at all with bf16. ``"dynamic"``, a number (a static
@@ -29,41 +40,130 @@ class LossScaleOptions(Group):
         skip_nonfinite: skip an optimizer step, on all ranks, if a gradient is NaN or inf: weights, optimizer state and
             scales stay those before the step. fp16 always does so. False lets bf16 step as ``bf16-mixed`` does. 50
             skipped steps in a row raise. Buffers that the forward has changed (BatchNorm's) are not restored.
+        weights: ``"float32"`` makes trainable half-precision weights float32 when the model is set up for training, in
+            place, and logs a line; frozen weights and buffers stay. ``"keep"`` trains half-precision weights as they
+            are, without masters. It does not go with ``master_weights``.
+        keep_fp32: names of parameters, buffers or modules, parts of names, or patterns: these tensors stay float32
+            where others become half precision, beside those that the model declares float32. Under FSDP2 they are
+            gathered as float32 too. Products with them run under autocast, as others do.
+        plain_after_fit: hand the model back without a trace of this precision when the Trainer's ``fit``, ``test`` or
+            any other run ends: torch's own layers, and float32 weights with the values of the masters. A model that
+            FSDP2 or ZeRO has sharded stays as it is, and a log line says so.
+        head: ``"bf16"`` leaves the head and the loss of the model alone; they run under autocast. ``"chunked"``
+            computes the loss from hidden states in training, some tokens at a time, and never all logits at once; the
+            logits of the model's output are computed if they are read. ``"fp8"`` does so with matrix products in FP8,
+            ``"fp32"`` in float32, with float32 logits in evaluation too; ``keep_fp32=["lm_head"]`` keeps the weight in
+            float32 as well. All three are for causal models of ``transformers`` that are recognised exactly, and raise
+            for others. For them there is ``lightning_lowprec.losses.linear_cross_entropy``.
     """
 
     loss_scale: LossScaleChoice = "auto"
     skip_nonfinite: bool = False
+    weights: Weights = "float32"
+    keep_fp32: Names = ()
+    plain_after_fit: bool = True
+    head: Head = "bf16"
 
-    def resolve(self, base: Base) -> LossScale | None:
-        """Return the loss scale for a base dtype, or None for an unscaled loss."""
+    def scaler(self, base: Base) -> LossScaler | None:
+        """Return what scales the loss and skips steps for a base dtype; None: every step is made, unscaled."""
         choice = self.loss_scale
-        if choice == "auto":
-            return LossScale() if base == "fp16" else None
-        if choice is None:
-            if base == "fp16":
-                raise ValueError(
-                    "`loss_scale=None` is not valid with fp16, whose gradients underflow below 6e-8; expected 'auto',"
-                    " 'dynamic', a number or a LossScale, or use bf16."
-                )
-            return None
-        if base == "bf16":
+        if choice is None and base == "fp16":
+            raise ValueError(
+                "`loss_scale=None` is not valid with fp16, whose gradients underflow below 6e-8; expected 'auto',"
+                " 'dynamic', a number or a LossScale, or use bf16."
+            )
+        if choice not in ("auto", None) and base == "bf16":
             raise ValueError(
                 f"`loss_scale={choice!r}` is not valid with bf16, which has the range of float32; expected 'auto' or"
                 " None, or use fp16."
             )
-        return LossScale.of(choice)
+        if base == "bf16":
+            return LossScaler(None) if self.skip_nonfinite else None
+        return LossScaler(LossScale.of("dynamic" if choice is None or choice == "auto" else choice))
 
-    def scaler(self, base: Base) -> LossScaler | None:
-        """Return what scales the loss and skips steps for a base dtype; None: every step is made, unscaled."""
-        scale = self.resolve(base)
-        return None if scale is None and not self.skip_nonfinite else LossScaler(scale)
+    def float32_weights(self, masters: HalfWeights | None) -> Float32Weights | None:
+        """Return what makes weights float32; None: half-precision weights stay."""
+        if self.weights == "keep" and masters is not None:
+            raise ValueError(
+                "`weights='keep'` is not valid with `master_weights`, which takes half-precision weights as they are."
+                " Leave one of the two out."
+            )
+        return Float32Weights() if self.weights == "float32" else None
+
+    def keeping(self, names: Sequence[str]) -> TrainingOptions:
+        """Return these options, with more names of tensors that stay float32."""
+        return replace(self, keep_fp32=(*self.keep_fp32, *names))
 
 
-class LossScaleChoices(TypedDict, total=False):
-    """The fields of :class:`LossScaleOptions`, for type checkers."""
+class TrainingChoices(TypedDict, total=False):
+    """The fields of :class:`TrainingOptions`, for type checkers."""
 
     loss_scale: LossScaleChoice
     skip_nonfinite: bool
+    weights: Weights
+    keep_fp32: Sequence[str]
+    plain_after_fit: bool
+    head: Head
+
+
+@dataclass(frozen=True, kw_only=True)
+class MasterOptions(Group):
+    """Half-precision weights, and what happens to their masters, buffers and gradients.
+
+    Args:
+        master_weights: False keeps float32 weights. Otherwise the weights are half precision and the optimizer updates
+            float32 masters. ``True`` stores the masters (4 bytes per parameter). ``"remainder"`` stores the exact
+            masters in 2 bytes (bf16 only). ``"stochastic"`` stores no masters and rounds the updated weights
+            stochastically (bf16 only). A :class:`~lightning_lowprec.MasterConfig` can also ask for moments of 8
+            bits, for updates during the backward pass, and set the seed.
+        buffer_dtype: needs ``master_weights``. Floating-point buffers are cast to this dtype; None leaves them alone
+            (rotary tables and running statistics need float32).
+        grad_reduce_dtype: needs ``master_weights``. ``torch.float32`` averages gradients over the ranks of DDP in
+            float32 and rounds the average once. None averages in the dtype of the weights.
+        grad_accumulation_dtype: needs ``master_weights``. ``torch.float32`` accumulates the gradients of micro-batches
+            in float32 (2 more bytes per parameter); under DDP it also averages them in float32. None accumulates in
+            the dtype of the weights.
+    """
+
+    master_weights: MasterWeights = False
+    buffer_dtype: FloatingDtype | None = None
+    grad_reduce_dtype: Float32OrNone = None
+    grad_accumulation_dtype: Float32OrNone = None
+
+    def resolve(self, base: Literal["bf16", "fp16", "auto"]) -> HalfWeights | None:
+        """Return what casts the weights and gives optimizers masters; None for float32 weights."""
+        choice = self.master_weights
+        for field in ("buffer_dtype", "grad_reduce_dtype", "grad_accumulation_dtype") if choice is False else ():
+            if (value := getattr(self, field)) is not None:
+                raise ValueError(
+                    f"`{field}={value}` goes with `master_weights`, got `master_weights=False`: float32 weights leave"
+                    f" buffers alone and always accumulate and reduce gradients in float32. Leave `{field}` out, or set"
+                    " `master_weights`."
+                )
+        if choice is False:
+            return None
+        config = MasterConfig.of("fp32" if choice is True else choice)
+        if base == "fp16" and config.form != "fp32":
+            raise ValueError(
+                f"`master_weights={choice!r}` is not valid with fp16, because it needs bf16 to be the upper half of"
+                " float32; use `master_weights=True`, or bf16."
+            )
+        if config.update == "backward" and (base == "fp16" or self.grad_accumulation_dtype is not None):
+            what = "fp16, because its step waits until the gradients of all weights are known to be finite"
+            if base != "fp16":
+                what = f"`grad_accumulation_dtype={self.grad_accumulation_dtype}`: no gradient is kept to be added to"
+            raise ValueError(f"`MasterConfig(update='backward')` does not go with {what}. Use `update='step'`.")
+        gradients = GradientDtypes(reduce=self.grad_reduce_dtype, accumulation=self.grad_accumulation_dtype)
+        return HalfWeights(config, self.buffer_dtype, gradients)
+
+
+class MasterChoices(TypedDict, total=False):
+    """The fields of :class:`MasterOptions`, for type checkers: ``**options: Unpack[MasterChoices]``."""
+
+    master_weights: MasterWeights
+    buffer_dtype: torch.dtype | None
+    grad_reduce_dtype: torch.dtype | None
+    grad_accumulation_dtype: torch.dtype | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,25 +193,3 @@ class EmulationChoices(TypedDict, total=False):
     """The field of :class:`FP8Options` for backends that can emulate FP8, for type checkers."""
 
     emulate: bool | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeadOptions(Group):
-    """Options of the output head of a causal language model, and of its loss.
-
-    Args:
-        head: ``"bf16"`` leaves the head and the loss of the model alone; they run under autocast. ``"chunked"``
-            computes the loss from hidden states in training, some tokens at a time, and never all logits at once; the
-            logits of the model's output are computed if they are read. ``"fp8"`` does so with matrix products in FP8,
-            ``"fp32"`` in float32, with float32 logits in evaluation too; ``keep_fp32=["lm_head"]`` keeps the weight in
-            float32 as well. All three are for causal models of ``transformers`` that are recognised exactly, and raise
-            for others. For them there is ``lightning_lowprec.losses.linear_cross_entropy``.
-    """
-
-    head: Head = "bf16"
-
-
-class HeadChoices(TypedDict, total=False):
-    """The fields of :class:`HeadOptions`, for type checkers."""
-
-    head: Head

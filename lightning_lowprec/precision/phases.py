@@ -11,6 +11,7 @@ Without a step, that is, in an evaluation before any fit, layers are in the last
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import Any, final
 
@@ -26,8 +27,7 @@ from lightning_lowprec.precision.host import trainer_of
 from lightning_lowprec.precision.schedule import Phase, Schedule
 from lightning_lowprec.private.either import Trainer, TrainerFn
 
-METRIC = "precision/phase"
-"""The name of the metric: the number of the phase, from 0; logged where a phase begins."""
+METRIC = "precision/phase"  # the name of the metric: the number of the phase, from 0; logged where a phase begins
 
 
 @final
@@ -72,7 +72,7 @@ class ScheduledPhases:
         """Give the layers the phase of the step, if they are in another."""
         trainer = next(_trainers(plugin), None)
         step = self._step_in_fabric(plugin) if trainer is None else self._step_in_trainer(plugin, trainer)
-        phase = len(self.schedule.phases) - 1 if step is None else self.schedule.at(step, self._ends)
+        phase = len(self.schedule.phases) - 1 if step is None else bisect_right(self._ends, step)
         if phase != self._applied:
             self._apply(plugin, phase, step)
         if trainer is not None and trainer.training and phase != self._logged:
@@ -101,8 +101,11 @@ class ScheduledPhases:
             length = id(trainer), trainer.max_steps, trainer.max_epochs, trainer.fit_loop.epoch_loop.max_steps
             if length != self._known:
                 total = _total(trainer, self.schedule, plugin.precision)
+                per_epoch, batches = None, trainer.num_training_batches
+                if trainer.lightning_module.automatic_optimization and batches not in (0, math.inf):
+                    per_epoch = max(1.0, -(-batches // trainer.accumulate_grad_batches))
                 lenient = bool(getattr(trainer, "fast_dev_run", False))  # its debug connector sets it
-                self._resolve(plugin, length, total, _per_epoch(trainer), lenient=lenient)
+                self._resolve(plugin, length, total, per_epoch, lenient=lenient)
         return trainer.global_step
 
     def _resolve(
@@ -120,11 +123,21 @@ class ScheduledPhases:
     # ---- the layers
 
     def _apply(self, plugin: Any, number: int, step: int | None) -> None:
-        set_phase = backends.get(plugin.backend).set_phase
+        backend = backends.get(plugin.backend)
+        set_phase = backend.set_phase
         assert set_phase is not None
-        layers = dict(_layers(plugin))
-        if not self._checked:
-            self._check(layers)
+        layers: dict[str, Module] = {}
+        for index, module in enumerate(_modules(plugin)):
+            owned = {fqn: layer for fqn, layer in module.named_modules() if backend.owns(layer)}
+            layers |= {(f"{index}:{fqn}" if index else fqn): layer for fqn, layer in owned.items()}
+        for index, phase in enumerate(self.schedule.phases) if layers and not self._checked else ():
+            for pattern in phase.keep:
+                if not any(matches(pattern, fqn) for fqn in layers):
+                    raise ValueError(
+                        f"`schedule[{index}]['keep']` has {pattern!r}, which matches no converted layer;"
+                        f" {nearest_fqns(pattern, layers)}."
+                    )
+        self._checked = True
         phase = self.schedule.phases[number]
         for fqn, layer in layers.items():
             set_phase(layer, phase.of_layer(fqn, matches))
@@ -133,16 +146,6 @@ class ScheduledPhases:
             which = f"phase {number + 1} of {len(self.schedule.phases)}"
             rank_zero_info(f"{plugin.precision}: {when}: {which}: {phase.said(plugin.base, plugin.format)}.")
         self._applied = number
-
-    def _check(self, layers: dict[str, Module]) -> None:
-        for number, phase in enumerate(self.schedule.phases):
-            for pattern in phase.keep:
-                if layers and not any(matches(pattern, fqn) for fqn in layers):
-                    raise ValueError(
-                        f"`schedule[{number}]['keep']` has {pattern!r}, which matches no converted layer;"
-                        f" {nearest_fqns(pattern, layers)}."
-                    )
-        self._checked = True
 
 
 def _modules(plugin: Any) -> Iterator[Module]:
@@ -155,37 +158,19 @@ def _trainers(plugin: Any) -> Iterator[Trainer]:
     return (trainer for trainer in trainers if trainer is not None and trainer.precision_plugin is plugin)
 
 
-def _layers(plugin: Any) -> Iterator[tuple[str, Module]]:
-    owns = backends.get(plugin.backend).owns
-    for number, module in enumerate(_modules(plugin)):
-        for fqn, layer in module.named_modules():
-            if owns(layer):
-                yield (fqn if number == 0 else f"{number}:{fqn}"), layer
-
-
 def _total(trainer: Trainer, schedule: Schedule, precision: str) -> int | None:
     """Return the number of optimizer steps of the run; None: unknown, and the schedule has no fractions."""
-    if trainer.lightning_module.automatic_optimization:
-        total = trainer.estimated_stepping_batches if schedule.needs_total else max(trainer.max_steps, 0) or math.inf
-    else:  # a batch may take any number of steps
-        total = trainer.max_steps if trainer.max_steps > 0 else math.inf
-    if total != math.inf:
-        return int(total)
-    if schedule.needs_total:
-        why = "" if trainer.lightning_module.automatic_optimization else " (manual optimization: any number per batch)"
+    automatic = trainer.lightning_module.automatic_optimization  # else a batch may take any number of steps
+    total = trainer.max_steps if trainer.max_steps > 0 else math.inf
+    if automatic and schedule.needs_total:
+        total = trainer.estimated_stepping_batches
+    if total == math.inf and schedule.needs_total:
+        why = "" if automatic else " (manual optimization: any number per batch)"
         raise ValueError(
             f"`schedule` of `precision={precision!r}` has fractions of the run, and the number of optimizer steps is"
             f" not known{why}. Set `Trainer(max_steps=...)`, or give steps in place of fractions."
         )
-    return None
-
-
-def _per_epoch(trainer: Trainer) -> float | None:
-    """Return the number of optimizer steps per epoch; None: unknown."""
-    batches = trainer.num_training_batches
-    if not trainer.lightning_module.automatic_optimization or batches in (0, math.inf):
-        return None
-    return max(1.0, -(-batches // trainer.accumulate_grad_batches))
+    return None if total == math.inf else int(total)
 
 
 def said(

@@ -1,7 +1,7 @@
 """Give a model back as it was before a precision set it up, and warn of what is left where another precision runs it.
 
-Trainer, Fabric                 plain(model)
-FP8Linear, codes, masters  ->   nn.Linear, float32 values of the same Parameters
+    before set-up    fit, test ...                     after the run of a Trainer, or plain(model)
+    nn.Linear   ->   FP8Linear, bf16 weight, master -> nn.Linear, the master's value in the same Parameter
 
 Lightning's own precisions do not look at the layers of a model, so FP8 layers stay FP8 there. The warning comes from a
 hook that runs once, at the first forward, and is removed; under our precisions there is no hook.
@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import deepcopy
+from dataclasses import replace
+from functools import partial
 from typing import Any, Final, final
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -30,9 +32,13 @@ from lightning_lowprec.masters.registry import existing_masters, optimizers_with
 from lightning_lowprec.masters.weights import Float32Weights, is_marked, mark, unmark
 from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.numerics.parameters import parameters_of
+from lightning_lowprec.numerics.rounding import reconcile, upper_half
+from lightning_lowprec.numerics.weight_rounding import WeightRounding
 from lightning_lowprec.private.deepspeed import refuse_zero
-from lightning_lowprec.private.either import is_wrapped
+from lightning_lowprec.private.either import Trainer, TrainerFn, is_wrapped
+from lightning_lowprec.private.lightning import is_tuning
 from lightning_lowprec.private.torch_modules import is_compiled, undo_compile, without_compiled_wrapper
+from lightning_lowprec.references import WeakList
 
 _GATHER: Final = (
     "Build the model anew and load the whole state dict, which is plain under every precision: on all ranks `state ="
@@ -68,7 +74,9 @@ def plain(model: Module, *, copy: bool = False) -> Module:
         raise TypeError(f"`model` is a {type(model).__name__}; expected a torch.nn.Module.")
     module = unwrapped(model)
     _refuse_sharded(module)
-    optimizers = _changed_optimizers(module)
+    changed = {id(o): o for o in (*backends.changed_optimizers(), *optimizers_with_masters())}
+    ids = {id(p) for p in module.parameters()}
+    optimizers = [o for o in changed.values() if any(id(p) in ids for p in parameters_of(o))]
     if not copy:
         _refuse_part(module, optimizers)
     masters = existing_masters(module.parameters())
@@ -120,18 +128,12 @@ def _copied(module: Module, masters: Mapping[int, Tensor]) -> tuple[Module, dict
     return copy, {id(copied): masters[id(p)] for p, copied in pairs if id(p) in masters}
 
 
-def _changed_optimizers(module: Module) -> list[Optimizer]:
-    """Return the optimizers of parameters of ``module`` that have masters, or that a backend has changed."""
-    ids = {id(p) for p in module.parameters()}
-    changed = {id(o): o for o in (*backends.changed_optimizers(), *optimizers_with_masters())}
-    return [o for o in changed.values() if any(id(p) in ids for p in parameters_of(o))]
-
-
 def _refuse_part(module: Module, optimizers: list[Optimizer]) -> None:
     """Raise if an optimizer has masters or codes of other parameters too: it cannot be plain for a part of them."""
     inside = {id(p) for p in module.parameters()}
     for optimizer in optimizers:
-        others = [p for p in parameters_of(optimizer) if id(p) not in inside and _is_changed(p)]
+        others = [p for p in parameters_of(optimizer) if id(p) not in inside]
+        others = [p for p in others if (is_marked(p) and p.dtype in HALF_DTYPES) or backends.keeps_master(p)]
         if others:
             raise RuntimeError(
                 f"`plain(model)` got a {type(module).__name__}, and {type(optimizer).__name__} trains it together with"
@@ -140,14 +142,9 @@ def _refuse_part(module: Module, optimizers: list[Optimizer]) -> None:
             )
 
 
-def _is_changed(parameter: Tensor) -> bool:
-    return (is_marked(parameter) and parameter.dtype in HALF_DTYPES) or backends.keeps_master(parameter)
-
-
 # ---- what is left in a model that another precision runs
 
-_ATTRIBUTE: Final = "warns_at_first_forward"
-"""Attribute of a layer with the hook, which a copy of the layer has too."""
+_ATTRIBUTE: Final = "warns_at_first_forward"  # attribute of a layer with the hook, which a copy of the layer has too
 REMEDY: Final = (
     "Give the model torch's layers and float32 weights back before, by `lightning_lowprec.plain(model)`; or load its"
     " state dict, which is plain, into a fresh model; or use a precision of lightning_lowprec, which sets the model up"
@@ -217,3 +214,107 @@ def forget(model: Module) -> None:
         warn = vars(module).pop(_ATTRIBUTE, None)
         if warn is not None:
             warn.remove()
+
+
+# ---- after a run of the Trainer
+
+
+@final
+class AfterFit:
+    """The modules, tensors and optimizers of one run of the Trainer, to undo what the precision has done to them.
+
+    Half-precision weights of an evaluation, and the checkpoint from which the Tuner restores weights after a search,
+    hold rounded values. So both keep the tensors from before the set-up, on the CPU.
+    """
+
+    def __init__(self) -> None:
+        self.optimizers: WeakList[Optimizer] = WeakList()
+        self._modules: WeakList[Module] = WeakList()
+        self._before: list[tuple[Tensor, Tensor]] = []
+        self._tunes = False
+
+    def begin(self, plugin: Any, module: Module, trainer: Trainer | None) -> None:
+        """Note that ``plugin`` will set ``module`` up, if a Trainer runs ``module``."""
+        if trainer is None:
+            return
+        self._modules.add(module)
+        self._tunes = is_tuning(trainer)
+        if _sharded_by(plugin) is not None:
+            return
+        if self._tunes or trainer.state.fn != TrainerFn.FITTING:
+            self._before += [(tensor, tensor.data) for tensor in (*module.parameters(), *module.buffers())]
+
+    def keep_changed(self) -> None:
+        """Forget the tensors whose dtype and class the set-up has left alone."""
+        self._before = [
+            (t, data.cpu()) for t, data in self._before if (t.dtype, type(t.data)) != (data.dtype, type(data))
+        ]
+
+    def end(self, plugin: Any) -> None:
+        """Hand the modules back, and by ``plain_after_fit`` or after a search make them and their optimizers plain.
+
+        The layers note how they rounded weights, for :func:`lightning_lowprec.export`. A model that the strategy leaves
+        sharded stays as it is.
+        """
+        weights = Float32Weights()
+        modules, self._modules = list(self._modules), WeakList()
+        before, self._before = self._before, []
+        if (where := _sharded_by(plugin)) is not None:
+            if plugin._in_trainer and plugin._will_train:
+                rank_zero_info(
+                    f"{plugin.precision}: the model keeps its low-precision layers and weights after `fit`, because"
+                    f" {where} has sharded it. To call it outside of the Trainer, load a checkpoint into a fresh model."
+                )
+            return
+        for module in modules:
+            forget_updates(module.parameters())  # else a loop after the run would still update by its optimizer
+        if not plugin.plain_after_fit and not self._tunes:
+            return
+        cast = [(t, data) for t, data in before if t.dtype in HALF_DTYPES and data.dtype is torch.float32]
+        unwritten = {} if self._tunes else {id(t): reconcile(data.to(t.device), t.data) for t, data in cast}
+        for module in modules:
+            values = existing_masters(module.parameters()) | unwritten
+            ties_away = plugin.masters is not None and plugin.masters.config.form == "remainder"
+            roundings = _roundings(module, ties_away=ties_away)
+            take_back(module)
+            layers = dict(module.named_modules())
+            backends.left_roundings.update(
+                (layers[fqn], rounding) for fqn, rounding in roundings.items() if fqn in layers
+            )
+            weights.undo_cast(module, values)
+        for tensor, data in before if self._tunes else ():
+            tensor.grad = None
+            tensor.data = data.to(tensor.device)
+        for optimizer in self.optimizers:
+            backends.revert_optimizer(optimizer)
+            weights.follow(optimizer)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+    def __reduce__(self) -> tuple[type[AfterFit], tuple[()]]:
+        return type(self), ()  # tensors and optimizers stay in their process
+
+
+def _sharded_by(plugin: Any) -> str | None:
+    """Return the strategy that leaves the model of ``plugin`` sharded; None: the model stays whole."""
+    if plugin.engine is not None:
+        return str(plugin.engine.name)
+    return None if plugin.modules.sharded is None else "FSDP2"
+
+
+def _roundings(module: Module, *, ties_away: bool) -> dict[str, dict[str, WeightRounding | None]]:
+    """Return how the forward of each converted layer rounds its weights to FP8, by the layer's fqn."""
+    return {
+        fqn: {name: _of_master(getattr(layer, name), rounding, ties_away) for name, rounding in by_name.items()}
+        for fqn, layer in module.named_modules()
+        if (by_name := backends.weight_roundings(layer)) is not None
+    }
+
+
+def _of_master(weight: Tensor, rounding: WeightRounding | None, ties_away: bool) -> WeightRounding | None:
+    """Return a rounding of the float32 value that a half-precision weight will have."""
+    if rounding is None or weight.dtype not in HALF_DTYPES or not is_marked(weight):
+        return rounding
+    to_half = upper_half if ties_away else partial(Tensor.to, dtype=weight.dtype)
+    return replace(rounding, as_trained=to_half)

@@ -14,22 +14,17 @@ from lightning_lowprec.conversion.experts import cut_by_expert
 from lightning_lowprec.hardware import caution
 from lightning_lowprec.masters.config import IN_THE_STEP, MasterConfig
 from lightning_lowprec.masters.in_backward import clipping_refused
-from lightning_lowprec.masters.kept_float32 import kept_float32
 from lightning_lowprec.masters.weights import HalfWeights
 from lightning_lowprec.precision.host import callbacks_of, trainer_of
 from lightning_lowprec.precision.loss_scale import LossScaler
 from lightning_lowprec.precision.state import check_ranks_agree
 from lightning_lowprec.private.either import MisconfigurationException, both, trainer_callbacks
 
-AVERAGING: Final = ("StochasticWeightAveraging", "WeightAveraging")
-"""Callbacks that average parameters; lightning 2.6 added ``WeightAveraging``."""
+AVERAGING: Final = ("StochasticWeightAveraging", "WeightAveraging")  # lightning 2.6 added the second one
 
 
 def check_runs(plugin: Any, device: torch.device) -> None:
-    """Raise if the precision cannot run on ``device``, or means another backend on another rank.
-
-    Warn if nobody knows whether the precision runs there, or if a GPU emulates it.
-    """
+    """Raise if the precision cannot run on ``device``, or means another backend on another rank; warn if in doubt."""
     refusal = plugin.refusal(device)
     if refusal is not None:
         raise RuntimeError(f"`precision={plugin.precision!r}` cannot run: {refusal}.")
@@ -69,12 +64,6 @@ def refuse_sharded(module: Module, precision: str) -> None:
         )
 
 
-def check_names(module: Module, keep_fp32: Sequence[str]) -> None:
-    """Raise ValueError if a name of the option ``keep_fp32`` matches nothing in ``module``."""
-    if keep_fp32:
-        kept_float32(module, torch.bfloat16, keep_fp32)
-
-
 def refuse_under_engine(keep_fp32: Sequence[str], where: str) -> None:
     """Raise ValueError if a model shall keep float32 tensors under an engine, which casts it."""
     if keep_fp32:
@@ -94,24 +83,15 @@ def refuse_skipping(scaler: LossScaler | None, masters: HalfWeights | None) -> N
         )
 
 
-def refuse_uncast(sharded: Iterable[Module] | None, precision: str) -> None:
-    """Raise if the user sharded a model in Fabric without casting it to the precision's half-precision weights."""
-    if sharded is not None and not list(sharded):
-        raise RuntimeError(
-            f"`precision={precision!r}` keeps its weights in half precision, but the model was sharded without it. Use"
-            " `strategy='fsdp2'`, or shard with `lightning_lowprec.parallelize(model, mesh, plugin)`."
-        )
-
-
 def refuse_averaging(callbacks: Iterable[Any], why: str) -> None:
     """Raise for Lightning's callbacks that average the model's parameters; ``why`` ends the message."""
     for callback in _averaging(callbacks):
         raise MisconfigurationException(f"`{type(callback).__name__}` {why}")
 
 
-def warn_of_averaging(callbacks: Iterable[Any], precision: str) -> None:
-    """Warn of Lightning's callbacks that average the model's parameters, which are half precision."""
-    for callback in _averaging(callbacks):
+def check_trainer(model: Any, optimizers: Sequence[Any], config: MasterConfig, precision: str) -> None:
+    """Warn of averages of half-precision weights; raise for what an update during the backward pass cannot do."""
+    for callback in _averaging(callbacks_of(model)):
         rank_zero_warn(
             f"`{type(callback).__name__}` averages the weights of the model, which `precision={precision!r}` keeps in"
             " half precision: the average is rounded whenever it is put into the model, for validation and at the end."
@@ -119,16 +99,14 @@ def warn_of_averaging(callbacks: Iterable[Any], precision: str) -> None:
             " 'half-auto', 'fp8-hybrid'), or average the float32 masters in a callback of your own:"
             " `trainer.precision_plugin.main_params(optimizer)`."
         )
-
-
-def check_trainer(model: Any, optimizers: Sequence[Any], config: MasterConfig, precision: str) -> None:
-    """Warn of averages of half-precision weights; raise for what an update during the backward pass cannot do."""
-    warn_of_averaging(callbacks_of(model), precision)
-    trainer = trainer_of(model)
+    trainer: Any = trainer_of(model)
     if config.update == "step" or trainer is None:
         return
     what = None
-    if (batches := _accumulated(trainer)) != 1:
+    kinds = both(trainer_callbacks.GradientAccumulationScheduler)
+    schedules = [callback.scheduling.values() for callback in trainer.callbacks if isinstance(callback, kinds)]
+    batches = max(trainer.accumulate_grad_batches, *(number for numbers in schedules for number in numbers), 1)
+    if batches != 1:
         what = (
             f"`accumulate_grad_batches={batches}` adds up gradients, and `update='backward'`"
             f" has used and freed each one. Use larger batches with activation checkpointing, or {IN_THE_STEP}."
@@ -142,14 +120,6 @@ def check_trainer(model: Any, optimizers: Sequence[Any], config: MasterConfig, p
         )
     if what is not None:
         raise MisconfigurationException(f"`precision={precision!r}`: {what}")
-
-
-def _accumulated(trainer: Any) -> int:
-    """Return the most batches whose gradients the Trainer, or its scheduler of accumulation, will ever add up."""
-    kinds = both(trainer_callbacks.GradientAccumulationScheduler)
-    schedules = [callback.scheduling.values() for callback in trainer.callbacks if isinstance(callback, kinds)]
-    most: int = max(trainer.accumulate_grad_batches, *(number for numbers in schedules for number in numbers), 1)
-    return most
 
 
 def say_updates_in_step(module: Any, config: MasterConfig, precision: str) -> None:

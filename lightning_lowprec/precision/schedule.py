@@ -5,13 +5,12 @@
     step   0 ............. 100 ........................... 950 ............... 1000
            all in bf16     as the recipe says              forward in bf16
 
-This file says what a schedule is; :mod:`~lightning_lowprec.precision.phases` applies a schedule to layers.
+This file says what a schedule is, without torch, for the command line; `phases.py` applies a schedule to layers.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -53,19 +52,15 @@ class ScheduleChoices(TypedDict, total=False):
 @final
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """One phase.
-
-    Args:
-        until: the step that begins the next phase, or the fraction of the run; None: the phase is the last.
-        in_bf16: the products in high precision.
-        in_fp8: the products that the user names as FP8.
-        keep: names or patterns of layers with all products in high precision.
-    """
+    """One phase."""
 
     until: int | float | None
+    """The step that begins the next phase, or the fraction of the run; None: the phase is the last."""
     in_bf16: InBF16
     in_fp8: InBF16
+    """The products that the user names as FP8."""
     keep: tuple[str, ...]
+    """Names or patterns of layers with all products in high precision."""
 
     def of_layer(self, fqn: str, matches: Any) -> InBF16:
         """Return the products that the layer ``fqn`` computes in high precision; ``matches(pattern, fqn)``."""
@@ -128,19 +123,6 @@ class Schedule:
                     " bf16. A schedule moves GEMMs to bf16 and back only. Use another recipe, or leave 'fp8' out."
                 )
 
-    def check_head(self, head: str) -> None:
-        """Raise if a phase computes in bf16, and the output head stays in FP8."""
-        if head == "fp8" and any(phase.in_bf16 for phase in self.phases):
-            raise ValueError(
-                "`schedule` with `gemms` in bf16 is not valid with `head='fp8'`: the head would stay in FP8. Use"
-                " `head='chunked'` or `head='bf16'`."
-            )
-
-    @staticmethod
-    def at(step: int, ends: Sequence[int]) -> int:
-        """Return the number of the phase of ``step``, from 0."""
-        return bisect_right(ends, step)
-
 
 def _phase(number: int, given: Any, *, is_last: bool) -> Phase:
     field = f"schedule[{number}]"
@@ -152,23 +134,16 @@ def _phase(number: int, given: Any, *, is_last: bool) -> Phase:
             f"`{field}` is the last phase, which lasts until the end of the run, and has `until={until!r}`. Leave"
             " `until` out, or add a phase."
         )
-    if not is_last:
-        _check_until(field, until)
+    fraction, step = isinstance(until, float) and 0 < until < 1, type(until) is int and until >= 1
+    if not (is_last or fraction or step):
+        raise ValueError(
+            f"`{field}['until']={until!r}` is not valid; expected an optimizer step (an integer of at least 1) or a"
+            " fraction of the run (a float between 0 and 1, both excluded). Only the last phase has no `until`."
+        )
     if isinstance(keep, str) or not isinstance(keep, Sequence) or not all(isinstance(p, str) and p for p in keep):
         raise ValueError(f"`{field}['keep']={keep!r}` is not valid; expected a list of fqns or patterns.")
-    name = f"{field}['gemms']"
-    return Phase(until=until, in_bf16=in_bf16(gemms, name), in_fp8=asked_in_fp8(gemms), keep=tuple(keep))
-
-
-def _check_until(field: str, until: Any) -> None:
-    if isinstance(until, int) and not isinstance(until, bool) and until >= 1:
-        return
-    if isinstance(until, float) and 0 < until < 1:
-        return
-    raise ValueError(
-        f"`{field}['until']={until!r}` is not valid; expected an optimizer step (an integer of at least 1) or a"
-        " fraction of the run (a float between 0 and 1, both excluded). Only the last phase has no `until`."
-    )
+    products = in_bf16(gemms, f"{field}['gemms']")
+    return Phase(until=until, in_bf16=products, in_fp8=asked_in_fp8(gemms), keep=tuple(keep))
 
 
 def _check_order(ends: Sequence[int | float | None], where: str) -> None:

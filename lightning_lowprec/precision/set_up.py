@@ -8,8 +8,7 @@ that no optimizer was given, as in linear probing, trains as in stock Lightning,
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from functools import cached_property
+from collections.abc import Iterator, Sequence, Set
 from typing import Any, final
 
 import torch
@@ -17,14 +16,14 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lightning_lowprec.conversion import backends, head
+from lightning_lowprec.conversion import head
 from lightning_lowprec.hardware import caution, default_device, refusal
-from lightning_lowprec.numerics.parameters import disable_foreach, parameters_of
+from lightning_lowprec.numerics.parameters import parameters_of
 from lightning_lowprec.precision import refusals
 from lightning_lowprec.precision.frozen_writes import FrozenWrites
 from lightning_lowprec.precision.host import device_of
 from lightning_lowprec.private.torchao import parameters_of_copies
-from lightning_lowprec.references import alive
+from lightning_lowprec.references import WeakList
 
 
 @final
@@ -42,141 +41,75 @@ class Modules:
         self.device: torch.device | None = None
         self.sharded: weakref.WeakSet[Module] | None = None
         """The modules that FSDP2 has sharded; None: this plugin does not run under FSDP2."""
-        self.ready = False
-        """Whether the device is known and no module waits."""
+        self.ready = False  # whether the device is known and no module waits
         self.need_check = False
         """Whether a module was prepared since the last check of optimizers, even if this module no longer exists."""
-        self.watched_forwards = 0
-        """How many of the next training forwards are watched (``watched_forward.py``)."""
-        self.said_share = False
-        """Whether the share of the FLOPs in converted layers was logged since the last set-up."""
-        self._waiting: list[weakref.ref[Module]] = []
-        self._prepared: list[weakref.ref[Module]] = []
-        self._unchecked: list[weakref.ref[Module]] = []
+        self.watched_forwards = 0  # how many of the next training forwards are watched (`layer_calls.py`)
+        self.said_share = False  # whether the share of the FLOPs in converted layers was logged since the last set-up
+        self.frozen_writes = FrozenWrites()
+        self.waiting: WeakList[Module] = WeakList()  # the modules that were set up and are not prepared yet
+        self.prepared: WeakList[Module] = WeakList()
+        self.unchecked: WeakList[Module] = WeakList()
+        """The prepared modules whose optimizers have not been checked since."""
 
     def bind(self, device: torch.device) -> None:
         """Set the device that the modules will run on."""
         self.device = device
-        self.ready = not self._waiting
+        self.ready = not self.waiting
 
-    def bind_fsdp2(self) -> None:
-        """Note that FSDP2 will shard the modules."""
-        self.sharded = weakref.WeakSet() if self.sharded is None else self.sharded
-
-    def note_sharded(self, module: Module) -> None:
-        """Note that FSDP2 has sharded ``module``."""
-        self.sharded = weakref.WeakSet([*(self.sharded or ()), module])
-
-    def is_sharded(self, module: Module) -> bool:
-        """Return whether FSDP2 has sharded ``module`` for this plugin."""
-        return module in (self.sharded or ())
+    def note_sharded(self, *modules: Module) -> None:
+        """Note that FSDP2 has sharded ``modules``, or without any that FSDP2 will shard."""
+        self.sharded = weakref.WeakSet([*(self.sharded or ()), *modules])
 
     def add(self, module: Module) -> bool:
         """Add a module that waits for its preparation; return whether the device is known and preparation can begin."""
-        self._waiting.append(weakref.ref(module))
+        self.waiting.add(module)
         self.ready = False
         may_still_move = default_device().type != "cpu" and device_of(module).type == "cpu"
         return self.device is not None or not may_still_move
 
     def take_waiting(self) -> Iterator[tuple[Module, torch.device]]:
         """Yield every waiting module with its device; note a module as prepared when the caller asks for the next."""
-        waiting, self._waiting = self._waiting, []
-        for module in alive(waiting):
+        waiting, self.waiting = self.waiting, WeakList()
+        for module in waiting:
             self.device = self.device or device_of(module)
             yield module, self.device
-            self._prepared = [weakref.ref(m) for m in (*alive(self._prepared), module)]
-            self._unchecked.append(weakref.ref(module))
+            self.prepared.add(module)
+            self.unchecked.add(module)
             self.need_check = True
             self.watched_forwards += 2
             self.said_share = False
         self.device = self.device or default_device()
         self.ready = True
 
-    @property
-    def waiting(self) -> list[Module]:
-        """The modules that were set up and are not prepared yet."""
-        return alive(self._waiting)
-
-    @property
-    def prepared(self) -> list[Module]:
-        """The modules that are prepared."""
-        return alive(self._prepared)
-
-    @property
-    def unchecked(self) -> list[Module]:
-        """The modules whose optimizers have not been checked since they were prepared."""
-        return alive(self._unchecked)
-
     def note_check(self) -> None:
         """Note that the optimizers of every prepared module have been checked."""
-        self._unchecked = []
+        self.unchecked = WeakList()
         self.need_check = False
 
     def __getstate__(self) -> dict[str, object]:
         """Leave out the modules, which stay in their process."""
-        left_out: dict[str, object] = {"_waiting": [], "_prepared": [], "_unchecked": [], "sharded": None}
-        return {**self.__dict__, **left_out, "ready": self.device is not None, "need_check": False}
+        return {**self.__dict__, "sharded": None, "ready": self.device is not None, "need_check": False}
 
 
-@final
-class Optimizers:
-    """The optimizers that Fabric has set up one by one; the Trainer hands over all of them at once."""
-
-    def __init__(self) -> None:
-        self._added: list[weakref.ref[Optimizer]] = []
-        self.reshard: Callable[[Module], None] | None = None
-        """Frees the gathered weights of a module under FSDP2, so that ``parameters()`` shows the shards."""
-
-    @cached_property
-    def frozen_writes(self) -> FrozenWrites:
-        """The frozen half-precision weights, for a warning if the program writes to them."""
-        return FrozenWrites()
-
-    def add(self, optimizer: Optimizer) -> None:
-        """Add an optimizer."""
-        self._added.append(weakref.ref(optimizer))
-
-    @property
-    def known(self) -> list[Optimizer]:
-        """The optimizers that were added and still exist."""
-        return alive(self._added)
-
-    @property
-    def any_added(self) -> bool:
-        """Whether an optimizer was ever added; Fabric adds none if the user gave ``plugins=`` instead of a name."""
-        return bool(self._added)
-
-    def make_plain(self, optimizer: Optimizer, *, except_for: str | None) -> None:
-        """Undo what other backends did to an optimizer, and let the optimizer step parameters of several meshes."""
-        backends.revert_optimizer(optimizer, except_for=except_for)
-        if disable_foreach(optimizer):
-            name = type(optimizer).__name__
-            rank_zero_info(f"{name} runs without foreach: some of its parameters are DTensors, or of another mesh.")
-
-    def check(
-        self, modules: Modules, optimizers: list[Optimizer], layers_of: Callable[[Module], Iterable[Module]]
-    ) -> None:
-        """Warn if a trainable weight of a converted layer is in no optimizer; raise if one holds a stale weight."""
-        if self.reshard is not None:
-            for module in modules.prepared:
-                self.reshard(module)
-        current = {id(p) for module in modules.prepared for p in module.parameters()}
-        for module in modules.unchecked:
-            converted = {id(p) for layer in layers_of(module) for p in layer.parameters(recurse=False)}
-            if (warning := _missing(module, converted, optimizers, current)) is not None:
-                rank_zero_warn(warning)
-
-    def __getstate__(self) -> dict[str, object]:
-        """Leave out the optimizers, which stay in their process."""
-        return {**self.__dict__, "_added": [], "reshard": None}
+def check_optimizers(plugin: Any, optimizers: list[Optimizer]) -> None:
+    """Warn if a trainable weight of a converted layer is in no optimizer; raise if one holds a stale weight."""
+    modules = plugin.modules
+    for module in modules.prepared if plugin.reshard is not None else ():
+        plugin.reshard(module)
+    current = {id(p) for module in modules.prepared for p in module.parameters()}
+    for module in modules.unchecked:
+        converted = {id(p) for layer in plugin._converted_layers(module) for p in layer.parameters(recurse=False)}
+        if (warning := _missing(module, converted, optimizers, current)) is not None:
+            rank_zero_warn(warning)
 
 
 def _missing(module: Module, converted: Set[int], optimizers: list[Optimizer], current: Set[int]) -> str | None:
     """Return a warning if a trainable parameter of a converted layer is in no optimizer; raise if it was replaced.
 
-    A module passes if the optimizers hold no parameter of it at all, not even a stale parameter: the module may be a
-    teacher, or get its optimizer later. ``converted`` and ``current`` are ids of parameters: of the converted layers of
-    this module, and of all modules. An optimizer's parameter that is not current is stale.
+    A module passes if the optimizers hold no parameter of it, not even a stale one: the module may be a teacher, or get
+    its optimizer later. ``converted`` and ``current`` are ids of parameters: of the converted layers of this module,
+    and of all modules. An optimizer's parameter that is not current is stale.
     """
     parameters = dict(module.named_parameters())
     trained = {id(p): p for o in optimizers for p in parameters_of_copies(o) or parameters_of(o)}
@@ -229,17 +162,22 @@ def before_training(plugin: Any, model: Any, optimizers: Sequence[Optimizer], *,
             plugin._prepare_optimizer(optimizer)
         if plugin.masters is not None:
             plugin.masters.drop_originals()
-        plugin._check_optimizers(optimizers)
+        check_optimizers(plugin, list(optimizers))
     plugin.modules.note_check()
 
 
 def before_step_in_fabric(plugin: Any, optimizer: Optimizer) -> None:
     """Prepare and check before the first step of ``optimizer`` after a set-up of modules by Fabric."""
-    if plugin.optimizers.any_added:
-        plugin._check_optimizers([*plugin.optimizers.known, optimizer])
+    if plugin.optimizers:
+        check_optimizers(plugin, [*plugin.optimizers, optimizer])
     plugin._prepare_weights_of(optimizer)  # with `plugins=`, the optimizer was not known before
     if plugin.masters is not None:
-        refusals.refuse_uncast(plugin.modules.sharded, plugin.precision)
+        if plugin.modules.sharded is not None and not list(plugin.modules.sharded):
+            raise RuntimeError(
+                f"`precision={plugin.precision!r}` keeps its weights in half precision, but the model was sharded"
+                " without it. Use `strategy='fsdp2'`, or shard with `lightning_lowprec.parallelize(model, mesh,"
+                " plugin)`."
+            )
         plugin.masters.gradients.check_reduced()
         plugin.masters.drop_originals()
     plugin.modules.note_check()

@@ -12,28 +12,17 @@ from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.name_suffixes import split
 from lightning_lowprec.precision.loss_scale import LossScaler
 
-SCALER_STATE: Final = "loss_scale"
-"""Key of the loss scale in a plugin's state."""
-BACKEND_STATE: Final = "backend"
-"""Key of the backend's name in a plugin's state."""
+SCALER_STATE: Final = "loss_scale"  # key of the loss scale in a plugin's state
+BACKEND_STATE: Final = "backend"  # key of the backend's name in a plugin's state
 SKIPS_STATE: Final = "skipped_steps"
 """Key of the number of skipped steps in the state of a plugin that does not scale the loss."""
-LIGHTNINGS: Final = ("MixedPrecision", "FSDPPrecision")
-"""Plugins of Lightning whose state has a loss scale."""
-
-
-def scaler_state(scaler: LossScaler | None) -> dict[str, Any]:
-    """Return the loss scale if the loss is scaled, the number of skipped steps if steps are only skipped, else {}."""
-    if scaler is None:
-        return {}
-    return {SCALER_STATE: scaler.state_dict()} if scaler.scales_loss else {SKIPS_STATE: scaler.skipped_steps}
+LIGHTNINGS: Final = ("MixedPrecision", "FSDPPrecision")  # plugins of Lightning whose state has a loss scale
 
 
 def load_loss_scale(scaler: LossScaler | None, state: Mapping[str, Any], precision: str) -> None:
     """Restore the loss scale from the state of our plugins or of Lightning's ``MixedPrecision`` (a GradScaler's).
 
-    A precision that does not scale the loss drops the stored scale and logs a line. If the precision skips steps, the
-    number of skipped steps goes on.
+    A precision that does not scale the loss drops the stored scale with a log line, and goes on counting skipped steps.
     """
     scales = scaler is not None and scaler.scales_loss
     if scaler is not None and not scales:
@@ -54,13 +43,11 @@ def foreign_states(checkpoint: Mapping[str, Any], plugin: type, root: type) -> l
     """
     if plugin.__qualname__ in checkpoint:
         return []
-    states = [checkpoint.get(name) for name in (*LIGHTNINGS, *_names_below(root))]
+    below: list[type] = root.__subclasses__()
+    for child in below:  # the list grows: children of children
+        below += child.__subclasses__()
+    states = [checkpoint.get(name) for name in (*LIGHTNINGS, *(cls.__qualname__ for cls in below))]
     return [state for state in states if isinstance(state, dict)]
-
-
-def _names_below(cls: type) -> list[str]:
-    children: list[type] = cls.__subclasses__()
-    return [name for child in children for name in (child.__qualname__, *_names_below(child))]
 
 
 # ---- a name without a backend, such as fp8-hybrid, must mean one backend on all ranks and after a resume
@@ -84,24 +71,18 @@ def check_ranks_agree(precision: str, backend: str) -> None:
 def check_backend(plugin: Any, state: Mapping[str, Any]) -> None:
     """Raise if a plugin whose backend was chosen for a name loads the state of another backend of this name.
 
-    A backend that the name never means, such as MS-AMP for fp8-hybrid, is a change of precision, which every checkpoint
-    allows.
+    A backend that the name never means, such as MS-AMP for fp8-hybrid, is a change of precision, which may be.
     """
     precision, backend = plugin.precision, plugin.backend
     if not plugin.backend_is_chosen or backend is None:
         return
     stored = state.get(BACKEND_STATE, backend)
-    if stored != backend and _may_mean(precision, stored):
+    known = {other.name: f"{split(precision)[0]}{other.suffix}" in other.names for other in backends.registered()}
+    if stored != backend and known.get(stored, True):  # the name means a backend that is not known here, perhaps
         raise RuntimeError(
             f"The checkpoint was trained by {stored}, and here `precision={precision!r}` means {backend}. To go on with"
             f" {stored}, use {pinned(precision, stored)}; to change over, {pinned(precision, backend)}."
         )
-
-
-def _may_mean(precision: str, name: str) -> bool:
-    """Return whether a name without a backend means this backend on some machine; yes for an unknown backend."""
-    meant = next((backend for backend in backends.registered() if backend.name == name), None)
-    return meant is None or f"{split(precision)[0]}{meant.suffix}" in meant.names
 
 
 def pinned(precision: str, *names: str) -> str:

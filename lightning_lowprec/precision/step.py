@@ -21,15 +21,10 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_lowprec.masters import deferred
 from lightning_lowprec.masters.in_backward import refuse_clipping
-from lightning_lowprec.masters.optimizer import (
-    has_masters,
-    main_params,
-    move_grads_to_masters,
-    show_master_grads,
-)
+from lightning_lowprec.masters.optimizer import has_masters, main_params, move_grads_to_masters, show_master_grads
 from lightning_lowprec.numerics.parameters import clip_grad_norm, on_several_meshes
 from lightning_lowprec.precision.loss_scale import LossScaler
-from lightning_lowprec.private.either import GradClipAlgorithmType, LightningModule, MisconfigurationException, Trainer
+from lightning_lowprec.private.either import GradClipAlgorithmType, LightningModule, MisconfigurationException
 from lightning_lowprec.private.lightning import after_closure, sees_gradients
 
 # ---- clipping
@@ -63,10 +58,7 @@ def clips(scaler: LossScaler | None, optimizer: Optimizer, clip_val: float, algo
 
 
 def unscale(scaler: LossScaler | None, optimizer: Optimizer) -> None:
-    """Divide the gradients by the loss scale and move them to the masters; a second call in a step does nothing.
-
-    The parameters show the gradients of their masters from then on, also when these are clipped.
-    """
+    """Divide the gradients by the loss scale and move them to masters, whose gradients the parameters then show."""
     refuse_clipping(optimizer)
     if scaler is not None:
         scaler.unscale(optimizer)
@@ -117,16 +109,10 @@ def scaled_step(
     if no_gradients:
         return result
     output = scaler.step(optimizer, **kwargs)
-    log_loss_scale(scaler, model.trainer)
-    return output
-
-
-def log_loss_scale(scaler: LossScaler, trainer: Trainer) -> None:
-    """Send ``skipped_steps``, and ``loss_scale`` if there is one, to the user's loggers, as often as other metrics."""
-    every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # its logger connector sets it
-    if not every or trainer.global_step % every:
-        return
+    trainer: Any = model.trainer
     scale = {"loss_scale": scaler.scale} if scaler.scales_loss else {}
-    for logger in trainer.loggers:
+    every = trainer.log_every_n_steps  # of the other metrics
+    for logger in trainer.loggers if every and trainer.global_step % every == 0 else ():
         metrics = {**scale, "skipped_steps": float(scaler.skipped_steps)}
         logger.log_metrics(metrics, step=trainer.global_step)
+    return output

@@ -22,7 +22,6 @@ from lightning_lowprec.conversion.plan import PlanRequest
 from lightning_lowprec.conversion.recipe_map import ALL_GEMMS, FLOAT32
 from lightning_lowprec.extras import require
 from lightning_lowprec.hardware import describe
-from lightning_lowprec.masters.options import MasterChoices, MasterOptions, WeightChoices, WeightOptions
 from lightning_lowprec.precision import fp8
 from lightning_lowprec.precision.fp8 import Scheduled
 from lightning_lowprec.precision.host import Engine
@@ -30,10 +29,10 @@ from lightning_lowprec.precision.layer_calls import not_called
 from lightning_lowprec.precision.options import (
     FP8Choices,
     FP8Options,
-    HeadChoices,
-    HeadOptions,
-    LossScaleChoices,
-    LossScaleOptions,
+    MasterChoices,
+    MasterOptions,
+    TrainingChoices,
+    TrainingOptions,
 )
 from lightning_lowprec.precision.schedule import Schedule, ScheduleChoices, ScheduleOptions
 from lightning_lowprec.precision.state import BACKEND_STATE
@@ -45,22 +44,13 @@ from lightning_lowprec.te.delayed_scaling import SCALES, DelayedScales
 from lightning_lowprec.te.fp8_weight import gather_refusal
 
 
-class TEChoices(
-    SelectionChoices,
-    FP8Choices,
-    LossScaleChoices,
-    MasterChoices,
-    WeightChoices,
-    HeadChoices,
-    ScheduleChoices,
-    total=False,
-):
+class TEChoices(SelectionChoices, FP8Choices, TrainingChoices, MasterChoices, ScheduleChoices, total=False):
     """The options of :class:`FP8TE` that other plugins share, for type checkers."""
 
 
 @final
 @shows(
-    *(LayerOptions, FP8Options, LossScaleOptions, MasterOptions, WeightOptions, HeadOptions, ScheduleOptions),
+    *(LayerOptions, FP8Options, TrainingOptions, MasterOptions, ScheduleOptions),
     without=("min_gain", "tokens", "emulate"),
 )
 class FP8TE(Scheduled):
@@ -123,10 +113,10 @@ class FP8TE(Scheduled):
     ) -> None:
         running = take(FP8Options, options)
         masters = take(MasterOptions, options).resolve(running.base)
-        scaler = take(LossScaleOptions, options).scaler(running.base)
         patterns = recipe if recipes.is_per_layer(recipe) else {}
         in_fp32 = [pattern for pattern, value in patterns.items() if value == FLOAT32]
-        super().__init__(scaler, masters, take(WeightOptions, options).keeping(in_fp32))
+        training = take(TrainingOptions, options).keeping(in_fp32)
+        super().__init__(training.scaler(running.base), masters, training)
         require(recipes.MODULE, "FP8TE")
         fields = {
             "fp8_format": fp8_format,
@@ -143,7 +133,6 @@ class FP8TE(Scheduled):
         """The recipe object of Transformer Engine: that of all layers, or of those that have no other."""
         self.kind = recipes.kind_of(self.recipe)
         self.layers = take(LayerOptions, options)
-        self.head = take(HeadOptions, options).head
         self.base = running.base
         self.fp8_eval = running.fp8_eval
         self.norms = norms
@@ -161,7 +150,7 @@ class FP8TE(Scheduled):
             _check(recipes.kind_of(each), self.layers, self.base)
         self.scales: DelayedScales | None = None
         if self.kind == "delayed":
-            self.scales = DelayedScales(self.recipe, self._scaled_layers, may_skip=scaler is not None)
+            self.scales = DelayedScales(self.recipe, self._scaled_layers, may_skip=self.scaler is not None)
         if fp8_params and masters is not None:
             masters.not_cast = self._weights_in_fp8
         name = NAMES.get((self.kind, self.recipe.fp8_format.name.lower()), f"fp8-te-{self.kind}")

@@ -21,11 +21,10 @@ from lightning_lowprec.conversion.options import LayerOptions, SelectionChoices,
 from lightning_lowprec.conversion.plan import Plan, PlanRequest
 from lightning_lowprec.conversion.recipe_map import LayerRecipe, RecipeMap
 from lightning_lowprec.extras import import_refusal, require
-from lightning_lowprec.masters.options import MasterChoices, MasterOptions, WeightChoices, WeightOptions
 from lightning_lowprec.precision import fp8
 from lightning_lowprec.precision.fp8 import BlockChoices, BlockOptions, Scheduled
 from lightning_lowprec.precision.host import Engine
-from lightning_lowprec.precision.options import Base, HeadChoices, HeadOptions, LossScaleChoices, LossScaleOptions
+from lightning_lowprec.precision.options import Base, MasterChoices, MasterOptions, TrainingChoices, TrainingOptions
 from lightning_lowprec.precision.schedule import ScheduleChoices, ScheduleOptions
 from lightning_lowprec.precision.state import BACKEND_STATE
 from lightning_lowprec.torchao.backend import NAME
@@ -34,20 +33,11 @@ if TYPE_CHECKING:
     from lightning_lowprec.torchao.settings import Recipes
 
 
-SHARED: Final = (BlockOptions, LossScaleOptions, MasterOptions, WeightOptions, HeadOptions, ScheduleOptions)
+SHARED: Final = (BlockOptions, TrainingOptions, MasterOptions, ScheduleOptions)
 """The options of every plugin of torchao's formats, beside those that choose layers."""
 
 
-class SharedChoices(
-    SelectionChoices,
-    BlockChoices,
-    LossScaleChoices,
-    MasterChoices,
-    WeightChoices,
-    HeadChoices,
-    ScheduleChoices,
-    total=False,
-):
+class SharedChoices(SelectionChoices, BlockChoices, TrainingChoices, MasterChoices, ScheduleChoices, total=False):
     """The same, and those that choose layers, for type checkers."""
 
 
@@ -72,9 +62,9 @@ class TorchAO(Scheduled):
         options: Any,
     ) -> None:
         recipes: Any = RecipeMap.of(recipe, names=names, base=names[0]) if isinstance(recipe, Mapping) else recipe
-        weights = take(WeightOptions, options).keeping(recipes.float32 if isinstance(recipes, RecipeMap) else ())
+        training = take(TrainingOptions, options).keeping(recipes.float32 if isinstance(recipes, RecipeMap) else ())
         masters = take(MasterOptions, options).resolve(base)
-        super().__init__(take(LossScaleOptions, options).scaler(base), masters, weights)
+        super().__init__(training.scaler(base), masters, training)
         require("torchao", f"{type(self).__name__}(recipe={recipe!r})")
         self.recipe, self.recipes = recipe, recipes
         self.kinds: tuple[str, ...] = recipes.names if isinstance(recipes, RecipeMap) else (recipes,)
@@ -83,7 +73,6 @@ class TorchAO(Scheduled):
         self.low_eval, self.emulate = low_eval, emulate
         self.compile = take(BlockOptions, options).compile
         self.layers = take(LayerOptions, options)
-        self.head = take(HeadOptions, options).head
         self.set_schedule(take(ScheduleOptions, options).schedule)
 
     @property

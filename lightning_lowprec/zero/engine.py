@@ -11,12 +11,18 @@ attach                      autocast inside of the engine
 
 DeepSpeed switches autocast off that was entered outside of its engine. So autocast is entered inside, by hooks of the
 model that the engine calls.
+
+The options of the plugin become fields of the config (:func:`translated`; docs/deepspeed.md has the table). A field
+that the user has set already must have the same value, or be ``"auto"``.
 """
 
 from __future__ import annotations
 
+import copy
+import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, final
 
@@ -27,9 +33,12 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_lowprec.conversion.steps import count_step
+from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.half import HalfMixed
 from lightning_lowprec.precision.host import Engine, in_trainer
+from lightning_lowprec.precision.loss_scale import LossScale
+from lightning_lowprec.precision.set_up import check_optimizers
 from lightning_lowprec.private import deepspeed as private
 from lightning_lowprec.private.either import (
     FabricDeepSpeed,
@@ -41,10 +50,176 @@ from lightning_lowprec.private.either import (
     namesake,
     trainer_strategies,
 )
-from lightning_lowprec.zero.config import SCALE_FIELDS, ZeroOptions, check_plugin, translated
 
-DEEPSPEED: Final = (fabric_strategies.DeepSpeedStrategy, trainer_strategies.DeepSpeedStrategy)
-"""Lightning's strategies."""
+DEEPSPEED: Final = (fabric_strategies.DeepSpeedStrategy, trainer_strategies.DeepSpeedStrategy)  # Lightning's
+SCALE_FIELDS: Final[Mapping[str, float]] = {
+    "loss_scale": 0,
+    "initial_scale_power": 16,
+    "loss_scale_window": 1000,
+    "hysteresis": 2,
+    "min_loss_scale": 1,
+}
+"""The fields of ``fp16`` that Lightning's DeepSpeedStrategy takes as arguments too, with Lightning's defaults."""
+_SECTIONS: Final = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+_NAMES: Final = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_HALF_MASTERS: Final = {"bf16": "bf16_master_weights_and_grads", "fp16": "fp16_master_weights_and_grads"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroOptions:
+    """The options of a plugin that DeepSpeed carries out, as they were before an engine took the plugin's work over.
+
+    The dtypes of the reduction and accumulation of gradients, and of buffers, are None for DeepSpeed's default.
+    """
+
+    precision: str
+    dtype: torch.dtype  # of the weights, half precision
+    loss_scale: LossScale | None  # None: not scaled
+    skips: bool  # whether steps with gradients that are not finite must be skipped
+    reduce: torch.dtype | None = None
+    accumulation: torch.dtype | None = None
+    buffers: torch.dtype | None = None
+
+    @classmethod
+    def of(cls, plugin: LowPrecision) -> ZeroOptions:
+        """Return the options of a plugin whose device is known."""
+        masters, scaler = plugin.masters, plugin.scaler
+        return cls(
+            precision=plugin.precision,
+            dtype=plugin.autocast_dtype,
+            loss_scale=scaler.config if scaler is not None and scaler.scales_loss else None,
+            skips=scaler is not None,
+            reduce=None if masters is None else masters.gradients.reduce,
+            accumulation=None if masters is None else masters.gradients.accumulation,
+            buffers=None if masters is None else masters.buffer_dtype,
+        )
+
+
+def check_plugin(plugin: LowPrecision, strategy: str) -> None:
+    """Raise ValueError, naming ``strategy``, if a precision cannot run under DeepSpeed, whatever the stage."""
+    if plugin.engine is not None:  # it has checked and taken the options before
+        return
+    reason, usual = None, MasterConfig()
+    config = usual if plugin.masters is None else plugin.masters.config
+    differing = [name for name in ("form", "moments", "update") if getattr(config, name) != getattr(usual, name)]
+    if differing:
+        reason = (
+            f"ZeRO keeps the masters itself, in float32, and has no `{differing[0]}={getattr(config, differing[0])!r}`."
+            f" Use `precision='bf16-master'`, or run {plugin.precision!r} on one device, under 'ddp' and under 'fsdp2'"
+        )
+    elif plugin.masters is None and plugin.weights is None:
+        reason = (
+            "`weights='keep'` trains half-precision weights without masters, and ZeRO always has float32 masters. Leave"
+            " `weights` out"
+        )
+    elif plugin.head != "bf16":
+        reason = (
+            f"`head={plugin.head!r}` reads the weight of the output head outside of its layer, where ZeRO does not"
+            " see it. Leave `head` out, or use 'fsdp2'"
+        )
+    elif plugin.needs_fp8_gather is not None:
+        reason = (
+            f"`{plugin.needs_fp8_gather}` keeps weights in FP8, and ZeRO gathers them in half precision. Use 'fsdp2'"
+        )
+    if reason is not None:
+        raise ValueError(f"`precision={plugin.precision!r}` does not run under `strategy={strategy!r}`: {reason}.")
+
+
+def translated(source: Mapping[str, Any], options: ZeroOptions, arguments: Mapping[str, float]) -> dict[str, Any]:
+    """Return a copy of ``source``, the config of the user or the strategy, with the plugin's options in it.
+
+    ``arguments`` are :data:`SCALE_FIELDS` as the strategy was given them. A ValueError names a field of the config, or
+    an argument, that has another value than the plugin, and a loss scale that DeepSpeed cannot carry out.
+    """
+    config = copy.deepcopy(dict(source))
+    if "bfloat16" in config:  # DeepSpeed's own older name
+        config.setdefault("bf16", config.pop("bfloat16"))
+    half = _SECTIONS[options.dtype]
+    other = "fp16" if half == "bf16" else "bf16"
+    _set(config, options, f"{half}.enabled", True)
+    for field in (f"{other}.enabled", f"{half}.{_HALF_MASTERS[half]}", "torch_autocast.enabled"):
+        if _get(config, field) not in (None, False):
+            _set(config, options, field, False)
+    if half == "fp16":
+        _scale_loss(config, options, arguments)
+    elif options.skips:
+        _set(config, options, "bf16.check_grad_overflow", True)
+    for field, dtype in (
+        ("data_types.grad_accum_dtype", options.accumulation),
+        ("communication_data_type", options.reduce),
+        ("data_types.buffer_dtype", options.buffers),
+    ):
+        if dtype is not None:
+            _set(config, options, field, _NAMES[dtype])
+    return config
+
+
+def _scale_loss(config: dict[str, Any], options: ZeroOptions, arguments: Mapping[str, float]) -> None:
+    """Write the fields of the loss scale; the default scale leaves them to the config and the strategy."""
+    assert options.loss_scale is not None  # fp16 always scales the loss
+    if options.loss_scale == LossScale():
+        for field, value in arguments.items():
+            config["fp16"].setdefault(field, value)
+        return
+    for field, value in scale_fields(options.loss_scale, options.precision).items():
+        argument = arguments.get(field, value)
+        if argument != SCALE_FIELDS[field] and argument != value:
+            raise _contradiction(options, f"fp16.{field}", value, "the strategy has", f"{field}={argument!r}")
+        _set(config, options, f"fp16.{field}", value)
+
+
+def scale_fields(scale: LossScale, precision: str) -> dict[str, float]:
+    """Return a loss scale as the fields of DeepSpeed's ``fp16`` section; a ValueError names ``precision``.
+
+    DeepSpeed's scale doubles, halves, starts at a power of two, and has a floor that is an integer, at which it stops
+    the run at once.
+    """
+    if scale.growth_factor == scale.backoff_factor == 1.0:
+        return {"loss_scale": scale.initial}
+    allowed: tuple[tuple[str, Any, bool, str], ...] = (
+        ("initial", scale.initial, math.log2(scale.initial).is_integer() and scale.initial >= 1, "a power of two"),
+        ("growth_factor", scale.growth_factor, scale.growth_factor == 2.0, "2.0"),
+        ("backoff_factor", scale.backoff_factor, scale.backoff_factor == 0.5, "0.5"),
+        ("floor", scale.floor, float(scale.floor).is_integer(), "an integer from 1"),
+        ("patience_at_floor", scale.patience_at_floor, scale.patience_at_floor in (1, 50), "the default"),
+    )
+    for field, value, fits, expected in allowed:
+        if not fits:
+            raise ValueError(
+                f"`precision={precision!r}`: `LossScale({field}={value!r})` is not possible under DeepSpeed, which"
+                f" scales the loss itself; expected {expected}. Change the field, or use 'ddp' or 'fsdp2'."
+            )
+    return {
+        "loss_scale": 0,
+        "initial_scale_power": int(math.log2(scale.initial)),
+        "loss_scale_window": scale.growth_interval,
+        "hysteresis": scale.hysteresis,
+        "min_loss_scale": int(scale.floor),
+    }
+
+
+def _get(config: Mapping[str, Any], field: str) -> Any:
+    section, _, name = field.rpartition(".")
+    return (config.get(section) or {} if section else config).get(name)
+
+
+def _set(config: dict[str, Any], options: ZeroOptions, field: str, value: Any) -> None:
+    """Write a field; raise if the user has set it to another value."""
+    before = _get(config, field)
+    if before not in (None, "auto", value):
+        raise _contradiction(options, field, value, "the DeepSpeed config has", f"{field}={before!r}")
+    section, _, name = field.rpartition(".")
+    (config.setdefault(section, {}) if section else config)[name] = value
+
+
+def _contradiction(options: ZeroOptions, field: str, value: Any, who: str, got: str) -> ValueError:
+    return ValueError(
+        f"`precision={options.precision!r}` means `{field}={value!r}`, and {who} `{got}`. Leave the latter out, or"
+        " choose a precision that fits."
+    )
+
+
+# ---- the engine
 
 
 @final
@@ -60,7 +235,6 @@ class ZeroEngine(Engine):
         self._plugin = plugin
         self._engine: weakref.ref[Any] | None = None
         self._steps = 0
-        self._ended_step = True
         self._autocast: list[torch.autocast] = []
         self._hooks: list[Any] = []
 
@@ -86,11 +260,6 @@ class ZeroEngine(Engine):
         engine = None if self._engine is None else self._engine()
         return 0 if engine is None else int(engine.skipped_steps)
 
-    @property
-    def ended_step(self) -> bool:
-        """Whether DeepSpeed had all micro-batches of a step at the last call."""
-        return self._ended_step
-
     def backward(self, tensor: Tensor, model: Module | None, *args: Any, **kwargs: Any) -> None:
         """Call the engine, as Lightning's own plugins do."""
         lightnings: Any = namesake(TrainerDeepSpeed, model) if in_trainer(model) else FabricDeepSpeed
@@ -114,7 +283,7 @@ class ZeroEngine(Engine):
         else:
             lightnings: Any = namesake(TrainerDeepSpeed, model)
             output = lightnings.optimizer_step(self._plugin, optimizer, model=model, closure=closure, **kwargs)
-        self._ended_step, self._steps = engine.global_steps != self._steps, engine.global_steps
+        self.ended_step, self._steps = engine.global_steps != self._steps, engine.global_steps
         return output
 
     def _enter(self, module: Module, args: Any) -> None:
@@ -133,14 +302,7 @@ class ZeroEngine(Engine):
 
 
 def bind(plugin: LowPrecision, strategy: Any) -> None:
-    """Translate the plugin's options into the strategy's config, and leave the training steps to its engine.
-
-    The plugin knows its device. The strategy, one of :data:`DEEPSPEED`, is not set up yet.
-
-    Raises:
-        ValueError: the precision does not run there, or the config says otherwise.
-        ImportError: this DeepSpeed is too old, or has moved a name.
-    """
+    """Translate the plugin's options into the config of a :data:`DEEPSPEED` strategy, whose engine makes the steps."""
     private.check()
     stage = int(strategy.config.get("zero_optimization", {}).get("stage", 0))
     if stage not in (1, 2, 3):
@@ -205,7 +367,7 @@ def _check_optimizer(plugin: LowPrecision, model: Any, optimizer: Optimizer | No
     """Check the optimizer's weights; take back what another precision left in one."""
     if optimizer is not None:  # else the DeepSpeed config has an optimizer, which takes every parameter
         plugin.see_optimizer(optimizer)
-        plugin._check_optimizers([optimizer])
+        check_optimizers(plugin, [optimizer])
     plugin.modules.note_check()
 
 

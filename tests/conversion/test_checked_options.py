@@ -22,8 +22,7 @@ from lightning_lowprec import (
 from lightning_lowprec.checks import allows, hints_of
 from lightning_lowprec.conversion.options import LayerOptions
 from lightning_lowprec.fsdp2.options import ShardOptions
-from lightning_lowprec.masters.options import MasterOptions, WeightOptions
-from lightning_lowprec.precision.options import FP8Options, LossScaleOptions
+from lightning_lowprec.precision.options import FP8Options, MasterOptions, TrainingOptions
 from lightning_lowprec.tools.compare.spec import CompareSpec
 
 TRUE_OR_FALSE = "True or False"
@@ -139,7 +138,7 @@ CONFIG = [
     ("moments", None, "one of: fp32, 8bit"),
     ("update", "forward", "one of: step, backward"),
     ("clip_tensor", 0.0, "None, or a number above 0"),
-    ("clip_last_norm", -1.0, "None, or a number above 0"),
+    ("clip_tensor", -1.0, "None, or a number above 0"),
     ("seed", "abc", "an integer"),
     ("seed", True, "an integer"),
 ]
@@ -160,9 +159,8 @@ CASES = {
     ShardOptions: SHARDS,
     LayerOptions: [*LAYERS, *GAINS],
     FP8Options: [*RUNNING, *EMULATION],
-    LossScaleOptions: SCALE,
+    TrainingOptions: [*SCALE, *WEIGHTS, *KEPT, *HEAD],
     MasterOptions: MASTERS,
-    WeightOptions: [*WEIGHTS, *KEPT],
     LossScale: SCALING,
     MasterConfig: CONFIG,
     CompareSpec: COMPARE,

@@ -10,29 +10,27 @@ import pytest
 from lightning_lowprec import FP8TE, MSAMP, FP8TorchAO, HalfMixed
 from lightning_lowprec.conversion.options import LayerChoices, LayerOptions, shows, take
 from lightning_lowprec.fsdp2.options import ShardOptions
-from lightning_lowprec.masters.options import MasterChoices, MasterOptions
 from lightning_lowprec.precision.options import (
     EmulationChoices,
     FP8Choices,
     FP8Options,
-    HeadChoices,
-    HeadOptions,
-    LossScaleChoices,
-    LossScaleOptions,
+    MasterChoices,
+    MasterOptions,
+    TrainingChoices,
+    TrainingOptions,
 )
 
 GROUPS = {
     LayerOptions: [LayerChoices],
     MasterOptions: [MasterChoices],
-    LossScaleOptions: [LossScaleChoices],
+    TrainingOptions: [TrainingChoices],
     FP8Options: [FP8Choices, EmulationChoices],
-    HeadOptions: [HeadChoices],
 }
 PLUGINS = {
     FP8TorchAO: (GROUPS, set()),
     FP8TE: (GROUPS, {"min_gain", "tokens", "emulate"}),
-    MSAMP: ((LayerOptions, FP8Options, LossScaleOptions, HeadOptions), set()),
-    HalfMixed: ((MasterOptions, LossScaleOptions, HeadOptions), set()),
+    MSAMP: ((LayerOptions, FP8Options, TrainingOptions), {"keep_fp32"}),
+    HalfMixed: ((MasterOptions, TrainingOptions), set()),
 }
 every_plugin = pytest.mark.parametrize("plugin", PLUGINS)
 

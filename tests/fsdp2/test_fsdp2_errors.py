@@ -133,18 +133,18 @@ def test_a_plugin_of_somebody_else():
 
 
 def test_uneven_shards_of_fp8_weights(alone):
-    from lightning_lowprec.fsdp2.fp8_gather import gather_in_fp8
+    from lightning_lowprec.fsdp2.fp8_gather import check_even
 
     with pytest.raises(ValueError, match=r"'blocks.0.up' has 128 output features, which do not divide into 3 equal"):
-        gather_in_fp8(fp8_net(), shards=3)
+        check_even(fp8_net(), shards=3)
     with pytest.raises(ValueError, match=r"'blocks.0.up' has 128 output features .* 128 FP8 weights|do not divide"):
-        gather_in_fp8(fp8_net(), shards=256)
+        check_even(fp8_net(), shards=256)
     conv = with_conv1d(Net())
     plugin = FP8TorchAO(emulate=True)
     plugin.bind_device(torch.device("cpu"))
     plugin.convert_module(conv)
     with pytest.raises(ValueError, match=r"'blocks.0.up' has 64 input features, which do not divide into 3 equal"):
-        gather_in_fp8(conv, shards=3)
+        check_even(conv, shards=3)
 
 
 def test_int8_layers_are_not_cut_by_tensor_parallelism(alone):

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import optim
 
-from lightning_lowprec.masters.optimizer import MASTER_PARAM, add_masters
+from lightning_lowprec.masters.moments import MASTER_PARAM
+from lightning_lowprec.masters.optimizer import add_masters
 from tests.masters.master_loops import (
     X,
     Y,

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from lightning_lowprec.masters.optimizer import MASTER_PARAM
+from lightning_lowprec.masters.moments import MASTER_PARAM
 from tests.masters.master_loops import equal, masters_of, net, through_file, train, without_masters, wrapped
 
 FORMS = ["fp32", "remainder", "stochastic"]

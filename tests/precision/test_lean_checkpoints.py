@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning_lowprec.masters.optimizer import main_params
 from tests.forked import python
 from tests.masters.master_loops import equal
-from tests.precision.lean_models import LEAN_NAMES, Net, fit, plugin
+from tests.precision.lean_models import LEAN_NAMES, Net, fit
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch"),
@@ -112,14 +112,3 @@ def test_a_kill_in_the_middle_of_an_update_leaves_the_last_checkpoint_whole(tmp_
     fit(again, "bf16-lean", steps=6, ckpt_path=tmp_path / "last.ckpt")
     assert equal(again.state_dict(), whole.state_dict())
     assert len(again.losses) == 3
-
-
-def test_clip_last_norm_in_the_trainer_survives_a_checkpoint(tmp_path):
-    def run(model, steps, **options):
-        return fit(model, plugin(clip_last_norm=0.01), steps=steps, **options)
-
-    whole, half, again = Net(), Net(), Net()
-    run(whole, 6)
-    run(half, 3).save_checkpoint(tmp_path / "half.ckpt")
-    run(again, 6, ckpt_path=tmp_path / "half.ckpt")
-    assert equal(again.state_dict(), whole.state_dict())

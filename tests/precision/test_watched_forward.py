@@ -9,8 +9,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.utils.flop_counter import FlopCounterMode
 
 import lightning_lowprec  # noqa: F401  # registers the names
-from lightning_lowprec.precision.layer_calls import LayerCalls
-from lightning_lowprec.precision.watched_forward import WatchedForward
+from lightning_lowprec.precision.layer_calls import LayerCalls, WatchedForward
 
 TOKENS, WIDTH = 32, 64
 

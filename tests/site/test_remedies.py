@@ -87,7 +87,6 @@ ELSEWHERE = {
 OF_TE = {"recipe='current'", "recipe='delayed'", "recipe='nvfp4'", "recipe={...}"}
 """Values that FP8TE alone takes, which needs Transformer Engine."""
 WITH = {
-    "clip_last_norm=1.0": "update='backward', clip_last_norm=1.0",
     "clip_tensor=1.0": "update='backward', clip_tensor=1.0",
 }
 """Options that need another one, which their messages name."""

@@ -250,7 +250,7 @@ def test_a_weight_that_is_computed_at_each_forward_is_not_gathered(monkeypatch):
     torch.nn.utils.weight_norm(model.blocks[0][0])
     options = {"fp8_eval": True, "token_alignment": 16, "weight_cache": True}
     convert_linears(model, ["blocks.0.0", "blocks.0.2"], **options, wire_format=TEWireFormat())
-    gather_in_fp8(model, shards=1)
+    gather_in_fp8(model)
     assert {name for name, p in model.named_parameters() if isinstance(p.data, Fp8GatherShard)} == {"blocks.0.2.weight"}
 
 

@@ -12,6 +12,7 @@ from transformers import LlamaForCausalLM
 
 import lightning_lowprec
 from lightning_lowprec import FP8TE
+from lightning_lowprec.precision.set_up import check_optimizers
 from lightning_lowprec.te import norms
 from lightning_lowprec.te.delayed_scaling import restore_scales, run_by_te, saved_scales
 from lightning_lowprec.te.layer import TELinear, te_linears
@@ -38,7 +39,7 @@ def test_what_converts(pretend_gpu, caplog):
     )
     with pytest.raises(RuntimeError, match="an input on cpu, and computes on CUDA only"):
         wrapped(torch.randn(2, 16, 32))
-    fabric.strategy.precision._check_optimizers([optimizer.optimizer])
+    check_optimizers(fabric.strategy.precision, [optimizer.optimizer])
 
 
 def test_transformers_llama(pretend_gpu):
@@ -128,7 +129,7 @@ def test_a_forgotten_parameter_warns(pretend_gpu):
     fabric.setup(model)
     optimizer = torch.optim.AdamW(model.blocks[0].parameters())
     with pytest.warns(UserWarning, match=r"blocks\.1\.1\.weight"):
-        fabric.strategy.precision._check_optimizers([optimizer])
+        check_optimizers(fabric.strategy.precision, [optimizer])
 
 
 def test_the_trainer_up_to_the_first_kernel(pretend_gpu, tmp_path):

@@ -66,8 +66,7 @@ def forward_share(model: nn.Module, plan: Plan) -> tuple[float | None, str]:
     example = getattr(model, "example_input_array", None)
     if example is None:
         return None, ""
-    from lightning_lowprec.precision.layer_calls import LayerCalls
-    from lightning_lowprec.precision.watched_forward import WatchedForward
+    from lightning_lowprec.precision.layer_calls import LayerCalls, WatchedForward
     from lightning_lowprec.private.fake_gpu import tensors_of
     from lightning_lowprec.tools.planning.simulated_step import inputs_of
 
