@@ -19,6 +19,8 @@ from pathlib import Path
 
 import tomllib
 
+from tools import starts
+
 ROOT = Path(__file__).parents[1]
 DIST = ROOT / "dist"
 PACKAGE = "lightning_lowprec"
@@ -60,7 +62,7 @@ def pip(*arguments: str) -> None:
 def missing_and_foreign(wheel: Path) -> tuple[set[str], set[str]]:
     """Return the files of the package that the wheel lacks, and the files of the wheel that are not the package's."""
     listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", PACKAGE],
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", PACKAGE, f"{PACKAGE}_autoload.py"],
         cwd=ROOT, check=True, capture_output=True, text=True,
     ).stdout  # fmt: skip
     expected = {name for name in listed.splitlines() if (ROOT / name).is_file()}
@@ -100,6 +102,8 @@ def main() -> int:
         said = subprocess.run(command, cwd=scratch, check=True, capture_output=True, text=True).stdout
         if said.strip() != version:
             print(f"`lowprec --version` prints {said!r}; expected {version}.")
+            return 1
+        if starts.main(str(python)) != 0:
             return 1
     print(f"{sdist.name} and {wheel.name} are in {DIST.name}/; the wheel installs in an empty environment and trains.")
     return 0
