@@ -1,9 +1,8 @@
 """Low-precision training for PyTorch Lightning and Fabric by changing one word.
 
-Import this package, and stock Lightning accepts ``precision="fp8-hybrid"`` and the other names:
+Stock Lightning accepts ``precision="fp8-hybrid"`` and the other names where this package is installed, or imported:
 
     import lightning as L
-    import lightning_lowprec
 
     trainer = L.Trainer(precision="fp8-hybrid")
 

@@ -24,9 +24,9 @@ def test_the_changelog_of_the_first_release_is_one_screen():
     assert len((ROOT / "CHANGELOG.md").read_text().splitlines()) <= 80
 
 
-def test_the_example_has_six_lines():
+def test_the_example_has_five_lines():
     example = README.split("```python\n")[1].split("```")[0]
-    assert len(example.strip().splitlines()) == 6
+    assert len(example.strip().splitlines()) == 5
 
 
 def test_pip_comes_before_the_code_and_before_make():

@@ -39,7 +39,14 @@ if __name__ == "__main__":
     print("trained in", type(pl.Trainer(precision="fp8-hybrid", accelerator="cpu").precision_plugin).__name__)
 """
 )
-CLI = MODEL + "from {package}.cli import LightningCLI\nif __name__ == '__main__':\n    print('trained in', LightningCLI(Model).trainer.precision)\n"
+CLI = (
+    MODEL
+    + """
+from {package}.cli import LightningCLI
+if __name__ == "__main__":
+    print("trained in", LightningCLI(Model).trainer.precision)
+"""
+)
 FABRIC = """
 import torch, lightning as L
 fabric = L.Fabric({arguments})

@@ -80,8 +80,8 @@ def _main() -> Package:
         if find_spec(package.trainer.partition(".")[0]) is not None:
             return package
     raise ImportError(
-        "lightning_lowprec needs Lightning, and neither of its packages is installed. Run `pip install"
-        " 'lightning-lowprec[lightning]'`, or `pip install 'lightning-lowprec[pytorch-lightning]'`."
+        "lightning_lowprec needs Lightning, and neither of its packages is installed. Run `pip install lightning` or"
+        " `pip install pytorch-lightning`."
     )
 
 

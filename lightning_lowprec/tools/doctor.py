@@ -15,6 +15,7 @@ from typing import Any, Final, final
 
 import torch
 
+import lightning_lowprec_autoload as autoload
 from lightning_lowprec import html
 from lightning_lowprec import names as precisions
 from lightning_lowprec.architectures import ARCHITECTURES, Architecture, named
@@ -117,6 +118,7 @@ class Diagnosis:
             f"device    {facts['device']}",
             f"driver    {facts['driver'] or 'no NVIDIA driver'}",
             f"versions  {self._versions()}",
+            f"names     {facts['names']}",
             *(f"backend   {title}: {status}" for title, status in facts["backends"].items()),
             *(f"warning   {warning}" for warning in self._warnings()),
             "",
@@ -205,6 +207,7 @@ def machine(device: torch.device) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
         "versions": versions(),
+        "names": _names(),
         "backends": {backend.title: _status(backend) for backend in backends.registered()},
         "moved": moved,
         "broken": broken,
@@ -226,12 +229,27 @@ def versions() -> dict[str, str | None]:
     """Return the versions of this package and of its libraries, or None for a package that is not installed."""
     needed = [backend.distribution for backend in backends.registered() if backend.distribution is not None]
     found: dict[str, str | None] = {}
-    for package in ("lightning-lowprec", "torch", "lightning", *needed, "jsonargparse", "matplotlib"):
+    for package in (
+        "lightning-lowprec",
+        "torch",
+        "lightning",
+        "pytorch-lightning",
+        *needed,
+        "jsonargparse",
+        "matplotlib",
+    ):
         try:
             found[package] = version(package)
         except PackageNotFoundError:
             found[package] = None
     return found
+
+
+def _names() -> str:
+    """Say how Lightning gets to know the names."""
+    if autoload.installed_by_torch:
+        return f"known without an import, in both packages of Lightning (`{autoload.SWITCH}=0` switches this off)"
+    return "known after `import lightning_lowprec`; torch did not call the entry point of this package"
 
 
 def _driver() -> str | None:

@@ -62,6 +62,7 @@ def _machine(facts: Mapping[str, Any], versions: Mapping[str, str | None]) -> li
         ("driver", facts["driver"] or "no NVIDIA driver"),
         ("CUDA of torch", facts["cuda"] or "none"),
         *((library, number or "not installed") for library, number in versions.items()),
+        ("names", facts["names"]),
         *((f"backend {title}", " ".join(status.split())) for title, status in facts["backends"].items()),
         *((f"{library} does not import", why) for library, why in facts["broken"].items()),
         ("private names that moved", ", ".join(facts["moved"]) or "none"),
