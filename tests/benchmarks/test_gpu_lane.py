@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from benchmarks.gpu_lane.part_linear import TOY_SHAPES
 from benchmarks.gpu_lane.rates import measured_rates
 from lightning_lowprec.conversion.name_suffixes import MASTERS, split
 from lightning_lowprec.names import TABLE
+from tests.once import once
 
 ROOT = Path(__file__).parents[2]
 PARTS = ["step8b", "linear", "loss", "memory"]
@@ -38,16 +40,18 @@ WITHOUT_TE = "import sys; sys.modules['transformer_engine'] = None; from benchma
 @pytest.fixture(scope="module")
 def out(tmp_path_factory):
     """All parts in one process in which Transformer Engine is not installed."""
-    folder = tmp_path_factory.mktemp("lane") / "out"
-    argv = ["--smoke", "--out", str(folder), "--date", "2030-01-02"]
-    done = subprocess.run(
-        [sys.executable, "-c", f"{WITHOUT_TE} sys.exit(main({argv!r}))"],
-        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", "LOWPREC_COMMIT": "abc123"},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    (folder / "said.txt").write_text(done.stdout)
-    return folder
+    folder = tmp_path_factory.mktemp("lane")
+    with once(folder, "lane-of-all") as (shared, missing):
+        if missing:
+            argv = ["--smoke", "--out", str(shared), "--date", "2030-01-02"]
+            done = subprocess.run(
+                [sys.executable, "-c", f"{WITHOUT_TE} sys.exit(main({argv!r}))"],
+                cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", "LOWPREC_COMMIT": "abc123"},
+                capture_output=True, text=True, check=False,
+            )  # fmt: skip
+            assert done.returncode == 0, done.stderr[-3000:]
+            (shared / "said.txt").write_text(done.stdout)
+        return shutil.copytree(shared, folder / "out")
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ import socket
 import sys
 import time
 import traceback
+from contextlib import nullcontext
 from datetime import timedelta
 from importlib import import_module
 from multiprocessing import forkserver
@@ -24,6 +25,8 @@ from pathlib import Path
 
 import torch
 from torch import distributed as dist
+
+from tests.once import once
 
 PRELOAD = [
     "lightning", "lightning.pytorch.cli", "torchao.float8", "torchao.optim", "torch._dynamo", "torch.distributed.fsdp",
@@ -56,9 +59,15 @@ def free_port() -> int:
 
 
 def run(worker, ranks: int, folder: Path, *args):
-    """``[worker(rank, *args) for every rank]``, each in a process of its own, in one process group."""
-    launch(_in_group, ranks, folder, worker, folder, args)
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
+    """``[worker(rank, *args) for every rank]``, each in a process of its own, in one process group.
+
+    Without arguments the results depend on the worker alone, and the workers of pytest-xdist share them.
+    """
+    name = f"{worker.__module__}.{worker.__qualname__}.{ranks}"
+    with nullcontext((folder, True)) if args else once(folder, name) as (results, missing):
+        if missing:
+            launch(_in_group, ranks, results, worker, results, args)
+    return [torch.load(results / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
 
 
 def launch(body, ranks: int, folder: Path, *args, seconds: float = SECONDS) -> None:
