@@ -36,7 +36,7 @@ from lightning_lowprec.precision import plain, refusals, set_up, state, step
 from lightning_lowprec.precision.host import Engine, callbacks_of, cast_floating, in_trainer, shown_as, trainer_of
 from lightning_lowprec.precision.layer_calls import watched
 from lightning_lowprec.precision.loss_scale import LossScaler
-from lightning_lowprec.precision.options import TrainingOptions
+from lightning_lowprec.precision.options import BASE_DTYPES, Base, TrainingOptions
 from lightning_lowprec.precision.phases import ScheduledPhases
 from lightning_lowprec.private.either import (
     FabricPrecision,
@@ -67,6 +67,7 @@ class LowPrecision(EitherPrecision, ABC):
     needs_fp8_gather: str | None = None
     """The option that makes FSDP2 gather weights as float8 or raise, such as ``"fp8_params=True"``; None: no option."""
     format: ClassVar[str] = "FP8"  # of the layers that convert, in words
+    base: Base
     emulate: bool | None = False  # the user's choice; None: on a CPU only
     keeps_codes: bool = False  # whether weights become codes with scales (MS-AMP), which other precisions do not know
     keeps_float32_shards: bool = False  # whether FSDP2's float32 shards take the place of masters
@@ -101,9 +102,9 @@ class LowPrecision(EitherPrecision, ABC):
     # ---- the methods that a plugin defines
 
     @property
-    @abstractmethod
     def autocast_dtype(self) -> torch.dtype:
-        """The dtype of every operation that runs neither in FP8 nor in float32."""
+        """The dtype of every operation that runs neither in FP8 nor in float32: the option ``base``."""
+        return BASE_DTYPES[self.base]
 
     @abstractmethod
     def how(self, device: torch.device) -> str:

@@ -23,7 +23,6 @@ from lightning_lowprec.hardware import architecture, default_device, describe, r
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.host import Engine
 from lightning_lowprec.precision.layer_calls import not_called
-from lightning_lowprec.precision.options import BASE_DTYPES, Base
 from lightning_lowprec.precision.phases import ScheduledPhases
 from lightning_lowprec.precision.schedule import Schedule
 from lightning_lowprec.private.lightning import is_compiled_whole
@@ -56,13 +55,6 @@ class BlockChoices(TypedDict, total=False):
 
 class Converting(LowPrecision):
     """Base of the plugins that convert layers, which run by kernels or emulated; all else has a base dtype."""
-
-    base: Base
-
-    @property
-    @override
-    def autocast_dtype(self) -> torch.dtype:
-        return BASE_DTYPES[self.base]
 
     @property
     @override

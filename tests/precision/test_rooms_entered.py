@@ -39,7 +39,7 @@ def test_a_fit_enters_its_own_rooms(tmp_path):
 
     def note(frame, event, _):
         code = frame.f_code
-        if event != "call" or not code.co_flags & inspect.CO_OPTIMIZED or not code.co_filename.startswith(str(ROOT)):
+        if event != "call" or not code.co_flags & inspect.CO_OPTIMIZED or not code.co_filename.startswith(f"{ROOT}/"):
             return  # no function of ours; a class body is none
         file = str(Path(code.co_filename).relative_to(ROOT))
         fit.add(file)
