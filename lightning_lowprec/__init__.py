@@ -20,7 +20,7 @@ from lightning_lowprec.version import __version__
 if TYPE_CHECKING:
     from lightning_lowprec.tools.compare.runner import compare
     from lightning_lowprec.tools.doctor import doctor
-    from lightning_lowprec.tools.planning.model_plan import plan
+    from lightning_lowprec.tools.planning.command import plan
 
 
 def _command_starts() -> bool:
@@ -49,7 +49,7 @@ if not _command_starts():
 
     register()
 
-_TOOLS: Final = {"compare": "compare.runner", "doctor": "doctor", "plan": "planning.model_plan"}
+_TOOLS: Final = {"compare": "compare.runner", "doctor": "doctor", "plan": "planning.command"}
 """The module of each tool below ``tools``; a module is imported when its tool is asked for."""
 
 __all__ = [

@@ -68,34 +68,26 @@ ARCHITECTURES: Final[dict[str, Architecture]] = {
 
 
 def classify(type: str, capability: tuple[int, int] | None = None, gcn: str | None = None) -> Architecture:
-    """Return the architecture of a described device.
+    """Return the architecture of a device of a ``type`` of torch: ROCm's GPUs are ``"cuda"`` too.
 
-    Args:
-        type: of the device, as torch has it: ROCm's GPUs are ``"cuda"`` too.
-        capability: the compute capability. ROCm reports one too, which says nothing: MI200 reports 9.0, as Hopper does.
-        gcn: ROCm's name of the GPU, such as ``"gfx90a:sramecc+:xnack-"``; None without ROCm.
+    ``gcn`` is ROCm's name of the GPU, such as ``"gfx90a:sramecc+:xnack-"``; None without ROCm. With it the
+    ``capability`` says nothing: MI200 reports 9.0, as Hopper does.
     """
     if type != "cuda":
-        return next((found for found in _OTHERS if found.key == type), OTHER)
+        return next((other for other in _OTHERS if other.key == type), OTHER)
     if gcn is not None:
-        return next((found for pattern, found in _AMD if re.fullmatch(pattern, gcn.split(":")[0])), OTHER)
+        return next((amd for pattern, amd in _AMD if re.fullmatch(pattern, gcn.split(":")[0])), OTHER)
     if capability is None:
         return OTHER
-    return next((found for first, found in reversed(_NVIDIA) if capability >= first), _NVIDIA[0][1])
+    return next((nvidia for first, nvidia in reversed(_NVIDIA) if capability >= first), _NVIDIA[0][1])
 
 
 def named(name: str) -> Architecture:
-    """Return the architecture of a name: a key of the table, or another member such as ``sm_86`` and ``gfx1201``.
-
-    Raises:
-        ValueError: the name is unknown; the message lists the keys.
-    """
+    """Return the architecture of a name: a key of the table, or another member such as ``sm_86`` and ``gfx1201``."""
     if name in ARCHITECTURES:
         return ARCHITECTURES[name]
-    if (sm := re.fullmatch(r"sm_?(\d+)(\d)[af]?", name)) is not None:
-        found = classify("cuda", (int(sm[1]), int(sm[2])))
-    else:
-        found = classify("cuda", gcn=name)
-    if found is OTHER:
+    sm = re.fullmatch(r"sm_?(\d+)(\d)[af]?", name)
+    member = classify("cuda", gcn=name) if sm is None else classify("cuda", (int(sm[1]), int(sm[2])))
+    if member is OTHER:
         raise ValueError(f"`device={name!r}` is no architecture; expected one of: {', '.join(ARCHITECTURES)}.")
-    return found
+    return member

@@ -16,15 +16,10 @@ INSTALL = {
 
 
 def require(module: str, purpose: str) -> ModuleType:
-    """Import an optional dependency.
+    """Import a module of an optional dependency that ``purpose``, a part of this package, needs.
 
-    Args:
-        module: the module to import, such as ``"torchao.float8"``.
-        purpose: the part of this package that needs the module, for the error: ``"FP8TorchAO"``.
-
-    Raises:
-        ModuleNotFoundError: the package is not installed; the message has the command that installs it.
-        ImportError: the package is installed, but is broken or does not fit the installed torch.
+    ModuleNotFoundError: the package is not installed; the message has the command that installs it. Any other
+    ImportError: the package is installed, but is broken or does not fit the installed torch.
     """
     root = module.partition(".")[0]
     remedy = INSTALL.get(root, f"pip install {root}")

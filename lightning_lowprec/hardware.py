@@ -23,11 +23,7 @@ def describe(device: torch.device) -> str:
 
 
 def architecture(device: torch.device) -> Architecture:
-    """Return the architecture of a device.
-
-    Raises:
-        RuntimeError: the device is a GPU, and there is no driver.
-    """
+    """Return the architecture of a device."""
     if device.type != "cuda":
         return classify(device.type)
     if torch.version.hip is not None:

@@ -34,11 +34,9 @@ def bullets(items: Sequence[str]) -> str:
 
 
 def table(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> str:
-    """Return a table. A long table is folded: the rows after the first 40 open with a click.
+    """Return a table of plain text, the header first. The rows after the first 40 are folded, and open with a click.
 
-    Args:
-        rows: the cells as plain text, all rows of one length; the first row is the header.
-        right: the columns that are aligned to the right, by index.
+    ``right`` has the columns that are aligned to the right.
     """
     header, body = rows[0], rows[1:]
     shown, folded = body[:ROWS_SHOWN], body[ROWS_SHOWN:]
@@ -54,8 +52,8 @@ def _table(header: Sequence[str], body: Sequence[Sequence[str]], right: Collecti
 
 
 def _row(cells: Sequence[str], tag: str, right: Collection[int]) -> str:
-    sides = ("right" if i in right else "left" for i in range(len(cells)))
     marked = (
-        f'<{tag} style="text-align:{side}">{escape(cell)}</{tag}>' for cell, side in zip(cells, sides, strict=True)
+        f'<{tag} style="text-align:{"right" if i in right else "left"}">{escape(cell)}</{tag}>'
+        for i, cell in enumerate(cells)
     )
     return f"<tr>{''.join(marked)}</tr>"

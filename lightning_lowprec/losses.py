@@ -12,6 +12,7 @@ products, and nothing is computed twice. See :mod:`~lightning_lowprec.numerics.l
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, Final, Literal, final, get_args
 
 import torch
@@ -76,15 +77,11 @@ def linear_cross_entropy(
     """
     dtype = _checked(input, weight, target, bias, reduction, label_smoothing, z_loss, fp8, rows)
     flat = input.reshape(-1, input.shape[-1]).to(dtype)
-    losses: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        flat,
-        _whole(weight),
-        None if bias is None else _whole(bias),
-        target.reshape(-1),
-        reduction,
-        (ignore_index, float(label_smoothing), float(z_loss)),
-        (rows or 0, fp8, input.device.type == "cpu" if emulate is None else emulate),
-    )
+    terms = ignore_index, float(label_smoothing), float(z_loss)
+    settings = fp8, rows or 0, input.device.type == "cpu" if emulate is None else emulate
+    whole = _whole(weight), None if bias is None else _whole(bias)
+    arguments = flat, *whole, target.reshape(-1), reduction, terms, settings
+    losses: Tensor = _LinearCrossEntropy.apply(*arguments)  # type: ignore[no-untyped-call]
     return losses.view(target.shape) if reduction == "none" else losses
 
 
@@ -101,23 +98,24 @@ class _LinearCrossEntropy(torch.autograd.Function):
         target: Tensor,
         reduction: str,
         terms: tuple[int, float, float],
-        settings: tuple[int, bool, bool],
+        settings: tuple[bool, int, bool],
     ) -> Tensor:
         """Return the losses (T,), their sum or their mean, float32."""
         ctx.terms, ctx.settings, ctx.reduction, ctx.used = terms, settings, reduction, False
         ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
+        fp8, rows, emulate = settings
         single = reduction == "none"
-        wanted = (False, False, False) if single else tuple(ctx.needs_input_grad[:3])
+        wanted = [False] * 3 if single else list(ctx.needs_input_grad[:3])
         one = torch.ones((), device=hidden.device)
         count = (target != terms[0]).sum().float() if reduction == "mean" else one
         share = torch.where(count > 0, 1 / count, 0)
-        losses, *gradients = _computed(
-            hidden, weight, bias, target, one, share if settings[1] else one, terms, settings, wanted
-        )
+        after = share if fp8 else one
+        compute = _computation()
+        losses, *gradients = compute(hidden, weight, bias, fp8, rows, wanted, target, one, after, *terms, emulate)
         if single:
             ctx.save_for_backward(hidden, weight, bias, target)
             return losses
-        ctx.save_for_backward(*gradients, one if settings[1] else share)  # FP8 products have multiplied by the share
+        ctx.save_for_backward(*gradients, one if fp8 else share)  # FP8 products have multiplied by the share
         return losses.sum() / count
 
     @staticmethod
@@ -133,9 +131,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
             hidden, weight, bias, target = ctx.saved_tensors
             top = grad_output.abs().amax() if len(grad_output) else grad_output.new_zeros(())
             factors = grad_output / torch.where(top > 0, top, 1)  # between -1 and 1, as small formats need it
-            wanted = tuple(ctx.needs_input_grad[:3])
+            wanted = list(ctx.needs_input_grad[:3])
             one = torch.ones((), device=hidden.device)
-            _, *gradients = _computed(hidden, weight, bias, target, factors, one, ctx.terms, ctx.settings, wanted)
+            fp8, rows, emulate = ctx.settings
+            others = target, factors, one, *ctx.terms, emulate
+            _, *gradients = _computation()(hidden, weight, bias, fp8, rows, wanted, *others)
         else:
             if ctx.used:
                 raise RuntimeError(
@@ -145,7 +145,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             ctx.used = not torch.compiler.is_compiling()
             *gradients, share = ctx.saved_tensors
             top = grad_output * share
-        top = top / gradient_scale(ctx.dtypes[0], fp8=ctx.settings[1])
+        top = top / gradient_scale(ctx.dtypes[0], fp8=ctx.settings[0])
         of_inputs = (
             _times(gradient, top, dtype) if needed else None
             for gradient, dtype, needed in zip(gradients, ctx.dtypes, ctx.needs_input_grad, strict=False)
@@ -160,22 +160,9 @@ def _times(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
 
 
-def _computed(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    factors: Tensor,
-    after: Tensor,
-    terms: tuple[int, float, float],
-    settings: tuple[int, bool, bool],
-    wanted: tuple[bool, ...],
-) -> list[Tensor]:
-    """Return losses and gradients; a compiler sees one operation."""
-    run = torch.ops.lightning_lowprec.linear_cross_entropy if torch.compiler.is_compiling() else _run
-    rows, fp8, emulate = settings
-    made: list[Tensor] = run(hidden, weight, bias, fp8, rows, list(wanted), target, factors, after, *terms, emulate)
-    return made
+def _computation() -> Callable[..., list[Tensor]]:
+    """Return the function that computes losses and gradients; a compiler sees one operation."""
+    return torch.ops.lightning_lowprec.linear_cross_entropy if torch.compiler.is_compiling() else _run
 
 
 def _run(

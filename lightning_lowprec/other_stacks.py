@@ -1,24 +1,19 @@
-"""Words that people bring from other stacks, and what to write here instead.
-
-Keys are in lower case, with ``-`` for ``_``. Answers are sentences that end an error message.
-"""
+"""Words of other stacks, in lower case with ``-`` for ``_``, and answers: sentences that end an error message."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from typing import Any, Final, NoReturn, final
+from typing import Any, Final, NoReturn
 
 _FP8: Final = "Write 'fp8-hybrid': FP8 linear layers by torchao, bf16 elsewhere."
 _DELAYED: Final = "Write 'fp8-hybrid-te': Transformer Engine with delayed scaling."
-_FP16: Final = (
-    "Write '16-mixed' (float32 weights, as in torch and Accelerate) or 'fp16-master' (half weights with float32"
-    " masters, as in NeMo and DeepSpeed)."
+_HALF: Final = (
+    "Write '{}-mixed' (float32 weights, as in torch and Accelerate) or '{}-master' (half weights with float32 masters,"
+    " as in NeMo and DeepSpeed)."
 )
-_BF16: Final = (
-    "Write 'bf16-mixed' (float32 weights, as in torch and Accelerate) or 'bf16-master' (half weights with float32"
-    " masters, as in NeMo and DeepSpeed)."
-)
+_FP16: Final = _HALF.format("16", "fp16")
+_BF16: Final = _HALF.format("bf16", "bf16")
 _FULL: Final = "Write 'bf16-true', or 'bf16-master', which loses no small updates."
 _AUTO: Final = "Write 'half-auto': bf16 where the device has bf16, else fp16 with loss scaling."
 
@@ -31,15 +26,9 @@ PRECISIONS: Final[Mapping[str, str]] = {
     **dict.fromkeys(
         ("ao", "torchao", "fp8-torchao", "fp8-ao", "tensorwise", "float8-tensorwise"), "Write 'fp8-tensorwise'."
     ),
-    **{
-        word: f"Write '{name}': bf16 weights, FP8 linear layers."
-        for word, name in {
-            "fp8-master": "fp8-hybrid-master",
-            "fp8-remainder": "fp8-hybrid-remainder",
-            "fp8-sr": "fp8-hybrid-sr",
-            "fp8-stochastic": "fp8-hybrid-sr",
-        }.items()
-    },
+    "fp8-master": "Write 'fp8-hybrid-master': bf16 weights, FP8 linear layers.",
+    "fp8-remainder": "Write 'fp8-hybrid-remainder': bf16 weights, FP8 linear layers.",
+    **dict.fromkeys(("fp8-sr", "fp8-stochastic"), "Write 'fp8-hybrid-sr': bf16 weights, FP8 linear layers."),
     **dict.fromkeys(("rowwise", "float8-rowwise"), "Write 'fp8-rowwise'."),
     "rowwise-with-gw-hp": "Write 'fp8-rowwise-gw-hp'.",
     **dict.fromkeys(("current", "current-scaling"), "Write 'fp8-current'."),
@@ -129,29 +118,21 @@ def _spelling(word: object) -> str:
     return str(word).strip().lower().replace("_", "-")
 
 
-@final
-class ForeignAttribute:
-    """An attribute that plugins do not have: reading it fails as usual, and setting it raises with the way out.
-
-    A data descriptor on the class: it costs nothing where other attributes are set.
-    """
-
-    def __init__(self, name: str, answer: str) -> None:
-        self._name = name
-        self._answer = answer
-
-    def __get__(self, instance: object, owner: type | None = None) -> NoReturn:
-        raise AttributeError(f"plugins of lightning_lowprec have no attribute {self._name!r}. {self._answer}")
-
-    def __set__(self, instance: object, value: Any) -> NoReturn:
-        raise AttributeError(
-            f"`{self._name}={value!r}` cannot be set on a {type(instance).__name__}: the attribute is that of NeMo's"
-            f" plugin, and would do nothing here. {self._answer}"
-        )
-
-
 def refuse_foreign(cls: type, answers: Mapping[str, str]) -> None:
-    """Put a :class:`ForeignAttribute` for every name of ``answers`` that ``cls`` does not have itself."""
+    """Let reading a name of ``answers`` that ``cls`` lacks fail as usual, and setting it raise with the answer."""
     for name, answer in answers.items():
         if not hasattr(cls, name):
-            setattr(cls, name, ForeignAttribute(name, answer))
+            setattr(cls, name, _foreign(name, answer))
+
+
+def _foreign(name: str, answer: str) -> property:
+    def read(instance: object) -> NoReturn:
+        raise AttributeError(f"plugins of lightning_lowprec have no attribute {name!r}. {answer}")
+
+    def write(instance: object, value: Any) -> NoReturn:
+        raise AttributeError(
+            f"`{name}={value!r}` cannot be set on a {type(instance).__name__}: the attribute is that of NeMo's plugin,"
+            f" and would do nothing here. {answer}"
+        )
+
+    return property(read, write)

@@ -11,10 +11,10 @@ argument that has no equal here raises, with the reason.
 The FP8 recipes run through Transformer Engine. With delayed and current scaling, whose weights FSDP2 can gather in FP8,
 they set NeMo's ``fp8_params``. With scales per block, weights stay in half precision.
 
-The values are those of ``nemo.collections.llm.recipes.precision.mixed_precision`` (NeMo 2), where they are arguments of
-``MegatronMixedPrecision``. One value differs: NeMo sets ``autocast_enabled=False``, because Megatron's layers choose
-their float32 parts themselves. Other models need autocast for softmax, norms and losses, so autocast stays on here.
-Under FSDP2 gradients are reduced in the dtype in which DDP would reduce them: float32, or fp16 in the fp16 recipes.
+The values are those of ``nemo.collections.llm.recipes.precision.mixed_precision`` (NeMo 2). One differs: NeMo sets
+``autocast_enabled=False``, because Megatron's layers choose their float32 parts themselves. Other models need autocast
+for softmax, norms and losses, so autocast stays on here. Under FSDP2 gradients are reduced in the dtype in which DDP
+would reduce them: float32, or fp16 in the fp16 recipes.
 
 ``plugins=`` takes Accelerate's ``AORecipeKwargs``, ``TERecipeKwargs`` and ``MSAMPRecipeKwargs`` too, with their values.
 They are recognised by the names of their classes, so Accelerate is not imported here.
@@ -23,7 +23,7 @@ They are recognised by the names of their classes, so Accelerate is not imported
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final, Literal
 
 import torch
@@ -99,12 +99,7 @@ def fp16_with_fp8_subchannel_scaling_mixed(**arguments: Any) -> FP8TE:
 
 NAMES: Final = tuple(name for name in globals() if name.endswith("_mixed"))
 """Every recipe of this file."""
-_DELAYED: Final[Mapping[str, Any]] = {
-    "fp8_params": True,
-    "margin": 0,
-    "amax_history_len": 1024,
-    "amax_compute_algo": "max",
-}
+_DELAYED: Final = {"fp8_params": True, "margin": 0, "amax_history_len": 1024, "amax_compute_algo": "max"}
 _MEGATRON_SCALE: Final = LossScale(initial=2.0**32, floor=1.0, growth_interval=1000, hysteresis=2)
 _SCALE_FIELDS: Final = {
     "fp16_initial_loss_scale": "initial",
@@ -122,13 +117,7 @@ _FP8_OPTIONS: Final = {
     "fp8_params": "fp8_params",
     "fp8_param_gather": "fp8_params",
 }
-_KINDS: Final = {
-    "delayed": "delayed",
-    "tensorwise": "current",
-    "blockwise": "block",
-    "mxfp8": "mxfp8",
-    "nvfp4": "nvfp4",
-}
+_KINDS: Final = {"delayed": "delayed", "tensorwise": "current", "blockwise": "block", "mxfp8": "mxfp8"}
 """Our recipe for each value of NeMo's ``fp8_recipe``."""
 
 
@@ -143,45 +132,26 @@ def _half(base: Base, arguments: Mapping[str, Any]) -> HalfMixed:
 
 
 def _fp8(base: Base, kind: str, arguments: Mapping[str, Any], **values: Any) -> FP8TE:
-    given = _common(base, arguments)
-    reduce_dtype = given.pop("reduce_dtype")
-    asked = given.pop("fp8_recipe", None)
+    options = _common(base, arguments)
+    reduce_dtype = options.pop("reduce_dtype")
+    asked = options.pop("fp8_recipe", None)
     if asked is not None and _KINDS.get(asked) != kind:
         raise ValueError(
             f"`fp8_recipe={asked!r}` is not that of this recipe, which has {kind!r}; take the recipe of"
             " `lightning_lowprec.recipes` with the scaling that you want."
         )
-    twice = {"fp8_params", "fp8_param_gather"} & given.keys()
-    if len({given[name] for name in twice}) > 1:
+    twice = {"fp8_params", "fp8_param_gather"} & options.keys()
+    if len({options[name] for name in twice}) > 1:
         raise ValueError("`fp8_params` and `fp8_param_gather` are one option here; give them the same value.")
-    options = {_FP8_OPTIONS.get(name, name): value for name, value in given.items()}
-    plugin = FP8TE(kind, **{"base": base, "fp8_format": "hybrid", **values, **options})
+    own = {_FP8_OPTIONS.get(name, name): value for name, value in options.items()}
+    plugin = FP8TE(kind, **{"base": base, "fp8_format": "hybrid", **values, **own})
     plugin.reduce_dtype = reduce_dtype
     return plugin
 
 
 def _common(base: Base, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options of the plugin, and ``reduce_dtype``; arguments for FP8 keep NeMo's names.
-
-    Raises:
-        ValueError: an argument has no equal here.
-    """
-    given = {name: value for name, value in arguments.items() if (name, value) != ("fp8", None)}
-    _refuse(base, given)
-    in_float32 = given.pop("grad_reduce_in_fp32", base == "bf16")
-    if not isinstance(in_float32, bool):
-        raise ValueError(f"`grad_reduce_in_fp32={in_float32!r}` is not valid; expected True or False.")
-    dtype = torch.float32 if in_float32 else None
-    options: dict[str, Any] = {"master_weights": True, "grad_reduce_dtype": dtype, "grad_accumulation_dtype": dtype}
-    scale = {_SCALE_FIELDS[name]: given.pop(name) for name in _SCALE_FIELDS.keys() & given.keys()}
-    static = given.pop("fp16_loss_scale", None)
-    if base == "fp16":
-        options["loss_scale"] = dataclasses.replace(_MEGATRON_SCALE, **scale) if static is None else static
-    return {**options, "reduce_dtype": dtype or BASE_DTYPES[base], **given}
-
-
-def _refuse(base: Base, given: dict[str, Any]) -> None:
-    """Take out the arguments whose value is what happens here anyway; raise for any other value."""
+    """Return options of the plugin, and ``reduce_dtype``; arguments for FP8 keep NeMo's names."""
+    others = {name: value for name, value in arguments.items() if (name, value) != ("fp8", None)}
     here = {
         "precision": ("bf16-mixed",) if base == "bf16" else ("16-mixed", "16"),
         "params_dtype": (BASE_DTYPES[base],),
@@ -190,50 +160,49 @@ def _refuse(base: Base, given: dict[str, Any]) -> None:
         "autocast_enabled": (True,),
         "fp8_wgrad": (True,),
     }
-    for name in here.keys() & given.keys():
-        value = given.pop(name)
+    for name in here.keys() & others.keys():
+        value = others.pop(name)
         if value not in here[name]:
             allowed = " or ".join(map(repr, here[name]))
             answer = NEMO.get(name, "Take another recipe.")
             raise ValueError(f"`{name}={value!r}` is not possible in this recipe; expected {allowed}. {answer}")
+    in_float32 = others.pop("grad_reduce_in_fp32", base == "bf16")
+    if not isinstance(in_float32, bool):
+        raise ValueError(f"`grad_reduce_in_fp32={in_float32!r}` is not valid; expected True or False.")
+    dtype = torch.float32 if in_float32 else None
+    options: dict[str, Any] = {"master_weights": True, "grad_reduce_dtype": dtype, "grad_accumulation_dtype": dtype}
+    scale = {_SCALE_FIELDS[name]: others.pop(name) for name in _SCALE_FIELDS.keys() & others.keys()}
+    static = others.pop("fp16_loss_scale", None)
+    if base == "fp16":
+        options["loss_scale"] = dataclasses.replace(_MEGATRON_SCALE, **scale) if static is None else static
+    return {**options, "reduce_dtype": dtype or BASE_DTYPES[base], **others}
 
 
 # ---- Accelerate's objects
 
 
-def plugin_of(given: Any) -> LowPrecision | None:
-    """Return the plugin that an object of Accelerate means, or None for any other object.
-
-    Raises:
-        ValueError: a value has no equal here.
-        ImportError: the backend is not installed.
-    """
-    cls = type(given)
-    make = _MAKERS.get(cls.__name__) if cls.__module__.partition(".")[0] == "accelerate" else None
-    return None if make is None else make(given)
-
-
-def _of_torchao(given: Any) -> LowPrecision:
-    if given.module_filter_func is not None:
-        raise ValueError(
-            f"`AORecipeKwargs(module_filter_func={given.module_filter_func!r})` has no equal: layers are chosen by name"
-            " here. Write `FP8TorchAO(config=..., keep=[...])` or `only=[...]`, with names of layers or patterns."
-        )
-    return FP8TorchAO(config=given.config)
+def plugin_of(words: Any) -> LowPrecision | None:
+    """Return the plugin that an object of Accelerate means, or None for any other object."""
+    cls = type(words)
+    name = cls.__name__ if cls.__module__.partition(".")[0] == "accelerate" else ""
+    if name == "MSAMPRecipeKwargs":
+        return MSAMP(words.opt_level)
+    if name == "AORecipeKwargs":
+        if words.module_filter_func is not None:
+            raise ValueError(
+                f"`AORecipeKwargs(module_filter_func={words.module_filter_func!r})` has no equal: layers are chosen by"
+                " name here. Write `FP8TorchAO(config=..., keep=[...])` or `only=[...]`, with names of layers or"
+                " patterns."
+            )
+        return FP8TorchAO(config=words.config)
+    return _of_te(words) if name == "TERecipeKwargs" else None
 
 
-def _of_te(given: Any) -> LowPrecision:
-    evaluate = given.use_autocast_during_eval
-    if given.use_mxfp8_block_scaling:  # Accelerate passes no other value to this recipe
+def _of_te(words: Any) -> LowPrecision:
+    evaluate = words.use_autocast_during_eval
+    if words.use_mxfp8_block_scaling:  # Accelerate passes no other value to this recipe
         return FP8TE("mxfp8", fp8_eval=evaluate)
-    fields = {name: getattr(given, name) for name in ("fp8_format", "margin", "amax_history_len", "amax_compute_algo")}
+    fields = {name: getattr(words, name) for name in ("fp8_format", "margin", "amax_history_len", "amax_compute_algo")}
     of_1x = {"interval": 1, "override_linear_precision": (False, False, False)}  # FP8TE refuses other values
-    fields |= {name: getattr(given, name) for name, default in of_1x.items() if getattr(given, name) != default}
+    fields |= {name: getattr(words, name) for name, default in of_1x.items() if getattr(words, name) != default}
     return FP8TE({"recipe": "delayed", **fields}, fp8_eval=evaluate)
-
-
-_MAKERS: Final[Mapping[str, Callable[[Any], LowPrecision]]] = {
-    "AORecipeKwargs": _of_torchao,
-    "TERecipeKwargs": _of_te,
-    "MSAMPRecipeKwargs": lambda given: MSAMP(given.opt_level),
-}

@@ -23,13 +23,7 @@ from lightning_lowprec.private.either import trainer_strategies as trainer
 from lightning_lowprec.zero.engine import DEEPSPEED, check_plugin
 
 _FSDP1_NAMES: Final = ("fsdp", "fsdp_cpu_offload")
-_HALF: Final = {
-    "16-mixed": "fp16",
-    "16": "fp16",
-    16: "fp16",
-    "bf16-mixed": "bf16",
-    "bf16": "bf16",
-}
+_HALF: Final = {"16-mixed": "fp16", "16": "fp16", 16: "fp16", "bf16-mixed": "bf16", "bf16": "bf16"}
 
 
 def is_fsdp2(strategy: Any) -> bool:
@@ -58,10 +52,6 @@ def resolve_strategy(strategy: Any, names: Collection[str], package: Package, fo
     """The strategy for one of our precisions: FSDP becomes FSDP2, and ours for another part of Lightning one for this.
 
     Checkpoints stay what they are under FSDP: one file in the Trainer, folders in Fabric, unless the user says so.
-
-    Raises:
-        TypeError: a class derived from ``FSDPStrategy``.
-        ValueError: an ``FSDPStrategy`` with a choice that FSDP2 has no equal of.
     """
     ours = fsdp2_class(package, for_trainer=for_trainer)
     if isinstance(strategy, FSDP2Base) and not isinstance(strategy, ours):
@@ -78,14 +68,8 @@ def resolve_strategy(strategy: Any, names: Collection[str], package: Package, fo
 
 SHARDED = (fabric.ModelParallelStrategy, trainer.ModelParallelStrategy)
 """Of these, ours shard by themselves; under Lightning's own, ``parallelize`` does our part in the user's code."""
-SUPPORTED = (
-    *SHARDED,
-    *DEEPSPEED,
-    fabric.DDPStrategy,
-    fabric.SingleDeviceStrategy,
-    trainer.DDPStrategy,
-    trainer.SingleDeviceStrategy,
-)
+_WHOLE = (fabric.DDPStrategy, fabric.SingleDeviceStrategy, trainer.DDPStrategy, trainer.SingleDeviceStrategy)
+SUPPORTED = (*SHARDED, *DEEPSPEED, *_WHOLE)
 UNSUPPORTED = (  # some of Lightning's derive from the ones above
     fabric.SingleDeviceXLAStrategy,
     fabric.XLAStrategy,
@@ -98,10 +82,7 @@ SHARDED_TOO = f"{FSDP2_TOO}, or 'deepspeed_stage_1', '_2' and '_3'"
 
 
 def check_strategy(plugin: LowPrecision, strategy: Any, names: Collection[str], registry: Mapping[str, Any]) -> None:
-    """Raise ValueError if ``plugin`` does not run under ``strategy``, an object or a name.
-
-    "auto" and unknown names pass.
-    """
+    """Raise if ``plugin`` does not run under ``strategy``, an object or a name; "auto" and unknown names pass."""
     if isinstance(strategy, str):
         name = strategy.lower()
         if name == "auto" or name not in names:
@@ -127,11 +108,7 @@ def check_strategy(plugin: LowPrecision, strategy: Any, names: Collection[str], 
 
 
 def check_comm_hook(plugin: LowPrecision, hook: object) -> None:
-    """Raise if both the plugin and the user want to reduce DDP's gradients.
-
-    Raises:
-        ValueError: ``hook`` (what the user gave ``DDPStrategy(ddp_comm_hook=...)``) would run beside ours.
-    """
+    """Raise if both the plugin and the user, by ``DDPStrategy(ddp_comm_hook=...)``, want to reduce DDP's gradients."""
     if hook is not None and plugin.masters is not None and plugin.masters.gradients.reduces:
         raise ValueError(
             f"`ddp_comm_hook={getattr(hook, '__name__', hook)}` does not go with {plugin.masters.gradients}: DDP has"

@@ -25,7 +25,7 @@ from lightning_lowprec.tools.compare.result import PrecisionResult
 from lightning_lowprec.tools.compare.spec import CompareSpec
 from lightning_lowprec.tools.compare.training import fit
 from lightning_lowprec.tools.doctor import availability
-from lightning_lowprec.tools.table import format_table
+from lightning_lowprec.tools.output import format_table
 
 NAMES = (
     "bf16-mixed", "fp8-tensorwise", "fp8-rowwise", "fp8-hybrid-te", "fp8-current", "bf16-master", "msamp-o2",

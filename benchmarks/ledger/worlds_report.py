@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from lightning_lowprec.tools.table import format_table
+from lightning_lowprec.tools.output import format_table
 
 WIRE = ("all_gather", "reduce_scatter", "all_reduce", "scales")
 ALL_LAYERS = 32

@@ -27,6 +27,7 @@ __all__ = ["Demotion", "NumericsMonitor", "PrecisionSchedule", "Reading"]
 def __getattr__(name: str) -> Any:
     if name not in _FROM:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    callback = getattr(import_module(f"{__name__}.{_FROM[name]}"), name)
-    share_bases()
-    return callback
+    value = getattr(import_module(f"{__name__}.{_FROM[name]}"), name)
+    if name in ("NumericsMonitor", "PrecisionSchedule"):  # the other classes are no callbacks, and need no Lightning
+        share_bases()
+    return value

@@ -65,6 +65,7 @@ class Demoter:
         from lightning_utilities.core.rank_zero import rank_zero_warn
 
         layers = _layers(model)
+        patience = self.limits.patience
         for fqn, layer in layers.items():
             backend = backends.owner(layer)
             if backend is not None and backend.reconfigure is None:
@@ -74,17 +75,14 @@ class Demoter:
                 )
         for fqn, of_layer in by_layer(readings).items():
             reason = self.limits.reason(of_layer)
-            self.bad[fqn] = 0 if reason is None else self.bad.get(fqn, 0) + 1
-            if reason is None or self.bad[fqn] < self.limits.patience:
-                continue
-            self.bad[fqn] = 0
-            if self.demoted.get(fqn) == _HIGH:
+            self.bad[fqn] = 0 if reason is None else (self.bad.get(fqn, 0) + 1) % patience
+            if reason is None or self.bad[fqn] or fqn in self.demoted:
                 continue
             backends.reconfigure(layers[fqn], _HIGH)
             self.demoted[fqn] = _HIGH
             rank_zero_warn(
-                f"NumericsMonitor: {fqn!r} runs in {_HIGH} from here on: {self.limits.patience} readings in a row were"
-                f" bad, at step {of_layer[0].step} because {reason}."
+                f"NumericsMonitor: {fqn!r} runs in {_HIGH} from here on: {patience} readings in a row were bad, at step"
+                f" {of_layer[0].step} because {reason}."
             )
 
     def restore(self, model: nn.Module) -> None:
@@ -96,10 +94,8 @@ class Demoter:
 
     def report(self) -> str | None:
         """Return what was demoted, and how the next run begins so; None: nothing."""
-        if not self.demoted:
-            return None
-        text = f"NumericsMonitor: {len(self.demoted)} layers were demoted."
-        return f"{text} The next run begins so with `keep={list(self.demoted)!r}`."
+        keep = f"The next run begins so with `keep={list(self.demoted)!r}`."
+        return f"NumericsMonitor: {len(self.demoted)} layers were demoted. {keep}" if self.demoted else None
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was counted and decided."""
@@ -111,6 +107,6 @@ class Demoter:
 
 
 def _layers(model: nn.Module) -> dict[str, nn.Module]:
-    from lightning_lowprec.callbacks.layers import named_layers  # here: the limits alone need no torch
+    from lightning_lowprec.callbacks.sampling import named_layers  # the limits alone need no torch
 
     return dict(named_layers(model))

@@ -100,9 +100,8 @@ class NumericsMonitor(Callback):
     def step(self, model: nn.Module, step: int) -> None:
         """Call before the forward of every optimizer step: read what was sampled before, and sample if it is time.
 
-        Args:
-            model: the model that ``fabric.setup`` returned, or the one inside.
-            step: the number of optimizer steps that were made; after a resume, the number that was restored.
+        ``model`` is what ``fabric.setup`` returned, or the model inside. ``step`` is the number of optimizer steps that
+        were made; after a resume, the number that was restored.
         """
         if self.shadow_loss:
             raise RuntimeError("`shadow_loss=True` needs a Trainer, which has the batch; leave it out in Fabric.")
@@ -233,9 +232,9 @@ class NumericsMonitor(Callback):
 
 def _metrics(reading: Reading) -> list[tuple[str, float]]:
     path = f"fp8/{reading.fqn}"
-    numbers = {name: getattr(reading, name) for name in ("amax", "underflow", "saturated", "scale")}
-    metrics = [(f"{path}/{reading.tensor}/{name}", value) for name, value in numbers.items() if value is not None]
-    return metrics if reading.output_db is None else [*metrics, (f"{path}/output_db", reading.output_db)]
+    numbers = {f"{path}/{reading.tensor}/{name}": getattr(reading, name) for name in files.NUMBERS}
+    numbers[f"{path}/output_db"] = reading.output_db
+    return [(name, value) for name, value in numbers.items() if value is not None]
 
 
 def _report(readings: Sequence[Reading], missing: dict[str, str]) -> str:

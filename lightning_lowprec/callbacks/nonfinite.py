@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Literal, final
@@ -17,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_lowprec.callbacks.layers import named_layers, on_gradient
+from lightning_lowprec.callbacks.sampling import named_layers, on_gradient
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.private.torch import outside_of_checkpoints, tree_leaves
 
@@ -52,7 +51,11 @@ class FirstNonfinite:
     def __init__(self, model: nn.Module) -> None:
         self.found: dict[Direction, Nonfinite] = {}
         """The first of the run, for each direction."""
-        self._modules = dict(_watched(model))
+        self._modules = {  # modules without children, and converted layers
+            fqn: module
+            for fqn, module in named_layers(model)
+            if fqn and (backends.owner(module) is not None or next(module.children(), None) is None)
+        }
         self._handles = [
             module.register_forward_hook(partial(self._on_forward, fqn)) for fqn, module in self._modules.items()
         ]
@@ -71,7 +74,8 @@ class FirstNonfinite:
                 continue
             fqn = next(fqn for fqn, value in seen if not bool(value.isfinite()))
             module = self._modules[fqn]
-            weights = tuple(n for n, p in module.named_parameters(recurse=False) if not _is_finite(p))
+            parameters = module.named_parameters(recurse=False)
+            weights = tuple(n for n, p in parameters if not bool(p.detach().float().isfinite().all()))
             self.found[direction] = Nonfinite(step=self._step, direction=direction, fqn=fqn, weights=weights)
             warnings.warn(str(self.found[direction]), stacklevel=2)
 
@@ -96,15 +100,3 @@ class FirstNonfinite:
             return
         with torch.no_grad(), outside_of_checkpoints():
             noted.append((fqn, torch.linalg.vector_norm(tensor.detach(), ord=math.inf).float()))
-
-
-def _watched(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield modules without children, and converted layers."""
-    for fqn, module in named_layers(model):
-        if fqn and (backends.owner(module) is not None or next(module.children(), None) is None):
-            yield fqn, module
-
-
-@torch.no_grad()
-def _is_finite(parameter: Tensor) -> bool:
-    return bool(parameter.detach().float().isfinite().all())

@@ -21,6 +21,7 @@ Tensor3 = Literal["input", "weight", "gradient"]
 TENSORS: Final[tuple[Tensor3, ...]] = get_args(Tensor3)
 FILE: Final = "numerics.jsonl"
 """The name of the file within the folder of a run."""
+NUMBERS: Final = ("amax", "underflow", "saturated", "scale")
 _DIGITS: Final = 5
 
 
@@ -52,13 +53,14 @@ def append(path: Path, step: int, readings: Iterable[Reading]) -> None:
     layers: dict[str, dict[str, Any]] = {}
     for reading in readings:
         layer = layers.setdefault(reading.fqn, {})
-        numbers = reading.amax, reading.underflow, reading.saturated, reading.scale
-        layer[reading.tensor] = [_short(number) for number in numbers]
+        layer[reading.tensor] = [_short(getattr(reading, name)) for name in NUMBERS]
         layer["output_db"] = _short(reading.output_db)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+b") as file:
-        if file.tell() and not _ends_with_newline(file):  # the run that wrote before was killed within a line
-            file.write(b"\n")
+        if file.tell():
+            file.seek(-1, 2)
+            if file.read(1) != b"\n":  # the run that wrote before was killed within a line
+                file.write(b"\n")
         file.write((json.dumps({"step": step, "layers": layers}, separators=(",", ":")) + "\n").encode())
 
 
@@ -93,17 +95,11 @@ def _readings(step: int, fqn: str, layer: dict[str, Any]) -> list[Reading]:
     readings = []
     for tensor in TENSORS:
         if tensor in layer:
-            amax, underflow, saturated, scale = layer[tensor]
-            rest: dict[str, Any] = {"underflow": underflow, "saturated": saturated, "scale": scale}
-            amax = math.nan if amax is None else amax
-            readings.append(Reading(step=step, fqn=fqn, tensor=tensor, amax=amax, output_db=layer["output_db"], **rest))
+            numbers = dict(zip(NUMBERS, layer[tensor], strict=True))
+            numbers["amax"] = math.nan if numbers["amax"] is None else numbers["amax"]
+            readings.append(Reading(step=step, fqn=fqn, tensor=tensor, output_db=layer["output_db"], **numbers))
     return readings
 
 
 def _short(number: float | None) -> float | None:
     return None if number is None or not math.isfinite(number) else float(f"{number:.{_DIGITS}g}")
-
-
-def _ends_with_newline(file: Any) -> bool:
-    file.seek(-1, 2)
-    return bool(file.read(1) == b"\n")

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, final
 
@@ -22,12 +23,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_lowprec.callbacks.layers import named_layers, on_gradient
 from lightning_lowprec.callbacks.readings import TENSORS, Reading, Tensor3
 from lightning_lowprec.conversion import backends
+from lightning_lowprec.conversion.backends import Backend
 from lightning_lowprec.numerics.casts import FIELDS, UNKNOWN, Cast, LayerNumerics, measure, output_error, sampled
 from lightning_lowprec.private.torch import local_tensor, outside_of_checkpoints
+from lightning_lowprec.private.torch_modules import whole
 
+_WRAPPERS: Final = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 _PER_TENSOR: Final = len(FIELDS)
 _OUTPUT: Final = len(TENSORS) * _PER_TENSOR
 """The column where the norms of the exact output and of its error stand."""
@@ -39,42 +42,34 @@ _CUT: Final = "tensor parallelism cuts the weight"
 
 
 @final
+@dataclass
 class Site:
     """One layer that is looked at."""
 
-    def __init__(self, fqn: str, layer: nn.Module, numerics: Callable[[nn.Module], LayerNumerics | str | None]) -> None:
-        self.fqn, self.layer, self.numerics = fqn, layer, numerics
-        self.shard = layer._parameters.get("weight")
-        """The weight between forwards: under FSDP2 the shard of this rank."""
-        self.seen = False
-        self.gradient_seen = False
-        self.missing: str | None = None
+    fqn: str
+    layer: nn.Module
+    backend: Backend
+    shard: Tensor | None
+    """The weight between forwards: under FSDP2 the shard of this rank."""
+    seen: bool = False
+    gradient_seen: bool = False
+    missing: str | None = None
 
 
 @final
 class Sampler:
-    """The samplings of one model.
-
-    Args:
-        model: has been set up.
-        every: every ``every``-th row is sampled.
-        device: where the layers compute.
-    """
+    """The samplings of one model that has been set up: every ``every``-th row, on the device of the layers."""
 
     def __init__(self, model: nn.Module, *, every: int, device: torch.device) -> None:
         self.model, self.every, self.device = model, every, device
         self.sites: list[Site] = []
         self.missing: dict[str, str] = {}
         """By fqn, why a converted layer was not looked at in the last sampling."""
+        self.is_armed = False
+        """Whether the next forward is looked at."""
         self._numbers = torch.empty(0)
         self._offset = 0
-        self._armed = False
         self._handles: list[Any] = []
-
-    @property
-    def is_armed(self) -> bool:
-        """Whether the next forward is looked at."""
-        return self._armed
 
     @property
     def has_seen(self) -> bool:
@@ -85,28 +80,29 @@ class Sampler:
         """Look at the next forward and its backward; ``turn`` chooses the rows."""
         self.disarm()
         self._offset = turn
-        self.sites = list(_sites(self.model))
+        owners = [(fqn, layer, backends.owner(layer)) for fqn, layer in named_layers(self.model)]
+        self.sites = [Site(fqn, m, owner, m._parameters.get("weight")) for fqn, m, owner in owners if owner is not None]
         with torch.inference_mode(False):
             self._numbers = torch.zeros(len(self.sites), _WIDTH, device=self.device)
         for index, site in enumerate(self.sites):
             hook = partial(self._on_forward, index, self._numbers)
             self._handles.append(site.layer.register_forward_hook(hook, prepend=True, with_kwargs=True))
-        self._armed = True
+        self.is_armed = True
 
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Surround a forward that is not to be looked at."""
-        self._armed, before = False, self._armed
+        self.is_armed, before = False, self.is_armed
         try:
             yield
         finally:
-            self._armed = before
+            self.is_armed = before
 
     def disarm(self) -> None:
         """Take the hooks away, if there are any."""
         for handle in self._handles:
             handle.remove()
-        self._handles, self._armed = [], False
+        self._handles, self.is_armed = [], False
 
     # ---- the hooks; `numbers` is the buffer of the sampling in which they were made
 
@@ -125,12 +121,12 @@ class Sampler:
                 self._look(site, numbers[index], input.detach(), output.detach())
         if output.requires_grad and not site.gradient_seen and site.missing is None:
             site.gradient_seen = True
-            numerics = site.numerics(layer)
+            numerics = site.backend.numerics(layer)
             if isinstance(numerics, LayerNumerics):
                 on_gradient(output, partial(self._on_gradient, numbers[index], numerics.gradient))
 
     def _look(self, site: Site, numbers: Tensor, input: Tensor, output: Tensor) -> None:
-        numerics, layer = site.numerics(site.layer), site.layer
+        numerics, layer = site.backend.numerics(site.layer), site.layer
         if not isinstance(numerics, LayerNumerics):
             site.missing = numerics or ""
             return
@@ -160,8 +156,8 @@ class Sampler:
         self, numbers: Tensor, tensor: Tensor3, x: Tensor, rows: Tensor, cast: Cast | str, dtype: torch.dtype
     ) -> None:
         start = TENSORS.index(tensor) * _PER_TENSOR
-        known = cast if isinstance(cast, Cast) else None
-        numbers[start : start + _PER_TENSOR].copy_(measure(x, rows, known, dtype))
+        values = measure(x, rows, cast if isinstance(cast, Cast) else None, dtype)
+        numbers[start : start + _PER_TENSOR].copy_(values)
 
     # ---- the numbers
 
@@ -193,13 +189,6 @@ class Sampler:
         host = both.cpu()
         sums = host[: numbers.numel()].view(layers, _WIDTH)
         return sums, host[numbers.numel() :].view(ranks, layers, len(TENSORS), _PEAKS).transpose(0, 1)
-
-
-def _sites(model: nn.Module) -> Iterator[Site]:
-    for fqn, module in named_layers(model):
-        backend = backends.owner(module)
-        if backend is not None:
-            yield Site(fqn, module, backend.numerics)
 
 
 def _values(site: Site, numerics: LayerNumerics) -> tuple[Tensor | None, int]:
@@ -235,3 +224,15 @@ def _aside(device_type: str) -> Iterator[None]:
     """Surround operations that autograd, autocast and selective checkpoints must not see."""
     with torch.no_grad(), torch.autocast(device_type, enabled=False), outside_of_checkpoints():
         yield
+
+
+def named_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield all modules by the name that they have without compilation and checkpointing."""
+    for fqn, module in model.named_modules():
+        yield ".".join(part for part in fqn.split(".") if part not in _WRAPPERS), module
+
+
+def on_gradient(output: Tensor, function: Callable[[Tensor], None]) -> None:
+    """Call ``function`` with the gradient of ``output``, or of the padded rows of which ``output`` is a part."""
+    register: Any = whole(output).register_hook
+    register(function)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
+from typing_extensions import override
+
 from lightning_lowprec.checks import check_types
 from lightning_lowprec.precision.fp8 import Scheduled
 from lightning_lowprec.precision.schedule import Phases, Schedule
@@ -31,12 +33,8 @@ class PrecisionSchedule(Callback):
         Schedule.of(phases)
         self.phases = phases
 
+    @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Give the plugin the schedule before the model is set up.
-
-        Raises:
-            ValueError: the precision converts no layers whose products could change, or has a schedule.
-        """
         plugin: Any = trainer.precision_plugin
         if not isinstance(plugin, Scheduled):
             raise ValueError(

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_lowprec.callbacks.layers import named_layers
+from lightning_lowprec.callbacks.sampling import named_layers
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.numerics.casts import HIGH, LayerNumerics
 from lightning_lowprec.private.either import LightningModule, Trainer, is_param_in_hook_signature
@@ -70,16 +70,12 @@ def _linear(fqn: str, layer: nn.Module, backend: backends.Backend, input: Tensor
 
 @contextmanager
 def _without_logging(module: LightningModule) -> Iterator[None]:
+    """Leave out what the module logs."""
     hidden: dict[str, Any] = {name: vars(module)[name] for name in _LOGGING if name in vars(module)}
-    for name in _LOGGING:
-        vars(module)[name] = _nothing
+    vars(module).update(dict.fromkeys(_LOGGING, lambda *args, **kwargs: None))
     try:
         yield
     finally:
         for name in _LOGGING:
             del vars(module)[name]
         vars(module).update(hidden)
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Take the place of a method that logs."""

@@ -93,14 +93,9 @@ def write(content: Any, path: Path, *, checked: bool = True) -> FileRecord:
 def read(path: Path, weights_only: bool | None) -> Any:
     """Return the content of a file of ``torch.save``, mapped into memory: tensors are read when they are used.
 
-    ``weights_only`` refuses objects whose reading can run code. None is torch's default, True, which
-    ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD`` changes. ``TORCH_FORCE_WEIGHTS_ONLY_LOAD`` wins over False.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        OSError: the system does not map a file of this size.
-        ValueError: the file is damaged, or is no file of ``torch.save``.
-        pickle.UnpicklingError: the file holds objects that ``weights_only`` refuses.
+    ``weights_only`` refuses objects whose reading can run code, by UnpicklingError. None is torch's default, True,
+    which ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD`` changes. ``TORCH_FORCE_WEIGHTS_ONLY_LOAD`` wins over False. A file that
+    is damaged, or is none of ``torch.save``, raises ValueError.
     """
     is_zip = _starts_like_zip(path)
     try:

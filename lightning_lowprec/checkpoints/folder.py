@@ -37,24 +37,19 @@ TABLE: Final = ".metadata"
 _METADATA: Final = "torch.distributed.checkpoint.metadata"
 _SHARDED: Final = "torch.distributed._shard.sharded_tensor.metadata"
 _ENCODING: Final = "_MEM_FORMAT_ENCODING"
-NAMES: Final = frozenset(
-    {
-        (_METADATA, "Metadata"),
-        (_METADATA, "MetadataIndex"),
-        (_METADATA, "TensorStorageMetadata"),
-        (_METADATA, "BytesStorageMetadata"),
-        (_METADATA, "ChunkStorageMetadata"),
-        (_METADATA, "TensorProperties"),
-        (_METADATA, "StorageMeta"),
-        (_METADATA, _ENCODING),
-        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-        (_SHARDED, "TensorProperties"),  # of torch before 2.3
-        (_SHARDED, "MEM_FORMAT_ENCODING"),
-        ("torch.serialization", "_get_layout"),
-        ("torch", "Size"),
-        ("collections", "OrderedDict"),
-    }
-)
+_OF_METADATA: Final = (
+    "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
+    "TensorProperties", "StorageMeta", _ENCODING,
+)  # fmt: skip
+NAMES: Final = {
+    *((_METADATA, name) for name in _OF_METADATA),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    (_SHARDED, "TensorProperties"),  # of torch before 2.3
+    (_SHARDED, "MEM_FORMAT_ENCODING"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    ("collections", "OrderedDict"),
+}
 """The classes and functions of a table, beside dtypes, paths and the members of an Enum."""
 EntryPath = tuple[str | int, ...]
 Box = tuple[slice, ...]
@@ -180,19 +175,19 @@ def read_table(folder: Path, weights_only: bool | None) -> Metadata:
     path = folder / TABLE
     if not path.is_file():
         raise FileNotFoundError(f"{str(path)!r} is missing: without it the folder cannot be read.")
-    with path.open("rb") as file:
-        try:
+    try:
+        with path.open("rb") as file:
             return _checked(_Reader(file, files.runs_code(weights_only)).load())
-        except _Refused as error:
-            raise pickle.UnpicklingError(
-                f"{str(path)!r} names {error}, which no table of torch.distributed.checkpoint has; to read such a"
-                f" table can run code. {files.remedy(weights_only)}"
-            ) from None
-        except Exception as error:
-            reason = str(error) or type(error).__name__
-            raise ValueError(
-                f"{str(path)!r} is damaged, or is no table of contents: {reason}. Load another checkpoint."
-            ) from error
+    except _Refused as error:
+        raise pickle.UnpicklingError(
+            f"{str(path)!r} names {error}, which no table of torch.distributed.checkpoint has; to read such a table"
+            f" can run code. {files.remedy(weights_only)}"
+        ) from None
+    except Exception as error:
+        reason = str(error) or type(error).__name__
+        raise ValueError(
+            f"{str(path)!r} is damaged, or is no table of contents: {reason}. Load another checkpoint."
+        ) from error
 
 
 def _place(table: Metadata, name: str, offsets: Sequence[int] | None = None) -> Any:

@@ -140,9 +140,9 @@ class StoredFolder(StoredCheckpoint):
         """Return a tensor to read into; ``like`` is the parameter, if the entry is its state."""
         tensors = self._folder.tensors
         size, dtype = tensors[entry].size, tensors[entry].properties.dtype
-        prefix, _, name = entry.rpartition(".")
         if like is None:
             return torch.empty(size, dtype=dtype)
+        prefix, _, name = entry.rpartition(".")
         if f"{prefix}.{optimizer_state.CLASS}" not in self._folder.paths:
             return empty(size, dtype, like, rows_of_blocks(name, like))
         block_size = like.numel() // tensors[f"{prefix}.scale"].size.numel()
@@ -197,10 +197,13 @@ def _settle_masters(optimizer: Optimizer, state_dict: State, params: Mapping[str
     state = state_dict["state"]
     for fqn in [fqn for group in state_dict["param_groups"] for fqn in group["params"]]:
         has_master = has_masters(optimizer) and params[fqn].dtype in HALF_DTYPES
-        if fqn in state and not has_master:
-            state[fqn] = _decoded(state[fqn], params[fqn], values.get(fqn))
-        master = state.get(fqn, {}).get(MASTER_PARAM)
         weight = values.get(fqn)
+        if fqn in state and not has_master:  # 8 bits become float32 values, and a remainder the float32 master
+            state[fqn] = decoded_entry(state[fqn], params[fqn])
+            remainder = state[fqn].pop(MASTER_REMAINDER, None)
+            if remainder is not None and weight is not None:
+                state[fqn][MASTER_PARAM] = with_local_tensor(joined(weight, remainder), weight)
+        master = state.get(fqn, {}).get(MASTER_PARAM)
         if has_master and master is None and weight is not None and weight.dtype == torch.float32:
             state[fqn] = {**state.get(fqn, {}), MASTER_PARAM: weight.clone()}
         elif master is not None and not has_master and not backends.keeps_master(params[fqn]):
@@ -209,15 +212,6 @@ def _settle_masters(optimizer: Optimizer, state_dict: State, params: Mapping[str
                 values[fqn] = with_local_tensor(reconcile(local_tensor(master), local_tensor(weight)), weight)
         if fqn in state and not state[fqn]:
             del state[fqn]
-
-
-def _decoded(entry: State, param: Tensor, weight: Tensor | None) -> State:
-    """Return state of 8 bits as float32 values, and a remainder as the float32 master."""
-    entry = decoded_entry(entry, param)
-    remainder = entry.pop(MASTER_REMAINDER, None)
-    if remainder is not None and weight is not None:
-        entry[MASTER_PARAM] = with_local_tensor(joined(weight, remainder), weight)
-    return entry
 
 
 def _check_shape(name: str, stored: torch.Size, like: Tensor) -> None:

@@ -24,7 +24,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, final
+from typing import Any, NoReturn, final
 from uuid import uuid4
 
 from torch import distributed as dist
@@ -72,7 +72,14 @@ def _write_folder(folder: Path, shards: Mapping[str, Any], rest: Mapping[str, An
     records = gathered(file_system.records)
     if rank_and_ranks()[0] > 0:
         return
-    _check_shared(folder, records)
+    for rank, of_rank in enumerate(records):
+        for name, record in of_rank.items():
+            file = folder / name
+            if not file.is_file() or file.stat().st_size != record.size:
+                raise OSError(
+                    f"rank 0 does not see the file {name!r} that rank {rank} wrote: the folder of a sharded checkpoint"
+                    " must lie on a file system that all ranks share"
+                )
     written = {name: record for of_rank in records for name, record in of_rank.items()}
     written[META] = files.write({**rest, SAVE: identity}, folder / META)
     Manifest(save=identity, files=written).write(folder, rest)
@@ -108,18 +115,6 @@ class _Writer(FileSystemWriter):
     @override
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(save_id=self._save)
-
-
-def _check_shared(folder: Path, records: list[dict[str, FileRecord]]) -> None:
-    """Raise if rank 0 does not see what the other ranks wrote."""
-    for rank, of_rank in enumerate(records):
-        for name, record in of_rank.items():
-            file = folder / name
-            if not file.is_file() or file.stat().st_size != record.size:
-                raise OSError(
-                    f"rank 0 does not see the file {name!r} that rank {rank} wrote: the folder of a sharded checkpoint"
-                    " must lie on a file system that all ranks share"
-                )
 
 
 # ---- completely, or not at all
@@ -178,12 +173,8 @@ def remove(path: Path) -> None:
         _delete(leftover)
 
 
-class _Reason(NamedTuple):
-    """Why a rank failed."""
-
-    text: str
-    errno: int | None
-    is_os_error: bool
+_Reason = tuple[str, int | None, bool]
+"""Why a rank failed, the number of a system's error, and whether it is one."""
 
 
 @contextmanager
@@ -196,8 +187,12 @@ def _all_or_none(path: Path) -> Iterator[None]:
         failure = error
     rank, _ = rank_and_ranks()
     here = failure.failures.get(rank, (None,))[0] if isinstance(failure, CheckpointException) else failure
-    reasons = gathered(None if here is None else _reason(here))
-    failed = {rank: reason for rank, reason in enumerate(reasons) if reason is not None}
+    reason: _Reason | None = None
+    if here is not None:
+        is_os_error = isinstance(here, OSError)
+        text = str(here) if is_os_error else f"{type(here).__name__}: {here}"
+        reason = text, getattr(here, "errno", None), is_os_error
+    failed = {rank: reason for rank, reason in enumerate(gathered(reason)) if reason is not None}
     if failed:
         _fail(path, here, failed, is_of_torch=isinstance(failure, CheckpointException))
     if failure is not None:  # torch reports a rank that does not exist
@@ -211,26 +206,20 @@ def _fail(path: Path, here: BaseException | None, failed: dict[int, _Reason], *,
         _clean_up(path)  # a folder of a disk that rank 0 does not see
     if dist.is_initialized():
         dist.barrier()
-    rank, reason = next(iter(failed.items()))
+    rank, (text, _, _) = next(iter(failed.items()))
     more = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
     before = "the earlier checkpoint of this name is whole" if is_whole else "there is no earlier one of this name"
-    message = f"{str(path)!r} was not saved: rank {rank}: {reason.text}{more}; {before}."
+    message = f"{str(path)!r} was not saved: rank {rank}: {text}{more}; {before}."
     if isinstance(here, Exception) and not is_of_torch and not isinstance(here, OSError):
         here.add_note(message)
         raise here
     if here is not None and not isinstance(here, Exception):
         raise here  # KeyboardInterrupt
-    if not all(reason.is_os_error for reason in failed.values()):
+    if not all(is_os_error for _, _, is_os_error in failed.values()):
         raise RuntimeError(message) from here
     error = OSError(message)
-    error.errno = next((reason.errno for reason in failed.values() if reason.errno is not None), None)
+    error.errno = next((errno for _, errno, _ in failed.values() if errno is not None), None)
     raise error from here
-
-
-def _reason(error: BaseException) -> _Reason:
-    is_os_error = isinstance(error, OSError)
-    text = str(error) if is_os_error else f"{type(error).__name__}: {error}"
-    return _Reason(text, getattr(error, "errno", None), is_os_error)
 
 
 def _clean_up(path: Path) -> bool:
@@ -256,7 +245,8 @@ def _check_folder(path: Path) -> None:
 def _put_in_place(path: Path) -> None:
     new, old = aside(path), kept(path)
     for file in new.iterdir() if new.is_dir() else [new]:
-        _flush(file)  # to disk, before its final name appears
+        with file.open("rb") as opened:
+            os.fsync(opened.fileno())  # to disk, before its final name appears
     moved = path.is_dir() or (os.path.lexists(path) and new.is_dir())
     if moved:
         _delete(old)
@@ -288,11 +278,3 @@ def _delete(path: Path) -> None:
         shutil.rmtree(path)
     elif os.path.lexists(path):
         path.unlink()
-
-
-def _flush(file: Path) -> None:
-    descriptor = os.open(file, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -48,14 +48,18 @@ class Source(ABC):
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Return ``tensor[start:stop]``, values; a tensor without dimensions is one row. Valid until the next call."""
 
+    @final
+    def whole(self, name: str) -> Tensor:
+        """Return all rows, in the shape of the tensor."""
+        size = self.shapes[name].size
+        return self.rows(name, 0, size[0] if size else 1).reshape(size)
+
 
 def open_weights(path: Path, key: str | None = None) -> Source:
-    """Open a checkpoint, whose checksums are compared, if it has some.
+    """Open a checkpoint, whose checksums are compared, if it has some; ``key`` is that of the weights.
 
-    Args:
-        path: a file of the Trainer, of ``fabric.save`` or of ``torch.save``; a file of safetensors, or a folder with
-            several and their index; a folder of ``strategy="fsdp2"`` or of Lightning's strategies.
-        key: the key of the weights; None: ``state_dict``, ``model``, or the top of a file.
+    It is a file of the Trainer, of ``fabric.save`` or of ``torch.save``; a file of safetensors, or a folder with
+    several and their index; a folder of ``strategy="fsdp2"`` or of Lightning's strategies.
     """
     if path.is_dir():
         is_sharded = (path / META).is_file() or not any(path.glob(f"*{SAFETENSORS}"))
@@ -124,7 +128,9 @@ class _Safetensors(Source):
     def __init__(self, path: Path, key: str | None) -> None:
         self.shapes: dict[str, Shape] = {}
         self._file_of: dict[str, Path] = {}
-        for file in _safetensors_files(path):
+        index = path / INDEX
+        names = json.loads(index.read_text())["weight_map"].values() if index.is_file() else ["model.safetensors"]
+        for file in [path / name for name in sorted(set(names))] if path.is_dir() else [path]:
             with _safetensors(file) as content:
                 for name in content.keys():  # noqa: SIM118  # no mapping
                     part = content.get_slice(name)
@@ -152,14 +158,6 @@ def _safetensors(file: Path) -> Iterator[Any]:
             yield content
     except library.SafetensorError as error:
         raise ValueError(f"{str(file)!r} is no file of safetensors, or is damaged ({error}).") from error
-
-
-def _safetensors_files(path: Path) -> list[Path]:
-    if not path.is_dir():
-        return [path]
-    if not (path / INDEX).is_file():
-        return [path / "model.safetensors"]
-    return [path / name for name in sorted(set(json.loads((path / INDEX).read_text())["weight_map"].values()))]
 
 
 @final

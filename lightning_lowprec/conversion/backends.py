@@ -51,6 +51,8 @@ class PrecisionName:
     """The class of the precision plugin, derived from ``precision.base.LowPrecision``, or ``"module:Class"``."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the plugin's constructor."""
+    format: str = "FP8"
+    """``format`` of the plugin, for plans that need no plugin: its class takes a second and Lightning to import."""
     summary: str
     """One line for ``lowprec doctor`` and the docs, without the dtype of the operations outside of FP8."""
     fp16: bool = False
@@ -107,7 +109,7 @@ class PrecisionName:
             pads=self.pads,
             experts=self.experts,
             base=self.options.get("base", "bf16"),
-            format=self.plugin.format,
+            format=self.format,
         )
 
 

@@ -43,12 +43,13 @@ def of_layers(model: nn.Module) -> RoundedWeights:
         fqn = model_name(matmul.fqn)
         if is_of_adapter(fqn):
             continue
-        path, _, parameter = _weight(fqn, matmul.kind).rpartition(".")
+        name = weight_name(fqn, matmul.kind)
+        parameter = name.rpartition(".")[2]
         of_layer = backends.weight_roundings(module)
         if of_layer is None:
             kept[fqn] = "not converted"
         elif parameter in of_layer:
-            roundings[_join(path, parameter)] = of_layer[parameter]
+            roundings[name] = of_layer[parameter]
         else:
             kept[fqn] = "the forward of its layer has no codes of a scale per weight, row or block"
     return RoundedWeights(roundings=roundings, kept=kept)
@@ -57,12 +58,12 @@ def of_layers(model: nn.Module) -> RoundedWeights:
 def of_names(model: nn.Module) -> RoundedWeights:
     """Choose the converted layers of a live model whose forward has no codes that a format takes."""
     fqns = [(model_name(matmul.fqn), matmul.kind) for matmul, module in matmuls(model) if backends.owner(module)]
-    return RoundedWeights(roundings={_weight(fqn, kind): None for fqn, kind in fqns if not is_of_adapter(fqn)})
+    return RoundedWeights(roundings={weight_name(fqn, kind): None for fqn, kind in fqns if not is_of_adapter(fqn)})
 
 
 def of_plan(plan: Plan, rounding: WeightRounding | None) -> RoundedWeights:
     """Choose the weights that a plan converts; they are rounded one way."""
-    roundings = {_weight(row.fqn, row.kind): rounding for row in plan.rows if row.kept_because is None}
+    roundings = {weight_name(row.fqn, row.kind): rounding for row in plan.rows if row.kept_because is None}
     kept = {row.fqn: row.kept_because for row in plan.rows if row.kept_because is not None}
     return RoundedWeights(roundings=roundings, kept=kept)
 
@@ -75,10 +76,6 @@ def without_fp8(model: nn.Module, options: LayerOptions | None) -> RoundedWeight
     return RoundedWeights(roundings=dict.fromkeys(map(model_name, planned.roundings)), kept=kept)
 
 
-def _weight(fqn: str, kind: str) -> str:
+def weight_name(fqn: str, kind: str) -> str:
     """Return the name of a layer's weight; stacked experts are listed by their Parameters."""
-    return fqn if kind == STACKED else _join(fqn, "weight")
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
+    return fqn if kind == STACKED else f"{fqn}.weight".lstrip(".")

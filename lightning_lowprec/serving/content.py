@@ -113,8 +113,8 @@ class Content:
     # ---- which tensors
 
     def _targets(self, group: Group) -> list[Target]:
-        tensors = {name: torch.empty(self._shapes[name].size, device="meta") for name in group.names}
-        published = as_published(self.model, tensors)
+        on_meta = {name: torch.empty(self._shapes[name].size, device="meta") for name in group.names}
+        published = as_published(self.model, on_meta)
         is_coded = self.format.scale_per is not None and all(name in self.weights.roundings for name in group.names)
         if is_coded and (reason := self._kept_because(group, published)) is not None:
             self.kept.update({_layer(name): reason for name in group.names})
@@ -129,7 +129,8 @@ class Content:
             return f"transformers stacks the experts, and reads no codes of {self.format.name} for them"
         if any(tensor.dim() != 2 or not name.endswith(".weight") for name, tensor in published.items()):
             return _STACKED
-        if module is not None and _is_tied(self.model, module):
+        weight = None if module is None else module._parameters.get("weight")
+        if weight is not None and sum(m._parameters.get("weight") is weight for m in self.model.modules()) > 1:
             return _TIED
         return next(filter(None, (self.format.kept_because(tuple(t.shape)) for t in published.values())), None)
 
@@ -159,10 +160,6 @@ class Content:
                 names += [_layer(target.name) for target in targets]
         return list(dict.fromkeys(names))
 
-    def quantization_config(self) -> dict[str, object] | None:
-        """Return ``quantization_config`` of the config, or None."""
-        return self.format.config(self.ignored, self.weights_only)
-
     def metadata(self) -> dict[str, str]:
         """Return what the headers of the files say."""
         plain = [target.name for _, targets in self._groups for target in targets if not target.is_coded]
@@ -176,10 +173,8 @@ class Content:
         if not target.is_coded:
             return [Stored(target.name, target.shape, self._dtype(group))]
         codes, scales = self.format.names(target.name)
-        return [
-            Stored(codes, target.shape, torch.float8_e4m3fn),
-            Stored(scales, self.format.scale_shape(target.shape), torch.float32),
-        ]
+        scale_shape = self.format.scale_shape(target.shape)
+        return [Stored(codes, target.shape, torch.float8_e4m3fn), Stored(scales, scale_shape, torch.float32)]
 
     def _dtype(self, group: Group) -> torch.dtype:
         dtype = self._shapes[group.names[0]].dtype
@@ -203,8 +198,7 @@ class Content:
     def _all_chunks(self) -> Iterator[tuple[str, Tensor]]:
         for group, targets in self._groups:
             if group.is_renamed:
-                name = group.names[0]
-                yield from self._chunks(group, targets[0], self._rows(name))
+                yield from self._chunks(group, targets[0], self._rows(group.names[0]))
                 continue
             whole = {name: self._rows(name)(0, max(1, *self._shapes[name].size[:1])) for name in group.names}
             amax = self._amax(group)
@@ -223,11 +217,9 @@ class Content:
             except ValueError as error:
                 raise ValueError(f"{target.name!r} cannot be rounded to FP8: {error}.") from error
             return
-        dtype = self._dtype(group)
-        count = target.shape[0] if target.shape else 1
-        step = step_of(target.shape or (1,))
-        for start in range(0, count, step):
-            yield target.name, rows(start, min(start + step, count)).to(dtype)
+        dtype, shape = self._dtype(group), target.shape or (1,)
+        for start, stop in spans(shape):
+            yield target.name, rows(start, stop).to(dtype)
 
     def _coded(self, group: Group, target: Target, rows: Rows, amax: Tensor | None) -> Iterator[tuple[str, Tensor]]:
         assert self.format.scale_per is not None
@@ -236,10 +228,8 @@ class Content:
         if amax is None and rounding is not None and rounding.scale_per == "tensor":
             amax = largest(rows, shape)
         codes, scales = self.format.names(target.name)
-        names = {"codes": codes, "scales": scales}
-        scale_per, tally = self.format.scale_per, self.tally
-        for kind, part in coded(rows, shape, scale_per, rounding, amax, tally, checks=self.checks):
-            yield names[kind], part
+        for kind, part in coded(rows, shape, self.format.scale_per, rounding, amax, self.tally, checks=self.checks):
+            yield codes if kind == "codes" else scales, part
 
     def _amax(self, group: Group) -> Tensor | None:
         """Return the largest absolute value of a weight that has one scale and becomes several: [1, 1]."""
@@ -261,27 +251,20 @@ def _layer(name: str) -> str:
     return name.removesuffix(".weight")
 
 
-def _is_tied(model: nn.Module, module: nn.Module) -> bool:
-    weight = module._parameters.get("weight")
-    return any(
-        other is not module and other._parameters.get("weight") is weight
-        for other in model.modules()
-        if weight is not None
-    )
-
-
 # ---- the rounding of one weight
 
 
-def step_of(shape: tuple[int, ...]) -> int:
-    """Return how many rows of a tensor are handled at a time: a multiple of a block's rows."""
+def spans(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    """Yield first row and end of the rows of a tensor that are handled at a time: multiples of a block's rows."""
     width = max(1, math.prod(shape[1:]))
-    return max(BLOCK, _ELEMENTS // width // BLOCK * BLOCK)
+    step = max(BLOCK, _ELEMENTS // width // BLOCK * BLOCK)
+    for start in range(0, shape[0], step):
+        yield start, min(start + step, shape[0])
 
 
 def largest(rows: Rows, shape: tuple[int, ...]) -> Tensor:
     """Return the largest absolute value of a tensor of any dimensions: [1, 1] float32."""
-    parts = [rows(at, min(at + step_of(shape), shape[0])).abs().amax() for at in _starts(shape)]
+    parts = [rows(start, stop).abs().amax() for start, stop in spans(shape)]
     return torch.stack(parts).amax().float().reshape(1, 1)
 
 
@@ -295,20 +278,14 @@ def coded(
     *,
     checks: bool,
 ) -> Iterator[tuple[Literal["codes", "scales"], Tensor]]:
-    """Yield the codes and the reciprocal scales of a weight, some rows at a time.
+    """Yield the codes and the reciprocal scales of a weight, [N, K], some rows at a time, and fill the ``tally``.
 
-    Args:
-        rows: the weight, [N, K].
-        shape: N and K.
-        scale_per: of the format.
-        rounding: of the forward; None: the weight had none.
-        amax: [1, 1], of the whole weight, if the rounding has one scale.
-        tally: is filled.
-        checks: whether NaN and inf raise ValueError, and other codes are compared, for which the device is waited for.
+    ``rounding`` is that of the forward, or None; ``amax``, [1, 1], that of the whole weight if the rounding has one
+    scale. ``checks``: NaN and inf raise ValueError, and other codes are compared; for both, the device is waited for.
     """
     same = rounding is not None and rounding.scale_per in ("tensor", scale_per)
-    for start in _starts(shape):
-        values = rows(start, min(start + step_of(shape), shape[0]))
+    for start, stop in spans(shape):
+        values = rows(start, stop)
         largest_values = amax_grid(values, scale_per)
         if checks and bool(largest_values.isfinite().logical_not().any()):
             raise ValueError("it holds NaN or inf")
@@ -336,7 +313,3 @@ def _compare(values: Tensor, stored: Tensor, inverse: Tensor, rounding: WeightRo
     served = stored.float() * spread(inverse, values.shape)
     tally.signal += trained.square().sum(dtype=torch.float64).item()
     tally.noise += (served - trained).square().sum(dtype=torch.float64).item()
-
-
-def _starts(shape: tuple[int, ...]) -> range:
-    return range(0, shape[0], step_of(shape))

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
-from typing import Any, Final, final
+from typing import Any, final
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -19,8 +19,6 @@ from lightning_lowprec.conversion.options import LayerOptions, Names
 from lightning_lowprec.private.either import Callback, LightningModule, Trainer, isolate_rng
 from lightning_lowprec.serving.formats import Format, FormatName, find_format
 from lightning_lowprec.serving.served_layers import ServedLayers
-
-_STEPS: Final = {"validate": "validation_step", "test": "test_step"}
 
 
 @final
@@ -144,17 +142,10 @@ class LowPrecisionEval(Callback):
 
     @contextmanager
     def on(self, model: nn.Module) -> Iterator[None]:
-        """Evaluate ``model`` in the precision of the server, in evaluation mode and without gradients.
+        """Evaluate ``model``, what ``fabric.setup`` returned or any module, as the server, without gradients.
 
         Afterwards every module is in the mode of before, also after an exception. Do not change weights within. Of a
-        model that FSDP2 shards, all ranks enter this.
-
-        Args:
-            model: what ``fabric.setup`` returned, or any module.
-
-        Raises:
-            ValueError: no weight would become codes.
-            RuntimeError: the model is sharded otherwise than by FSDP2.
+        model that FSDP2 shards, all ranks enter this; a model that is sharded otherwise raises RuntimeError.
         """
         modes = {module: module.training for module in model.modules()}
         layers = self._serve(model)
@@ -187,17 +178,14 @@ class LowPrecisionEval(Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return how many validations there were, for ``every``."""
         return {"validations": self._validations}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on counting."""
         self._validations = state_dict["validations"]
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin, in every ``every``-th validation."""
         due = self._validations % self.every == 0
         self._validations += not trainer.sanity_checking
         if due:
@@ -205,7 +193,6 @@ class LowPrecisionEval(Callback):
 
     @override
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin."""
         self._begin(pl_module)
 
     def _begin(self, module: LightningModule) -> None:
@@ -222,42 +209,37 @@ class LowPrecisionEval(Callback):
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Give the model its own precision back."""
         self._end()
 
     on_test_end = on_validation_end
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Give the model its own precision back."""
         self._end()
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Give the model its own precision back."""
         self._end()
 
     @override
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """With ``prefix``, run ``validation_step`` in the precision of the server, before that of the run."""
         loaders = trainer.num_val_batches if not trainer.sanity_checking else trainer.num_sanity_val_batches
-        self._step(trainer, pl_module, "validate", (batch, batch_idx, dataloader_idx), len(loaders))
+        self._step(trainer, pl_module, "validation_step", (batch, batch_idx, dataloader_idx), len(loaders))
 
     @override
     def on_test_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """With ``prefix``, run ``test_step`` in the precision of the server, before that of the run."""
-        self._step(trainer, pl_module, "test", (batch, batch_idx, dataloader_idx), len(trainer.num_test_batches))
+        self._step(trainer, pl_module, "test_step", (batch, batch_idx, dataloader_idx), len(trainer.num_test_batches))
 
     def _step(
-        self, trainer: Trainer, module: LightningModule, stage: str, arguments: tuple[Any, int, int], loaders: int
+        self, trainer: Trainer, module: LightningModule, name: str, arguments: tuple[Any, int, int], loaders: int
     ) -> None:
+        """With ``prefix``, run a step in the precision of the server, before that of the run."""
         if self._layers is None or self._metrics is None:
             return
-        name = _STEPS[stage]
         taken = _taken(getattr(module, name), arguments[: 3 if loaders > 1 else 2])
         with isolate_rng(), self._layers.swapped(), self._metrics.in_place():
             getattr(trainer.strategy, name)(*taken)

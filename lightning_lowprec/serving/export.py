@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 from lightning_lowprec.checkpoints.weights import Source
+from lightning_lowprec.checks import check_choice
 from lightning_lowprec.precision.plain import unwrapped
 from lightning_lowprec.private.deepspeed import refuse_zero
 from lightning_lowprec.private.transformers import is_model
@@ -30,18 +31,10 @@ from lightning_lowprec.serving.sources import FOLDER, LiveModel, WithoutAdapter,
 
 DTYPES: Final[Mapping[str, torch.dtype]] = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 BESIDE: Final = (
-    "tokenizer*",
-    "vocab*",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "spiece.model",
-    "sentencepiece*.model",
-    "chat_template*",
-    "generation_config.json",
-    "preprocessor_config.json",
+    "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "spiece.model",
+    "sentencepiece*.model", "chat_template*", "generation_config.json", "preprocessor_config.json",
     "processor_config.json",
-)
+)  # fmt: skip
 """The files of a model's folder that are copied: tokenizer, chat template, generation, preprocessing."""
 REPORT: Final = "lowprec_export.json"
 
@@ -64,12 +57,12 @@ class Options:
     def __post_init__(self) -> None:
         """Check the values."""
         find_format(self.format)
-        _check_dtype(self.dtype)
+        check_choice("dtype", self.dtype, DTYPES)
 
 
-def _check_dtype(dtype: str) -> None:
-    if dtype not in DTYPES:
-        raise ValueError(f"`dtype={dtype!r}` is not valid; expected one of: {', '.join(DTYPES)}.")
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype in configs: ``"bfloat16"``."""
+    return str(dtype).removeprefix("torch.")
 
 
 @final
@@ -294,9 +287,9 @@ def _config(model: Any, content: Content, options: Options) -> dict[str, Any]:
     for name in ("torch_dtype", "_attn_implementation_autoset"):
         config.pop(name, None)
     name = next(cls.__name__ for cls in type(model).__mro__ if cls.__module__.startswith("transformers."))
-    config.update(dtype=str(DTYPES[options.dtype]).removeprefix("torch."), architectures=[name])
+    config.update(dtype=dtype_name(DTYPES[options.dtype]), architectures=[name])
     config.pop("quantization_config", None)
-    quantization = content.quantization_config()
+    quantization = content.format.config(content.ignored, content.weights_only)
     if quantization is not None:
         config["quantization_config"] = quantization
     return config
@@ -310,11 +303,9 @@ def _write_beside(
     generation = getattr(model, "generation_config", None)
     if generation is not None:
         generation.save_pretrained(folder)
-    for pattern in BESIDE if options.files_from is not None else ():
-        assert options.files_from is not None
-        for file in sorted(options.files_from.glob(pattern)):
-            if file.is_file():
-                shutil.copy(file, folder / file.name)
+    if options.files_from is not None:
+        for file in (file for pattern in BESIDE for file in sorted(options.files_from.glob(pattern)) if file.is_file()):
+            shutil.copy(file, folder / file.name)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     (folder / REPORT).write_text(json.dumps(report(options, done), indent=2) + "\n")
@@ -360,7 +351,7 @@ def fp8_state(
     """
     refuse_zero(model, "`fp8_state(model)`")
     inner = served_model(model) if any(map(is_model, model.modules())) else unwrapped(model)
-    _check_dtype(dtype)
+    check_choice("dtype", dtype, DTYPES)
     weights = _rounded_weights(inner, format)
     source = WithoutAdapter(LiveModel(inner), config_of(inner), merge=merge_adapters)
     content = Content(source=source, model=inner, weights=weights, format=find_format(format), dtype=DTYPES[dtype])

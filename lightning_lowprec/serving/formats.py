@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, final, get_args
 
+from lightning_lowprec.checks import check_choice
 from lightning_lowprec.extras import require
 
 if TYPE_CHECKING:
@@ -69,8 +70,7 @@ class Format:
 
 def find_format(name: str) -> Format:
     """Return the format of this name, or raise ValueError."""
-    if name not in _FORMATS:
-        raise ValueError(f"`format={name!r}` is not valid; expected one of: {', '.join(get_args(FormatName))}.")
+    check_choice("format", name, get_args(FormatName))
     return _FORMATS[name]
 
 
@@ -100,13 +100,8 @@ def _cut_block(shape: tuple[int, ...]) -> str | None:
 # ---- compressed-tensors:  x.weight [N, K], x.weight_scale [N, 1]
 
 _E4M3: Final = {
-    "num_bits": 8,
-    "type": "float",
-    "symmetric": True,
-    "group_size": None,
-    "block_structure": None,
-    "actorder": None,
-}
+    "num_bits": 8, "type": "float", "symmetric": True, "group_size": None, "block_structure": None, "actorder": None,
+}  # fmt: skip
 
 
 def _compressed_config(kept: Sequence[str], weights_only: bool) -> dict[str, Any]:
@@ -153,7 +148,11 @@ def _torchao_metadata(
     """Describe every tensor, as ``torchao.prototype.safetensors`` does in the header of every file."""
     safetensors = require("torchao.prototype.safetensors.safetensors_support", "format='torchao'")
     quantization = require("torchao.quantization", "format='torchao'")
-    activations = None if weights_only else _torchao_activations(quantization)
+    activations = None
+    if not weights_only:
+        workflows = require("torchao.quantization.quantize_.workflows", "format='torchao'")
+        products = require("torchao.float8.inference", "format='torchao'").Float8MMConfig(use_fast_accum=True)
+        activations = workflows.QuantizeTensorToFloat8Kwargs(granularity=quantization.PerRow(), mm_config=products)
     import torch
 
     tensors: dict[str, Any] = {name: torch.empty(0) for name in plain}
@@ -168,13 +167,6 @@ def _torchao_metadata(
         )
     described: dict[str, str] = safetensors.flatten_tensor_state_dict(tensors)[1]
     return described
-
-
-def _torchao_activations(quantization: Any) -> Any:
-    workflows = require("torchao.quantization.quantize_.workflows", "format='torchao'")
-    inference = require("torchao.float8.inference", "format='torchao'")
-    products = inference.Float8MMConfig(use_fast_accum=True)
-    return workflows.QuantizeTensorToFloat8Kwargs(granularity=quantization.PerRow(), mm_config=products)
 
 
 # ---- all formats

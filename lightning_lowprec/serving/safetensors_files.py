@@ -40,19 +40,10 @@ T = TypeVar("T")
 _WAIT: Final = timedelta(days=1)
 SHARD_BYTES: Final = 5_000_000_000
 _DTYPE_NAMES: Final[Mapping[torch.dtype, str]] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.int64: "I64", torch.int32: "I32",
+    torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
 _HEADER_ALIGNMENT: Final = 8
 _calls: Counter[str] = Counter()
 
@@ -153,11 +144,8 @@ def check_out(out: Path) -> None:
 class ShardFiles:
     """The files of an empty folder and, of several files, their index; a context that closes what is open.
 
-    Args:
-        tensors: all tensors, in the order in which they come.
-        metadata: for the headers.
-        shard_bytes: the largest size of a file; a larger tensor has a file of its own.
-        progress: is called with the number of bytes after each write.
+    The tensors come in their order. A tensor larger than ``shard_bytes`` has a file of its own. ``progress`` is called
+    with the number of bytes after each write.
     """
 
     def __init__(
@@ -168,22 +156,25 @@ class ShardFiles:
         shard_bytes: int,
         progress: Callable[[int], object],
     ) -> None:
-        groups = _groups(tensors, shard_bytes)
-        names = [_file_name(number, len(groups)) for number in range(len(groups))]
+        groups: list[list[Stored]] = [[]]
+        for tensor in tensors:
+            if groups[-1] and sum(other.size for other in groups[-1]) + tensor.size > shard_bytes:
+                groups.append([])
+            groups[-1].append(tensor)
+        count = len(groups)
+        names = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
         self.folder, self._progress = folder, progress
         self._metadata = {"format": "pt", **metadata}
-        self._tensors = dict(zip(names, groups, strict=True))
+        self._tensors = dict(zip(names if count > 1 else ["model.safetensors"], groups, strict=True))
         self._file_of = {tensor.name: name for name, group in self._tensors.items() for tensor in group}
         self._left = {name: sum(tensor.size for tensor in group) for name, group in self._tensors.items()}
         self._total = sum(self._left.values())
         self._open: dict[str, SafetensorsFile] = {}
 
     def __enter__(self) -> Self:
-        """Return the files."""
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Close the files that are not complete."""
         for unfinished in self._open.values():
             unfinished.abandon()
 
@@ -204,22 +195,6 @@ class ShardFiles:
         if len(self._tensors) > 1:
             index = {"metadata": {"total_size": self._total}, "weight_map": self._file_of}
             (self.folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-
-
-def _groups(tensors: Sequence[Stored], shard_bytes: int) -> list[list[Stored]]:
-    groups: list[list[Stored]] = [[]]
-    size = 0
-    for tensor in tensors:
-        if groups[-1] and size + tensor.size > shard_bytes:
-            groups.append([])
-            size = 0
-        groups[-1].append(tensor)
-        size += tensor.size
-    return groups
-
-
-def _file_name(number: int, count: int) -> str:
-    return "model.safetensors" if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
 # ---- one rank writes

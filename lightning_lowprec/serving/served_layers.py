@@ -11,7 +11,6 @@ Parameters, optimizers, kept codes, scales and histories of the run are not touc
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -42,29 +41,23 @@ from lightning_lowprec.numerics.weight_rounding import BLOCK, spread
 from lightning_lowprec.precision.plain import unwrapped
 from lightning_lowprec.private.deepspeed import refuse_zero
 from lightning_lowprec.private.transformers import is_model
-from lightning_lowprec.serving.choice import RoundedWeights, of_layers, of_names, without_fp8
+from lightning_lowprec.serving.choice import RoundedWeights, of_layers, of_names, weight_name, without_fp8
 from lightning_lowprec.serving.content import Content, coded, largest
 from lightning_lowprec.serving.export import served_model
 from lightning_lowprec.serving.formats import Format
 from lightning_lowprec.serving.sources import LiveModel, WithoutAdapter, config_of, is_of_adapter, model_name
 
 _WHO: Final = "`LowPrecisionEval`"
-_MISSING: Final = object()
 _SMALLEST: Final = torch.finfo(torch.float32).tiny
 
 
 @final
 class ServedWeight:
-    """A weight in the place of the model's: codes, one byte each, made when they are first used, or values.
+    """A weight in the place of the model's ``parameter``: codes, made when they are first used, or values.
 
     Of a weight that FSDP2 shards, every rank keeps its part of the codes, and gathers the codes at each forward.
-
-    Args:
-        content: says how the weight is rounded, and has the values.
-        name: the name of the weight.
-        shapes: the shapes, each [N, K], of the matrices that the server has of a coded weight: of stacked experts
-            several, else one. None: the server has the weight in high precision.
-        parameter: the model's; a DTensor: codes are sharded as the parameter is.
+    ``shapes``, each [N, K], are those of the matrices that the server has of a coded weight: of stacked experts
+    several, else one. None: the server has the weight in high precision.
     """
 
     def __init__(
@@ -88,8 +81,7 @@ class ServedWeight:
         codes = self._codes.full_tensor() if isinstance(self._codes, DTensor) else self._codes
         codes = codes.to(like.device).view(torch.float8_e4m3fn)
         values = torch.empty(codes.shape, dtype=like.dtype, device=like.device)
-        parts = zip(self._matrices(values), self._matrices(codes), self._scales, strict=True)
-        for target, part, scales in parts:
+        for target, part, scales in zip(self._matrices(values), self._matrices(codes), self._scales, strict=True):
             target.copy_(part.float().mul_(spread(scales.to(like.device), part.shape)))
         return values
 
@@ -118,12 +110,8 @@ class ServedWeight:
 
     def _read(self) -> Tensor:
         """Return the whole weight, values; of a sharded one a collective."""
-        source = self._content.source
-        shape = source.shapes[self._name].size
         with torch.inference_mode(False), torch.no_grad():
-            values = source.rows(self._name, 0, shape[0] if shape else 1)
-        assert values.numel() == math.prod(shape)
-        return values.contiguous()
+            return self._content.source.whole(self._name).contiguous()
 
 
 def rounded(values: Tensor, format: Format) -> Tensor:
@@ -150,16 +138,15 @@ def rounded(values: Tensor, format: Format) -> Tensor:
 class ServedLayers:
     """The layers of one model in the precision of a server; codes are made at the first forward and kept here.
 
-    Args:
-        model: as it trains; wrapped by Fabric, DDP or ``torch.compile`` too.
-        format: with codes.
-        weights_only: whether activations stay in high precision.
-        options: which layers become codes, if no layer of the model runs in low precision; None: the rules alone.
+    The model may be wrapped by Fabric, DDP or ``torch.compile``. ``options`` choose layers if none of the model runs in
+    low precision.
     """
 
     def __init__(self, model: nn.Module, format: Format, *, weights_only: bool, options: LayerOptions | None) -> None:
         self._model = model
-        _refuse(model)
+        refuse_zero(model, _WHO)
+        if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+            raise RuntimeError(f"{_WHO} does not know the weights that FSDP has flattened. Use `strategy='fsdp2'`.")
         inner = unwrapped(model)
         inner = served_model(inner) if any(map(is_model, inner.modules())) else inner
         self.content = Content(
@@ -184,7 +171,7 @@ class ServedLayers:
             self._add(model_name(matmul.fqn), matmul.kind, module, parts)
 
     def _add(self, fqn: str, kind: str, module: nn.Module, parts: Mapping[str, list[tuple[int, int]]]) -> None:
-        name = fqn if kind == STACKED else f"{fqn}.weight".lstrip(".")
+        name = weight_name(fqn, kind)
         shapes = parts.get(name)
         if is_of_adapter(fqn) or (shapes is None and backends.owner(module) is None):
             return  # runs as in the evaluation of the run
@@ -206,15 +193,12 @@ class ServedLayers:
                 activations = self._activations if weight.is_coded else None
                 _replace(undo, layer, "forward", partial(_multiply, layer, weight, activations))
             for experts, weights in self._experts.items():
-                self._swap_experts(undo, experts, weights)
+                if not isinstance(experts, RoutedExperts):
+                    take_experts(experts, _ServedExperts, {})
+                    undo.callback(release_experts, experts)  # type: ignore[arg-type]  # has another class by now
+                _replace(undo, experts, "multiply", partial(_multiply_experts, experts, weights, self._activations))
+                _replace(undo, experts, "takes", lambda hidden_states: True)
             yield
-
-    def _swap_experts(self, undo: ExitStack, experts: nn.Module, weights: Mapping[str, ServedWeight]) -> None:
-        if not isinstance(experts, RoutedExperts):
-            take_experts(experts, _ServedExperts, {})
-            undo.callback(release_experts, experts)  # type: ignore[arg-type]  # the line before has changed its class
-        _replace(undo, experts, "multiply", partial(_multiply_experts, experts, weights, self._activations))
-        _replace(undo, experts, "takes", lambda hidden_states: True)
 
 
 @final
@@ -237,26 +221,13 @@ def _choose(model: nn.Module, options: LayerOptions | None) -> RoundedWeights:
     return weights if weights.roundings else of_names(model)
 
 
-def _refuse(model: nn.Module) -> None:
-    """Raise for models whose layers do not compute by themselves, or have no weights of their own."""
-    refuse_zero(model, _WHO)
-    for module in model.modules():
-        if isinstance(module, FullyShardedDataParallel):
-            raise RuntimeError(f"{_WHO} does not know the weights that FSDP has flattened. Use `strategy='fsdp2'`.")
-
-
 def _replace(undo: ExitStack, module: nn.Module, name: str, function: Callable[..., Any]) -> None:
     """Give one module another method until ``undo`` ends."""
-    before = vars(module).get(name, _MISSING)
+    if name in vars(module):
+        undo.callback(vars(module).__setitem__, name, vars(module)[name])
+    else:
+        undo.callback(vars(module).pop, name, None)
     vars(module)[name] = function
-
-    def restore() -> None:
-        if before is _MISSING:
-            vars(module).pop(name, None)
-        else:
-            vars(module)[name] = before
-
-    undo.callback(restore)
 
 
 def _multiply(layer: nn.Module, weight: ServedWeight, activations: Format | None, input: Tensor) -> Tensor:

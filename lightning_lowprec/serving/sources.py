@@ -78,6 +78,19 @@ def _plain_class(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
+@final
+class Renamed(Source):
+    """Some tensors of a source, under other names: ``names`` has the stored name by the new one."""
+
+    def __init__(self, source: Source, names: Mapping[str, str]) -> None:
+        self._source, self._names = source, names
+        self.shapes = {name: source.shapes[stored] for name, stored in names.items()}
+
+    @override
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        return self._source.rows(self._names[name], start, stop)
+
+
 # ---- adapters
 
 
@@ -93,21 +106,16 @@ def is_of_adapter(name: str) -> bool:
 
 @final
 class WithoutAdapter(Source):
-    """The weights of a model with an adapter, by the names of the model without it.
+    """The weights of a model with an adapter, by the names of the model without it; ``merge`` adds the adapter.
 
-    Args:
-        source: with the adapter.
-        config: PEFT's, as ``adapter_config.json`` has it; None: there is no adapter.
-        merge: whether the adapter is added to the weights.
-
-    Raises:
-        ValueError: there is an adapter without a config, two adapters, or one that is no plain LoRA.
+    ``config`` is PEFT's, as ``adapter_config.json`` has it; None: there is no adapter. An adapter without a config, two
+    adapters, or one that is no plain LoRA raise ValueError.
     """
 
     def __init__(self, source: Source, config: Mapping[str, Any] | None, *, merge: bool) -> None:
-        self._source, self._merges = source, merge
-        self._names = {model_name(name): name for name in source.shapes if not is_of_adapter(name)}
-        self.shapes = {name: source.shapes[stored] for name, stored in self._names.items()}
+        self._source = source
+        self._weights = Renamed(source, {model_name(n): n for n in source.shapes if not is_of_adapter(n)})
+        self.shapes = self._weights.shapes
         self._matrices: dict[str, dict[str, str]] = {}
         """By weight of the model: the names of the two matrices."""
         adapters, others = set(), []
@@ -146,40 +154,36 @@ class WithoutAdapter(Source):
 
     @override
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        values = self._source.rows(self._names[name], start, stop)
+        values = self._weights.rows(name, start, stop)
         if name not in self.merged:
             return values
-        a, b = (self._whole(self._matrices[name][matrix]) for matrix in ("lora_A", "lora_B"))
+        a, b = (self._source.whole(self._matrices[name][matrix]).float() for matrix in ("lora_A", "lora_B"))
         rank, alpha = a.shape[0], self._config["lora_alpha"]
         scaling = alpha / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
         part = a.t()[start:stop] @ b.t() if self._config.get("fan_in_fan_out") else b[start:stop] @ a
         merged: Tensor = (values.float() + scaling * part).to(values.dtype)
         return merged
 
-    def _whole(self, name: str) -> Tensor:
-        return self._source.rows(name, 0, self._source.shapes[name].size[0]).float()
-
     def tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the matrices of the adapter by PEFT's names; of a sharded model, all ranks call this."""
         return {
-            f"base_model.model.{weight.removesuffix('.weight')}.{matrix}.weight": self._whole(name).to(dtype).clone()
+            f"base_model.model.{weight.removesuffix('.weight')}.{matrix}.weight": (
+                self._source.whole(name).float().to(dtype).clone()
+            )
             for weight, matrices in self._matrices.items()
             for matrix, name in matrices.items()
         }
 
     def save(self, folder: Path, tensors: dict[str, Tensor]) -> None:
         """Write the adapter's matrices to a folder that PEFT loads."""
-        require("safetensors.torch", "a LoRA adapter")
-        from safetensors.torch import save_file
-
+        library = require("safetensors.torch", "a LoRA adapter")
         folder.mkdir()
-        save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        library.save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
         config = {**self._config, "inference_mode": True}
-        (folder / "adapter_config.json").write_text(json.dumps(config, indent=2, default=_as_json) + "\n")
-
-
-def _as_json(value: Any) -> Any:
-    return sorted(value) if isinstance(value, set) else str(value)
+        text = json.dumps(
+            config, indent=2, default=lambda value: sorted(value) if isinstance(value, set) else str(value)
+        )
+        (folder / "adapter_config.json").write_text(f"{text}\n")
 
 
 def config_of(model: Any) -> Mapping[str, Any] | None:

@@ -30,11 +30,7 @@ def load_package() -> None:
 
 
 def module_path(path: str) -> str:
-    """Return ``path/to/file.py:Class`` as ``file.Class``, with the file's folder first on ``sys.path``.
-
-    Raises:
-        ValueError: there is no such file.
-    """
+    """Return ``path/to/file.py:Class`` as ``file.Class``, with the file's folder first on ``sys.path``."""
     file, colon, name = path.rpartition(":")
     if not colon:
         return path
@@ -48,20 +44,12 @@ def module_path(path: str) -> str:
 
 def module_paths(argv: Sequence[str]) -> list[str]:
     """Return the arguments of LightningCLI, which knows ``file.Class`` alone, with every ``file.py:Class`` replaced."""
-    found = (re.fullmatch(r"(--[\w.]+=)?(\S+\.py:[A-Za-z_]\w*)", argument) for argument in argv)
-    return [
-        argument if match is None else f"{match[1] or ''}{module_path(match[2])}"
-        for argument, match in zip(argv, found, strict=True)
-    ]
+    file_class = re.compile(r"^(--[\w.]+=)?(\S+\.py:[A-Za-z_]\w*)$")
+    return [file_class.sub(lambda match: f"{match[1] or ''}{module_path(match[2])}", argument) for argument in argv]
 
 
 def load_class(path: str) -> Any:
-    """Import the module or file and return the class. The folder of a file is put on ``sys.path``, as Python does.
-
-    Raises:
-        ValueError: ``path`` is not a class path, or there is no such file.
-        ImportError: there is no such module or class.
-    """
+    """Import the module or file and return the class. The folder of a file is put on ``sys.path``, as Python does."""
     module_name, _, name = module_path(path).rpartition(".")
     if not module_name or not name.isidentifier():
         raise ValueError(f"{path!r} is not a class path; expected package.module.Class or path/to/file.py:Class.")

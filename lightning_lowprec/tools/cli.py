@@ -18,8 +18,8 @@ from typing import Any, Final, final
 from lightning_lowprec.extras import quiet
 from lightning_lowprec.tools import completion
 from lightning_lowprec.tools.class_path import import_from_working_folder, load_package, module_paths
+from lightning_lowprec.tools.output import paint
 from lightning_lowprec.tools.parsers import COMMANDS, parse
-from lightning_lowprec.tools.terminal import paint
 from lightning_lowprec.version import __version__
 
 MODULES: Final = {

@@ -30,11 +30,7 @@ _FIT: Final = ("model", "data", "optimizer", "lr_scheduler", "seed_everything", 
 
 
 def script(shell: Shell) -> str:
-    """Return the completion script for a shell.
-
-    Raises:
-        ModuleNotFoundError: shtab is not installed; the message has the command that installs it.
-    """
+    """Return the completion script for a shell; without shtab raise ImportError."""
     shtab = require("shtab", "`lowprec --completion`")
     parser = argparse.ArgumentParser(prog="lowprec")
     parser.add_argument("--version", action="store_true", help="print the version")
@@ -73,15 +69,10 @@ def _trainer_options() -> dict[str, bool]:
         Path(found.origin or "").parent / part for name, part in packages.items() if (found := find_spec(name))
     )
     source = (folder / "trainer.py").read_text(encoding="utf-8")
-    inits = (
-        function
-        for cls in ast.parse(source).body
-        if isinstance(cls, ast.ClassDef) and cls.name == "Trainer"
-        for function in cls.body
-        if isinstance(function, ast.FunctionDef) and function.name == "__init__"
-    )
-    options = next(inits).args.kwonlyargs
-    return {arg.arg: "bool" in (ast.unparse(arg.annotation) if arg.annotation else "").split("[") for arg in options}
+    (trainer,) = (part for part in ast.parse(source).body if isinstance(part, ast.ClassDef) and part.name == "Trainer")
+    init = next(part for part in trainer.body if isinstance(part, ast.FunctionDef) and part.name == "__init__")
+    hints = {arg.arg: ast.unparse(arg.annotation) if arg.annotation else "" for arg in init.args.kwonlyargs}
+    return {name: "bool" in hint.split("[") for name, hint in hints.items()}
 
 
 def _copy(same: Sequence[argparse.Action], parser: argparse.ArgumentParser, *, dashes: bool) -> argparse.Action | None:
@@ -100,14 +91,14 @@ def _copy(same: Sequence[argparse.Action], parser: argparse.ArgumentParser, *, d
 
 def _all_choices(same: Sequence[argparse.Action]) -> Collection[str] | None:
     """Return what one of the modes allows; None if one of them allows everything."""
-    found = [_choices(action) for action in same]
-    return None if None in found else list(dict.fromkeys(choice for choices in found for choice in choices or ()))
+    modes = [_choices(action) for action in same]
+    return None if None in modes else list(dict.fromkeys(choice for choices in modes for choice in choices or ()))
 
 
 def _choices(action: argparse.Action) -> Collection[str] | None:
     """Return the allowed values, which jsonargparse keeps as the placeholder ``{keep,fp32}``."""
-    found = re.fullmatch(r"\{(.+)\}", action.metavar if isinstance(action.metavar, str) else "")
-    return action.choices if found is None else found[1].split(",")  # type: ignore[return-value]
+    placeholder = re.fullmatch(r"\{(.+)\}", action.metavar if isinstance(action.metavar, str) else "")
+    return action.choices if placeholder is None else placeholder[1].split(",")  # type: ignore[return-value]
 
 
 def _first_sentence(words: str) -> str:

@@ -7,11 +7,11 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import Any, Final, final
+from typing import Any, Final, NamedTuple, final
 
 import torch
 
@@ -25,14 +25,10 @@ from lightning_lowprec.conversion.name_suffixes import in_words
 from lightning_lowprec.extras import INSTALL, import_refusal, quiet
 from lightning_lowprec.hardware import architecture, bf16_refusal, caution, default_device, describe
 from lightning_lowprec.names import validate_name
-from lightning_lowprec.private import deepspeed as deepspeed_names
-from lightning_lowprec.private import lightning as lightning_names
+from lightning_lowprec.private import deepspeed, lightning, torchao, transformer_engine, transformers
 from lightning_lowprec.private import torch as torch_names
-from lightning_lowprec.private import torchao as torchao_names
-from lightning_lowprec.private import transformer_engine as transformer_engine_names
-from lightning_lowprec.private import transformers as transformers_names
-from lightning_lowprec.tools import doctor_report, hardware_text, strict_json
-from lightning_lowprec.tools.terminal import Colour, paint, working
+from lightning_lowprec.tools import doctor_report, hardware_text
+from lightning_lowprec.tools.output import Colour, dumps, paint, working
 
 _BASELINE: Final = "float32 weights, half-precision compute: the baseline of the comparison"
 _REMAINDER: Final = "half the bytes of the weights, float32 masters: 14 bytes per parameter with AdamW, not 16"
@@ -62,14 +58,7 @@ _STUCK: Final = (
     "A norm weight that stays at exactly 1.0 is the sign. 'bf16-remainder' keeps such updates, and keeps what a model"
     " declares float32."
 )
-LIBRARIES = (
-    torch_names,
-    lightning_names,
-    torchao_names,
-    transformer_engine_names,
-    transformers_names,
-    deepspeed_names,
-)
+LIBRARIES = (torch_names, lightning, torchao, transformer_engine, transformers, deepspeed)
 """For each library, the file that knows which of the library's private names this package uses."""
 
 
@@ -88,8 +77,7 @@ class Availability:
     summary: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class Recommended:
+class Recommended(NamedTuple):
     """One precision to try, and why in one line."""
 
     name: str
@@ -105,6 +93,11 @@ class Diagnosis:
     """Device, driver, versions and backends."""
     precisions: Sequence[Availability]
     """The verdict on every name."""
+
+    @property
+    def judged(self) -> list[tuple[str, str, str]]:
+        """The name, the answer and the reason of every verdict."""
+        return [(verdict.name, word(verdict), verdict.reason) for verdict in self.precisions]
 
     @property
     def recommended(self) -> list[Recommended]:
@@ -129,34 +122,28 @@ class Diagnosis:
             names = [verdict.name for verdict in self.precisions if verdict.reason == reason]
             said, listed = f"{reason.rstrip('.')}:", in_words(names)
             lines += [f"{said} {listed}"] if len(said) + len(listed) < _WIDTH else [said, f"    {listed}"]
-        lines += ["", *hardware_text.column(ARCHITECTURES[facts["architecture"]])]
+        lines += ["", *hardware_text.column(ARCHITECTURES[facts["architecture"]]), "", "Try first on this machine:"]
         width = max(len(row.name) for row in self.recommended)
-        lines += [
-            "",
-            "Try first on this machine:",
-            *(f"    {row.name:<{width}}  {row.why}" for row in self.recommended),
-        ]
+        lines += [f"    {row.name:<{width}}  {row.why}" for row in self.recommended]
         return "\n".join([*lines, *(f"    $ {command}" for command in commands(self.recommended))])
 
     def _repr_html_(self) -> str:
         """Show the device, what to try first, and one row per reason."""
-        advised = [("try first", "why"), *((row.name, row.why) for row in self.recommended)]
-        return "".join(
-            [
-                html.paragraph(f"device: {self.facts['device']}", bold=True),
-                html.table(advised),
-                html.table(doctor_report.by_reason([_judged(verdict) for verdict in self.precisions])),
-                html.small(self._versions()),
-                html.bullets(self._warnings()) if self._warnings() else "",
-            ]
-        )
+        parts = [
+            html.paragraph(f"device: {self.facts['device']}", bold=True),
+            html.table([("try first", "why"), *self.recommended]),
+            html.table(doctor_report.by_reason(self.judged)),
+            html.small(self._versions()),
+            html.bullets(self._warnings()) if self._warnings() else "",
+        ]
+        return "".join(parts)
 
     def as_json(self) -> dict[str, Any]:
         """Return facts, verdicts and recommendation."""
         return {
             **self.facts,
             "precisions": [asdict(verdict) for verdict in self.precisions],
-            "recommended": [asdict(row) for row in self.recommended],
+            "recommended": [{"name": row.name, "why": row.why} for row in self.recommended],
             "commands": commands(self.recommended),
         }
 
@@ -184,15 +171,6 @@ def availability(name: str, device: torch.device) -> Availability:
     doubt = None if emulated or recipe is None else caution(recipe, device)
     reason = doubt or plugin.how(device)
     return Availability(name=name, runs=True, emulated=emulated, known=doubt is None, reason=reason, summary=summary)
-
-
-def survey(device: torch.device, advance: Callable[[], None] = lambda: None) -> list[Availability]:
-    """Judge every name, in the order of the table, and call ``advance`` after each."""
-    found = []
-    for name in precisions.TABLE:
-        found.append(availability(name, device))
-        advance()
-    return found
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -228,21 +206,14 @@ def _moved() -> tuple[list[str], dict[str, str]]:
 def versions() -> dict[str, str | None]:
     """Return the versions of this package and of its libraries, or None for a package that is not installed."""
     needed = [backend.distribution for backend in backends.registered() if backend.distribution is not None]
-    found: dict[str, str | None] = {}
-    for package in (
-        "lightning-lowprec",
-        "torch",
-        "lightning",
-        "pytorch-lightning",
-        *needed,
-        "jsonargparse",
-        "matplotlib",
-    ):
+    numbers: dict[str, str | None] = {}
+    packages = ("lightning-lowprec", "torch", "lightning", "pytorch-lightning", *needed, "jsonargparse", "matplotlib")
+    for package in packages:
         try:
-            found[package] = version(package)
+            numbers[package] = version(package)
         except PackageNotFoundError:
-            found[package] = None
-    return found
+            numbers[package] = None
+    return numbers
 
 
 def _names() -> str:
@@ -257,7 +228,7 @@ def _driver() -> str | None:
         return None
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
-    return result.stdout.split("\n")[0].strip() or None if result.returncode == 0 else None
+    return result.stdout.partition("\n")[0].strip() or None if result.returncode == 0 else None
 
 
 def _status(backend: Backend) -> str:
@@ -274,14 +245,20 @@ def _status(backend: Backend) -> str:
 def doctor(device: torch.device | str | None = None) -> Diagnosis:
     """Say which precisions run on this machine, why the others do not, and which to try first: ``lowprec doctor``.
 
-    A notebook shows the answer as tables; ``print`` shows what the command prints.
-
-    Args:
-        device: a torch device such as ``"cuda:1"``; None: the first GPU, or the CPU where there is no GPU.
+    A notebook shows the answer as tables; ``print`` shows what the command prints. ``device`` is a torch device such as
+    ``"cuda:1"``; None: the first GPU, or the CPU where there is no GPU.
     """
-    device = default_device() if device is None else torch.device(device)
+    return _diagnosis(default_device() if device is None else torch.device(device))
+
+
+def _diagnosis(device: torch.device, advance: Callable[[], None] = lambda: None) -> Diagnosis:
+    """Judge every name, in the order of the table, and call ``advance`` after each."""
+    verdicts = []
     with quiet():
-        return Diagnosis(facts=machine(device), precisions=survey(device))
+        for name in precisions.TABLE:
+            verdicts.append(availability(name, device))
+            advance()
+        return Diagnosis(facts=machine(device), precisions=verdicts)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -290,7 +267,7 @@ def run(args: argparse.Namespace) -> int:
         return _report(args)
     if args.all:
         columns = {key: hardware_text.as_json(architecture) for key, architecture in ARCHITECTURES.items()}
-        print(strict_json.dumps(columns) if args.json else hardware_text.whole())
+        print(dumps(columns) if args.json else hardware_text.whole())
         return 0
     device = _device(args.device) if args.device else default_device()
     if isinstance(device, Architecture):
@@ -298,22 +275,22 @@ def run(args: argparse.Namespace) -> int:
     if args.name is not None:
         return _one(args.name, device, as_json=args.json)
     diagnosis = _asked(device)
-    print(strict_json.dumps(diagnosis.as_json()) if args.json else diagnosis)
+    print(dumps(diagnosis.as_json()) if args.json else diagnosis)
     return 0
 
 
 def _asked(device: torch.device) -> Diagnosis:
     with working("asking the backends", total=len(precisions.TABLE)) as shown:
-        return Diagnosis(facts=machine(device), precisions=survey(device, shown.advance))
+        return _diagnosis(device, shown.advance)
 
 
 def _report(args: argparse.Namespace) -> int:
     options = {"--for": args.name, "--device": args.device, "--all": args.all, "--json": args.json}
-    given = [option for option, value in options.items() if value]
-    if given:
-        raise ValueError(f"`--report` does not go with {' or '.join(given)}: the report is about all of this machine.")
+    others = [option for option, value in options.items() if value]
+    if others:
+        raise ValueError(f"`--report` does not go with {' or '.join(others)}: the report is about all of this machine.")
     diagnosis = _asked(default_device())
-    print(doctor_report.markdown(diagnosis.facts, [_judged(verdict) for verdict in diagnosis.precisions]))
+    print(doctor_report.markdown(diagnosis.facts, diagnosis.judged))
     return 0
 
 
@@ -335,12 +312,16 @@ def _elsewhere(name: str | None, architecture: Architecture, *, as_json: bool) -
     """Answer for an architecture by the table alone: packages and drivers of this machine say nothing about it."""
     if name is None:
         column = hardware_text.as_json(architecture)
-        print(strict_json.dumps(column) if as_json else "\n".join(hardware_text.column(architecture)))
+        print(dumps(column) if as_json else "\n".join(hardware_text.column(architecture)))
         return 0
     cell, said = hardware_text.one(name, architecture)
-    refused = cell.runs is False
+    return _answer(asdict(cell), said, refused=cell.runs is False, as_json=as_json)
+
+
+def _answer(data: Any, said: str, *, refused: bool, as_json: bool) -> int:
+    """Print JSON, or words: a refusal to stderr; return the exit status."""
     if as_json:
-        print(strict_json.dumps(asdict(cell)))
+        print(dumps(data))
     else:
         print(said, file=sys.stderr if refused else sys.stdout)
     return int(refused)
@@ -349,31 +330,21 @@ def _elsewhere(name: str | None, architecture: Architecture, *, as_json: bool) -
 def _one(name: str, device: torch.device, *, as_json: bool) -> int:
     validate_name(name)
     if name not in precisions.TABLE:
-        if as_json:
-            print(strict_json.dumps({"name": name, "runs": True, "reason": "Lightning's own precision"}))
-            return 0
-        print(f"{name} is Lightning's own precision; lightning_lowprec has nothing to check.")
+        said = f"{name} is Lightning's own precision; lightning_lowprec has nothing to check."
         if name in _WITHOUT_MASTERS:
-            print(f"Its weights have no masters: small updates are rounded away. {_STUCK}")
-        return 0
+            said += f"\nIts weights have no masters: small updates are rounded away. {_STUCK}"
+        data = {"name": name, "runs": True, "reason": "Lightning's own precision"}
+        return _answer(data, said, refused=False, as_json=as_json)
     with working(f"asking whether {name} runs"):
         verdict = availability(name, device)
-    if as_json:
-        print(strict_json.dumps(asdict(verdict)))
-    else:
-        said = f"{verdict.name}  {word(verdict):<9}  {verdict.summary}\n{verdict.reason}"
-        print(said, file=sys.stdout if verdict.runs else sys.stderr)
-    return 0 if verdict.runs else 1
+    said = f"{verdict.name}  {word(verdict):<9}  {verdict.summary}\n{verdict.reason}"
+    return _answer(asdict(verdict), said, refused=not verdict.runs, as_json=as_json)
 
 
 def advice(verdicts: Sequence[Availability], bf16: bool) -> list[Recommended]:
-    """Return the three names to try first."""
+    """Return three names to try first, the baseline before the others."""
+    emulated = {verdict.name for verdict in verdicts if verdict.emulated}
     runs = {verdict.name for verdict in verdicts if verdict.runs and verdict.known}
-    return recommend(runs, {verdict.name for verdict in verdicts if verdict.emulated}, bf16=bf16)
-
-
-def recommend(runs: Collection[str], emulated: Collection[str], *, bf16: bool) -> list[Recommended]:
-    """Return three precisions, the baseline first; ``runs`` has those that are emulated too."""
     others: Sequence[tuple[str, str]]
     if not bf16:
         others = _WITHOUT_BF16
@@ -381,7 +352,7 @@ def recommend(runs: Collection[str], emulated: Collection[str], *, bf16: bool) -
         others = _EMULATED
     else:
         others = tuple((name, why) for name, why in _CANDIDATES if name in runs and name not in emulated)[:2]
-    return [Recommended(name=name, why=why) for name, why in (("half-auto", _BASELINE), *others)]
+    return [Recommended(*row) for row in (("half-auto", _BASELINE), *others)]
 
 
 def commands(recommended: Sequence[Recommended]) -> list[str]:
@@ -399,12 +370,11 @@ def _families(verdicts: Sequence[Availability]) -> list[str]:
     for verdict in verdicts:
         rows.setdefault((_family(verdict.name), word(verdict)), []).append(verdict.name)
     width = max(len(family) for family, _ in rows)
-    return [f"{family:<{width}}  {_painted(answer)}  {in_words(names)}" for (family, answer), names in rows.items()]
-
-
-def _painted(answer: str) -> str:
-    colour: Colour = "green" if answer == "yes" else "red" if answer == "no" else "yellow"
-    return paint(f"{answer:<9}", colour, sys.stdout)
+    colours: Mapping[str, Colour] = {"yes": "green", "no": "red"}
+    return [
+        f"{family:<{width}}  {paint(f'{answer:<9}', colours.get(answer, 'yellow'), sys.stdout)}  {in_words(names)}"
+        for (family, answer), names in rows.items()
+    ]
 
 
 def _family(name: str) -> str:
@@ -412,11 +382,6 @@ def _family(name: str) -> str:
     if backend is None:
         return "half precision"
     return "FP8, best backend" if precisions.without_backend(name) else backends.get(backend).title
-
-
-def _judged(verdict: Availability) -> tuple[str, str, str]:
-    """Return the name, the answer and the reason."""
-    return verdict.name, word(verdict), verdict.reason
 
 
 def word(verdict: Availability) -> str:

@@ -8,11 +8,12 @@ import platform
 import re
 import socket
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
 from lightning_lowprec.conversion.name_suffixes import in_words
-from lightning_lowprec.tools.table import format_table
+from lightning_lowprec.tools.output import format_table
 from lightning_lowprec.version import __version__
 
 _PATH: Final = re.compile(r"(?<![\w.>/\\])(?:~|[A-Za-z]:)?[/\\](?:[^\s'\"`:;,()<>|/\\]+[/\\])+")
@@ -33,27 +34,8 @@ _OWN_WORDS: Final = re.compile(
 def markdown(facts: Mapping[str, Any], verdicts: Sequence[tuple[str, str, str]]) -> str:
     """Return the report."""
     versions = {**facts["versions"], "lightning-lowprec": __version__}
-    rows = [(word, names, " ".join(reason.split())) for word, names, reason in by_reason(verdicts)]
-    lines = [
-        "### `lowprec doctor --report`",
-        "",
-        *format_table([("what", "found"), *_machine(facts, versions)], markdown=True),
-        "",
-        *format_table(rows, markdown=True),
-    ]
-    return without_owner("\n".join(lines))
-
-
-def by_reason(verdicts: Sequence[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
-    """Return the cells of a table with one row per answer and reason, header first."""
-    rows = [("runs", "precisions", "how, or why not")]
-    for word, reason in dict.fromkeys((word, reason) for _, word, reason in verdicts):
-        rows.append((word, in_words([v[0] for v in verdicts if v[1:] == (word, reason)]), reason))
-    return rows
-
-
-def _machine(facts: Mapping[str, Any], versions: Mapping[str, str | None]) -> list[tuple[str, str]]:
-    return [
+    machine = [
+        ("what", "found"),
         ("system", f"{platform.system()} {platform.machine()}, {' '.join(platform.libc_ver())}".rstrip(", ")),
         ("Python", f"{platform.python_implementation()} {facts['python']}"),
         ("device", facts["device"]),
@@ -67,6 +49,17 @@ def _machine(facts: Mapping[str, Any], versions: Mapping[str, str | None]) -> li
         *((f"{library} does not import", why) for library, why in facts["broken"].items()),
         ("private names that moved", ", ".join(facts["moved"]) or "none"),
     ]
+    rows = [(word, names, " ".join(reason.split())) for word, names, reason in by_reason(verdicts)]
+    tables = [*format_table(machine, markdown=True), "", *format_table(rows, markdown=True)]
+    return without_owner("\n".join(["### `lowprec doctor --report`", "", *tables]))
+
+
+def by_reason(verdicts: Sequence[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
+    """Return the cells of a table with one row per answer and reason, header first."""
+    rows = [("runs", "precisions", "how, or why not")]
+    for word, reason in dict.fromkeys((word, reason) for _, word, reason in verdicts):
+        rows.append((word, in_words([v[0] for v in verdicts if v[1:] == (word, reason)]), reason))
+    return rows
 
 
 def without_owner(text: str) -> str:
@@ -77,15 +70,10 @@ def without_owner(text: str) -> str:
     for folder in {str(Path.home()), str(Path.home().resolve())} - {"/"}:
         text = text.replace(folder, "~")
     text = _PATH.sub(".../", _QUOTED.sub(".../", text))
-    host = socket.gethostname()
-    for name, placeholder in ((host, "HOST"), (host.partition(".")[0], "HOST"), (_user(), "USER")):
+    host, user = socket.gethostname(), ""
+    with suppress(OSError, KeyError):  # a container whose user has no name
+        user = getpass.getuser()
+    for name, placeholder in ((host, "HOST"), (host.partition(".")[0], "HOST"), (user, "USER")):
         if len(name) >= _TOO_SHORT and not _OWN_WORDS.fullmatch(name):
             text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", placeholder, text)
     return text
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (OSError, KeyError):  # a container whose user has no name
-        return ""

@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from lightning_lowprec import names as precisions
-from lightning_lowprec.checkpoints.weights import check_file, open_weights
+from lightning_lowprec.checkpoints.optimizer_state import clean
+from lightning_lowprec.checkpoints.weights import Shape, Source, check_file, open_weights
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.plan import make_plan
 from lightning_lowprec.extras import require
+from lightning_lowprec.precision.state import BACKEND_STATE
 from lightning_lowprec.serving.choice import NOTHING, WITHOUT_FP8, RoundedWeights, of_plan
-from lightning_lowprec.serving.export import DTYPES, Exported, Options, report, served_model, write
-from lightning_lowprec.serving.formats import DtypeName, find_format
+from lightning_lowprec.serving.export import DTYPES, Options, dtype_name, report, served_model, write
+from lightning_lowprec.serving.formats import find_format
 from lightning_lowprec.serving.safetensors_files import check_out
-from lightning_lowprec.serving.sources import LiveModel, WithoutAdapter
-from lightning_lowprec.tools import strict_json
-from lightning_lowprec.tools.export_check import Bounds, Result, check, refuse_unchecked
-from lightning_lowprec.tools.export_source import Renamed, backend_of, read_config
-from lightning_lowprec.tools.planning.source import load
-from lightning_lowprec.tools.terminal import prints_to_stderr, working
+from lightning_lowprec.serving.sources import LiveModel, Renamed, WithoutAdapter, is_of_adapter, model_name
+from lightning_lowprec.tools.export_check import check, refuse_unchecked
+from lightning_lowprec.tools.output import dumps, prints_to_stderr, working
+from lightning_lowprec.tools.planning.source import load, read_json
+
+_SHOWN: Final = 3
+_ADAPTER_CONFIG: Final = "adapter_config.json"
 
 
 def run(args: Any) -> int:
@@ -34,69 +37,22 @@ def run(args: Any) -> int:
     if hasattr(args, "format"):
         return _export_folder(args)
     with working(f"exporting {args.checkpoint}"):
-        weights = export(
-            args.checkpoint,
-            args.out,
-            dtype=args.dtype,
-            key=args.key,
-            strip_prefix=args.strip_prefix,
-            force=args.force,
-        )
-    size = sum(value.numel() * value.element_size() for value in weights.values())
+        check_file("checkpoint", args.checkpoint)
+        _check_file_out(args.checkpoint, args.out, force=args.force)
+        weights = _read(args.checkpoint, args.key, args.strip_prefix)
+        if args.dtype != "keep":
+            weights = {n: v.to(DTYPES[args.dtype]) if v.is_floating_point() else v for n, v in weights.items()}
+        _write(weights, args.out)
+    size = sum(value.nbytes for value in weights.values())
     if args.json:
-        print(strict_json.dumps({"out": str(args.out), "bytes": size, "tensors": _described(weights)}))
+        tensors = {n: {"shape": list(v.shape), "dtype": dtype_name(v.dtype)} for n, v in weights.items()}
+        print(dumps({"out": str(args.out), "bytes": size, "tensors": tensors}))
         return 0
     print(f"wrote {len(weights)} tensors, {size / 1e6:.1f} MB, to {args.out}")
     return 0
 
 
-def _described(weights: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
-    return {n: {"shape": list(v.shape), "dtype": str(v.dtype).removeprefix("torch.")} for n, v in weights.items()}
-
-
-def export(
-    checkpoint: Path,
-    out: Path,
-    *,
-    dtype: DtypeName | Literal["keep"] = "keep",
-    key: str | None = None,
-    strip_prefix: str = "",
-    force: bool = False,
-) -> dict[str, Tensor]:
-    """Write only the weights of a checkpoint to a plain file, and return them.
-
-    Args:
-        checkpoint: a file of the Trainer, of ``fabric.save`` or of ``torch.save``, or a safetensors file.
-        out: the new file: safetensors if it ends in ``.safetensors``, else for ``torch.load``. It is never half
-            written.
-        dtype: the dtype of floating-point weights; ``"keep"`` leaves them.
-        key: the key of the weights in the checkpoint; None looks under ``state_dict``, ``model``, then at the top.
-        strip_prefix: removed from every name, e.g. ``"model."`` for a model inside a LightningModule.
-        force: replace ``out`` if the file exists; the checkpoint itself is never replaced.
-
-    Raises:
-        ValueError: there is no such file, the file cannot be read, the checkpoint has no weights under the key, a name
-            has no such prefix, or ``out`` exists.
-        OSError: ``out`` cannot be written.
-        pickle.UnpicklingError: the checkpoint holds objects whose reading can run code.
-    """
-    check_file("checkpoint", checkpoint)
-    _check_out(checkpoint, out, force=force)
-    weights = _read(checkpoint, key)
-    outside = [name for name in weights if not name.startswith(strip_prefix)]
-    if outside:
-        raise ValueError(
-            f"`strip_prefix={strip_prefix!r}` is not at the start of {outside[0]!r} (and {len(outside) - 1} more);"
-            " expected a prefix that every weight has."
-        )
-    weights = {name.removeprefix(strip_prefix): value for name, value in weights.items()}
-    if dtype != "keep":
-        weights = {n: v.to(DTYPES[dtype]) if v.is_floating_point() else v for n, v in weights.items()}
-    _write(weights, out)
-    return weights
-
-
-def _check_out(checkpoint: Path, out: Path, *, force: bool) -> None:
+def _check_file_out(checkpoint: Path, out: Path, *, force: bool) -> None:
     if out.is_dir() or not out.parent.is_dir():
         raise ValueError(f"`out={str(out)!r}` is not valid; expected a file in a folder that exists.")
     if out.exists() and out.samefile(checkpoint):
@@ -123,11 +79,16 @@ def _write(weights: dict[str, Tensor], out: Path) -> None:
         raise OSError(f"{str(out)!r} was not written ({type(error).__name__}: {error})") from error
 
 
-def _read(checkpoint: Path, key: str | None) -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint by name, on CPU."""
+def _read(checkpoint: Path, key: str | None, prefix: str) -> dict[str, Tensor]:
+    """Return the tensors of a checkpoint by name without a prefix, on CPU."""
     source = open_weights(checkpoint, key)
-    sizes = {name: shape.size for name, shape in source.shapes.items()}
-    return {name: source.rows(name, 0, size[0] if size else 1).reshape(size) for name, size in sizes.items()}
+    outside = [name for name in source.shapes if not name.startswith(prefix)]
+    if outside:
+        raise ValueError(
+            f"`strip_prefix={prefix!r}` is not at the start of {outside[0]!r} (and {len(outside) - 1} more);"
+            " expected a prefix that every weight has."
+        )
+    return {name.removeprefix(prefix): source.whole(name) for name in source.shapes}
 
 
 # ---- a folder for servers
@@ -135,7 +96,15 @@ def _read(checkpoint: Path, key: str | None) -> dict[str, Tensor]:
 
 def _export_folder(args: Any) -> int:
     """Write the folder, print what was written, and with ``--check`` compare; return 1 if a bound is not held."""
-    out, bounds, options = Path(args.out), _bounds(args), _options(args)
+    out, named = Path(args.out), Path(args.model)
+    beside = named.parent if named.is_file() else None
+    options = Options(
+        format=args.format,
+        dtype=args.dtype,
+        weights_only=args.weights_only,
+        merge_adapters=args.merge_adapters,
+        files_from=Path(args.tokenizer) if args.tokenizer is not None else named if named.is_dir() else beside,
+    )
     check_out(out)
     with prints_to_stderr(wanted=args.json):
         with working(f"reading {args.checkpoint}"):
@@ -143,57 +112,36 @@ def _export_folder(args: Any) -> int:
             model.tie_weights()
             stored = open_weights(Path(args.checkpoint), args.key)
             known = {*model.state_dict(), *(name for name, _ in model.named_buffers())}
-            source = Renamed(stored, LiveModel(model).shapes, known, args.strip_prefix)
+            source, left_out = tensors_of_model(stored, LiveModel(model).shapes, known, args.strip_prefix)
             adapter = None if args.adapter_config is None else read_config(Path(args.adapter_config))
         if args.check:
-            refuse_unchecked(model, args.format)
+            refuse_unchecked(model, args.format, args.check_text)
         has_codes = find_format(args.format).scale_per is not None
         choice = _choice(args, model, backend_of(stored.content)) if has_codes else NOTHING
         done = write(source, model, choice, out, options, adapter)
         if not args.json:
             print(done.text())
-            if source.left_out:
-                print(f"{source.left_out} tensors of the checkpoint belong to other modules, and were left out")
-        result = None
+            if left_out:
+                print(f"{left_out} tensors of the checkpoint belong to other modules, and were left out")
+        result, failures = None, list[str]()
         if args.check:
             adapted = WithoutAdapter(source, adapter, merge=args.merge_adapters)
             with working("checking") as shown:
-                result = check(model, adapted, out, bounds, say=shown.say)
+                result = check(model, adapted, out, args.check_text, shown.say)
+            failures = result.failures(args)
     if args.json:
-        print(strict_json.dumps(_as_json(options, done, source.left_out, result)))
+        written = {
+            "out": str(done.out),
+            "bytes": done.size,
+            "tensors_written": done.tensors,
+            "tensors_left_out": left_out,
+            "adapter_layers": done.adapter_layers,
+        }
+        of_check = None if result is None else result.as_json(failures)
+        print(dumps({**written, **report(options, done), "check": of_check}))
     elif result is not None:
-        print(result.text())
-    return 0 if result is None or result.holds else 1
-
-
-def _as_json(options: Options, done: Exported, left_out: int, result: Result | None) -> dict[str, Any]:
-    return {
-        "out": str(done.out),
-        "bytes": done.size,
-        "tensors_written": done.tensors,
-        "tensors_left_out": left_out,
-        "adapter_layers": done.adapter_layers,
-        **report(options, done),
-        "check": None if result is None else result.as_json(),
-    }
-
-
-def _options(args: Any) -> Options:
-    return Options(
-        format=args.format,
-        dtype=args.dtype,
-        weights_only=args.weights_only,
-        merge_adapters=args.merge_adapters,
-        files_from=_files_from(args),
-    )
-
-
-def _files_from(args: Any) -> Path | None:
-    """Return the folder of the tokenizer: the one that is named, or that of ``--model``."""
-    if args.tokenizer is not None:
-        return Path(args.tokenizer)
-    model = Path(args.model)
-    return model if model.is_dir() else model.parent if model.is_file() else None
+        print(result.text(failures))
+    return int(bool(failures))
 
 
 def _choice(args: Any, model: Any, trained_by: str | None) -> RoundedWeights:
@@ -202,7 +150,16 @@ def _choice(args: Any, model: Any, trained_by: str | None) -> RoundedWeights:
     row = precisions.resolve(name) if name in precisions.TABLE else None
     backend = None if row is None else row.backend
     if trained_by is not None and backend != trained_by:
-        raise _of_another_backend(name, trained_by)
+        expected = ", ".join(backends.get(trained_by).names)
+        if name is not None:
+            raise ValueError(
+                f"`precision={name!r}` is not valid: the checkpoint was trained by {trained_by}. Expected one of:"
+                f" {expected}."
+            )
+        raise ValueError(
+            f"the checkpoint was trained by {trained_by}, and does not say by which recipe. Name the precision of the"
+            f" run with `--precision`, so that the codes are those of the last step; one of: {expected}."
+        )
     in_fp8 = row is not None and backend is not None
     if row is None or not in_fp8:
         row = precisions.resolve(WITHOUT_FP8)
@@ -212,23 +169,84 @@ def _choice(args: Any, model: Any, trained_by: str | None) -> RoundedWeights:
     return of_plan(plan, row.weight_rounding() if in_fp8 else None)
 
 
-def _of_another_backend(name: str | None, trained_by: str) -> ValueError:
-    """Return the error for a precision that is not of the backend that the checkpoint names."""
-    expected = ", ".join(backends.get(trained_by).names)
-    if name is None:
-        return ValueError(
-            f"the checkpoint was trained by {trained_by}, and does not say by which recipe. Name the precision of the"
-            f" run with `--precision`, so that the codes are those of the last step; one of: {expected}."
+# ---- the tensors of a model in a checkpoint: by name, behind the prefix of a LightningModule's attribute
+
+
+def backend_of(content: Any) -> str | None:
+    """Return the name of the backend that a checkpoint says it was trained by; None: it does not say."""
+    if not isinstance(content, Mapping):
+        return None
+    names = {backend.name for backend in backends.registered()}
+    states = [value for value in content.values() if isinstance(value, Mapping)]
+    return next((str(s[BACKEND_STATE]) for s in states if s.get(BACKEND_STATE) in names), None)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Return the config of a LoRA adapter, as PEFT writes it, of a file, or of the folder that holds one."""
+    file = path / _ADAPTER_CONFIG if path.is_dir() else path
+    if not file.is_file():
+        raise ValueError(
+            f"`adapter_config={str(path)!r}` is not valid; expected {_ADAPTER_CONFIG} of PEFT, or its folder."
         )
-    return ValueError(
-        f"`precision={name!r}` is not valid: the checkpoint was trained by {trained_by}. Expected one of: {expected}."
-    )
+    config = read_json(file, "a config of PEFT")
+    if config.get("peft_type") != "LORA" or "lora_alpha" not in config:
+        raise ValueError(f"{str(file)!r} is no config of a LoRA adapter; expected `peft_type='LORA'`, `lora_alpha`.")
+    return config
 
 
-def _bounds(args: Any) -> Bounds:
-    return Bounds(
-        min_snr=args.min_snr,
-        min_agreement=args.min_agreement,
-        max_perplexity=args.max_perplexity,
-        text=None if args.check_text is None else Path(args.check_text),
+def tensors_of_model(
+    source: Source, wanted: Mapping[str, Shape], known: Collection[str], prefix: str | None
+) -> tuple[Source, int]:
+    """Return the tensors of a checkpoint that a model has, by the model's names, and the number of the others.
+
+    ``wanted`` are the tensors of the model; ``known`` has all its names, also of tied ones and of buffers that no state
+    dict holds. Names without the ``prefix`` are of other modules; None: the prefix is found. A checkpoint of another
+    model, or with codes of low precision, raises ValueError.
+    """
+    names = {clean(name): name for name in source.shapes}
+    _check_high_precision(source)
+    prefix = _prefix(names, wanted) if prefix is None else prefix
+    inside = {name.removeprefix(prefix): stored for name, stored in names.items() if name.startswith(prefix)}
+    chosen = {n: stored for n, stored in inside.items() if model_name(n) in wanted or is_of_adapter(n)}
+    present = {model_name(name): source.shapes[stored].size for name, stored in chosen.items()}
+    missing = [name for name in wanted if name not in present]
+    strange = [name for name in inside if name not in chosen and model_name(name) not in known]
+    wrong = [
+        f"{name!r} is {tuple(size)} in the checkpoint and {tuple(wanted[name].size)} in the model"
+        for name, size in present.items()
+        if name in wanted and size != wanted[name].size
+    ]
+    if missing or wrong or strange:
+        raise ValueError(_another_model(missing, strange, wrong))
+    return Renamed(source, chosen), len(names) - len(inside)
+
+
+def _prefix(names: Mapping[str, str], wanted: Mapping[str, Shape]) -> str:
+    """Return the prefix with which most names of the model are in the checkpoint."""
+    plain = {model_name(name) for name in names}
+    candidates = {""} | {name.removesuffix(last) for last in list(wanted)[-4:] for name in plain if name.endswith(last)}
+    return max(sorted(candidates), key=lambda prefix: sum(prefix + name in plain for name in wanted))
+
+
+def _check_high_precision(source: Source) -> None:
+    coded = [n for n, shape in source.shapes.items() if shape.dtype.itemsize == 1 and shape.dtype != torch.bool]
+    if coded:
+        dtype = dtype_name(source.shapes[coded[0]].dtype)
+        raise ValueError(
+            f"the checkpoint holds codes of low precision ({coded[0]!r} is {dtype}), so it was exported or quantised"
+            " already. Give the checkpoint of the training run."
+        )
+
+
+def _another_model(missing: list[str], strange: list[str], wrong: list[str]) -> str:
+    parts = [
+        f"{text} {len(names)}: {', '.join(map(repr, names[:_SHOWN]))}{', ...' if len(names) > _SHOWN else ''}"
+        for text, names in (("lacks", missing), ("has beside them", strange))
+        if names
+    ]
+    parts += [f"{len(wrong)} have other shapes: {'; '.join(wrong[:_SHOWN])}"] if wrong else []
+    return (
+        f"the checkpoint is of another model than `--model`: of the model's tensors it {'; '.join(parts)}. Give the"
+        " config of the model that was trained, `--key` for the key of the weights, or `--strip_prefix` for what stands"
+        " before every name."
     )

@@ -10,18 +10,18 @@ from typing import Any, Final
 from lightning_lowprec import names
 from lightning_lowprec.architectures import ARCHITECTURES, OTHER, Architecture
 from lightning_lowprec.runs_where import RECIPES, TITLES, Cell, RecipeKey, cell, instead
-from lightning_lowprec.tools.table import format_table
+from lightning_lowprec.tools.output import format_table
 
-_ABROAD: Final = [key for key in ARCHITECTURES if not key.startswith("sm_") and key != OTHER.key]
 _NVIDIA: Final = [key for key in ARCHITECTURES if key.startswith("sm_")]
+_ABROAD: Final = [key for key in ARCHITECTURES if key not in (*_NVIDIA, OTHER.key)]
 LEGEND: Final = "yes: runs. no: known not to run, refused. ?: not known, runs with a warning. emu: emulated, slow."
 
 
-def word(found: Cell) -> str:
+def word(cell: Cell) -> str:
     """Return the answer of a cell in a word."""
-    if found.runs is None:
+    if cell.runs is None:
         return "not known"
-    return "no" if not found.runs else "emulated" if found.emulated else "yes"
+    return "no" if not cell.runs else "emulated" if cell.emulated else "yes"
 
 
 def as_json(architecture: Architecture) -> dict[str, Any]:
@@ -33,12 +33,12 @@ def column(architecture: Architecture) -> list[str]:
     """Return a line per answer and reason of an architecture."""
     grouped: dict[tuple[str, str], list[str]] = {}
     for recipe in RECIPES:
-        found = cell(recipe, architecture)
-        why = f" ({found.reason})" if found.reason else ""
-        grouped.setdefault((word(found), f"{why} [{found.source}]"), []).append(recipe)
+        answer = cell(recipe, architecture)
+        why = f" ({answer.reason})" if answer.reason else ""
+        grouped.setdefault((word(answer), f"{why} [{answer.source}]"), []).append(recipe)
     lines = [f"Recipes on {architecture.key}, {architecture.title} (`lowprec doctor --all`: on every architecture):"]
-    for (answer, why), recipes in grouped.items():
-        lines.append(f"    {answer:<9}  {', '.join(recipes)}{why}")
+    for (said, why), recipes in grouped.items():
+        lines.append(f"    {said:<9}  {', '.join(recipes)}{why}")
     return lines
 
 
@@ -47,7 +47,8 @@ def whole() -> str:
     notes: dict[str, int] = {}
     blocks = [_block(keys, notes) for keys in (_NVIDIA, _ABROAD)]
     titles = [[key, ARCHITECTURES[key].title] for key in (*_NVIDIA, *_ABROAD)]
-    rows = [[recipe, _names_of(recipe), TITLES[recipe]] for recipe in RECIPES]
+    name_of = {row.hardware_recipe: name for name, row in reversed(names.TABLE.items())}
+    rows = [[recipe, name_of.get(recipe, "-"), TITLES[recipe]] for recipe in RECIPES]
     below = [
         line
         for note, number in notes.items()
@@ -64,46 +65,32 @@ def _block(keys: Sequence[str], notes: dict[str, int]) -> list[str]:
     return format_table([header, *rows])
 
 
-def _mark(found: Cell, notes: dict[str, int]) -> str:
+def _mark(cell: Cell, notes: dict[str, int]) -> str:
     """Return ``"no12"``; 12 is the number of the reason and the source."""
-    number = notes.setdefault(_why(found), len(notes) + 1)
-    return f"{ {'yes': 'yes', 'no': 'no', 'not known': '?', 'emulated': 'emu'}[word(found)] }{number}"
+    number = notes.setdefault(_why(cell), len(notes) + 1)
+    return f"{ {'not known': '?', 'emulated': 'emu'}.get(word(cell), word(cell)) }{number}"
 
 
-def _why(found: Cell) -> str:
-    return f"{found.reason or 'runs'} [{found.source}]"
+def _why(cell: Cell) -> str:
+    return f"{cell.reason or 'runs'} [{cell.source}]"
 
 
-def _names_of(recipe: RecipeKey) -> str:
-    """Return a name of ``precision=`` for a recipe, or a dash."""
-    return next((name for name, row in names.TABLE.items() if row.hardware_recipe == recipe), "-")
-
-
-def recipe_of(name: str) -> RecipeKey:
-    """Return the recipe of a precision, or the recipe itself.
-
-    Raises:
-        ValueError: the name is neither; the message lists the recipes.
-    """
-    found = next((recipe for recipe in RECIPES if recipe == name), None)
-    if found is None and name in names.TABLE:
-        found = names.resolve(name).hardware_recipe
-        if found is None:
-            raise ValueError(
-                f"`precision={name!r}` has no row in the table of what runs where; its backend gives none."
-            )
-    if found is None:
+def _recipe_of(name: str) -> RecipeKey:
+    """Return the recipe of a precision, or the recipe itself; raise ValueError if the name is neither."""
+    for recipe in RECIPES:
+        if recipe == name:
+            return recipe
+    if name not in names.TABLE:
         raise ValueError(f"{names.unknown_name(name)} Recipes are allowed too: {', '.join(RECIPES)}.")
-    return found
+    of_name = names.resolve(name).hardware_recipe
+    if of_name is None:
+        raise ValueError(f"`precision={name!r}` has no row in the table of what runs where; its backend gives none.")
+    return of_name
 
 
 def one(name: str, architecture: Architecture) -> tuple[Cell, str]:
-    """Return the cell of a precision or recipe, and the answer in words: reason, source, and what to use instead.
-
-    Raises:
-        ValueError: see :func:`recipe_of`.
-    """
-    recipe = recipe_of(name)
-    found = cell(recipe, architecture)
-    text = f"{name} on {architecture.key}: {word(found)}\n{architecture.title} {_why(found)}"
-    return found, f"{text}. Use {instead(recipe, architecture)}." if found.runs is False else f"{text}."
+    """Return the cell of a precision or recipe, and the answer in words: reason, source, and what to use instead."""
+    recipe = _recipe_of(name)
+    answer = cell(recipe, architecture)
+    text = f"{name} on {architecture.key}: {word(answer)}\n{architecture.title} {_why(answer)}"
+    return answer, f"{text}. Use {instead(recipe, architecture)}." if answer.runs is False else f"{text}."

@@ -23,9 +23,11 @@ TRAINER_DEFAULTS = ("accelerator", "strategy", "devices", "num_nodes", "precisio
 def run(args: argparse.Namespace) -> int:
     """Launch a command with Lightning's own launcher; the Trainer gets the same defaults as Fabric."""
     if not Path(args.script).is_file() and console_command(args.script) is None:
+        other = shutil.which(args.script)
+        hint = f" ({other} is there, and belongs to another environment, or is no Python.)" if other else ""
         raise ValueError(
             f"`script={args.script!r}` is not a file and no console command of this Python; expected the path of a"
-            f" Python script, or a command that a package installs, such as 'litgpt'.{_not_python(args.script)}"
+            f" Python script, or a command that a package installs, such as 'litgpt'.{hint}"
         )
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -52,11 +54,6 @@ def run(args: argparse.Namespace) -> int:
 def console_command(name: str) -> EntryPoint | None:
     """Return the entry point of a command that an installed package has, such as ``litgpt``."""
     return next(iter(entry_points(group="console_scripts", name=name)), None)
-
-
-def _not_python(name: str) -> str:
-    found = shutil.which(name)
-    return "" if found is None else f" ({found} is there, and belongs to another environment, or is no Python.)"
 
 
 # ---- in every process
@@ -89,9 +86,9 @@ def _start() -> None:
         sys.path.insert(1, os.getcwd())
     if in_file:
         runpy.run_path(command, run_name="__main__")
-    elif (found := console_command(command)) is not None:
+    elif (entry_point := console_command(command)) is not None:
         sys.argv[0] = shutil.which(command) or command
-        sys.exit(found.load()())
+        sys.exit(entry_point.load()())
 
 
 def _warn_of_no_effect() -> None:

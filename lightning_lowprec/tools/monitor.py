@@ -10,20 +10,16 @@ from __future__ import annotations
 import base64
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.resources import files
-from pathlib import Path
 from typing import Any, Final, final
 
 from lightning_lowprec.callbacks.demotion import Demotion
 from lightning_lowprec.callbacks.readings import FILE, TENSORS, Reading, by_layer, read
-from lightning_lowprec.tools import strict_json
-from lightning_lowprec.tools.table import format_table
-from lightning_lowprec.tools.terminal import working
+from lightning_lowprec.tools.output import dumps, format_table, working
 
 Samplings = Mapping[int, Sequence[Reading]]
-_NOTHING_BEYOND: Final = "keep=[]"
 
 
 @final
@@ -58,14 +54,17 @@ def run(args: Any) -> int:
         if not args.keep:
             out = args.html or path.with_name("monitor.html")
             out.write_text(page(samplings))
+    beyond = [layer for layer in layers if layer.beyond >= limits.patience]
+    names = [layer.fqn for layer in beyond]
     if args.keep:
-        print(strict_json.dumps(_kept(layers, limits)) if args.json else keep(layers, limits))
+        lines = "".join(f'    "{layer.fqn}",  # {layer.reason}\n' for layer in beyond)
+        print(dumps(names) if args.json else f"keep=[\n{lines}]" if beyond else "keep=[]")
         return 0
     if args.json:
-        print(strict_json.dumps(_as_json(samplings, layers, limits, out)))
+        page_and_limits = {"page": str(out), "steps": list(samplings), "limits": asdict(limits)}
+        print(dumps({**page_and_limits, "layers": list(map(asdict, layers)), "keep": names}))
         return 0
     print("\n".join(format_table([_HEADER, *map(_cells, layers[: args.top])], right=range(1, 6))))
-    beyond = [layer for layer in layers if layer.beyond >= limits.patience]
     print(f"{len(layers)} layers, {len(samplings)} samplings, steps {min(samplings)} to {max(samplings)}.")
     print(f"{len(beyond)} layers are beyond a limit in their last {limits.patience} readings; `--keep` lists them.")
     print(f"wrote {out}")
@@ -80,7 +79,7 @@ def worst(samplings: Samplings, limits: Demotion) -> list[Worst]:
         for fqn, layer in by_layer(readings).items():
             last[fqn] = layer
             beyond[fqn] = 0 if limits.reason(layer) is None else beyond.get(fqn, 0) + 1
-    found = [
+    rows = [
         Worst(
             fqn=fqn,
             output_db=layer[0].output_db,
@@ -90,29 +89,7 @@ def worst(samplings: Samplings, limits: Demotion) -> list[Worst]:
         )
         for fqn, layer in last.items()
     ]
-    return sorted(found, key=lambda layer: (-layer.beyond, math.inf if layer.output_db is None else layer.output_db))
-
-
-def keep(layers: Sequence[Worst], limits: Demotion) -> str:
-    """Return the argument of a plugin that keeps the layers beyond a limit in high precision, with a reason each."""
-    bad = [layer for layer in layers if layer.beyond >= limits.patience]
-    if not bad:
-        return _NOTHING_BEYOND
-    return "keep=[\n" + "".join(f'    "{layer.fqn}",  # {layer.reason}\n' for layer in bad) + "]"
-
-
-def _kept(layers: Sequence[Worst], limits: Demotion) -> list[str]:
-    return [layer.fqn for layer in layers if layer.beyond >= limits.patience]
-
-
-def _as_json(samplings: Samplings, layers: Sequence[Worst], limits: Demotion, out: Path) -> dict[str, Any]:
-    return {
-        "page": str(out),
-        "steps": list(samplings),
-        "limits": asdict(limits),
-        "layers": [asdict(layer) for layer in layers],
-        "keep": _kept(layers, limits),
-    }
+    return sorted(rows, key=lambda layer: (-layer.beyond, math.inf if layer.output_db is None else layer.output_db))
 
 
 _HEADER: Final = ("layer", "output dB", "input to 0", "weight to 0", "gradient to 0", "beyond", "reason")
@@ -140,9 +117,7 @@ class Statistic:
     """One kind of number, and how it is drawn."""
 
     name: str
-    """As in the page."""
-    of: Callable[[Reading], float | None]
-    """Returns the number of a reading."""
+    """The field of a reading."""
     logarithmic: bool = False
     """Whether powers of two are drawn at equal distances."""
     least: float | None = None
@@ -156,15 +131,15 @@ class Statistic:
 
 
 STATISTICS: Final = (
-    Statistic(name="underflow", of=lambda r: r.underflow, least=0.0, most=1.0),
-    Statistic(name="saturated", of=lambda r: r.saturated, least=0.0),
-    Statistic(name="amax", of=lambda r: r.amax, logarithmic=True),
-    Statistic(name="scale", of=lambda r: r.scale, logarithmic=True),
+    Statistic(name="underflow", least=0.0, most=1.0),
+    Statistic(name="saturated", least=0.0),
+    Statistic(name="amax", logarithmic=True),
+    Statistic(name="scale", logarithmic=True),
 )
-OUTPUT: Final = Statistic(name="output dB", of=lambda r: r.output_db, low_is_bad=True, unit=" dB")
+OUTPUT: Final = Statistic(name="output_db", low_is_bad=True, unit=" dB")
 
 
-def page(samplings: Mapping[int, Sequence[Reading]]) -> str:
+def page(samplings: Samplings) -> str:
     """Return the page of a run: readings by step."""
     layers = list(dict.fromkeys(reading.fqn for readings in samplings.values() for reading in readings))
     maps = [_map("output dB", OUTPUT, samplings, layers, None)]
@@ -177,18 +152,15 @@ def page(samplings: Mapping[int, Sequence[Reading]]) -> str:
 
 
 def _map(
-    title: str,
-    statistic: Statistic,
-    samplings: Mapping[int, Sequence[Reading]],
-    layers: Sequence[str],
-    tensor: str | None,
+    title: str, statistic: Statistic, samplings: Samplings, layers: Sequence[str], tensor: str | None
 ) -> dict[str, Any]:
     rows = {fqn: row for row, fqn in enumerate(layers)}
     numbers: list[float | None] = [None] * (len(layers) * len(samplings))
     for column, readings in enumerate(samplings.values()):
         for reading in readings:
             if tensor in (None, reading.tensor):
-                numbers[rows[reading.fqn] * len(samplings) + column] = _drawn(statistic, statistic.of(reading))
+                number = getattr(reading, statistic.name)
+                numbers[rows[reading.fqn] * len(samplings) + column] = _drawn(statistic, number)
     seen = [number for number in numbers if number is not None]
     least = min(seen, default=0.0) if statistic.least is None else statistic.least
     most = max(seen, default=0.0) if statistic.most is None else statistic.most

@@ -34,22 +34,19 @@ COMMANDS: Final = {
 SERVER_FORMAT: Final = "--format"
 """The option with which ``lowprec export`` writes a folder for servers, and takes other options."""
 _NAMES: Final[dict[str, Any]] = {"nargs": "+", "type": str, "metavar": "NAME"}
+_KEY_HELP: Final = "the key of the weights; default: state_dict, model, or the top of the checkpoint"
 _SHOWN_APART: Final = {"keep", "only", "first_last_layers_bf16"}
 """Fields of ``LayerOptions`` whose help differs from command to command."""
 
 
 def parse(command: str, argv: Sequence[str]) -> Any:
-    """Return the arguments of a command.
-
-    Raises:
-        ValueError: a precision is unknown, or a value does not fit its option.
-        SystemExit: an option is unknown or of another type, or ``--help`` was asked for.
-    """
+    """Return the arguments of a command; a precision that is unknown, or a value that does not fit, is a ValueError."""
     if command != "run":  # the arguments of a script may have any form
         argv = with_underscores(argv)
     if command == "compare" and any(argument.partition("=")[0] == "--threads" for argument in argv):
         raise ValueError(f"`--threads` is not valid. {OPTIONS['threads']}")
-    args = parsers(command)[_for_servers(command, argv)].parse_args(argv)
+    for_servers = command == "export" and any(argument.partition("=")[0] == SERVER_FORMAT for argument in argv)
+    args = parsers(command)[for_servers].parse_args(argv)
     for name in _precisions(command, args):
         validate_name(name)
     if command == "compare":
@@ -73,21 +70,17 @@ def _precisions(command: str, args: Any) -> list[str]:
 def parsers(command: str) -> list[argparse.ArgumentParser]:
     """Return the parser of a command; of ``export`` those without and with ``--format``."""
     parser_class: Any = argparse.ArgumentParser if command in ("doctor", "run") else ArgumentParser
-    found = []
+    modes = []
     for fill in _FILL[command]:
         parser = parser_class(prog=f"lowprec {command}")
         fill(parser)
-        found.append(parser)
-    return found
+        modes.append(parser)
+    return modes
 
 
 def with_underscores(argv: Sequence[str]) -> list[str]:
     """Write ``--max-steps=5`` as ``--max_steps=5``, because jsonargparse names options after arguments and fields."""
     return [re.sub(r"^--[^=]+", lambda option: "--" + option[0][2:].replace("-", "_"), arg) for arg in argv]
-
-
-def _for_servers(command: str, argv: Sequence[str]) -> bool:
-    return command == "export" and any(argument.partition("=")[0] == SERVER_FORMAT for argument in argv)
 
 
 def _doctor(parser: argparse.ArgumentParser) -> None:
@@ -164,33 +157,13 @@ def _export(parser: ArgumentParser) -> None:
         " the options that write a folder for transformers, vLLM and SGLang."
     )
     parser.add_argument(
-        "checkpoint",
-        type=Path,
-        help="a file of the Trainer, of ``fabric.save`` or of ``torch.save``, or a safetensors file.",
+        "checkpoint", type=Path, help="a file of the Trainer, of fabric.save or torch.save; safetensors"
     )
-    parser.add_argument(
-        "out",
-        type=Path,
-        help="the new file: safetensors if it ends in ``.safetensors``, else for ``torch.load``. It is never half"
-        " written.",
-    )
-    parser.add_argument(
-        "--dtype",
-        type=Literal["keep", "fp32", "bf16", "fp16"],
-        default="keep",
-        help='the dtype of floating-point weights; ``"keep"`` leaves them.',
-    )
-    parser.add_argument(
-        "--key",
-        type=str | None,
-        help="the key of the weights in the checkpoint; None looks under ``state_dict``, ``model``, then at the top.",
-    )
-    parser.add_argument(
-        "--strip_prefix",
-        type=str,
-        default="",
-        help='removed from every name, e.g. ``"model."`` for a model inside a LightningModule.',
-    )
+    parser.add_argument("out", type=Path, help="the new file: safetensors if it ends in .safetensors, else torch's")
+    dtypes = Literal["keep", "fp32", "bf16", "fp16"]
+    parser.add_argument("--dtype", type=dtypes, default="keep", help="of floating-point weights; keep leaves them")
+    parser.add_argument("--key", type=str | None, help=_KEY_HELP)
+    parser.add_argument("--strip_prefix", type=str, default="", help="removed from every name, such as 'model.'")
     parser.add_argument("--force", action="store_true", help="replace the new file if it exists")
     parser.add_argument("--json", action="store_true", help="print JSON: the file, and shape and dtype of each tensor")
 
@@ -212,14 +185,11 @@ def _export_folder(parser: ArgumentParser) -> None:
     parser.add_argument("--dtype", type=DtypeName, default="bf16", help="of weights that are no codes")
     parser.add_argument("--weights_only", action="store_true", help="let servers round weights only")
     parser.add_argument("--tokenizer", type=str | None, help="a folder with tokenizer files; default: that of --model")
-    parser.add_argument("--key", type=str | None, help="the key of the weights; default: state_dict, model, or the top")
+    parser.add_argument("--key", type=str | None, help=_KEY_HELP)
     parser.add_argument("--strip_prefix", type=str | None, help="removed from every name; default: found by itself")
     parser.add_argument("--merge_adapters", action="store_true", help="add a LoRA adapter to the weights")
     parser.add_argument("--adapter_config", type=str | None, help="PEFT's adapter_config.json, or the folder of it")
-    parser.add_argument("--keep", default=(), help="the `keep` of the run", **_NAMES)
-    parser.add_argument("--only", help="the `only` of the run", **_NAMES)
-    parser.add_argument("--first_last_layers_bf16", action="store_true", help="the run kept the first and last blocks")
-    parser.add_class_arguments(LayerOptions, as_group=False, skip=_SHOWN_APART)
+    _add_layers(parser, "the `keep` of the run", "the `only` of the run", "the run kept the first and last blocks")
     parser.add_argument("--check", action="store_true", help="load the folder, and compare it with the checkpoint")
     parser.add_argument("--check_text", type=str | None, help="a text file for --check; default: tokens at random")
     parser.add_argument("--min_snr", type=float, default=15.0, help="of the logits, dB, with --check")
@@ -266,8 +236,12 @@ def _plan(parser: ArgumentParser) -> None:
     parser.add_argument("--all", action="store_true", help="print one line per layer, not one per kind of block")
     parser.add_argument("--json", action="store_true", help="print JSON, with a row for every layer")
     parser.add_argument("--markdown", type=str | None, help="also write the plan to this file, as Markdown")
-    parser.add_argument("--keep", default=(), help="Linears that stay in high precision, by name or pattern", **_NAMES)
-    parser.add_argument("--only", help="if given, only these Linears convert", **_NAMES)
+    _add_layers(
+        parser,
+        "Linears that stay in high precision, by name or pattern",
+        "if given, only these Linears convert",
+        "keep the first and the last blocks",
+    )
     parser.add_argument(
         "--recipe",
         nargs="+",
@@ -276,7 +250,13 @@ def _plan(parser: ArgumentParser) -> None:
         help="recipes per layer; the first pattern that matches wins: 'blocks.0.*=bf16' '*.o_proj=rowwise'"
         " '*=tensorwise'; a value may say which GEMMs run in bf16: '*={\"forward\": \"bf16\"}'",
     )
-    parser.add_argument("--first_last_layers_bf16", action="store_true", help="keep the first and the last blocks")
+
+
+def _add_layers(parser: ArgumentParser, keep: str, only: str, first_last: str) -> None:
+    """Add the options of layers; the words are the help of three of them."""
+    parser.add_argument("--keep", default=(), help=keep, **_NAMES)
+    parser.add_argument("--only", help=only, **_NAMES)
+    parser.add_argument("--first_last_layers_bf16", action="store_true", help=first_last)
     parser.add_class_arguments(LayerOptions, as_group=False, skip=_SHOWN_APART)
 
 

@@ -59,6 +59,7 @@ _HYBRID: Final = replace(_NAMES["fp8-tensorwise"], summary="another name of fp8-
 _PROTOTYPES: Final = {
     "int8-mixed": PrecisionName(
         plugin_class=".torchao.one_format:Int8TorchAO",
+        format="int8",
         summary="torchao's int8 linear layers, a scale per row (prototype; Ampere, Ada, Hopper)",
         fp16=True,
         masters=True,
@@ -69,6 +70,7 @@ _PROTOTYPES: Final = {
     ),
     "mxfp8-torchao": PrecisionName(
         plugin_class=".torchao.one_format:MXFP8TorchAO",
+        format="MXFP8",
         summary="torchao, a power-of-two scale per 32 values, e4m3 (prototype; Blackwell, else emulated)",
         masters=True,
         lacks={FP16: "its kernels take and return bf16"},

@@ -337,6 +337,10 @@ def test_the_base_is_abstract():
         LowPrecision(None)
 
 
+def test_the_table_and_the_plugin_agree_on_the_format():
+    assert {name: row.format for name, row in TABLE.items()} == {name: row.plugin.format for name, row in TABLE.items()}
+
+
 @pytest.mark.parametrize("name", [name for name, row in TABLE.items() if row.plugin.backend is not None])
 def test_the_table_and_the_plugin_agree_on_what_fsdp2_gathers(name):
     if TABLE[name].plugin is FP8TE and WITHOUT_TE:

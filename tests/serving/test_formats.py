@@ -12,6 +12,9 @@ from torchao.float8.float8_training_tensor import LinearMMConfig
 
 import lightning_lowprec
 from lightning_lowprec.serving import content, safetensors_files
+from lightning_lowprec.serving.choice import of_layers
+from lightning_lowprec.serving.export import Options, write
+from lightning_lowprec.serving.sources import LiveModel
 from tests.serving.models import (
     FP8_FORMATS,
     codes_name,
@@ -231,11 +234,9 @@ def test_a_lora_adapter_is_kept_beside_codes_of_the_last_step(tmp_path):
 def test_several_files_written_in_parts_hold_what_one_holds(tmp_path, monkeypatch, precision, format):
     model = converted(llama(), precision)
     whole = export(model, tmp_path / "one", format)
-    monkeypatch.setattr(
-        safetensors_files, "_groups", lambda found, size, cut=safetensors_files._groups: cut(found, 100_000)
-    )
     monkeypatch.setattr(content, "_ELEMENTS", 1)  # 128 rows at a time, of 256
-    parts = export(model, tmp_path / "more", format)
+    options = Options(format=format, dtype="fp32", shard_bytes=100_000, progress=False)
+    parts = write(LiveModel(model), model, of_layers(model), tmp_path / "more", options)
     files = sorted((tmp_path / "more").glob("*.safetensors"))
     assert len(files) > 2
     assert all(file.stat().st_size < 130_000 for file in files)

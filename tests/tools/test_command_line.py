@@ -25,7 +25,8 @@ import lightning_lowprec
 from lightning_lowprec.names import TABLE
 from lightning_lowprec.private.argparse import actions
 from lightning_lowprec.serving.formats import FormatName
-from lightning_lowprec.tools import cli, doctor, terminal
+from lightning_lowprec.tools import cli, doctor
+from lightning_lowprec.tools import output as terminal
 from lightning_lowprec.tools.cli import COMMANDS, EXIT_CODES, GUIDE, main
 from lightning_lowprec.tools.compare import runner
 from lightning_lowprec.tools.compare.result import PrecisionResult

@@ -19,7 +19,7 @@ from lightning_lowprec.names import TABLE
 from lightning_lowprec.runs_where import RECIPES
 from lightning_lowprec.runs_where import TABLE as RUNS_WHERE
 from lightning_lowprec.tools.cli import main
-from lightning_lowprec.tools.doctor import advice, availability, commands, recommend
+from lightning_lowprec.tools.doctor import Availability, advice, availability, commands
 
 ROOT = Path(lightning_lowprec.__file__).parents[1]
 RUNS = {*TABLE}
@@ -77,7 +77,8 @@ def test_json_has_the_recommendation_too(capsys):
     ],
 )
 def test_every_kind_of_machine_gets_three_names_that_run_there(machine, runs, emulated, bf16, names):
-    recommended = recommend(runs, emulated, bf16=bf16)
+    verdicts = [Availability(name=n, runs=True, emulated=n in emulated, reason="", summary="") for n in runs]
+    recommended = advice(verdicts, bf16)
     assert [row.name for row in recommended] == names
     assert {*names} <= {*runs, "32-true"}
     assert commands(recommended)[0].split()[3] == ",".join(names)

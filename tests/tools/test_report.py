@@ -7,7 +7,7 @@ from lightning_lowprec.tools.compare.comparison import Comparison, text, write_r
 from lightning_lowprec.tools.compare.pictures import smooth
 from lightning_lowprec.tools.compare.result import PrecisionResult
 from lightning_lowprec.tools.compare.spec import CompareSpec
-from lightning_lowprec.tools.table import format_table
+from lightning_lowprec.tools.output import format_table
 
 
 def trained(name, offset=0.0, **kwargs):

@@ -19,8 +19,7 @@ from lightning_lowprec.tools.compare.paired import Cost, judge_seeds
 from lightning_lowprec.tools.compare.result import PrecisionResult, Verdict, judge
 from lightning_lowprec.tools.compare.spec import CompareSpec
 from lightning_lowprec.tools.doctor import versions
-from lightning_lowprec.tools.strict_json import finite
-from lightning_lowprec.tools.table import format_table
+from lightning_lowprec.tools.output import finite, format_table
 
 REPORT = "report.md"
 """The name of the report in its folder."""
@@ -58,21 +57,19 @@ class Comparison:
     @property
     def verdicts(self) -> list[Verdict]:
         """One verdict per precision."""
-        return [verdict for verdict, _ in self._judged]
+        return [verdict for verdict, _ in self._judged.values()]
 
     @property
     def costs(self) -> dict[str, Cost]:
         """For each precision that was judged over several seeds, but the baseline: its cost."""
-        judged = zip(self.spec.precisions, self._judged, strict=True)
-        return {name: cost for name, (_, cost) in judged if cost is not None}
+        return {name: cost for name, (_, cost) in self._judged.items() if cost is not None}
 
     @cached_property
-    def _judged(self) -> list[tuple[Verdict, Cost | None]]:
-        bound = self.spec.max_loss_gap
+    def _judged(self) -> dict[str, tuple[Verdict, Cost | None]]:
+        bound, baseline = self.spec.max_loss_gap, self.runs[self.spec.baseline]
         if self.spec.seeds == 1:
-            return [(judge(result, self.results[0], bound), None) for result in self.results]
-        baseline = self.runs[self.spec.baseline]
-        return [judge_seeds(runs, baseline, bound) for runs in self.runs.values()]
+            return {name: (judge(runs[0], baseline[0], bound), None) for name, runs in self.runs.items()}
+        return {name: judge_seeds(runs, baseline, bound) for name, runs in self.runs.items()}
 
     @property
     def ok(self) -> bool:
@@ -82,14 +79,13 @@ class Comparison:
     def to_json(self) -> str:
         """Return every raw figure as strict JSON; a value that is not finite becomes null."""
         figures: dict[str, Any] = {"ok": self.ok, "spec": asdict(self.spec)}
-        if self.spec.seeds == 1:
-            verdicts = [asdict(verdict) for verdict in self.verdicts]
-        else:
-            verdicts = [{}] * len(self.results)
+        verdicts = [asdict(verdict) for verdict in self.verdicts]
+        if self.spec.seeds > 1:
             figures["precisions"] = [
                 {"name": name, **asdict(verdict), "cost": None if cost is None else asdict(cost)}
-                for name, (verdict, cost) in zip(self.spec.precisions, self._judged, strict=True)
+                for name, (verdict, cost) in self._judged.items()
             ]
+            verdicts = [{}] * len(self.results)
         figures["results"] = [
             asdict(result) | verdict | {"final_val": result.final_val, "step_time": result.step_time}
             for result, verdict in zip(self.results, verdicts, strict=True)
@@ -154,7 +150,11 @@ def markdown(comparison: Comparison) -> str:
         HOW_MEASURED,
     ]
     if spec.seeds > 1:
-        parts += [HOW_COMPARED, f"## Final {spec.val_metric} of each seed", "\n".join(_table_of_seeds(comparison))]
+        of_seeds = [("seed", *comparison.runs)]
+        for runs in zip(*comparison.runs.values(), strict=True):
+            of_seeds.append((str(runs[0].seed), *(_spread([run.final_val]) for run in runs)))
+        table = format_table(of_seeds, right=range(1, len(of_seeds[0])), markdown=True)
+        parts += [HOW_COMPARED, f"## Final {spec.val_metric} of each seed", "\n".join(table)]
     notes = list(dict.fromkeys(f"- {result.name}: {note}" for result in results for note in result.notes))
     if notes:
         parts += ["## Messages of the precisions", "\n".join(notes)]
@@ -182,7 +182,8 @@ def remarks(comparison: Comparison) -> list[str]:
     if spec.schedule is not None:
         others = ", ".join(name for name in spec.precisions if name not in spec.scheduled)
         sentences.append(f"The schedule was followed by {', '.join(spec.scheduled)}; without it: {others or 'none'}.")
-    if any(map(_multiplies_fp8, on_cpu)):
+    rows = filter(None, map(TABLE.get, on_cpu))
+    if any(row.formats is not None and row.formats.output.startswith("e") for row in rows):  # floats of 8 or 4 bits
         sentences.append(
             "This ran on a CPU, where FP8 is emulated: the losses show what FP8's rounding does to this training, but"
             " the step times say nothing about a GPU."
@@ -192,12 +193,6 @@ def remarks(comparison: Comparison) -> list[str]:
     if len(spec.precisions) == 1:
         sentences.append("Only one precision was asked for, so nothing was compared.")
     return sentences
-
-
-def _multiplies_fp8(name: str) -> bool:
-    """Return whether the products of a precision read floats of 8 or 4 bits, which a CPU emulates."""
-    row = TABLE.get(name)
-    return row is not None and row.formats is not None and row.formats.output.startswith("e")
 
 
 def _cost(cost: Cost, metric: str) -> str:
@@ -233,18 +228,10 @@ def rows(comparison: Comparison) -> tuple[list[tuple[str, ...]], range]:
             steps = ("-" if cost is None or cost.more_steps is None else cost.more_steps.percent(1),)
         times = [run.step_time for run in runs if run.step_time is not None]
         memory = [run.peak_memory for run in runs if run.peak_memory is not None]
-        cells.append(
-            (
-                name,
-                _spread([run.final_val for run in runs]),
-                gap,
-                *steps,
-                _spread([run.final_train for run in runs]),
-                f"{1e3 * statistics.median(times):.1f} ms" if times else "-",
-                f"{max(memory) * 2**-20:.0f} MiB" if memory else "-",
-                verdict.text,
-            )
-        )
+        time = f"{1e3 * statistics.median(times):.1f} ms" if times else "-"
+        peak = f"{max(memory) * 2**-20:.0f} MiB" if memory else "-"
+        val, train = _spread([run.final_val for run in runs]), _spread([run.final_train for run in runs])
+        cells.append((name, val, gap, *steps, train, time, peak, verdict.text))
     return cells, range(1, len(header))
 
 
@@ -254,15 +241,6 @@ def _spread(values: Sequence[float | None]) -> str:
         return "-"
     mean = f"{statistics.fmean(numbers):.4f}"
     return mean if len(numbers) == 1 else f"{mean} ± {statistics.stdev(numbers):.4f}"
-
-
-def _table_of_seeds(comparison: Comparison) -> list[str]:
-    """Return the table of the final metric of each run, one row per seed, in Markdown."""
-    cells = [("seed", *comparison.runs)]
-    for of_seed in zip(*comparison.runs.values(), strict=True):
-        values = ("-" if run.final_val is None else f"{run.final_val:.4f}" for run in of_seed)
-        cells.append((str(of_seed[0].seed), *values))
-    return format_table(cells, right=range(1, len(cells[0])), markdown=True)
 
 
 def verdict_on_all(comparison: Comparison) -> str:

@@ -21,8 +21,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
-import torch
-
 from lightning_lowprec.tools.compare.result import PrecisionResult, Verdict, judge
 
 CONFIDENCE = 0.95
@@ -37,19 +35,16 @@ _LONGEST = math.log(2)  # the line covers the second half of the run
 @final
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """The cost of one precision against the baseline, over seeds.
-
-    Args:
-        gaps: for each seed, the relative difference of the final metric from the baseline's.
-        gap: the mean of ``gaps``, with its confidence interval.
-        more_steps: the share of steps that the precision needs beyond the baseline's; None: not measured.
-        no_steps: why ``more_steps`` is not measured.
-    """
+    """The cost of one precision against the baseline, over seeds."""
 
     gaps: list[float]
+    """For each seed, the relative difference of the final metric from the baseline's."""
     gap: Interval
+    """The mean of ``gaps``."""
     more_steps: Interval | None = None
+    """The share of steps that the precision needs beyond the baseline's; None: not measured."""
     no_steps: str | None = None
+    """Why ``more_steps`` is not measured."""
 
 
 def judge_seeds(
@@ -163,11 +158,7 @@ class NoStepsError(ValueError):
 
 
 def more_steps(result: PrecisionResult, baseline: PrecisionResult) -> float:
-    """Return the share of steps that a precision needs beyond the baseline's: 0.008 is 0.8 % more steps.
-
-    Raises:
-        NoStepsError: the run is short, the baseline's loss is flat, or the difference is too large for its line.
-    """
+    """Return the share of steps that a precision needs beyond the baseline's: 0.008 is 0.8 % more steps."""
     ours, theirs = result.final_train, baseline.final_train
     count = len(baseline.train_losses)
     if count < FEWEST_STEPS or ours is None or theirs is None:
@@ -184,11 +175,9 @@ def more_steps(result: PrecisionResult, baseline: PrecisionResult) -> float:
 def fall(losses: list[float]) -> tuple[float, float]:
     """Return how fast the loss falls with the logarithm of the step in the second half, and the standard error."""
     first = len(losses) // 2
-    y = torch.tensor(losses[first:], dtype=torch.float64)  # [S / 2]
-    x = torch.arange(first + 1, len(losses) + 1, dtype=torch.float64).log()
-    x, y = x - x.mean(), y - y.mean()
-    spread = x @ x
-    slope = (x @ y) / spread
-    residual = y - slope * x
-    error = (residual @ residual / (len(y) - 2) / spread).sqrt()
-    return -float(slope), float(error)
+    x = [math.log(step) for step in range(first + 1, len(losses) + 1)]
+    y = losses[first:]
+    slope, start = statistics.linear_regression(x, y)
+    residual = sum((b - start - slope * a) ** 2 for a, b in zip(x, y, strict=True))
+    spread = statistics.variance(x) * (len(x) - 1)
+    return -slope, math.sqrt(residual / (len(x) - 2) / spread)

@@ -14,32 +14,23 @@ WARMUP_STEPS = 5
 
 @dataclass(kw_only=True)
 class PrecisionResult:
-    """The raw figures of one training, up to the failure if ``error`` is set.
-
-    Args:
-        name: the precision.
-        seed: the seed of weights and data.
-        train_losses: one per training batch.
-        step_seconds: wall time of each training batch from its start until its loss is read, optimizer step included.
-        val_steps: training batches before each validation.
-        val_losses: the validation metric, one per validation.
-        peak_memory: most bytes that torch allocated on the GPU; None on a CPU.
-        device: the device, in words.
-        on_cpu: whether the device is a CPU.
-        notes: messages that the precision logged, e.g. how many layers it converted.
-        error: why the training failed.
-    """
+    """The raw figures of one training, up to the failure if ``error`` is set."""
 
     name: str
     seed: int = 0
     train_losses: list[float] = field(default_factory=list)
+    """One per training batch."""
     step_seconds: list[float] = field(default_factory=list)
+    """Wall time of each training batch from its start until its loss is read, optimizer step included."""
     val_steps: list[int] = field(default_factory=list)
+    """Training batches before each validation."""
     val_losses: list[float] = field(default_factory=list)
     peak_memory: int | None = None
+    """Most bytes that torch allocated on the GPU; None on a CPU."""
     device: str = ""
     on_cpu: bool = False
     notes: list[str] = field(default_factory=list)
+    """Messages that the precision logged, e.g. how many layers it converted."""
     error: str | None = None
 
     def add(self, message: Mapping[str, Any]) -> None:

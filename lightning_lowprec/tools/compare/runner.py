@@ -7,8 +7,8 @@ import multiprocessing
 import os
 import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import fields
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -25,7 +25,7 @@ from lightning_lowprec.tools.compare.comparison import REPORT, Comparison, text,
 from lightning_lowprec.tools.compare.result import PrecisionResult
 from lightning_lowprec.tools.compare.spec import DEFAULT_PRECISIONS, CompareSpec
 from lightning_lowprec.tools.compare.training import train
-from lightning_lowprec.tools.terminal import prints_to_stderr, working
+from lightning_lowprec.tools.output import prints_to_stderr, working
 
 ERROR_LINES = 12
 START = "spawn"
@@ -85,33 +85,28 @@ def compare(
     return train_all(spec, progress=progress)
 
 
-def _path(name: str, given: str | type) -> str:
+def _path(name: str, cls: str | type) -> str:
     """Return the class path of a class that another process can import."""
-    if isinstance(given, str):
-        return given
-    if not inspect.isclass(given):
+    if isinstance(cls, str):
+        return cls
+    if not inspect.isclass(cls):
         raise ValueError(
-            f"`{name}={given!r}` is not valid; expected a class or its path, such as 'my.Model': each precision makes"
+            f"`{name}={cls!r}` is not valid; expected a class or its path, such as 'my.Model': each precision makes"
             f" an instance. Give the arguments of the class by `{name}_args`."
         )
-    if given.__module__ == "__main__" or "." in given.__qualname__:
+    if cls.__module__ == "__main__" or "." in cls.__qualname__:
         raise ValueError(
-            f"`{name}={given!r}` is not valid: each precision trains in a process of its own, which cannot import this"
-            f" class. Write the class into a file, and give 'file.py:{given.__name__}'."
+            f"`{name}={cls!r}` is not valid: each precision trains in a process of its own, which cannot import this"
+            f" class. Write the class into a file, and give 'file.py:{cls.__name__}'."
         )
-    return f"{given.__module__}.{given.__name__}"
+    return f"{cls.__module__}.{cls.__name__}"
 
 
 def train_all(spec: CompareSpec, *, progress: bool = True) -> Comparison:
     """Train every precision of ``spec``, and write ``report.md``, ``loss.png``, ``results.json`` and the logs.
 
     A precision that fails does not stop the others: its result says why, and ``Comparison.ok`` is False. The errors
-    below are raised before anything trains.
-
-    Raises:
-        ValueError: a precision is unknown, the model or the data is no class path, or the folder holds a report.
-        ImportError: the class of the model or of the data does not import, or matplotlib is not installed.
-        OSError: the folder cannot be written.
+    of :func:`compare` are raised before anything trains.
     """
     for name in spec.precisions:
         validate_name(name)
@@ -119,7 +114,7 @@ def train_all(spec: CompareSpec, *, progress: bool = True) -> Comparison:
         require("matplotlib", "`lowprec compare`")
         for path in (spec.model, spec.data):
             load_class(path)
-    with _own(spec.out, force=spec.force):
+    with _locked(spec.out, force=spec.force):
         results = [run_one(spec, name, seed, progress=progress) for seed, name in spec.runs]
         comparison = Comparison(spec=spec, results=results)
         with working("drawing the report"):
@@ -127,26 +122,22 @@ def train_all(spec: CompareSpec, *, progress: bool = True) -> Comparison:
     return comparison
 
 
-@contextmanager
-def _own(out: Path, *, force: bool) -> Iterator[None]:
+def _locked(out: Path, *, force: bool) -> AbstractContextManager[Any]:
     """Make the folder and lock it. Raise if another comparison runs there, or has left a report."""
     out.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(out / ".lowprec-compare.lock")
     try:
-        lock.acquire(blocking=False)
+        lock = FileLock(out / ".lowprec-compare.lock").acquire(blocking=False)
     except Timeout as error:
         raise ValueError(
             f"`out={str(out)!r}` is in use: another comparison is running there. Give another folder by `--out`."
         ) from error
-    try:
-        if (out / REPORT).exists() and not force:
-            raise ValueError(
-                f"`out={str(out)!r}` holds the report of an earlier comparison. Give another folder by `--out`, or"
-                " `--force` to write over the report."
-            )
-        yield
-    finally:
-        lock.release()
+    if (out / REPORT).exists() and not force:
+        lock.lock.release()
+        raise ValueError(
+            f"`out={str(out)!r}` holds the report of an earlier comparison. Give another folder by `--out`, or"
+            " `--force` to write over the report."
+        )
+    return lock
 
 
 def run_one(spec: CompareSpec, name: str, seed: int, *, progress: bool = True) -> PrecisionResult:
@@ -181,15 +172,10 @@ def run_one(spec: CompareSpec, name: str, seed: int, *, progress: bool = True) -
 def _receive(figures: Connection, result: PrecisionResult, title: str, max_steps: int | None) -> None:
     """Add the figures to ``result`` until the process closes the pipe; show them unless ``max_steps`` is None."""
     interval = 0.1 if sys.stderr.isatty() else 10.0  # seconds; few lines in a log file
-    hidden = max_steps is None
-    with tqdm(
-        total=max_steps, desc=title, unit="step", dynamic_ncols=True, mininterval=interval, disable=hidden
-    ) as bar:
+    look: dict[str, Any] = {"unit": "step", "dynamic_ncols": True, "mininterval": interval}
+    with tqdm(total=max_steps, desc=title, disable=max_steps is None, **look) as bar, suppress(EOFError):
         while True:
-            try:
-                message = figures.recv()
-            except EOFError:
-                return
+            message = figures.recv()
             result.add(message)
             if "loss" in message:
                 bar.set_postfix(loss=f"{message['loss']:.3f}", refresh=False)

@@ -82,14 +82,14 @@ def fit(spec: CompareSpec, precision: str, seed: int, figures: Figures, callback
 
 
 def _callbacks(spec: CompareSpec, precision: str, seed: int) -> list[Callback]:
-    found: list[Callback] = []
+    callbacks: list[Callback] = []
     if spec.schedule is not None and precision in spec.scheduled:
-        found.append(PrecisionSchedule(spec.schedule))
+        callbacks.append(PrecisionSchedule(spec.schedule))
     if precision in spec.monitored:
         folder = spec.readings(precision, seed)
         (folder / FILE).unlink(missing_ok=True)  # a monitor continues a file
-        found.append(NumericsMonitor(every=max(1, spec.max_steps // SAMPLINGS), folder=folder))
-    return found
+        callbacks.append(NumericsMonitor(every=max(1, spec.max_steps // SAMPLINGS), folder=folder))
+    return callbacks
 
 
 @final

@@ -1,32 +1,40 @@
-"""``lowprec plan``: the layers that would run in FP8, why the others would not, and the FLOPs and bytes."""
+"""``lowprec plan``, from a shell and from Python: the layers that run in FP8, why others do not, FLOPs and bytes."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
-from lightning_lowprec.conversion.plan import make_plan
-from lightning_lowprec.tools import strict_json
+from torch import nn
+
+from lightning_lowprec import names as precisions
+from lightning_lowprec.conversion import backends
+from lightning_lowprec.conversion.backends import PrecisionName
+from lightning_lowprec.conversion.gains import Recipe
+from lightning_lowprec.conversion.options import LayerChoices, LayerOptions
+from lightning_lowprec.conversion.plan import Plan, make_plan
+from lightning_lowprec.conversion.recipe_map import RecipeMap
+from lightning_lowprec.names import validate_name
+from lightning_lowprec.tools.output import dumps, prints_to_stderr, working
 from lightning_lowprec.tools.planning.costs import flops, footprints, forward_share
-from lightning_lowprec.tools.planning.model_plan import converting_name, recipes_of
 from lightning_lowprec.tools.planning.pages import all_names, plan_page, widths, widths_page
 from lightning_lowprec.tools.planning.per_rank import per_rank
 from lightning_lowprec.tools.planning.source import load
-from lightning_lowprec.tools.terminal import prints_to_stderr, working
 
 
 def run(args: Any) -> int:
     """Print the plan; return 1 if nothing converts."""
     if args.fits is not None:
-        from lightning_lowprec.tools.planning import fits_command
+        from lightning_lowprec.tools.planning import fits
 
-        return fits_command.run(args)
+        return fits.run(args)
     if args.precisions is not None:
         rows = [widths(name) for name in all_names()]
-        print(strict_json.dumps(rows) if args.json else widths_page(rows))
+        print(dumps(rows) if args.json else widths_page(rows))
         return 0
     if args.source is None:
         raise ValueError("`source` is missing: give a model, or `--precisions` for the table of bit widths.")
@@ -55,7 +63,7 @@ def run(args: Any) -> int:
         "bytes": [asdict(row) for row in sizes],
         "per_rank": [asdict(rank) for rank in ranks],
     }
-    print(strict_json.dumps(data) if args.json else write())
+    print(dumps(data) if args.json else write())
     return 0 if plan.converted else 1
 
 
@@ -72,3 +80,58 @@ def _pattern(entry: str) -> tuple[str, Any]:
         raise ValueError(
             f"`recipe={entry!r}` is no JSON ({error}); expected PATTERN=RECIPE, e.g. {expected}."
         ) from None
+
+
+# ---- from Python
+
+
+def plan(
+    model: nn.Module | str,
+    precision: str = "fp8-hybrid",
+    *,
+    recipe: Mapping[str, Any] | None = None,
+    **options: Unpack[LayerChoices],
+) -> Plan:
+    """Return which layers of a model run in low precision, and why the others do not. Nothing is changed or trained.
+
+    A notebook shows the plan as a table; ``print(plan)`` has one line per layer.
+
+    Args:
+        model: a model, also on the meta device; or what ``lowprec plan`` takes: a class path (``"my.Model"``), a config
+            or a checkpoint, or a model type of transformers (``"llama"``), of which no weights are made or downloaded.
+        precision: the name of a precision that converts layers.
+        recipe: recipes per layer, by pattern; the first pattern that matches wins: ``{"*.o_proj": "rowwise", "*":
+            "tensorwise"}``.
+        options: the choices of layers that plugins take too: ``keep``, ``only``, ``min_gain`` and the others.
+
+    Raises:
+        ValueError: the precision is not known or converts no layers, or a pattern matches no layer.
+        TypeError: the model or an option is of a wrong type.
+    """
+    if not isinstance(model, nn.Module | str):
+        raise TypeError(
+            f"`model={model!r}` is not valid; expected a Module, or a string as for `lowprec plan`, such as 'llama'."
+        )
+    name = converting_name(precision)
+    request = name.plan_request(recipes_of(recipe, precision, name))
+    return make_plan(load(model, {}).model if isinstance(model, str) else model, LayerOptions(**options), request)
+
+
+def converting_name(precision: str) -> PrecisionName:
+    """Return the row of a precision that converts layers; for any other raise ValueError."""
+    validate_name(precision)
+    converting = {name: row for name, row in precisions.TABLE.items() if row.backend is not None}
+    if precision not in converting:
+        raise ValueError(f"`precision={precision!r}` converts no layers; expected one of: {', '.join(converting)}.")
+    return converting[precision]
+
+
+def recipes_of(patterns: Mapping[str, Any] | None, precision: str, name: PrecisionName) -> Recipe | RecipeMap:
+    """Return the recipes per layer that the user gives, or the recipe of the precision."""
+    if not patterns:
+        return name.gains
+    recipes = backends.get(name.backend).recipes
+    if not recipes:
+        raise ValueError(f"`precision={precision!r}` has no recipes per layer; leave `recipe` (`--recipe`) out.")
+    choices = name.layer_recipes or tuple(recipes)
+    return RecipeMap.of(patterns, names=choices, base=choices[0])

@@ -38,13 +38,7 @@ class Flops:
 
 
 def flops(plan: Plan, *, attention_width: int = 0, sequence_length: int = SEQUENCE_LENGTH) -> Flops:
-    """Return the FLOPs of a plan.
-
-    Args:
-        plan: which products run in FP8.
-        attention_width: heads x head_dim x layers.
-        sequence_length: tokens per sequence; a causal token attends to half of them on average.
-    """
+    """Return the FLOPs of a plan; ``attention_width`` is heads x head_dim x layers."""
     total = sum(_of(row) for row in plan.all_rows)
     in_bf16 = {fqn: recipe.in_bf16 for fqn, recipe in plan.recipes.items()}
     fp8 = sum(_of(row, in_bf16.get(row.fqn, NO_GEMM)) for row in plan.rows if row.kept_because is None)

@@ -1,31 +1,28 @@
-"""Find out by simulation which precisions train a model within the memory of a GPU, and what to change if none does."""
+"""``lowprec plan MODEL --fits 141GB``: which precisions train the model within the memory of a GPU, by simulation."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, Final
 
 from torch import nn
 
 from lightning_lowprec.names import validate_name
-from lightning_lowprec.tools.planning.memory_meter import Peaks
-from lightning_lowprec.tools.planning.simulated_step import Setting, inputs_of, refusal
+from lightning_lowprec.tools.class_path import build
+from lightning_lowprec.tools.output import dumps, prints_to_stderr, working
+from lightning_lowprec.tools.planning.memory_meter import CATEGORIES, Peaks
+from lightning_lowprec.tools.planning.pages import Table, page
+from lightning_lowprec.tools.planning.simulated_step import Setting, inputs_of, loaded_in_half, refusal
 from lightning_lowprec.tools.planning.simulation import Simulator
+from lightning_lowprec.tools.planning.source import load
 
 DEFAULT_NAMES: Final = (
-    "bf16-mixed",
-    "bf16-true",
-    "bf16-master",
-    "bf16-remainder",
-    "bf16-sr",
-    "bf16-lean",
-    "fp8-tensorwise",
-    "fp8-rowwise",
-    "fp8-tensorwise-remainder",
-    "fp8-tensorwise-sr",
-)
+    "bf16-mixed", "bf16-true", "bf16-master", "bf16-remainder", "bf16-sr", "bf16-lean", "fp8-tensorwise", "fp8-rowwise",
+    "fp8-tensorwise-remainder", "fp8-tensorwise-sr",
+)  # fmt: skip
 MARGIN_SHARE: Final = 0.05
 """Of the peak: for memory that the allocator holds in pieces that do not fit."""
 MARGIN: Final = 10**9
@@ -47,6 +44,7 @@ GPUS: Final[Mapping[str, tuple[int, tuple[int, int]]]] = {
 _HOPPER: Final = (9, 0)
 _PREFIXES: Final = ("nvidia", "geforce", "tesla")
 Progress = Callable[[str], None]
+STRATEGIES: Final = ("fsdp2",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,11 +60,7 @@ class Gpu:
 
 
 def read_gpu(text: str) -> Gpu:
-    """Return the GPU that ``text`` means.
-
-    Raises:
-        ValueError: neither a size nor the name of a GPU.
-    """
+    """Return the GPU that ``text`` means; raise ValueError if it is neither a size nor the name of a GPU."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]+)\s*", text)
     if match is not None and match[2].lower() in UNITS and float(match[1]) > 0:
         return Gpu(words=text, size=round(float(match[1]) * UNITS[match[2].lower()]))
@@ -145,19 +139,11 @@ def fits(
     data: Any = None,
     progress: Progress = lambda words: None,
 ) -> Report:
-    """Simulate training steps with AdamW, and say which precisions fit.
+    """Simulate training steps with AdamW of a ``model`` on the meta device, and say which precisions fit.
 
-    Args:
-        model: the model, on the meta device.
-        gpu: such as ``"141GB"``, ``"80GiB"`` or ``"H200"``.
-        names: precisions.
-        batch: per GPU; as in :class:`Setting`, and so are ``sequence``, ``checkpointing``, ``fused`` and ``devices``.
-        data: a batch of your own, on CPU; None if the model reads tokens, or has an ``example_input_array``.
-        progress: is called with each precision before its simulation.
-
-    Raises:
-        ValueError: an unknown size, name or number; a model that needs a sequence length; or one that does not run on
-            tensors without values.
+    The other options are those of :class:`Setting`. ``data`` is a batch of the user's, on CPU; None if the model reads
+    tokens, or has an ``example_input_array``. ``progress`` is called with each precision before its simulation. An
+    unknown size, name or number, or a missing length of sequences raises ValueError.
     """
     size = read_gpu(gpu)
     for name, number in (("batch", batch), ("devices", devices), ("sequence", sequence)):
@@ -234,45 +220,43 @@ def _remedies(simulator: Simulator, least: Setting, size: int, progress: Progres
     """Simulate what may help, alone and together, for the precision that needs the least."""
     remedies: list[tuple[str, Verdict]] = []
 
-    def tried(words: str, changed: Setting) -> Verdict | None:
+    def verdict_on(words: str, changed: Setting) -> Verdict:
         progress(words)
-        verdict = _verdict(simulator, changed, size, batches=False)
-        if verdict.refused is not None:
-            return None
-        remedies.append((words, verdict))
-        return verdict
+        return _verdict(simulator, changed, size, batches=False)
+
+    def runs(words: str, changed: Setting) -> bool:
+        verdict = verdict_on(words, changed)
+        if verdict.refused is None:
+            remedies.append((words, verdict))
+        return verdict.refused is None
 
     together = least
     for words, change in _changes(least):
-        if tried(words, replace(least, **change)) is not None:
+        if runs(words, replace(least, **change)):
             together = replace(together, **change)
-    tried("all of these", together)
+    runs("all of these", together)
     if least.sequence is not None and least.sequence > 1:
-        tried("all of these, half the sequence", replace(together, sequence=least.sequence // 2))
+        runs("all of these, half the sequence", replace(together, sequence=least.sequence // 2))
     devices = least.devices
     while devices < _MOST_DEVICES:
         devices *= 2
         words = f"all of these, --devices {devices} --strategy fsdp2"
-        verdict = tried(words, replace(together, devices=devices))
-        if verdict is not None and verdict.fits:
-            break
-        if verdict is not None:
-            remedies.pop()
+        verdict = verdict_on(words, replace(together, devices=devices))
+        if verdict.fits:
+            return [*remedies, (words, verdict)]
     return remedies
 
 
 def _changes(setting: Setting) -> list[tuple[str, dict[str, Any]]]:
     """Return what can be changed, in words, and the fields."""
-    changes: list[tuple[str, dict[str, Any]]] = []
-    if not setting.fused:
-        changes.append(("AdamW(fused=True) (--fused)", {"fused": True}))
-    if not setting.checkpointing:
-        changes.append(("--checkpointing", {"checkpointing": True}))
     smaller = "bf16-lean" if "lean" not in setting.precision else "bf16-lean-sr"
-    if setting.precision != smaller:
-        changes.append((f"precision={smaller!r}", {"precision": smaller}))
-    changes.append(("head='chunked' of the plugin", {"options": {**setting.options, "head": "chunked"}}))
-    return changes
+    changes: list[tuple[str, dict[str, Any]]] = [
+        ("AdamW(fused=True) (--fused)", {"fused": True}),
+        ("--checkpointing", {"checkpointing": True}),
+        (f"precision={smaller!r}", {"precision": smaller}),
+        ("head='chunked' of the plugin", {"options": {**setting.options, "head": "chunked"}}),
+    ]
+    return [(words, fields) for words, fields in changes if replace(setting, **fields) != setting]
 
 
 def first_guess(peaks: Peaks, double: Peaks, batch: int, size: int) -> int:
@@ -287,3 +271,121 @@ def first_guess(peaks: Peaks, double: Peaks, batch: int, size: int) -> int:
         if there > here:
             best = min(best, batch + (limit - here) * batch / (there - here))
     return int(best)
+
+
+# ---- the command
+
+
+def run(args: Any) -> int:
+    """Print the report; return 1 if no precision fits."""
+    if args.strategy is not None and args.strategy not in STRATEGIES:
+        raise ValueError(f"`strategy={args.strategy!r}` is not valid; expected one of: {', '.join(STRATEGIES)}.")
+    if args.devices > 1 and args.strategy is None:
+        raise ValueError(
+            f"`devices={args.devices}` needs `--strategy fsdp2`: other strategies hold all of the model on every GPU,"
+            " so leave `--devices` out for them."
+        )
+    if args.source is None:
+        raise ValueError("`source` is missing: give a model, such as a folder with a config.json or my.py:Model.")
+    names = tuple(args.precisions.split(",")) if args.precisions else DEFAULT_NAMES
+    with working("building the model") as shown, prints_to_stderr(wanted=args.json):
+        source = load(args.source, args.args or {})
+        report = fits(
+            source.model, args.fits, names=names, batch=args.batch, sequence=args.seq, fused=args.fused,
+            checkpointing=args.checkpointing, devices=args.devices,
+            data=_first_batch(args.data, args.data_args or {}), progress=lambda words: shown.say(f"simulating {words}"),
+        )  # fmt: skip
+    if args.markdown is not None:
+        Path(args.markdown).write_text(f"{fits_page(report, source.origin, markdown=True)}\n", encoding="utf-8")
+    if args.json:
+        print(
+            dumps(
+                {
+                    "source": source.origin,
+                    "simulated": True,
+                    "devices": report.setting.devices,
+                    **asdict(report),
+                    "verdicts": [{**asdict(verdict), "total": verdict.total} for verdict in report.verdicts],
+                    "remedies": [{"change": words, **asdict(v), "total": v.total} for words, v in report.remedies],
+                    "margin": {"share": MARGIN_SHARE, "bytes": MARGIN},
+                }
+            )
+        )
+    else:
+        print(fits_page(report, source.origin))
+    return 0 if any(verdict.fits for verdict in report.verdicts) else 1
+
+
+def _first_batch(path: str | None, arguments: Mapping[str, Any]) -> Any:
+    if path is None:
+        return None
+    data = build(path, arguments, seed=0)
+    if hasattr(data, "prepare_data"):
+        data.prepare_data()
+        data.setup("fit")
+    loader = data.train_dataloader() if hasattr(data, "train_dataloader") else data
+    return next(iter(loader))
+
+
+def fits_page(report: Report, origin: str, *, markdown: bool = False) -> str:
+    """Return the report of ``--fits``."""
+    verdicts = [verdict for verdict in report.verdicts if verdict.refused is None]
+    answer = {True: "yes", False: "no"}
+    rows = [
+        [
+            verdict.precision, *(_gigabytes(verdict.peak[category]) for category in CATEGORIES),
+            _gigabytes(verdict.total), verdict.at.split()[0], answer[verdict.fits], str(verdict.largest_batch),
+        ]
+        for verdict in verdicts
+    ]  # fmt: skip
+    remedies = [[change, v.precision, _gigabytes(v.total), answer[v.fits]] for change, v in report.remedies]
+    parts: list[Table | Sequence[str]] = [
+        _heading(report, origin),
+        Table([["precision (GB)", *CATEGORIES, "peak", "in", "fits", "largest batch"], *rows]),
+        [_conclusion(report)],
+    ]
+    if remedies:
+        changes = Table([["change", "precision", "peak", "fits"], *remedies])
+        parts += [["What would need less, simulated (GB):"], changes]
+    parts.append([f"not simulated: {v.precision}: {v.refused}" for v in report.verdicts if v.refused is not None])
+    return page(parts, markdown=markdown)
+
+
+def _heading(report: Report, origin: str) -> list[str]:
+    setting = report.setting
+    shape = f"batch {setting.batch} per GPU" + (f", {setting.sequence} tokens" if setting.sequence is not None else "")
+    optimizer = f"AdamW ({'fused' if setting.fused else 'foreach, the default of torch'})"
+    blocks = ", blocks computed again in the backward" if setting.checkpointing else ""
+    ranks = f"; {setting.devices} GPUs, strategy='fsdp2', figures of one" if setting.devices > 1 else ""
+    lines = [
+        f"{origin}: {report.parameters / 1e9:.2f} B parameters; {shape}; {optimizer}{blocks}{ranks}.",
+        "Simulated, not measured: two steps on tensors without values; peak as torch.cuda.max_memory_allocated().",
+        f"Batch and loss: {report.inputs}.",
+    ]
+    halves = [verdict.precision for verdict in report.verdicts if loaded_in_half(verdict.precision)]
+    if halves:
+        lines.append(f"{', '.join(halves)}: the model is loaded in bf16, with `dtype=torch.bfloat16`.")
+    if report.extrapolated is not None:
+        lines.append(f"Figures are {report.extrapolated}.")
+    if setting.devices > 1:
+        lines.append(
+            "State per GPU and gathered weights are computed, activations simulated; gathered weights: at most."
+        )
+    return lines
+
+
+def _conclusion(report: Report) -> str:
+    margin = f"{MARGIN_SHARE:.0%} of the peak + {MARGIN / 1e9:g} GB"
+    gpu = f"{report.gpu.words}: a peak fits with a margin of {margin} (fragmentation; CUDA's context)"
+    best = next((v for v in report.verdicts if v.fits), None)
+    if best is not None:
+        return f"{gpu}. Largest batch: {best.precision}, {best.largest_batch}."
+    smaller = max((v.largest_batch or 0 for v in report.verdicts), default=0)
+    if smaller:
+        return f"{gpu}. None fits with batch {report.setting.batch}; with batch {smaller} one does."
+    least = min((v.total for v in report.verdicts if v.refused is None), default=0)
+    return f"{gpu}. None fits: the least needs {_gigabytes(needed(least))} GB with the margin."
+
+
+def _gigabytes(size: float) -> str:
+    return f"{size / 1e9:.1f}" if size >= 1e8 else f"{size / 1e9:.3f}"

@@ -41,13 +41,12 @@ class MemoryMeter(DispatchMode):  # type: ignore[misc]
 
     def __init__(self) -> None:
         super().__init__()
-        self.making: str = TEMPORARIES
-        self.stretch: str = ""
-        self.operation: str = ""
+        self.making = TEMPORARIES
+        self.stretch = ""
+        self.operation = ""
         """The operation that ran last, in words."""
         self.peaks: Peaks = {}
         self._now = dict.fromkeys(CATEGORIES, 0)
-        self._total = 0
         self._pauses = 0
         self._storages: dict[int, tuple[weakref.ref[Any], str, int]] = {}
 
@@ -58,12 +57,10 @@ class MemoryMeter(DispatchMode):  # type: ignore[misc]
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Count nothing within the context."""
+        """Count nothing within the context; an error ends the simulation."""
         self._pauses += 1
-        try:
-            yield
-        finally:
-            self._pauses -= 1
+        yield
+        self._pauses -= 1
 
     def mark(self, tensors: Iterable[Tensor], category: str) -> None:
         """Say what the memory of ``tensors`` is for."""
@@ -106,10 +103,8 @@ class MemoryMeter(DispatchMode):  # type: ignore[misc]
             self._add(category, size - before)
 
     def _count(self, tensor: Tensor) -> None:
-        if not is_fake(tensor):
-            return
-        storage: Any = tensor.untyped_storage()
-        if id(storage) in self._storages:
+        storage: Any = tensor.untyped_storage() if is_fake(tensor) else None
+        if storage is None or id(storage) in self._storages:
             return
         size, key = _rounded(storage.nbytes()), id(storage)
 
@@ -122,13 +117,12 @@ class MemoryMeter(DispatchMode):  # type: ignore[misc]
 
     def _add(self, category: str, size: int) -> None:
         self._now[category] += size
-        self._total += size
         if size > 0:
             self._note(0)
 
     def _note(self, extra: int) -> None:
         peak = self.peaks.get(self.stretch)
-        if peak is None or self._total + extra >= sum(peak.values()):
+        if peak is None or sum(self._now.values()) + extra >= sum(peak.values()):
             self.peaks[self.stretch] = {**self._now, TEMPORARIES: self._now[TEMPORARIES] + extra}
 
 
@@ -142,6 +136,5 @@ def _inside_flash_backward(grad: Tensor, query: Tensor, key: Tensor, *_: Any) ->
     rows = -(-length // _FLASH_ROWS) * _FLASH_ROWS
     columns = -(-width // _FLASH_COLUMNS) * _FLASH_COLUMNS
     of_query = _FLOAT32 * batch * heads * rows * (columns + 1)
-    if key.shape[1] == heads:
-        return of_query
-    return of_query + 2 * batch * heads * key.shape[2] * width * key.element_size()
+    of_others = 0 if key.shape[1] == heads else 2 * batch * heads * key.shape[2] * width * key.element_size()
+    return of_query + of_others

@@ -10,9 +10,9 @@ from lightning_lowprec.conversion.gains import SOURCE
 from lightning_lowprec.conversion.name_formats import COLUMNS, HALF, LIGHTNINGS
 from lightning_lowprec.conversion.name_suffixes import MASTERS, families
 from lightning_lowprec.conversion.plan import Plan, grouped, verdict_with_gain
+from lightning_lowprec.tools.output import format_table
 from lightning_lowprec.tools.planning.costs import Bytes, Flops, formats_of
 from lightning_lowprec.tools.planning.per_rank import Rank
-from lightning_lowprec.tools.table import format_table
 
 GATHER_NOTE = (
     "all-gather: all weights once, in the dtype in which strategy='fsdp2' gathers them (tensorwise FP8: one byte per"
@@ -71,16 +71,7 @@ def plan_page(
     markdown: bool = False,
     all_rows: bool = False,
 ) -> str:
-    """Return the report on a plan.
-
-    Args:
-        origin: the source of the model, in words.
-        plan: of the model, and so are ``flops`` and ``sizes``.
-        ranks: of one rank under FSDP2, one row per precision; empty: not asked for.
-        forward: a line about the FLOPs of a forward; empty: no forward is known.
-        markdown: write Markdown.
-        all_rows: one row per layer, not one per kind of block.
-    """
+    """Return the report on the plan of a model; ``all_rows``: one row per layer, not one per kind of block."""
     rows = [(row.fqn, row) for row in plan.all_rows] if all_rows else grouped(plan.all_rows)
     layers = [(name or "(the model)", row.shape, verdict_with_gain(row, plan.format)) for name, row in rows]
     bytes_rows = [
@@ -95,15 +86,13 @@ def plan_page(
         [GATHER_NOTE],
     ]
     if ranks:
-        header = ("one rank", "state", "in flight", "all-gather", "reduce-scatter", "all-reduce")
-        parts += [Table([header, *map(_rank_row, ranks)]), [RANK_NOTE]]
+        lines = [["one rank", "state", "in flight", "all-gather", "reduce-scatter", "all-reduce"]]
+        for rank in ranks:
+            gathers = rank.sent.all_gather_forward + rank.sent.all_gather_backward
+            columns = (rank.state, rank.in_flight, gathers, rank.sent.reduce_scatter, rank.sent.all_reduce)
+            lines.append([rank.precision, *map(_sent, columns)])
+        parts += [Table(lines), [RANK_NOTE]]
     return page(parts, markdown=markdown)
-
-
-def _rank_row(rank: Rank) -> tuple[str, ...]:
-    gathers = rank.sent.all_gather_forward + rank.sent.all_gather_backward
-    sizes = (rank.state, rank.in_flight, gathers, rank.sent.reduce_scatter, rank.sent.all_reduce)
-    return rank.precision, *map(_sent, sizes)
 
 
 def _flops_lines(plan: Plan, flops: Flops, forward: str) -> list[str]:
@@ -136,10 +125,8 @@ def _sent(value: float) -> str:
 
 
 def _size(value: float) -> str:
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
-        if value >= size:
-            return f"{value / size:.3g} {unit}"
-    return f"{value / 1e3:.3g} kB"
+    unit, size = next(((u, s) for u, s in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)) if value >= s), ("kB", 1e3))
+    return f"{value / size:.3g} {unit}"
 
 
 # ---- the formats of every name

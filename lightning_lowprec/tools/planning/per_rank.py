@@ -11,10 +11,9 @@ With ``fp8_reduce`` a gradient has 1 + 4 / 128 bytes: in the all-reduce if there
 Rows are multiples of 16 bytes, and their last blocks are shorter, which adds less than 20 bytes per group and rank.
 
 The root (embeddings, head, last norm) stays gathered between forward and backward unless ``reshard_after_forward`` is
-True. FSDP2 cuts the first dimension into equal parts, so a dimension that n does not divide is padded:
-:func:`weights_of` counts the padding. Not counted: buffers, what tensor parallelism sends, gradient accumulation (each
-micro-batch gathers and reduces again). Algorithms other than rings, such as NCCL's trees, send other amounts for the
-same call.
+True. A dimension that n does not divide is padded, which is counted. Not counted: buffers, what tensor parallelism
+sends, gradient accumulation (each micro-batch gathers and reduces again). Algorithms other than rings, such as NCCL's
+trees, send other amounts for the same call.
 """
 
 from __future__ import annotations
@@ -64,7 +63,6 @@ class Weights:
         return self.total - self.frozen
 
     def __add__(self, other: Weights) -> Weights:
-        """Add two groups."""
         return Weights(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
 
 
@@ -95,12 +93,8 @@ def weights_of(
 ) -> dict[str, Weights]:
     """Return what each of the groups gathers, by fqn, with the padding of ``shards`` parts; the root is ``""``.
 
-    Args:
-        model: not sharded; it may be on the meta device.
-        fp8: fqns of what is gathered as float8: layers with a weight, and Parameters of stacked experts.
-        blocks: fqns of the modules that gather their own weights; one does not lie in another.
-        shards: ranks per copy of the model.
-        parts: into how many parts tensor parallelism cuts the parameter of an fqn.
+    ``fp8`` has the layers, and Parameters of stacked experts, that are gathered as float8; ``blocks`` the modules that
+    gather their own weights, none in another. Tensor parallelism cuts the parameter of an fqn into ``parts``.
     """
     groups = dict.fromkeys(["", *blocks], Weights())
     coded = {*fp8, *(f"{fqn}.weight" for fqn in fp8)}
@@ -149,21 +143,11 @@ def step(
     tensor_parallel: int = 1,
     fp8_reduce: bool = False,
 ) -> Volume:
-    """Return the volume of one step of one micro-batch.
+    """Return the volume of one step of one micro-batch, of the weights below the root and of the root.
 
-    Args:
-        blocks: the weights that the groups below the root gather.
-        root: the weights that the root gathers.
-        shards: ranks per copy of the model.
-        copies: copies of the model (``replicate``).
-        param_dtype: the dtype in which weights are gathered that are not gathered as float8 (32-true: float32).
-        reduce_dtype: the dtype in which gradients are reduced.
-        reshard_after_forward: as in :class:`~lightning_lowprec.fsdp2.options.ShardOptions`, without sizes.
-        tensor_parallel: ranks of a tensor-parallel group, over which the scales are reduced too.
-        fp8_reduce: as in ``ShardOptions``.
-
-    Raises:
-        ValueError: ``shards`` or ``copies`` is below 1.
+    ``shards`` are the ranks per copy of the model, ``tensor_parallel`` those that reduce the scales too. The other
+    options are those of :class:`~lightning_lowprec.fsdp2.options.ShardOptions`; with 32-true, ``param_dtype`` is
+    float32. ``shards`` or ``copies`` below 1 raises ValueError.
     """
     check_integer("shards", shards, least=1)
     check_integer("copies", copies, least=1)
@@ -188,12 +172,7 @@ def in_flight(block: Weights, root: Weights, *, param_dtype: torch.dtype = torch
 
     The root's weights stay gathered, and its gradients wait for the last one. Meanwhile a block's gradients and their
     buffer exist, and the next block is gathered. At the end the root's weights are freed, and the root's gradients and
-    their buffer exist.
-
-    Args:
-        block: the weights of the largest group below the root.
-        root: the weights that the root gathers.
-        codes: bytes per gradient of :func:`codes_in_flight`.
+    their buffer exist. ``block`` is the largest group below the root.
     """
     gradient = param_dtype.itemsize + _FLOAT32 + codes
     during: float = gathered(root, param_dtype) + root.trained * param_dtype.itemsize
@@ -234,17 +213,10 @@ def per_rank(
     tensor_parallel: int = 1,
     fp8_reduce: bool = False,
 ) -> list[Rank]:
-    """Return the bytes of a rank for every precision that runs under FSDP2.
+    """Return the bytes of a rank for every precision of ``sizes`` that runs under FSDP2; the plan is of the last one.
 
-    Args:
-        model: the model of the plan, not sharded.
-        plan: the layers that convert.
-        sizes: of :func:`~lightning_lowprec.tools.planning.costs.footprints`; the plan belongs to the last row.
-        shards: as in :func:`step`, and so are ``copies``, ``tensor_parallel`` and ``fp8_reduce``.
-        parts: as in :func:`weights_of`.
-
-    Raises:
-        ValueError: ``shards`` or ``copies`` is below 1, or float8 weights do not divide into ``shards`` equal parts.
+    The options are those of :func:`step` and :func:`weights_of`. Float8 weights that do not divide into ``shards``
+    equal parts raise ValueError.
     """
     check_integer("shards", shards, least=1)
     codes = codes_in_flight(shards, copies) if fp8_reduce else 0.0
@@ -267,13 +239,14 @@ def per_rank(
         if name is not None and (name.keeps_codes or name.options.get("weight_codes") == "per_gemm"):
             keeps = 0
         largest = max(below, key=lambda weights: weights.total, default=Weights())
-        rank = Rank(
-            precision=row.precision,
-            state=(_state(row, plan) * (together.total + root.total) / elements + keeps) / shards,
-            in_flight=in_flight(largest, root, param_dtype=param_dtype, codes=codes),
-            sent=send(together, root, param_dtype=param_dtype),
+        ranks.append(
+            Rank(
+                precision=row.precision,
+                state=(_state(row, plan) * (together.total + root.total) / elements + keeps) / shards,
+                in_flight=in_flight(largest, root, param_dtype=param_dtype, codes=codes),
+                sent=send(together, root, param_dtype=param_dtype),
+            )
         )
-        ranks.append(rank)
     return ranks
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
@@ -110,15 +110,9 @@ def refusal(precision: str) -> str | None:
 def simulate(model: nn.Module, inputs: Inputs, setting: Setting, blocks: Mapping[str, int] | None = None) -> Peaks:
     """Return the peak of every stretch of the training steps: bytes by category, as torch's allocator counts them.
 
-    Args:
-        model: the model, on the meta device; the simulation changes the model.
-        inputs: make the batch, and the loss.
-        setting: how the model trains.
-        blocks: the number of each block by the beginning of its parameters' fqns, for a stretch of the backward each.
-
-    Raises:
-        ValueError: an operation of the model needs values, or does not run on tensors that have none.
-        ImportError: torch has moved a private name.
+    The simulation changes the model, which is on the meta device. ``blocks`` has the number of each block by the
+    beginning of its parameters' fqns, for a stretch of the backward each. An operation that needs values raises
+    ValueError; a private name that torch has moved ImportError.
     """
     if setting.precision == "bf16-true":
         model.bfloat16()  # Lightning makes the model so
@@ -126,15 +120,14 @@ def simulate(model: nn.Module, inputs: Inputs, setting: Setting, blocks: Mapping
         for parameter in model.parameters():
             if parameter.dtype == torch.float32:
                 parameter.data = parameter.data.bfloat16()
+    meter = MemoryMeter()
     with ExitStack() as stack:
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")
-        for context in (_silent(), simulated(), as_with_values(), fake_gpu(setting.capability)):
+        stack.enter_context(warnings.catch_warnings(action="ignore"))
+        stack.callback(logging.disable, logging.root.manager.disable)
+        logging.disable(logging.WARNING)  # what a plugin says of a run
+        of_values = (simulated(), as_with_values(), fake_gpu(setting.capability), noting_resized(meter.resized))
+        for context in (*of_values, compiling_on_fakes(meter.paused), meter):
             stack.enter_context(context)
-        meter = MemoryMeter()
-        stack.enter_context(noting_resized(meter.resized))
-        stack.enter_context(compiling_on_fakes(meter.paused))
-        stack.enter_context(meter)
         meter.begin(SET_UP, making=STATE)
         _to_gpu(model)
         if setting.checkpointing:
@@ -156,23 +149,8 @@ def loaded_in_half(precision: str) -> bool:
     return isinstance(masters, MasterConfig) and masters.update == "backward"
 
 
-@contextmanager
-def _silent() -> Iterator[None]:
-    """Log nothing of what a plugin says of a run."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(before)
-
-
 def checkpoint_blocks(model: nn.Module) -> None:
-    """Compute blocks again in the backward, in place: by the switch of transformers, else the repeated blocks.
-
-    Raises:
-        ValueError: the model has no repeated blocks.
-    """
+    """Compute blocks again in the backward, in place: by the switch of transformers, else the repeated blocks."""
     for module in filter(is_model, model.modules()):
         if getattr(module, "supports_gradient_checkpointing", False):
             module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
@@ -188,8 +166,14 @@ def checkpoint_blocks(model: nn.Module) -> None:
 
 
 def _steps(model: nn.Module, inputs: Inputs, setting: Setting, meter: MemoryMeter, blocks: Mapping[str, int]) -> Peaks:
-    meter.begin(SET_UP, making=STATE)
-    plugin, optimizer = _set_up(model, setting)
+    row = None if setting.precision in LIGHTNINGS else names.resolve(setting.precision)
+    plugin: Any = LIGHTNINGS[setting.precision]() if row is None else row.plugin(**{**row.options, **setting.options})
+    if row is not None:
+        plugin.bind_device(FAKE)
+        plugin.convert_module(model)
+    optimizer = AdamW(model.parameters(), fused=setting.fused or None, foreach=not setting.fused or None)
+    if row is not None:
+        plugin.see_optimizer(optimizer)
     meter.mark([*model.parameters(), *model.buffers()], WEIGHTS)
     _watch_gradients(model, meter, blocks)
     batch = inputs.batch(setting.batch, setting.sequence, FAKE)
@@ -199,23 +183,12 @@ def _steps(model: nn.Module, inputs: Inputs, setting: Setting, meter: MemoryMete
     return {name: {**peak, TEMPORARIES: peak[TEMPORARIES] + extra} for name, peak in meter.peaks.items()}
 
 
-def _set_up(model: nn.Module, setting: Setting) -> tuple[Any, Optimizer]:
-    """Convert the model, and return the plugin and the optimizer, with masters."""
-    row = None if setting.precision in LIGHTNINGS else names.resolve(setting.precision)
-    plugin: Any = LIGHTNINGS[setting.precision]() if row is None else row.plugin(**{**row.options, **setting.options})
-    if row is not None:
-        plugin.bind_device(FAKE)
-        plugin.convert_module(model)
-    optimizer = AdamW(model.parameters(), fused=setting.fused or None, foreach=not setting.fused or None)
-    if row is not None:
-        plugin.see_optimizer(optimizer)
-    return plugin, optimizer
-
-
 def _step(model: nn.Module, inputs: Inputs, batch: Any, plugin: Any, meter: MemoryMeter, optimizer: Optimizer) -> None:
     meter.begin(FORWARD, making=ACTIVATIONS)
-    with plugin.forward_context(), _without_cache():
-        loss = inputs.loss(model, plugin.convert_input(batch))
+    with plugin.forward_context():
+        on, dtype = torch.is_autocast_enabled(FAKE.type), torch.get_autocast_dtype(FAKE.type)
+        with torch.autocast(FAKE.type, dtype=dtype, enabled=on, cache_enabled=False):  # as in the Trainer
+            loss = inputs.loss(model, plugin.convert_input(batch))
     optimizer.zero_grad()
     meter.begin(BACKWARD, making=TEMPORARIES)
     plugin.backward(loss, None)
@@ -223,13 +196,6 @@ def _step(model: nn.Module, inputs: Inputs, batch: Any, plugin: Any, meter: Memo
     meter.begin(OPTIMIZER, making=TEMPORARIES)
     plugin.optimizer_step(optimizer)
     meter.mark_living(STATE, but=(WEIGHTS, GRADIENTS))
-
-
-def _without_cache() -> torch.autocast:
-    """Keep no casts of weights, as in the Trainer."""
-    kind = FAKE.type
-    on, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-    return torch.autocast(kind, dtype=dtype, enabled=on, cache_enabled=False)
 
 
 def _watch_gradients(model: nn.Module, meter: MemoryMeter, blocks: Mapping[str, int]) -> None:
@@ -261,7 +227,8 @@ def _to_gpu(model: nn.Module) -> None:
 
     for module in model.modules():
         if isinstance(module, Metric):  # updates need values, and states are small
-            vars(module).update(dict.fromkeys(("forward", "update", "compute"), _zero))
+            of_metric = dict.fromkeys(("forward", "update", "compute"), lambda *_, **__: torch.zeros((), device=FAKE))
+            vars(module).update(of_metric)
         dicts = (value for value in vars(module).values() if isinstance(value, dict))  # torchmetrics' defaults too
         for attributes in [vars(module), *dicts]:
             for name, value in list(attributes.items()):
@@ -269,24 +236,11 @@ def _to_gpu(model: nn.Module) -> None:
                     attributes[name] = on_gpu(value)
 
 
-def _zero(*args: Any, **kwargs: Any) -> Tensor:
-    """Take the place of a metric's methods."""
-    return torch.zeros((), device=FAKE)
-
-
 # ---- the batch and the loss
 
 
 def inputs_of(model: nn.Module, data: Any = None) -> Inputs:
-    """Return the batch and the loss that fit a model.
-
-    Args:
-        model: the model.
-        data: a batch of the user's data, on CPU, with rows as first dimension of every tensor; None without data.
-
-    Raises:
-        ValueError: nothing tells what the model reads.
-    """
+    """Return the batch and the loss that fit a model; ``data``: a batch of the user's, on CPU, rows first."""
     if data is not None:
         loss = _training_step if isinstance(model, LightningModule) else _mean_of_output
         return Inputs(words="a batch of the data", batch=partial(_rows_like, data), loss=loss)
@@ -294,21 +248,19 @@ def inputs_of(model: nn.Module, data: Any = None) -> Inputs:
     if example is not None:
         words = "`example_input_array`; the mean of the output as loss"
         return Inputs(words=words, batch=partial(_rows_like, example), loss=_mean_of_output)
-    if is_model(model) and getattr(model, "main_input_name", "") == "input_ids" and _has_head(model):
+    of_transformers: Any = model if is_model(model) else None
+    reads_tokens = getattr(of_transformers, "main_input_name", "") == "input_ids"
+    if reads_tokens and of_transformers.get_output_embeddings() is not None:
         words = "token ids; the model's own loss"
         return Inputs(words=words, batch=_tokens, loss=_loss_of_language_model, reads_sequences=True)
     first = next((module for module in model.modules() if list(module.parameters(recurse=False))), None)
-    if isinstance(first, nn.Embedding) or (is_model(model) and getattr(model, "main_input_name", "") == "input_ids"):
+    if reads_tokens or isinstance(first, nn.Embedding):
         words = "token ids; the mean of the output as loss"
         return Inputs(words=words, batch=_tokens, loss=_mean_of_output, reads_sequences=True)
     raise ValueError(
         f"nothing tells what {type(model).__name__} reads. Name a LightningDataModule with `--data my.Data`, or give"
         " the model an `example_input_array`."
     )
-
-
-def _has_head(model: Any) -> bool:
-    return model.get_output_embeddings() is not None
 
 
 def _tokens(size: int, sequence: int | None, device: torch.device) -> Tensor:

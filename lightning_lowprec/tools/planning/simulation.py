@@ -81,34 +81,26 @@ class Simulator:
         return f"extrapolated from {shown} to all {self.run.length} equal blocks of {self.run.fqn!r}"
 
     def peaks(self, setting: Setting) -> Peaks:
-        """Return the peak of every stretch of a step: bytes by category.
-
-        Raises:
-            ValueError: see :func:`~lightning_lowprec.tools.planning.simulated_step.simulate`.
-        """
+        """Return the peak of every stretch of a step: bytes by category."""
         key = repr(setting)
         if key not in self._simulated:
             self._simulated[key] = self._simulate(setting) if setting.devices == 1 else self._of_one_rank(setting)
         return self._simulated[key]
 
     def _simulate(self, setting: Setting) -> Peaks:
-        if self.run is None:
+        run = self.run
+        if run is None:
             return simulate(copy.deepcopy(self._model), self.inputs, setting)
-        few, more = (self._at(depth, self.run, setting) for depth in DEPTHS)
-        return extended(few, more, at=DEPTHS, to=self.run.length)
-
-    def _at(self, depth: int, run: Run, setting: Setting) -> Peaks:
-        model = _cut(self._model, replace(run, length=max(DEPTHS)), depth)
-        blocks = [f"{run.fqn}.{run.start + position}.".lstrip(".") for position in range(depth)]
-        numbers = dict.fromkeys(blocks, _BETWEEN) | {blocks[0]: _FIRST, blocks[-1]: _LAST}
-        return simulate(model, self.inputs, setting, blocks=numbers)
+        peaks = []
+        for depth in DEPTHS:
+            model = _cut(self._model, replace(run, length=max(DEPTHS)), depth)
+            blocks = [f"{run.fqn}.{run.start + position}.".lstrip(".") for position in range(depth)]
+            numbers = dict.fromkeys(blocks, _BETWEEN) | {blocks[0]: _FIRST, blocks[-1]: _LAST}
+            peaks.append(simulate(model, self.inputs, setting, blocks=numbers))
+        return extended(*peaks, at=DEPTHS, to=run.length)
 
     def _of_one_rank(self, setting: Setting) -> Peaks:
-        """The shards stand under ``state``; gathered weights, and gradients on their way, under ``temporaries``.
-
-        Raises:
-            ValueError: the precision does not run under FSDP2, or the model does not divide into so many shards.
-        """
+        """The shards stand under ``state``; gathered weights, and gradients on their way, under ``temporaries``."""
         precision, model = setting.precision, self._whole
         name = names.TABLE.get(precision)
         converts = name is not None and name.backend is not None

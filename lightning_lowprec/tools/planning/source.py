@@ -34,20 +34,16 @@ class Source:
 def load(source: str, arguments: Mapping[str, Any]) -> Source:
     """Build the model that ``source`` names, without downloads and without memory for weights.
 
-    Args:
-        source: a class path (``my.Model``, ``file.py:Model``), a transformers ``config.json`` or the folder that holds
-            one, a model type that transformers knows (``llama``), or a checkpoint of torch, Lightning or safetensors.
-        arguments: keyword arguments of the class, or changes to the config's fields.
-
-    Raises:
-        ValueError: ``source`` is of no such kind, is not there, or cannot be read.
-        ImportError: there is no such module or class.
+    ``source`` is a class path (``my.Model``, ``file.py:Model``), a transformers ``config.json`` or the folder that
+    holds one, a model type that transformers knows (``llama``), or a checkpoint of torch, Lightning or safetensors.
+    The ``arguments`` are those of the class, or change fields of the config.
     """
     path = Path(source)
     if path.is_dir() and (path / "config.json").is_file():
         path = path / "config.json"
     if path.suffix == ".json" and path.is_file():
-        return _from_config(_read_config(path) | dict(arguments), f"transformers config {path.name}")
+        values = read_json(path, "a config.json of transformers")
+        return _from_config({**values, **arguments}, f"transformers config {path.name}")
     if path.is_file() and path.suffix != ".py":
         return Source(model=_skeleton(_read_shapes(path)), origin=f"checkpoint {path.name}")
     if path.suffix in (*FILE_ENDINGS, ".json") or path.is_dir() or (os.sep in source and ":" not in source):
@@ -70,13 +66,14 @@ def _from_class(path: str, arguments: Mapping[str, Any]) -> Source:
     return Source(model=model, origin=path)
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def read_json(path: Path, expected: str) -> dict[str, Any]:
+    """Return the content of a file of JSON, which is a mapping; else raise ValueError."""
     try:
         values = json.loads(path.read_text())
     except ValueError as error:
         raise ValueError(f"{str(path)!r} is no JSON file: {error}") from error
     if not isinstance(values, dict):
-        raise ValueError(f"{str(path)!r} holds a {type(values).__name__}; expected a config.json of transformers.")
+        raise ValueError(f"{str(path)!r} holds a {type(values).__name__}; expected {expected}.")
     return values
 
 

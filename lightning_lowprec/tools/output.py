@@ -1,16 +1,20 @@
-"""Colours and progress on a terminal: nothing of both where the output goes to a file or to another program."""
+"""What a command prints: tables, strict JSON, and on a terminal colours and progress."""
 
 from __future__ import annotations
 
+import json
+import math
 import os
+import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from threading import Event, Thread
-from typing import Final, Literal, TextIO, final
+from typing import Any, Final, Literal, TextIO, final
 
 from tqdm import tqdm
+from typing_extensions import Self
 
 Colour = Literal["red", "green", "yellow"]
 _CODES: Final = {"red": 31, "green": 32, "yellow": 33}
@@ -43,25 +47,15 @@ def prints_to_stderr(*, wanted: bool = True) -> Iterator[None]:
         os.close(kept)
 
 
-@contextmanager
-def working(words: str, total: int | None = None) -> Iterator[Working]:
+@final
+class working:  # is used like a function
     """Show on stderr what is being done, from the moment on that the block has taken two seconds.
 
     On a terminal this is one line with the time, and with a bar if ``total`` is given; the line is cleared at the end.
     Elsewhere only what ``say`` is given is written, one line each.
     """
-    shown = Working(words, total)
-    try:
-        yield shown
-    finally:
-        shown.close()
 
-
-@final
-class Working:
-    """The line about one piece of work; ``working`` makes it."""
-
-    def __init__(self, words: str, total: int | None) -> None:
+    def __init__(self, words: str, total: int | None = None) -> None:
         self._start = time.monotonic()
         self._terminal = sys.stderr.isatty()
         self._end = Event()
@@ -71,8 +65,17 @@ class Working:
             dynamic_ncols=True,
         )  # fmt: skip
         self._thread = Thread(target=self._refresh, daemon=True)
+
+    def __enter__(self) -> Self:
         if self._terminal:
             self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._end.set()
+        if self._terminal:
+            self._thread.join()
+        self._bar.close()
 
     def say(self, words: str) -> None:
         """Name the work that begins now."""
@@ -85,13 +88,6 @@ class Working:
         """Count one part of the work as done."""
         self._bar.update()
 
-    def close(self) -> None:
-        """Clear the line."""
-        self._end.set()
-        if self._terminal:
-            self._thread.join()
-        self._bar.close()
-
     @property
     def _late(self) -> bool:
         return time.monotonic() - self._start > APPEARS
@@ -102,3 +98,38 @@ class Working:
         while not self._end.wait(wait):
             self._bar.delay, wait = 0, _EVERY  # with a delay, tqdm would not clear the line at the end
             self._bar.refresh()
+
+
+# ---- tables and JSON
+
+
+def format_table(rows: Sequence[Sequence[str]], *, right: Collection[int] = (), markdown: bool = False) -> list[str]:
+    """Return one line per row; Markdown, which is escaped in the cells, has one line more, below the header.
+
+    All rows have one length, and the first is the header. ``right`` has the columns that are aligned to the right.
+    """
+    if markdown:
+        rows = [[re.sub(r"([\\`*|<])", r"\\\1", cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [f"{cell:{'>' if i in right else '<'}{widths[i]}}" for i, cell in enumerate(row)]
+        lines.append(f"| {' | '.join(cells)} |" if markdown else "  ".join(cells).rstrip())
+    if markdown:
+        rule = "|".join("-" * (width + 1) + (":" if i in right else "-") for i, width in enumerate(widths))
+        lines.insert(1, f"|{rule}|")
+    return lines
+
+
+def dumps(value: Any) -> str:
+    """Return a value as JSON, with null for every float that is not finite."""
+    return json.dumps(finite(value), indent=1, allow_nan=False)
+
+
+def finite(value: Any) -> Any:
+    """Return mappings, lists and tuples with None in place of every float that is not finite."""
+    if isinstance(value, Mapping):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
