@@ -27,6 +27,7 @@ from lightning_lowprec.numerics.flat import local
 from lightning_lowprec.numerics.formats import E4M3, FP16, Format, amax, power_of_two_scale, saturating_cast
 from lightning_lowprec.numerics.launches import tensor_on
 from lightning_lowprec.numerics.rounding import bits_at, round_fp16
+from lightning_lowprec.private.inductor import compiled
 
 _BACKEND: Final = "inductor"
 _IN_REGISTERS: Final = dict.fromkeys(
@@ -188,4 +189,4 @@ def _write_weight(master: Tensor, master_scale: Tensor, codes: Tensor, scale: Te
 @functools.cache
 def _compiled_by(backend: str, function: Callable[..., Any]) -> Callable[..., Any]:
     options: Any = _IN_REGISTERS if backend == "inductor" else None
-    return torch.compile(function, backend=backend, dynamic=True, options=options)
+    return compiled(function, backend=backend, dynamic=True, options=options)

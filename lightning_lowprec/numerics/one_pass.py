@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lightning_lowprec.hardware import architecture
+from lightning_lowprec.private.inductor import compiled
 
 R = TypeVar("R")
 
@@ -50,19 +51,19 @@ def rows_in_one_pass(function: Callable[..., Any], rows: Tensor, *arguments: Any
     if not rows.is_cuda:
         return function(rows, *arguments)
     kinds = tuple((part.dtype, part.ndim) if isinstance(part, Tensor) else part for part in arguments)
-    compiled = _compiled_for_rows(function, rows.dtype, rows.shape[1], kinds)
+    kernel = _compiled_for_rows(function, rows.dtype, rows.shape[1], kinds)
     # no views any more: the compiler would look at the shape of what a view shows
-    return compiled(*(part.data if isinstance(part, Tensor) else part for part in (rows, *arguments)))
+    return kernel(*(part.data if isinstance(part, Tensor) else part for part in (rows, *arguments)))
 
 
 @functools.cache
 def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return torch.compile(function, fullgraph=True, dynamic=True)
+    return compiled(function, fullgraph=True, dynamic=True)
 
 
 @functools.cache
 def _compiled_into(function: Callable[..., Tensor]) -> Callable[..., None]:
-    return torch.compile(_copied(_write), fullgraph=True, dynamic=True)
+    return compiled(_copied(_write), fullgraph=True, dynamic=True)
 
 
 def _write(out: Tensor, function: Callable[..., Tensor], *arguments: Any) -> None:
@@ -86,8 +87,8 @@ def compiled_on_cuda(function: Callable[..., R]) -> Callable[..., R]:
             or not compiles(first.device)
         ):
             return function(first, *rest)
-        compiled: Callable[..., R] = _compiled_any(function)
-        return compiled(first, *rest)
+        kernel: Callable[..., R] = _compiled_any(function)
+        return kernel(first, *rest)
 
     return run
 
@@ -100,13 +101,13 @@ def compiles(device: torch.device) -> bool:
 
 @functools.cache
 def _compiled_any(function: Callable[..., R]) -> Callable[..., R]:
-    return torch.compile(function, dynamic=True)
+    return compiled(function, dynamic=True)
 
 
 @functools.cache
 def _compiled_for_rows(function: Any, *kind: Any) -> Callable[..., Any]:
     """Compile ``function`` for one ``kind``."""
-    return torch.compile(_copied(function), fullgraph=True)
+    return compiled(_copied(function), fullgraph=True)
 
 
 def _copied(function: Any) -> Any:

@@ -48,6 +48,7 @@ from lightning_lowprec.private.either import (
     both,
     trainer_callbacks,
 )
+from lightning_lowprec.private.inductor import store_float8_right
 from lightning_lowprec.private.lightning import EitherPrecision
 from lightning_lowprec.references import WeakList
 from lightning_lowprec.runs_where import RecipeKey
@@ -192,6 +193,7 @@ class LowPrecision(EitherPrecision, ABC):
         prepared = []
         for module, device in self.modules.take_waiting():
             refusals.check_runs(self, device)
+            store_float8_right()
             plain.forget(module)
             backends.revert_all(module, except_for=self.backend)
             if self.masters is None:
