@@ -31,7 +31,9 @@ def kernels(name: str) -> list[str]:
     data = models.batches(SHAPE, 2, job.device, count=1)
     running = setups.ours(job, name=name)
     _, sources = run_and_get_code(lambda: [running.step(data) for _ in range(2)])
-    return [kernel for source in sources for kernel in re.findall(r"async_compile\.triton\(.*?'''(.*?)'''", source, re.S)]
+    return [
+        kernel for source in sources for kernel in re.findall(r"async_compile\.triton\(.*?'''(.*?)'''", source, re.S)
+    ]
 
 
 def main(names: list[str]) -> None:
