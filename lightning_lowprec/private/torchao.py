@@ -77,8 +77,8 @@ def prototype_refusal(kind: str) -> str | None:
     )
 
 
-def int8_names() -> SimpleNamespace:
-    """Return torchao's functions of int8 training.
+def int8_names() -> tuple[Any, Any]:
+    """Return torchao's functions of int8 training; in a tuple, because torch's compiler traces this on CUDA.
 
     ``quantize``: (M, K) float, stochastic_rounding -> (M, K) int8, (M,) scales of the dtype of the input.
     ``scaled_mm``: (M, K), (K, N) int8, (M,), (N,) scales -> (M, N) of the dtype of the scales; by Triton where it runs.
@@ -86,7 +86,7 @@ def int8_names() -> SimpleNamespace:
     from torchao.prototype.quantized_training.int8 import quantize_int8_rowwise
     from torchao.prototype.quantized_training.int8_mixed_precision import scaled_int8_mm  # type: ignore[attr-defined]
 
-    return SimpleNamespace(quantize=quantize_int8_rowwise, scaled_mm=scaled_int8_mm)
+    return quantize_int8_rowwise, scaled_int8_mm
 
 
 def mx_names() -> SimpleNamespace:

@@ -49,7 +49,8 @@ class Int8(Arithmetic):
     def multiply(self, a: _Codes, b: _Codes, dtype: torch.dtype, product: Product) -> Tensor:
         """Return a product, rounded as torchao rounds it on the device."""
         if a.codes.is_cuda:
-            by_kernel: Tensor = _names().scaled_mm(a.codes, b.codes.t(), a.scale, b.scale)
+            _, scaled_mm = _names()
+            by_kernel: Tensor = scaled_mm(a.codes, b.codes.t(), a.scale, b.scale)
             return by_kernel
         scales = a.scale.view(-1, 1), b.scale.view(1, -1)
         if dtype == torch.float16:
@@ -81,7 +82,8 @@ class _Values:
 
 
 def _rows(matrix: Tensor, stochastic: bool) -> tuple[Tensor, Tensor]:
-    codes, scale = _names().quantize(matrix, stochastic)
+    quantize, _ = _names()
+    codes, scale = quantize(matrix, stochastic)
     return codes.contiguous(), scale.contiguous()
 
 

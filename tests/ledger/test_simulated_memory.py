@@ -17,7 +17,7 @@ from lightning_lowprec.tools.planning.simulation import Simulator
 
 BATCH, TOKENS, WIDTH = 2, 2048, 1024
 LLAMA = LlamaConfig(
-    vocab_size=32000, hidden_size=2048, intermediate_size=8192, num_hidden_layers=6, num_attention_heads=16,
+    vocab_size=32000, hidden_size=2048, intermediate_size=8192, num_hidden_layers=2, num_attention_heads=16,
     num_key_value_heads=4,
 )  # fmt: skip
 GPT2 = GPT2Config(vocab_size=50257, n_positions=TOKENS, n_embd=1024, n_layer=6, n_head=16)
