@@ -66,9 +66,10 @@ class Comparison:
 
     @cached_property
     def _judged(self) -> dict[str, tuple[Verdict, Cost | None]]:
-        bound, baseline = self.spec.max_loss_gap, self.runs[self.spec.baseline]
+        bound = self.spec.max_loss_gap
         if self.spec.seeds == 1:
-            return {name: (judge(runs[0], baseline[0], bound), None) for name, runs in self.runs.items()}
+            return {result.name: (judge(result, self.results[0], bound), None) for result in self.results}
+        baseline = self.runs[self.spec.baseline]
         return {name: judge_seeds(runs, baseline, bound) for name, runs in self.runs.items()}
 
     @property
