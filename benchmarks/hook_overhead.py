@@ -23,7 +23,6 @@ from lightning.fabric.plugins import Precision as StockFabric
 from lightning.pytorch.plugins.precision import Precision as StockTrainer
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from lightning_lowprec import FP8TorchAO
@@ -56,18 +55,6 @@ class Step:
             calls,
             {name: count for name, count in names.items() if name.startswith(("gloo:", "nccl:", "c10d::"))},
         )
-
-
-class Ops(TorchDispatchMode):
-    """Count aten operations by name; of torchao's tensors only the outermost."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[str(func)] += 1
-        return func(*args, **(kwargs or {}))
 
 
 class Calls:

@@ -68,12 +68,10 @@ def _of_device(device: str, date: str, folder: str, data: dict[str, Any]) -> str
                      if versions.get(name))  # fmt: skip
     commits = ", ".join(dict.fromkeys(run["commit"] for run in data["runs"]))
     verdicts = [target["met"] for target in targets.targets(data)]
-    meant = targets.fp8_hybrid(data).removeprefix("ours ")
     return "\n\n".join(filter(None, (
         f"**{device}**, {date}{', ' + used if used else ''}, commit {commits}:",
         table_of_steps(data),
-        f"How many times faster than Lightning's bf16-mixed with compiled blocks is in brackets; `fp8-hybrid` is"
-        f" {meant} there. Of the lane's targets"
+        f"How many times faster than Lightning's bf16-mixed with compiled blocks is in brackets. Of the lane's targets"
         f" {verdicts.count(True)} are met, {verdicts.count(False)} missed, {verdicts.count(None)} not measured:"
         f" [all figures]({RESULTS}/{folder}/report.md).",
     )))  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from benchmarks.convergence.gaps import Row, holm, resolution
 from benchmarks.convergence.precisions import BASELINE
@@ -131,23 +131,25 @@ def _control(results: Results) -> str:
     )
 
 
-def _twins(results: Results) -> str:
-    pairs = defaultdict(list)
-    for key in results.compared:
+def _models_by(results: Results, keys: Iterable[str], field: str) -> dict[tuple[str, str], str]:
+    """Return the models in which a precision has this field, by the precision and the field."""
+    models = defaultdict(list)
+    for key in keys:
         for row in results.rows[key]:
-            if row.twin:
-                pairs[row.precision, row.twin].append(key)
-    found = [f"`{name}` and `{twin}` ({', '.join(keys)})" for (name, twin), keys in pairs.items()]
+            if getattr(row, field):
+                models[row.precision, getattr(row, field)].append(key)
+    return {pair: ", ".join(keys) for pair, keys in models.items()}
+
+
+def _twins(results: Results) -> str:
+    pairs = _models_by(results, results.compared, "twin")
+    found = [f"`{name}` and `{twin}` ({models})" for (name, twin), models in pairs.items()]
     return f"**The same losses, bit for bit, in every step of every seed:** {'; '.join(found)}." if found else ""
 
 
 def _failures(results: Results) -> str:
-    failed = defaultdict(list)
-    for key in results.titles:
-        for row in results.rows[key]:
-            if row.error:
-                failed[row.precision, row.error].append(key)
-    found = [f"`{name}` ({', '.join(keys)}): {error}" for (name, error), keys in failed.items()]
+    failed = _models_by(results, results.titles, "error")
+    found = [f"`{name}` ({models}): {error}" for (name, error), models in failed.items()]
     return f"**Did not end with a finite loss:** {'; '.join(found)}." if found else ""
 
 

@@ -10,9 +10,6 @@ from typing import Any
 
 import torch
 
-from lightning_lowprec import FP8TE
-from lightning_lowprec import names as precisions
-
 ROOT = Path(__file__).parents[2]
 FURTHER = ("triton", "accelerate", "transformers", "numpy")
 COMMIT = "LOWPREC_COMMIT"
@@ -32,17 +29,7 @@ def facts(device: torch.device) -> dict[str, Any]:
         found["memory_bytes"] = properties.total_memory
         found["multiprocessors"] = properties.multi_processor_count
     found["cores"] = os.cpu_count()
-    found["fp8_hybrid"] = _fp8_hybrid()
     return found
-
-
-def _fp8_hybrid() -> str:
-    """The name that ``fp8-hybrid`` stands for here; the reason if what it prefers is broken."""
-    try:
-        plugin = precisions.create("fp8-hybrid")
-    except ImportError as error:
-        return str(error)
-    return "fp8-hybrid-te" if isinstance(plugin, FP8TE) else "fp8-tensorwise"
 
 
 def commit() -> str:

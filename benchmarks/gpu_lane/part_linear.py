@@ -7,10 +7,10 @@ from typing import Any
 from benchmarks.gpu_lane import measure
 from benchmarks.gpu_lane.item import Item, stage
 from benchmarks.gpu_lane.linear_runs import BF16, FEWER, NAMES, OF_STEPS, Problem, make, why_not
+from benchmarks.gpu_lane.models import step_tokens
 from benchmarks.gpu_lane.rates import rates
 from benchmarks.gpu_lane.results import FAILED, MISSING, OK
 from benchmarks.gpu_lane.settings import Settings
-from benchmarks.gpu_lane.sizes import step_tokens
 
 PEAKS = "peaks"
 LLAMA_8B = ((4096, 14336), (14336, 4096), (4096, 4096), (4096, 1024))

@@ -13,10 +13,10 @@ from benchmarks.gpu_lane import measure, models
 from benchmarks.gpu_lane.contenders import BASELINE, contenders, find
 from benchmarks.gpu_lane.item import Item, stage
 from benchmarks.gpu_lane.kernel_times import profiled
+from benchmarks.gpu_lane.models import step_size
 from benchmarks.gpu_lane.running import Job, Running, low_precision_layers
 from benchmarks.gpu_lane.settings import Settings
 from benchmarks.gpu_lane.setups import HEAD
-from benchmarks.gpu_lane.sizes import step_size
 from lightning_lowprec.conversion.plan import Plan, make_plan
 from lightning_lowprec.tools.planning.costs import flops
 

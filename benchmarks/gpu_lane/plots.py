@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_lane import figures, part_loss
-from benchmarks.gpu_lane.contenders import BASELINE
 from benchmarks.gpu_lane.item import missing_library
 from benchmarks.gpu_lane.linear_runs import BF16
 from benchmarks.gpu_lane.results import figures_of
@@ -69,35 +67,17 @@ def _linear(data: Data, figure: Any) -> bool:
 
 def _steps(data: Data, figure: Any) -> bool:
     steps = figures.comparable(data, "step8b")
-    if steps:
-        figure.set_size_inches(9.5, 12)
-        above, below = figure.subplots(2)
-        _speed(steps, above, f"8B-shaped stack: {next(iter(steps.values()))['layers']} layers")
-        _loss(steps, below)
-    return bool(steps)
-
-
-def _speed(steps: Data, axes: Any, title: str) -> None:
+    if not steps:
+        return False
     steps = dict(sorted(steps.items(), key=lambda pair: pair[1]["tokens_per_s"]))
+    figure.set_size_inches(9.5, 6)
+    axes = figure.subplots()
     colours = ["tab:orange" if name.startswith("ours") else "tab:blue" for name in steps]
     axes.barh(list(steps), [step["tokens_per_s"] for step in steps.values()], color=colours)
     axes.set_xlabel("tokens per second")
-    axes.set_title(title)
+    axes.set_title(f"8B-shaped stack: {next(iter(steps.values()))['layers']} layers")
     axes.tick_params(axis="y", labelsize=7)
-
-
-def _loss(steps: Data, axes: Any) -> None:
-    """Against the baseline, where there is one: the curves themselves lie on each other."""
-    base = [float(loss) for loss in steps[BASELINE]["losses"]] if BASELINE in steps else None
-    others = {name: step for name, step in steps.items() if name != BASELINE}
-    styles = [(line, colour) for line in ("-", "--", ":") for colour in range(10)]
-    for (name, step), (line, colour) in zip(others.items(), cycle(styles), strict=False):
-        losses = [float(loss) for loss in step["losses"]]
-        values = losses if base is None else [a - b for a, b in zip(losses, base, strict=False)]
-        axes.plot(values, label=name, linestyle=line, color=f"C{colour}", linewidth=1)
-    axes.set_xlabel("step")
-    axes.set_ylabel("training loss" if base is None else f"training loss less that of {BASELINE}")
-    axes.legend(fontsize=6, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return True
 
 
 def _memory(data: Data, figure: Any) -> bool:

@@ -24,9 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.gpu_lane import measure, models
+from benchmarks.gpu_lane.models import step_size
 from benchmarks.gpu_lane.results import figures_of
 from benchmarks.gpu_lane.settings import Settings
-from benchmarks.gpu_lane.sizes import step_size
 from benchmarks.gpu_lane.values import values_exist
 
 Run = Callable[[], Any]

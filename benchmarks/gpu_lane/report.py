@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.gpu_lane import figures, part_loss, targets
-from benchmarks.gpu_lane.contenders import MAIN
+from benchmarks.gpu_lane.contenders import MAIN_TE
 from benchmarks.gpu_lane.figures import Row, number, table
 from benchmarks.gpu_lane.kernel_times import CATEGORIES
 from benchmarks.gpu_lane.linear_runs import BF16, LIMIT
@@ -51,14 +51,9 @@ def _machine(data: Data) -> str:
 
 
 def _targets(data: Data) -> str:
-    meant = targets.fp8_hybrid(data)
-    text = [
-        f"`fp8-hybrid` is `{meant.removeprefix('ours ')}` on this machine.",
-        targets.faster_backend(data),
-        _verdicts(targets.targets(data)),
-    ]
-    if meant != MAIN:
-        text += ["The same of torchao's, beside it:", _verdicts(targets.of_the_stack(data, MAIN))]
+    text = [targets.faster_backend(data), _verdicts(targets.targets(data))]
+    if MAIN_TE in figures.comparable(data, "step8b"):
+        text += ["The same of Transformer Engine's layers:", _verdicts(targets.of_the_stack(data, MAIN_TE))]
     return "\n\n".join(text)
 
 

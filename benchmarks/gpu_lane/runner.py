@@ -18,10 +18,9 @@ from typing import Any
 from benchmarks.gpu_lane import measure
 from benchmarks.gpu_lane.item import PROTOCOL_FD, Item, Part
 from benchmarks.gpu_lane.machine import ROOT
-from benchmarks.gpu_lane.process_group import left_as_found
 from benchmarks.gpu_lane.results import FAILED, MISSING, NOT_REACHED, OK, Results
 from benchmarks.gpu_lane.settings import Settings
-from benchmarks.gpu_lane.values import time_limit
+from benchmarks.gpu_lane.values import left_as_found, time_limit
 
 LOG_LINES = 30
 """How much of a failed process's output is kept."""

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from benchmarks.gpu_lane.models import Llama, Loss
-from benchmarks.gpu_lane.process_group import stand_in_for_nccl
 from benchmarks.gpu_lane.running import Job, Running, compile_blocks
+from benchmarks.gpu_lane.values import stand_in_for_nccl
 
 HEAD = "lm_head"
 

@@ -19,17 +19,9 @@ WANTED_LAYERS = SHAPES["8b"].layers
 """What the targets are about; a device with less memory measures fewer."""
 
 
-def fp8_hybrid(data: Data) -> str:
-    """The contender that ``fp8-hybrid`` means on the machine of these results."""
-    meant = {run["machine"].get("fp8_hybrid") for run in data["runs"]} - {None}
-    name = meant.pop() if len(meant) == 1 else None
-    return MAIN_TE if f"ours {name}" == MAIN_TE else MAIN
-
-
 def targets(data: Data) -> list[Target]:
     """All of them, the 8B-shaped stack judged by what ``fp8-hybrid`` means."""
-    stack = [*of_the_stack(data, fp8_hybrid(data)), *_of_bf16_weights(data)]
-    return [*stack, *_of_layers(data)]
+    return [*of_the_stack(data, MAIN), *_of_bf16_weights(data), *_of_layers(data)]
 
 
 def of_the_stack(data: Data, ours: str) -> list[Target]:

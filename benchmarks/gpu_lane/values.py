@@ -2,18 +2,24 @@
 
 The lane and ``tests/gpu`` run to their ends there, which finds every crash in Python before a GPU is there. Whatever
 follows from values or from time is off, and cuDNN and NCCL, which such a device lacks, are not used.
+A process group and its environment variables belong to one item of the lane: the next one finds none.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
+from torch import distributed as dist
 
 NO_VALUES = "LOWPREC_NO_VALUES"
 """Environment variable: any text but an empty one or ``0`` says that the device computes nothing."""
 NO_LIMIT = 24 * 3600.0
 """Seconds that stand for no limit."""
+VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+"""What Lightning and torch's launchers write."""
 
 
 def values_exist() -> bool:
@@ -30,3 +36,41 @@ def use_what_the_device_has() -> None:
     """Turn cuDNN attention off where nothing computes: torch would choose it, and it has no library there."""
     if not values_exist():
         torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+@contextmanager
+def left_as_found() -> Iterator[None]:
+    """End the group that was made inside, and put its variables back.
+
+    Who comes next in the same process (Accelerate, another strategy) would believe that it is one of several, or bind
+    the port again.
+    """
+    had_group = dist.is_initialized()
+    before = {name: os.environ.get(name) for name in VARIABLES}
+    try:
+        yield
+    finally:
+        if dist.is_initialized() and not had_group:
+            dist.destroy_process_group()
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def stand_in_for_nccl(device: torch.device, *, real: bool = False) -> None:
+    """Make a group where NCCL cannot work because nothing computes; do nothing elsewhere.
+
+    Lightning's strategies take a group that is there, and make their own otherwise. The group is torch's fake one,
+    under which everything runs as under NCCL. A ``real`` one is gloo's, for what the fake one cannot do: average
+    gradients for DDP, send objects for sharded checkpoints.
+    """
+    if device.type != "cuda" or values_exist() or dist.is_initialized():
+        return
+    if real:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    else:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)

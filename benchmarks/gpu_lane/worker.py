@@ -15,10 +15,9 @@ from typing import Any
 
 from benchmarks.gpu_lane.item import PROTOCOL_FD, missing_library, send
 from benchmarks.gpu_lane.measure import describe, start_afresh
-from benchmarks.gpu_lane.process_group import left_as_found
 from benchmarks.gpu_lane.results import FAILED, OK, clean
 from benchmarks.gpu_lane.settings import Settings
-from benchmarks.gpu_lane.values import use_what_the_device_has, values_exist
+from benchmarks.gpu_lane.values import left_as_found, use_what_the_device_has, values_exist
 
 PR_SET_PDEATHSIG = 1
 

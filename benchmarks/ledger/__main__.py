@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.ledger import counting, picture, report, roofline
+from benchmarks.ledger import counting, report, roofline
 from benchmarks.ledger.build import CannotBuild
 from benchmarks.ledger.entry import Entry
 from benchmarks.ledger.launch import DEVICES, environment
@@ -137,7 +137,7 @@ def write(
     (options.out / "ledger.json").write_text(f'{{"entries": [\n{lines}\n],\n"missing": {json.dumps(missing)}}}\n')
     (options.out / "ledger.md").write_text(text)
     if rates is not None:
-        picture.draw(entries, rates, options.out / "ledger.png")
+        report.draw(entries, rates, options.out / "ledger.png")
     print(text)
 
 

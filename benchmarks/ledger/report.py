@@ -1,8 +1,9 @@
-"""The ledger as Markdown: tables of what was counted, and one of predicted times that says so."""
+"""The ledger as Markdown: tables of what was counted, one of predicted times that says so, and a picture of both."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from benchmarks.ledger.entry import PHASES, Entry
 from benchmarks.ledger.roofline import Rates, predict
@@ -12,6 +13,10 @@ FIRST = "lightning bf16-mixed, compiled"
 """The contender that the others are compared with."""
 KINDS = ("products", "bytes", "attention", "optimizer", "gaps")
 """What a predicted time is made of."""
+COLOURS = {
+    "products": "#3b6fb6", "attention": "#7aa6d8", "bytes, forward": "#e3b34c", "bytes, backward": "#d98032",
+    "optimizer": "#9c5a8f", "gaps": "#999999",
+}  # fmt: skip
 HEAD = """# Ledger: {device}, one step of {shape}
 
 Counted on a machine without a GPU: the CUDA builds of torch, Triton and Transformer Engine ran over a driver that
@@ -130,3 +135,39 @@ def _rate(name: str, value: float) -> str:
     if name == "gap":
         return f"{value * 1e6:g} us"
     return f"{value / 1e12:g} {'TB/s' if name == 'bandwidth' else 'TFLOP/s'}"
+
+
+def draw(entries: Sequence[Entry], rates: Rates, path: Path) -> None:
+    """Write the picture as PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    predictions = {e.contender: predict(e, rates) for e in entries}
+    shown = sorted(entries, key=lambda e: predictions[e.contender].total)
+    names = [e.contender for e in shown]
+    figure, (time, memory) = plt.subplots(1, 2, figsize=(13, 1.2 + 0.34 * len(shown)), sharey=True, width_ratios=(3, 1))
+    left = [0.0] * len(shown)
+    for kind, colour in COLOURS.items():
+        width = [
+            sum(ms for name, ms in predictions[e.contender].milliseconds.items() if name.startswith(kind))
+            for e in shown
+        ]
+        time.barh(names, width, left=left, color=colour, label=kind)
+        left = [a + b for a, b in zip(left, width, strict=True)]
+    for row, total in enumerate(left):
+        time.text(total, row, f" {total:.0f}", va="center", fontsize=8)
+    time.set_xlabel(f"PREDICTED ms per step, from counted FLOPs and bytes ({rates.label}); nothing was timed")
+    time.legend(fontsize=8, loc="center right")
+    time.margins(x=0.08, y=0.01)
+    time.invert_yaxis()
+    memory.barh(names, [e.peak / 1e9 for e in shown], color="#5f8f5f")
+    for row, e in enumerate(shown):
+        memory.text(e.peak / 1e9, row, f" {e.peak / 1e9:.0f}", va="center", fontsize=8)
+    memory.margins(x=0.15)
+    memory.set_xlabel("peak GB, counted")
+    figure.suptitle(f"{shown[0].device} (null GPU), {shown[0].shape['name']}, {shown[0].tokens:,} tokens", fontsize=11)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

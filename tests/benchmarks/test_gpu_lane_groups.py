@@ -11,8 +11,8 @@ from torch import distributed as dist
 
 from benchmarks.gpu_lane import runner, worker
 from benchmarks.gpu_lane.item import Item
-from benchmarks.gpu_lane.process_group import left_as_found
 from benchmarks.gpu_lane.settings import Settings
+from benchmarks.gpu_lane.values import left_as_found
 
 
 class Grouping:

@@ -1,4 +1,4 @@
-"""The pieces of the GPU lane: what goes on after a failure, merging, arithmetic by hand, sizes."""
+"""The pieces of the GPU lane: what goes on after a failure, merging, arithmetic by hand, models."""
 
 import json
 import time
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks.gpu_lane import bytes_held, measure, models, runner, setups, sizes
+from benchmarks.gpu_lane import bytes_held, measure, models, runner, setups
 from benchmarks.gpu_lane.__main__ import main
 from benchmarks.gpu_lane.item import Item, missing_library
 from benchmarks.gpu_lane.part_linear import shapes
@@ -191,7 +191,7 @@ def test_parameters_are_counted_right(name):
 def test_the_stack_fits_the_device_with_float32_weights_and_adamw(monkeypatch):
     """An H200 holds two sequences of 16 layers, an H100 of 80 GB two of 8: one of 16 would not fit."""
     h200, h100 = 139 * 2**30, 79 * 2**30
-    stack, batches = models.SHAPES["8b"], sizes.BATCHES
+    stack, batches = models.SHAPES["8b"], models.BATCHES
     assert 4.5e9 < stack.parameters < 4.6e9
     assert models.peak_bytes(stack, 2) < 0.8 * h200 < models.peak_bytes(stack, 4)
     assert models.fitting(stack, h200, batches) == (stack, 2)
@@ -202,9 +202,9 @@ def test_the_stack_fits_the_device_with_float32_weights_and_adamw(monkeypatch):
     assert models.fitting(stack, 10 * 2**30, batches) == (half, 1)
     memory = SimpleNamespace(total_memory=h100)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
-    assert sizes.step_size(Settings(device="cuda")) == (half, 2)
-    assert sizes.step_size(Settings(device="cuda", batch=1)) == (half, 1)
-    assert sizes.step_size(Settings(smoke=True)) == (models.TOY, 2)
+    assert models.step_size(Settings(device="cuda")) == (half, 2)
+    assert models.step_size(Settings(device="cuda", batch=1)) == (half, 1)
+    assert models.step_size(Settings(smoke=True)) == (models.TOY, 2)
 
 
 @pytest.mark.parametrize("batch", [None, 1])
@@ -213,7 +213,7 @@ def test_the_linear_table_has_every_shape_of_the_steps(batch):
     settings = Settings(batch=batch)
     listed = shapes(settings)
     assert len(listed) == len(set(listed))
-    shape, fitting = sizes.step_size(settings)
+    shape, fitting = models.step_size(settings)
     with torch.device("meta"):
         linears = setups.linears_of(models.Llama(shape))
     wanted = {(fitting * 4096, *dims) for fqn, dims in linears.items() if fqn != setups.HEAD}

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from benchmarks.gpu_lane import process_group, runner, values, worker
+from benchmarks.gpu_lane import runner, values, worker
 from benchmarks.gpu_lane.item import Item
 from benchmarks.gpu_lane.machine import ROOT
 from benchmarks.gpu_lane.results import Results, folder_name, merge
@@ -73,21 +73,21 @@ def test_no_item_is_too_late_and_no_worker_is_taken_for_broken(tmp_path, monkeyp
 def test_the_group_is_torchs_fake_one_and_attention_is_not_cudnns():
     values.use_what_the_device_has()
     assert not torch.backends.cuda.cudnn_sdp_enabled()
-    with process_group.left_as_found():
-        process_group.stand_in_for_nccl(CUDA)
+    with values.left_as_found():
+        values.stand_in_for_nccl(CUDA)
         assert (dist.get_backend(), dist.get_world_size()) == ("fake", 1)
     assert not dist.is_initialized()
-    with process_group.left_as_found():
-        process_group.stand_in_for_nccl(CUDA, real=True)
+    with values.left_as_found():
+        values.stand_in_for_nccl(CUDA, real=True)
         assert dist.get_backend() == "gloo"
-    process_group.stand_in_for_nccl(torch.device("cpu"))
+    values.stand_in_for_nccl(torch.device("cpu"))
     assert not dist.is_initialized(), "gloo is there"
 
 
 def test_where_values_exist_nothing_stands_in():
     values.use_what_the_device_has()
     assert torch.backends.cuda.cudnn_sdp_enabled()
-    process_group.stand_in_for_nccl(CUDA)
+    values.stand_in_for_nccl(CUDA)
     assert not dist.is_initialized()
 
 

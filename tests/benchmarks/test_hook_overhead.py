@@ -9,10 +9,23 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import hook_overhead
 from benchmarks.hook_overhead import DEPTH, measure
 from lightning_lowprec import FabricFSDP2Strategy
+
+
+class Ops(TorchDispatchMode):
+    """Count aten operations by name; of torchao's tensors only the outermost."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[str(func)] += 1
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +82,7 @@ def test_fsdp2_by_hand_computes_what_our_strategy_computes():
     for name, loop in loops.items():
         loop()  # lazy set-up
         loop()
-        with hook_overhead.Ops() as ops:
+        with Ops() as ops:
             loop()
         counts[name], writes[name] = ops.counts, Counter(hook_overhead.count(loop).aten)
     assert counts["by hand"]["aten.mm.default"] >= 3 * DEPTH, "the FP8 GEMMs were not counted"

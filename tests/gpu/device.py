@@ -12,8 +12,7 @@ import os
 import pytest
 import torch
 
-from benchmarks.gpu_lane.process_group import stand_in_for_nccl
-from benchmarks.gpu_lane.values import use_what_the_device_has, values_exist
+from benchmarks.gpu_lane.values import stand_in_for_nccl, use_what_the_device_has, values_exist
 from lightning_lowprec.hardware import default_device, refusal
 
 DRY = os.environ.get("LOWPREC_GPU_TESTS_ON") == "cpu"

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks.ledger import picture, report, roofline
+from benchmarks.ledger import report, roofline
 from benchmarks.ledger.entry import Amount, Entry, amounts, format_of
 from benchmarks.ledger.moved import Operation
 from benchmarks.ledger.recorder import Record
@@ -86,7 +86,7 @@ def test_the_report_calls_predictions_so_and_says_what_is_missing(tmp_path):
     assert "| another | 16 | 6.2 | 1.00 | 5 | 4 | 0 | 2 | 5 |" in text
     assert "| ours nvfp4 | needs Blackwell |" in text
     assert "Predicted" not in report.markdown(entries, {}, None, "")
-    picture.draw(entries, RATES, tmp_path / "x.png")
+    report.draw(entries, RATES, tmp_path / "x.png")
     assert (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"
 
 
