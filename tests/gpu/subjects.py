@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from lightning_lowprec.names import TABLE, without_backend
 from lightning_lowprec.tools.doctor import availability
 from tests import toys
-from tests.gpu.device import DEVICE
+from tests.gpu.device import DEVICE, NO_VALUES
 from tests.representatives import representatives
 
 WIDTH = 128
@@ -97,7 +97,10 @@ def runs_here(name: str) -> str | None:
     return None if verdict.runs else verdict.reason
 
 
-NAMES = distinct()
+COMPILE_THE_SAME = {"msamp-o1", "msamp-o2", "int8-mixed-fp16"}
+"""Their steps or products are compiled, which takes most of the time of a test; msamp-o3 and int8-mixed compile theirs
+too. Where nothing is computed these stand for them: tests/ledger/test_every_name.py trains each name there."""
+NAMES = [name for name in distinct() if not (NO_VALUES and name in COMPILE_THE_SAME)]
 FP8_NAMES = [name for name in NAMES if TABLE[name].plugin.__name__.startswith("FP8")]
 
 

@@ -91,7 +91,7 @@ def test_inference_mode_between_steps(name):
     assert model.losses[-1] < 0.8 * model.losses[0] or NO_VALUES
 
 
-@pytest.mark.parametrize("name", TENSORWISE)
+@pytest.mark.parametrize("name", TENSORWISE[:1] if NO_VALUES else TENSORWISE)
 def test_compiled_blocks_agree_with_eager_ones(name):
     losses = {}
     for compile_blocks in (False, True):
