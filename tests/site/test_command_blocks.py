@@ -8,7 +8,7 @@ from lightning_lowprec.tools.cli import COMMANDS
 from tests.site.commands import check_line
 from tests.site.pages import ROOT, Block, blocks
 
-LANGUAGES = {"python", "bash", "yaml", "text"}
+LANGUAGES = {"python", "bash", "yaml", "text", "toml", "diff"}
 
 
 def test_every_block_says_its_language():
