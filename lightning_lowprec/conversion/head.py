@@ -20,7 +20,6 @@ from __future__ import annotations
 import ast
 import inspect
 import math
-import operator
 import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,10 +37,8 @@ from lightning_lowprec.private import transformers
 
 HeadKind = Literal["bf16", "chunked", "fp8", "fp32"]
 _IGNORED: Final = -100
-_OPERATORS: Final = (
-    *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and_", "or_", "xor"),
-    *("eq", "ne", "lt", "le", "gt", "ge", "neg", "invert", "abs", "getitem", "setitem"),
-)
+_BINARY: Final = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
+_OTHER: Final = ("eq", "ne", "lt", "le", "gt", "ge", "neg", "invert", "abs", "getitem", "setitem")
 WAY_OUT: Final = (
     "Leave `head` out, or compute the loss in your model by `lightning_lowprec.losses.linear_cross_entropy(hidden,"
     " lm_head.weight, targets)`"
@@ -253,19 +250,15 @@ def _computed(value: Any) -> Any:
     return value
 
 
-def _of_tensors(function: Callable[..., Any], *, swapped: bool = False) -> Callable[..., Any]:
-    def method(*operands: Any) -> Any:
-        values = [_computed(operand) for operand in operands]
-        return function(*(reversed(values) if swapped else values))
+def _of_tensor(name: str) -> Callable[..., Any]:
+    def method(logits: LazyLogits, *operands: Any) -> Any:
+        return getattr(logits.tensor(), name)(*map(_computed, operands))
 
     return method
 
 
-for _name in _OPERATORS:
-    _plain = _name.strip("_")
-    setattr(LazyLogits, f"__{_plain}__", _of_tensors(getattr(operator, _name)))
-    if _name in _OPERATORS[:11]:
-        setattr(LazyLogits, f"__r{_plain}__", _of_tensors(getattr(operator, _name), swapped=True))
+for _name in (*_BINARY, *(f"r{name}" for name in _BINARY), *_OTHER):
+    setattr(LazyLogits, f"__{_name}__", _of_tensor(f"__{_name}__"))
 
 
 # ---- which models are recognised

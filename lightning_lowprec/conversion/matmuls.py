@@ -84,31 +84,27 @@ def matmuls(model: nn.Module) -> list[tuple[Matmul, nn.Module]]:
 def other_products(model: nn.Module) -> Iterator[tuple[Matmul, nn.Module]]:
     """Yield the weights of convolutions, recurrent layers and ``nn.MultiheadAttention.in_proj``, with their modules."""
     for fqn, module in model.named_modules():
-        kind = type(module).__name__
         for name, p in module._parameters.items():
-            if p is None or not (match := _is_other_product(module, name)):
+            kind = _other_kind(module, name)
+            if p is None or kind is None:
                 continue
-            rows, columns, *_ = sizes = whole_shape(p)
-            if match == "convolution":
-                columns = math.prod(sizes[1:])
+            sizes = whole_shape(p)
+            per_token = 0.0 if isinstance(module, _CONVOLUTIONS) else 1.0
+            full_name = f"{fqn}.{name}".lstrip(".")
+            columns = math.prod(sizes[1:])
             yield (
-                Matmul(
-                    fqn=f"{fqn}.{name}".lstrip("."),
-                    kind=f"in_proj of a {kind}" if match == "in_proj" else kind,
-                    in_features=columns,
-                    out_features=rows,
-                    per_token=0.0 if match == "convolution" else 1.0,
-                ),
+                Matmul(fqn=full_name, kind=kind, in_features=columns, out_features=sizes[0], per_token=per_token),
                 module,
             )
 
 
-def _is_other_product(module: nn.Module, name: str) -> str | None:
-    if isinstance(module, nn.MultiheadAttention) and name in _IN_PROJ:
-        return "in_proj"
-    if isinstance(module, _CONVOLUTIONS) and name == "weight":
-        return "convolution"
-    return "recurrent" if isinstance(module, nn.RNNBase | nn.RNNCellBase) and name.startswith("weight_") else None
+def _other_kind(module: nn.Module, name: str) -> str | None:
+    kind = type(module).__name__
+    if isinstance(module, nn.MultiheadAttention):
+        return f"in_proj of a {kind}" if name in _IN_PROJ else None
+    is_convolution = isinstance(module, _CONVOLUTIONS) and name == "weight"
+    is_recurrent = isinstance(module, nn.RNNBase | nn.RNNCellBase) and name.startswith("weight_")
+    return kind if is_convolution or is_recurrent else None
 
 
 def _of(model: nn.Module, fqn: str, module: nn.Module) -> list[Matmul]:
@@ -118,10 +114,10 @@ def _of(model: nn.Module, fqn: str, module: nn.Module) -> list[Matmul]:
         return [Matmul(fqn=fqn, kind="Linear", in_features=module.in_features, out_features=module.out_features)]
     if is_conv1d(module):
         return [Matmul(fqn=fqn, kind=CONV1D, **sizes_of_conv1d(module))]
-    # another copy of GPT-2's: weight is [in, out]
-    if name == "Conv1D" and weight is not None and len(shape := whole_shape(weight)) == 2:
+    shape = () if weight is None else whole_shape(weight)
+    if len(shape) == 2 and name == "Conv1D":  # another copy of GPT-2's: weight is [in, out]
         return [Matmul(fqn=fqn, kind=CONV1D, in_features=shape[0], out_features=shape[1])]
-    if name.endswith("Router") and weight is not None and len(shape := whole_shape(weight)) == 2:
+    if len(shape) == 2 and name.endswith("Router"):
         return [Matmul(fqn=fqn, kind="router", in_features=shape[1], out_features=shape[0])]
     if "expert" not in fqn.rpartition(".")[2].lower() and not is_stack(module):
         return []

@@ -88,6 +88,8 @@ class Plan:
     """With recipes per layer, the recipe of every weight that converts, by fqn."""
     format: str = "FP8"
     """The format of the weights that convert, in words."""
+    norms: Mapping[str, str | None] = field(default_factory=dict, hash=False)
+    """Where norms convert too, by fqn: the reason why a norm stays; None if the norm converts."""
 
     @property
     def converted(self) -> tuple[str, ...]:
@@ -127,11 +129,17 @@ class Plan:
 
         Other weights that tokens are multiplied with follow: ``; 8 Conv2d do not run in FP8``.
         """
+        text = self._of_linears()
         kinds = Counter(kind for kind, _ in {(row.kind, row.fqn.rpartition(".")[0]) for row in self.others})
-        if not kinds:
-            return self._of_linears()
-        counts = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
-        return f"{self._of_linears()}; {counts} do not run in {self.format}"
+        if kinds:
+            counts = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+            text += f"; {counts} do not run in {self.format}"
+        if self.norms:
+            kept = [f"{fqn!r} {reason}" for fqn, reason in self.norms.items() if reason is not None]
+            more = f" and {len(kept) - 1} more" if len(kept) > 1 else ""
+            text += f"; {len(self.norms) - len(kept)} of {len(self.norms)} norms"
+            text += f" (kept: {kept[0]}{more})" if kept else ""
+        return text
 
     def _of_linears(self) -> str:
         text = f"converted {len(self.converted)} of {len(self.rows)} linear layers"

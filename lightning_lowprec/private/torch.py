@@ -347,33 +347,23 @@ def disable_autograd_cache() -> None:
 # ---- MS-AMP: tensors of codes and their gradients
 
 
-def _get(name: str) -> Any:
-    """Return what ``name`` refers to, or None: :func:`check` tells before it is used."""
-    value: Any = torch
-    for part in name.split(".")[1:]:
-        value = getattr(value, part, None)
-    return value
-
-
-make_wrapper_subclass: Any = _get("torch.Tensor._make_wrapper_subclass")
-disabled_torch_function: Any = _get("torch._C._disabled_torch_function_impl")
+_aten: Any = torch.ops.aten
+make_wrapper_subclass: Any = torch.Tensor._make_wrapper_subclass
+disabled_torch_function: Any = torch._C._disabled_torch_function_impl
 """``__torch_function__`` of a tensor subclass that only has ``__torch_dispatch__``."""
-ATEN_UNSCALE: Any = _get("torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default")
+ATEN_UNSCALE: Any = _aten._amp_foreach_non_finite_check_and_unscale_.default
 """The operation of gradient scalers."""
-ENCODER_LAYER: Final[tuple[Any, ...]] = (
-    _get("torch.ops.aten._transformer_encoder_layer_fwd.default"),
-    _get("torch.ops.aten._native_multi_head_attention.default"),
-)
+ENCODER_LAYER: Final = (_aten._transformer_encoder_layer_fwd.default, _aten._native_multi_head_attention.default)
 """The operations by which torch's TransformerEncoderLayer and MultiheadAttention evaluate in one call."""
-ATEN_FOREACH_COPY: Any = _get("torch.ops.aten._foreach_copy_.default")
-ATEN_FOREACH_NORM: Any = _get("torch.ops.aten._foreach_norm.Scalar")
-ATEN_FOREACH_ZERO: Any = _get("torch.ops.aten._foreach_zero_.default")
+ATEN_FOREACH_COPY: Any = _aten._foreach_copy_.default
+ATEN_FOREACH_NORM: Any = _aten._foreach_norm.Scalar
+ATEN_FOREACH_ZERO: Any = _aten._foreach_zero_.default
 ATEN_FOREACH_MULTIPLY: Final[tuple[Any, ...]] = tuple(
-    _get(f"torch.ops.aten._foreach_{operation}_.{numbers}")
-    for operation in ("mul", "div")
+    getattr(packet, numbers)
+    for packet in (_aten._foreach_mul_, _aten._foreach_div_)
     for numbers in ("Scalar", "ScalarList", "Tensor")
 )
-_ignore_in_ddp: Any = _get("torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model")
+_ignore_in_ddp: Any = nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
 
 
 def ignore_in_ddp(model: nn.Module, names: set[str]) -> None:
@@ -398,9 +388,9 @@ def train_in_ddp(model: nn.Module, names: Collection[str]) -> None:
 # ---- what runs around the caller
 
 
-is_tracing: Callable[[], bool] = _get("torch.jit.is_tracing")
+is_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
 """Return whether the caller runs under ``torch.jit.trace``; public, but without a type."""
-are_transforms_active: Callable[[], bool] = _get("torch._C._are_functorch_transforms_active")
+are_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 """Return whether the caller runs under ``torch.func``."""
 
 

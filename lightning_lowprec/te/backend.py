@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Final, cast
 
-from lightning_lowprec.conversion.backends import Backend, PrecisionName, later
+from lightning_lowprec.conversion.backends import Backend, PrecisionName, imported, later
 from lightning_lowprec.conversion.name_formats import EXPERTS_NEED_TORCHAO, HYBRID, all_in
 from lightning_lowprec.conversion.name_suffixes import FP16, MASTERS, OPTIONS
 from lightning_lowprec.runs_where import RecipeKey
@@ -78,5 +78,5 @@ BACKEND: Final = Backend(
     reconfigure=later(".te.hooks:reconfigure"),
     set_phase=later(".te.hooks:set_phase"),
     cuts=lambda layer: False,
-    checkpoint=later(".te.support:checkpoint"),
+    checkpoint=lambda: imported(f"{MODULE}:checkpoint"),  # restores the scales of layers before it recomputes them
 )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Literal
 
 from torch import nn
@@ -20,26 +20,7 @@ from lightning_lowprec.te.hooks import note_recipes
 from lightning_lowprec.te.recipes import CUSTOM, LayerRecipes, alignment_of, check_custom, kind_of
 
 
-@dataclass(frozen=True, kw_only=True)
-class Choice:
-    """The layers that a conversion converts, and the layers that it keeps with the reason."""
-
-    linears: Plan
-    norms: Mapping[str, str | None]
-    """By fqn: the reason why a norm stays; None if the norm converts."""
-
-    def summary(self) -> str:
-        """Return one line about the Linears and the norms."""
-        text = self.linears.summary()
-        if self.norms:
-            kept = [f"{fqn!r} {reason}" for fqn, reason in self.norms.items() if reason is not None]
-            text += f"; {len(self.norms) - len(kept)} of {len(self.norms)} norms"
-            if kept:
-                text += f" (kept: {kept[0]}{f' and {len(kept) - 1} more' if len(kept) > 1 else ''})"
-        return text
-
-
-def choose(model: nn.Module, options: LayerOptions, request: PlanRequest, *, norms: bool) -> Choice:
+def choose(model: nn.Module, options: LayerOptions, request: PlanRequest, *, norms: bool) -> Plan:
     """Choose the layers of ``model`` that convert: Linears by the plan of all backends, norms by the same names.
 
     A name or pattern in the options that matches neither a Linear nor a norm nor experts raises ValueError.
@@ -56,7 +37,7 @@ def choose(model: nn.Module, options: LayerOptions, request: PlanRequest, *, nor
 
     keep = list(filter(is_for_linears, options.keep))
     only = None if options.only is None else list(filter(is_for_linears, options.only))
-    return Choice(linears=make_plan(model, replace(options, keep=keep, only=only), request), norms=reasons)
+    return replace(make_plan(model, replace(options, keep=keep, only=only), request), norms=reasons)
 
 
 def _kept_by_user(fqn: str, options: LayerOptions) -> str | None:
@@ -68,14 +49,14 @@ def _kept_by_user(fqn: str, options: LayerOptions) -> str | None:
 
 def convert_model(
     model: nn.Module,
-    choice: Choice,
+    plan: Plan,
     recipe: Any,
     recipes: LayerRecipes | None,
     *,
     fp8_eval: bool,
     weight_cache: bool | Literal["always"],
 ) -> None:
-    """Convert ``model`` in place as ``choice`` says. Layers that were converted keep their scales.
+    """Convert ``model`` in place as ``plan`` says. Layers that were converted keep their scales.
 
     ``recipes`` are the recipes per layer; ``recipe`` is the first of them. A CustomRecipe that asks for delayed scaling
     raises ValueError.
@@ -88,16 +69,16 @@ def convert_model(
     with unchanged(model):
         convert_linears(
             model,
-            choice.linears.converted,
+            plan.converted,
             fp8_eval=fp8_eval,
             token_alignment=alignment_of(recipe),
             weight_cache=weight_cache,
             wire_format=wire_format_of(recipe),
             custom=kind == CUSTOM,
         )
-        note_recipes(model, recipe, choice.linears, recipes)
-        convert_norms(model, [fqn for fqn, reason in choice.norms.items() if reason is None])
-    module_dtypes.run_in_float32(model, choice.linears)
+        note_recipes(model, recipe, plan, recipes)
+        convert_norms(model, [fqn for fqn, reason in plan.norms.items() if reason is None])
+    module_dtypes.run_in_float32(model, plan)
     if kind == CUSTOM:
         check_custom(recipe, scaled_layers(model))
     delayed_scaling.checkpoint_by_te(model, wanted=kind == "delayed")

@@ -18,14 +18,13 @@ from lightning_lowprec.conversion import module_dtypes
 from lightning_lowprec.conversion.name_formats import EXPERTS_NEED_TORCHAO
 from lightning_lowprec.conversion.name_suffixes import of_options
 from lightning_lowprec.conversion.options import LayerOptions, SelectionChoices, shows, take
-from lightning_lowprec.conversion.plan import PlanRequest
+from lightning_lowprec.conversion.plan import Plan, PlanRequest
 from lightning_lowprec.conversion.recipe_map import ALL_GEMMS, FLOAT32
 from lightning_lowprec.extras import require
 from lightning_lowprec.hardware import describe
 from lightning_lowprec.precision import fp8
 from lightning_lowprec.precision.fp8 import Scheduled
 from lightning_lowprec.precision.host import Engine
-from lightning_lowprec.precision.layer_calls import not_called
 from lightning_lowprec.precision.options import (
     FP8Choices,
     FP8Options,
@@ -39,7 +38,7 @@ from lightning_lowprec.precision.state import BACKEND_STATE
 from lightning_lowprec.runs_where import RecipeKey
 from lightning_lowprec.te import recipes, support
 from lightning_lowprec.te.backend import NAME, NAMES, WITH_MASTERS
-from lightning_lowprec.te.convert import Choice, choose, convert_model, scaled_layers
+from lightning_lowprec.te.convert import choose, convert_model, scaled_layers
 from lightning_lowprec.te.delayed_scaling import SCALES, DelayedScales
 from lightning_lowprec.te.fp8_weight import gather_refusal
 
@@ -91,8 +90,6 @@ class FP8TE(Scheduled):
     """
 
     backend: ClassVar[str | None] = NAME
-    choice: Choice | None = None
-    """The plan of the module that was set up last: converted layers, kept layers, reasons."""
 
     def __init__(
         self,
@@ -245,20 +242,18 @@ class FP8TE(Scheduled):
             self._group = self.fp8_group()
         te = support.pytorch("FP8TE")
         module_dtypes.stop_float32(module)
-        choice = choose(module, self.layers, self._request, norms=self.norms)
+        plan = choose(module, self.layers, self._request, norms=self.norms)
         convert_model(
             module,
-            choice,
+            plan,
             self.recipe,
             self.per_layer,
             fp8_eval=self.fp8_eval,
             weight_cache="always" if self.fp8_params else self.weight_cache,
         )
-        self._check_conversion(module, choice, te)
+        self._check_conversion(module, plan, te)
         self._check_norms(module, device, te)
-        if choice != self.choice:
-            rank_zero_info(f"{self.precision}: {choice.summary()}.")
-        self.choice, self.plan = choice, choice.linears.without(not_called(module))
+        fp8.take_plan(self, module, plan)
         if self.scales is not None and device.type == "cuda":
             self.scales.expect()
 
@@ -272,7 +267,7 @@ class FP8TE(Scheduled):
 
     def _weights_in_fp8(self, module: Module) -> set[str]:
         """The parameters of ``module``, converted or not, that are kept in FP8 and train."""
-        plan = choose(module, self.layers, self._request, norms=self.norms).linears
+        plan = choose(module, self.layers, self._request, norms=self.norms)
         parameters = dict(module.named_parameters(remove_duplicate=False))
         names = {f"{layer}.weight".lstrip(".") for layer in plan.converted}
         return {fqn for fqn in names & parameters.keys() if parameters[fqn].requires_grad}  # weight_norm computes some
@@ -284,11 +279,11 @@ class FP8TE(Scheduled):
             return replace(request, alignment=recipes.alignment_of(self.recipe))
         return replace(request, recipe=self.per_layer.patterns, alignments=self.per_layer.alignments)
 
-    def _check_conversion(self, module: Module, choice: Choice, te: Any) -> None:
+    def _check_conversion(self, module: Module, plan: Plan, te: Any) -> None:
         if not any(scaled_layers(module)):
-            none = f"none of the {len(choice.linears.rows)} linear layers of {type(module).__name__}"
+            none = f"none of the {len(plan.rows)} linear layers of {type(module).__name__}"
             multiple = recipes.alignment_of(self.recipe)
-            raise fp8.nothing_converts(self.precision, none, choice.linears, multiple=multiple)
+            raise fp8.nothing_converts(self.precision, none, plan, multiple=multiple)
         attention = any(isinstance(m, te.DotProductAttention) for m in module.modules())
         for field in ("fp8_dpa", "fp8_mha"):
             if getattr(self.recipe, field) and not attention:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,11 +23,6 @@ def pytorch(purpose: str) -> Any:
     module = require(MODULE, purpose)
     check_names()
     return module
-
-
-def checkpoint() -> Callable[..., Any]:
-    """Return Transformer Engine's checkpoint, which restores the scales of its layers before it recomputes them."""
-    return pytorch("activation checkpointing of its layers").checkpoint  # type: ignore[no-any-return]
 
 
 def device_refusal(kind: str, device: torch.device) -> str | None:

@@ -33,7 +33,7 @@ def test_what_converts(pretend_gpu, caplog):
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
     assert list(model.state_dict()) == names
     plugin = fabric.strategy.precision
-    assert plugin.choice.summary() == (
+    assert plugin.plan.summary() == (
         "converted 5 of 7 linear layers, kept 2 in bf16: kept by 'blocks.0.1' ('blocks.0.1'); output head (by name)"
         " ('lm_head'); 2 of 3 norms (kept: 'blocks.2.0' kept by 'blocks.2.0')"
     )

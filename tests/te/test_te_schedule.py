@@ -113,7 +113,7 @@ def test_fp32_runs_a_layer_in_float32_with_a_float32_weight(reference_te):
     model[2].register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
     output = wrapped(torch.randn(16, 32))
     assert [p.dtype for p in model.parameters()] == [torch.bfloat16] * 2 + [torch.float32] * 2
-    assert plugin.choice.linears.converted == ("0",)
+    assert plugin.plan.converted == ("0",)
     assert torch.equal(output, nn.functional.linear(seen[0].float(), model[2].weight, model[2].bias))
 
 
@@ -126,7 +126,7 @@ def test_recipes_per_layer(reference_te):
     for name, layer in model.named_modules():
         layer.register_forward_hook(lambda layer, args, output, name=name: seen.update({name: (args[0], output)}))
     wrapped(torch.randn(32, 32))
-    assert [row.recipe or row.kept_because for row in mixed.choice.linears.rows] == [
+    assert [row.recipe or row.kept_because for row in mixed.plan.rows] == [
         *["'bf16' in `recipe` ('*blocks.0.*')"] * 2,
         *["custom (2)", "custom"] * 2,
         "output head (by name)",
@@ -165,7 +165,7 @@ def test_a_map_is_a_name_a_plan_and_an_alignment(pretend_gpu):
     fabric_for(plugin).setup(model)
     assert plugin.precision == "fp8-te-per-layer"
     assert [layer.token_alignment for layer in te_linears(model)] == [32, 16, 32, 16]
-    assert [row.recipe for row in plugin.choice.linears.rows if row.recipe] == ["mxfp8", "current"] * 2
+    assert [row.recipe for row in plugin.plan.rows if row.recipe] == ["mxfp8", "current"] * 2
     assert plugin.gathers(None) is None
     assert [layer.wire_format is None for layer in te_linears(model)] == [True, False, True, False]
     assert FP8TE({"blocks.0.*": "bf16", "*": "delayed"}).scales is not None
