@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -34,8 +34,7 @@ if TYPE_CHECKING:
 
 def imported(path: str) -> Any:
     """Return what ``"module:name"`` names, below this package if the path begins with a dot."""
-    module, _, name = path.partition(":")
-    return getattr(import_module(module, "lightning_lowprec"), name)
+    return resolve_name(f"lightning_lowprec{path}" if path.startswith(".") else path)
 
 
 def later(path: str) -> Callable[..., Any]:

@@ -15,6 +15,7 @@ and jsonargparse (LightningCLI, ``--help``) look.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Annotated, Any, Final, Literal, TypedDict, TypeVar, get_type_hints
@@ -146,15 +147,8 @@ def _parameters(group: type[Any]) -> list[inspect.Parameter]:
 
 def _described(group: type[Any], without: Collection[str]) -> str:
     """Return the entries under ``Args:`` of a group's docstring, except those of the fields in ``without``."""
-    lines = (inspect.getdoc(group) or "").partition(_ARGS)[2].splitlines()
-    kept: list[str] = []
-    skipping = False
-    for line in lines:
-        if line[4:5] != " ":  # the first line of a field
-            skipping = line.partition(":")[0].strip() in without
-        if not skipping:
-            kept.append(line)
-    return "\n".join(kept)
+    entries = re.split(r"\n(?= {4}\S)", (inspect.getdoc(group) or "").partition(_ARGS)[2])
+    return "\n".join(entry for entry in entries if entry.partition(":")[0].strip() not in without)
 
 
 def _extended(doc: str, entries: list[str]) -> str:

@@ -51,8 +51,9 @@ def in_bf16(choice: Any, field: str) -> InBF16:
         return NO_GEMM
     if choice == "bf16":
         return ALL_GEMMS
-    valid = isinstance(choice, Mapping) and choice and all(_is_valid(*item) for item in choice.items())
-    if not valid:
+    precisions = get_args(GemmPrecision)
+    is_mapping = isinstance(choice, Mapping) and choice
+    if not is_mapping or any(gemm not in GEMMS or value not in precisions for gemm, value in choice.items()):
         raise ValueError(
             f"`{field}={choice!r}` is not valid; expected 'bf16', 'fp8', or a mapping of {', '.join(GEMMS)} to 'bf16'"
             " or 'fp8', e.g. {'forward': 'bf16'}."
@@ -65,10 +66,6 @@ def asked_in_fp8(choice: Any) -> InBF16:
     if choice == "fp8":
         return ALL_GEMMS
     return frozenset(g for g, p in choice.items() if p == "fp8") if isinstance(choice, Mapping) else NO_GEMM
-
-
-def _is_valid(gemm: object, precision: object) -> bool:
-    return gemm in GEMMS and precision in get_args(GemmPrecision)
 
 
 def words(gemms: InBF16, high: str = "bf16") -> str:

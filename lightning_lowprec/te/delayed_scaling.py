@@ -53,15 +53,18 @@ class DelayedScales:
     def __init__(self, recipe: Any, layers: Callable[[], Layers], *, may_skip: bool = False) -> None:
         self.recipe = recipe
         self.layers = layers
-        self.before_step = ScalesBeforeStep(layers) if may_skip else None
+        self._may_skip = may_skip
         self._loaded: Mapping[str, Any] = {}
         self._unregistered = False
+        self._count = 0  # of the tensors that Transformer Engine renews, when the layers were last looked at
+        self._tensors: list[Tensor] = []
+        self._copies: list[Tensor] = []
+        self._is_copied = False
 
     def expect(self) -> None:
         """Register the layers in the next forward; call this when layers were converted, on a GPU."""
         self._unregistered = True
-        if self.before_step is not None:
-            self.before_step.forget()
+        self._forget_copies()
 
     @contextmanager
     def in_forward(self) -> Iterator[None]:
@@ -74,8 +77,8 @@ class DelayedScales:
             with torch.inference_mode(False):
                 transformer_engine.register_scales(layer for _, layer in self.layers())
             self._unregistered = False
-        if self.before_step is not None and torch.is_grad_enabled():
-            self.before_step.copy()
+        if self._may_skip and torch.is_grad_enabled() and not self._is_copied:
+            self._copy()
         # the first layer to run would renew the backward scales: let all layers believe that another one was first
         transformer_engine.manager().quantization_state.is_first_fp8_module = False
         yield
@@ -87,12 +90,13 @@ class DelayedScales:
 
         ``skipped``: restore all scales, because all ranks skipped the step, where a gradient was not finite.
         """
-        if self.before_step is not None:
-            self.before_step.end(restore=skipped)
-            if skipped:
-                for cache in self._caches():
-                    cache.forget()  # else the amax of a weight that is used again would be missing
-                return
+        if skipped and self._is_copied:
+            self._restore_copies()
+        self._is_copied = False
+        if skipped and self._may_skip:
+            for cache in self._caches():
+                cache.forget()  # else the amax of a weight that is used again would be missing
+            return
         drop_nonfinite(forward=False)
         transformer_engine.manager().reduce_and_update_fp8_tensors(forward=False)
 
@@ -114,8 +118,7 @@ class DelayedScales:
         if not layers:
             return
         left = restore_scales(layers, self._loaded[SCALES], self.recipe)
-        if self.before_step is not None:
-            self.before_step.forget()
+        self._forget_copies()
         for cache in self._caches():
             cache.used_again = bool(self._loaded.get(REUSED, False))
         if left:
@@ -125,49 +128,33 @@ class DelayedScales:
     def _caches(self) -> list[Any]:
         return [layer.weight_cache for _, layer in self.layers() if getattr(layer, "weight_cache", None) is not None]
 
-
-@final
-class ScalesBeforeStep:
-    """Copies of the scales and histories of ``layers``, from before the first forward of a step."""
-
-    def __init__(self, layers: Callable[[], Layers]) -> None:
-        self._layers = layers
-        self._count = 0  # of the tensors that Transformer Engine renews, when the layers were last looked at
-        self._tensors: list[Tensor] = []
-        self._copies: list[Tensor] = []
-        self._in_step = False
-
-    def forget(self) -> None:
+    def _forget_copies(self) -> None:
         """Look at the layers again in the next forward: their scales may be other tensors."""
-        self._count, self._in_step = 0, False
+        self._count = 0
+        self._is_copied = False
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def copy(self) -> None:
-        """Copy the scales, unless a forward of this step has copied them: one multi-tensor copy."""
-        if self._in_step:
-            return
+    def _copy(self) -> None:
+        """Copy the scales before the first forward of a step: one multi-tensor copy."""
         if not self._count or self._count != transformer_engine.count_registered():
-            self._tensors = self._find()
+            self._tensors = self._registered()
             self._copies = [torch.empty_like(tensor) for tensor in self._tensors]
         copy_all_(self._copies, self._tensors)
-        self._in_step = True
+        self._is_copied = True
 
     @torch.no_grad()
-    def end(self, *, restore: bool) -> None:
-        """End the step; with ``restore``, layers have the scales again that they had before the step."""
-        if restore and self._in_step:
-            copy_all_(self._tensors, self._copies)
-            if self._count != transformer_engine.count_registered():  # layers that had no scales before the step
-                known = {id(tensor) for tensor in self._tensors}
-                for tensor in (tensor for tensor in self._find() if id(tensor) not in known):
-                    tensor.fill_(1.0 if tensor.dim() == 1 else 0.0)  # a scale, or a history
-                self._count = 0
-        self._in_step = False
+    def _restore_copies(self) -> None:
+        copy_all_(self._tensors, self._copies)
+        if self._count != transformer_engine.count_registered():  # layers that had no scales before the step
+            copied = {id(tensor) for tensor in self._tensors}
+            for tensor in (tensor for tensor in self._registered() if id(tensor) not in copied):
+                tensor.fill_(1.0 if tensor.dim() == 1 else 0.0)  # a scale, or a history
+            self._count = 0
 
-    def _find(self) -> list[Tensor]:
+    def _registered(self) -> list[Tensor]:
         self._count = transformer_engine.count_registered()
-        states = [transformer_engine.scale_state(layer, mode) for _, layer in self._layers() for mode in _MODES]
+        states = [transformer_engine.scale_state(layer, mode) for _, layer in self.layers() for mode in _MODES]
         return [tensor for state in states if state is not None for tensor in (state.scale, state.amax_history)]
 
 
