@@ -29,8 +29,14 @@ from lightning_lowprec.private.either import FabricHalf as HalfPrecision
 from lightning_lowprec.private.either import FabricMixed as MixedPrecision
 from lightning_lowprec.private.either import FabricPrecision as Precision
 from lightning_lowprec.private.either import LightningModule
-from lightning_lowprec.private.fake_compile import compiling_on_fakes
-from lightning_lowprec.private.fake_gpu import FAKE, NEEDS_VALUES, fake_gpu, noting_resized, tensors_of
+from lightning_lowprec.private.fake_gpu import (
+    FAKE,
+    NEEDS_VALUES,
+    compiling_on_fakes,
+    fake_gpu,
+    noting_resized,
+    tensors_of,
+)
 from lightning_lowprec.private.torch import tree_map_only
 from lightning_lowprec.private.transformers import as_with_values, is_model
 from lightning_lowprec.tools.planning.memory_meter import (
