@@ -63,8 +63,5 @@ def expected_gain(
 
 def _nearest(wanted: Shape, shapes: Iterable[Shape]) -> Shape:
     """Return the shape whose numbers differ from ``wanted`` by the smallest factors; the first if several are equal."""
-
-    def distance(shape: Shape) -> float:
-        return sum(math.log2(a / max(b, 1)) ** 2 for a, b in zip(shape, wanted, strict=True))
-
-    return min(shapes, key=distance)
+    place = [math.log2(max(size, 1)) for size in wanted]
+    return min(shapes, key=lambda shape: math.dist([math.log2(size) for size in shape], place))

@@ -90,20 +90,16 @@ def own_work(module: nn.Module) -> str | None:
         return f"no Linear ({cls.__name__})"
     if cls.__name__ == "NonDynamicallyQuantizableLinear":
         return "out_proj of a MultiheadAttention, which never calls it"
-    if not (computes_as_linear(cls) or transformers.is_falcon_linear(cls)):
+    computes_as_linear = (
+        cls.forward is nn.Linear.forward
+        and cls.__call__ is nn.Module.__call__
+        and not any(name in vars(base) for base in cls.__mro__ for name in ("weight", "bias"))
+    )
+    if not (computes_as_linear or transformers.is_falcon_linear(cls)):
         return f"a subclass of Linear ({cls.__name__})"
     if type(module) is cls and type(module.weight) not in (nn.Parameter, Tensor):
         return f"a subclass of Linear ({cls.__name__}) whose weight is a {type(module.weight).__name__}"
     return None
-
-
-def computes_as_linear(linear_class: type[nn.Module]) -> bool:
-    """Return whether a subclass of Linear computes its output as Linear does, from a weight that is a parameter."""
-    return (
-        linear_class.forward is nn.Linear.forward
-        and linear_class.__call__ is nn.Module.__call__
-        and not any(name in vars(cls) for cls in linear_class.__mro__ for name in ("weight", "bias"))
-    )
 
 
 def uncalled(model: nn.Module) -> Iterator[tuple[str, str]]:
