@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dis
 import functools
+import importlib
 import inspect
-import pkgutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import CodeType
@@ -23,10 +23,19 @@ def missing(names: Iterable[str]) -> list[str]:
 
 def _exists(name: str) -> bool:
     dotted, _, attribute = name.partition("().")
-    try:
-        value = pkgutil.resolve_name(dotted)
-    except (AttributeError, ImportError):
-        return False
+    path, *parts = dotted.split(".")
+    value: Any = importlib.import_module(path)
+    for part in parts:
+        path = f"{path}.{part}"
+        if inspect.ismodule(value) and not hasattr(value, part):
+            try:
+                value = importlib.import_module(path)  # torch.optim deletes the names of its modules
+            except ImportError:
+                return False
+            continue
+        if not hasattr(value, part):
+            return False
+        value = getattr(value, part)
     return not attribute or attribute in _assigned(value)
 
 
