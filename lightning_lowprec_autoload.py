@@ -5,6 +5,8 @@ torch calls :func:`install` at the end of ``import torch``: it is an entry point
 front of the modules of Lightning that read ``precision=``, and does nothing else: lightning_lowprec is imported when
 the first Trainer or Fabric gets a word that Lightning does not know, or when the first LightningCLI is made.
 
+Lightning calls :func:`monitor` for every Trainer, by its own groups of entry points.
+
 This file stands outside of the package, and imports neither the package nor torch, since it runs in every process that
 imports torch.
 """
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 
 SWITCH: Final = "LOWPREC_AUTOLOAD"
 """The variable that switches this file off where it is ``"0"``."""
+MONITOR: Final = "LOWPREC_MONITOR"
+"""The variable that gives every Trainer a monitor that samples every so many optimizer steps."""
 _READERS: Final = {
     "lightning.fabric.connector": "_Connector",
     "lightning_fabric.connector": "_Connector",
@@ -50,6 +54,22 @@ def install() -> None:
         warnings.warn(f"lightning_lowprec cannot make its names known by itself, import it: {error!r}", stacklevel=2)
     else:
         installed_by_torch = True
+
+
+def monitor() -> list[Any]:
+    """Entry point for Lightning: return the callbacks that every Trainer gets, by the variable :data:`MONITOR`.
+
+    Raises:
+        ValueError: the variable is no number of steps.
+    """
+    steps = os.environ.get(MONITOR, "")
+    if not steps:
+        return []
+    if not steps.isdecimal() or int(steps) == 0:
+        raise ValueError(f"{MONITOR}={steps!r} is not valid; expected a number of optimizer steps, such as 100.")
+    from lightning_lowprec.callbacks import NumericsMonitor
+
+    return [NumericsMonitor(every=int(steps))]
 
 
 def before_first_use(function: Callable[[], None]) -> None:

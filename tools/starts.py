@@ -104,8 +104,12 @@ def main(python: str) -> int:
     """Start each; return 1 and print what it said if one has not trained, or if the switch does not work."""
     with ThreadPoolExecutor(2) as pool:
         runs = dict(zip(STARTS, pool.map(lambda name: run(python, name), STARTS), strict=True))
+    watched = {name: run(python, name, LOWPREC_MONITOR="1") for name in STARTS if name.startswith("a script")}
     off = run(python, "a script", LOWPREC_AUTOLOAD="0")
     wrong = {name: ran for name, ran in runs.items() if not trained(ran)}
+    for name, ran in watched.items():
+        if "NumericsMonitor: 1 layers are looked at" not in ran.stderr:
+            wrong[f"LOWPREC_MONITOR=1, {name}"] = ran
     if "Precision 'fp8-hybrid' is invalid" not in off.stderr:
         wrong["LOWPREC_AUTOLOAD=0"] = off
     for name, ran in wrong.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, final
+from typing import Annotated, Any, Literal, final
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from lightning_lowprec.conversion.options import shows
 from lightning_lowprec.precision.plain import unwrapped
 from lightning_lowprec.private.either import Callback, LightningModule, Trainer
 
+Log = bool | Literal["layers"]
 Share = Annotated[float, Rule("a number above 0 and at most 1", lambda value: bool(0 < value <= 1))]
 
 
@@ -35,8 +36,8 @@ class NumericsMonitor(Callback):
 
     A sampling looks at the first micro-batch of a step: for input, weight and output gradient of every layer, the
     largest value, the share of values that become 0, the share beyond the format's range, and the scale; and the signal
-    to noise of the layer's output. Ranks agree on the numbers. They go to the Trainer's loggers
-    (``fp8/<layer>/<tensor>/underflow``), to a file that ``lowprec monitor`` draws, and to :attr:`readings`.
+    to noise of the layer's output. Ranks agree on the numbers. They go to the Trainer's loggers, to a file that
+    ``lowprec monitor`` draws, and to :attr:`readings`.
 
     In a Trainer, ``callbacks=[NumericsMonitor()]``. In Fabric, call :meth:`step` before the forward of every optimizer
     step, and :meth:`finish` after the last one.
@@ -47,7 +48,9 @@ class NumericsMonitor(Callback):
             rows.
         folder: where to write ``numerics.jsonl``; a file that exists is continued. None: the Trainer's
             ``default_root_dir``; in Fabric no file is written.
-        log: whether to send the numbers to the Trainer's loggers.
+        log: what to send to the Trainer's loggers. True: the worst number of all layers and the mean
+            (``fp8/worst/input/underflow``, ``fp8/mean/output_db``). ``"layers"``: the numbers of each layer too
+            (``fp8/<layer>/input/underflow``). False: nothing.
         shadow_loss: Trainer: at each sampling, also compute the loss of the batch with converted layers in high
             precision, and log it as ``fp8/shadow_loss`` beside ``fp8/loss``. ``training_step`` then runs twice: it must
             change nothing but what it logs. Random numbers are restored. Linear layers of torchao and MS-AMP only.
@@ -66,12 +69,13 @@ class NumericsMonitor(Callback):
         *,
         rows: Share = 1 / 16,
         folder: str | Path | None = None,
-        log: bool = True,
+        log: Log = True,
         shadow_loss: bool = False,
         demote: Demotion | None = None,
         trace_nonfinite: bool = False,
     ) -> None:
-        self.every, self.rows, self.log = every, rows, log
+        self.every, self.rows = every, rows
+        self._logs = log  # the Trainer sets `log` of every callback
         self.folder = None if folder is None else Path(folder)
         self.demoter = None if demote is None else Demoter(demote)
         """What was demoted so far."""
@@ -137,8 +141,10 @@ class NumericsMonitor(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._end(Path(trainer.default_root_dir) if self.folder is None else self.folder) and self.log:
-            metrics = {name: value for reading in self.readings for name, value in _metrics(reading)}
+        if self._end(Path(trainer.default_root_dir) if self.folder is None else self.folder) and self._logs:
+            metrics = _summary(self.readings)
+            if self._logs == "layers":
+                metrics |= {name: value for reading in self.readings for name, value in _metrics(reading)}
             if self._shadow is not None:
                 loss = float(outputs["loss"]) * trainer.accumulate_grad_batches  # the Trainer divides it
                 self.losses = {"fp8/loss": loss, "fp8/shadow_loss": float(self._shadow)}
@@ -228,6 +234,22 @@ class NumericsMonitor(Callback):
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the model and its hooks, which stay in their process."""
         return {**self.__dict__, "_sampler": None, "_tracer": None, "_model": None}
+
+
+def _summary(readings: Sequence[Reading]) -> dict[str, float]:
+    """Return the worst numbers of all layers and their means; the least signal to noise is the worst."""
+    values: dict[str, list[float | None]] = {}
+    for reading in readings:
+        for name in ("amax", "underflow", "saturated"):
+            values.setdefault(f"{reading.tensor}/{name}", []).append(getattr(reading, name))
+    values["output_db"] = list({reading.fqn: reading.output_db for reading in readings}.values())
+    metrics = {}
+    for name, numbers in values.items():
+        known = torch.tensor([number for number in numbers if number is not None])
+        if len(known):
+            metrics[f"fp8/worst/{name}"] = float(known.min() if name == "output_db" else known.max())
+            metrics[f"fp8/mean/{name}"] = float(known.mean())
+    return metrics
 
 
 def _metrics(reading: Reading) -> list[tuple[str, float]]:

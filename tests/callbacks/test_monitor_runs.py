@@ -262,11 +262,13 @@ def test_numbers_reach_loggers_the_file_and_the_attribute(tmp_path):
             super().log_metrics(metrics, step)
             given.append(monitor.readings)
 
-    logger, monitor = Keeps(), NumericsMonitor(every=3, folder=tmp_path / "run")
+    logger, monitor = Keeps(), NumericsMonitor(every=3, folder=tmp_path / "run", log="layers")
     fit(tmp_path, monitor, logger=logger, log_every_n_steps=1)
     assert [step for step, _ in logger.lines] == [0, 3]
     names = {f"{tensor}/{n}" for tensor in ("input", "weight", "gradient") for n in NUMBERS} | {"output_db"}
-    assert logger.lines[0][1].keys() == {f"fp8/{fqn}/{name}" for fqn in LAYERS for name in names}
+    kinds = {f"{tensor}/{n}" for tensor in ("input", "weight", "gradient") for n in NUMBERS[:3]} | {"output_db"}
+    summary = {f"fp8/{kind}/{name}" for kind in ("worst", "mean") for name in kinds}
+    assert logger.lines[0][1].keys() == {f"fp8/{fqn}/{name}" for fqn in LAYERS for name in names} | summary
     kept = read(tmp_path / "run" / FILE)
     assert list(kept) == [0, 3]
     for step, readings in enumerate(given):
@@ -275,6 +277,26 @@ def test_numbers_reach_loggers_the_file_and_the_attribute(tmp_path):
             for name in (*NUMBERS, "output_db"):
                 assert getattr(stored, name) == pytest.approx(getattr(reading, name), rel=1e-4)
             assert logger.lines[step][1][f"fp8/{reading.fqn}/{reading.tensor}/scale"] == reading.scale
+        metrics = logger.lines[step][1]
+        underflows = [reading.underflow for reading in readings if reading.tensor == "gradient"]
+        assert len(underflows) == len(LAYERS)
+        assert metrics["fp8/worst/gradient/underflow"] == pytest.approx(max(underflows))
+        assert metrics["fp8/mean/gradient/underflow"] == pytest.approx(sum(underflows) / len(underflows))
+        decibels = [reading.output_db for reading in readings if reading.tensor == "input"]
+        assert metrics["fp8/worst/output_db"] == pytest.approx(min(decibels))
+        assert metrics["fp8/mean/output_db"] == pytest.approx(sum(decibels) / len(decibels))
+
+
+def test_loggers_get_the_worst_and_the_mean_unless_asked_for_layers(tmp_path):
+    logger, monitor = Seen(), NumericsMonitor(every=3)
+    fit(tmp_path, monitor, logger=logger, log_every_n_steps=1)
+    assert {name.split("/")[1] for name in logger.lines[0][1]} == {"worst", "mean"}
+
+
+def test_loggers_get_nothing_with_log_false(tmp_path):
+    logger = Seen()
+    fit(tmp_path, NumericsMonitor(every=3, log=False), logger=logger, log_every_n_steps=1)
+    assert not any(name.startswith("fp8/") for _, metrics in logger.lines for name in metrics)
 
 
 NUMBERS = ("amax", "underflow", "saturated", "scale")

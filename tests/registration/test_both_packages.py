@@ -3,6 +3,8 @@
 import pytest
 import tomllib
 
+import lightning_lowprec_autoload as autoload
+from lightning_lowprec.callbacks import NumericsMonitor
 from tests.registration.test_cli import ROOT, python
 
 MODEL = """
@@ -167,9 +169,24 @@ def test_a_package_that_cannot_be_imported_is_said_once_and_breaks_nothing(tmp_p
     assert ran.stderr.count("lightning_lowprec cannot be imported, so its names are unknown: OSError") == 1
 
 
-def test_torch_finds_the_entry_point():
+def test_the_variable_of_the_monitor(monkeypatch):
+    assert autoload.monitor() == []
+    monkeypatch.setenv("LOWPREC_MONITOR", "20")
+    (monitor,) = autoload.monitor()
+    assert isinstance(monitor, NumericsMonitor)
+    assert monitor.every == 20
+    for wrong in ("yes", "0", "-1"):
+        monkeypatch.setenv("LOWPREC_MONITOR", wrong)
+        with pytest.raises(ValueError, match=r"LOWPREC_MONITOR=.* expected a number of optimizer steps, such as 100"):
+            autoload.monitor()
+
+
+def test_torch_and_lightning_find_the_entry_points():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    assert project["project"]["entry-points"]["torch.backends"] == {
-        "lightning_lowprec": "lightning_lowprec_autoload:install"
+    monitor = {"lightning_lowprec": "lightning_lowprec_autoload:monitor"}
+    assert project["project"]["entry-points"] == {
+        "torch.backends": {"lightning_lowprec": "lightning_lowprec_autoload:install"},
+        "lightning.pytorch.callbacks_factory": monitor,
+        "pytorch_lightning.callbacks_factory": monitor,
     }
     assert project["tool"]["setuptools"]["py-modules"] == ["lightning_lowprec_autoload"]
