@@ -18,7 +18,7 @@ SLOW := tests/gpu/test_alignment.py tests/gpu/test_compile.py tests/ledger/test_
 # tests that other people wrote; about half an hour, not a part of CI
 PEERS ?= ../shared/peers
 
-.PHONY: help demo test test-more test-all check format package test-faults test-dtypes test-peers test-gpu gpu-lane test-floor test-te test-deepspeed test-ledger ledger rehearse bench evidence notebook docs docs-test clean
+.PHONY: help demo test test-more test-all test-versions check format package test-faults test-dtypes test-peers test-gpu gpu-lane test-floor test-te test-deepspeed test-ledger ledger rehearse bench evidence notebook docs docs-test clean
 .DEFAULT_GOAL := help
 
 help:
@@ -29,6 +29,7 @@ help:
 	@echo "make check       lint and types"
 	@echo "make package     build sdist and wheel in dist/, install the wheel in an empty environment and try it"
 	@echo "make test-floor  registration and contract tests on the oldest supported versions (5 GB on disk)"
+	@echo "make test-versions  torch 2.11 to 2.15 over both packages of Lightning (12 GB on disk, half an hour)"
 	@echo "make test-te     conversion, recipes, training by the reference quantizers with the real Transformer Engine, without a GPU (5 GB)"
 	@echo "make test-deepspeed  ZeRO 1, 2 and 3 with the real DeepSpeed on 2 gloo ranks, without a GPU (25 MB on disk)"
 	@echo "make ledger      count what a GPU would be asked to do, without a GPU (needs g++; 6 minutes; the first time 5 GB and 20 more)"
@@ -111,6 +112,17 @@ gpu-lane: $(VENV)/.installed
 
 test-floor: $(FLOOR)/.installed
 	OMP_NUM_THREADS=1 $(FLOOR)/bin/python -m pytest -n 2 --dist loadfile tests/registration tests/contract tests/masters tests/numerics tests/conversion/test_membership.py tests/torchao/test_fp8_linear.py tests/torchao/test_prototypes.py tests/precision/test_loss_scale*.py tests/msamp/test_scaled_[acgs]*.py tests/fsdp2/test_fsdp2_shards_shown.py
+
+# the newest of constraints.txt with another torch
+.venv-2.%/.installed: pyproject.toml constraints.txt
+	@echo "Setting up .venv-2.$* (6 GB) ..."
+	@$(PYTHON) -m venv $(@D)
+	@sed 's/^torch==.*/torch==2.$*/' constraints.txt > $(@D)/constraints.txt
+	@$(@D)/bin/python $(PIP_INSTALL) -c $(@D)/constraints.txt -e '.[test]'
+	@touch $@
+
+test-versions: $(VENV)/.installed $(FLOOR)/.installed .venv-2.14.1/.installed .venv-2.15.0/.installed
+	$(VENV)/bin/python -m tools.torch_versions
 
 test-te: $(TE)/.installed
 	OMP_NUM_THREADS=1 $(TE)/bin/python -m pytest -n 2 --dist loadfile tests/te tests/triton tests/registration/test_names.py tests/registration/test_from_accelerate.py tests/migration/test_our_side.py tests/benchmarks/test_gpu_lane_te.py

@@ -72,6 +72,6 @@ def multiply_waiting() -> None:
 
 
 def _norms(grads: Sequence[Tensor], order: float) -> list[Tensor]:
-    """Return the norms of gradients by device and mesh: tensor parallelism shards over one mesh more."""
-    groups = grouped(grads, lambda grad: (grad.device, mesh_of(grad)))
+    """Return the norms of gradients by device, mesh and placements: tensor parallelism shards over one mesh more."""
+    groups = grouped(grads, lambda grad: (grad.device, mesh_of(grad), getattr(grad, "placements", None)))
     return over_ranks([torch.linalg.vector_norm(float32_norms(group, order), order) for group in groups])

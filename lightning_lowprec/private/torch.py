@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from lightning_lowprec.private.names import missing
 
@@ -205,8 +205,17 @@ def multiply_all_(tensors: Tensors, factor: float | Tensor) -> None:
 
 
 def float32_norms(tensors: Tensors, order: float) -> Tensor:
-    """Return the norm of every tensor, computed in float32: (len(tensors),) float32, a DTensor for DTensors."""
-    return torch.stack(torch._foreach_norm(tensors, order, dtype=torch.float32))
+    """Return the norm of every tensor, computed in float32: (len(tensors),).
+
+    DTensors must have the same mesh and placements; the norms are those of all shards, in a sharded DTensor. Torch's
+    function does not take them with a dtype from torch 2.14 on (pytorch#194033).
+    """
+    first = tensors[0]
+    if not isinstance(first, DTensor):
+        return torch.stack(torch._foreach_norm(tensors, order, dtype=torch.float32))
+    norms = float32_norms([tensor.to_local() for tensor in tensors], order)  # type: ignore[attr-defined]
+    placements = [Shard(0) if placement.is_shard() else placement for placement in first.placements]
+    return DTensor.from_local(norms, first.device_mesh, placements, run_check=False)
 
 
 def largest_absolute_values(tensors: Tensors) -> Tensor:

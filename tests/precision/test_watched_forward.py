@@ -35,8 +35,9 @@ def test_the_flops_are_those_of_torchs_counter():
         FlopCounterMode(display=False) as torchs,
     ):
         model(*inputs)
-    attention = 4 * 2 * 4 * 16 * 16 * 16  # torch's counter does not know the kernel for CPU
-    assert calls.others.total() == torchs.get_total_flops() + attention
+    attention = 4 * 2 * 4 * 16 * 16 * 16
+    counted = any("attention" in str(operation) for operation in torchs.get_flop_counts()["Global"])  # from torch 2.15
+    assert calls.others.total() == torchs.get_total_flops() + (0 if counted else attention)
 
 
 def test_grouped_products_and_the_chunked_loss_of_torch_count():
