@@ -27,7 +27,7 @@ ENVIRONMENTS: Final[Mapping[str, str]] = {
 }
 """The folder of each minor version; `make test-versions` makes them."""
 TESTS: Final[Mapping[str, Sequence[str]]] = {
-    "lightning": ["tests/contract", "tests/registration", "tests/masters", "tests/torchao", "tests/msamp"],
+    "lightning": ["tests/contract", "tests/registration", "tests/masters", "tests/numerics"],
     "pytorch-lightning": ["-p", "tests.over_pytorch_lightning", "tests/contract"],
 }
 """What pytest runs over each package."""
