@@ -19,7 +19,7 @@ import warnings
 from typing import TYPE_CHECKING, Any, Final, get_args
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Container
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
@@ -34,8 +34,10 @@ _READERS: Final = {
     "pytorch_lightning.trainer.connectors.accelerator_connector": "_AcceleratorConnector",
     "lightning.pytorch.cli": "LightningArgumentParser",
     "pytorch_lightning.cli": "LightningArgumentParser",
+    "lightning.fabric.cli": "_run",
+    "lightning_fabric.cli": "_run",
 }
-"""The modules of Lightning that read ``precision=``, each with the class whose objects do it."""
+"""The modules of Lightning that read ``precision=``, each with the class or the command that does it."""
 _STOCK: Final = ("_PRECISION_INPUT_STR", "_PRECISION_INPUT_STR_ALIAS", "_PRECISION_INPUT_INT")
 
 installed_by_torch = False
@@ -107,10 +109,13 @@ class _Finder:
 
 
 def _watch(module: ModuleType) -> None:
-    """Let every object of the module's class first call the function of :func:`before_first_use`, or look for names."""
-    cls: Any = getattr(module, _READERS[module.__name__], None)
-    if cls is None:
+    """Let the module's command take our names; let every object of its class first call :data:`_first_use`, or look."""
+    reader: Any = getattr(module, _READERS[module.__name__], None)
+    for option in getattr(reader, "params", ()):
+        _let_pass(option)
+    if not isinstance(reader, type):
         return
+    cls: Any = reader
     original = cls.__init__
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -122,6 +127,29 @@ def _watch(module: ModuleType) -> None:
 
     __init__.__wrapped__ = original  # type: ignore[attr-defined]  # as functools.wraps does
     cls.__init__ = __init__
+
+
+def _let_pass(option: Any) -> None:
+    """Let an option of ``fabric run`` also take the names of lightning_lowprec."""
+    convert = option.type.convert
+
+    def convert_any(value: Any, *more: Any) -> Any:
+        try:
+            return convert(value, *more)
+        except Exception:  # of click, which is imported where this runs
+            _load()
+            if value not in _added(option.name):
+                raise
+            return value
+
+    option.type.convert = convert_any
+
+
+def _added(option: str) -> Container[str]:
+    if option == "strategy":
+        return ("fsdp2",)
+    names = sys.modules.get("lightning_lowprec.names")
+    return () if names is None or option != "precision" else names.TABLE
 
 
 def _asks(kwargs: dict[str, Any], module: ModuleType) -> bool:

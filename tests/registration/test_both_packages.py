@@ -120,6 +120,22 @@ cli = LightningCLI(Model)
 print(cli.trainer.precision)
 """
 )
+FABRIC_RUN = """
+import lightning_lowprec_autoload as autoload, sys, click
+autoload.install()
+from FABRIC.cli import _run
+options = {option.name: option for option in _run.params}
+def read(name, value):
+    return options[name].type.convert(value, options[name], None)
+assert (read("precision", "bf16-mixed"), read("strategy", "ddp")) == ("bf16-mixed", "ddp")
+assert "lightning_lowprec" not in sys.modules, "nobody asked for it"
+assert (read("precision", "fp8-hybrid"), read("strategy", "fsdp2")) == ("fp8-hybrid", "fsdp2")
+for name, wrong in (("precision", "fp8-hybird"), ("strategy", "fsdp3"), ("accelerator", "fp8-hybrid")):
+    try:
+        print(wrong, "is taken as", read(name, wrong))
+    except click.BadParameter:
+        print("refused")
+"""
 BROKEN = (
     "import torch, lightning_lowprec_autoload as autoload; autoload.install(); import pytorch_lightning as pl\n"
     "for _ in range(2):\n"
@@ -142,6 +158,12 @@ def test_names_are_known_without_an_import(tmp_path, package):
     code = WITHOUT_IMPORT.replace("PACKAGE", package)
     ran = python("-W", "ignore", "-c", code, cwd=tmp_path, from_nothing=True)
     assert "without an import" in ran.stdout
+
+
+@pytest.mark.parametrize("fabric", ["lightning_fabric", "lightning.fabric"])
+def test_the_launcher_of_fabric_takes_the_names(tmp_path, fabric):
+    ran = python("-W", "ignore", "-c", FABRIC_RUN.replace("FABRIC", fabric), cwd=tmp_path, from_nothing=True)
+    assert ran.stdout.split() == ["refused", "refused", "refused"]
 
 
 @pytest.mark.parametrize("package", ["pytorch_lightning", "lightning.pytorch"])
