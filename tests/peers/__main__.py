@@ -5,7 +5,8 @@
 FOLDER holds Lightning's own tests with a plugin for pytest that forces a precision or a strategy on every Trainer, a
 probe of features of the Trainer, and small models of transformers. A test that the control passes and one of our names
 does not pass needs a line in ``reasons.txt``: ``name | test | reason``. Names and tests are patterns (``*``). A
-difference without a reason is a failure, and so is a reason without a difference.
+difference without a reason is a failure, and so are a reason without a difference and a file that pytest cannot
+collect. ``--package pytorch_lightning`` runs Lightning's tests over the other package of Lightning.
 """
 
 from __future__ import annotations
@@ -36,6 +37,10 @@ LIGHTNING = (
     "checkpointing/test_trainer_checkpoint.py",
     "tuner/test_lr_finder.py",
 )
+AT_LEAST = 150
+"""How many of Lightning's tests the control passes at least; fewer means that tests are lost."""
+PACKAGES = {"lightning": (), "pytorch_lightning": ("-p", "tests.over_pytorch_lightning")}
+"""The packages of Lightning, and what pytest needs to run tests of the first over each."""
 Outcomes = dict[str, str]
 Suite = tuple[Outcomes, Iterable[tuple[str, Outcomes]]]
 """The outcomes of the control, and of every name as soon as it has run: a message, "" if a test passed."""
@@ -55,11 +60,13 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--names", default=",".join(SWAPS), help="which of: %(default)s")
     parser.add_argument("--suites", default="lightning,probe,models", help="which of: %(default)s")
+    parser.add_argument("--package", choices=PACKAGES, default="lightning")
     options = parser.parse_args()
     names, suites = options.names.split(","), options.suites.split(",")
     differences: list[Difference] = []
     for suite in suites:
-        control, under = SUITES[suite](options.folder.resolve(), names)
+        more = {"package": options.package} if suite == "lightning" else {}
+        control, under = SUITES[suite](options.folder.resolve(), names, **more)
         passed = [test for test in control if control[test] == ""]
         for name, outcomes in under:
             found = {test: outcomes.get(test, "no result") for test in passed}
@@ -105,7 +112,7 @@ def read_reasons(path: Path) -> Iterator[tuple[str, str, str]]:
 # ---- Lightning's own tests
 
 
-def lightning(folder: Path, names: list[str]) -> Suite:
+def lightning(folder: Path, names: list[str], package: str = "lightning") -> Suite:
     """Return the outcomes of Lightning's tests, of the control and by name: a message, "" if the test passed."""
     scratch = Path(tempfile.mkdtemp(prefix="peers-"))
     atexit.register(shutil.rmtree, scratch)
@@ -113,19 +120,26 @@ def lightning(folder: Path, names: list[str]) -> Suite:
     with tarfile.open(archive) as packed:
         packed.extractall(scratch, filter="data")
     tests = scratch / "tests"
-    return _pytest(tests, folder, "base32"), ((name, _pytest(tests, folder, SWAPS[name])) for name in names)
+    control = _pytest(tests, folder, "base32", package)
+    passed = list(control.values()).count("")
+    if passed < AT_LEAST:
+        raise RuntimeError(f"the control passes {passed} of Lightning's tests; expected {AT_LEAST} at least.")
+    return control, ((name, _pytest(tests, folder, SWAPS[name], package)) for name in names)
 
 
-def _pytest(tests: Path, folder: Path, swap: str) -> Outcomes:
+def _pytest(tests: Path, folder: Path, swap: str, package: str) -> Outcomes:
     report = tests.parent / "report.xml"
     path = os.pathsep.join(map(str, (tests, folder / "lightning", HERE.parents[1])))
     environment = os.environ | {"SWAP": swap, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     files = [f"tests_pytorch/{name}" for name in LIGHTNING]
-    flags = ["-q", "-n", "2", "-p", "swap_plugin", "-p", "no:cacheprovider", "-W", "ignore", f"--junitxml={report}"]
-    command = [sys.executable, "-m", "pytest", *flags, *files]
-    subprocess.run(
-        command, cwd=tests, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False
-    )
+    flags = ["-q", "-n", "2", *PACKAGES[package], "-p", "swap_plugin", "-p", "no:cacheprovider", "-W", "ignore"]
+    marker = "markers=flaky: of pytest-rerunfailures, which is not needed"
+    command = [sys.executable, "-m", "pytest", *flags, "-o", marker, f"--junitxml={report}", *files]
+    ran = subprocess.run(command, cwd=tests, env=environment, capture_output=True, text=True, check=False)
+    if ran.returncode not in (0, 1):
+        raise RuntimeError(
+            f"pytest ended with {ran.returncode} under {swap}:\n{ran.stdout[-3000:]}{ran.stderr[-2000:]}"
+        )
     outcomes: Outcomes = {}
     for case in ET.parse(report).iter("testcase"):
         kinds = {child.tag: child for child in case}
