@@ -40,10 +40,17 @@ def _as_it_is(parameter: Tensor) -> _Weight:
     return _Weight(id(parameter), version_of(parameter), local.data_ptr(), values.view(torch.int16))
 
 
-def _is_written(before: _Weight, now: _Weight) -> bool:
-    if before.identity != now.identity:
-        return False
-    return before[:3] != now[:3] or not torch.equal(before.values, now.values)
+def _written(before: Mapping[str, _Weight], now: Mapping[str, _Weight]) -> list[str]:
+    """Return the weights that differ; a device is waited for once."""
+    both = {
+        fqn: (before[fqn], new) for fqn, new in now.items() if fqn in before and before[fqn].identity == new.identity
+    }
+    moved = [fqn for fqn, (old, new) in both.items() if old[:3] != new[:3]]
+    if moved or not both:
+        return moved
+    differ = [(old.values != new.values).any() for old, new in both.values()]
+    flags = torch.stack([flag.to(differ[0].device) for flag in differ]).tolist()
+    return [fqn for fqn, flag in zip(both, flags, strict=True) if flag]
 
 
 @final
@@ -68,7 +75,7 @@ class FrozenWrites:
         cast = {fqn: p for fqn, p in parameters.items() if p.dtype in HALF_DTYPES and is_marked(p) and not is_lazy(p)}
         frozen = {fqn: p for fqn, p in cast.items() if not p.requires_grad and id(p) not in trained}
         before, self._weights = self._weights, {fqn: _as_it_is(p) for fqn, p in frozen.items()}
-        written = [fqn for fqn, now in self._weights.items() if fqn in before and _is_written(before[fqn], now)]
+        written = _written(before, self._weights)
         if not written:
             return
         self._weights = None
