@@ -58,6 +58,12 @@ _HALF_ROWS: Final = {
         hardware_recipe="bf16",
         summary="bf16-master with the exact float32 masters kept in 2 more bytes instead of 4",
     ),
+    "bf16-8bit": PrecisionName(
+        plugin_class=_HALF_MIXED,
+        options={"dtype": "bf16", "master_weights": "8bit"},
+        hardware_recipe="bf16",
+        summary="bf16-remainder with moments of 8 bits: 8 bytes per parameter with its gradient",
+    ),
     "bf16-sr": PrecisionName(
         plugin_class=_HALF_MIXED,
         options={"dtype": "bf16", "master_weights": "stochastic"},
@@ -68,7 +74,7 @@ _HALF_ROWS: Final = {
         plugin_class=_HALF_MIXED,
         options={"dtype": "bf16", "master_weights": LEAN},
         hardware_recipe="bf16",
-        summary="bf16-remainder with moments of 8 bits, each weight updated during the backward: 6 bytes per parameter",
+        summary="bf16-8bit with each weight updated during the backward, its gradient freed: 6 bytes per parameter",
     ),
     "bf16-lean-sr": PrecisionName(
         plugin_class=_HALF_MIXED,

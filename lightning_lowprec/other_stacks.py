@@ -28,6 +28,7 @@ PRECISIONS: Final[Mapping[str, str]] = {
     ),
     "fp8-master": "Write 'fp8-hybrid-master': bf16 weights, FP8 linear layers.",
     "fp8-remainder": "Write 'fp8-hybrid-remainder': bf16 weights, FP8 linear layers.",
+    "fp8-8bit": "Write 'fp8-hybrid-8bit': bf16 weights, moments of 8 bits, FP8 linear layers.",
     **dict.fromkeys(("fp8-sr", "fp8-stochastic"), "Write 'fp8-hybrid-sr': bf16 weights, FP8 linear layers."),
     **dict.fromkeys(("rowwise", "float8-rowwise"), "Write 'fp8-rowwise'."),
     "rowwise-with-gw-hp": "Write 'fp8-rowwise-gw-hp'.",

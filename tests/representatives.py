@@ -12,16 +12,18 @@ from lightning_lowprec.private.torchao import prototype_refusal
 WITH_MASTERS = {
     "fp8-rowwise-master",
     "fp8-tensorwise-remainder",
+    "fp8-e4m3-torchao-8bit",
     "fp8-rowwise-gw-hp-sr",
     "fp8-block-master",
     "fp8-hybrid-te-remainder",
+    "fp8-e4m3-te-8bit",
     "fp8-current-sr",
 }
 """Of FP8TorchAO and of FP8TE, each form of masters once, and each over another recipe."""
 
 
 def representatives(names: Iterable[str] | None = None) -> list[str]:
-    """Return the names of the table, but of the FP8 names with ``-master``, ``-remainder`` and ``-sr`` only a few.
+    """Return the names of the table, but of the FP8 names with a suffix of bf16 weights only a few.
 
     ``tests/registration/test_suffixes.py`` tests the rule that makes all of them: their plugins differ from these in
     ``recipe`` and ``fp8_format`` only.

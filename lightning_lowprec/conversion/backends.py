@@ -57,7 +57,7 @@ class PrecisionName:
     fp16: bool = False
     """Whether ``NAME-fp16`` exists too, with ``base="fp16"``: fp16 with loss scaling outside of FP8."""
     masters: bool = False
-    """Whether ``NAME-master``, ``NAME-remainder`` and ``NAME-sr`` exist too, with ``master_weights=``: bf16 weights."""
+    """Whether ``NAME`` exists with the suffixes of ``name_suffixes.MASTERS`` too: bf16 weights, ``master_weights=``."""
     lacks: Mapping[str, str] = field(default_factory=dict)
     """For each suffix that this name does not have, the reason or the remedy, for error messages."""
     alignment: int = 16

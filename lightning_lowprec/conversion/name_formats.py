@@ -85,11 +85,12 @@ HALF: Final = {
     "bf16-master": _true("bf16", master="fp32"),
     "fp16-master": _true("fp16", master="fp32"),
     "bf16-remainder": _true("bf16", master="int16"),
+    "bf16-8bit": _true("bf16", master="int16", moments="e4m3, e5m3"),
     "bf16-sr": _true("bf16"),
     "bf16-lean": _true("bf16", master="int16", moments="e4m3, e5m3", frees_gradients=True),
     "bf16-lean-sr": _true("bf16", moments="e4m3, e5m3", frees_gradients=True),
 }
-"""Half-precision weights; the suffixes ``-master``, ``-remainder`` and ``-sr`` of other names have the same state."""
+"""Half-precision weights; the suffixes of other names (``-remainder``, for example) have the same state."""
 
 NO_GROUPED_PRODUCT: Final = "no Linear (stacked experts)"
 """Why a precision without grouped products in FP8 keeps stacked experts."""

@@ -13,12 +13,18 @@ if TYPE_CHECKING:
     from lightning_lowprec.conversion.backends import PrecisionName
 
 FP16: Final = "-fp16"
-MASTERS: Final[Mapping[str, str]] = {"-master": "fp32", "-remainder": "remainder", "-sr": "stochastic"}
-"""For each suffix of half-precision weights, the form of the masters (``MasterConfig.form``)."""
+MASTERS: Final[Mapping[str, str]] = {
+    "-master": "fp32",
+    "-remainder": "remainder",
+    "-8bit": "8bit",
+    "-sr": "stochastic",
+}
+"""For each suffix of half-precision weights, what is kept between steps (``MasterConfig.kept``)."""
 OPTIONS: Final[Mapping[str, Mapping[str, Any]]] = {
     FP16: {"base": "fp16"},
     "-master": {"master_weights": True},
     "-remainder": {"master_weights": "remainder"},
+    "-8bit": {"master_weights": "8bit"},
     "-sr": {"master_weights": "stochastic"},
 }
 """For each suffix, the options of the plugin that the suffix adds."""
@@ -27,6 +33,7 @@ EVERYWHERE: Final[Mapping[str, str]] = {
     FP16: "; fp16 with loss scaling elsewhere",
     "-master": "; bf16 weights with float32 masters, bf16 elsewhere",
     "-remainder": "; bf16 weights with the exact float32 masters in 2 more bytes, bf16 elsewhere",
+    "-8bit": "; bf16 weights with the exact float32 masters in 2 more bytes, moments of 8 bits, bf16 elsewhere",
     "-sr": "; bf16 weights without masters, updates rounded stochastically, bf16 elsewhere",
 }
 """For each suffix, the end of a name's summary."""
@@ -43,11 +50,11 @@ def split(name: str) -> tuple[str, str]:
     return name.removesuffix(suffix), suffix
 
 
-def of_options(base: str, form: str | None) -> str:
-    """Return the suffix of a plugin's own name; ``form`` is that of the masters, None for float32 weights."""
+def of_options(base: str, kept: str | None) -> str:
+    """Return the suffix of a plugin's own name; ``kept`` is ``MasterConfig.kept``, None for float32 weights."""
     if base == "fp16":
         return FP16
-    return next((suffix for suffix, masters in MASTERS.items() if masters == form), "")
+    return next((suffix for suffix, masters in MASTERS.items() if masters == kept), "")
 
 
 def families(names: Iterable[str]) -> dict[tuple[str, ...], list[str]]:

@@ -9,6 +9,7 @@ from lightning_lowprec.checks import PositiveOrNone
 from lightning_lowprec.conversion.options import shows
 
 MasterForm = Literal["fp32", "remainder", "stochastic"]
+Kept = Literal[MasterForm, "8bit"]
 MomentForm = Literal["fp32", "8bit"]
 Update = Literal["step", "backward"]
 
@@ -53,10 +54,18 @@ class MasterConfig:
         """Whether something is rounded stochastically, so that steps are counted."""
         return self.form == "stochastic" or self.moments != "fp32"
 
+    @property
+    def kept(self) -> Kept:
+        """The word for what is kept between steps: the form, or ``"8bit"`` if remainders and 8-bit moments are."""
+        eight = (self.form, self.moments, self.update) == ("remainder", "8bit", "step")
+        return "8bit" if eight else self.form
+
     @classmethod
-    def of(cls, value: MasterForm | MasterConfig) -> MasterConfig:
-        """Return a config as given, and a form as a config."""
-        return value if isinstance(value, MasterConfig) else cls(form=value)
+    def of(cls, value: Kept | MasterConfig) -> MasterConfig:
+        """Return a config as given, and a word for what is kept as a config."""
+        if isinstance(value, MasterConfig):
+            return value
+        return cls(form="remainder", moments="8bit") if value == "8bit" else cls(form=value)
 
 
 LEAN: Final = MasterConfig(form="remainder", moments="8bit", update="backward")
@@ -64,8 +73,7 @@ LEAN: Final = MasterConfig(form="remainder", moments="8bit", update="backward")
 LEAN_SR: Final = MasterConfig(form="stochastic", moments="8bit", update="backward")
 """``bf16-lean-sr``: 4 bytes per parameter."""
 IN_THE_STEP: Final = (
-    "`plugins=[HalfMixed('bf16', master_weights=MasterConfig(form='remainder', moments='8bit'))]`, which updates in the"
-    " step and takes 8 bytes per parameter with its gradient (in FP8:"
-    " `plugins=[FP8TorchAO(master_weights=MasterConfig(form='remainder', moments='8bit'))]`)"
+    "`precision='bf16-8bit'` (in FP8 `precision='fp8-hybrid-8bit'`, as an option of a plugin `master_weights='8bit'`),"
+    " which updates in the step and takes 8 bytes per parameter with its gradient"
 )
 """The remedy for what an update during the backward pass cannot do."""

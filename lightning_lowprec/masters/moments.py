@@ -3,7 +3,8 @@
 The state ``exp_avg`` of a parameter, for example, is two plain tensors between steps: ``exp_avg_codes``, of the
 parameter's shape, and ``exp_avg_exponents``, (rows, blocks per row) uint8. They are sharded like the parameter; blocks
 lie inside rows, so that codes do not depend on the number of ranks. Within a step ``exp_avg`` is float32, unless a
-kernel steps the parameter. Small parameters, and those whose rows are not multiples of 32 numbers, keep float32 state.
+kernel steps the parameter. Small parameters, those whose rows are not multiples of 32 numbers, and state that is no
+average of gradients stay float32.
 
 A state dict has what is in memory: codes and exponents, and the remainders of masters under ``master_remainder``.
 Float32 masters and moments of all parameters would take 12 bytes per parameter of memory where the run holds 6. Loading
@@ -12,6 +13,8 @@ decodes for an optimizer that has other masters or moments, or none.
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Mapping, MutableMapping
 from typing import Any, Final
 
@@ -33,10 +36,14 @@ EXPONENTS: Final = "_exponents"
 MASTER_PARAM: Final = "master_param"  # the name that Megatron's and NeMo's checkpoints use
 MASTER_REMAINDER: Final = "master_remainder"
 LEAST: Final = 4096  # numbers of the smallest parameter whose state is coded
-NEVER_NEGATIVE: Final = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "exp_inf", "acc_delta")
-"""State of torch's optimizers that cannot be negative."""
-NO_MOMENTS: Final = ("ax", "prev", "step_size")
-"""State of ASGD and Rprop that is no average of gradients: averaged weights, signs and step sizes stay float32."""
+MOMENTS: Final[Mapping[str, BlockFormat]] = {
+    **dict.fromkeys(("exp_avg", "momentum_buffer", "grad_avg"), block_floats.E4M3),
+    **dict.fromkeys(("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "exp_inf", "acc_delta"), block_floats.E5M3),
+}
+"""The averages of gradients in torch's optimizers, and the formats of their codes: E5M3 where none is negative.
+
+Other state stays float32: averaged weights, previous gradients and step sizes need more than 3 bits of mantissa.
+"""
 _SEED_STEP: Final = 1 << 32  # added to the seed per kind of state: weights and moments round independently
 _OPTIONAL: Final = "momentum_buffer"  # state that torch's SGD takes for new where it is missing
 _HOOKED: Final = "_lowprec_decodes"
@@ -46,11 +53,6 @@ State = MutableMapping[str, Any]
 def float32_state(entry: Any) -> Any:
     """Return the state of one parameter with its half-precision tensors in float32."""
     return tree_map_only(Tensor, lambda t: t.float() if t.dtype in HALF_DTYPES else t, entry)
-
-
-def format_of(name: str) -> BlockFormat:
-    """Return the format of the state that is called ``name``."""
-    return block_floats.E5M3 if name in NEVER_NEGATIVE else block_floats.E4M3
 
 
 def block_of(param: Tensor) -> int:
@@ -87,7 +89,7 @@ def decode(state: Mapping[str, Any], name: str, param: Tensor) -> Tensor:
 def set_zeros(state: State, name: str, param: Tensor) -> None:
     """Set coded state of zeros."""
     shard = local(param)
-    codes = torch.zeros_like(shard, dtype=torch.uint8).view(format_of(name).dtype)
+    codes = torch.zeros_like(shard, dtype=torch.uint8).view(MOMENTS[name].dtype)
     exponents = torch.zeros(shard.numel() // block_of(param), dtype=torch.uint8, device=shard.device)
     _set(state, name, param, codes, exponents)
 
@@ -116,13 +118,25 @@ def encode_state(state: Mapping[Any, State], store: Store, step: int) -> None:
         entry = state.get(param, {})
         if entry and (block := block_of(param)):
             tensors = {name: value for name, value in entry.items() if isinstance(value, Tensor)}
-            whole = {name for name, t in tensors.items() if t.dtype == torch.float32 and t.shape == param.shape}
-            for number, name in enumerate(sorted(whole.difference(NO_MOMENTS)), start=1):
+            whole = {n for n, t in tensors.items() if t.dtype == torch.float32 and t.numel() >= param.numel()}
+            moments = sorted(name for name in whole & MOMENTS.keys() if tensors[name].shape == param.shape)
+            if others := whole.difference(moments):
+                _warn_of_float32(", ".join(f"`{name}`" for name in sorted(others)))
+            for number, name in enumerate(moments, start=1):
                 values = local(entry.pop(name))
                 seed = store.seed + number * _SEED_STEP
                 bits = bits_of_positions(values.numel(), seed, step, store.position(index), values.device)
-                codes, exponents = block_floats.encode(_flat(values), bits, block, format_of(name))
+                codes, exponents = block_floats.encode(_flat(values), bits, block, MOMENTS[name])
                 _set(entry, name, param, codes.as_strided(values.shape, values.stride()), exponents)
+
+
+@functools.cache  # once per process
+def _warn_of_float32(names: str) -> None:
+    warnings.warn(
+        f"`moments='8bit'`: the optimizer's state {names} stays float32, 4 bytes per parameter, because it is not known"
+        " to be an average of gradients. AdamW, Adam, SGD, RMSprop and Muon of torch have moments of 8 bits.",
+        stacklevel=2,
+    )
 
 
 def _set(state: State, name: str, param: Tensor, codes: Tensor, exponents: Tensor) -> None:
@@ -207,7 +221,8 @@ def is_our_format(moments: Mapping[str, Tensor], param: Tensor) -> bool:
     """Return whether the codes are those that :func:`encode_state` would make."""
     size = block_of(param)
     return size > 0 and all(
-        local(moments[f"{name}{CODES}"]).dtype == format_of(name).dtype
+        name in MOMENTS
+        and local(moments[f"{name}{CODES}"]).dtype == MOMENTS[name].dtype
         and moments[f"{name}{EXPONENTS}"].numel() * size == param.numel()
         for name in coded(moments)
     )
@@ -246,7 +261,7 @@ def for_pickle(state: Mapping[Any, Any], *, undo: bool = False) -> dict[Any, Any
 
     def viewed(entry: Any) -> Any:
         names = [name for name in coded(entry) if type(entry[f"{name}{CODES}"]) is Tensor]
-        dtypes = {f"{name}{CODES}": format_of(name).dtype if undo else torch.uint8 for name in names}
+        dtypes = {f"{name}{CODES}": MOMENTS[name].dtype if undo else torch.uint8 for name in names}
         return {**entry, **{name: entry[name].view(dtype) for name, dtype in dtypes.items()}}
 
     return {param: viewed(entry) if isinstance(entry, dict) else entry for param, entry in state.items()}

@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 
 from lightning_lowprec.conversion.steps import count_step
 from lightning_lowprec.masters import moments
-from lightning_lowprec.masters.config import MasterConfig, MasterForm
+from lightning_lowprec.masters.config import Kept, MasterConfig
 from lightning_lowprec.masters.in_backward import BackwardUpdates, forget_updates, refuse_together
 from lightning_lowprec.masters.kernel_step import step_in_one_pass, step_one
 from lightning_lowprec.masters.registry import MasterRegistry, registry_of
@@ -48,9 +48,7 @@ from lightning_lowprec.private.torch_optimizers import (
 T = TypeVar("T", bound=Optimizer)
 
 
-def add_masters(
-    optimizer: T, store: MasterForm | MasterConfig = "fp32", *, values: Mapping[int, Tensor] | None = None
-) -> T:
+def add_masters(optimizer: T, store: Kept | MasterConfig = "fp32", *, values: Mapping[int, Tensor] | None = None) -> T:
     """Give ``optimizer`` float32 masters of its half-precision parameters, in place, and return ``optimizer``.
 
     A second call makes masters of parameters that have become half precision since the first call.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, final
+from typing import Any, Literal, final, get_args
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -13,7 +13,7 @@ from typing_extensions import Unpack, override
 
 from lightning_lowprec.conversion.options import shows, take
 from lightning_lowprec.hardware import bf16_refusal, default_device, refusal_and_remedy
-from lightning_lowprec.masters.config import LEAN, LEAN_SR, MasterConfig
+from lightning_lowprec.masters.config import LEAN, LEAN_SR, Kept, MasterConfig
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.loss_scale import LossScaler
 from lightning_lowprec.precision.options import (
@@ -33,8 +33,9 @@ _NAMES: dict[tuple[str, str | None], str] = {
     ("fp16", "fp32"): "fp16-master",
     ("bf16", "fp32"): "bf16-master",
     ("bf16", "remainder"): "bf16-remainder",
+    ("bf16", "8bit"): "bf16-8bit",
     ("bf16", "stochastic"): "bf16-sr",
-    **{("auto", form): "half-auto-master" for form in ("fp32", "remainder", "stochastic")},
+    **{("auto", kept): "half-auto-master" for kept in get_args(Kept)},
 }
 
 _LEAN: dict[tuple[str, MasterConfig | None], str] = {("bf16", LEAN): "bf16-lean", ("bf16", LEAN_SR): "bf16-lean-sr"}
@@ -68,7 +69,7 @@ class HalfMixed(LowPrecision):
         masters = take(MasterOptions, options).resolve(dtype)
         super().__init__(scaler, masters, training)
         config = None if masters is None else masters.config
-        self.precision = _LEAN.get((dtype, config)) or _NAMES[dtype, None if config is None else config.form]
+        self.precision = _LEAN.get((dtype, config)) or _NAMES[dtype, None if config is None else config.kept]
 
     @property
     @override
@@ -116,7 +117,7 @@ class HalfMixed(LowPrecision):
         if self._dtype is torch.float16:
             if self.masters is not None and self.masters.config.form != "fp32":
                 raise RuntimeError(
-                    f"`master_weights={self.masters.config.form!r}` needs bf16, but {bf16_refusal(device)}; use"
+                    f"`master_weights={self.masters.config.kept!r}` needs bf16, but {bf16_refusal(device)}; use"
                     " `master_weights=True`."
                 )
             assert self._fp16_scaler is not None

@@ -27,7 +27,7 @@ FloatingDtype = Annotated[torch.dtype, Rule("a floating-point torch.dtype", lamb
 Float32OrNone = Annotated[
     torch.dtype | None, Rule("one of: None, torch.float32", lambda dtype: dtype in (None, torch.float32))
 ]
-MasterWeights = bool | Literal["remainder", "stochastic"] | MasterConfig
+MasterWeights = bool | Literal["remainder", "8bit", "stochastic"] | MasterConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,9 +113,10 @@ class MasterOptions(Group):
     Args:
         master_weights: False keeps float32 weights. Otherwise the weights are half precision and the optimizer updates
             float32 masters. ``True`` stores the masters (4 bytes per parameter). ``"remainder"`` stores the exact
-            masters in 2 bytes (bf16 only). ``"stochastic"`` stores no masters and rounds the updated weights
-            stochastically (bf16 only). A :class:`~lightning_lowprec.MasterConfig` can also ask for moments of 8
-            bits, for updates during the backward pass, and set the seed.
+            masters in 2 bytes (bf16 only). ``"8bit"`` does the same, and stores the optimizer's moments in 8 bits.
+            ``"stochastic"`` stores no masters and rounds the updated weights stochastically (bf16 only). A
+            :class:`~lightning_lowprec.MasterConfig` combines form and moments, can ask for updates during the backward
+            pass, and sets the seed.
         buffer_dtype: needs ``master_weights``. Floating-point buffers are cast to this dtype; None leaves them alone
             (rotary tables and running statistics need float32).
         grad_reduce_dtype: needs ``master_weights``. ``torch.float32`` averages gradients over the ranks of DDP in

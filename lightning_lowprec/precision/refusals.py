@@ -79,7 +79,7 @@ def refuse_skipping(scaler: LossScaler | None, masters: HalfWeights | None) -> N
         raise ValueError(
             "`skip_nonfinite=True` does not go with `MasterConfig(update='backward')` ('bf16-lean', 'bf16-lean-sr'):"
             " weights are updated during the backward pass, before all gradients are known to be finite. Use"
-            " `update='step'`: `master_weights=MasterConfig(form='remainder', moments='8bit')`."
+            " `master_weights='8bit'`, which updates in the step."
         )
 
 

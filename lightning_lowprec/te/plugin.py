@@ -153,8 +153,8 @@ class FP8TE(Scheduled):
         name = NAMES.get((self.kind, self.recipe.fp8_format.name.lower()), f"fp8-te-{self.kind}")
         name = name if self.per_layer is None else "fp8-te-per-layer"
         self.set_schedule(take(ScheduleOptions, options).schedule)
-        form = masters.config.form if masters is not None and name in WITH_MASTERS else None
-        self.precision = name + of_options(self.base, form)
+        kept = masters.config.kept if masters is not None and name in WITH_MASTERS else None
+        self.precision = name + of_options(self.base, kept)
 
     @override
     def check_schedule(self, phases: Schedule) -> None:

@@ -42,7 +42,7 @@ _CANDIDATES: Final[Sequence[tuple[str, str]]] = (
     ),
     ("int8-mixed", "int8 GEMMs, which this GPU runs faster than bf16: pays on large linear layers"),
     ("bf16-remainder", _REMAINDER),
-    ("bf16-sr", "no masters, updates are rounded stochastically: 12 bytes per parameter with AdamW, not 16"),
+    ("bf16-8bit", "float32 masters in 2 bytes, moments of 8 bits: 8 bytes per parameter with AdamW, not 16"),
 )
 _WITHOUT_BF16: Final = (
     ("fp16-master", "fp16 weights and gradients with loss scaling, float32 masters in the optimizer"),

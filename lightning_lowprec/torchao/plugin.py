@@ -77,8 +77,8 @@ class TorchAO(Scheduled):
 
     @property
     def suffix(self) -> str:
-        """The end of the precision's name: the base dtype, and the form of the masters."""
-        return of_options(self.base, None if self.masters is None else self.masters.config.form)
+        """The end of the precision's name: the base dtype, or what is kept beside bf16 weights."""
+        return of_options(self.base, None if self.masters is None else self.masters.config.kept)
 
     @abstractmethod
     def layer_recipes(self, device: torch.device) -> Recipes:

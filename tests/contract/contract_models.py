@@ -91,11 +91,11 @@ class Probe(L.LightningModule):
 
 
 class Net(L.LightningModule):
-    """A small network whose layers convert, with AdamW; keeps its losses."""
+    """A small network whose layers convert, with AdamW and moments that can have 8 bits; keeps its losses."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.LayerNorm(64), nn.Linear(64, 32))
+        self.layers = nn.Sequential(nn.Linear(32, 128), nn.ReLU(), nn.LayerNorm(128), nn.Linear(128, 32))
         self.losses: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Tensor:

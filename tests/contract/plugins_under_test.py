@@ -11,7 +11,7 @@ import torch
 
 from lightning_lowprec import FP8TE, MSAMP, FP8TorchAO, HalfMixed, MXFP8TorchAO
 from lightning_lowprec.conversion import backends
-from lightning_lowprec.masters.config import LEAN, LEAN_SR
+from lightning_lowprec.masters.config import LEAN_SR
 from lightning_lowprec.names import TABLE, create, resolve
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.loss_scale import LossScale
@@ -41,7 +41,6 @@ EXTRA: dict[str, Callable[..., LowPrecision]] = {
     "fp16-master-fp32-gradients": partial(HalfMixed, "fp16", master_weights=True, **FLOAT32_GRADIENTS),
     "bf16-remainder-fp32-gradients": partial(HalfMixed, "bf16", master_weights="remainder", **FLOAT32_GRADIENTS),
     "bf16-sr-fp32-gradients": partial(HalfMixed, "bf16", master_weights="stochastic", **FLOAT32_GRADIENTS),
-    "bf16-lean-in-the-step": partial(HalfMixed, "bf16", master_weights=replace(LEAN, update="step")),
     "bf16-lean-sr-in-the-step": partial(HalfMixed, "bf16", master_weights=replace(LEAN_SR, update="step")),
     "MSAMP-fp16": partial(MSAMP, base="fp16"),
     "MSAMP-stochastic": partial(MSAMP, "O3", stochastic_rounding=True, grad_accumulation_dtype=torch.float32),

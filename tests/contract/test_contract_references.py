@@ -105,7 +105,7 @@ def test_no_precision_is_another_one_in_disguise() -> None:
     for name in ("32-true", *DISTINCT):
         parameters = []
         for accumulate in (1, 2):
-            torch.manual_seed(11)  # rounding ties, which master and remainder round differently, are rare
+            torch.manual_seed(6)  # rounding ties, which master and remainder round differently, are rare
             module = Net()
             plugin = as_trained(make(name)) if name in DISTINCT else name
             trainer_with(plugin, accumulate_grad_batches=accumulate).fit(module, random_batches(3))

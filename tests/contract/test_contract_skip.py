@@ -39,8 +39,8 @@ PLUGINS: dict[str, Callable[..., LowPrecision]] = {
     "bf16": partial(HalfMixed, "bf16"),
     "half-auto": partial(HalfMixed),
     "bf16-master": partial(HalfMixed, "bf16", master_weights=True),
-    "bf16-remainder-fp32-gradients": partial(
-        HalfMixed, "bf16", master_weights="remainder", grad_accumulation_dtype=torch.float32
+    "bf16-8bit-fp32-gradients": partial(
+        HalfMixed, "bf16", master_weights="8bit", grad_accumulation_dtype=torch.float32
     ),
     "bf16-lean-sr-in-the-step": partial(HalfMixed, "bf16", master_weights=replace(LEAN_SR, update="step")),
     "tensorwise": partial(FP8TorchAO),
@@ -232,7 +232,9 @@ def test_fp16_skips_always(make_it: Callable[..., LowPrecision]) -> None:
 @pytest.mark.parametrize("cls", [partial(HalfMixed, "bf16"), FP8TorchAO])
 def test_an_update_in_the_backward_pass_cannot_be_skipped(cls: Any, config: MasterConfig) -> None:
     cls(master_weights=config)
-    with pytest.raises(ValueError, match=r"^`skip_nonfinite=True` does not go with .*backward.*Use `update='step'`"):
+    with pytest.raises(
+        ValueError, match=r"^`skip_nonfinite=True` does not go with .*backward.*Use `master_weights='8bit'`"
+    ):
         cls(master_weights=config, skip_nonfinite=True)
 
 

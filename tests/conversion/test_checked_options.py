@@ -52,7 +52,7 @@ SCALE = [
     ("skip_nonfinite", "False", TRUE_OR_FALSE),
 ]
 MASTERS = [
-    ("master_weights", "True", "True, False, 'remainder', 'stochastic' or a MasterConfig"),
+    ("master_weights", "True", "True, False, 'remainder', '8bit', 'stochastic' or a MasterConfig"),
     ("master_weights", 1, "True, False"),
     ("buffer_dtype", "bf16", "None or a floating-point torch.dtype"),
     ("buffer_dtype", torch.int8, "None or a floating-point torch.dtype"),

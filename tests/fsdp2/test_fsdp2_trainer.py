@@ -16,7 +16,7 @@ from tests.toys import QUIET
 pytestmark = pytest.mark.distributed
 PRECISIONS = (
     "32-true", "bf16-mixed", "bf16-true", "16-mixed", "half-auto", "bf16-master", "fp16-master", "bf16-remainder",
-    "bf16-sr", "fp8-hybrid", "fp8-hybrid-fp16", "fp8-rowwise-gw-hp", "fp8-hybrid-remainder",
+    "bf16-8bit", "bf16-sr", "fp8-hybrid", "fp8-hybrid-fp16", "fp8-rowwise-gw-hp", "fp8-hybrid-remainder",
     "int8-mixed",
 )  # fmt: skip
 
@@ -353,7 +353,7 @@ def test_every_precision_trains(results, precision):
     assert losses == pytest.approx(reference, rel=0.05)
     assert (losses != reference) == (precision != "32-true")
     assert len(evaluated) == 2 + 8
-    half_weights = precision in ("bf16-true", "bf16-remainder", "bf16-sr", "fp8-hybrid-remainder")
+    half_weights = precision in ("bf16-true", "bf16-remainder", "bf16-8bit", "bf16-sr", "fp8-hybrid-remainder")
     assert dtypes == {torch.bfloat16 if half_weights else torch.float32}
     expected = torch.float16 if precision == "16-mixed" or "fp16" in precision else torch.bfloat16
     if "fp8" in precision and "rowwise" not in precision:  # the root has no FP8 layer

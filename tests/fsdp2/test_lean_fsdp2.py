@@ -1,4 +1,4 @@
-"""`bf16-lean`, `bf16-lean-sr` and `fp8-lean` under FSDP2: updates during the backward pass, codes in checkpoints."""
+"""8-bit moments under FSDP2, with updates in the step (`-8bit`) and during the backward pass (`-lean`)."""
 
 from dataclasses import replace
 
@@ -20,10 +20,14 @@ from tests.fsdp2.test_resume_fabric import state
 from tests.fsdp2.toy import QUIET, adamw, assert_same, full
 
 LEANS = ("bf16-lean", "bf16-lean-sr", "fp8-lean")
-SAVED = (("bf16-lean", "sharded"), ("bf16-lean", "full"), ("bf16-lean-sr", "sharded"), ("fp8-lean", "full"))
+IN_STEP = ("bf16-8bit", "fp8-hybrid-8bit")
+SAVED = (
+    ("bf16-lean", "sharded"), ("bf16-lean-sr", "full"), ("fp8-lean", "full"), ("bf16-8bit", "full"),
+    ("bf16-8bit", "sharded"), ("fp8-hybrid-8bit", "sharded"),
+)  # fmt: skip
 CROSSINGS = (
     ("bf16-lean", "bf16-remainder", "full"), ("bf16-lean", "fp8-hybrid", "sharded"), ("fp8-lean", "bf16-mixed", "full"),
-    ("bf16-lean-sr", "bf16-sr", "sharded"),
+    ("bf16-lean-sr", "bf16-sr", "sharded"), ("bf16-8bit", "bf16-lean", "sharded"),
 )  # fmt: skip
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 CLIP = 1e-3
@@ -140,6 +144,7 @@ def floats_of(model, optimizer):
 def on_two(rank, ranks, folder):
     for precision in LEANS:
         as_in_the_step(rank, ranks, precision)
+    for precision in (*LEANS, *IN_STEP):
         as_one_process(rank, ranks, folder, precision)
     for precision, kind in SAVED:
         resumes(rank, ranks, folder, precision, kind)
@@ -175,14 +180,15 @@ def resumes(rank, ranks, folder, precision, kind):
     train(fabric, model, optimizer, range(3), rank)
     fabric.save(path, state(fabric, model, optimizer, 3))
     saved = everything(model, optimizer)
-    train(fabric, model, optimizer, range(3, 6), rank)
+    train(fabric, model, optimizer, range(3, 6))
     after = everything(model, optimizer)
     if rank == 0:
         torch.save(saved, folder / f"{name}.truth")
+        torch.save(after, folder / f"{name}.after")
     fabric, model, optimizer = setup(precision, ranks, seed=7, kind=kind, cpu_offload=kind == "full")
     fabric.load(path, state(fabric, model, optimizer))
     assert_same(everything(model, optimizer), saved, name)
-    train(fabric, model, optimizer, range(3, 6), rank)
+    train(fabric, model, optimizer, range(3, 6))
     assert_same(everything(model, optimizer), after, name)
 
 
@@ -244,12 +250,13 @@ def on_one(rank, ranks, folder):
     for precision, kind in SAVED:
         fabric, model, optimizer = loads(ranks, folder, precision, kind, f"{precision}.{kind}.ckpt")
         fabric.save(folder / f"{precision}.{kind}.of_one.ckpt", state(fabric, model, optimizer, 3))
+        goes_on_as_before(folder, precision, kind, fabric, model, optimizer)
 
 
 def on_four(rank, ranks, folder):
-    for precision, kind in SAVED[:3]:
+    for precision, kind in SAVED:
         run = loads(ranks, folder, precision, kind, f"{precision}.{kind}.of_one.ckpt")
-        assert train(*run, range(3, 5)) == set()
+        goes_on_as_before(folder, precision, kind, *run)
         tall = dict(run[1].module.named_parameters())["tall.weight"]
         assert len(tall.to_local()) == (2, 2, 1, 0)[rank]
         assert "exp_avg_codes" in run[2].state[tall], "also where the rank has no rows"
@@ -287,11 +294,19 @@ def loads(ranks, folder, precision, kind, file):
     return fabric, model, optimizer
 
 
-def test_leans(tmp_path):
+def goes_on_as_before(folder, precision, kind, fabric, model, optimizer):
+    """The next three steps, of the same batches on every rank, are those of the two ranks that saved, bit for bit."""
+    left = train(fabric, model, optimizer, range(3, 6))
+    assert left == (set() if precision in LEANS else {name for name, _ in model.module.named_parameters()})
+    after = torch.load(folder / f"{precision}.{kind}.after")
+    assert_same(everything(model, optimizer), after, f"{precision}: the steps after {kind}")
+
+
+def test_eight_bits(tmp_path):
     launch(on_two, 2, tmp_path, tmp_path)
     launch(on_one, 1, tmp_path, tmp_path)
     launch(on_four, 4, tmp_path, tmp_path)
-    for precision in LEANS:  # without FSDP2
+    for precision in (*LEANS, *IN_STEP):  # without FSDP2
         fabric = L.Fabric(accelerator="cpu", devices=1, precision=precision)
         model = Net()
         model, optimizer = fabric.setup(model, adamw(model))

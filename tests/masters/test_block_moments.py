@@ -5,11 +5,14 @@ import gc
 import itertools
 import pickle
 import sys
+import warnings
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
+from lightning_lowprec.masters import moments
 from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.masters.optimizer import add_masters, has_masters, main_params, remove_masters
 from lightning_lowprec.masters.weights import cast_parameters
@@ -356,10 +359,49 @@ def test_sparse_gradients_are_clipped_too():
     torch.testing.assert_close(masters_of(optimizer)[0], expected)
 
 
-def test_averaged_weights_and_signs_are_no_moments():
-    for make, kept in ((torch.optim.ASGD, {"ax"}), (torch.optim.Rprop, {"prev", "step_size"})):
-        model, optimizer = wrapped(lambda m, make=make: make(m.parameters()), moments="8bit", update="backward")
-        train(model, optimizer, range(2))
-        state = optimizer.state[model[0].weight]
-        assert {name for name, value in state.items() if value.dim()} == kept
-        assert all(value.dtype == torch.float32 for value in state.values())
+class WithAnAverageOfWeights(torch.optim.SGD):
+    """An optimizer of a user, whose state 8 bits would spoil."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for p in self.param_groups[0]["params"]:
+            self.state[p].setdefault("z", p.detach().clone()).lerp_(p.detach(), 0.1)
+
+
+@pytest.mark.parametrize(
+    ("make", "kept", "coded"),
+    [
+        (torch.optim.ASGD, {"ax"}, set()),
+        (torch.optim.Rprop, {"prev", "step_size"}, set()),
+        (torch.optim.LBFGS, {"d", "prev_flat_grad"}, set()),
+        (partial(WithAnAverageOfWeights, momentum=0.9), {"z"}, {"momentum_buffer"}),
+        (
+            partial(torch.optim.RMSprop, momentum=0.9, centered=True),
+            set(),
+            {"momentum_buffer", "square_avg", "grad_avg"},
+        ),
+        (torch.optim.Adafactor, set(), set()),
+    ],
+    ids=["ASGD", "Rprop", "LBFGS", "a user's", "RMSprop", "Adafactor"],
+)
+def test_what_is_not_known_to_be_an_average_of_gradients_stays_float32_with_a_warning(make, kept, coded):
+    moments._warn_of_float32.cache_clear()
+    model, optimizer = wrapped(lambda m: make([m[2].weight]), form="remainder", moments="8bit")
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(batch(0)).float().square().mean()
+        loss.backward()
+        return loss
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            optimizer.step(closure)
+    named = ", ".join(f"`{name}`" for name in sorted(kept))
+    assert [str(w.message).split(" stays float32")[0] for w in caught] == (
+        [f"`moments='8bit'`: the optimizer's state {named}"] if kept else []
+    )
+    state = optimizer.state[model[2].weight]
+    assert {name.removesuffix("_codes") for name in state if name.endswith("_codes")} == coded
+    assert all(state[name].dtype == torch.float32 for name in kept)

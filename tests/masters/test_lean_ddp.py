@@ -1,4 +1,4 @@
-"""`bf16-lean` under DDP: weights are updated in the step, with the numbers of one process."""
+"""`bf16-8bit` and `bf16-lean` under DDP: weights are updated in the step, with the numbers of one process."""
 
 import logging
 from dataclasses import replace
@@ -11,12 +11,12 @@ from torch import distributed as dist
 from torch.nn import functional as F
 
 from lightning_lowprec import HalfMixed
-from lightning_lowprec.masters.config import LEAN, LEAN_SR
+from lightning_lowprec.masters.config import LEAN
 from tests.fsdp2.ranks import free_port, run
 from tests.fsdp2.test_lean_fsdp2 import Net, batch, check_clipping, everything, in_step, setup, sgd, train
 from tests.fsdp2.toy import adamw, assert_same
 
-LEANS = {"bf16-lean": LEAN, "bf16-lean-sr": LEAN_SR}
+NAMES = ("bf16-8bit", "bf16-lean", "bf16-lean-sr")
 pytestmark = pytest.mark.distributed
 
 
@@ -34,7 +34,7 @@ def on_two(rank):
     logging.getLogger("lightning.fabric.utilities.rank_zero").addHandler(said)
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addHandler(said)
     found = {}
-    for precision in LEANS:
+    for precision in NAMES:
         fabric, model, optimizer = setup(precision, 2, strategy=DDPStrategy())
         left = train(fabric, model, optimizer, range(4))  # both ranks on the same batches
         found[precision] = everything(model, optimizer), left
@@ -66,7 +66,7 @@ def alone(precision, both=False):
     return everything(model, optimizer)
 
 
-@pytest.mark.parametrize("precision", LEANS)
+@pytest.mark.parametrize("precision", NAMES)
 def test_the_numbers_are_those_of_one_process(ranks, precision):
     expected = alone(precision)
     for rank in ranks:

@@ -14,7 +14,8 @@ from lightning_lowprec.precision.loss_scale import LossScale
 from tests.precision.weights_left import as_trained
 from tests.toys import ON_CPU
 
-FORMS = ["bf16-master", "bf16-remainder", "bf16-sr", "fp16-master"]
+FORMS = ["bf16-master", "bf16-remainder", "bf16-8bit", "bf16-sr", "fp16-master"]
+WIDTH = 64  # squared: the smallest weight whose moments get 8 bits
 
 
 class Constant(L.LightningModule):
@@ -35,7 +36,7 @@ class Constant(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
-@pytest.mark.parametrize("name", ["bf16-master", "bf16-remainder", "fp16-master"])
+@pytest.mark.parametrize("name", ["bf16-master", "bf16-remainder", "bf16-8bit", "fp16-master"])
 def test_five_small_steps_arrive(name):
     model = Constant()
     how = name
@@ -76,8 +77,8 @@ class Net(L.LightningModule):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.backbone = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16))
-        self.head = nn.Linear(16, 16)
+        self.backbone = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH))
+        self.head = nn.Linear(WIDTH, WIDTH)
         self.scaled = []
 
     def training_step(self, batch, batch_idx):
@@ -85,7 +86,7 @@ class Net(L.LightningModule):
 
     def train_dataloader(self):
         torch.manual_seed(1)
-        return torch.utils.data.DataLoader(torch.randn(64, 16), batch_size=8)
+        return torch.utils.data.DataLoader(torch.randn(64, WIDTH), batch_size=8)
 
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
@@ -156,7 +157,7 @@ def test_a_model_that_begins_with_a_norm_takes_float_batches_in_every_stage(name
     class Normed(Net):
         def __init__(self):
             super().__init__()
-            self.backbone = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16))
+            self.backbone = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH))
 
         def validation_step(self, batch, batch_idx):
             self.log("val", self.training_step(batch, batch_idx))
@@ -207,7 +208,7 @@ def test_buffers_stay_float32_unless_told(buffer_dtype):
         ({"dtype": "fp16", "master_weights": "remainder"}, r"`master_weights='remainder'` is not valid with fp16"),
         (
             {"dtype": "bf16", "master_weights": "kahan"},
-            r"`master_weights='kahan'` is not valid; expected True, False, 'remainder', 'stochastic' or a MasterConfig",
+            r"`master_weights='kahan'` is not valid; expected True, False, 'remainder', '8bit', 'stochastic' or a M",
         ),
         ({"dtype": "bf16", "master_weights": 1}, r"`master_weights=1` is not valid"),
         ({"dtype": "bf16", "buffer_dtype": torch.float32}, r"`buffer_dtype=torch.float32` goes with `master_weights`"),
@@ -223,7 +224,7 @@ def test_batch_norm_keeps_float32(name):
     class Convolutional(Net):
         def __init__(self):
             super().__init__()
-            self.backbone = nn.Sequential(nn.BatchNorm1d(16), nn.Linear(16, 16), nn.BatchNorm1d(16))
+            self.backbone = nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
 
     model = Convolutional()
     L.Trainer(plugins=as_trained(name), max_epochs=1, **ON_CPU).fit(model)
@@ -231,7 +232,7 @@ def test_batch_norm_keeps_float32(name):
     assert model.backbone[1].weight.dtype is (torch.float16 if name.startswith("fp16") else torch.bfloat16)
 
 
-@pytest.mark.parametrize("name", ["bf16-remainder", "bf16-sr"])
+@pytest.mark.parametrize("name", ["bf16-remainder", "bf16-8bit", "bf16-sr"])
 def test_no_master_takes_memory_while_activations_do(name):
     seen = []
 

@@ -16,8 +16,10 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.checkpoint import checkpoint
 
 import lightning_lowprec
-from lightning_lowprec import FP8TorchAO, HalfMixed, MasterConfig
+from lightning_lowprec import HalfMixed, MasterConfig
 from lightning_lowprec.masters.config import LEAN
+from lightning_lowprec.masters.optimizer import add_masters, main_params, move_grads_to_masters
+from lightning_lowprec.masters.weights import cast_parameters
 from lightning_lowprec.names import TABLE
 from tests.contract.contract_models import trainer_with
 from tests.masters.master_loops import equal
@@ -116,21 +118,46 @@ class Gan(Net):
     ],
     ids=["accumulation", "scheduled accumulation", "clipping", "two optimizers"],
 )
-def test_the_trainer_refuses_what_needs_gradients_and_names_plugins_that_do_it(model, options, message):
+def test_the_trainer_refuses_what_needs_gradients_and_names_precisions_that_do_it(model, options, message):
     with pytest.raises(MisconfigurationException, match=f"`precision='bf16-lean'`: {message}") as refused:
         fit(model(), "bf16-lean", **options)
-    told = [instead for [instead] in codes("plugins=", refused.value)]
-    assert [type(instead) for instead in told] == [HalfMixed, FP8TorchAO]
-    for instead in told:
+    told = codes("precision=", refused.value)[1:]
+    assert told == ["bf16-8bit", "fp8-hybrid-8bit"]
+    for instead in (*told, HalfMixed("bf16", master_weights=codes("master_weights=", refused.value)[0])):
         trained = model()
         fit(trained, instead, **options)
         assert not equal(weights(trained), [p.bfloat16() for p in weights(model())])
 
 
+@pytest.mark.parametrize(("algorithm", "limit"), [("norm", 0.02), ("value", 1e-3)])
+def test_8_bits_in_the_step_accumulate_and_clip_as_a_plain_loop(algorithm, limit):
+    model, plain = Net(), Net()
+    clip = {"gradient_clip_val": limit, "gradient_clip_algorithm": algorithm}
+    trainer = fit(model, "bf16-8bit", steps=9, accumulate_grad_batches=3, **clip)
+    assert trainer.global_step == 3
+    originals = cast_parameters(plain, torch.bfloat16, keep=True)
+    optimizer = add_masters(plain.configure_optimizers(), "8bit", values=originals)
+    clipped = {"norm": torch.nn.utils.clip_grad_norm_, "value": torch.nn.utils.clip_grad_value_}[algorithm]
+    for _ in range(3):
+        for batch in batches(3):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = plain.training_step(batch.bfloat16()) / 3
+            loss.backward()
+        move_grads_to_masters(optimizer)
+        largest = max(p.grad.abs().max() for p in main_params(optimizer))
+        clipped(main_params(optimizer), limit)
+        assert 0 < max(p.grad.abs().max() for p in main_params(optimizer)) < largest
+        optimizer.step()
+        optimizer.zero_grad()
+    assert "exp_avg_codes" in optimizer.state[plain.layers[0].weight]
+    assert equal(model.state_dict(), plain.state_dict())
+    assert equal(trainer.optimizers[0].state_dict()["state"], optimizer.state_dict()["state"])
+
+
 def test_the_trainer_clips_each_gradient_as_the_message_says():
     with pytest.raises(MisconfigurationException) as refused:
         fit(Net(), "bf16-lean", gradient_clip_val=1.0)
-    (config,) = [told for told in codes("master_weights=", refused.value) if told.update == "backward"]
+    config = codes("master_weights=", refused.value)[-1]
     assert fit(Net(), HalfMixed("bf16", master_weights=config)).global_step == 3
 
 
@@ -164,7 +191,7 @@ def test_options_that_exclude_each_other_say_so():
 
 
 def test_plugins_made_by_hand_have_the_names():
-    for name in ("bf16-lean", "bf16-lean-sr"):
+    for name in ("bf16-8bit", "bf16-lean", "bf16-lean-sr"):
         assert HalfMixed(**TABLE[name].options).precision == name
     assert plugin("remainder", "fp32").precision == "bf16-remainder"
 
@@ -189,7 +216,7 @@ def test_fabric_refuses_clipping_and_a_second_backward():
 def test_fabric_refuses_a_second_optimizer_with_other_parameters():
     generator, critic = Net(0), Net(1)
     fabric, _, first = in_fabric("bf16-lean", generator, generator.configure_optimizers())
-    with pytest.raises(RuntimeError, match=r"a second optimizer was set up.*MasterConfig"):
+    with pytest.raises(RuntimeError, match=r"a second optimizer was set up.*Use `precision='bf16-8bit'`"):
         fabric.setup(critic, critic.configure_optimizers())
     del first
 

@@ -10,7 +10,7 @@ from lightning_lowprec.masters.optimizer import main_params
 from tests.precision.weights_left import Net, exact_weights, fit, same_bits
 from tests.toys import ON_CPU
 
-MASTERS = ["bf16-master", "bf16-remainder", "bf16-sr", "fp16-master"]
+MASTERS = ["bf16-master", "bf16-remainder", "bf16-8bit", "bf16-sr", "fp16-master"]
 NAMES = ["half-auto", *MASTERS, "fp8-tensorwise", "msamp-o2", "msamp-o3"]
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),

@@ -51,9 +51,10 @@ def test_name_in_fabric_and_trainer(name):
 
 def test_the_designed_names_and_no_others_are_registered():
     tensorwise = {"fp8-hybrid", "fp8-e4m3", "fp8-tensorwise", "fp8-hybrid-torchao", "fp8-e4m3-torchao"}
-    masters = {"fp16-master", "bf16-master", "bf16-remainder", "bf16-sr", "bf16-lean", "bf16-lean-sr", "fp8-lean"}
+    masters = {"fp16-master", "bf16-master", "bf16-remainder", "bf16-8bit", "bf16-sr"}
     expected = {
         *masters,
+        *("bf16-lean", "bf16-lean-sr", "fp8-lean"),
         "half-auto",
         "fp8-rowwise",
         "fp8-rowwise-gw-hp",
@@ -76,7 +77,7 @@ def test_the_designed_names_and_no_others_are_registered():
         "mxfp8-torchao",
         "int8-mixed",
     )
-    expected |= {f"{name}{suffix}" for name in bf16_based for suffix in ("-master", "-remainder", "-sr")}
+    expected |= {f"{name}{suffix}" for name in bf16_based for suffix in ("-master", "-remainder", "-8bit", "-sr")}
     assert set(TABLE) == expected
 
 

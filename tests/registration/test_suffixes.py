@@ -1,4 +1,4 @@
-"""Names with ``-master``, ``-remainder`` and ``-sr``: one rule makes them; everything that takes a name takes them."""
+"""Names with ``-master``, ``-8bit`` and the like: one rule makes them; everything that takes a name takes them."""
 
 import re
 from collections import Counter
@@ -9,13 +9,13 @@ import lightning as L
 import pytest
 import torch
 
-from lightning_lowprec import FP8TE, FP8TorchAO, Int8TorchAO, MXFP8TorchAO
+from lightning_lowprec import FP8TE, FP8TorchAO, Int8TorchAO, MasterConfig, MXFP8TorchAO
 from lightning_lowprec.conversion.name_suffixes import families, in_words, split
 from lightning_lowprec.names import TABLE, create, resolve, without_backend
 from lightning_lowprec.tools.cli import main
 from lightning_lowprec.tools.planning.pages import widths
 
-FORMS = {"-master": True, "-remainder": "remainder", "-sr": "stochastic"}
+FORMS = {"-master": True, "-remainder": "remainder", "-8bit": "8bit", "-sr": "stochastic"}
 BF16_BASED = [
     name
     for name, row in TABLE.items()
@@ -36,16 +36,17 @@ def test_the_rule_covers_every_bf16_based_name():
                 TABLE[name].plugin, TABLE[name].gathers_fp8, TABLE[name].gains,
             )  # fmt: skip
     suffixed = [name for name in TABLE if split(name)[1] in FORMS and split(name)[0] in TABLE]
-    assert len(suffixed) == 3 * len(BF16_BASED), "no other name has such a form"
+    assert len(suffixed) == len(FORMS) * len(BF16_BASED), "no other name has such a form"
     assert Counter(split(name)[1] for name in suffixed) == dict.fromkeys(FORMS, len(BF16_BASED))
 
 
 @pytest.mark.parametrize("name", HERE)
 def test_each_makes_the_plugin_with_bf16_weights_and_its_masters(name):
-    for suffix, form in {"-master": "fp32", "-remainder": "remainder", "-sr": "stochastic"}.items():
+    configs = (("fp32", "fp32"), ("remainder", "fp32"), ("remainder", "8bit"), ("stochastic", "fp32"))
+    for suffix, (form, moments) in zip(FORMS, configs, strict=True):
         plugin = create(f"{name}{suffix}")
         assert plugin.precision == f"{name}{suffix}"
-        assert plugin.masters.config.form == form
+        assert plugin.masters.config == MasterConfig(form=form, moments=moments)
         assert plugin.autocast_dtype is torch.bfloat16
         assert plugin.scaler is None
         made = resolve(f"{name}{suffix}")
@@ -83,8 +84,12 @@ REFUSED = {
     "msamp-o3-master": "'msamp-o3' has no `-master`: it keeps its weights as codes",
     "msamp-o3-fp16": "'msamp-o3' has no `-fp16`: its backend has no such name.",
     "fp8-tensorwise-remainder-sr": "A name has one suffix: write 'fp8-tensorwise-remainder'.",
+    "fp8-tensorwise-8bit-fp16": "`-fp16` and `-8bit` do not go together: `-8bit` needs bf16 weights",
+    "nvfp4-8bit": "'nvfp4' has no `-8bit`: it needs Blackwell",
+    "msamp-o2-8bit": "'msamp-o2' has no `-8bit`: it keeps its weights as codes",
     "fp8-hybrid-remaindr": "Did you mean 'fp8-hybrid-remainder'?",
     "fp8-remainder": "Write 'fp8-hybrid-remainder'",
+    "fp8-8bit": "Write 'fp8-hybrid-8bit'",
 }
 
 
@@ -115,7 +120,7 @@ def test_an_error_lists_families_and_suffixes_not_members():
     assert quoted >= {*TABLE} - members
     assert not quoted & members
     assert quoted >= {"-fp16", *FORMS}
-    assert listed.endswith("'fp8-block', each also with '-master', '-remainder' or '-sr'.")
+    assert listed.endswith("'fp8-block', each also with '-master', '-remainder', '-8bit' or '-sr'.")
 
 
 def test_a_family_says_exactly_what_exists():
@@ -125,7 +130,9 @@ def test_a_family_says_exactly_what_exists():
     assert in_words(["a", "a-sr", "b-sr", "c", "c-sr", "c-fp16"]) == "a, also with -sr; b-sr; c, also with -fp16 or -sr"
 
 
-@pytest.mark.parametrize(("suffix", "bytes_of_state"), [("", 16), ("-master", 16), ("-remainder", 14), ("-sr", 12)])
+@pytest.mark.parametrize(
+    ("suffix", "bytes_of_state"), [("", 16), ("-master", 16), ("-remainder", 14), ("-8bit", 8), ("-sr", 12)]
+)
 def test_plan_counts_the_bytes_of_the_state(suffix, bytes_of_state, capsys):
     import json
 

@@ -70,7 +70,7 @@ def test_json_has_the_recommendation_too(capsys):
     [
         ("Blackwell, Transformer Engine", RUNS, set(), True, ["half-auto", "mxfp8", "fp8-hybrid"]),
         ("Hopper, torchao", RUNS - {"mxfp8"}, set(), True, ["half-auto", "fp8-hybrid", "fp8-hybrid-remainder"]),
-        ("Ampere", RUNS - FP8, set(), True, ["half-auto", "bf16-remainder", "bf16-sr"]),
+        ("Ampere", RUNS - FP8, set(), True, ["half-auto", "bf16-remainder", "bf16-8bit"]),
         ("Ampere, torchao", RUNS - (FP8 - {"int8-mixed"}), set(), True, ["half-auto", "int8-mixed", "bf16-remainder"]),
         ("Turing", RUNS - FP8, set(), False, ["half-auto", "fp16-master", "32-true"]),
         ("CPU", RUNS, FP8, True, ["half-auto", "bf16-remainder", "fp8-hybrid"]),

@@ -95,7 +95,7 @@ def test_what_one_rank_holds_and_sends(tmp_path, capsys):
     data = run_json(capsys, config, "--precision", "fp8-tensorwise", "--shards", 8, "--copies", 4)
     by_name = {row["precision"]: row for row in data["per_rank"]}
     state = {"32-true": 16, "bf16-true": 8, "bf16-sr": 12, "bf16-remainder": 14, "bf16-master": 16, "bf16-mixed": 16}
-    state |= {"bf16-lean-sr": 4, "bf16-lean": 6}
+    state |= {"bf16-lean-sr": 4, "bf16-lean": 6, "bf16-8bit": 8}
     float8 = by_name.pop("fp8-tensorwise")
     assert {name: row["state"] * 8 / everything for name, row in by_name.items()} == state
     assert float8["state"] * 8 == 16 * everything + 2 * linears, "the rank keeps the codes of its shards"

@@ -79,8 +79,9 @@ def largest(peaks):
         ("bf16-true", 2, 2, 4),
         ("bf16-master", 2, None, 12),
         ("bf16-remainder", 2, None, 10),
+        ("bf16-8bit", 2, None, 4 + 2 / 256),  # an exponent for 256 numbers of each moment
         ("bf16-sr", 2, None, 8),
-        ("bf16-lean", 2, None, 4 + 2 / 256),  # an exponent for 256 numbers of each moment
+        ("bf16-lean", 2, None, 4 + 2 / 256),
         ("bf16-lean-sr", 2, None, 2 + 2 / 256),
         ("fp8-tensorwise", 4, 4, 8),
         ("fp8-tensorwise-remainder", 2, None, 10),

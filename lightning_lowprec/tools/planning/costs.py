@@ -15,7 +15,8 @@ from lightning_lowprec.conversion.recipe_map import ALL_GEMMS, NO_GEMM, InBF16
 
 SEQUENCE_LENGTH = 4096
 COMPARED = (
-    "32-true", "bf16-true", "bf16-lean-sr", "bf16-lean", "bf16-sr", "bf16-remainder", "bf16-master", "bf16-mixed",
+    "32-true", "bf16-true", "bf16-lean-sr", "bf16-lean", "bf16-8bit", "bf16-sr", "bf16-remainder", "bf16-master",
+    "bf16-mixed",
 )  # fmt: skip
 """Names that convert no layers, beside which a plan is shown."""
 

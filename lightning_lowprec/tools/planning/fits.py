@@ -20,8 +20,8 @@ from lightning_lowprec.tools.planning.simulation import Simulator
 from lightning_lowprec.tools.planning.source import load
 
 DEFAULT_NAMES: Final = (
-    "bf16-mixed", "bf16-true", "bf16-master", "bf16-remainder", "bf16-sr", "bf16-lean", "fp8-tensorwise", "fp8-rowwise",
-    "fp8-tensorwise-remainder", "fp8-tensorwise-sr",
+    "bf16-mixed", "bf16-true", "bf16-master", "bf16-remainder", "bf16-sr", "bf16-8bit", "bf16-lean", "fp8-tensorwise",
+    "fp8-rowwise", "fp8-tensorwise-remainder", "fp8-tensorwise-8bit",
 )  # fmt: skip
 MARGIN_SHARE: Final = 0.05
 """Of the peak: for memory that the allocator holds in pieces that do not fit."""

@@ -25,7 +25,8 @@ RANK_NOTE = (
     " on top. The last three columns: what a rank sends in one step of one micro-batch, in rings."
 )
 FORMAT_NOTES: Final = (
-    "...-master, ...-remainder, ...-sr: an FP8 or int8 name with this suffix; `...` is the format of the name without."
+    f"{', '.join(f'...{suffix}' for suffix in MASTERS)}: an FP8 or int8 name with this suffix; `...` is the format of"
+    " the name without."
     " A name with -fp16 has the formats of the name without.",
     "Bits: e2m1 4; e4m3, e5m2, e5m3 and int8 8; bf16, fp16 and int16 16; fp32 32.",
     "output, grad input, grad weight: the operands of the three GEMMs of a Linear, the gradient first.",
