@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 
 from lightning_lowprec import runs_where
-from lightning_lowprec.architectures import Architecture, classify
+from lightning_lowprec.architectures import ARCHITECTURES, Architecture, classify
+from lightning_lowprec.numerics.tensor_cores import UNITS, TensorCores
 from lightning_lowprec.runs_where import RecipeKey
 
 
@@ -41,6 +42,17 @@ def refusal_and_remedy(recipe: RecipeKey, device: torch.device) -> str | None:
     """Return the refusal, and as a second sentence the names that run on ``device``."""
     reason = refusal(recipe, device)
     return None if reason is None else f"{reason}. Use {runs_where.instead(recipe, architecture(device))}"
+
+
+def emulation_refusal(recipe: RecipeKey, on: TensorCores) -> str | None:
+    """Return why a recipe cannot be emulated as on a named GPU, and the values that are possible; None if it can."""
+    architectures = {name: ARCHITECTURES[unit.architecture] for name, unit in UNITS.items()}
+    cell = runs_where.cell(recipe, architectures[on])
+    if cell.runs:
+        return None
+    others = [repr(name) for name, other in architectures.items() if runs_where.cell(recipe, other).runs]
+    why = f"{architectures[on].title} {cell.reason} [{cell.source}]"
+    return f"`emulate={on!r}` is not valid: {why}; expected one of: {', '.join([*others, 'True'])}"
 
 
 def caution(recipe: RecipeKey, device: torch.device) -> str | None:

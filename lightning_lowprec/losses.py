@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 
 from lightning_lowprec.checks import check_choice
-from lightning_lowprec.hardware import refusal
+from lightning_lowprec.hardware import emulation_refusal, refusal
 from lightning_lowprec.numerics.kernel_operands import ALIGNMENT
 from lightning_lowprec.numerics.linear_cross_entropy import (
     Results,
@@ -30,7 +30,10 @@ from lightning_lowprec.numerics.linear_cross_entropy import (
     in_half,
     multiply_,
 )
+from lightning_lowprec.numerics.tensor_cores import UNITS, Emulation
 
+_SPELLED: Final[dict[Any, str]] = {False: "", True: "float32"}
+"""Spellings of ``emulate`` beside the names of GPUs, for an operation that takes strings."""
 Reduction = Literal["mean", "sum", "none"]
 __all__ = ["linear_cross_entropy"]
 
@@ -46,7 +49,7 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     fp8: bool = False,
-    emulate: bool | None = None,
+    emulate: Emulation | None = None,
     rows: int | None = None,
 ) -> Tensor:
     """Return ``cross_entropy(linear(input, weight, bias).float(), target)``, some tokens at a time.
@@ -68,7 +71,8 @@ def linear_cross_entropy(
         z_loss: add ``z_loss * logsumexp(logits)**2`` to the loss of each target.
         fp8: compute the three matrix products in FP8: ``input`` and ``weight`` in e4m3, each with the scale of its
             amax, and the gradient of the logits in e5m2. K must be a multiple of 16.
-        emulate: multiply dequantised codes in float32 instead of calling FP8 kernels. None: on a CPU only.
+        emulate: multiply dequantised codes in float32 instead of calling FP8 kernels, or add up as a named GPU:
+            ``"hopper"``, ``"ada"`` or ``"blackwell"``. None: in float32, on a CPU only.
         rows: tokens at a time; None chooses. The result differs by the order of float32 sums alone.
 
     Raises:
@@ -78,7 +82,10 @@ def linear_cross_entropy(
     dtype = _checked(input, weight, target, bias, reduction, label_smoothing, z_loss, fp8, rows)
     flat = input.reshape(-1, input.shape[-1]).to(dtype)
     terms = ignore_index, float(label_smoothing), float(z_loss)
-    settings = fp8, rows or 0, input.device.type == "cpu" if emulate is None else emulate
+    if emulate is None:
+        emulate = input.device.type == "cpu"
+    check_choice("emulate", emulate, (True, False, *UNITS))
+    settings = fp8, rows or 0, _SPELLED.get(emulate, emulate)
     whole = _whole(weight), None if bias is None else _whole(bias)
     arguments = flat, *whole, target.reshape(-1), reduction, terms, settings
     losses: Tensor = _LinearCrossEntropy.apply(*arguments)  # type: ignore[no-untyped-call]
@@ -98,7 +105,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         target: Tensor,
         reduction: str,
         terms: tuple[int, float, float],
-        settings: tuple[bool, int, bool],
+        settings: tuple[bool, int, str],
     ) -> Tensor:
         """Return the losses (T,), their sum or their mean, float32."""
         ctx.terms, ctx.settings, ctx.reduction, ctx.used = terms, settings, reduction, False
@@ -178,7 +185,7 @@ def _run(
     ignore_index: int,
     label_smoothing: float,
     z_loss: float,
-    emulate: bool,
+    emulate: str,
 ) -> list[Tensor]:
     """Return losses and the gradients of hidden states, weight and bias; empty tensors for those not wanted."""
     terms = ignore_index, label_smoothing, z_loss
@@ -188,8 +195,9 @@ def _run(
             return [torch.zeros_like(result) for result in _fake(hidden, weight, bias, fp8, rows, of)]
         if not fp8:
             return _listed(in_half(*arguments), hidden)
-        _check_device(hidden.device, emulate)
-        return _listed(in_fp8(*arguments, after, emulate=emulate), hidden)
+        emulation: Any = {spelling: value for value, spelling in _SPELLED.items()}.get(emulate, emulate)
+        _check_device(hidden.device, emulation)
+        return _listed(in_fp8(*arguments, after, emulate=emulation), hidden)
 
 
 def _listed(results: Results, like: Tensor) -> list[Tensor]:
@@ -244,7 +252,9 @@ def _whole(parameter: Tensor) -> Tensor:
 
 
 @functools.cache
-def _check_device(device: torch.device, emulate: bool) -> None:
+def _check_device(device: torch.device, emulate: Emulation) -> None:
+    if isinstance(emulate, str) and (unable := emulation_refusal("fp8-head", emulate)) is not None:
+        raise RuntimeError(f"`fp8=True` with {unable}.")
     reason = None if emulate else refusal("fp8-head", device)
     if reason is not None:
         raise RuntimeError(f"`fp8=True` cannot run: {reason}. Leave it out, or emulate FP8, slowly, by `emulate=True`.")

@@ -33,6 +33,7 @@ from lightning_lowprec.conversion import in_place
 from lightning_lowprec.conversion.plain_first import RefusedQConfig
 from lightning_lowprec.losses import linear_cross_entropy
 from lightning_lowprec.numerics.kernel_operands import ALIGNMENT
+from lightning_lowprec.numerics.tensor_cores import Emulation
 from lightning_lowprec.private import transformers
 
 HeadKind = Literal["bf16", "chunked", "fp8", "fp32"]
@@ -57,7 +58,7 @@ class LossHead(nn.Linear):
     """A Linear that computes the loss of its model from hidden states, some tokens at a time."""
 
     kind: HeadKind
-    emulate: bool | None
+    emulate: Emulation | None
     qconfig = RefusedQConfig()
 
     def forward(self, input: Tensor, task: Task = None) -> Any:
@@ -123,7 +124,7 @@ class CausalLoss:
         return loss if num_items_in_batch is None else loss / num_items_in_batch
 
 
-def replace_heads(model: nn.Module, kind: HeadKind, *, emulate: bool | None) -> list[str]:
+def replace_heads(model: nn.Module, kind: HeadKind, *, emulate: Emulation | None) -> list[str]:
     """Replace heads and losses of the causal models in ``model``, in place; return the fqns of these models."""
     models = list(causal_models(model))
     for fqn, causal, head in models:

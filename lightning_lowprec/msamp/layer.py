@@ -38,6 +38,7 @@ from lightning_lowprec.numerics.formats import E4M3, E5M2, Format, saturating_ca
 from lightning_lowprec.numerics.fp8_matrices import product
 from lightning_lowprec.numerics.kernel_operands import cut_rows, pad_rows
 from lightning_lowprec.numerics.one_pass import compiled_on_cuda
+from lightning_lowprec.numerics.tensor_cores import Emulation
 from lightning_lowprec.private.torch import are_transforms_active, is_tracing
 from lightning_lowprec.products.transforms import KEEP, check_backward, check_call
 
@@ -54,8 +55,8 @@ class ScaledLayer(PlainFirst):
     out_features: int
     weight: Tensor
     bias: Any
-    emulate: bool
-    """Multiply dequantised codes in float32, instead of running FP8 kernels."""
+    emulate: Emulation
+    """Multiply dequantised codes in float32, or as a named GPU, instead of running FP8 kernels."""
     fp8_eval: bool
     """Multiply in FP8 in evaluation without gradients too, instead of with the exact values of the weight."""
     float32_gradients: bool
@@ -129,7 +130,7 @@ class _Matmul(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weight: Tensor, emulate: bool, float32_gradient: bool, in_by_out: bool
+        ctx: Any, rows: Tensor, weight: Tensor, emulate: Emulation, float32_gradient: bool, in_by_out: bool
     ) -> Tensor:
         state = required_state_of(weight)
         codes, columns, scale = _input_codes(rows, True, ctx.needs_input_grad[1])
@@ -209,6 +210,6 @@ def _by_column(codes: Tensor) -> Tensor:
     return codes.t().contiguous().t()
 
 
-def _multiply(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype, emulate: bool) -> Tensor:
+def _multiply(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype, emulate: Emulation) -> Tensor:
     """Multiply codes [m, k] @ codes [k, n], ``b`` column by column, and divide by their scales: -> [m, n]."""
     return product(a, b, (a_scale.reciprocal(), b_scale.reciprocal()), dtype, fast=False, emulate=emulate)

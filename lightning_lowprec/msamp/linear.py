@@ -20,6 +20,7 @@ from lightning_lowprec.msamp.weight import (
     scale_weight_,
 )
 from lightning_lowprec.msamp.weight_state import Level
+from lightning_lowprec.numerics.tensor_cores import Emulation
 
 
 @final
@@ -35,7 +36,7 @@ def scale_linears(
     fqns: Sequence[str],
     level: Level,
     *,
-    emulate: bool | None = None,
+    emulate: Emulation | None = None,
     fp8_eval: bool = True,
     float32_gradients: bool = False,
 ) -> None:

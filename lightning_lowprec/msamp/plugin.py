@@ -82,7 +82,7 @@ class MSAMP(Converting):
         running = take(FP8Options, options)
         training = take(TrainingOptions, options)
         super().__init__(training.scaler(running.base), None, training)
-        self.base, self.fp8_eval, self.emulate = running.base, running.fp8_eval, running.emulate
+        self.base, self.fp8_eval, self.emulate = running.base, running.fp8_eval, running.emulation
         self.layers = take(LayerOptions, options)
         self.level: Level = level
         self.shards_codes = level == "O3"

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
+from lightning_lowprec.numerics import tensor_cores
 from lightning_lowprec.numerics.formats import E4M3, Format, encode, power_of_two_scale
 from lightning_lowprec.numerics.kernel_operands import ALIGNMENT, check_operands
 from lightning_lowprec.numerics.launches import is_simulated, kernels_run, on_device
@@ -82,15 +83,23 @@ def _transpose_into(codes: Tensor, out: Tensor) -> None:
 
 
 def product(
-    a: Tensor, b: Tensor, inv_scales: tuple[Tensor, Tensor], dtype: torch.dtype, *, fast: bool, emulate: bool
+    a: Tensor,
+    b: Tensor,
+    inv_scales: tuple[Tensor, Tensor],
+    dtype: torch.dtype,
+    *,
+    fast: bool,
+    emulate: tensor_cores.Emulation,
 ) -> Tensor:
-    """[M, K] @ [K, N] -> [M, N] in ``dtype``, accumulated in float32.
+    """[M, K] @ [K, N] -> [M, N] in ``dtype``, accumulated in float32, or as ``emulate`` says.
 
     ``a`` is contiguous, ``b`` lies in memory column by column. ``dtype`` is float32 or bfloat16; where FP8 is emulated,
     any. ``fast``: whether the kernel may accumulate with fewer bits.
     """
     if not emulate:
         return scaled_product(a, b, *inv_scales, dtype, fast=fast)
+    if emulate is not True:
+        return tensor_cores.scaled_product(a, b, *inv_scales, dtype, fast=fast, on=emulate)
     check_operands(a, b)
     with torch.autocast(a.device.type, enabled=False):
         return ((a.float() @ b.float()) * (inv_scales[0] * inv_scales[1])).to(dtype)

@@ -12,12 +12,13 @@ two. Its reciprocal is returned.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_lowprec.numerics import tensor_cores
 from lightning_lowprec.numerics.formats import E4M3, encode
 from lightning_lowprec.numerics.kernel_operands import check_grouped
 from lightning_lowprec.numerics.launches import is_simulated, kernels_run, on_device
@@ -113,7 +114,13 @@ def _by_kernel(rows: Tensor, ends: Tensor, power_of_2: bool) -> tuple[Tensor, Te
 
 
 def product(
-    left: Tensor, right: Tensor, inverse: tuple[Tensor, Tensor], ends: Tensor, dtype: torch.dtype, *, emulate: bool
+    left: Tensor,
+    right: Tensor,
+    inverse: tuple[Tensor, Tensor],
+    ends: Tensor,
+    dtype: torch.dtype,
+    *,
+    emulate: tensor_cores.Emulation,
 ) -> Tensor:
     """Multiply the rows of each group by its matrix, or the columns of each group by its rows.
 
@@ -121,11 +128,11 @@ def product(
         [A, P] codes @ [P, C] codes    -> [E, A, C] of ``dtype``      inverse scales [E, A] and [E, C] float32
 
     ``right`` is contiguous along A, or P. Kernels round to bfloat16 before the cast to ``dtype``; ``emulate``
-    multiplies in float32.
+    multiplies in float32, or as a named GPU.
     """
     if emulate:
         check_grouped(left, right)
-        emulated: Tensor = emulated_product(left, right, *inverse, ends)
+        emulated: Tensor = emulated_product(left, right, *inverse, ends, "" if emulate is True else emulate)
         return emulated.to(dtype)
     inverse = inverse if right.dim() == 3 else (inverse[0].flatten(), inverse[1].flatten())
     return scaled_grouped_mm(left, right, *inverse, ends).to(dtype)
@@ -133,8 +140,10 @@ def product(
 
 # a custom operation, since torch's compiler takes no grouped product of float32
 @torch.library.custom_op("lightning_lowprec::grouped_product", mutates_args=())
-def emulated_product(left: Tensor, right: Tensor, of_left: Tensor, of_right: Tensor, ends: Tensor) -> Tensor:
-    """Return the products of :func:`product` in bfloat16, summed in float32."""
+def emulated_product(left: Tensor, right: Tensor, of_left: Tensor, of_right: Tensor, ends: Tensor, on: str) -> Tensor:
+    """Return the products of :func:`product` in bfloat16, summed in float32, or on a named GPU."""
+    if on:
+        return _on_tensor_cores(left, right, of_left, of_right, ends.tolist(), on)
     if right.dim() == 3:
         of_left, of_right = of_left.unsqueeze(1), of_right.unsqueeze(1)
     else:
@@ -145,6 +154,25 @@ def emulated_product(left: Tensor, right: Tensor, of_left: Tensor, of_right: Ten
 
 
 @emulated_product.register_fake
-def _(left: Tensor, right: Tensor, of_left: Tensor, of_right: Tensor, ends: Tensor) -> Tensor:
+def _(left: Tensor, right: Tensor, of_left: Tensor, of_right: Tensor, ends: Tensor, on: str) -> Tensor:
     groups = () if right.dim() == 3 else (ends.shape[0],)
     return left.new_empty(*groups, left.shape[0], right.shape[-1], dtype=torch.bfloat16)
+
+
+def _on_tensor_cores(
+    left: Tensor, right: Tensor, of_left: Tensor, of_right: Tensor, ends: list[int], on: Any
+) -> Tensor:
+    """Multiply group by group, with fast accumulation, as the kernel does; rows behind the last group are 0."""
+    by_group = right.dim() == 2
+    shape = (len(ends), len(left), right.shape[1]) if by_group else (len(left), right.shape[2])
+    output = left.new_zeros(shape, dtype=torch.bfloat16)
+    for group, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        a, b, inverse = left[start:end], right, of_left[start:end]
+        if by_group:
+            a, b, inverse = left[:, start:end], right[start:end], of_left[group]
+        else:
+            b = right[group]
+        scales = inverse.unsqueeze(1), of_right[group].unsqueeze(0)
+        result = tensor_cores.scaled_product(a, b, *scales, torch.bfloat16, fast=True, on=on)
+        output[group if by_group else slice(start, end)] = result
+    return output

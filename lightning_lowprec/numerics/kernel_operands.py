@@ -15,15 +15,14 @@ from torch import Tensor
 ALIGNMENT: Final = 16
 """K and N are multiples of this number: the kernels load 16 bytes at once."""
 _E5M2: Final = torch.float8_e5m2
-_FLOAT8: Final = (torch.float8_e4m3fn, _E5M2)
+_FLOAT8: Final = {torch.float8_e4m3fn, _E5M2}, {torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}  # MI300: the latter
 
 
 def check_operands(a: Tensor, b: Tensor) -> None:
     """Raise RuntimeError if a kernel would refuse to multiply ``a`` [M, K] and ``b`` [K, N], both float8."""
     (m, k), (_, n) = a.shape, b.shape
     allowed = (
-        a.dtype in _FLOAT8
-        and b.dtype in _FLOAT8
+        any({a.dtype, b.dtype} <= formats for formats in _FLOAT8)
         and not (a.dtype == b.dtype == _E5M2)
         and k % ALIGNMENT == n % ALIGNMENT == 0
         and a.stride(1) == 1

@@ -43,6 +43,7 @@ from lightning_lowprec.numerics.fp8_matrices import Codes, padded, product, tran
 from lightning_lowprec.numerics.kernel_operands import ALIGNMENT
 from lightning_lowprec.numerics.launches import is_simulated, kernels_run, on_device
 from lightning_lowprec.numerics.one_pass import rows_in_one_pass
+from lightning_lowprec.numerics.tensor_cores import Emulation
 from lightning_lowprec.private.torch import increment_versions
 
 DEVICES = {"cuda"}
@@ -136,12 +137,13 @@ def in_fp8(
     rows: int | None,
     after: Tensor,
     *,
-    emulate: bool,
+    emulate: Emulation,
 ) -> Results:
     """Compute with products of float8 codes: e4m3 for ``hidden`` and ``weight``, e5m2 for the gradient of the logits.
 
     K must be a multiple of 16. ``after``, () float32, multiplies the finished gradients: a mean divides by the number
-    of tokens. ``emulate`` multiplies decoded codes in float32. The other arguments are those of :func:`in_half`.
+    of tokens. ``emulate`` multiplies decoded codes in float32, or as a GPU. The other arguments are those of
+    :func:`in_half`.
     """
     losses, of_hidden, _, of_bias = _empty_results(hidden, weight, wanted, fp8=True)
     dtype = dtype_of_grad_weight(len(hidden), weight, hidden.dtype, rows)
@@ -185,7 +187,7 @@ class _Fp8Run:
     """The products of one call in FP8."""
 
     def __init__(
-        self, dtype: torch.dtype, hidden: Codes, weight: Codes, vocabulary: int, after: Tensor, emulate: bool
+        self, dtype: torch.dtype, hidden: Codes, weight: Codes, vocabulary: int, after: Tensor, emulate: Emulation
     ) -> None:
         self.dtype, self.hidden, self.weight, self.vocabulary = dtype, hidden, weight, vocabulary
         self.of_codes = after / CODE_SCALE

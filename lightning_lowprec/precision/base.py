@@ -31,6 +31,7 @@ from lightning_lowprec.masters.optimizer import main_params
 from lightning_lowprec.masters.weights import HalfWeights, is_marked
 from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.numerics.parameters import disable_foreach
+from lightning_lowprec.numerics.tensor_cores import Emulation
 from lightning_lowprec.other_stacks import NEMO, refuse_foreign
 from lightning_lowprec.precision import plain, refusals, set_up, state, step
 from lightning_lowprec.precision.host import Engine, callbacks_of, cast_floating, in_trainer, shown_as, trainer_of
@@ -69,7 +70,7 @@ class LowPrecision(EitherPrecision, ABC):
     """The option that makes FSDP2 gather weights as float8 or raise, such as ``"fp8_params=True"``; None: no option."""
     format: ClassVar[str] = "FP8"  # of the layers that convert, in words
     base: Base
-    emulate: bool | None = False  # the user's choice; None: on a CPU only
+    emulate: Emulation | None = False  # the user's choice; None: on a CPU only
     keeps_codes: bool = False  # whether weights become codes with scales (MS-AMP), which other precisions do not know
     keeps_float32_shards: bool = False  # whether FSDP2's float32 shards take the place of masters
     shards_codes: bool = False  # whether FSDP2 can shard these codes
@@ -134,8 +135,8 @@ class LowPrecision(EitherPrecision, ABC):
         """Return why this precision cannot run on ``device``, and the remedy; None if it can."""
         return None
 
-    def emulates(self, device: torch.device) -> bool:
-        """Return whether ``device`` emulates the precision by the arithmetic of another format: slow, for tests."""
+    def emulates(self, device: torch.device) -> Emulation:
+        """Return how ``device`` emulates the precision by the arithmetic of another format: slow, for tests."""
         return device.type == "cpu" if self.emulate is None else self.emulate
 
     def gathers(self, options: Any) -> str | None:

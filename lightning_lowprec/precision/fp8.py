@@ -19,7 +19,14 @@ from lightning_lowprec.conversion.gains import DEFAULT_TOKENS, SOURCE
 from lightning_lowprec.conversion.options import Group, LayerOptions
 from lightning_lowprec.conversion.plan import Plan, PlanRequest, make_plan
 from lightning_lowprec.conversion.selection import block_stacks
-from lightning_lowprec.hardware import architecture, default_device, describe, refusal_and_remedy
+from lightning_lowprec.hardware import (
+    architecture,
+    default_device,
+    describe,
+    emulation_refusal,
+    refusal_and_remedy,
+)
+from lightning_lowprec.numerics.tensor_cores import UNITS, Emulation
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.host import Engine
 from lightning_lowprec.precision.layer_calls import not_called
@@ -29,6 +36,7 @@ from lightning_lowprec.private.lightning import is_compiled_whole
 from lightning_lowprec.private.torch_modules import compile_in_place, is_compiled
 from lightning_lowprec.runs_where import RecipeKey
 
+_IN_FLOAT32: Final = " and scales as on a GPU, products in float32"
 _LINEARS_ONLY: Final = PlanRequest(conv1d=False)
 Compile = Literal["auto"] | bool | CompileOptions
 """``"auto"``: on CUDA, unless the user compiled; True: on every device; a mapping: ``torch.compile`` options."""
@@ -103,31 +111,31 @@ class Scheduled(Converting):
         self.phases.set_step(self, step, total)
 
 
-def emulates(emulate: bool | None, device: torch.device) -> bool:
-    """Return whether FP8 is emulated on ``device``: the user's choice, by default yes on CPU and no on a GPU."""
+def emulates(emulate: Emulation | None, device: torch.device) -> Emulation:
+    """Return how FP8 is emulated on ``device``: the user's choice, by default yes on CPU and no on a GPU."""
     return device.type == "cpu" if emulate is None else emulate
 
 
-def kernel_refusal(recipe: RecipeKey, emulate: bool | None, device: torch.device, constructor: str) -> str | None:
+def kernel_refusal(recipe: RecipeKey, emulate: Emulation | None, device: torch.device, constructor: str) -> str | None:
     """Return why a device is known not to run a recipe, and the remedy; None if it runs, is emulated, or is not known.
 
     ``constructor`` is the call that emulates FP8, for the message: ``"FP8TorchAO(..., emulate=True)"``.
     """
     can_emulate = architecture(device).emulates
+    if isinstance(emulate, str) and can_emulate:
+        return emulation_refusal(recipe, emulate)
     reason = refusal_and_remedy(recipe, device)
     if reason is None or (can_emulate and emulates(emulate, device)):
         return None
     return f"{reason}, or `plugins={constructor}` to emulate FP8, slowly" if can_emulate else reason
 
 
-def how(emulate: bool | None, device: torch.device) -> str:
+def how(emulate: Emulation | None, device: torch.device) -> str:
     """Return one line: FP8 kernels, or emulation."""
     if not emulates(emulate, device):
         return f"FP8 kernels of {describe(device)}"
-    return (
-        f"FP8 is emulated on {describe(device)}: codes and scales as on a GPU, products in float32; slow, for"
-        " tests and for looking at the numerics"
-    )
+    as_on = f", scales and sums as on {UNITS[emulate].title}" if isinstance(emulate, str) else _IN_FLOAT32
+    return f"FP8 is emulated on {describe(device)}: codes{as_on}; slow, for tests and for looking at the numerics"
 
 
 def plan_or_raise(

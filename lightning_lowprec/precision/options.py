@@ -5,17 +5,19 @@ See :mod:`lightning_lowprec.conversion.options`, which makes parameters of a plu
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal, TypedDict
+from typing import Annotated, Any, Final, Literal, TypedDict
 
 import torch
 
-from lightning_lowprec.checks import Rule
+from lightning_lowprec.checks import Rule, check_choice
 from lightning_lowprec.conversion.options import Group, Names
 from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.masters.gradient_dtypes import GradientDtypes
 from lightning_lowprec.masters.weights import Float32Weights, HalfWeights
+from lightning_lowprec.numerics.tensor_cores import UNITS, Emulation
 from lightning_lowprec.precision.loss_scale import LossScale, LossScaler, StaticScale
 
 Base = Literal["bf16", "fp16"]
@@ -27,6 +29,8 @@ FloatingDtype = Annotated[torch.dtype, Rule("a floating-point torch.dtype", lamb
 Float32OrNone = Annotated[
     torch.dtype | None, Rule("one of: None, torch.float32", lambda dtype: dtype in (None, torch.float32))
 ]
+EMULATE: Final = "LOWPREC_EMULATE"
+"""The environment variable that names a GPU in place of the option ``emulate``."""
 MasterWeights = bool | Literal["remainder", "8bit", "stochastic"] | MasterConfig
 
 
@@ -174,13 +178,24 @@ class FP8Options(Group):
     Args:
         base: dtype of every operation outside of FP8: ``"bf16"``, or ``"fp16"`` with loss scaling.
         fp8_eval: whether validation, test and prediction run in FP8 too.
-        emulate: multiply dequantised codes in float32 instead of calling FP8 kernels. None: True on CPU, False on a
-            GPU; a GPU without FP8 then raises.
+        emulate: multiply dequantised codes in float32 instead of calling FP8 kernels. ``"hopper"``, ``"ada"``,
+            ``"blackwell"`` and ``"mi300"`` add up as the tensor cores of this GPU do, bit for bit. None: what the
+            environment variable ``LOWPREC_EMULATE`` names; else True on CPU, False on a GPU; a GPU without FP8 then
+            raises.
     """
 
     base: Base = "bf16"
     fp8_eval: bool = True
-    emulate: bool | None = None
+    emulate: Emulation | None = None
+
+    @property
+    def emulation(self) -> Emulation | None:
+        """``emulate``, or the GPU that the environment names in its place."""
+        name: Any = os.environ.get(EMULATE) or None
+        if self.emulate is not None or name is None:
+            return self.emulate
+        check_choice(EMULATE, name, UNITS)
+        return name  # type: ignore[no-any-return]
 
 
 class FP8Choices(TypedDict, total=False):
@@ -193,4 +208,4 @@ class FP8Choices(TypedDict, total=False):
 class EmulationChoices(TypedDict, total=False):
     """The field of :class:`FP8Options` for backends that can emulate FP8, for type checkers."""
 
-    emulate: bool | None
+    emulate: Emulation | None

@@ -17,7 +17,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_lowprec.conversion import head
-from lightning_lowprec.hardware import caution, default_device, refusal
+from lightning_lowprec.hardware import caution, default_device, emulation_refusal, refusal
 from lightning_lowprec.numerics.parameters import parameters_of
 from lightning_lowprec.precision import refusals
 from lightning_lowprec.precision.frozen_writes import FrozenWrites
@@ -137,12 +137,15 @@ def set_up_heads(plugin: Any, module: Module, device: torch.device) -> None:
     """Replace the heads and losses of the causal models in ``module``, in place, as the option ``head`` says."""
     if plugin.head == "bf16":
         return
-    emulate = getattr(plugin, "emulate", None)
+    emulate: Any = getattr(plugin, "emulate", None)
     if plugin.head == "fp8" and not emulate:
         if (reason := refusal("fp8-head", device)) is not None:
             raise RuntimeError(f"`head='fp8'` cannot run: {reason}. Use `head='chunked'`.")
         if (doubt := caution("fp8-head", device)) is not None:
             rank_zero_warn(f"`head='fp8'`: {doubt}.")
+    on: Any = emulate if isinstance(emulate, str) else None
+    if plugin.head == "fp8" and on and (reason := emulation_refusal("fp8-head", on)):
+        raise RuntimeError(f"`head='fp8'` with {reason}, or `head='chunked'`.")
     fqns = head.replace_heads(module, plugin.head, emulate=emulate)
     where = ", ".join(repr(fqn) if fqn else type(module).__name__ for fqn in fqns)
     rank_zero_info(

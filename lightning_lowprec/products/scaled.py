@@ -8,17 +8,20 @@ Formulas, order of operations and flags of the kernel are those of torchao's ``F
 beside this file. torchao encodes a weight in the forward and again in the backward; with one scale once is enough.
 
 Kernels for float8 take the first operand in rows and the second in columns, so codes of both layouts are written. An
-emulated product divides the codes by their scales and multiplies in float32.
+emulated product divides the codes by their scales and multiplies in float32, or takes the kernel's steps with the sums
+of a named GPU (:mod:`~lightning_lowprec.numerics.tensor_cores`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Final, final
 
 import torch
 from torch import Tensor
 
+from lightning_lowprec.numerics import tensor_cores
 from lightning_lowprec.numerics.formats import encode
 from lightning_lowprec.numerics.kernel_operands import check_operands
 from lightning_lowprec.private.torch_products import scaled_product
@@ -55,7 +58,7 @@ class Scaled(OneScale):
     input: Coding
     weight: Coding
     gradient: Coding
-    emulate: bool
+    emulate: tensor_cores.Emulation
     fast: bool = False
     """Whether the kernel may sum with fewer bits, as torchao's forward does."""
     scaled_inside: bool = False
@@ -88,19 +91,20 @@ class Scaled(OneScale):
         """Return a product, [M, N] of ``dtype``; with scales per row it is rounded to bf16 on its way."""
         (rows, scale_a), (others, scale_b) = a, b
         columns, scale_b = others.t(), scale_b.t()
-        if self.emulate:
+        if self.emulate is True:
             check_operands(rows, columns)
             with torch.autocast(rows.device.type, enabled=False):
                 return torch.mm(rows.float() / scale_a, columns.float() / scale_b).to(dtype)
+        multiply = partial(tensor_cores.scaled_product, on=self.emulate) if self.emulate else scaled_product
         inverse_a, inverse_b = scale_a.reciprocal(), scale_b.reciprocal()
         if not (scale_a.ndim or scale_b.ndim):
-            return scaled_product(rows, columns, inverse_a, inverse_b, dtype, fast=self.fast)
+            return multiply(rows, columns, inverse_a, inverse_b, dtype, fast=self.fast)
         if self.fast or self.scaled_inside:
             inverse_a = inverse_a.expand(len(rows), 1).contiguous()  # one scale of two becomes one per row
             inverse_b = inverse_b.expand(1, len(others)).contiguous()
-            return scaled_product(rows, columns, inverse_a, inverse_b, torch.bfloat16, fast=self.fast).to(dtype)
+            return multiply(rows, columns, inverse_a, inverse_b, torch.bfloat16, fast=self.fast).to(dtype)
         one = inverse_a.new_ones(())
-        output = scaled_product(rows, columns, one, one, torch.bfloat16, fast=False)
+        output = multiply(rows, columns, one, one, torch.bfloat16, fast=False)
         return output.mul_(inverse_a * inverse_b).to(dtype)
 
 

@@ -167,7 +167,7 @@ def availability(name: str, device: torch.device) -> Availability:
     refusal = plugin.refusal(device)
     if refusal is not None:
         return Availability(name=name, runs=False, reason=refusal, summary=summary)
-    emulated, recipe = plugin.emulates(device), plugin.hardware_recipe
+    emulated, recipe = bool(plugin.emulates(device)), plugin.hardware_recipe
     doubt = None if emulated or recipe is None else caution(recipe, device)
     reason = doubt or plugin.how(device)
     return Availability(name=name, runs=True, emulated=emulated, known=doubt is None, reason=reason, summary=summary)

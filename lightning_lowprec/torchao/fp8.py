@@ -18,7 +18,7 @@ from lightning_lowprec.conversion.options import LayerChoices, LayerOptions, sho
 from lightning_lowprec.conversion.plan import Plan
 from lightning_lowprec.conversion.recipe_map import GemmChoices
 from lightning_lowprec.extras import require
-from lightning_lowprec.hardware import refusal
+from lightning_lowprec.hardware import emulation_refusal, refusal
 from lightning_lowprec.precision import fp8
 from lightning_lowprec.precision.options import EmulationChoices, FP8Choices, FP8Options
 from lightning_lowprec.precision.schedule import Schedule
@@ -113,14 +113,14 @@ class FP8TorchAO(TorchAO):
             said: dict[str, Any] = {"recipe": recipe, "fp8_format": fp8_format, "pad_inner_dim": pad_inner_dim}
             said |= {"round_scales_to_power_of_2": round_scales_to_power_of_2, "rowwise_backward": rowwise_backward}
             recipe, fp8_format, emulate = _of_config(config, said)
-            running = replace(running, emulate=running.emulate or emulate)
+            running = replace(running, emulate=running.emulation or emulate)
         self.config = config
         super().__init__(
             recipe,
             get_args(Recipe),
             base=running.base,
             low_eval=running.fp8_eval,
-            emulate=running.emulate,
+            emulate=running.emulation,
             options=options,
         )
         _check(self.kinds, running.base, None if config is not None else fp8_format, rowwise_backward)
@@ -213,20 +213,22 @@ class FP8TorchAO(TorchAO):
 
     @override
     def plan_options(self, device: torch.device) -> dict[str, Any]:
-        return {"pads": self.pad_inner_dim, "experts": self._experts_kept(None if self.emulates(device) else device)}
+        return {"pads": self.pad_inner_dim, "experts": self._experts_kept(device)}
 
-    def _experts_kept(self, device: torch.device | None) -> str | None:
-        """Return why stacked experts stay in the base dtype; None: they convert. ``device`` None: FP8 is emulated."""
+    def _experts_kept(self, device: torch.device) -> str | None:
+        """Return why stacked experts stay in the base dtype; None: they convert."""
         if self.experts == "bf16":
             return "stacked experts (experts='bf16')"
-        reason = None
+        reason, emulate = None, self.emulates(device)
         if self.base == "fp16":
             reason = GROUPED_ROUND_TO_BF16
         elif self.config is not None:
             reason = "stacked experts (`config` says nothing about grouped products)"
-        elif device is not None and device.type == "cpu":  # which multiplies float8, with `emulate=False`
+        elif isinstance(emulate, str) and (unable := emulation_refusal("experts", emulate)) is not None:
+            reason = f"stacked experts ({unable})"
+        elif not emulate and device.type == "cpu":  # which multiplies float8, with `emulate=False`
             reason = "stacked experts (cpu has no FP8 kernel for grouped products)"
-        elif device is not None and (unable := refusal("experts", device)) is not None:
+        elif not emulate and (unable := refusal("experts", device)) is not None:
             reason = f"stacked experts ({unable})"
         if reason is not None and self.experts == "fp8":
             raise ValueError(f"`experts='fp8'` is not possible: {reason}. Use `experts='bf16'`.")

@@ -16,6 +16,7 @@ from lightning_lowprec.checks import Rule
 from lightning_lowprec.conversion.options import LayerOptions, shows, take
 from lightning_lowprec.conversion.recipe_map import GemmChoices, RecipeMap
 from lightning_lowprec.hardware import describe
+from lightning_lowprec.numerics.tensor_cores import Emulation
 from lightning_lowprec.precision import fp8
 from lightning_lowprec.precision.options import Base, EmulationChoices, FP8Options
 from lightning_lowprec.private.torchao import prototype_refusal
@@ -50,7 +51,7 @@ class OneFormatTorchAO(TorchAO):
         options: Any,
         base: Base = "bf16",
         low_eval: bool = True,
-        emulate: bool | None = False,
+        emulate: Emulation | None = False,
     ) -> None:
         super().__init__(recipe, (self.kind,), base=base, low_eval=low_eval, emulate=emulate, options=options)
         self.precision = self.name + ("" if isinstance(recipe, str) else "-per-layer") + self.suffix
@@ -179,7 +180,7 @@ class MXFP8TorchAO(OneFormatTorchAO):
             recipe,
             base="bf16",
             low_eval=running.fp8_eval,
-            emulate=running.emulate,
+            emulate=running.emulation,
             options=options,
         )
 

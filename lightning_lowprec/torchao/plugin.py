@@ -21,6 +21,7 @@ from lightning_lowprec.conversion.options import LayerOptions, SelectionChoices,
 from lightning_lowprec.conversion.plan import Plan, PlanRequest
 from lightning_lowprec.conversion.recipe_map import LayerRecipe, RecipeMap
 from lightning_lowprec.extras import import_refusal, require
+from lightning_lowprec.numerics.tensor_cores import Emulation
 from lightning_lowprec.precision import fp8
 from lightning_lowprec.precision.fp8 import BlockChoices, BlockOptions, Scheduled
 from lightning_lowprec.precision.host import Engine
@@ -58,7 +59,7 @@ class TorchAO(Scheduled):
         *,
         base: Base,
         low_eval: bool,
-        emulate: bool | None,
+        emulate: Emulation | None,
         options: Any,
     ) -> None:
         recipes: Any = RecipeMap.of(recipe, names=names, base=names[0]) if isinstance(recipe, Mapping) else recipe

@@ -13,6 +13,7 @@ from torchao.float8.float8_linear import Float8Linear
 
 from lightning_lowprec.conversion.gains import Recipe
 from lightning_lowprec.conversion.recipe_map import ALL_GEMMS, GEMMS, NO_GEMM, InBF16, LayerRecipe
+from lightning_lowprec.numerics.tensor_cores import FNUZ, Emulation
 from lightning_lowprec.products.arithmetic import Arithmetic, Products
 from lightning_lowprec.products.scaled import Coding, Scaled
 from lightning_lowprec.torchao.wire_format import TorchAOWire
@@ -82,7 +83,7 @@ class Settings:
     """The options of a plugin that all its layers share; the arguments are those of ``FP8TorchAO``."""
 
     fp8_format: Literal["hybrid", "e4m3"]
-    emulate: bool
+    emulate: Emulation
     round_scales_to_power_of_2: bool | None = None
     rowwise_backward: Literal["scaled_after", "scaled_inside"] = "scaled_after"
     saves_weight_codes: bool = False
@@ -98,7 +99,7 @@ class Settings:
             )
         name = cast(Recipe, recipe.name)
         one_scale = name == "tensorwise"
-        config = replace(Float8LinearConfig.from_recipe_name(name), emulate=self.emulate)
+        config = replace(Float8LinearConfig.from_recipe_name(name), emulate=bool(self.emulate))
         if one_scale and self.fp8_format == "e4m3":
             gradients = CastConfig(target_dtype=e4m3_dtype)  # torchao writes the dtype into a CastConfig without one
             config = replace(
@@ -107,7 +108,7 @@ class Settings:
         if self.round_scales_to_power_of_2 is not None:
             config = replace(config, round_scales_to_power_of_2=self.round_scales_to_power_of_2)
         products = replace(
-            products_of(config, scaled_inside=self.rowwise_backward == "scaled_inside" and not one_scale),
+            products_of(config, self.emulate, scaled_inside=self.rowwise_backward == "scaled_inside" and not one_scale),
             saves_weight=self.saves_weight_codes and one_scale,
             saves_input=self.saves_codes and one_scale,
         )
@@ -118,12 +119,12 @@ class Settings:
 class OneConfig:
     """The user's configuration for every layer; FSDP2 gathers weights by our code and not by torchao's."""
 
-    def __init__(self, config: Float8LinearConfig, *, emulate: bool) -> None:
-        self.config = replace(config, emulate=emulate, enable_fsdp_float8_all_gather=False)
+    def __init__(self, config: Float8LinearConfig, *, emulate: Emulation) -> None:
+        self.config, self.emulate = replace(config, emulate=bool(emulate), enable_fsdp_float8_all_gather=False), emulate
 
     def of(self, recipe: LayerRecipe) -> LayerSettings:
         """Return the settings of a layer; ``recipe`` says nothing."""
-        return LayerSettings(products=products_of(self.config), config=self.config)
+        return LayerSettings(products=products_of(self.config, self.emulate), config=self.config)
 
 
 def kind_of(config: Any) -> tuple[Recipe, Literal["hybrid", "e4m3"]]:
@@ -150,12 +151,15 @@ def in_high_precision(config: Float8LinearConfig) -> InBF16:
     return frozenset(gemm for gemm in GEMMS if getattr(products, gemm) is None)
 
 
-def products_of(config: Float8LinearConfig, *, scaled_inside: bool = False) -> Products:
-    """Return the products of a layer with this configuration of torchao."""
+def products_of(
+    config: Float8LinearConfig, emulate: Emulation | None = None, *, scaled_inside: bool = False
+) -> Products:
+    """Return the products of a layer with this configuration of torchao; ``emulate`` says more than its own."""
 
     def coding(choice: Any) -> Coding:
         by_row = choice.scaling_granularity is ScalingGranularity.AXISWISE
-        return Coding(dtype=choice.target_dtype, by_row=by_row, power_of_2=config.round_scales_to_power_of_2)
+        dtype = FNUZ.get(choice.target_dtype, choice.target_dtype) if emulate == "mi300" else choice.target_dtype
+        return Coding(dtype=dtype, by_row=by_row, power_of_2=config.round_scales_to_power_of_2)
 
     def product(kernel: Any, input: Any, weight: Any, gradient: Any) -> Arithmetic | None:
         if ScalingType.DISABLED in {choice.scaling_type for choice in (input, weight, gradient)}:
@@ -164,7 +168,7 @@ def products_of(config: Float8LinearConfig, *, scaled_inside: bool = False) -> P
             input=coding(input),
             weight=coding(weight),
             gradient=coding(gradient),
-            emulate=config.emulate,
+            emulate=config.emulate if emulate is None else emulate,
             fast=kernel.use_fast_accum,
             scaled_inside=scaled_inside,
         )

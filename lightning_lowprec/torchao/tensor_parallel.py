@@ -15,6 +15,7 @@ from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from lightning_lowprec.numerics.kernel_operands import cut_rows, pad_rows
+from lightning_lowprec.numerics.tensor_cores import UNITS
 from lightning_lowprec.private.torch import local_tensor
 from lightning_lowprec.products.coded_weight import CodedWeight
 from lightning_lowprec.products.transforms import check_backward
@@ -43,6 +44,8 @@ def _refusal(layer: Any) -> tuple[str, str] | None:
     cut = "does not run with tensor parallelism, which cuts the weight"
     if layer.settings.config is None:
         return f"{type(layer).__name__} {cut}", "Use 'fp8-tensorwise', or keep what is cut (`keep=[...]`)."
+    if by_name := {getattr(by, "emulate", None) for by in vars(layer.settings.products).values()} & UNITS.keys():
+        return f"`emulate={by_name.pop()!r}` {cut}", "Use `emulate=True`."
     if any(layer.padding):
         return f"A layer whose features are padded {cut}", "Leave `pad_inner_dim` out, or `keep=[...]` the layer."
     if layer.in_bf16:

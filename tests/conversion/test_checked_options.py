@@ -45,7 +45,8 @@ GAINS = [
 ]
 HEAD = [("head", "fp4", "one of: bf16, chunked, fp8, fp32")]
 RUNNING = [("fp8_eval", "False", TRUE_OR_FALSE), ("fp8_eval", 0, TRUE_OR_FALSE), ("base", None, "one of: bf16, fp16")]
-EMULATION = [("emulate", "no", "None, True or False"), ("emulate", 1, "None, True or False")]
+GPUS = "None, True, False, 'hopper', 'ada', 'blackwell' or 'mi300'"
+EMULATION = [("emulate", "no", GPUS), ("emulate", 1, GPUS)]
 SCALE = [
     ("loss_scale", math.nan, "None, 'auto', 'dynamic', a number above 0"),
     ("loss_scale", True, "None, 'auto'"),

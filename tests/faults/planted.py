@@ -333,6 +333,18 @@ FAULTS = [
         "inv_scales.copy_(torch.where(finite, 2 * scale.reciprocal(), amax)",
         "tests/numerics/test_fp8_blocks.py",
     ),
+    Fault(
+        "a sum of a tensor core that keeps one bit more",
+        "-(1 << (52 - unit.kept))",
+        "-(1 << (51 - unit.kept))",
+        "tests/numerics/test_tensor_cores.py",
+    ),
+    Fault(
+        "a tensor core that promotes with fast accumulation",
+        "promoted=0 if fast else unit.promoted",
+        "promoted=unit.promoted",
+        "tests/precision/test_emulation.py",
+    ),
     # ---- files
     Fault(
         "exported codes with scales in place of inverse scales",

@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 
+from lightning_lowprec.numerics.tensor_cores import UNITS
 from tests.site.pages import DOCS
 from tools.site import pictures
 
@@ -37,9 +38,23 @@ def test_a_product_of_random_data_has_28_db():
 
 def test_the_pictures_are_drawn_anew(tmp_path):
     assert pictures.main([str(tmp_path)]) == 0
-    for name in ("grids.png", "errors.png"):
+    for name in ("grids.png", "errors.png", "sums.png"):
         assert (tmp_path / name).stat().st_size > 20_000
         assert (DOCS / "pictures" / name).stat().st_size > 20_000
+
+
+@pytest.mark.parametrize("row", re.findall(r"\n\| ([^|]+) \| ([\d,]+) \| (\d+) dB \| (.*) \| (\d+) dB \|", PAGE))
+def test_the_table_of_sums_says_what_is_computed(row):
+    data, k, of_rounding, fast, of_promoted = row
+    rounding, of_fast, promoted, slope = pictures.lost_on_hopper(data, int(k.replace(",", "")))
+    assert (f"{rounding:.0f}", f"{promoted:.0f}") == (of_rounding, of_promoted)
+    loss = f", {-100 * slope:.1f} % too small" if slope < -0.01 else ""
+    assert fast.replace("*", "") == f"{of_fast:.0f} dB{loss}"
+
+
+def test_the_table_of_gpus_is_the_table_of_units():
+    rows = re.findall(r'\n\| `"(\w+)"` \| [^|]+ \| (\d+)[^|]* \| (\d+)', PAGE)
+    assert rows == [(name, str(unit.block), str(unit.places)) for name, unit in UNITS.items()]
 
 
 def test_values_2_to_the_15_smaller_than_the_largest_lose_more_than_the_others_in_e4m3():

@@ -6,11 +6,13 @@ python -m tools.site.pictures docs/pictures
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from lightning_lowprec.numerics.tensor_cores import accumulate
 
 FORMATS = {
     "float8_e4m3fn": torch.float8_e4m3fn,
@@ -18,6 +20,13 @@ FORMATS = {
     "float8_e4m3fnuz": torch.float8_e4m3fnuz,
 }
 BLUE, ORANGE, GREY = "#0072b2", "#d55e00", "#777777"
+FACTORS: dict[str, Callable[[int], tuple[torch.Tensor, torch.Tensor]]] = {
+    "normal": lambda k: (torch.randn(ROWS, k), torch.randn(ROWS, k)),
+    "relu(x)^2, weights of mean 0.2": lambda k: (torch.randn(ROWS, k).relu().square(), torch.randn(ROWS, k) + 0.2),
+    "absolute values of normal": lambda k: (torch.randn(ROWS, k).abs(), torch.randn(ROWS, k).abs()),
+}
+"""The data of the table of sums: factors of (ROWS, K) by name."""
+ROWS = 64
 
 
 def values(name: str) -> torch.Tensor:
@@ -75,6 +84,41 @@ def draw_errors(path: Path) -> None:
     _save(figure, path)
 
 
+def lost_on_hopper(data: str, k: int) -> tuple[float, float, float, float]:
+    """Return signal to noise in dB of the rounding to e4m3 with one scale, of fast and of promoted sums on Hopper.
+
+    The fourth number is the part by which fast sums are too large. Sums are compared with exact sums of the same codes.
+    """
+    torch.manual_seed(0)
+    factors = FACTORS[data](k)
+    scales = [448 / factor.abs().max() for factor in factors]
+    a, b = ((factor * scale).to(torch.float8_e4m3fn) for factor, scale in zip(factors, scales, strict=True))
+    exact = a.double() @ b.double().T
+    before = factors[0].double() @ factors[1].double().T * scales[0] * scales[1]
+    fast, promoted = (accumulate(a, b, "hopper", choice).double() for choice in (True, False))
+    noise = [(one - other).norm() / other.norm() for one, other in ((exact, before), (fast, exact), (promoted, exact))]
+    slope = float((fast * exact).sum() / exact.square().sum()) - 1
+    rounding, of_fast, of_promoted = (-20 * float(part.log10()) for part in noise)
+    return rounding, of_fast, of_promoted, slope
+
+
+def draw_sums(path: Path) -> None:
+    """Draw what sums of products lose on Hopper, by the number of products."""
+    figure, axes = _axes((9, 3.2))
+    lengths = [2**power for power in range(7, 15)]
+    for data, colour in zip(FACTORS, (GREY, ORANGE, BLUE), strict=True):
+        lost = [lost_on_hopper(data, k) for k in lengths]
+        axes.plot(lengths, [fast for _, fast, _, _ in lost], "o-", color=colour, label=data)
+        axes.plot(lengths, [promoted for _, _, promoted, _ in lost], "--", color=colour)
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("products in a sum (K)", fontsize=9)
+    axes.set_ylabel("signal to noise, dB", fontsize=9)
+    axes.set_title("Sums on Hopper; solid: fast accumulation, dashed: a new sum every 128 products", fontsize=10)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    _save(figure, path)
+
+
 def _axes(size: tuple[float, float]) -> tuple[Any, Any]:
     from matplotlib.figure import Figure
 
@@ -91,6 +135,7 @@ def main(argv: Sequence[str]) -> int:
     (folder,) = argv
     draw_grids(Path(folder) / "grids.png")
     draw_errors(Path(folder) / "errors.png")
+    draw_sums(Path(folder) / "sums.png")
     return 0
 
 

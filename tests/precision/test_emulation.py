@@ -1,0 +1,195 @@
+"""`emulate="hopper"` and its siblings in every plugin that emulates: each product as the named GPU computes it."""
+
+import logging
+from functools import partial
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from lightning_lowprec import MSAMP, FP8TorchAO, HalfMixed, Int8TorchAO, MXFP8TorchAO
+from lightning_lowprec.losses import linear_cross_entropy
+from lightning_lowprec.numerics import grouped_fp8, tensor_cores
+from lightning_lowprec.numerics.fp8_matrices import Codes
+from tests.numerics.tensor_core_judges import E4M3, E5M2, mma_sim
+from tests.torchao.test_prototypes import needs_mxfp8
+
+pytest.importorskip("mmasim")
+CPU = torch.device("cpu")
+K, N, M = 288, 160, 144
+
+
+def one_step(plugin):
+    """Return input, weight, gradient of the output, and the three products of a Linear, all without batch."""
+    torch.manual_seed(0)
+    layer = nn.Linear(K, N, bias=False)
+    weight = layer.weight.detach().clone()
+    model = L.Fabric(accelerator="cpu", devices=1, plugins=plugin).setup_module(nn.Sequential(layer, nn.Identity()))
+    input = torch.rand(M, K).bfloat16().requires_grad_()
+    output = model(input)
+    gradient = torch.randn(M, N).bfloat16()
+    output.backward(gradient.to(output.dtype))  # Fabric's outputs are float32
+    grad_weight = layer.weight.grad.float() if isinstance(layer.weight.grad, torch.Tensor) else None
+    return input.detach(), weight, gradient, (output.detach().bfloat16(), input.grad, grad_weight)
+
+
+def coded(values, dtype, rows=False, power_of_2=False):
+    amax = values.abs().amax(1, keepdim=True) if rows else values.abs().amax()
+    scale = (torch.finfo(dtype).max / amax.double()).float()
+    scale = torch.exp2(torch.floor(torch.log2(scale))) if power_of_2 else scale
+    return (values.float() * scale).to(dtype), scale
+
+
+def multiplied(on, a, b, *, fast, dtype=torch.bfloat16):
+    """Return a product of codes and their scales by MMA-Sim; scales are one each or one per row."""
+    (codes_a, scale_a), (codes_b, scale_b) = a, b
+    promoted = 128 if on in ("hopper", "ada") and not fast else 0
+    sums = mma_sim(on, codes_a, codes_b, promoted=promoted)
+    return (sums * (scale_a.reciprocal() * scale_b.reciprocal().t())).to(dtype)
+
+
+@pytest.mark.parametrize("on", ["hopper", "ada", "blackwell"])
+def test_one_scale_per_tensor(on):
+    """torchao's flags: fast accumulation forward, promotion backward; gradients are e5m2."""
+    input, weight, gradient, (output, grad_input, grad_weight) = one_step(FP8TorchAO(emulate=on))
+    x, w, g = coded(input, E4M3), coded(weight, E4M3), coded(gradient, E5M2)
+    turned = [(codes.t().contiguous(), scale) for codes, scale in (x, w, g)]
+    assert_close(output, multiplied(on, x, w, fast=True), rtol=0, atol=0)
+    assert_close(grad_input, multiplied(on, g, turned[1], fast=False), rtol=0, atol=0)
+    assert_close(grad_weight, multiplied(on, turned[2], turned[0], fast=False).float(), rtol=0, atol=0)
+
+
+def test_mi300_multiplies_the_codes_that_torchao_makes_there():
+    input, weight, gradient, (output, grad_input, _) = one_step(FP8TorchAO(emulate="mi300", weight_codes="per_gemm"))
+    fnuz = [tensor_cores.FNUZ[dtype] for dtype in (E4M3, E5M2)]
+    x, (codes, scale), g = coded(input, fnuz[0]), coded(weight, fnuz[0]), coded(gradient, fnuz[1])
+    assert_close(output, multiplied("mi300", x, (codes, scale), fast=True), rtol=0, atol=0)
+    assert_close(grad_input, multiplied("mi300", g, (codes.t().contiguous(), scale), fast=False), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("inside", ["scaled_after", "scaled_inside"])
+def test_a_scale_per_row(inside):
+    plugin = FP8TorchAO("rowwise", emulate="hopper", rowwise_backward=inside)
+    input, weight, gradient, (output, grad_input, grad_weight) = one_step(plugin)
+    rows = partial(coded, dtype=E4M3, rows=True, power_of_2=True)
+    assert_close(output, multiplied("hopper", rows(input), rows(weight), fast=True), rtol=0, atol=0)
+    assert_close(grad_input, multiplied("hopper", rows(gradient), rows(weight.t()), fast=False), rtol=0, atol=0)
+    expected = multiplied("hopper", rows(gradient.t()), rows(input.t()), fast=False).float()
+    assert_close(grad_weight, expected, rtol=0, atol=0)
+
+
+def test_a_power_of_two_per_tensor():
+    """MS-AMP sums without fast accumulation."""
+    input, weight, _, (output, *_) = one_step(MSAMP("O2", emulate="hopper"))
+    x, w = (coded(values, E4M3, power_of_2=True) for values in (input, weight.half().float()))
+    expected = multiplied("hopper", x, w, fast=False)
+    assert not torch.equal(expected, multiplied("hopper", x, w, fast=True))
+    assert_close(output, expected, rtol=0, atol=0)
+
+
+@needs_mxfp8
+def test_a_scale_per_block():
+    """On Blackwell scales are a part of the sums."""
+    input, weight, _, (output, *_) = one_step(MXFP8TorchAO(emulate="blackwell"))
+    operands = []
+    for values in (input, weight.bfloat16()):
+        blocks = values.float().unflatten(1, (-1, 32))
+        # rounded up, as in cuBLAS's documentation: the smallest power of two by which 448 is enough
+        exponent = torch.ceil(torch.log2(blocks.abs().amax(-1) / 448))
+        operands += [(blocks * torch.exp2(-exponent).unsqueeze(-1)).flatten(1).to(E4M3)]
+        operands += [(exponent + 127).to(torch.uint8).view(torch.float8_e8m0fnu)]
+    expected = mma_sim("blackwell", operands[0], operands[2], operands[1], operands[3])
+    assert_close(output, expected.bfloat16(), rtol=0, atol=0)
+
+
+def test_groups_of_rows():
+    torch.manual_seed(0)
+    rows, weights, ends = torch.rand(96, 256), torch.randn(3, 48, 256), torch.tensor([32, 32, 96], dtype=torch.int32)
+    codes, of_rows = grouped_fp8.encode_rows(rows, True)
+    of_experts, inverse = grouped_fp8.encode_weight(weights, True)
+    inverses = of_rows, inverse
+    output = grouped_fp8.product(codes, of_experts.mT, inverses, ends, torch.bfloat16, emulate="hopper")
+    for expert, part in ((0, slice(32)), (2, slice(32, 96))):
+        expected = mma_sim("hopper", codes[part], of_experts[expert]) * of_rows[part, None] * inverse[expert]
+        assert_close(output[part], expected.bfloat16(), rtol=0, atol=0)
+
+    left, of_left = grouped_fp8.encode_columns(rows, ends, True)
+    right, of_right = grouped_fp8.encode_columns(torch.randn(96, 48), ends, True)
+    inverses = of_left, of_right
+    output = grouped_fp8.product(left, right.t(), inverses, ends, torch.bfloat16, emulate="hopper")
+    expected = mma_sim("hopper", left[:, 32:], right[:, 32:]) * of_left[2, :, None] * of_right[2]
+    assert_close(output[2], expected.bfloat16(), rtol=0, atol=0)
+    assert not output[1].any()
+
+
+def test_the_loss_of_an_fp8_head():
+    torch.manual_seed(0)
+    hidden, weight, target = torch.rand(32, 512), torch.rand(64, 512), torch.arange(32)
+    loss = linear_cross_entropy(hidden, weight, target, fp8=True, emulate="hopper")
+    x, w = Codes.of(hidden), Codes.of(weight)
+    logits = mma_sim("hopper", x.rows, w.rows) * (x.inv_scale * w.inv_scale)
+    assert_close(loss, nn.functional.cross_entropy(logits, target))
+    assert not torch.equal(loss, linear_cross_entropy(hidden, weight, target, fp8=True))
+
+
+def test_a_compiler_keeps_the_bits():
+    torch.manual_seed(0)
+    a, b, one = torch.randn(32, 64).to(E4M3), torch.randn(48, 64).to(E4M3), torch.ones(())
+    multiply = partial(tensor_cores.scaled_product, fast=True, on="hopper")
+    compiled = torch.compile(multiply, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(a, b.t(), one, one, torch.bfloat16), multiply(a, b.t(), one, one, torch.bfloat16))
+
+
+# ---- the option
+
+
+def test_the_environment_names_a_gpu_where_the_plugin_says_nothing(monkeypatch, caplog):
+    expected = one_step(FP8TorchAO(emulate="hopper"))[3][0]
+    monkeypatch.setenv("LOWPREC_EMULATE", "hopper")
+    with caplog.at_level(logging.INFO):
+        assert torch.equal(one_step(FP8TorchAO())[3][0], expected)
+    assert "FP8 is emulated on cpu: codes, scales and sums as on NVIDIA Hopper; slow" in caplog.text
+    assert FP8TorchAO().emulates(torch.device("cuda")) == "hopper"
+    assert FP8TorchAO(emulate=False).emulates(CPU) is False
+    assert FP8TorchAO(emulate=True).emulates(CPU) is True
+    assert MSAMP().emulates(CPU) == MXFP8TorchAO().emulates(CPU) == "hopper"
+    monkeypatch.setenv("LOWPREC_EMULATE", "hoper")
+    with pytest.raises(ValueError, match=r"`LOWPREC_EMULATE='hoper'` is not valid; expected one of: hopper, ada, bl"):
+        FP8TorchAO()
+
+
+def test_other_names_are_refused():
+    with pytest.raises(ValueError, match=r"`emulate='hoper'` is not valid; expected None, True, .* 'hopper'\?"):
+        FP8TorchAO(emulate="hoper")
+    with pytest.raises(ValueError, match=r"`emulate='h100'` is not valid; expected one of: True, False, hopper"):
+        linear_cross_entropy(torch.rand(16, 16), torch.rand(16, 16), torch.arange(16), fp8=True, emulate="h100")
+    for plugin in (HalfMixed, Int8TorchAO):
+        with pytest.raises(TypeError, match="unexpected keyword argument 'emulate'"):
+            plugin(emulate="hopper")
+
+
+@pytest.mark.parametrize(
+    ("plugin", "reason"),
+    [
+        (MXFP8TorchAO(emulate="hopper"), r"'hopper'` is not valid: NVIDIA 9.0 \(Hopper\) has no products with a scale"),
+        (FP8TorchAO(emulate="mi300"), "'mi300'` is not valid: AMD MI300 multiplies float8_e4m3fnuz only"),
+        (MSAMP(emulate="mi300"), "'mi300'` is not valid: AMD MI300 multiplies float8_e4m3fnuz only"),
+    ],
+)
+def test_a_gpu_without_arithmetic_for_the_format_is_refused(plugin, reason):
+    expected = r"; expected one of: .*'blackwell', True"
+    with pytest.raises(RuntimeError, match=f"{reason}.*{expected}"):
+        one_step(plugin)
+
+
+def test_heads_and_experts_without_arithmetic_are_refused():
+    arguments = torch.rand(16, 16), torch.rand(16, 16), torch.arange(16)
+    with pytest.raises(RuntimeError, match=r"`fp8=True` with `emulate='mi300'` is not valid: AMD MI300"):
+        linear_cross_entropy(*arguments, fp8=True, emulate="mi300")
+    plugin = FP8TorchAO("rowwise", emulate="mi300", head="fp8")
+    with pytest.raises(RuntimeError, match=r"`head='fp8'` with `emulate='mi300'` is not valid.* or `head='chunked'`"):
+        one_step(plugin)
+    with pytest.raises(ValueError, match=r"stacked experts \(`emulate='ada'` is not valid: NVIDIA 8.9 \(Ada\) has no"):
+        one_step(FP8TorchAO(emulate="ada", experts="fp8"))
