@@ -62,6 +62,7 @@ notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(pathlib.Pat
 nbclient.NotebookClient(notebook, timeout=200).execute()
 print("".join(output.get("text", "") for output in notebook.cells[0].outputs))
 """
+PORT = "--main-port=29417"  # that of the other `fabric run` is 29400
 RUN = "from lightning.fabric.cli import _main; _main()"  # the command `fabric`
 PL = "lightning.pytorch"
 FLAGS = ("fit", "--trainer.precision=fp8-hybrid", "--trainer.fast_dev_run=2", "--trainer.accelerator=cpu")
@@ -77,7 +78,7 @@ STARTS: Mapping[str, tuple[str, Sequence[str]]] = {
     ),
     "fabric run --precision": (
         FABRIC.format(arguments=""),
-        ["-c", RUN, "run", "--accelerator=cpu", "--precision=fp8-hybrid", "train.py"],
+        ["-c", RUN, "run", "--accelerator=cpu", "--precision=fp8-hybrid", PORT, "train.py"],
     ),
     "torchrun": (
         TRAIN.format(package=PL, more=", devices=2, strategy='ddp'"),
