@@ -58,10 +58,11 @@ class Step:
 
 
 class Calls:
-    """Count Python calls."""
+    """Count calls of Python functions, and with ``of_c`` of C functions."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, of_c: bool = False) -> None:
         self.count = 0
+        self._events = ("call", "c_call") if of_c else ("call",)
 
     def __enter__(self) -> Calls:
         sys.setprofile(self._on_call)
@@ -71,7 +72,7 @@ class Calls:
         sys.setprofile(None)
 
     def _on_call(self, frame: Any, event: str, _: Any) -> None:
-        self.count += event == "call"
+        self.count += event in self._events
 
 
 class Model(L.LightningModule):

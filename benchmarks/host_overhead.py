@@ -1,11 +1,12 @@
 """Compare what Python and the libraries take to launch a step: ours against the same layers by hand, without a GPU.
 
-python -m benchmarks.ledger.launch python -m benchmarks.host_overhead                  # delayed and current scaling
+python -m benchmarks.ledger.launch python -m benchmarks.host_overhead                  # torchao and Transformer Engine
 python -m benchmarks.ledger.launch python -m benchmarks.host_overhead --pairs 'te current=ours current' --steps 60
 
 The null GPU computes nothing, so a step takes the time of its host. Both sides of a pair live in one process and take
 turns; a figure is the least processor time of many steps, which a busy machine disturbs little. Python calls of one
-step are counted exactly. Two blocks of the GPU lane's 8B shape train with AdamW; nothing is compiled.
+step are counted exactly. Two blocks of the GPU lane's 8B shape train with AdamW; those of torchao are compiled. Ours
+trains by Fabric, whose calls count: about as many per step for any number of blocks.
 """
 
 from __future__ import annotations
@@ -24,18 +25,22 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_lane import models, setups
+from benchmarks.gpu_lane.contenders import find
 from benchmarks.gpu_lane.running import Job, Running
 from lightning_lowprec.private.transformer_engine import manager
 
 WARM_STEPS = 5
-PAIRS = ("te delayed=ours delayed", "te delayed=ours fp8-hybrid-te", "te current=ours current")
+PAIRS = ("torchao tensorwise, compiled=ours fp8-tensorwise", "torchao rowwise, compiled=ours fp8-rowwise",
+         "te delayed=ours delayed", "te delayed=ours fp8-hybrid-te", "te current=ours current")  # fmt: skip
 BLOCKS = 2
 VOCABULARY = 1024
 
 
 def make(key: str, job: Job) -> Running:
-    """Set up ``te RECIPE`` (by hand), ``ours RECIPE`` (the plugin, by the recipe), or ``ours NAME``."""
+    """Set up ``te RECIPE`` (by hand), ``ours RECIPE`` (the plugin, by the recipe), ``ours NAME`` or a contender."""
     who, _, what = key.partition(" ")
+    if who == "torchao" or what in ("fp8-tensorwise", "fp8-rowwise"):
+        return find(key).setup(replace(job, compile=True))
     if who == "te":
         return setups.transformer_engine(job, recipe=what)
     if what.startswith(("fp8-", "mxfp8", "nvfp4")):

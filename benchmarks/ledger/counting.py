@@ -26,6 +26,7 @@ def main() -> int:
 
     from benchmarks.gpu_lane import contenders, models
     from benchmarks.ledger.step import measure
+    from benchmarks.ledger.untuned import take_first_variant
 
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
@@ -34,6 +35,7 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("contenders", nargs="+")
     chosen = parser.parse_args()
+    take_first_variant()
     shape = models.SHAPES[chosen.shape]
     if chosen.layers is not None:
         shape = replace(shape, layers=chosen.layers)

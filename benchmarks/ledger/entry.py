@@ -86,10 +86,12 @@ class Entry:
         """Return the sum over the step."""
         return total(self.phase(name) for name in PHASES)
 
-    def block(self) -> Amount:
-        """Return forward and backward of the middle block."""
-        middle = str(self.blocks // 2)
-        return total(self.stretches.get(phase, {}).get(middle, Amount()) for phase in ("forward", "backward"))
+    def per_block(self, what: str) -> float:
+        """Return an amount, such as ``"bytes"``, of forward and backward of all blocks, over the number of blocks."""
+        blocks = [str(index) for index in range(self.blocks)]
+        parts = [self.stretches.get(phase, {}).get(block, Amount()) for phase in PHASES[:2] for block in blocks]
+        summed: int = getattr(total(parts), what)
+        return summed / self.blocks
 
     @property
     def peak(self) -> int:
@@ -143,10 +145,12 @@ def amounts(
     loose: Counter[str] = Counter()
     known = {index for operation in operations for index in range(operation.first, operation.last)}
     starting = {operation.first: operation for operation in operations}
-    with_product = {
-        operation.first
+    by_kernel = {
+        operation.last - 1: operation
         for operation in operations
-        if any(record.what == "gemm" for record in records[operation.first : operation.last])
+        if operation.kind == "product"
+        and operation.flops
+        and all(record.what != "gemm" for record in records[operation.first : operation.last])
     }
     phase, part = PHASES[0], OUTSIDE
     for index, record in enumerate(records):
@@ -160,8 +164,10 @@ def amounts(
             amount.bytes += operation.bytes
             if operation.kind == "attention":
                 amount.attention_flops += operation.flops
-            elif operation.kind == "product" and index not in with_product:
-                _add_flops(amount, operation.name, operation.flops)
+        if index in by_kernel:  # a kernel that multiplies, such as torchao's of int8
+            amount.products += 1
+            _add_flops(amount, by_kernel[index].name, by_kernel[index].flops)
+            continue
         _count(amount, record)
         if record.what == "kernel" and index not in known:
             if record.name in triton:

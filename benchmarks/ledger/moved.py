@@ -33,6 +33,7 @@ PRODUCTS = (
     "_grouped_mm",
     "_scaled_grouped_mm",
     "linear",
+    "torchao::scaled_int8_mm",
 )
 ATTENTION = "scaled_dot_product"
 
@@ -42,6 +43,7 @@ class Operation:
     """One eager operation that launched something."""
 
     name: str
+    """Of a product its format."""
     first: int
     """The index of the first record that it made."""
     last: int
@@ -93,7 +95,7 @@ def _operation(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: A
     if ATTENTION in name:
         return Operation(name, first, last, 0, "attention", _attention_flops(func, args, kwargs))
     if name in PRODUCTS:
-        return Operation(name, first, last, 0, "product", _product_flops(args, result))
+        return Operation(_format(args), first, last, 0, "product", _product_flops(args, result))
     return Operation(name, first, last, moved_bytes(func, args, kwargs, result), "elementwise")
 
 
@@ -107,6 +109,11 @@ def _attention_flops(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
     products = 5 if "backward" in func._schema.name else 2
     flops: int = products * 2 * batch * heads * rows * given["key"].shape[-2] * width
     return flops // 2 if given.get("is_causal") else flops
+
+
+def _format(args: Sequence[Any]) -> str:
+    """Return the name of a product's format, if a kernel multiplies: the dtype of the first factor."""
+    return str(_tensors(list(args))[0].dtype).removeprefix("torch.")
 
 
 def _product_flops(args: Sequence[Any], result: Any) -> int:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from benchmarks.gpu_lane.contenders import BASELINE, BF16_TRUE, CHUNKED, FP8_HEAD
 from benchmarks.ledger.entry import PHASES, Entry
 from benchmarks.ledger.roofline import Rates, predict
 
 GB = 1e9
-FIRST = "lightning bf16-mixed, compiled"
-"""The contender that the others are compared with."""
+BASES = (BASELINE, BF16_TRUE)
+"""The contenders that the others are compared with, with the loss of each."""
 KINDS = ("products", "bytes", "attention", "optimizer", "gaps")
 """What a predicted time is made of."""
 COLOURS = {
@@ -69,15 +70,14 @@ def _launches(entries: Sequence[Entry]) -> str:
             "waits", "refused", "cudaMalloc", "graphs", "graph breaks", "host ms"]  # fmt: skip
     rows = []
     for e in entries:
-        block = e.block()
         rows.append([
             e.contender, *(e.phase(phase).kernels for phase in PHASES), e.whole().products,
-            f"{block.kernels} + {block.products}", len(e.waits), len(e.refused), e.mallocs, e.graphs,
-            sum(e.graph_breaks.values()), e.host_ms,
+            f"{e.per_block('kernels'):.4g} + {e.per_block('products'):.4g}", len(e.waits), len(e.refused),
+            e.mallocs, e.graphs, sum(e.graph_breaks.values()), e.host_ms,
         ])  # fmt: skip
     note = (
-        "\nPer block: forward and backward of the middle block. Host ms: what Python and the libraries take to launch"
-        " the step on this machine's CPU; only ratios on a quiet machine mean something.\n"
+        "\nPer block: forward and backward of all blocks, over the number of blocks. Host ms: what Python and the"
+        " libraries take to launch the step on this machine's CPU; only ratios on a quiet machine mean something.\n"
     )
     return table(head, rows) + note
 
@@ -89,7 +89,7 @@ def _bytes(entries: Sequence[Entry]) -> str:
     for e in entries:
         outside = sum(e.stretches[phase]["outside"].bytes for phase in PHASES[:2] if "outside" in e.stretches[phase])
         rows.append([
-            e.contender, *(f"{e.phase(phase).bytes / GB:.1f}" for phase in PHASES), f"{e.block().bytes / GB:.2f}",
+            e.contender, *(f"{e.phase(phase).bytes / GB:.1f}" for phase in PHASES), f"{e.per_block('bytes') / GB:.2f}",
             f"{outside / GB:.1f}", f"{e.phase('optimizer').bytes / e.parameters:.1f}", e.whole().unknown_bytes,
         ])  # fmt: skip
     note = (
@@ -117,14 +117,16 @@ def _memory(entries: Sequence[Entry]) -> str:
 
 def _predicted(entries: Sequence[Entry], rates: Rates) -> str:
     predictions = {e.contender: predict(e, rates) for e in entries}
-    base = predictions.get(FIRST)
     rows = []
     for e in sorted(entries, key=lambda e: predictions[e.contender].total):
         p = predictions[e.contender]
-        ratio = "" if base is None else f"{base.total / p.total:.2f}"
         kinds = [f"{p.of(kind):.0f}" for kind in KINDS]
-        rows.append([e.contender, f"{p.total:.0f}", f"{e.tokens / p.total:.1f}", ratio, *kinds])
-    return table(["contender", "predicted ms", "k tokens/s", f"over {FIRST}", *KINDS], rows)
+        loss = f", {CHUNKED}" if e.contender.endswith((CHUNKED, FP8_HEAD)) else ""
+        bases = [predictions.get(f"{base}{loss}") for base in BASES]
+        ratios = ["" if base is None else f"{base.total / p.total:.2f}" for base in bases]
+        rows.append([e.contender, f"{p.total:.0f}", f"{e.tokens / p.total:.1f}", *ratios, *kinds])
+    over = (f"over {base}, same loss" for base in BASES)
+    return table(["contender", "predicted ms", "k tokens/s", *over, *KINDS], rows)
 
 
 def _number(value: float) -> str:

@@ -21,18 +21,21 @@ H200: Mapping[str, Mapping[str, float]] = {
         "float16": 690e12,
         "float8 fast": 1250e12,
         "float8 exact": 1130e12,
+        "int8": 1000e12,
     },
     "optimistic": {
         "bfloat16": 740e12,
         "float16": 740e12,
         "float8 fast": 1350e12,
         "float8 exact": 1300e12,
+        "int8": 1250e12,
     },
     "pessimistic": {
         "bfloat16": 650e12,
         "float16": 650e12,
         "float8 fast": 1100e12,
         "float8 exact": 950e12,
+        "int8": 750e12,
     },
 }
 """FLOP/s that an H200 is assumed to sustain under its power limit, by format; nobody has measured these here."""

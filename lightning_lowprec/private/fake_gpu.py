@@ -11,14 +11,14 @@ done in Python, by torch's lists: C++ code would find no tensor of its device. A
 
 A compiler keeps less for the backward than eager code: torch's partitioner decides which values are kept and which are
 computed again. For compiled modules the partitioner decides here too, and no kernel is compiled; the two graphs then
-run on fake tensors. A value that only element-wise operations write and read has no memory: a compiler makes one kernel
-of such operations. Equal modules share graphs: a graph takes parameters as inputs.
+run on fake tensors. A value of an element-wise operation has no memory where only such operations and reductions read
+it: a compiler computes the value as it reads. Equal modules share graphs: a graph takes parameters as inputs.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, Final, final
@@ -30,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_lowprec.private.names import replaced
 from lightning_lowprec.private.torch import SIMULATED_MEMORY, check, tree_map_only
+from lightning_lowprec.private.torch_modules import in_place_of, tensor_places
 
 FAKE: Final = torch.device("cuda", 0)
 """The device, as Python code sees it."""
@@ -72,7 +73,6 @@ def fake_gpu(capability: tuple[int, int]) -> Iterator[None]:
     """
     check(SIMULATED_MEMORY)
     importlib.import_module("torch._dynamo")  # compares signatures of what is replaced below, so it comes before
-    module: Any = torch._subclasses.fake_tensor
     answers: Mapping[str, Any] = {
         "is_available": lambda: True,
         "is_bf16_supported": lambda including_emulation=True: True,
@@ -88,16 +88,16 @@ def fake_gpu(capability: tuple[int, int]) -> Iterator[None]:
         for name, answer in answers.items():
             stack.enter_context(replaced(torch.cuda, name, answer))
         stack.enter_context(replaced(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False))
-        stack.enter_context(replaced(module, "init_gpu_context", lambda device: None))
-        handlers = {**module._DISPATCH_META_HANDLERS, torch.ops.prim.device.default: _device_of}
-        stack.enter_context(replaced(module, "_DISPATCH_META_HANDLERS", handlers))
-        stack.enter_context(replaced(module.FakeTensor, "__torch_dispatch__", _dispatch_of(module.FakeTensor)))
-        stack.enter_context(replaced(module.FakeTensor, "__new__", _new_of(module.FakeTensor)))
-        stack.enter_context(replaced(module.FakeTensor, "is_cuda", property(lambda t: t.device.type == "cuda")))
-        stack.enter_context(replaced(module.FakeTensor, "cuda", lambda t, *args, **kwargs: t.to(FAKE)))
+        stack.enter_context(replaced(_module, "init_gpu_context", lambda device: None))
+        handlers = {**_module._DISPATCH_META_HANDLERS, torch.ops.prim.device.default: _device_of}
+        stack.enter_context(replaced(_module, "_DISPATCH_META_HANDLERS", handlers))
+        stack.enter_context(replaced(_module.FakeTensor, "__torch_dispatch__", _dispatch_of(_module.FakeTensor)))
+        stack.enter_context(replaced(_module.FakeTensor, "__new__", _new_of(_module.FakeTensor)))
+        stack.enter_context(replaced(_module.FakeTensor, "is_cuda", property(lambda t: t.device.type == "cuda")))
+        stack.enter_context(replaced(_module.FakeTensor, "cuda", lambda t, *args, **kwargs: t.to(FAKE)))
         functional: Any = importlib.import_module("torch._subclasses.functional_tensor").FunctionalTensor
         stack.enter_context(replaced(functional, "device", property(_python_device)))
-        stack.enter_context(module.FakeTensorMode())
+        stack.enter_context(_module.FakeTensorMode())
         stack.enter_context(_Devices())  # type: ignore[no-untyped-call]
         stack.enter_context(replaced(torch.nn.functional, "scaled_dot_product_attention", attention))
         stack.enter_context(_autocast())
@@ -106,8 +106,7 @@ def fake_gpu(capability: tuple[int, int]) -> Iterator[None]:
 
 def is_fake(tensor: Any) -> bool:
     """Return whether ``tensor`` is a fake tensor on the simulated GPU."""
-    module: Any = torch._subclasses.fake_tensor
-    return isinstance(tensor, module.FakeTensor) and tensor.device.type == FAKE.type
+    return isinstance(tensor, _module.FakeTensor) and tensor.device.type == FAKE.type
 
 
 def tensors_of(values: Any) -> list[Tensor]:
@@ -293,9 +292,9 @@ def _efficient(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, a
 
 # ---- compiled modules
 
-_OURS: Final = "lightning_lowprec."
 _pytree: Any = torch.utils._pytree
-Place = tuple[dict[str, Any], str]
+_aten: Any = torch.ops.aten
+_REDUCTIONS: Final = (_aten.amax, _aten.amin, _aten.any, _aten.max, _aten.mean, _aten.sum, _aten.var_mean)
 Pause = Callable[[], AbstractContextManager[Any]]
 
 
@@ -325,14 +324,14 @@ def _call(
     """Call ``function`` of a module by the graphs of the first module that was like it, and called like it."""
     flat, form = _pytree.tree_flatten((args, kwargs))
     inputs = [value for value in flat if isinstance(value, Tensor)]
-    places = list(_places(module))
+    places = list(tensor_places(module))
     weights = [where[name] for where, name in places]
 
     def pure(weights: list[Tensor], inputs: list[Tensor]) -> Any:
         left = iter(inputs)
         values = [next(left) if isinstance(value, Tensor) else value for value in flat]
         own_args, own_kwargs = _pytree.tree_unflatten(values, form)
-        with _in_place_of(places, weights):
+        with in_place_of(places, weights):
             return function(*own_args, **own_kwargs)
 
     shapes = [(t.shape, t.dtype, t.requires_grad) for t in (*weights, *inputs)]
@@ -359,7 +358,7 @@ class _Graphs:
             function,
             fw_compiler=compiler,
             bw_compiler=compiler,
-            partition_fn=importlib.import_module("torch._functorch.partitioners").min_cut_rematerialization_partition,
+            partition_fn=partial(_cut, len(weights)),
             decompositions=importlib.import_module("torch._inductor.decomposition").select_decomp_table(),
         )
         with pause(), _as_compiling() as checkpoints:
@@ -370,6 +369,15 @@ class _Graphs:
         if self._checkpointed:
             return checkpoint(self._graphs, weights, inputs, use_reentrant=False)
         return self._graphs(weights, inputs)
+
+
+def _cut(weights: int, joint: Any, inputs: Any, **known: Any) -> Any:
+    """Cut a graph as torch's compiler does, which sees through aliases and keeps its first inputs, weights, anyway."""
+    for node in joint.graph.find_nodes(op="call_function", target=_aten.alias.default):
+        node.replace_all_uses_with(node.args[0])
+        joint.graph.erase_node(node)
+    cut = importlib.import_module("torch._functorch.partitioners").min_cut_rematerialization_partition
+    return cut(joint, inputs, **{**known, "static_lifetime_input_indices": list(range(weights))})
 
 
 @contextmanager
@@ -399,44 +407,21 @@ class _Fusing(torch.fx.Interpreter):
 
     def run_node(self, n: Any) -> Any:
         """Run an operation."""
-        if not (_is_elementwise(n) and all(map(_is_elementwise, n.users))):
+        if not _is_in_a_kernel(n):
             return super().run_node(n)
         with self._pause():
             return super().run_node(n)
 
 
-def _is_elementwise(node: Any) -> bool:
-    return torch.Tag.pointwise in getattr(node.target, "tags", ())
+def _is_in_a_kernel(node: Any) -> bool:
+    """Return whether only kernels that a compiler makes read a value, behind views too, and compute it as they read."""
+    return _kind(node) in ("pointwise", "view") and all(
+        _is_in_a_kernel(user) if _kind(user) == "view" else _kind(user) for user in node.users
+    )
 
 
-def _places(module: nn.Module) -> Iterator[Place]:
-    """Yield where a module keeps tensors: parameters, buffers, and what the layers of this package keep beside them."""
-    seen: set[int] = set()
-    for child in module.modules():
-        ours = _of_own_objects(vars(child))
-        deeper = [values for attributes in ours for values in _of_own_objects(attributes)]
-        dicts: list[Any] = [child._parameters, child._buffers, *ours, *deeper]
-        for where in dicts:
-            for name, value in where.items():
-                if isinstance(value, Tensor) and id(value) not in seen:
-                    seen.add(id(value))
-                    yield where, name
-
-
-def _of_own_objects(values: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the attributes of those values that are objects of this package."""
-    ours = [value for value in values.values() if type(value).__module__.startswith(_OURS)]
-    return [vars(value) for value in ours if hasattr(value, "__dict__") and not isinstance(value, nn.Module)]
-
-
-@contextmanager
-def _in_place_of(places: Sequence[Place], values: Sequence[Tensor]) -> Iterator[None]:
-    """Let a module compute with other tensors; its own forward and hooks stay."""
-    own = [where[name] for where, name in places]
-    for (where, name), value in zip(places, values, strict=True):
-        where[name] = value
-    try:
-        yield
-    finally:
-        for (where, name), value in zip(places, own, strict=True):
-            where[name] = value
+def _kind(node: Any) -> str | None:
+    if getattr(node.target, "overloadpacket", None) in _REDUCTIONS:
+        return "reduction"
+    pointwise = "pointwise" if torch.Tag.pointwise in getattr(node.target, "tags", ()) else None
+    return "view" if getattr(node.target, "is_view", False) else pointwise

@@ -138,6 +138,7 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
         "torch.utils._python_dispatch.TorchDispatchMode",
         "torch.utils._pytree.tree_leaves",
         "torch.ops.prim.device.default",
+        "torch.ops.aten.view.default.is_view",
         "torch.ops.aten._local_scalar_dense.default",
         "torch.ops.aten._scaled_dot_product_flash_attention.default",
         "torch.ops.aten._scaled_dot_product_efficient_attention.default",

@@ -7,25 +7,27 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu_lane import models
+from benchmarks.gpu_lane.contenders import MAIN, MAIN_TE, TE_COMPILED, TE_LAYERS
 from benchmarks.ledger import __main__ as command
 from benchmarks.ledger import report, roofline
 from benchmarks.ledger.entry import Entry
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/which-backend.md"
-FOLDER = ROOT / "benchmarks/results/null-gpu-2026-11-22"
-TE_LAYERS = ROOT / "benchmarks/results/null-gpu-2026-11-23"
-"""Contenders around Transformer Engine's own blocks."""
+FOLDER = ROOT / "benchmarks/results/null-gpu-2026-11-24"
+AROUND_TE_LAYERS = (
+    MAIN, f"{MAIN}, bf16 between blocks", MAIN_TE, TE_COMPILED, f"{TE_LAYERS} delayed", f"{TE_LAYERS} current",
+    f"{TE_LAYERS} delayed, compiled",
+)  # fmt: skip
 FORMS = {
     "`fp8-tensorwise`, the arithmetic of `fp8-hybrid-torchao`; blocks compiled": "ours fp8-tensorwise",
     "`fp8-hybrid-te`": "ours fp8-hybrid-te",
-    '`fp8-hybrid-te`, `fuse="auto"`': "ours fp8-hybrid-te, fuse",
     "`fp8-hybrid-te`, blocks compiled by the user": "ours fp8-hybrid-te, blocks compiled",
 }
 
 
-def entries(folder=FOLDER):
-    data = json.loads((folder / "ledger.json").read_text())
+def entries(file="ledger"):
+    data = json.loads((FOLDER / f"{file}.json").read_text())
     return [Entry.from_json({**entry, "kernels": []}) for entry in data["entries"]]
 
 
@@ -39,7 +41,7 @@ def shown(marker, page=PAGE):
 
 def figures(entry):
     return [
-        f"{entry.block().bytes / 1e9:.2f}",
+        f"{entry.per_block('bytes') / 1e9:.2f}",
         str(entry.whole().kernels),
         f"{entry.peak / 1e9:.1f}",
         f"{roofline.predict(entry, roofline.assumed()).total:.0f}",
@@ -57,34 +59,44 @@ SPEED = {
     "torchao by hand, tensorwise, compiled": "torchao tensorwise, compiled",
     "`fp8-tensorwise`": "ours fp8-tensorwise",
     "`fp8-tensorwise-remainder`": "ours fp8-tensorwise-remainder",
-    '`fp8-tensorwise-remainder`, `head="fp8"`': "ours fp8-tensorwise-remainder, fp8 head",
     "`msamp-o2`": "ours msamp-o2",
+    "`int8-mixed`": "ours int8-mixed",
+    "*loss in chunks:* Lightning's `bf16-mixed`, compiled": "lightning bf16-mixed, compiled, chunked loss",
+    "*loss in chunks:* Lightning's `bf16-true`, compiled": "lightning bf16-true, compiled, chunked loss",
+    '*loss in chunks:* `fp8-tensorwise-remainder`, `head="fp8"`': "ours fp8-tensorwise-remainder, fp8 head",
 }
 
 
 def test_the_page_on_speed_shows_the_ledger():
+    """Every row is compared with bf16 that has the same loss."""
     found = {entry.contender: entry for entry in entries()}
     page = ROOT / "docs/speed.md"
     times = {
         rates: {key: roofline.predict(entry, roofline.assumed(rates)).total for key, entry in found.items()}
         for rates in roofline.H200
     }
-    base = SPEED["Lightning's `bf16-mixed`, compiled"]
+    mixed, true = "lightning bf16-mixed, compiled", "lightning bf16-true, compiled"
     table = shown("speed", page)
     assert table.keys() == SPEED.keys()
     for words, key in SPEED.items():
-        entry, (block, optimizer, peak, time, ahead) = found[key], table[words]
+        entry, (block, optimizer, peak, time, *ahead) = found[key], table[words]
         assert [block, time, peak] == [figures(entry)[0], figures(entry)[3], figures(entry)[2]]
         assert float(optimizer) == round(entry.phase("optimizer").bytes / entry.parameters, 1)
-        assert float(ahead) == round(times["middle"][base] / times["middle"][key], 2)
-    best = SPEED['`fp8-tensorwise-remainder`, `head="fp8"`']
-    slow, fast = (times[rates][base] / times[rates][best] for rates in ("pessimistic", "optimistic"))
-    assert f"rates the best row is {slow:.2f} ahead, with the optimistic ones {fast:.2f}." in page.read_text()
+        loss = ", chunked loss" if "chunks" in words else ""
+        by_hand = [round(times["middle"][f"{base}{loss}"] / times["middle"][key], 2) for base in (mixed, true)]
+        assert list(map(float, ahead)) == by_hand
+    best = "ours fp8-tensorwise-remainder, fp8 head"
+    slow, fast = (
+        times[rates][f"{mixed}, chunked loss"] / times[rates][best] for rates in ("pessimistic", "optimistic")
+    )
+    assert f"rates the best row is {slow:.2f} ahead of `bf16-mixed`, with the optimistic ones {fast:.2f}." in " ".join(
+        page.read_text().split()
+    )
 
 
 def test_sentences_with_figures_are_those_of_the_ledger():
     found = {entry.contender: entry for entry in entries()}
-    blocks = {key: f"{entry.block().bytes / 1e9:.2f}" for key, entry in found.items()}
+    blocks = {key: f"{entry.per_block('bytes') / 1e9:.2f}" for key, entry in found.items()}
     ours, remainder = blocks["ours fp8-tensorwise"], blocks["ours fp8-tensorwise-remainder"]
     torchao, te = found["ours fp8-tensorwise"], found["ours fp8-hybrid-te"]
     by_te, by_torchao = (roofline.predict(entry, roofline.assumed()).total for entry in (te, torchao))
@@ -104,17 +116,13 @@ def test_sentences_with_figures_are_those_of_the_ledger():
 
 
 def test_the_page_shows_the_ledger_of_transformer_engines_blocks():
-    found = entries(TE_LAYERS)
-    assert shown("te-layers") == {f"`{entry.contender}`": figures(entry) for entry in found}
-    before = {entry.contender: figures(entry) for entry in entries()}
-    same = {entry.contender: figures(entry) for entry in found if entry.contender in before}
-    assert len(same) == 4
-    assert same == {key: before[key] for key in same}, "one device, one model"
+    found = {entry.contender: entry for entry in entries()}
+    assert shown("te-layers") == {f"`{key}`": figures(found[key]) for key in AROUND_TE_LAYERS}
 
 
 def test_the_blocks_of_transformer_engine_gain_too_little_for_an_option():
     """Less than 5 % by any of the rates, sums in bf16 in both; a larger gain asks for an option."""
-    found = {entry.contender: entry for entry in entries(TE_LAYERS)}
+    found = {entry.contender: entry for entry in entries() if entry.contender in AROUND_TE_LAYERS}
     text = " ".join(PAGE.read_text().split())
     ours, blocks = found["ours fp8-tensorwise"], found["te layers delayed"]
     gains = {}
@@ -145,7 +153,7 @@ def test_largest_values_of_current_scaling_that_the_page_adds():
     columns = shape.hidden + (qkv + 2 * shape.hidden + 2 * shape.ffn)
     read = 4 * weights + 2 * 2 * shape.sequence * columns
     ms = shape.layers * read / roofline.assumed().values["bandwidth"] * 1e3
-    found = {e.contender: roofline.predict(e, roofline.assumed()).total for e in entries(TE_LAYERS)}
+    found = {e.contender: roofline.predict(e, roofline.assumed()).total for e in entries()}
     ahead = 1 - (found["te layers current"] + ms) / found["ours fp8-tensorwise, bf16 between blocks"]
     assert f"With the 6 ms, current scaling is predicted to need {ahead:.1%} less".replace("%", " %") in " ".join(
         PAGE.read_text().split()
@@ -164,13 +172,13 @@ def test_torchao_compiled_is_predicted_to_be_ahead():
     assert found["ours fp8-tensorwise"].peak < found["ours fp8-hybrid-te"].peak
 
 
-@pytest.mark.parametrize("folder", [FOLDER, TE_LAYERS], ids=lambda folder: folder.name)
-def test_the_committed_report_is_made_from_the_committed_figures(folder):
-    data = json.loads((folder / "ledger.json").read_text())
+@pytest.mark.parametrize(("file", "options"), [("ledger", []), ("ledger-124m", ["--shape", "124m", "--batch", "32"])])
+def test_the_committed_report_is_made_from_the_committed_figures(file, options):
+    data = json.loads((FOLDER / f"{file}.json").read_text())
     keys = [entry["contender"] for entry in data["entries"]] + list(data["missing"])
-    options = command.parsed([] if folder == FOLDER else ["--contenders", *keys])
-    text = report.markdown(entries(folder), data["missing"], roofline.assumed(), command.command(options))
-    assert (folder / "ledger.md").read_text() == text
+    chosen = command.parsed([*options, "--contenders", *keys] if options else [])
+    text = report.markdown(entries(file), data["missing"], roofline.assumed(), command.command(chosen))
+    assert (FOLDER / f"{file}.md").read_text() == text
 
 
 def test_predictions_stay_out_of_the_readme():
@@ -179,12 +187,11 @@ def test_predictions_stay_out_of_the_readme():
 
 def test_the_page_has_the_predicted_steps_of_the_lanes_small_model():
     """No step is faster than its products: 6 FLOPs per parameter of a matrix and token, at most at 1300 TFLOP/s."""
-    counted = json.loads((ROOT / "benchmarks/results/null-gpu-2026-11-23/ledger-124m.json").read_text())["entries"]
-    found = {row["contender"]: Entry.from_json({**row, "kernels": []}) for row in counted}
+    found = {entry.contender: entry for entry in entries("ledger-124m")}
     matrices = 12 * (4 * 768 * 768 + 3 * 768 * 2048) + 50304 * 768
     flops = 6 * matrices * 32768
     times = {name: roofline.predict(entry, roofline.assumed()).total for name, entry in found.items()}
-    assert all(1e3 * flops / 1300e12 < ms for name, ms in times.items() if "int8" not in name)
+    assert all(1e3 * flops / 1300e12 < ms for ms in times.values())
     said = f"takes {times['lightning bf16-mixed, compiled']:.0f} ms with bf16-mixed"
     said += f" and {times['ours fp8-tensorwise']:.0f} ms with `fp8-tensorwise`"
     assert said in " ".join((ROOT / "docs/speed.md").read_text().split())

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from benchmarks.ledger.recorder import on_null_gpu
+from benchmarks.ledger.untuned import take_first_variant
 from lightning_lowprec.private import transformer_engine
-from tests.ledger.untuned import take_first_variant
 
 collect_ignore_glob = [] if on_null_gpu() else ["test_*.py"]
 

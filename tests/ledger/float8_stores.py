@@ -18,7 +18,7 @@ from torch._inductor.utils import run_and_get_code
 
 from benchmarks.gpu_lane import models, setups
 from benchmarks.gpu_lane.running import Job
-from tests.ledger.untuned import take_first_variant
+from benchmarks.ledger.untuned import take_first_variant
 
 NAMES = ("fp8-hybrid", "fp8-rowwise", "fp8-tensorwise-remainder", "msamp-o1", "msamp-o2", "msamp-o3", "bf16-lean")
 SHAPE = models.SHAPES["toy"]

@@ -14,7 +14,7 @@ import torch
 from benchmarks.gpu_lane import models, setups
 from benchmarks.gpu_lane.running import Job
 from benchmarks.ledger.recorder import recording
-from tests.ledger.untuned import take_first_variant
+from benchmarks.ledger.untuned import take_first_variant
 from tests.representatives import representatives, updates_in_backward
 
 SHAPE = models.SHAPES["toy"]

@@ -57,8 +57,8 @@ def test_formats_by_dtype_accumulation_and_scales():
     ]
     assert format_of(record("gemm", info="a=bfloat16 b=bfloat16")) == "bfloat16"
     assert RATES.of_product("float8 row scales fast") == RATES.values["float8 fast"]
-    with pytest.raises(KeyError, match="no rate for products of format 'int8'"):
-        RATES.of_product("int8")
+    with pytest.raises(KeyError, match="no rate for products of format 'int4'"):
+        RATES.of_product("int4")
 
 
 def test_records_are_sorted_into_phases_and_blocks():
@@ -75,6 +75,9 @@ def test_records_are_sorted_into_phases_and_blocks():
     assert found["forward"]["outside"] == Amount(kernels=2, bytes=100, unknown_bytes=1)
     assert found["optimizer"]["outside"] == Amount(kernels=1, copies=1, bytes=28)
     assert loose == {"nobody knows": 1}
+    of_int8 = [*operations[:1], Operation("int8", 3, 4, 0, "product", 48), *operations[1:]]
+    found, _ = amounts(records, of_int8, {"triton_a": 7})
+    assert found["forward"]["0"] == Amount(products=2, product_flops={"int8": 48, "bfloat16": 48})  # by a kernel
     found, _ = amounts(records, operations, {"triton_a": 7}, {3: 70})
     assert found["forward"]["0"].bytes == 70, "of this launch, of a kernel of any size"
 
@@ -83,11 +86,29 @@ def test_the_report_calls_predictions_so_and_says_what_is_missing(tmp_path):
     entries = [by_hand(), by_hand("another")]
     text = report.markdown(entries, {"ours nvfp4": "needs Blackwell"}, RATES, "python -m benchmarks.ledger")
     assert "## Predicted, not measured" in text
-    assert "| another | 16 | 6.2 | 1.00 | 5 | 4 | 0 | 2 | 5 |" in text
+    assert "| another | 16 | 6.2 | 1.00 |  | 5 | 4 | 0 | 2 | 5 |" in text
     assert "| ours nvfp4 | needs Blackwell |" in text
     assert "Predicted" not in report.markdown(entries, {}, None, "")
     report.draw(entries, RATES, tmp_path / "x.png")
     assert (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_contender_is_compared_with_bf16_that_has_the_same_loss():
+    """16 ms each, and 8 ms of the whole model's loss more."""
+    plain, chunked = by_hand(), by_hand("lightning bf16-mixed, compiled, chunked loss")
+    plain.stretches["forward"]["outside"] = Amount(bytes=8_000_000)
+    text = report.markdown([plain, chunked, by_hand("ours, fp8 head"), by_hand("ours")], {}, RATES, "")
+    assert "| ours, fp8 head | 16 | 6.2 | 1.00 |" in text
+    assert "| ours | 16 | 6.2 | 1.50 |" in text
+
+
+def test_bytes_per_block_are_those_of_all_blocks():
+    """3 MB in block 0, which encodes for block 1 too, and 1 MB there."""
+    found = by_hand()
+    found.shape = {**SHAPE, "layers": 2}
+    found.stretches["backward"]["1"] = Amount(kernels=1, bytes=1_000_000)
+    assert found.per_block("bytes") == 2_000_000
+    assert found.per_block("kernels") == 2
 
 
 def test_entries_survive_json():

@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, ViTConfig, ViTForImageClassification
 
 from lightning_lowprec.private.transformers import as_with_values
 from lightning_lowprec.tools.planning.simulated_step import Setting, inputs_of
 from lightning_lowprec.tools.planning.simulation import Simulator
 
 BATCH, TOKENS, WIDTH = 2, 2048, 1024
+IMAGES, LARGE, MANY = 64, 224, 1000
 LLAMA = LlamaConfig(
     vocab_size=32000, hidden_size=2048, intermediate_size=8192, num_hidden_layers=2, num_attention_heads=16,
     num_key_value_heads=4,
@@ -38,6 +39,21 @@ class LanguageModel(L.LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), fused=self.fused or None)
+
+
+class Classifier(L.LightningModule):
+    """Six layers of ViT-L/16: activations that are computed again where a kernel looks for largest values."""
+
+    def __init__(self):
+        super().__init__()
+        sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "num_hidden_layers": 6}
+        self.model = ViTForImageClassification(ViTConfig(**sizes, num_labels=MANY))
+
+    def training_step(self, batch, index):
+        return self.model(pixel_values=batch[0], labels=batch[1]).loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), fused=True)
 
 
 class Regressor(L.LightningModule):
@@ -65,6 +81,10 @@ def rows():
     return torch.zeros(BATCH, TOKENS, WIDTH), torch.zeros(BATCH, TOKENS, 1)
 
 
+def images():
+    return torch.zeros(IMAGES, 3, LARGE, LARGE), torch.zeros(IMAGES, dtype=torch.long)
+
+
 class Peaks(L.Callback):
     """The most that is allocated during a step, sanity checks and set-up left out."""
 
@@ -83,7 +103,7 @@ def free():
 
 def by_trainer(module, precision, batch, folder):
     peaks = Peaks()
-    data = DataLoader(TensorDataset(*(t.repeat(3, *[1] * (t.ndim - 1)) for t in batch)), batch_size=BATCH)
+    data = DataLoader(TensorDataset(*(t.repeat(3, *[1] * (t.ndim - 1)) for t in batch)), batch_size=len(batch[0]))
     trainer = L.Trainer(
         accelerator="cuda", devices=1, precision=precision, max_epochs=1, callbacks=[peaks], logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
@@ -132,14 +152,22 @@ CASES = {
     "gpt2, bf16-master": (partial(LanguageModel, GPT2), tokens, "bf16-master", by_trainer, True),
     "gpt2, bf16-mixed": (partial(LanguageModel, GPT2), tokens, "bf16-mixed", by_trainer, True),
     "encoder, 32-true, Fabric": (Regressor, rows, "32-true", by_fabric, True),
+    "vit, fp8-rowwise": (Classifier, images, "fp8-rowwise", by_trainer, True),
     "encoder, fp8-tensorwise": (Regressor, rows, "fp8-tensorwise", by_trainer, True),
 }  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def no_cudnn():
+    """The null GPU has no cuDNN: torch's own convolutions run."""
+    with torch.backends.cudnn.flags(enabled=False):
+        yield
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_simulated_peak_is_that_of_the_allocator(case, tmp_path):
     make, batch, precision, train, fused = CASES[case]
-    setting = Setting(precision=precision, batch=BATCH, fused=fused)
+    setting = Setting(precision=precision, batch=len(batch()[0]), fused=fused)
     model = on_meta(make)
     peaks = Simulator(copy.deepcopy(model), inputs_of(model, batch())).peaks(setting)
     simulated = max(sum(peak.values()) for peak in peaks.values())

@@ -24,9 +24,9 @@ def test_every_product_of_the_blocks_is_in_fp8(recipe):
     assert flops.pop("bfloat16") == 6 * TOY.hidden * TOY.vocab * TOKENS
     assert set(flops) == {"float8 fast", "float8 exact"}
     assert sum(flops.values()) == 6 * BLOCK_WEIGHTS * TOY.layers * TOKENS
-    assert found.block().products == 12
+    assert found.per_block("products") == 12
     attention = 7 * 2 * (TOY.sequence**2 * TOY.hidden * 2) // 2
-    assert found.block().attention_flops == attention
+    assert found.per_block("attention_flops") == attention
     assert (found.waits, found.refused, found.loose) == ([], [], {})
     largest = sum("11amax_kernel" in name for name in found.kernels)
     assert largest == (9 * TOY.layers if recipe == "current" else 0), (

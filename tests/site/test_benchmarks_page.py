@@ -26,5 +26,5 @@ def test_the_losses_are_those_of_the_committed_runs():
 
 
 def test_the_picture_is_the_committed_one():
-    committed = RESULTS / "null-gpu-2026-11-22" / "ledger.png"
+    committed = RESULTS / "null-gpu-2026-11-24" / "ledger.png"
     assert (DOCS / "pictures" / "ledger.png").read_bytes() == committed.read_bytes()
