@@ -10,7 +10,8 @@ it has the backend's first recipe. A recipe may leave some of a Linear's three p
     grad_input    grad_input  = grad_output @ weight
     grad_weight   grad_weight = grad_output.T @ input
 
-High precision is written ``"bf16"``, and is the dtype of autocast: bf16, or fp16 with ``base="fp16"``.
+High precision is written ``"bf16"``, and is the dtype of autocast: bf16, or fp16 with ``base="fp16"``. ``"promoted"``
+is FP8 without fast accumulation: Hopper and Ada then add up 128 products at most before they promote to float32.
 """
 
 from __future__ import annotations
@@ -30,8 +31,11 @@ InBF16 = frozenset[Gemm]
 """The products that run in high precision; the others run in the precision of the recipe."""
 NO_GEMM: Final[InBF16] = frozenset()
 ALL_GEMMS: Final[InBF16] = frozenset(GEMMS)
+PROMOTED: Final = "promoted"
+"""FP8 without fast accumulation."""
 GemmChoices = Annotated[
-    Mapping[Gemm, GemmPrecision], Rule("a mapping such as {'forward': 'bf16'} (forward, grad_input, grad_weight)")
+    Mapping[Gemm, GemmPrecision | Literal["promoted"]],
+    Rule("a mapping such as {'forward': 'bf16'} (forward, grad_input, grad_weight)"),
 ]
 HIGH: Final = "bf16"
 """The value of a pattern whose layers are kept."""
@@ -41,22 +45,23 @@ NO_PATTERN: Final = "no pattern of `recipe` matches"
 """The reason of a layer that no pattern matches."""
 
 
-def in_bf16(choice: Any, field: str) -> InBF16:
+def in_bf16(choice: Any, field: str, besides: tuple[str, ...] = ()) -> InBF16:
     """Return the products that a choice computes in high precision.
 
     ``choice`` is ``"bf16"`` (all), ``"fp8"`` or None (none), or a mapping of some products to ``"bf16"`` and ``"fp8"``;
-    a product that the mapping does not name runs in the precision of the recipe.
+    a product that the mapping does not name runs in the precision of the recipe. ``besides`` are more values that a
+    mapping may have.
     """
     if choice is None or choice == "fp8":
         return NO_GEMM
     if choice == "bf16":
         return ALL_GEMMS
-    precisions = get_args(GemmPrecision)
+    precisions = *get_args(GemmPrecision), *besides
     is_mapping = isinstance(choice, Mapping) and choice
     if not is_mapping or any(gemm not in GEMMS or value not in precisions for gemm, value in choice.items()):
         raise ValueError(
-            f"`{field}={choice!r}` is not valid; expected 'bf16', 'fp8', or a mapping of {', '.join(GEMMS)} to 'bf16'"
-            " or 'fp8', e.g. {'forward': 'bf16'}."
+            f"`{field}={choice!r}` is not valid; expected 'bf16', 'fp8', or a mapping of {', '.join(GEMMS)} to"
+            f" {' or '.join(map(repr, precisions))}, e.g. {{'forward': 'bf16'}}."
         )
     return frozenset(gemm for gemm, precision in choice.items() if precision == "bf16")
 
@@ -83,6 +88,8 @@ class LayerRecipe:
     name: str | None
     """A recipe of the backend, such as ``"rowwise"``; None: the recipe that the layer has."""
     in_bf16: InBF16 = NO_GEMM
+    promoted: frozenset[Gemm] = frozenset()
+    """The products in FP8 without fast accumulation."""
 
     @classmethod
     def of(cls, value: Any, *, names: Sequence[str], base: str | None, field: str = "recipe") -> LayerRecipe:
@@ -94,7 +101,8 @@ class LayerRecipe:
         if value == HIGH:
             return cls(base, ALL_GEMMS)
         if isinstance(value, Mapping):
-            return cls(base, in_bf16(value, field))
+            high = in_bf16(value, field, besides=(PROMOTED,))
+            return cls(base, high, frozenset(gemm for gemm, choice in value.items() if choice == PROMOTED))
         if value == FLOAT32 and base is not None:
             return cls(FLOAT32, ALL_GEMMS)
         if value not in names:
@@ -111,7 +119,8 @@ class LayerRecipe:
     def __str__(self) -> str:
         if self.name == FLOAT32:
             return FLOAT32
-        return ", ".join(filter(None, [self.name, words(self.in_bf16)]))
+        promoted = " and ".join(gemm for gemm in GEMMS if gemm in self.promoted)
+        return ", ".join(filter(None, [self.name, words(self.in_bf16), promoted and f"{promoted} promoted"]))
 
 
 @final

@@ -107,12 +107,24 @@ class FP8Experts(PlainFirst, RoutedExperts):
 
     def reconfigure(self, recipe: LayerRecipe) -> None:
         """Give all Parameters another recipe; ``recipe.name`` is None for the recipe that each has."""
-        self.settings = {name: settings.changed(recipe) for name, settings in self.settings.items()}
+        changed = {name: settings.changed(recipe) for name, settings in self.settings.items()}
+        for settings in changed.values():
+            check_promoted(settings)
+        self.settings = changed
         self.update()
 
     def update(self) -> None:
         """Bring ``in_bf16`` up to date after a change of ``settings`` or ``phase_gemms``."""
         self.in_bf16 = {name: high_of(settings, self.phase_gemms) for name, settings in self.settings.items()}
+
+
+def check_promoted(settings: LayerSettings) -> None:
+    """Raise ValueError for products without fast accumulation: kernels for grouped products have it."""
+    if settings.promoted:
+        raise ValueError(
+            "`recipe={...: 'promoted'}` is not possible for stacked experts, whose kernels always accumulate fast. Use"
+            " a pattern that leaves them out, or 'bf16'."
+        )
 
 
 def scaled(products: Products) -> Scaled:
@@ -134,11 +146,12 @@ def convert(
     by_module: dict[str, dict[str, LayerSettings]] = {}
     for fqn in fqns:
         module, _, name = fqn.rpartition(".")
-        by_module.setdefault(module, {})[name] = settings_of(fqn)
-    for fqn, settings in by_module.items():
+        by_module.setdefault(module, {})[name] = settings = settings_of(fqn)
+        check_promoted(settings)
+    for fqn, by_name in by_module.items():
         experts: Any = model.get_submodule(fqn)
         options = {"fp8_eval": low_eval, "saves_weight_codes": True, "phase_gemms": NO_GEMM}
-        take_experts(experts, FP8Experts, {"settings": settings, "in_bf16": {}, **options})
+        take_experts(experts, FP8Experts, {"settings": by_name, "in_bf16": {}, **options})
         experts.update()
 
 

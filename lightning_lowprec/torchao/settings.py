@@ -12,7 +12,7 @@ from torchao.float8.config import ScalingGranularity, ScalingType, e4m3_dtype, e
 from torchao.float8.float8_linear import Float8Linear
 
 from lightning_lowprec.conversion.gains import Recipe
-from lightning_lowprec.conversion.recipe_map import ALL_GEMMS, GEMMS, NO_GEMM, InBF16, LayerRecipe
+from lightning_lowprec.conversion.recipe_map import ALL_GEMMS, GEMMS, NO_GEMM, Gemm, InBF16, LayerRecipe
 from lightning_lowprec.numerics.tensor_cores import FNUZ, Emulation
 from lightning_lowprec.products.arithmetic import Arithmetic, Products
 from lightning_lowprec.products.scaled import Coding, Scaled
@@ -35,6 +35,8 @@ class LayerSettings:
     """How the recipe computes the three products."""
     in_bf16: InBF16 = NO_GEMM
     """The products that the user wants in high precision instead."""
+    promoted: frozenset[Gemm] = frozenset()
+    """The products that the user wants without fast accumulation."""
     config: Float8LinearConfig | None = None
     """torchao's configuration of the same products; None: torchao's ``Float8Linear`` has no such format."""
     others: Recipes | None = None
@@ -43,13 +45,29 @@ class LayerSettings:
     def changed(self, recipe: LayerRecipe) -> LayerSettings:
         """Return the settings with another recipe; without a name, the layer's own recipe stays."""
         if recipe.name is None:
-            return replace(self, in_bf16=recipe.in_bf16)
+            return replace(self, in_bf16=recipe.in_bf16).promote(recipe.promoted)
         if self.others is None:
             raise ValueError(
                 f"`recipe={recipe.name!r}` is not possible for a layer with `config=Float8LinearConfig(...)`, which"
                 " takes the place of recipes. Use `FP8TorchAO(recipe=...)`, or 'bf16'."
             )
         return self.others.of(recipe)
+
+    def promote(self, gemms: frozenset[Gemm]) -> LayerSettings:
+        """Return the settings with these products without fast accumulation; raise ValueError if they have none."""
+        for gemm in gemms:
+            if not isinstance(getattr(self.products, gemm), Scaled):
+                raise ValueError(
+                    f"`recipe={{{gemm!r}: 'promoted'}}` is not possible: the product of this recipe is not in FP8 with"
+                    " a scale per tensor or row; expected 'bf16' or 'fp8'."
+                )
+        return replace(self, promoted=gemms)
+
+    @property
+    def promoted_products(self) -> Products:
+        """``products``, without fast accumulation where the user wants none."""
+        changed: dict[str, Any] = {gemm: replace(getattr(self.products, gemm), fast=False) for gemm in self.promoted}
+        return replace(self.products, **changed) if changed else self.products
 
     @property
     def mm_config(self) -> Any:
@@ -112,7 +130,8 @@ class Settings:
             saves_weight=self.saves_weight_codes and one_scale,
             saves_input=self.saves_codes and one_scale,
         )
-        return LayerSettings(products=products, in_bf16=recipe.in_bf16, config=config, others=self)
+        settings = LayerSettings(products=products, in_bf16=recipe.in_bf16, config=config, others=self)
+        return settings.promote(recipe.promoted)
 
 
 @final
@@ -198,6 +217,5 @@ class OneFormat:
                 f" whole run; expected {self.name!r}, 'bf16', or a mapping such as {{'forward': 'bf16'}}."
             )
         by = self.arithmetic
-        return LayerSettings(
-            products=Products(forward=by, grad_input=by, grad_weight=by), in_bf16=recipe.in_bf16, others=self
-        )
+        products = Products(forward=by, grad_input=by, grad_weight=by)
+        return LayerSettings(products=products, in_bf16=recipe.in_bf16, others=self).promote(recipe.promoted)

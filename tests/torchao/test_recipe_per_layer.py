@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_lowprec import FP8TorchAO, plain
 from lightning_lowprec.conversion.backends import reconfigure
+from lightning_lowprec.private.torch_products import Operations
 from lightning_lowprec.tools.cli import main
 from lightning_lowprec.torchao.linear import FP8Linear
 from tests.toys import Stack
@@ -196,3 +197,53 @@ def test_the_plan_command_shows_the_recipe_of_each_row_and_counts_by_it(tmp_path
         assert message in capsys.readouterr().err
     assert main(["plan", source, "--precision=msamp-o2", "--recipe", "*=rowwise"]) == 2
     assert "has no recipes per layer" in capsys.readouterr().err
+
+
+# ---- products without fast accumulation
+
+DOWN_PROMOTED = {"*.o_proj": {"forward": "promoted"}, "*": "tensorwise"}
+
+
+def flags_of_a_step(model, x):
+    """Return the flag for fast accumulation of every FP8 kernel that a step asks for."""
+    flags = []
+
+    class Products(Operations):
+        def see(self, operation, args, out):
+            if operation is torch.ops.aten._scaled_mm.default:
+                flags.append(args[7] if len(args) > 7 else False)
+
+    with Products():
+        model(x).float().sum().backward()
+    return flags
+
+
+def test_promotion_reaches_the_kernels_of_the_layers_that_ask_for_it():
+    plugin, model = set_up(recipe=DOWN_PROMOTED, emulate=False, compile=False, keep=["lm_head", "blocks.[1-3].*"])
+    assert {row.recipe for row in plugin.plan.rows} == {"tensorwise", "tensorwise, forward promoted", None}
+    with torch.autocast("cpu", torch.bfloat16):
+        assert flags_of_a_step(model.blocks[0], torch.rand(16, 32, requires_grad=True)) == [True, False] + [False] * 4
+        reconfigure(model.blocks[0].o_proj, {"forward": "fp8"})
+        reconfigure(model.blocks[0].up, {"forward": "promoted", "grad_weight": "bf16"})
+        assert flags_of_a_step(model.blocks[0], torch.rand(16, 32, requires_grad=True)) == [False, True] + [False] * 3
+
+
+def test_promotion_is_seen_on_an_emulated_hopper():
+    weight, x = torch.rand(16, 4096), torch.rand(16, 4096).bfloat16()
+    outputs = []
+    for recipe in ("tensorwise", {"*": {"forward": "promoted"}}):
+        layer = nn.Linear(4096, 16, bias=False)
+        layer.weight.data.copy_(weight)
+        model = L.Fabric(accelerator="cpu", plugins=FP8TorchAO(recipe, emulate="hopper")).setup(nn.Sequential(layer))
+        outputs.append(model(x).detach().double() / (x.double() @ weight.double().T) - 1)
+    fast, promoted = (float(output.mean()) for output in outputs)
+    assert -0.09 < fast < -0.06
+    assert abs(promoted) < 0.005
+
+
+def test_what_cannot_be_promoted_is_refused():
+    with pytest.raises(ValueError, match=r"recipe\['\*'\]=\{'forward': 'slow'\}` is not valid.* or 'promoted', e\.g\."):
+        set_up(recipe={"*": {"forward": "slow"}})
+    _, model = set_up(recipe="rowwise_with_gw_hp")
+    with pytest.raises(ValueError, match=r"\{'grad_weight': 'promoted'\}` is not possible: the product .* not in FP8"):
+        reconfigure(model.blocks[0].up, {"grad_weight": "promoted"})
