@@ -54,6 +54,9 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, default=Path("evidence-out"), help="folder for the results")
     parser.add_argument("--seeds", type=int, help="seeds of each precision; default: 5, with --smoke 2")
+    parser.add_argument("--names", type=lambda words: words.split(","), help="only these, comma-separated, and float32")
+    parser.add_argument("--models", type=lambda words: words.split(","), help="only these: gpt, llama, vit, lora")
+    parser.add_argument("--steps", type=int, help="steps of every model; default: 80 to 200, by model")
     parser.add_argument("--workers", type=int, default=2, help="runs at a time, one thread each")
     parser.add_argument("--smoke", action="store_true", help="toy sizes: two models, three precisions, two seeds")
     parser.add_argument("--force", action="store_true", help="delete the runs that an earlier call left in --out")
@@ -75,7 +78,12 @@ def train(options: argparse.Namespace) -> None:
     found = precisions.on_cpu()
     if options.smoke:
         found = replace(found, names=SMOKE_NAMES)
-    chosen = subjects.smoke() if options.smoke else subjects.committed()
+    if options.names is not None:
+        found = replace(found, names=(BASELINE, *options.names))
+    chosen = subjects.smoke() if options.smoke else subjects.committed(options.steps)
+    if options.names is not None or options.models is not None:  # every chosen model under every chosen name
+        keys = options.models or [subject.key for subject in chosen if subject.choice != "control"]
+        chosen = [replace(subject, choice="every") for subject in chosen if subject.key in keys]
     with tempfile.TemporaryDirectory(prefix="convergence-") as folder:
         work = Path(folder)
         facts, settings = machine_facts(), [asdict(subject) for subject in chosen]

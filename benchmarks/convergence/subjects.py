@@ -37,9 +37,9 @@ class Subject:
         return {"every": precisions.names, "without suffix": precisions.without_suffix, "control": CONTROL}[self.choice]
 
 
-def committed() -> list[Subject]:
-    """Return the subjects in the size whose results are committed."""
-    return _subjects(steps=STEPS, width=64, depth=2, val_windows=256)
+def committed(steps: int | None = None) -> list[Subject]:
+    """Return the subjects in the size whose results are committed, or with another number of steps."""
+    return _subjects(steps=STEPS if steps is None else dict.fromkeys(STEPS, steps), width=64, depth=2, val_windows=256)
 
 
 def smoke() -> list[Subject]:
