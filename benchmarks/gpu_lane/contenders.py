@@ -34,6 +34,8 @@ CHUNKED, FP8_HEAD = "chunked loss", "fp8 head"
 """The loss from hidden states, with a bf16 and with an FP8 head."""
 REMAINDER = f"{MAIN}-remainder"
 """bf16 weights, with exact float32 masters in two more bytes."""
+EIGHT_BITS = f"{MAIN}-8bit"
+"""The same with moments of 8 bits."""
 SHARDED = f"{MAIN}, fsdp2"
 SCALED_INSIDE = "ours fp8-rowwise, scaled inside"
 """What the kernel that scales by itself gains over torchao's way of scaling afterwards."""
@@ -45,8 +47,8 @@ TE_LAYERS = "te layers"
 """Transformer Engine's own blocks."""
 TE = "transformer_engine.pytorch"
 WITH_MASTERS = (
-    "fp8-tensorwise-remainder", "fp8-tensorwise-master", "fp8-tensorwise-sr", "fp8-rowwise-remainder",
-    "fp8-hybrid-te-remainder", "fp8-current-remainder",
+    "fp8-tensorwise-remainder", "fp8-tensorwise-master", "fp8-tensorwise-8bit", "fp8-tensorwise-sr",
+    "fp8-rowwise-remainder", "fp8-hybrid-te-remainder", "fp8-current-remainder",
 )  # fmt: skip
 """The FP8 names with bf16 weights that are compared; the others differ from them in the recipe only."""
 
@@ -102,7 +104,7 @@ def find(key: str) -> Contender:
 
 ORDER = (
     BASELINE, MAIN, MAIN_TE, BF16_TRUE, BF16_WEIGHTS, REMAINDER, f"{REMAINDER}, {FP8_HEAD}",
-    f"{BASELINE}, {CHUNKED}", f"{BF16_TRUE}, {CHUNKED}", f"{MAIN}, {FP8_HEAD}",
+    f"{EIGHT_BITS}, {FP8_HEAD}", f"{BASELINE}, {CHUNKED}", f"{BF16_TRUE}, {CHUNKED}", f"{MAIN}, {FP8_HEAD}",
     "torchao tensorwise, compiled", "te delayed", "lightning transformer-engine", "accelerate torchao, compiled",
     "accelerate te", "ours fp8-tensorwise, min_gain=auto", TE_COMPILED, "ours fp8-rowwise", SCALED_INSIDE,
     "ours fp8-current", "te current", "ours fp8-block", "te block", "lightning bf16-mixed", "ours fp8-rowwise-gw-hp",
@@ -238,13 +240,13 @@ def _of_fp8_hybrid() -> list[Contender]:
 def _with_losses() -> list[Contender]:
     """The head and the loss of ours, under bf16 too: any user of bf16 may have it."""
     torchao = MAIN.removeprefix("ours ")
-    exact = partial(setups.ours, name=torchao, options={"master_weights": "remainder"})
+    exact, eight = (partial(setups.ours, name=torchao, options={"master_weights": w}) for w in ("remainder", "8bit"))
     kept = partial(setups.ours, name=torchao, options={"weights": "keep"})
     bf16: dict[str, partial[Running]] = {
         BASELINE: partial(setups.lightning, precision="bf16-mixed", compiled=True),
         BF16_TRUE: partial(setups.lightning, precision="bf16-true", compiled=True),
     }
-    fp8 = {MAIN: partial(setups.ours, name=torchao), BF16_WEIGHTS: kept, REMAINDER: exact}
+    fp8 = {MAIN: partial(setups.ours, name=torchao), BF16_WEIGHTS: kept, REMAINDER: exact, EIGHT_BITS: eight}
     ours: dict[str, Any] = {"needs": ("torchao.float8",), "linear": "torchao tensorwise", "name": torchao}
     with_bf16_head = bf16 | {key: fp8[key] for key in (MAIN, REMAINDER)}
     chunked = {key: partial(setups.with_loss, setup=setup, loss="chunked") for key, setup in with_bf16_head.items()}

@@ -64,6 +64,7 @@ SPEED = {
     "*loss in chunks:* Lightning's `bf16-mixed`, compiled": "lightning bf16-mixed, compiled, chunked loss",
     "*loss in chunks:* Lightning's `bf16-true`, compiled": "lightning bf16-true, compiled, chunked loss",
     '*loss in chunks:* `fp8-tensorwise-remainder`, `head="fp8"`': "ours fp8-tensorwise-remainder, fp8 head",
+    '*loss in chunks:* `fp8-tensorwise-8bit`, `head="fp8"`': "ours fp8-tensorwise-8bit, fp8 head",
 }
 
 
@@ -85,7 +86,7 @@ def test_the_page_on_speed_shows_the_ledger():
         loss = ", chunked loss" if "chunks" in words else ""
         by_hand = [round(times["middle"][f"{base}{loss}"] / times["middle"][key], 2) for base in (mixed, true)]
         assert list(map(float, ahead)) == by_hand
-    best = "ours fp8-tensorwise-remainder, fp8 head"
+    best = "ours fp8-tensorwise-8bit, fp8 head"
     slow, fast = (
         times[rates][f"{mixed}, chunked loss"] / times[rates][best] for rates in ("pessimistic", "optimistic")
     )

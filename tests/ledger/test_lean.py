@@ -27,8 +27,8 @@ def held_now():
 
 @pytest.mark.parametrize(
     ("config", "held"),
-    [(LEAN, 6), (LEAN_SR, 4), (MasterConfig(form="remainder", moments="8bit"), 6)],
-    ids=["bf16-lean", "bf16-lean-sr", "8bit in the step"],
+    [(LEAN, 6), (LEAN_SR, 4), (MasterConfig.of("8bit"), 6)],
+    ids=["bf16-lean", "bf16-lean-sr", "bf16-8bit"],
 )
 def test_bytes_launches_and_waits(config, held):
     """Above what is held, the backward has one gradient and what autograd makes of the next one; a step has all."""

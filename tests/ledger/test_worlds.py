@@ -24,7 +24,7 @@ KEPT = ("fp8-tensorwise", "fp8-hybrid-te", "fp8-current")
 """Their ranks keep the codes of float8 shards between gathers: 1 byte per parameter."""
 STATE = {  # bytes of weight, gradient, master and moments per parameter
     "bf16-mixed": 16, "bf16-true": 8, "fp8-tensorwise": 16, "fp8-rowwise": 16, "fp8-hybrid-te": 16, "fp8-current": 16,
-    "bf16-master": 16, "bf16-remainder": 14, "bf16-sr": 12, "bf16-lean": 6,
+    "bf16-master": 16, "bf16-remainder": 14, "bf16-8bit": 8, "bf16-sr": 12, "bf16-lean": 6,
 }  # fmt: skip
 PRECISIONS = (*STATE, "msamp-o3")
 SMALL = 40e6  # Transformer Engine's GEMMs keep a workspace of 32 MiB in this process; the batch, scales

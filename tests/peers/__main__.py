@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 HERE = Path(__file__).parent
-NAMES = ("half-auto", "bf16-master", "bf16-remainder", "fp8-hybrid", "msamp-o2")
+NAMES = ("half-auto", "bf16-master", "bf16-remainder", "bf16-8bit", "fp8-hybrid", "msamp-o2")
 SWAPS = {name: f"base32+force:{name}" for name in NAMES} | {"fsdp2": "base32+strategy:fsdp2"}
 LIGHTNING = (
     "trainer/optimization",
