@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, final
+from typing import Annotated, Any, Final, Literal, final
 
 import torch
 import torch.distributed as dist
@@ -22,10 +22,12 @@ from lightning_lowprec.callbacks.sampling import Sampler
 from lightning_lowprec.callbacks.shadow_loss import shadow_loss
 from lightning_lowprec.checks import Count, Rule
 from lightning_lowprec.conversion.options import shows
+from lightning_lowprec.numerics.tensor_cores import TensorCores
 from lightning_lowprec.precision.plain import unwrapped
 from lightning_lowprec.private.either import Callback, LightningModule, Trainer
 
 Log = bool | Literal["layers"]
+_ONE_DB: Final = 5.9  # noise that is 5.9 dB below another adds 1 dB to the other: 10 ** 0.1 - 1 = 10 ** -0.59
 Share = Annotated[float, Rule("a number above 0 and at most 1", lambda value: bool(0 < value <= 1))]
 
 
@@ -56,6 +58,8 @@ class NumericsMonitor(Callback):
             change nothing but what it logs. Random numbers are restored. Linear layers of torchao and MS-AMP only.
         demote: run layers whose readings are bad several times in a row in bf16. Kept in the Trainer's checkpoints; in
             Fabric save :meth:`state_dict`. The end of the run says how the next run begins so.
+        accumulation: a GPU, ``"hopper"`` for example, whose sums are compared with exact sums of the same codes, for
+            each product of the sampled rows: ``accumulation_db``. The end of the run says which layers to promote.
         trace_nonfinite: look at every forward and backward of every step, for the first module with a value that is not
             finite. Costs a pass over each output, one host read per step, and the compiler.
 
@@ -72,6 +76,7 @@ class NumericsMonitor(Callback):
         log: Log = True,
         shadow_loss: bool = False,
         demote: Demotion | None = None,
+        accumulation: TensorCores | None = None,
         trace_nonfinite: bool = False,
     ) -> None:
         self.every, self.rows = every, rows
@@ -79,6 +84,7 @@ class NumericsMonitor(Callback):
         self.folder = None if folder is None else Path(folder)
         self.demoter = None if demote is None else Demoter(demote)
         """What was demoted so far."""
+        self.accumulation = accumulation
         self.trace_nonfinite = trace_nonfinite
         self.shadow_loss = shadow_loss
         self.losses: dict[str, float] = {}
@@ -189,7 +195,7 @@ class NumericsMonitor(Callback):
         if step // self.every <= last // self.every:
             return
         if self._sampler is None:
-            self._sampler = Sampler(model, every=max(1, round(1 / self.rows)), device=device)
+            self._sampler = Sampler(model, every=max(1, round(1 / self.rows)), device=device, on=self.accumulation)
         self._sampler.arm(turn=step // self.every)
         self._pause(called)
         self._sampled = step
@@ -223,6 +229,12 @@ class NumericsMonitor(Callback):
     def _say_demoted(self) -> None:
         if self.demoter is not None and (report := self.demoter.report()) is not None:
             rank_zero_info(report)
+        if lossy := [fqn for fqn, layer in files.by_layer(self.readings).items() if _loses(layer[0])]:
+            recipe = {**{fqn: {"forward": "promoted"} for fqn in lossy}, "*": "tensorwise"}
+            rank_zero_info(
+                f"NumericsMonitor: on {self.accumulation} the sums of the forward take more than 1 dB of the output of"
+                f" {len(lossy)} layers. `FP8TorchAO(recipe={recipe!r})` promotes them."
+            )
 
     def _release(self) -> None:
         for part in (self._sampler, self._tracer):
@@ -252,10 +264,17 @@ def _summary(readings: Sequence[Reading]) -> dict[str, float]:
     return metrics
 
 
+def _loses(reading: Reading) -> bool:
+    """Return whether the sums of the forward take more than 1 dB, beside the rounding to codes."""
+    of_sums, output_db = reading.accumulation_db.get("forward"), reading.output_db
+    return of_sums is not None and output_db is not None and of_sums < output_db + _ONE_DB
+
+
 def _metrics(reading: Reading) -> list[tuple[str, float]]:
     path = f"fp8/{reading.fqn}"
     numbers = {f"{path}/{reading.tensor}/{name}": getattr(reading, name) for name in files.NUMBERS}
     numbers[f"{path}/output_db"] = reading.output_db
+    numbers |= {f"{path}/{gemm}/accumulation_db": value for gemm, value in reading.accumulation_db.items()}
     return [(name, value) for name, value in numbers.items() if value is not None]
 
 

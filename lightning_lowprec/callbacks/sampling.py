@@ -26,7 +26,18 @@ from torch.distributed.tensor import DTensor
 from lightning_lowprec.callbacks.readings import TENSORS, Reading, Tensor3
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.backends import Backend
-from lightning_lowprec.numerics.casts import FIELDS, UNKNOWN, Cast, LayerNumerics, measure, output_error, sampled
+from lightning_lowprec.conversion.recipe_map import GEMMS, Gemm
+from lightning_lowprec.numerics.casts import (
+    FIELDS,
+    UNKNOWN,
+    Cast,
+    LayerNumerics,
+    accumulation_error,
+    measure,
+    output_error,
+    sampled,
+)
+from lightning_lowprec.numerics.tensor_cores import TensorCores
 from lightning_lowprec.private.torch import local_tensor, outside_of_checkpoints
 from lightning_lowprec.private.torch_modules import whole
 
@@ -34,7 +45,9 @@ _WRAPPERS: Final = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_mo
 _PER_TENSOR: Final = len(FIELDS)
 _OUTPUT: Final = len(TENSORS) * _PER_TENSOR
 """The column where the norms of the exact output and of its error stand."""
-_WIDTH: Final = _OUTPUT + 2
+_SUMS: Final = _OUTPUT + 2
+"""The column where these two norms begin for the sums of each product."""
+_WIDTH: Final = _SUMS + 2 * len(GEMMS)
 _PEAKS: Final = 2
 """Of the numbers of a tensor, the first two (amax and scale) are no sums over the ranks."""
 _NOT_CALLED: Final = "it was not called, or in compiled code alone"
@@ -60,8 +73,8 @@ class Site:
 class Sampler:
     """The samplings of one model that has been set up: every ``every``-th row, on the device of the layers."""
 
-    def __init__(self, model: nn.Module, *, every: int, device: torch.device) -> None:
-        self.model, self.every, self.device = model, every, device
+    def __init__(self, model: nn.Module, *, every: int, device: torch.device, on: TensorCores | None = None) -> None:
+        self.model, self.every, self.device, self.on = model, every, device, on
         self.sites: list[Site] = []
         self.missing: dict[str, str] = {}
         """By fqn, why a converted layer was not looked at in the last sampling."""
@@ -123,7 +136,9 @@ class Sampler:
             site.gradient_seen = True
             numerics = site.backend.numerics(layer)
             if isinstance(numerics, LayerNumerics):
-                on_gradient(output, partial(self._on_gradient, numbers[index], numerics.gradient))
+                values = _values(site, numerics)[0] if self.on else None
+                taken = None if self.on is None else (input.detach(), values)
+                on_gradient(output, partial(self._on_gradient, numbers[index], numerics, taken))
 
     def _look(self, site: Site, numbers: Tensor, input: Tensor, output: Tensor) -> None:
         numerics, layer = site.backend.numerics(site.layer), site.layer
@@ -144,13 +159,44 @@ class Sampler:
         last = first + len(values)
         of_rows = sampled(output, self.every, self._offset)[:, first:last]
         own_bias = None if bias is None else local_tensor(bias.detach())[first:last]
-        numbers[_OUTPUT:].copy_(output_error(of_rows, rows, values, own_bias))
+        numbers[_OUTPUT:_SUMS].copy_(output_error(of_rows, rows, values, own_bias))
+        self._compare_sums(numbers, "forward", (rows, numerics.input), (values, numerics.weight), numerics)
 
-    def _on_gradient(self, numbers: Tensor, cast: Cast | str, gradient: Tensor) -> None:
-        if gradient.numel() and not isinstance(gradient, DTensor):
-            with _aside(gradient.device.type):
-                rows = sampled(gradient, self.every, self._offset)
-                self._write(numbers, "gradient", gradient, rows, cast, gradient.dtype)
+    def _on_gradient(
+        self, numbers: Tensor, numerics: LayerNumerics, taken: tuple[Tensor, Tensor | None] | None, gradient: Tensor
+    ) -> None:
+        if not gradient.numel() or isinstance(gradient, DTensor):
+            return
+        with _aside(gradient.device.type):
+            rows = sampled(gradient, self.every, self._offset)
+            self._write(numbers, "gradient", gradient, rows, numerics.gradient, gradient.dtype)
+            if taken is None:
+                return
+            input, values = taken
+            if values is not None and len(values) == gradient.shape[-1]:  # no shard, whose sums are parts
+                self._compare_sums(
+                    numbers, "grad_input", (rows, numerics.gradient), (values.t(), numerics.weight), numerics
+                )
+            turned = [x.reshape(-1, x.shape[-1]).t() for x in (gradient, input)]
+            few = sampled(turned[0], self.every, self._offset)
+            self._compare_sums(numbers, "grad_weight", (few, numerics.gradient), (turned[1], numerics.input), numerics)
+
+    def _compare_sums(
+        self,
+        numbers: Tensor,
+        gemm: Gemm,
+        left: tuple[Tensor, Cast | str],
+        right: tuple[Tensor, Cast | str],
+        numerics: LayerNumerics,
+    ) -> None:
+        """Write the norms of exact sums and of what the GPU loses; ``left`` is sampled, ``right`` is not yet."""
+        (a, cast_a), (b, cast_b) = left, right
+        if self.on is None or gemm not in numerics.fast or isinstance(cast_a, str) or isinstance(cast_b, str):
+            return
+        b = sampled(b, self.every, self._offset).to(a.device)
+        start = _SUMS + 2 * GEMMS.index(gemm)
+        norms = accumulation_error(a, b, (cast_a, cast_b), self.on, fast=numerics.fast[gemm])
+        numbers[start : start + 2].copy_(norms)
 
     def _write(
         self, numbers: Tensor, tensor: Tensor3, x: Tensor, rows: Tensor, cast: Cast | str, dtype: torch.dtype
@@ -168,16 +214,18 @@ class Sampler:
         counts, peaks = self._reduced()
         readings = []
         for site, counted, peak in zip(self.sites, counts.tolist(), peaks, strict=True):
-            signal, noise = counted[_OUTPUT:]
-            output_db = 10 * math.log10(signal / noise) if 0 < noise < math.inf and 0 < signal < math.inf else None
+            output_db = _decibels(*counted[_OUTPUT:_SUMS])
+            of_sums = {g: _decibels(*counted[_SUMS + 2 * i : _SUMS + 2 * i + 2]) for i, g in enumerate(GEMMS)}
+            known = {gemm: number for gemm, number in of_sums.items() if number is not None}
             for index, tensor in enumerate(TENSORS):
                 reading = _reading(counted[index * _PER_TENSOR :], peak[:, index])
                 if reading is not None:
-                    readings.append(Reading(step=step, fqn=site.fqn, tensor=tensor, output_db=output_db, **reading))
+                    of_layer: dict[str, Any] = {"output_db": output_db, "accumulation_db": known}
+                    readings.append(Reading(step=step, fqn=site.fqn, tensor=tensor, **of_layer, **reading))
         return readings
 
     def _reduced(self) -> tuple[Tensor, Tensor]:
-        """Return the sums over all ranks (L, 17), and amax and scale of each rank (L, ranks, 3, 2), on the host."""
+        """Return the sums over all ranks (L, 23), and amax and scale of each rank (L, ranks, 3, 2), on the host."""
         ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
         numbers, layers = self._numbers, len(self._numbers)
         numbers[:, _OUTPUT:].square_()
@@ -189,6 +237,10 @@ class Sampler:
         host = both.cpu()
         sums = host[: numbers.numel()].view(layers, _WIDTH)
         return sums, host[numbers.numel() :].view(ranks, layers, len(TENSORS), _PEAKS).transpose(0, 1)
+
+
+def _decibels(signal: float, noise: float) -> float | None:
+    return 10 * math.log10(signal / noise) if 0 < noise < math.inf and 0 < signal < math.inf else None
 
 
 def _values(site: Site, numerics: LayerNumerics) -> tuple[Tensor | None, int]:

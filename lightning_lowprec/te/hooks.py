@@ -168,7 +168,11 @@ def numerics_of(layer: nn.Module) -> LayerNumerics | str | None:
     gathered = isinstance(weight, Fp8Weight)
     if gathered and isinstance(casts["weight"], Cast):
         casts["weight"] = Cast(dtype=casts["weight"].dtype, scale_of=partial(_gathered_scale, weight))
-    return LayerNumerics(**casts, values=None if gathered else weight)
+    fast = {"forward": True, "grad_input": False, "grad_weight": False}  # where the recipe has no word for a product
+    for gemm, option in zip(fast, ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"), strict=True):
+        if (kernel := getattr(recipe, option, None)) is not None:
+            fast[gemm] = not kernel.use_split_accumulator
+    return LayerNumerics(**casts, fast=fast, values=None if gathered else weight)
 
 
 def _casts(layer: nn.Module, recipe: Any) -> dict[str, Any]:
