@@ -22,6 +22,8 @@ class Formats:
     grad_input: str
     """The operands of the gradient of the input, the gradient first."""
     grad_weight: str
+    samples: str = "apart"
+    """``"one scale"`` if the forward of a sample depends on the others of its batch, and of a token on later tokens."""
     weight: str = "fp32"
     gradient: str = "fp32"
     master: str = "-"
@@ -64,8 +66,13 @@ def all_in(format: str, **state: str | bool) -> Formats:
     return Formats(output=format, grad_input=format, grad_weight=format, **state)  # type: ignore[arg-type]
 
 
-HYBRID: Final = Formats(output="e4m3", grad_input="e5m2, e4m3", grad_weight="e5m2, e4m3", fsdp2="e4m3")
+ONE_SCALE: Final = "one scale"
+"""A scale per tensor, from its largest value: :attr:`Formats.samples`."""
+HYBRID: Final = Formats(
+    output="e4m3", grad_input="e5m2, e4m3", grad_weight="e5m2, e4m3", samples=ONE_SCALE, fsdp2="e4m3"
+)
 """Gradients in e5m2, and FSDP2 gathers codes."""
+E4M3_TENSORWISE: Final = replace(HYBRID, grad_input="e4m3", grad_weight="e4m3")
 
 
 def _true(format: str, **state: str | bool) -> Formats:

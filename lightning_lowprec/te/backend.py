@@ -6,20 +6,19 @@ from functools import partial
 from typing import Final, cast
 
 from lightning_lowprec.conversion.backends import Backend, PrecisionName, imported, later
-from lightning_lowprec.conversion.name_formats import EXPERTS_NEED_TORCHAO, HYBRID, all_in
+from lightning_lowprec.conversion.name_formats import E4M3_TENSORWISE, EXPERTS_NEED_TORCHAO, HYBRID, ONE_SCALE, all_in
 from lightning_lowprec.conversion.name_suffixes import FP16, MASTERS, OPTIONS
 from lightning_lowprec.runs_where import RecipeKey
 from lightning_lowprec.te.recipes import ALIGNMENT, KINDS, MODULE
 
 NAME: Final = "transformer_engine"
-_E4M3_SENT: Final = all_in("e4m3", fsdp2="e4m3")
 _ROWS: Final = (
     ("fp8-hybrid-te", "delayed", "hybrid", "scales from the amax of past steps, gradients in e5m2", HYBRID),
-    ("fp8-e4m3-te", "delayed", "e4m3", "scales from the amax of past steps, e4m3 everywhere", _E4M3_SENT),
+    ("fp8-e4m3-te", "delayed", "e4m3", "scales from the amax of past steps, e4m3 everywhere", E4M3_TENSORWISE),
     ("fp8-current", "current", "hybrid", "scales from each tensor, gradients in e5m2", HYBRID),
     ("fp8-block", "block", "e4m3", "a scale per 128 values or 128x128 weights, e4m3", all_in("e4m3")),
     ("mxfp8-te", "mxfp8", "e4m3", "a power-of-two scale per 32 values, e4m3 (Blackwell)", all_in("e4m3")),
-    ("nvfp4", "nvfp4", "e4m3", "4 bits with a scale per 16 values (Blackwell)", all_in("e2m1")),
+    ("nvfp4", "nvfp4", "e4m3", "4 bits with a scale per 16 values (Blackwell)", all_in("e2m1", samples=ONE_SCALE)),
 )
 """Names for ``precision=``, the kind of recipe, the format of FP8, a summary, and the formats of the tables."""
 NAMES: Final = {(kind, fp8_format): name for name, kind, fp8_format, *_ in _ROWS}

@@ -9,7 +9,7 @@ from typing import Final, Literal, get_args
 
 from lightning_lowprec.conversion.backends import Backend, PrecisionName, later
 from lightning_lowprec.conversion.gains import Recipe
-from lightning_lowprec.conversion.name_formats import HYBRID, Formats, all_in
+from lightning_lowprec.conversion.name_formats import E4M3_TENSORWISE, HYBRID, Formats, all_in
 from lightning_lowprec.conversion.name_suffixes import FP16
 
 NAME: Final = "torchao"
@@ -43,9 +43,7 @@ _NAMES: Final = {
     "fp8-tensorwise": _name(
         "tensorwise", "hybrid", HYBRID, "torchao's tensorwise recipe: one scale per tensor, gradients in e5m2"
     ),
-    "fp8-e4m3-torchao": _name(
-        "tensorwise", "e4m3", replace(_E4M3, fsdp2="e4m3"), "torchao, one scale per tensor, e4m3 everywhere"
-    ),
+    "fp8-e4m3-torchao": _name("tensorwise", "e4m3", E4M3_TENSORWISE, "torchao, one scale per tensor, e4m3 everywhere"),
     "fp8-rowwise": _name("rowwise", "e4m3", _E4M3, "torchao's rowwise recipe: one scale per row, e4m3 everywhere"),
     "fp8-rowwise-gw-hp": _name(
         "rowwise_with_gw_hp", "e4m3", _GW_HP, "rowwise with the weight gradient in high precision, the most accurate"

@@ -100,6 +100,7 @@ def trained(name):
     arrived = []
     if name.endswith(("-lean", "-lean-sr")):  # the gradient is used and freed during the backward pass
         module.body.weight.register_hook(arrived.append)
+    alone = samples(wrapped)
     with Products() as products:
         fabric.backward(wrapped(torch.randn(TOKENS, IN, requires_grad=True)).float().square().mean())
     weight = module.body.weight
@@ -112,6 +113,7 @@ def trained(name):
     masters = getattr(plugin, "masters", None)
     seen = dict(
         **products.seen,
+        samples=alone,
         weight=short(weight),
         gradient=gradient,
         master=next(map(short, held), "-"),
@@ -120,6 +122,15 @@ def trained(name):
         fsdp2=gathered(name, plugin, weight),
     )
     return {"precision": name, **{column: seen[column] for column in COLUMNS}}
+
+
+def samples(model):
+    """Whether the results of one sample change, in bits, with the other samples of its batch."""
+    batch = torch.randn(TOKENS, IN)
+    other = torch.cat([batch[:1], 4000 * batch[1:]])
+    with torch.no_grad():
+        one, two = (model(x)[0].clone() for x in (batch, other))
+    return "apart" if torch.equal(one, two) else "one scale"
 
 
 def _stored_masters(optimizer):

@@ -30,11 +30,13 @@ FORMAT_NOTES: Final = (
     " A name with -fp16 has the formats of the name without.",
     "Bits: e2m1 4; e4m3, e5m2, e5m3 and int8 8; bf16, fp16 and int16 16; fp32 32.",
     "output, grad input, grad weight: the operands of the three GEMMs of a Linear, the gradient first.",
+    "samples: with `one scale` per tensor, the forward of a sample depends on the others of its batch, of a token on"
+    " later tokens; `apart`: it does not.",
     "master: kept beside the weight; int16 holds the digits of fp32 that a bf16 weight lacks.",
     "ddp: the format in which a gradient is sent. fsdp2: the format in which a weight is sent; gradients go in fp32.",
     "-: there is none, or the precision does not run under that strategy. half-auto: fp16 on a device without bf16.",
 )
-_OF_THE_NAME: Final = ("output", "grad_input", "grad_weight", "fsdp2")
+_OF_THE_NAME: Final = ("output", "grad_input", "grad_weight", "samples", "fsdp2")
 """Columns that a suffix does not change."""
 
 
