@@ -163,6 +163,30 @@ def test_int8_layers_are_not_cut_by_tensor_parallelism(alone):
         layer(torch.ones(2, layer.in_features))
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"emulate": "hopper"}, "`emulate='hopper'` does not run with tensor parallelism.* Use `emulate=True`"),
+        (
+            {"recipe": {"*": {"forward": "promoted"}}},
+            "A layer with promoted GEMMs does not run with tensor parallelism.* Choose the recipe without `promoted`",
+        ),
+    ],
+)
+def test_fp8_layers_that_torchaos_own_function_cannot_compute(options, message, alone):
+    from lightning_lowprec.fsdp2.shard import _parallelize
+
+    model, plugin = Net(), FP8TorchAO(**options)
+    plugin.bind_device(CPU)
+    plugin.convert_module(model)
+    fqn = plugin.plan.linears[0]
+    cut = ShardOptions(tensor_parallel={fqn: ColwiseParallel()}, tensor_parallel_size=2)
+    _parallelize(model, alone["tensor_parallel"], cut)
+    layer = model.get_submodule(fqn)
+    with pytest.raises(RuntimeError, match=message):
+        layer(torch.ones(2, layer.in_features))
+
+
 def test_wraps_that_match_nothing(alone):
     with pytest.raises(ValueError, match=r"`wrap=\['Conv2d'\]` matches no module of Net; .* Block, Embedding, "):
         shard_alone(Net(), alone, wrap=[nn.Conv2d])

@@ -71,6 +71,15 @@ def test_stock_lightning_cli_help_lists_the_names(project):
     assert "fp8-rowwise-gw-hp" in text
 
 
+def test_the_gpu_to_emulate_is_named_by_a_flag_or_by_the_environment(project):
+    plugin = ["--trainer.plugins=lightning_lowprec.FP8TorchAO", "--trainer.plugins.emulate=hopper"]
+    by_flag = python("train.py", "fit", *plugin, *FAST, cwd=project)
+    by_name = ["--trainer.precision=fp8-hybrid", *FAST]
+    by_environment = python("train.py", "fit", *by_name, cwd=project, LOWPREC_EMULATE="hopper")
+    for result in (by_flag, by_environment):
+        assert "codes, scales and sums as on NVIDIA Hopper" in result.stdout + result.stderr
+
+
 def test_stock_lightning_cli_takes_the_plugin_by_class_path(project):
     """One recipe, or a mapping of patterns; the mapping survives a YAML file."""
     plugin = ["--trainer.plugins=lightning_lowprec.FP8TorchAO", "--trainer.plugins.recipe=rowwise"]
