@@ -152,8 +152,8 @@ CASES = {
     "gpt2, bf16-master": (partial(LanguageModel, GPT2), tokens, "bf16-master", by_trainer, True),
     "gpt2, bf16-mixed": (partial(LanguageModel, GPT2), tokens, "bf16-mixed", by_trainer, True),
     "encoder, 32-true, Fabric": (Regressor, rows, "32-true", by_fabric, True),
-    "vit, fp8-rowwise": (Classifier, images, "fp8-rowwise", by_trainer, True),
     "encoder, fp8-tensorwise": (Regressor, rows, "fp8-tensorwise", by_trainer, True),
+    "vit, fp8-rowwise": (Classifier, images, "fp8-rowwise", by_trainer, True),
 }  # fmt: skip
 
 
