@@ -15,7 +15,7 @@ from benchmarks.gpu_lane import models, setups
 from benchmarks.gpu_lane.running import Job
 from benchmarks.ledger.recorder import recording
 from benchmarks.ledger.untuned import take_first_variant
-from tests.representatives import representatives, updates_in_backward
+from tests.representatives import representatives
 
 SHAPE = models.SHAPES["toy"]
 STEPS = 3
@@ -40,7 +40,7 @@ def outcome(name: str) -> dict[str, object]:
         "read": len([record for record in copies if record.name == "D2H"]),
         "sent": len(sent),
         "sent from pageable memory": len([record for record in sent if "pageable" in record.info]),
-        "updates": len(list(running.bare.parameters())) if updates_in_backward(name) else 1,
+        "updates": len([record for record in log.of("kernel") if "step_parameters" in record.name]) or 1,
         "refused": [f"{r.name} {r.info}" for r in log.of("refused", "unknown")],
         "formats": sorted({record.get("a") for record in log.of("gemm")}),
     }
