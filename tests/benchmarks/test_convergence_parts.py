@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 
 import lightning as L
 import pytest
@@ -20,6 +21,14 @@ from lightning_lowprec.names import TABLE, create
 from lightning_lowprec.private.lightning import precision_names
 
 # ---- names
+
+
+def test_the_page_on_memory_shows_the_gaps_of_moments_of_8_bits():
+    report = (page.ROOT / "benchmarks/results/cpu-2026-11-24/eight-bits/report.md").read_text()
+    gaps = re.findall(r"^\| (\S+-8bit) +\| +(\S+ ± \S+) \| +(\S+ ± \S+) \|$", report, re.MULTILINE)
+    assert [name for name, *_ in gaps] == ["bf16-8bit", "fp8-hybrid-8bit"]
+    shown = (page.ROOT / "docs/memory.md").read_text()
+    assert all(f"| `{name}` | {gpt} | {llama} |" in shown for name, gpt, llama in gaps)
 
 
 @pytest.fixture(scope="module")
