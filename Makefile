@@ -8,6 +8,8 @@ TE_NEEDS := onnx onnxscript pydantic einops packaging importlib-metadata nvdlfw-
 	'nvidia-cuda-crt==13.0.*' 'nvidia-cuda-cccl==13.0.*'
 DEEPSPEED := .site-deepspeed
 DEEPSPEED_NEEDS := deepspeed==0.19.8 hjson py-cpuinfo msgpack einops ninja
+CLIENTS_VENV := .venv-clients
+CLIENTS_NEEDS := chemprop darts 'gluonts[torch]' litgpt neuralforecast pytorch-forecasting scvi-tools timm
 DOCS := .site-docs
 RUN := OMP_NUM_THREADS=1 $(VENV)/bin
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
@@ -18,7 +20,7 @@ SLOW := tests/gpu/test_alignment.py tests/gpu/test_compile.py tests/ledger/test_
 # tests that other people wrote; about half an hour, not a part of CI
 PEERS ?= ../shared/peers
 
-.PHONY: help demo test test-more test-all test-versions check format package test-faults test-dtypes test-peers test-gpu gpu-lane test-floor test-te test-deepspeed test-ledger ledger rehearse bench evidence notebook docs docs-test clean
+.PHONY: help demo test test-more test-all test-versions check format package test-faults test-dtypes test-peers test-clients test-gpu gpu-lane test-floor test-te test-deepspeed test-ledger ledger rehearse bench evidence notebook docs docs-test clean
 .DEFAULT_GOAL := help
 
 help:
@@ -38,6 +40,7 @@ help:
 	@echo "make test-gpu    what only a GPU with FP8 can show (skips by itself elsewhere)"
 	@echo "make gpu-lane    step time, products, losses, memory against what a user would pick instead, on a GPU with FP8 (25 minutes)"
 	@echo "make test-peers  Lightning's own tests, a probe and models of transformers under our names (PEERS=folder; half an hour)"
+	@echo "make test-clients  other people's packages of Lightning with only the precision changed (CLIENTS=\"darts timm\"; 7 GB on disk, a quarter of an hour)"
 	@echo "make test-faults plant faults of numerics, one at a time, and see that a test catches each (six minutes on 2 quiet cores)"
 	@echo "make test-dtypes no float32 products in a step of any mixture of transformers; what stays float32 in all of its models"
 	@echo "make evidence    four small models under every precision of a CPU, 5 seeds, against float32 (about 42 minutes on 2 quiet cores)"
@@ -154,6 +157,15 @@ test-dtypes: $(VENV)/.installed
 test-peers: $(VENV)/.installed test-dtypes
 	$(RUN)/python -m tests.peers $(PEERS)
 
+$(CLIENTS_VENV)/.installed: pyproject.toml constraints.txt
+	@echo "Setting up $(CLIENTS_VENV) (7 GB) ..."
+	@$(PYTHON) -m venv $(CLIENTS_VENV)
+	@$(CLIENTS_VENV)/bin/python $(PIP_INSTALL) -c constraints.txt -e '.[lightning,pytorch-lightning]' $(CLIENTS_NEEDS)
+	@touch $@
+
+test-clients: $(CLIENTS_VENV)/.installed
+	$(CLIENTS_VENV)/bin/python -m tests.clients $(CLIENTS)
+
 notebook: $(VENV)/.installed
 	$(RUN)/python -m tools.notebook
 
@@ -172,4 +184,4 @@ bench: $(VENV)/.installed
 	$(RUN)/python -m benchmarks.hook_overhead
 
 clean:
-	rm -rf dist $(VENV) $(FLOOR) $(TE) $(DEEPSPEED) $(DOCS) site .nullgpu .pytest_cache .mypy_cache .ruff_cache
+	rm -rf dist $(VENV) $(FLOOR) $(TE) $(CLIENTS_VENV) $(DEEPSPEED) $(DOCS) site .nullgpu .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,277 @@
+"""Clients: other people's packages of Lightning, each through its own public interface, with data made on the fly.
+
+A recipe fits a client under a precision, predicts, saves, reads the file again and predicts again. It returns the
+last training loss (of a step or an epoch, as the client logs it) and both predictions. Hidden sizes are multiples of
+16, as FP8 asks; everything else is as small as the client allows.
+
+    python -m tests.clients.recipes CLIENT PRECISION ...      # behind the log of each run, its outcome as JSON
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+Run = tuple[float, Any, Any]
+"""The training loss, the predictions, and the predictions of the client that was read from its file."""
+QUIET: Final = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_progress_bar": False}
+"""Arguments of every Trainer."""
+SERIES: Final = np.sin(np.arange(240) / 5).astype("float32")
+
+
+def neuralforecast(precision: str, folder: Path) -> Run:
+    """NHITS; ``precision`` is one of the arguments of a model that go to the Trainer."""
+    import pandas as pd
+    from neuralforecast import NeuralForecast
+    from neuralforecast.models import NHITS
+
+    days = pd.date_range("2020", periods=len(SERIES), freq="D")
+    frame = pd.DataFrame({"unique_id": "a", "ds": days, "y": SERIES})
+    model = NHITS(h=16, input_size=32, max_steps=20, precision=precision, **QUIET)
+    client = NeuralForecast(models=[model], freq="D")
+    client.fit(frame)
+    client.save(str(folder))
+    again = NeuralForecast.load(str(folder))
+    loss = client.models[0].train_trajectories[-1][1]
+    return loss, client.predict()["NHITS"], again.predict()["NHITS"]
+
+
+def darts(precision: str, folder: Path) -> Run:
+    """TSMixer; ``pl_trainer_kwargs`` go to the Trainer."""
+    from darts import TimeSeries
+    from darts.models import TSMixerModel
+
+    series = TimeSeries.from_values(SERIES)
+    client = TSMixerModel(
+        *(32, 16), hidden_size=32, ff_size=32, n_epochs=2, pl_trainer_kwargs={"precision": precision, **QUIET}
+    )
+    client.fit(series)
+    client.save(str(folder / "model.pt"))
+    again = TSMixerModel.load(str(folder / "model.pt"))
+    loss = client.trainer.callback_metrics["train_loss"]
+    return loss, client.predict(16).values(), again.predict(16).values()
+
+
+def pytorch_forecasting(precision: str, folder: Path) -> Run:
+    """A Temporal Fusion Transformer, fitted by the user's Trainer."""
+    import lightning.pytorch as pl
+    import pandas as pd
+    from pytorch_forecasting import TemporalFusionTransformer, TimeSeriesDataSet
+
+    frame = pd.DataFrame({"value": SERIES, "time": range(len(SERIES)), "group": "a"})
+    data = TimeSeriesDataSet(
+        *(frame, "time", "value", ["group"]),
+        max_encoder_length=32,
+        max_prediction_length=16,
+        time_varying_known_reals=["time"],
+        time_varying_unknown_reals=["value"],
+    )
+    client = TemporalFusionTransformer.from_dataset(
+        data, hidden_size=32, attention_head_size=2, hidden_continuous_size=16, dropout=0.0
+    )
+    trainer = pl.Trainer(precision=precision, max_steps=5, gradient_clip_val=0.1, **QUIET)
+    trainer.fit(client, data.to_dataloader(batch_size=32))
+    trainer.save_checkpoint(folder / "model.ckpt")
+    again = TemporalFusionTransformer.load_from_checkpoint(folder / "model.ckpt")
+    ordered = data.to_dataloader(train=False, batch_size=32)
+    before, after = (
+        model.predict(ordered, trainer_kwargs={"precision": precision, **QUIET}) for model in (client, again)
+    )
+    return trainer.callback_metrics["train_loss_step"], before.float(), after.float()
+
+
+def chemprop(precision: str, folder: Path) -> Run:
+    """A message passing network, fitted by the user's Trainer."""
+    import lightning.pytorch as pl
+    import torch
+    from chemprop import data, models, nn
+
+    molecules = ["C" * (1 + i % 8) + "O" * (i % 3) + "N" * (i // 8) for i in range(32)]
+    points = [data.MoleculeDatapoint.from_smi(text, np.array([len(text) / 10])) for text in molecules]
+    loader = data.build_dataloader(data.MoleculeDataset(points), batch_size=16, shuffle=False)
+    parts = nn.BondMessagePassing(d_h=64), nn.MeanAggregation(), nn.RegressionFFN(input_dim=64, hidden_dim=64)
+    client = models.MPNN(*parts, batch_norm=False)
+    trainer = pl.Trainer(precision=precision, max_epochs=5, **QUIET)
+    trainer.fit(client, loader)
+    loss = trainer.callback_metrics["train_loss"]
+    models.save_model(folder / "model.pt", client)
+    again = models.load_model(folder / "model.pt")
+    before, after = (torch.cat(trainer.predict(model, loader)) for model in (client, again))
+    return loss, before.float(), after.float()
+
+
+def gluonts(precision: str, folder: Path) -> Run:
+    """PatchTST, whose estimator makes the Trainer of ``trainer_kwargs``; it predicts by sampling, without a Trainer."""
+    import torch
+    from gluonts.dataset.common import ListDataset
+    from gluonts.model.predictor import Predictor
+    from gluonts.torch.model.patch_tst import PatchTSTEstimator
+
+    data = ListDataset([{"start": "2020-01-01", "target": SERIES}], freq="D")
+    kwargs = {"precision": precision, "max_epochs": 1, **QUIET}
+    estimator = PatchTSTEstimator(
+        *(16, 16), context_length=64, dropout=0.0, num_batches_per_epoch=5, batch_size=16, trainer_kwargs=kwargs
+    )
+    fitted = estimator.train_model(data)
+    client = fitted.predictor
+    client.serialize(folder)
+
+    def forecast(predictor: Predictor) -> Any:
+        torch.manual_seed(1)
+        return next(iter(predictor.predict(data))).mean
+
+    return fitted.trainer.callback_metrics["train_loss"], forecast(client), forecast(Predictor.deserialize(folder))
+
+
+def scvi_tools(precision: str, folder: Path) -> Run:
+    """scVI, whose ``train`` passes ``precision`` to the Trainer; the latent space is computed without a Trainer."""
+    import scvi
+
+    cells = scvi.data.synthetic_iid(n_genes=96)
+    scvi.model.SCVI.setup_anndata(cells, batch_key="batch")
+    client = scvi.model.SCVI(cells, n_hidden=64, n_latent=16)
+    client.train(max_epochs=2, precision=precision, accelerator="cpu", enable_progress_bar=False)
+    client.save(str(folder / "model"))
+    again = scvi.model.SCVI.load(str(folder / "model"), cells)
+    loss = client.history["elbo_train"].iloc[-1, 0]
+    return loss, client.get_latent_representation(), again.get_latent_representation()
+
+
+def timm(precision: str, folder: Path) -> Run:
+    """A vision transformer in a user's LightningModule."""
+    import timm
+    import torch
+
+    sizes = {"embed_dim": 64, "depth": 2, "num_heads": 4, "img_size": 32, "patch_size": 8, "num_classes": 16}
+    images, labels = torch.randn(32, 3, 32, 32), torch.arange(32) % 16
+    return _in_a_module(lambda: timm.create_model("vit_tiny_patch16_224", **sizes), images, labels, precision, folder)
+
+
+def litgpt(precision: str, folder: Path) -> Run:
+    """A GPT in a loop of Fabric."""
+    import torch
+    from lightning.fabric import Fabric
+    from litgpt import GPT, Config
+    from litgpt.utils import chunked_cross_entropy
+
+    config = Config(block_size=32, n_layer=2, n_embd=64, n_head=4, padded_vocab_size=128)
+    fabric = Fabric(accelerator="cpu", devices=1, precision=precision)
+    with fabric.init_module():
+        client = GPT(config)
+    client, optimizer = fabric.setup(client, torch.optim.AdamW(client.parameters(), lr=1e-3))
+    tokens = torch.randint(128, (8, 33))
+    for _ in range(10):
+        loss = chunked_cross_entropy(client(tokens[:, :-1]), tokens[:, 1:], chunk_size=0)
+        fabric.backward(loss)
+        fabric.clip_gradients(client, optimizer, max_norm=1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    fabric.save(folder / "model.pth", {"model": client})
+    again = fabric.setup(GPT(config))
+    fabric.load(folder / "model.pth", {"model": again})
+    with torch.no_grad():
+        before, after = (model.eval()(tokens[:, :-1]).float() for model in (client, again))
+    return loss.item(), before, after
+
+
+def _in_a_module(make: Callable[[], Any], inputs: Any, labels: Any, precision: str, folder: Path) -> Run:
+    import lightning.pytorch as pl
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    class User(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = make()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = torch.nn.functional.cross_entropy(self.model(batch[0]), batch[1])
+            self.log("train_loss", loss)
+            return loss
+
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.model(batch[0])
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    loader = DataLoader(TensorDataset(inputs, labels), batch_size=16)
+    client = User()
+    trainer = pl.Trainer(precision=precision, max_epochs=5, **QUIET)
+    trainer.fit(client, loader)
+    loss = trainer.callback_metrics["train_loss"]
+    trainer.save_checkpoint(folder / "model.ckpt")
+    again = User.load_from_checkpoint(folder / "model.ckpt")
+    before, after = (torch.cat(trainer.predict(model, loader)) for model in (client, again))
+    return loss, before.float(), after.float()
+
+
+CLIENTS: Final[Mapping[str, Callable[[str, Path], Run]]] = {
+    "neuralforecast": neuralforecast,
+    "darts": darts,
+    "pytorch-forecasting": pytorch_forecasting,
+    "chemprop": chemprop,
+    "gluonts": gluonts,
+    "scvi-tools": scvi_tools,
+    "timm": timm,
+    "litgpt": litgpt,
+}
+"""The recipes by the name of the package that `pip` installs."""
+MODULES: Final = {"scvi-tools": "scvi"}
+"""The modules to import, where a package does not have its own name."""
+SECONDS: Final = 120
+"""The time limit of a run, which takes 2 to 15 seconds on a quiet core."""
+OURS: Final = "lightning_lowprec"
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Return whether this package raised an error on purpose: the innermost line is a ``raise`` of ours."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{os.sep}{OURS}{os.sep}" in last.filename and (last.line or "").startswith("raise ")
+
+
+def run(client: str, precision: str) -> dict[str, Any]:
+    """Run a recipe in a folder of its own; return its outcome."""
+    import torch
+
+    logging.basicConfig(stream=sys.stdout, level=logging.INFO)
+    torch.manual_seed(0)
+    np.random.seed(0)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            os.chdir(folder)
+            loss, before, after = CLIENTS[client](precision, Path(folder))
+    except Exception as error:  # whatever the client or this package raises is the outcome
+        traceback.print_exc()
+        return {"error": f"{type(error).__name__}: {error}", "refused": is_refusal(error)}
+    before, after = (np.asarray(values, dtype="float64") for values in (before, after))
+    return {"loss": float(loss), "differs": float(np.abs(before - after).max() / np.abs(before).max())}
+
+
+def main(client: str, *precisions: str) -> None:
+    """Run a recipe in one process for each precision; print each outcome as a line of JSON."""
+    importlib.import_module(MODULES.get(client, client.replace("-", "_")))  # once for all processes
+    for precision in precisions:
+        sys.stdout.flush()
+        if (child := os.fork()) == 0:
+            signal.alarm(SECONDS)
+            print(json.dumps({"name": precision, **run(client, precision)}), flush=True)
+            os._exit(0)
+        if status := os.waitpid(child, 0)[1]:
+            fault = f"the process ended with status {status}, or took more than {SECONDS} s"
+            print(json.dumps({"name": precision, "error": fault, "refused": False}), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

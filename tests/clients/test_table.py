@@ -1,0 +1,70 @@
+"""`make test-clients`: what counts as working, as a refusal and as a failure, and how the table is written."""
+
+import pytest
+import torch
+
+from lightning_lowprec.names import validate_name
+from tests.clients import __main__ as lane
+from tests.clients.recipes import CLIENTS, is_refusal
+from tools.versions import PAGE, ROOT
+
+FINE = {"loss": 2.0, "differs": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("ran", "cell", "note", "left"),
+    [
+        ({"loss": 2.06, "differs": 0.0, "share": "75.0%"}, "+3.00%", "", 0),  # 16 times the 0.2 % of bf16-mixed
+        ({"loss": 2.08, "differs": 0.0}, "+4.00%", "the loss differs by +4.00%, allowed are 3.20%", 1),
+        ({"loss": float("nan"), "differs": 0.0}, "+nan%", "the loss differs by +nan%, allowed are 3.20%", 1),
+        ({"loss": 2.0, "differs": 0.5}, "+0.00%", "the file predicts other values: 5.0e-01 of the largest", 1),
+        ({"error": "ValueError: no | of ours", "refused": True}, "refused", r"ValueError: no \| of ours", 0),
+        ({"error": "RuntimeError: shapes", "refused": False}, "error", "RuntimeError: shapes", 1),
+    ],
+)
+def test_a_run_works_is_refused_or_is_a_failure(ran, cell, note, left):
+    runs = {"32-true": FINE, "bf16-mixed": {"loss": 2.004, "differs": 0.0}, "fp8-hybrid": ran}
+    line, unexplained = lane.row("darts", "1.0", runs)
+    shown = f"`fp8-hybrid`: {note}" if note else ""
+    assert line == f"| darts | 1.0 | +0.20% | {cell} | {ran.get('share', '-')} | {shown} |"
+    assert len(unexplained) == left
+
+
+def test_reasons_and_differences_meet(monkeypatch):
+    monkeypatch.setattr(lane, "REASONS", {("darts", "fp8-hybrid"): "because"})
+    line, unexplained = lane.row("darts", "1.0", {"32-true": FINE, "fp8-hybrid": {"error": "e", "refused": False}})
+    assert "`fp8-hybrid`: e (because)" in line
+    assert not unexplained
+    _, unexplained = lane.row("darts", "1.0", {"32-true": FINE, "fp8-hybrid": FINE})
+    assert unexplained == ["darts, fp8-hybrid: a reason without a difference"]
+
+
+def test_a_client_that_fails_in_float32_is_a_failure():
+    assert lane.row("darts", "1.0", {"32-true": {"error": "e", "refused": False}}) == ("", ["darts, 32-true: e"])
+
+
+def test_only_an_error_that_this_package_raises_is_a_refusal():
+    with pytest.raises(ValueError, match="fp8-hybri") as ours:
+        validate_name("fp8-hybri")
+    assert is_refusal(ours.value)
+    with pytest.raises(RuntimeError) as raw:
+        torch.ones(2, 3) @ torch.ones(2, 3)
+    assert not is_refusal(raw.value)
+
+
+def test_rows_of_other_clients_stay():
+    page = f"a\n{lane.BEGIN}\n{lane.END}\nb"
+    first = lane.written(page, {"timm": "| timm | 1 |"})
+    assert lane.written(first, {"darts": "| darts | 2 |"}).splitlines()[-4:] == [
+        "| darts | 2 |",
+        "| timm | 1 |",
+        lane.END,
+        "b",
+    ]
+
+
+def test_the_page_has_every_client():
+    page = (ROOT / PAGE).read_text(encoding="utf-8")
+    assert lane.written(page, {}) == page
+    for client in CLIENTS:
+        assert f"\n| {client} | " in page, client
