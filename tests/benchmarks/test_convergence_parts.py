@@ -20,6 +20,13 @@ from benchmarks.convergence.text import MAX_BYTES, HeaderText, facts, headers, p
 from lightning_lowprec.names import TABLE, create
 from lightning_lowprec.private.lightning import precision_names
 
+
+def test_a_number_of_steps_is_that_of_every_model_and_of_its_data():
+    subjects = {subject.key: subject for subject in committed(500)}
+    assert {subject.steps for subject in subjects.values()} == {500}
+    assert subjects["gpt"].data_args["train_windows"] == 500 * subjects["gpt"].data_args["batch_size"]
+
+
 # ---- names
 
 
