@@ -19,6 +19,7 @@ from __future__ import annotations
 import dis
 import inspect
 import math
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -281,7 +282,7 @@ class WatchedForward(Operations):
     def _innermost(self) -> tuple[int | None, bool]:
         """Return the id of the innermost module that runs, and whether this package computes the operation."""
         frame: Any = inspect.currentframe()
-        ours, in_compiled, inner = False, False, ""
+        ours, in_compiled, calls_made = False, False, False
         while frame is not None:
             where = str(frame.f_globals.get("__name__"))
             if where in _WATCHES:
@@ -289,13 +290,14 @@ class WatchedForward(Operations):
                 continue
             ours |= where.startswith(_OURS)
             module = self._module_of(frame)
-            if module is not None and (in_compiled or inner == _DISABLED):  # what the compiler made is called by it
+            if module is not None and (in_compiled or calls_made):
                 self._calls.compiled.add(module)
                 return None, False
             if module is not None:
                 return module, ours
             in_compiled |= where.startswith(_COMPILED) or frame.f_code.co_name.startswith("torch_dynamo_resume")
-            frame, inner = frame.f_back, where
+            calls_made = where == _DISABLED and _is_made(frame.f_locals.get("fn"))
+            frame = frame.f_back
         return None, ours
 
     def _module_of(self, frame: Any) -> int | None:
@@ -309,6 +311,12 @@ class WatchedForward(Operations):
         key = id(frame.f_locals.get("self"))
         is_layer = key in self._calls.layers
         return key if key in self._ids and (not is_layer or code.co_name in _CALLS) else None
+
+
+def _is_made(function: Any) -> bool:
+    """Return whether the compiler made a function that it skips; it also skips others, such as Lightning's ``log``."""
+    module = str(getattr(function, "__module__", None))
+    return module not in sys.modules or module.startswith("torch.")
 
 
 def _has_sizes(tensor: Tensor) -> bool:

@@ -117,6 +117,20 @@ class Mixture(nn.Module):
         return checkpoint(self.again, x, use_reentrant=False) + self.again.forward(x)
 
 
+@pytest.mark.filterwarnings("ignore:.*(many workers|val_dataloader|logger).*")
+def test_what_is_logged_in_the_step_does_not_hide_the_share(caplog):
+    class Logs(Lit):
+        def training_step(self, batch, _):
+            loss = super().training_step(batch)
+            self.log("loss", loss)  # torch's compiler is told to skip `log`
+            return loss
+
+    trainer = L.Trainer(precision="fp8-hybrid", max_steps=1, **ON_CPU)
+    with caplog.at_level(logging.INFO), pytest.warns(match="first training forward"):
+        trainer.fit(Logs(), torch.utils.data.DataLoader([torch.randn(TOKENS, WIDTH)], batch_size=None))
+    assert "of the matrix FLOPs of the first training forward run in FP8" in caplog.text
+
+
 def test_no_false_alarm():
     assert train(Mixture())[0] == []
 
