@@ -92,6 +92,7 @@ test: $(VENV)/.installed
 
 test-more: $(VENV)/.installed
 	$(RUN)/python -m pytest -n 2 --dist worksteal --tier 2
+	$(RUN)/python -m pytest -n 2 --dist worksteal --tier 1 -p tests.over_pytorch_lightning tests/contract
 
 test-all: test test-more
 
