@@ -67,13 +67,12 @@ class HalfWeights:
         masters = existing_masters(half) if keep else {}
         # a master is rounded once, not from one half precision to the other
         _make_float32([p for p in half if id(p) in masters and p.dtype != dtype], masters)
-        again = [p for p in changed if p.dtype == torch.float32 and is_marked(p)]
         widened = [p for fqn, p in module.named_parameters() if fqn in named.keys() - with_buffers]
         # loaded in half precision, or an earlier precision has cast them
         _make_float32([p for p in widened if p.dtype in HALF_DTYPES], masters)
         skip = with_buffers | named.keys()
         originals = cast_parameters(module, dtype, keep=keep, buffer_dtype=self.buffer_dtype, skip=skip)
-        for p in again if self.config.form == "remainder" else ():  # round to what an earlier run has left
+        for p in changed if self.config.form == "remainder" else ():  # ties away from zero, as the steps round
             if id(p) in originals and not hasattr(p, "to_local"):
                 p.data.copy_(upper_half(originals[id(p)]))
         self._originals |= {key: value for key, value in originals.items() if key in trained} | masters

@@ -28,7 +28,7 @@ from lightning_lowprec.conversion.plan import Plan
 from lightning_lowprec.masters import deferred
 from lightning_lowprec.masters.kept_float32 import kept_float32
 from lightning_lowprec.masters.optimizer import main_params
-from lightning_lowprec.masters.weights import HalfWeights, is_marked
+from lightning_lowprec.masters.weights import HalfWeights
 from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.numerics.parameters import disable_foreach
 from lightning_lowprec.numerics.tensor_cores import Emulation
@@ -213,9 +213,9 @@ class LowPrecision(EitherPrecision, ABC):
             self._finish(module, device)
 
     def _set_dtypes(self, module: Module) -> None:
-        """Cast a module that trains, or has trained, to half precision; or its half-precision weights to float32."""
+        """Cast a module to half precision, to evaluate too; or its half-precision weights that train to float32."""
         if self.masters is not None:
-            if self.modules.sharded is None and (self._will_train or any(map(is_marked, module.parameters()))):
+            if self.modules.sharded is None:
                 self._cast_to_half(module)
                 if not self._will_train:
                     self.masters.drop_originals()  # `after_fit` has them
@@ -229,7 +229,9 @@ class LowPrecision(EitherPrecision, ABC):
 
     def _cast_to_half(self, module: Module) -> None:
         assert self.masters is not None
-        refusals.note_rounded(self.masters.cast(module, self.autocast_dtype), module, self.precision)
+        rounded = self.masters.cast(module, self.autocast_dtype)
+        if self._will_train:
+            refusals.note_rounded(rounded, module, self.precision)
 
     def _known_device(self) -> torch.device:
         if not self.modules.ready:

@@ -268,10 +268,12 @@ class AfterFit:
             return
         for module in modules:
             forget_updates(module.parameters())  # else a loop after the run would still update by its optimizer
-        if not plugin.plain_after_fit and not self._tunes:
-            return
         cast = [(t, data) for t, data in before if t.dtype in HALF_DTYPES and data.dtype is torch.float32]
         unwritten = {} if self._tunes else {id(t): reconcile(data.to(t.device), t.data) for t, data in cast}
+        if not plugin.plain_after_fit and not self._tunes:
+            for module in modules if unwritten else ():  # an evaluation leaves no rounded weights
+                weights.undo_cast(module, existing_masters(module.parameters()) | unwritten)
+            return
         for module in modules:
             values = existing_masters(module.parameters()) | unwritten
             ties_away = plugin.masters is not None and plugin.masters.config.form == "remainder"

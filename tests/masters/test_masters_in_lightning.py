@@ -59,7 +59,7 @@ def test_lightnings_own_bf16_true_loses_them():
 def test_masters_start_from_the_weights_before_the_cast_also_after_an_evaluation():
     class Evaluated(Constant):
         def validation_step(self, batch, batch_idx):
-            self.log("dtype_is_float32", float(self.weight.dtype is torch.float32))
+            self.log("dtype_is_bf16", float(self.weight.dtype is torch.bfloat16))
 
         val_dataloader = Constant.train_dataloader
 
@@ -67,7 +67,8 @@ def test_masters_start_from_the_weights_before_the_cast_also_after_an_evaluation
     start = torch.tensor([1.001, 2.002, 3.003, 4.004])  # none of them is a bf16 number
     model.weight.data.copy_(start)
     trainer = L.Trainer(plugins=as_trained("bf16-master"), max_epochs=1, **ON_CPU)
-    assert trainer.validate(model, verbose=False)[0]["dtype_is_float32"] == 1.0
+    assert trainer.validate(model, verbose=False)[0]["dtype_is_bf16"] == 1.0
+    assert torch.equal(model.weight, start), "an evaluation changes nothing"
     trainer.fit(model)
     torch.testing.assert_close(next(iter(main_params(trainer.optimizers[0]))), start - 1e-3, rtol=1e-6, atol=0)
     assert model.weight.dtype is torch.bfloat16

@@ -1,12 +1,15 @@
 """A model that the Trainer hands back is plain, and everything that goes on from there goes on as if it were not."""
 
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
 from lightning_lowprec import fp8_state
 from lightning_lowprec.masters.optimizer import refresh_masters
+from lightning_lowprec.names import create
 from tests.precision.weights_left import Net, as_trained, exact_weights, fit, same_bits
+from tests.toys import ON_CPU
 
 NAMES = [
     "half-auto",
@@ -77,6 +80,22 @@ class OnTies(Callback):
         up = (value.view(torch.int32) + 0x8000).view(torch.float32).bfloat16()
         weight.data.copy_(up)
         refresh_masters(trainer.optimizers[0], {id(weight): value})
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("keep", [create, as_trained])
+def test_a_model_that_was_loaded_predicts_as_after_fit(name, keep, tmp_path):
+    module, loaded = Net(), Net()
+    trainer = fit(keep(name), module, callbacks=[OnTies()] if "remainder" in name else [])
+    trainer.save_checkpoint(tmp_path / "after.ckpt")
+    batches = module.train_dataloader()
+    expected = trainer.predict(module, batches)
+    fresh = L.Trainer(plugins=keep(name), **ON_CPU)
+    exact = torch.load(tmp_path / "after.ckpt", weights_only=False)["state_dict"]
+    loaded.load_state_dict(exact)
+    found = fresh.predict(loaded, batches)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert same_bits(exact_weights(loaded), exact)
 
 
 @pytest.mark.parametrize("name", ["fp8-rowwise-remainder", "fp8-rowwise-master"])
