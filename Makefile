@@ -20,7 +20,7 @@ SLOW := tests/gpu/test_alignment.py tests/gpu/test_compile.py tests/ledger/test_
 # tests that other people wrote; about half an hour, not a part of CI
 PEERS ?= ../shared/peers
 
-.PHONY: help demo test test-more test-all test-versions check format package test-faults test-dtypes test-peers test-clients test-gpu gpu-lane test-floor test-te test-deepspeed test-ledger ledger rehearse bench evidence notebook docs docs-test clean
+.PHONY: help demo test test-more test-all test-versions check format package test-faults test-dtypes test-peers test-clients test-gpu gpu-lane test-floor test-te test-deepspeed test-ledger ledger ledger-score rehearse bench evidence notebook docs docs-test clean
 .DEFAULT_GOAL := help
 
 help:
@@ -35,6 +35,7 @@ help:
 	@echo "make test-te     conversion, recipes, training by the reference quantizers with the real Transformer Engine, without a GPU (5 GB)"
 	@echo "make test-deepspeed  ZeRO 1, 2 and 3 with the real DeepSpeed on 2 gloo ranks, without a GPU (25 MB on disk)"
 	@echo "make ledger      count what a GPU would be asked to do, without a GPU (needs g++; 6 minutes; the first time 5 GB and 20 more)"
+	@echo "make ledger-score hold the predicted gains against figures that others have published; writes docs/benchmarks.md"
 	@echo "make test-ledger every CUDA path on a GPU that computes nothing: kernels, bytes, waits, memory (needs g++)"
 	@echo "make rehearse    the GPU lane and the slowest tests, on a GPU that computes nothing (20 minutes)"
 	@echo "make test-gpu    what only a GPU with FP8 can show (skips by itself elsewhere)"
@@ -147,6 +148,9 @@ rehearse: $(TE)/.installed
 
 ledger: $(TE)/.installed
 	$(TE)/bin/python -m benchmarks.ledger $(LEDGER)
+
+ledger-score: $(VENV)/.installed
+	$(RUN)/python -m benchmarks.ledger.score
 
 test-faults: $(VENV)/.installed
 	$(RUN)/python -m tests.faults

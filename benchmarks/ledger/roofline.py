@@ -1,7 +1,8 @@
 """Predict the time of a step from an entry of the ledger: FLOPs and bytes over named rates. A model, not a measurement.
 
 A matrix product takes FLOPs / rate of its format; attention likewise; everything else bytes / bandwidth; each kernel
-adds a gap. Tails, clocks and the host are left out: expect measured times to be 10 to 30 % longer, ratios to be nearer.
+adds a gap. Tails, clocks and the host are left out: published steps took 1.1 to 4 times as long, and their ratios are
+nearer (``benchmarks/ledger/score.py``, docs/benchmarks.md).
 """
 
 from __future__ import annotations
