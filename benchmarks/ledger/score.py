@@ -211,17 +211,20 @@ def row(figure: Figure, fitted: float | None) -> list[str]:
     return [link, setting, *ratios, f"{speed:.2f}" if figure["unit"] == "tokens/s" else "", figure["silent"]]
 
 
-def scores(fixed: Sequence[float], fitted: Sequence[float], truth: Sequence[float], kinds: Sequence[object]) -> str:
-    """Return the table of errors and rank correlations, of all figures and by kind."""
+def scores(figures: Sequence[Figure], fixed: Sequence[float], fitted: Sequence[float]) -> str:
+    """Return the table of errors and rank correlations, of all figures and of kinds of them."""
     groups = {
-        "all": list(range(len(truth))),
-        "steps": [index for index, kind in enumerate(kinds) if kind is None],
-        "layers and products alone": [index for index, kind in enumerate(kinds) if kind is not None],
+        "all": lambda figure: True,
+        "steps": lambda figure: figure.get("kind") is None,
+        "layers and products alone": lambda figure: figure.get("kind") is not None,
+        "all without row scales (chosen after the result)": lambda figure: not figure["recipe"].startswith("rowwise"),
     }
     rows = []
-    for words, chosen in groups.items():
+    for words, wanted in groups.items():
+        chosen = [index for index, figure in enumerate(figures) if wanted(figure)]
+        t = [measured(figures[index]) for index in chosen]
         for name, predicted in (("fixed constants", fixed), ("leave-one-out", fitted)):
-            p, t = [predicted[index] for index in chosen], [truth[index] for index in chosen]
+            p = [predicted[index] for index in chosen]
             signed = f"{100 * fmean(a / b - 1 for a, b in zip(p, t, strict=True)):+.1f}"
             rows.append([words, str(len(t)), name, f"{100 * error(p, t):.1f}", signed, f"{spearman(p, t):.2f}"])
     return table(["figures", "", "constants", "mean absolute error, %", "mean error, %", "rank correlation"], rows)
@@ -255,7 +258,7 @@ def report() -> str:
         for name, found in DATA["devices"].items()
     ]  # fmt: skip
     return "\n\n".join((
-        scores(fixed, list(fitted.values()), truth, [figure.get("kind") for figure in figures]),
+        scores(figures, fixed, list(fitted.values())),
         f"The factor that was fitted to the others lies between {min(used):.2f} and {max(used):.2f}.",
         ours(off, bias),
         table(["figure", "sequences x tokens, GPUs", "published", "predicted", "error, %", "leave-one-out",
