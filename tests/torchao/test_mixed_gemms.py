@@ -16,6 +16,7 @@ from lightning_lowprec.torchao.fp8 import CPU_SCALES_TENSORWISE
 from lightning_lowprec.torchao.hooks import reconfigure, set_phase
 from lightning_lowprec.torchao.settings import OneConfig, Settings
 
+BF16_ROUNDING = 2**-7
 SUBSETS = list(chain.from_iterable(combinations(GEMMS, n) for n in range(4)))
 
 
@@ -114,8 +115,11 @@ def test_each_gemm_of_a_conv1d_is_that_of_a_linear_with_the_transposed_weight(re
             assert found["grad_weight"].is_contiguous(), "a transposed gradient would be copied"
             for name, tensor in found.items():
                 other = expected[name].t() if name == "grad_weight" else expected[name]
-                assert torch.equal(tensor, other), (given, name)
-                if name in conv.in_bf16:
+                in_bf16 = name in conv.in_bf16
+                # bf16 products sum in the order of a layout: on a CPU without bf16 instructions one rounding differs
+                bound = BF16_ROUNDING if in_bf16 or (recipe, name) == ("rowwise_with_gw_hp", "grad_weight") else 0
+                torch.testing.assert_close(tensor, other, rtol=bound, atol=bound, msg=f"{name}: {given}")
+                if in_bf16:
                     assert torch.equal(tensor, results(high, tokens)[name]), (given, name)
         with torch.no_grad():  # the next forward computes with what is written
             for layer in (linear, conv, high):
