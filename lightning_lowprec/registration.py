@@ -98,13 +98,16 @@ def _register_at(package: Package, for_trainer: bool) -> None:
         function(user)
     problems = private.moved_connectors(package)
     if problems:
-        message = _moved_message(package, problems)
+        message = (
+            f"lightning_lowprec does not support {package.name} {package.version}: {', '.join(problems)} moved."
+            " Its names are not available in `precision=`; `plugins=lightning_lowprec.FP8TorchAO()` still works."
+        )
         warnings.warn(message, stacklevel=4)
-        _patch(user, "__init__", partial(_refuse_names, message=message))
+        _patch(user, "__init__", _refuse_names, message=message)
         return
     connector = private.connector(package, for_trainer=for_trainer)
-    _patch(connector, private.CHECK_CONFIG, partial(_resolve_name, package=package, for_trainer=for_trainer))
-    _patch(connector, private.LAZY_INIT, partial(_meet_strategy, for_trainer=for_trainer))
+    _patch(connector, private.CHECK_CONFIG, _resolve_name, package=package, for_trainer=for_trainer)
+    _patch(connector, private.LAZY_INIT, _meet_strategy, for_trainer=for_trainer)
     registry = private.strategy_registry(package, for_trainer=for_trainer)
     strategy = fsdp2_class(package, for_trainer=for_trainer)
     registry.register("fsdp2", strategy, "FSDP2, in every precision, with FP8 all-gather", override=True)
@@ -149,42 +152,42 @@ def unregister() -> None:
 # ---- the patches
 
 
-def _resolve_name(original: Callable[..., None], *, package: Package, for_trainer: bool) -> Callable[..., None]:
-    @wraps(original)
-    def check(self: Any, *, precision: Any, plugins: Any, strategy: Any, **kwargs: Any) -> None:
-        if not _patches:
-            return original(self, precision=precision, plugins=plugins, strategy=strategy, **kwargs)
-        precision, plugins = _launched(precision, plugins)
-        known = private.strategy_names(self)
-        _refuse_strings(plugins)
-        given = [] if plugins is None else list(plugins) if isinstance(plugins, Iterable) else [plugins]
-        given = [recipes.plugin_of(plugin) or plugin for plugin in given]
-        ours = next((plugin for plugin in given if isinstance(plugin, LowPrecision)), None)
-        if isinstance(precision, str) and precision in names.TABLE:
-            other = next((plugin for plugin in given if isinstance(plugin, both(FabricPrecision))), None)
-            if other is not None:
-                raise ValueError(f"Received both `precision={precision}` and `plugins={other}`. Choose one.")
-            strategy = resolve_strategy(strategy, known, package, for_trainer)
-            ours = names.create(precision)
-            given, precision = [*given, ours], None
-        elif precision is not None:
-            names.validate_name(precision)
-        if is_fsdp2(strategy) and ours is None and half_under_fsdp2(precision) is not None:
-            ours = half_under_fsdp2(precision)
-            given, precision = [*given, ours], None
-        if ours is not None or is_fsdp2(strategy):
-            strategy = resolve_strategy(strategy, known, package, for_trainer)
-        if ours is not None:
-            check_strategy(ours, strategy, known, private.strategy_registry(package, for_trainer=for_trainer))
-        original(self, precision=precision, plugins=given or None, strategy=strategy, **kwargs)
-
-    return check
-
-
-def _refuse_strings(plugins: Any) -> None:
-    for plugin in (plugins,) if isinstance(plugins, str) else plugins if isinstance(plugins, (list, tuple)) else ():
-        if isinstance(plugin, str):
-            raise names.no_plugin(plugin, private.precision_names())
+def _resolve_name(
+    original: Callable[..., None],
+    self: Any,
+    *,
+    package: Package,
+    for_trainer: bool,
+    precision: Any,
+    plugins: Any,
+    strategy: Any,
+    **kwargs: Any,
+) -> None:
+    precision, plugins = _launched(precision, plugins)
+    known = private.strategy_names(self)
+    several = isinstance(plugins, Iterable) and not isinstance(plugins, str)
+    given = [] if plugins is None else list(plugins) if several else [plugins]
+    for word in (plugin for plugin in given if isinstance(plugin, str)):
+        raise names.no_plugin(word, private.precision_names())
+    given = [recipes.plugin_of(plugin) or plugin for plugin in given]
+    ours = next((plugin for plugin in given if isinstance(plugin, LowPrecision)), None)
+    if isinstance(precision, str) and precision in names.TABLE:
+        other = next((plugin for plugin in given if isinstance(plugin, both(FabricPrecision))), None)
+        if other is not None:
+            raise ValueError(f"Received both `precision={precision}` and `plugins={other}`. Choose one.")
+        strategy = resolve_strategy(strategy, known, package, for_trainer)
+        ours = names.create(precision)
+        given, precision = [*given, ours], None
+    elif precision is not None:
+        names.validate_name(precision)
+    if is_fsdp2(strategy) and ours is None and half_under_fsdp2(precision) is not None:
+        ours = half_under_fsdp2(precision)
+        given, precision = [*given, ours], None
+    if ours is not None or is_fsdp2(strategy):
+        strategy = resolve_strategy(strategy, known, package, for_trainer)
+    if ours is not None:
+        check_strategy(ours, strategy, known, private.strategy_registry(package, for_trainer=for_trainer))
+    original(self, precision=precision, plugins=given or None, strategy=strategy, **kwargs)
 
 
 def _launched(precision: Any, plugins: Any) -> tuple[Any, Any]:
@@ -207,39 +210,32 @@ def launched_precision_is_used() -> bool:
     return bool(_said)
 
 
-def _meet_strategy(original: Callable[..., None], *, for_trainer: bool) -> Callable[..., None]:
-    @wraps(original)
-    def lazy_init(self: Any) -> None:
-        original(self)
-        plugin = getattr(self, "precision_plugin", None) or getattr(self, "precision", None)
-        if _patches and is_fsdp2(self.strategy):  # checks early, before any process starts
-            self.strategy.sharding.check(plugin)
-        if _patches and isinstance(plugin, LowPrecision):
-            check_strategy(plugin, self.strategy, (), {})
-            plugin.bind_device(self.strategy.root_device)
-            if isinstance(self.strategy, both(*DEEPSPEED)):
-                bind(plugin, self.strategy)
-                return
-            if is_fsdp2(self.strategy):  # this strategy gives the optimizers to the plugin itself
-                return
-            if isinstance(self.strategy, both(*SHARDED)):
-                plugin.bind_shards(reshard)
-            check_comm_hook(plugin, private.comm_hook(self.strategy))
-            if not for_trainer:
-                self.strategy.setup_module = partial(_show_module, plugin, self.strategy.setup_module)
-                self.strategy.setup_optimizer = partial(_show_optimizer, plugin, self.strategy.setup_optimizer)
-
-    return lazy_init
+def _meet_strategy(original: Callable[..., None], self: Any, *, for_trainer: bool) -> None:
+    original(self)
+    plugin = getattr(self, "precision_plugin", None) or getattr(self, "precision", None)
+    if is_fsdp2(self.strategy):  # checks early, before any process starts
+        self.strategy.sharding.check(plugin)
+    if not isinstance(plugin, LowPrecision):
+        return
+    check_strategy(plugin, self.strategy, (), {})
+    plugin.bind_device(self.strategy.root_device)
+    if isinstance(self.strategy, both(*DEEPSPEED)):
+        bind(plugin, self.strategy)
+        return
+    if is_fsdp2(self.strategy):  # this strategy gives the optimizers to the plugin itself
+        return
+    if isinstance(self.strategy, both(*SHARDED)):
+        plugin.bind_shards(reshard)
+    check_comm_hook(plugin, private.comm_hook(self.strategy))
+    if not for_trainer:
+        self.strategy.setup_module = partial(_show_module, plugin, self.strategy.setup_module)
+        self.strategy.setup_optimizer = partial(_show_optimizer, plugin, self.strategy.setup_optimizer)
 
 
-def _register_on_cpu(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    @wraps(original)
-    def register_hooks(self: Any) -> None:
-        original(self)
-        if _patches and self.root_device.type == "cpu" and private.comm_hook(self) is fp8_gradient_hook:
-            private.register_comm_hook(self)
-
-    return register_hooks
+def _register_on_cpu(original: Callable[[Any], None], self: Any) -> None:
+    original(self)
+    if self.root_device.type == "cpu" and private.comm_hook(self) is fp8_gradient_hook:
+        private.register_comm_hook(self)
 
 
 def _stock_precisions(part: str) -> list[Any]:
@@ -250,17 +246,13 @@ def _stock_precisions(part: str) -> list[Any]:
     return [cls for cls in classes if CONVERT in vars(cls) and f"{cls.__module__}.".startswith(f"{part}.")]
 
 
-def _warn_of_left_over(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def convert_module(self: Any, module: Any) -> Any:
-        if _patches and not isinstance(self, LowPrecision):
-            run = f"under `precision={self.precision!r}`"
-            plain.warn_at_first_forward(module, run)
-            if self.precision == "32-true" or str(self.precision).endswith("-mixed"):
-                plain.warn_of_half_weights(module, run)
-        return original(self, module)
-
-    return convert_module
+def _warn_of_left_over(original: Callable[..., Any], self: Any, module: Any) -> Any:
+    if not isinstance(self, LowPrecision):
+        run = f"under `precision={self.precision!r}`"
+        plain.warn_at_first_forward(module, run)
+        if self.precision == "32-true" or str(self.precision).endswith("-mixed"):
+            plain.warn_of_half_weights(module, run)
+    return original(self, module)
 
 
 def _show_optimizer(plugin: LowPrecision, original: Callable[[Any], Any], optimizer: Any) -> Any:
@@ -274,74 +266,70 @@ def _show_module(plugin: LowPrecision, original: Callable[[Any], Any], module: A
     return wrapped
 
 
-def _say_names(original: Callable[..., None]) -> Callable[..., None]:
+def _say_names(original: Callable[..., None], self: Any, message: str, *args: Any, **kwargs: Any) -> None:
     """Replace the parser's list of types, which names no remedy, where the value of a ``precision`` is unknown."""
-
-    @wraps(original)
-    def error(self: Any, message: str, *args: Any, **kwargs: Any) -> None:
-        key = re.match(r'Parser key "([\w.]*\bprecision)"', message)
-        value = re.search(r"Given value: (.*)$", message)
-        if _patches and key and value:
-            message = f"{key[1]}: {names.unknown_name(value[1], private.precision_names())}"
-        original(self, message, *args, **kwargs)
-
-    return error
+    key = re.match(r'Parser key "([\w.]*\bprecision)"', message)
+    value = re.search(r"Given value: (.*)$", message)
+    if key and value:
+        message = f"{key[1]}: {names.unknown_name(value[1], private.precision_names())}"
+    original(self, message, *args, **kwargs)
 
 
-def _clip_deferred(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    @wraps(original)
-    def clip(
-        self: Any,
-        module: Any,
-        optimizer: Any,
-        max_norm: float,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = True,
-    ) -> Tensor:
-        norm = None
-        if _patches and isinstance(self.precision, LowPrecision):
-            norm = clip_by_norm(self.precision.scaler, optimizer, max_norm, norm_type)
-        if norm is None:
-            return original(self, module, optimizer, max_norm, norm_type, error_if_nonfinite)
-        if error_if_nonfinite and not norm.isfinite():
-            raise RuntimeError(
-                f"The total norm of order {norm_type} of the gradients is not finite, so they cannot be clipped. Set"
-                " `error_if_nonfinite=False` to go on."
-            )
-        return norm
-
-    return clip
+def _clip_deferred(
+    original: Callable[..., Tensor],
+    self: Any,
+    module: Any,
+    optimizer: Any,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = True,
+) -> Tensor:
+    norm = None
+    if isinstance(self.precision, LowPrecision):
+        norm = clip_by_norm(self.precision.scaler, optimizer, max_norm, norm_type)
+    if norm is None:
+        return original(self, module, optimizer, max_norm, norm_type, error_if_nonfinite)
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(
+            f"The total norm of order {norm_type} of the gradients is not finite, so they cannot be clipped. Set"
+            " `error_if_nonfinite=False` to go on."
+        )
+    return norm
 
 
-def _count_bytes(original: Callable[..., None]) -> Callable[..., None]:
-    @wraps(original)
-    def init(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
-        if not _patches or not isinstance(private.precision_plugin_of(model), LowPrecision):
-            return original(self, model, *args, **kwargs)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Precision .* is not supported by the model summary")
-            original(self, model, *args, **kwargs)
-        if self.total_parameters:
-            total_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if not is_lazy(p))
-            private.set_bytes_per_parameter(self, total_bytes / self.total_parameters)
-
-    return init
+def _count_bytes(original: Callable[..., None], self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+    if not isinstance(private.precision_plugin_of(model), LowPrecision):
+        return original(self, model, *args, **kwargs)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Precision .* is not supported by the model summary")
+        original(self, model, *args, **kwargs)
+    if self.total_parameters:
+        total_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if not is_lazy(p))
+        private.set_bytes_per_parameter(self, total_bytes / self.total_parameters)
 
 
-def _compute_dtype(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def compute_dtype(plugin: Any) -> Any:
-        return plugin.peak_rate_dtype if _patches and isinstance(plugin, LowPrecision) else original(plugin)
+def _compute_dtype(original: Callable[..., Any], plugin: Any) -> Any:
+    return plugin.peak_rate_dtype if isinstance(plugin, LowPrecision) else original(plugin)
 
-    return compute_dtype
+
+def _refuse_names(original: Callable[..., None], self: Any, *args: Any, message: str, **kwargs: Any) -> None:
+    precision = inspect.signature(original).bind_partial(self, *args, **kwargs).arguments.get("precision")
+    if isinstance(precision, str) and precision in names.TABLE:
+        raise RuntimeError(f"`precision={precision!r}` is not available. {message}")
+    original(self, *args, **kwargs)
 
 
 # ---- patching
 
 
-def _patch(owner: type | ModuleType, name: str, make: Callable[[Any], Any]) -> None:
+def _patch(owner: type | ModuleType, name: str, function: Callable[..., Any], **facts: Any) -> None:
+    """Call ``function(original, ...)`` in place of a function of Lightning, as long as this package is registered."""
     original = getattr(owner, name)
-    replacement = make(original)
+
+    @wraps(original)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return function(original, *args, **facts, **kwargs) if _patches else original(*args, **kwargs)
+
     setattr(owner, name, replacement)
     _patches.append((owner, name, original, replacement))
 
@@ -362,28 +350,4 @@ def _widen_annotations() -> None:
             function = getattr(function, "__wrapped__", None)
 
 
-def _widen_again() -> None:
-    if _patches:
-        _widen_annotations()
-
-
-backends.on_change(_widen_again)
-
-
-def _moved_message(package: Package, problems: list[str]) -> str:
-    return (
-        f"lightning_lowprec does not support {package.name} {package.version}:"
-        f" {', '.join(problems)} moved."
-        " Its names are not available in `precision=`; `plugins=lightning_lowprec.FP8TorchAO()` still works."
-    )
-
-
-def _refuse_names(original: Callable[..., None], *, message: str) -> Callable[..., None]:
-    @wraps(original)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        precision = inspect.signature(original).bind_partial(self, *args, **kwargs).arguments.get("precision")
-        if _patches and isinstance(precision, str) and precision in names.TABLE:
-            raise RuntimeError(f"`precision={precision!r}` is not available. {message}")
-        original(self, *args, **kwargs)
-
-    return init
+backends.on_change(_widen_annotations)
