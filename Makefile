@@ -30,7 +30,7 @@ help:
 	@echo "make test-all    both"
 	@echo "make check       lint and types"
 	@echo "make package     build sdist and wheel in dist/, install the wheel in an empty environment and try it"
-	@echo "make test-floor  registration and contract tests on the oldest supported versions (5 GB on disk)"
+	@echo "make test-floor  registration, contract and numerics of the first tier on the oldest supported versions (5 GB on disk)"
 	@echo "make test-versions  torch 2.11 to 2.15 over both packages of Lightning (12 GB on disk, half an hour)"
 	@echo "make test-te     conversion, recipes, training by the reference quantizers with the real Transformer Engine, without a GPU (5 GB)"
 	@echo "make test-deepspeed  ZeRO 1, 2 and 3 with the real DeepSpeed on 2 gloo ranks, without a GPU (25 MB on disk)"
@@ -116,7 +116,7 @@ gpu-lane: $(VENV)/.installed
 	$(VENV)/bin/python -m benchmarks.gpu_lane --out gpu-lane-out
 
 test-floor: $(FLOOR)/.installed
-	OMP_NUM_THREADS=1 $(FLOOR)/bin/python -m pytest -n 2 --dist loadfile tests/registration tests/contract tests/masters tests/numerics tests/conversion/test_membership.py tests/torchao/test_fp8_linear.py tests/torchao/test_prototypes.py tests/precision/test_loss_scale*.py tests/msamp/test_scaled_[acgs]*.py tests/fsdp2/test_fsdp2_shards_shown.py
+	OMP_NUM_THREADS=1 $(FLOOR)/bin/python -m pytest -n 2 --dist loadfile --tier 1 tests/registration tests/contract tests/masters tests/numerics tests/conversion/test_membership.py tests/torchao/test_fp8_linear.py tests/torchao/test_prototypes.py tests/precision/test_loss_scale*.py tests/msamp/test_scaled_[acgs]*.py tests/fsdp2/test_fsdp2_shards_shown.py
 
 # the newest of constraints.txt with another torch
 .venv-2.%/.installed: pyproject.toml constraints.txt
