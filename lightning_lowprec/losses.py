@@ -24,7 +24,7 @@ from lightning_lowprec.hardware import emulation_refusal, refusal
 from lightning_lowprec.numerics.kernel_operands import ALIGNMENT
 from lightning_lowprec.numerics.linear_cross_entropy import (
     Results,
-    dtype_of_grad_weight,
+    empty_results,
     gradient_scale,
     in_fp8,
     in_half,
@@ -208,16 +208,7 @@ def _fake(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, fp8: bool, rows: int, of: list[bool], *_: object
 ) -> list[Tensor]:
     """Return tensors of the shapes and dtypes of the results, which the other arguments do not change."""
-    float32 = torch.float32
-    dtype = float32 if fp8 and hidden.dtype == torch.float16 else hidden.dtype
-    of_weight_dtype = dtype_of_grad_weight(len(hidden), weight, hidden.dtype, rows or None) if fp8 else float32
-    results = (
-        hidden.new_empty(hidden.shape[:1], dtype=float32),
-        torch.empty_like(hidden, dtype=dtype) if of[0] else None,
-        weight.new_empty(weight.shape, dtype=of_weight_dtype) if of[1] else None,
-        weight.new_empty(weight.shape[:1], dtype=float32) if of[2] else None,
-    )
-    return _listed(results, hidden)
+    return _listed(empty_results(hidden, weight, of, rows or None, fp8=fp8), hidden)
 
 
 _OPERATION: Final = torch.library.custom_op("lightning_lowprec::linear_cross_entropy", _run, mutates_args=())

@@ -24,10 +24,7 @@ DEVICES = {"cuda"}
 
 
 def defers(optimizer: Optimizer) -> bool:
-    """Return whether the gradients of ``optimizer`` may stay at the parameters until its step.
-
-    They may if all parameters with masters are on a GPU, no gradient was moved, and `steps_alone` allows it.
-    """
+    """Return whether gradients may stay at the parameters until the step: on GPUs, if none was moved before."""
     registry = registry_of(optimizer)
     if registry is None or not steps_alone(optimizer, registry.plain):
         return False

@@ -1,16 +1,14 @@
 """The dtypes in which gradients of half-precision weights are accumulated, and reduced over the ranks of DDP.
 
-DDP's buckets have the dtype of their parameters, and DDP sums them over the ranks in this dtype. A communication hook
-sums in float32 instead. The ``grad`` of a parameter is then:
+DDP sums gradients over the ranks in the dtype of their parameters. A communication hook sums in float32 instead. The
+``grad`` of a parameter is then:
 
 * with float32 reduction alone: the average, rounded once to the parameter's dtype. Micro-batches add up in half
   precision.
 * with float32 accumulation: float32. DDP refuses a ``grad`` of another dtype than the parameter's, so during a backward
   ``grad`` is the half-precision gradient of the current micro-batch, and the float32 sum of the earlier micro-batches
   is stored elsewhere. Where ranks synchronise, the hook adds the stored sum before it averages; within ``no_sync`` the
-  stored sum is added after the backward.
-
-An average of sums is a sum of averages: synchronising after every micro-batch gives the same as after the last.
+  stored sum is added after the backward. (An average of sums is a sum of averages.)
 """
 
 from __future__ import annotations
@@ -78,9 +76,8 @@ class GradientDtypes:
     def during_backward(self) -> Iterator[None]:
         """Run a backward within this context, if :attr:`wraps_backward`."""
         with ExitStack() as stack:
-            if self.accumulation is not None:
-                for reduction in self._reductions:
-                    stack.enter_context(reduction.during_backward())
+            for reduction in self._reductions if self.accumulation is not None else ():
+                stack.enter_context(reduction.during_backward())
             yield
 
     def __repr__(self) -> str:
@@ -91,9 +88,8 @@ class GradientDtypes:
 class Float32Reduction:
     """Average the gradients of a DDP module in float32, as its communication hook.
 
-    The module's parameters must be half precision already, and the module must not have another communication hook.
-    With ``accumulate``, ``grad`` is float32 between backwards, and every backward must run within
-    :meth:`during_backward`.
+    The module's parameters are half precision already. With ``accumulate``, ``grad`` is float32 between backwards, and
+    every backward must run within :meth:`during_backward`.
     """
 
     def __init__(self, ddp: DistributedDataParallel, *, accumulate: bool) -> None:

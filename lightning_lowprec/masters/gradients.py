@@ -1,7 +1,5 @@
 """The gradients of parameters that have masters: where they are between a backward and the step.
 
-Two places:
-
 * at the masters, as float32 (:meth:`MasterGradients.move`): for code that clips or looks at float32 gradients.
 * at the parameters, as the backward left them, with a factor that the step multiplies by
   (:meth:`MasterGradients.fold`): nothing is written, and no memory is needed.
@@ -17,9 +15,8 @@ import torch
 from torch import Tensor
 
 from lightning_lowprec.masters.stores import Store
-from lightning_lowprec.numerics.flat import local
 from lightning_lowprec.numerics.parameters import grouped
-from lightning_lowprec.private.torch import copy_all_, multiply_all_
+from lightning_lowprec.private.torch import copy_all_, local_tensor, multiply_all_
 
 _UNSCALED: Final = "_lowprec_unscaled"  # an attribute of the gradient itself, so a new gradient does not have it
 _FOLDED: Final = "lowprec_folded"  # likewise, of a gradient that the factor is meant for
@@ -96,7 +93,7 @@ def _as_float32(store: Store, grads: Sequence[Tensor]) -> list[Tensor]:
     if len(grads) < len(store.params) or any(grad.dtype == torch.float32 or grad.is_sparse for grad in grads):
         return [grad.float() for grad in grads]
     copies = store.buffer.tensors_on(torch.empty_like(store.buffer.flat))
-    copy_all_([local(copy) for copy in copies], [local(grad) for grad in grads])
+    copy_all_([local_tensor(copy) for copy in copies], [local_tensor(grad) for grad in grads])
     return copies
 
 
@@ -123,7 +120,7 @@ def multiply(grads: Iterable[Tensor], factor: float | Tensor) -> None:
     """Multiply gradients in place, of DTensors the shards; ``factor`` may be a scalar on another device."""
     if is_one(factor):
         return
-    for members in grouped(map(local, grads), lambda grad: grad.device):
+    for members in grouped(map(local_tensor, grads), lambda grad: grad.device):
         here = factor.to(members[0].device) if isinstance(factor, Tensor) else factor
         multiply_all_([grad for grad in members if not grad.is_sparse], here)
         for grad in members:

@@ -159,8 +159,6 @@ class _Owner(tuple[Any, ...]):
 
     __slots__ = ()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> None: ...
-
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
 

@@ -8,9 +8,8 @@ A router's bias, a decay ``A_log`` or a rotary table has few values, and each de
 * tensors of a known name, and the biases of routers;
 * the tensors that the option ``keep_fp32`` names.
 
-Beside them, :func:`coupled` finds parameters that are computed with buffers, and so must have the buffers' dtype.
-Autocast does not help such a parameter: batch norm refuses weights and running statistics of two dtypes, and the power
-iteration of spectral_norm multiplies the weight by buffers outside of the operations that autocast knows.
+Beside them, :func:`coupled` finds parameters that are computed with buffers, and so must have the buffers' dtype: batch
+norm refuses two dtypes, and spectral_norm multiplies its weight by buffers in operations that autocast does not know.
 """
 
 from __future__ import annotations
@@ -92,12 +91,9 @@ def coupled(module: nn.Module) -> Iterator[Coupled]:
     """Yield the parameters of batch norms and of both kinds of spectral_norm in ``module``, with their buffers."""
     for part in module.modules():
         params, buffers = dict(part.named_parameters(recurse=False)), dict(part.named_buffers(recurse=False))
-        if is_batch_norm(part):
-            floating = [buffer for buffer in buffers.values() if buffer.is_floating_point()]
-            yield Coupled(list(params.values()), floating, is_batch_norm=True)
-        elif isinstance(part, ParametrizationList):
+        if is_batch_norm(part) or isinstance(part, ParametrizationList):
             floating = [buffer for buffer in part.buffers() if buffer.is_floating_point()]
-            yield Coupled(list(params.values()), floating, is_batch_norm=False)
+            yield Coupled(list(params.values()), floating, is_batch_norm(part))
         for name in [name.removesuffix("_orig") for name in params if name.endswith("_orig")]:
             if {f"{name}_u", f"{name}_v"} <= buffers.keys():  # `torch.nn.utils.spectral_norm`, which is a hook
                 vectors = [buffers[f"{name}_u"], buffers[f"{name}_v"]]

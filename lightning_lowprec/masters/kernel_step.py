@@ -25,17 +25,25 @@ from torch.nn import Parameter
 from lightning_lowprec.masters.moments import CODES, EXPONENTS, block_of, is_dense, set_zeros
 from lightning_lowprec.masters.registry import MasterRegistry
 from lightning_lowprec.masters.stores import Store
-from lightning_lowprec.numerics.flat import local
 from lightning_lowprec.numerics.fp8_matrices import Largest, asked
-from lightning_lowprec.numerics.launches import is_simulated, kernels_run, on_device, tensor_on
+from lightning_lowprec.numerics.one_pass import is_simulated, kernels_run, on_device, tensor_on
 from lightning_lowprec.numerics.parameters import grouped
-from lightning_lowprec.private.torch import add_to_all_, copy_all_, increment_versions
+from lightning_lowprec.private.torch import add_to_all_, copy_all_, increment_versions, local_tensor
 
 DEVICES = {"cuda"}
 NOTE_WRITTEN: Final = "note_written"  # the method of a weight that needs to know of writes
 KINDS: Final = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}  # the kernel's words for dtypes
 NUMBERS: Final = 9  # numbers of a parameter for the kernel, see `numbers_of`
 _VECTOR: Final = 16  # bytes; the kernel reads aligned tensors in pieces of this size
+Rule = Literal["adam", "sgd", "momentum", "nesterov"]
+"""The update rules of the kernel."""
+MOMENTS: Final[Mapping[Rule, tuple[str, ...]]] = {
+    "adam": ("exp_avg", "exp_avg_sq"),
+    "sgd": (),
+    "momentum": ("momentum_buffer",),
+    "nesterov": ("momentum_buffer",),
+}
+"""The optimizer's state that has the shape of a parameter; Adam's has a `step` too."""
 
 
 @final
@@ -67,16 +75,6 @@ class Row:
     largest: Largest | None  # where the largest absolute value of the new weight is wanted
 
 
-@final
-@dataclass(frozen=True)
-class Rule:
-    """An update rule of the kernel."""
-
-    kernel: Literal["adam", "sgd", "momentum", "nesterov"]
-    moments: tuple[str, ...]  # the names of the optimizer's state that has the shape of the parameter
-    counts: bool = False  # whether the state has a `step`
-
-
 def rule_of(plain: type, group: Mapping[str, Any]) -> Rule | None:
     """Return the kernel's rule for a parameter group of an optimizer of class ``plain``, or None."""
     if group.get("differentiable"):
@@ -84,12 +82,12 @@ def rule_of(plain: type, group: Mapping[str, Any]) -> Rule | None:
     if plain in (optim.Adam, optim.AdamW):
         if group["amsgrad"] or any(isinstance(beta, Tensor) for beta in group["betas"]):
             return None
-        return Rule("adam", ("exp_avg", "exp_avg_sq"), counts=True)
+        return "adam"
     if plain is not optim.SGD or any(isinstance(group[name], Tensor) for name in ("momentum", "dampening")):
         return None
     if not group["momentum"]:
-        return Rule("sgd", ())
-    return Rule("nesterov" if group["nesterov"] else "momentum", ("momentum_buffer",))
+        return "sgd"
+    return "nesterov" if group["nesterov"] else "momentum"
 
 
 def numbers_of(rule: Rule, plain: type, group: Mapping[str, Any], steps: Sequence[Tensor], count: int) -> Tensor:
@@ -107,7 +105,7 @@ def numbers_of(rule: Rule, plain: type, group: Mapping[str, Any], steps: Sequenc
     device = devices.pop() if devices else torch.device("cpu")
     rate = torch.as_tensor(lr, dtype=torch.float64, device=device) if isinstance(lr, Tensor) else float(lr)
     columns: list[float | Tensor]
-    if rule.kernel != "adam":
+    if rule != "adam":
         columns = [sign, group["weight_decay"], 1.0, group["momentum"], 1.0 - group["dampening"], 0.0, -rate, 0.0, 1.0]
     else:
         beta1, beta2 = group["betas"]
@@ -149,7 +147,7 @@ def _step_places(registry: MasterRegistry, group: Any, places: list[tuple[Store,
     for store in dict.fromkeys(store for store, _ in places):
         registry.settle(store)
     rows = [row for store, index in places if (row := _row(registry, group, rule, store, index)) is not None]
-    for same in grouped(rows, lambda row: (row.variant, local(row.param).device)):
+    for same in grouped(rows, lambda row: (row.variant, local_tensor(row.param).device)):
         _step_rows(registry, group, rule, same, factor)
     for row in rows:
         row.param.grad = row.master.grad = None
@@ -166,16 +164,16 @@ def _row(registry: MasterRegistry, group: Any, rule: Rule, store: Store, index: 
     block = block_of(param) if registry.config.moments == "8bit" else 0
     states = registry.live().state
     state: Any = states.get(param, {})
-    if block and rule.counts and not state:  # that of no step yet, as torch's Adam makes it; torch makes others
+    if block and rule == "adam" and not state:  # that of no step yet, as torch's Adam makes it; torch makes others
         on_gpu = group.get("capturable") or group.get("fused")
         state = states[param] = {"step": torch.zeros((), device=param.device if on_gpu else "cpu", dtype=torch.float32)}
-        for name in rule.moments:
+        for name in MOMENTS[rule]:
             set_zeros(state, name, param)
     moments = _moments(rule, state, coded=block > 0)
     if moments is None:
         return None
-    weight = local(param)
-    tensors = [weight, store.companion(index), local(grad), *moments]
+    weight = local_tensor(param)
+    tensors = [weight, store.companion(index), local_tensor(grad), *moments]
     fits = all(t is None or (t.stride() == weight.stride() and t.device == weight.device) for t in tensors)
     # a kernel may write to the memory of a weight, where the weight sees it or does not want to know
     writes = type(weight) in (Tensor, Parameter) or hasattr(weight, NOTE_WRITTEN) or is_simulated()
@@ -183,25 +181,25 @@ def _row(registry: MasterRegistry, group: Any, rule: Rule, store: Store, index: 
         return None
     aligned = all(t is None or t.data_ptr() % _VECTOR == 0 for t in tensors)
     kind = "8bit" if block and moments else "fp32"
-    variant = Variant(rule.kernel, store.form, KINDS[weight.dtype], KINDS[grad.dtype], kind, aligned, block or 1)
-    exponents = [local(state[f"{name}{EXPONENTS}"]) for name in rule.moments] if block else []
+    variant = Variant(rule, store.form, KINDS[weight.dtype], KINDS[grad.dtype], kind, aligned, block or 1)
+    exponents = [local_tensor(state[f"{name}{EXPONENTS}"]) for name in MOMENTS[rule]] if block else []
     filled = (*[*tensors, None, None][:5], *exponents, None, None)[:7]
     return Row(variant, filled, store.position(index), state.get("step"), param, master, asked(param))
 
 
 def _moments(rule: Rule, state: Mapping[str, Any], *, coded: bool) -> list[Tensor] | None:
     """Return the moments, or their codes; None if the kernel cannot step them, because they do not exist yet."""
-    names = [f"{name}{CODES}" if coded else name for name in rule.moments]
-    if any(state.get(name) is None for name in names) or (rule.counts and "step" not in state):
+    names = [f"{name}{CODES}" if coded else name for name in MOMENTS[rule]]
+    if any(state.get(name) is None for name in names) or (rule == "adam" and "step" not in state):
         return None
     moments = [state[name] for name in names]
     if not coded and any(moment.dtype != torch.float32 for moment in moments):
         return None
-    return [local(moment) for moment in moments]
+    return [local_tensor(moment) for moment in moments]
 
 
 def _step_rows(registry: MasterRegistry, group: Any, rule: Rule, rows: list[Row], factor: float | Tensor) -> None:
-    steps = [row.step for row in rows if row.step is not None] if rule.counts else []
+    steps = [row.step for row in rows if row.step is not None] if rule == "adam" else []
     if steps:
         add_to_all_(steps, 1)
     device = rows[0].tensors[0].device  # type: ignore[union-attr]
@@ -230,7 +228,7 @@ def launch(rows: Sequence[Row], numbers: Tensor, factor: Tensor, seed: int, step
         return
     from lightning_lowprec.masters import kernel
 
-    sizes = tuple(local(row.param).numel() for row in rows)
+    sizes = tuple(local_tensor(row.param).numel() for row in rows)
     hints = [None if row.largest is None else row.largest.value for row in rows]
     table: list[int] = []
     for row, size, hint in zip(rows, sizes, hints, strict=True):

@@ -26,10 +26,9 @@ from torch.optim import Optimizer
 from lightning_lowprec.masters.stores import Store
 from lightning_lowprec.numerics import block_floats
 from lightning_lowprec.numerics.block_floats import BlockFormat
-from lightning_lowprec.numerics.flat import local
 from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.numerics.rounding import bits_of_positions, join_
-from lightning_lowprec.private.torch import dtensor, tree_map_only
+from lightning_lowprec.private.torch import dtensor, local_tensor, tree_map_only, with_local_tensor
 
 CODES: Final = "_codes"
 EXPONENTS: Final = "_exponents"
@@ -57,7 +56,7 @@ def float32_state(entry: Any) -> Any:
 
 def block_of(param: Tensor) -> int:
     """Return how many numbers of ``param`` share an exponent, or 0 if its state stays float32."""
-    if param.dim() < 2 or param.numel() < LEAST or not is_dense(local(param)):
+    if param.dim() < 2 or param.numel() < LEAST or not is_dense(local_tensor(param)):
         return 0
     row = _row(param)
     return block_floats.block_size(row) if row else 0
@@ -74,7 +73,7 @@ def decode(state: Mapping[str, Any], name: str, param: Tensor) -> Tensor:
     """Return the float32 values of coded state, of the shape of ``param``."""
     whole = state[f"{name}{CODES}"], state[f"{name}{EXPONENTS}"]
     block = whole[0].numel() // whole[1].numel()
-    codes, exponents = map(local, whole)
+    codes, exponents = map(local_tensor, whole)
     row = _row(param)
     if not row or row % block:  # on all ranks, or on none
         raise ValueError(
@@ -88,7 +87,7 @@ def decode(state: Mapping[str, Any], name: str, param: Tensor) -> Tensor:
 
 def set_zeros(state: State, name: str, param: Tensor) -> None:
     """Set coded state of zeros."""
-    shard = local(param)
+    shard = local_tensor(param)
     codes = torch.zeros_like(shard, dtype=torch.uint8).view(MOMENTS[name].dtype)
     exponents = torch.zeros(shard.numel() // block_of(param), dtype=torch.uint8, device=shard.device)
     _set(state, name, param, codes, exponents)
@@ -123,7 +122,7 @@ def encode_state(state: Mapping[Any, State], store: Store, step: int) -> None:
             if others := whole.difference(moments):
                 _warn_of_float32(", ".join(f"`{name}`" for name in sorted(others)))
             for number, name in enumerate(moments, start=1):
-                values = local(entry.pop(name))
+                values = local_tensor(entry.pop(name))
                 seed = store.seed + number * _SEED_STEP
                 bits = bits_of_positions(values.numel(), seed, step, store.position(index), values.device)
                 codes, exponents = block_floats.encode(_flat(values), bits, block, MOMENTS[name])
@@ -148,12 +147,9 @@ def _set(state: State, name: str, param: Tensor, codes: Tensor, exponents: Tenso
 
 def _like(param: Tensor, shard: Tensor, columns: int = 0) -> Tensor:
     """Return ``shard`` as a DTensor if ``param`` is one, of its shape or with ``columns`` numbers per row of it."""
-    if not isinstance(param, DTensor):
-        return shard
-    shape, stride = param.shape, param.stride()
-    if columns:
-        shape, stride = torch.Size([param.shape[0], columns]), (columns, 1)
-    return dtensor(shard, param.device_mesh, param.placements, shape, stride)
+    if columns and isinstance(param, DTensor):
+        return dtensor(shard, param.device_mesh, param.placements, (param.shape[0], columns), (columns, 1))
+    return with_local_tensor(shard, param)
 
 
 def _row(param: Tensor) -> int:
@@ -222,7 +218,7 @@ def is_our_format(moments: Mapping[str, Tensor], param: Tensor) -> bool:
     size = block_of(param)
     return size > 0 and all(
         name in MOMENTS
-        and local(moments[f"{name}{CODES}"]).dtype == MOMENTS[name].dtype
+        and local_tensor(moments[f"{name}{CODES}"]).dtype == MOMENTS[name].dtype
         and moments[f"{name}{EXPONENTS}"].numel() * size == param.numel()
         for name in coded(moments)
     )
@@ -231,8 +227,8 @@ def is_our_format(moments: Mapping[str, Tensor], param: Tensor) -> bool:
 @torch.no_grad()
 def joined(param: Tensor, remainder: Tensor) -> Tensor:
     """Return the float32 master, of the local shape, of a bf16 parameter and its remainder."""
-    value = local(param).float()
-    join_(value, local(remainder).to(value.device))
+    value = local_tensor(param).float()
+    join_(value, local_tensor(remainder).to(value.device))
     return value
 
 

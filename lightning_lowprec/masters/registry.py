@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, final
 
-import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
@@ -19,7 +18,7 @@ from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.masters.gradients import MasterGradients, forget_unscaled, unscale_in_place
 from lightning_lowprec.masters.stores import STORES, RemainderStore, Store
 from lightning_lowprec.numerics.formats import HALF_DTYPES
-from lightning_lowprec.numerics.parameters import chunks, parameters_of
+from lightning_lowprec.numerics.parameters import chunks, grouped, parameters_of
 from lightning_lowprec.private.torch import version_of
 
 BUCKET: Final = 64 * 2**20
@@ -78,13 +77,11 @@ class MasterRegistry:
 
     def add_missing(self, values: Mapping[int, Tensor]) -> None:
         """Make masters of the half-precision parameters that have none yet."""
-        new: dict[tuple[torch.device, torch.dtype], dict[int, Tensor]] = {}
-        for p in self.params():
-            if p.dtype in HALF_DTYPES and id(p) not in self.master_of and not is_lazy(p):
-                new.setdefault((p.device, p.dtype), {})[id(p)] = p
+        half = {id(p): p for p in self.params() if p.dtype in HALF_DTYPES and not is_lazy(p)}
+        new = grouped([p for key, p in half.items() if key not in self.master_of], lambda p: (p.device, p.dtype))
         state = self.live().state
         limit = BUCKET if self.config.update == "step" else 1  # elements
-        for members in (part for group in new.values() for part in chunks(group.values(), limit)):
+        for members in (part for group in new for part in chunks(group, limit)):
             start = self.stores[-1].start + self.stores[-1].elements if self.stores else 0
             store = STORES[self.config.form](members, values, seed=self.config.seed, start=start)
             self.stores.append(store)

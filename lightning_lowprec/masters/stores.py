@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from lightning_lowprec.numerics import rounding
-from lightning_lowprec.numerics.flat import FlatBuffer, aligned, local
-from lightning_lowprec.private.torch import copy_all_, first_element, version_of
+from lightning_lowprec.numerics.parameters import aligned
+from lightning_lowprec.private.torch import copy_all_, first_element, version_of, with_local_tensor
+from lightning_lowprec.private.torch import local_tensor as local
 
 
 class Store(ABC):
@@ -252,3 +253,59 @@ STORES: Final = {store.form: store for store in (Fp32Store, RemainderStore, Stoc
 def _fingerprint(param: Tensor) -> tuple[int, int]:
     """Return a value that changes with every edit of ``param``, except in-place edits of ``param.data``."""
     return version_of(param), local(param).data_ptr()
+
+
+# ---- the memory of a store
+
+
+@final
+class FlatBuffer:
+    """Tensors with the shapes and strides of ``like``, on one flat tensor of ``dtype`` that starts with zeros.
+
+    ``views`` are plain tensors. ``tensors`` share their memory and are leaves; where ``like`` has DTensors, they are
+    DTensors. Both are made once and stay the same objects. ``offsets`` are the first elements of the views. While the
+    buffer is freed, reading views or tensors is undefined behaviour (torch does not check it).
+    """
+
+    @torch.no_grad()
+    def __init__(self, like: Sequence[Tensor], dtype: torch.dtype) -> None:
+        shards = [local(t) for t in like]
+        sizes = [aligned(t.numel()) for t in shards]
+        *self.offsets, total = itertools.accumulate(sizes, initial=0)
+        self.flat = torch.zeros(total, dtype=dtype, device=like[0].device)
+        # a dense tensor keeps its strides (channels_last): multi-tensor kernels need equal strides
+        self._layout = [
+            (t.shape, torch.empty_like(t, device="meta").stride(), offset)
+            for t, offset in zip(shards, self.offsets, strict=True)
+        ]
+        self._like = like
+        self.views = self.views_on(self.flat)
+        self.tensors = self.tensors_on(self.flat)
+        self.allocated = True
+
+    @torch.no_grad()
+    def tensors_on(self, flat: Tensor) -> list[Tensor]:
+        """Return new ``tensors`` on another flat tensor of the same size."""
+        pairs = zip(self.views_on(flat), self._like, strict=True)
+        return [with_local_tensor(view, like).detach() for view, like in pairs]
+
+    def views_on(self, flat: Tensor) -> list[Tensor]:
+        """Return new ``views`` on another flat tensor of the same size."""
+        return [flat.as_strided(*layout) for layout in self._layout]
+
+    def parts(self) -> list[Tensor]:
+        """Return the elements of every view, in the order of the memory: views of ``flat``."""
+        sizes = [view.numel() for view in self.views]
+        return [self.flat[at : at + size] for at, size in zip(self.offsets, sizes, strict=True)]
+
+    def allocate(self) -> None:
+        """Allocate the memory; the content is undefined if the buffer had none."""
+        if self.allocated:  # torch would allocate a second time, and copy
+            return
+        self.flat.untyped_storage().resize_(self.flat.numel() * self.flat.element_size())
+        self.allocated = True
+
+    def free(self) -> None:
+        """Free the memory; the content is lost."""
+        self.flat.untyped_storage().resize_(0)
+        self.allocated = False

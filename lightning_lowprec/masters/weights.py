@@ -56,8 +56,7 @@ class HalfWeights:
         """Cast the module's parameters in place, and its buffers to ``buffer_dtype`` if there is one.
 
         Masters that an earlier run's optimizer still has become the masters of this run. Return the number of trainable
-        parameters that were half precision already, so that their float32 weights are not known: of an earlier call
-        none.
+        parameters whose float32 weights are not known, because they were half precision before the first call.
         """
         with_buffers, named = self._with_buffers(module), kept_float32(module, dtype, self.keep_fp32)
         trained = {id(p): p for p in module.parameters() if p.requires_grad}
@@ -92,10 +91,7 @@ class HalfWeights:
         return kept if self.not_cast is None else kept.union(self.not_cast(module))
 
     def under_fsdp2(self) -> HalfWeights | None:
-        """Return the half weights to use for FSDP2's shards; None if the shards are float32, as the masters would be.
-
-        FSDP2 reduces gradients of half-precision shards in float32 without our help.
-        """
+        """Return the half weights of FSDP2's shards, whose gradients it reduces in float32; None for float32 shards."""
         if self.config.form == "fp32":
             if self.config.moments != "fp32" or self.config.update == "backward":
                 raise ValueError(
@@ -115,11 +111,8 @@ class HalfWeights:
         return sharded
 
     def add_masters(self, optimizer: Optimizer) -> None:
-        """Give an optimizer masters, in place of an earlier precision's; call again when more parameters were cast.
-
-        Lightning's optimizer without parameter groups, which stands for no optimizer, gets no masters.
-        """
-        if not optimizer.param_groups:
+        """Give an optimizer masters, in place of an earlier precision's; call again when more parameters were cast."""
+        if not optimizer.param_groups:  # stands for no optimizer in Lightning
             return
         registry = registry_of(optimizer)
         if registry is not None and registry.is_stale(self.config):
@@ -159,9 +152,8 @@ class Float32Weights:
         """Make the trainable half-precision parameters of ``module`` float32, in place; return the change in words.
 
         Parameter objects, ties and gradients stay. A parameter gets the value of its master, if an optimizer of an
-        earlier run still has one. Codes, buffers, and frozen parameters that no plugin has cast, stay as they are.
-        Buffers that are computed with a parameter that changes (running statistics of batch norm, vectors of
-        spectral_norm) become float32 too. With ``frozen_too`` all frozen parameters change, to be unfrozen later.
+        earlier run still has one. Codes, and frozen parameters that no plugin has cast, stay. Buffers become float32
+        where they are :func:`coupled`. With ``frozen_too`` all frozen parameters change, to be unfrozen later.
         """
         half = [p for p in module.parameters() if p.dtype in HALF_DTYPES and not backends.keeps_master(p)]
         half = [p for p in half if p.requires_grad or frozen_too or is_marked(p)]
@@ -180,10 +172,7 @@ class Float32Weights:
         )
 
     def undo_cast(self, module: Module, masters: Mapping[int, Tensor]) -> None:
-        """Make the half-precision parameters float32 that a plugin has cast, as :meth:`make` does.
-
-        ``masters`` are float32 values by ``id(parameter)``; other parameters keep their rounded values.
-        """
+        """Make the parameters float32 that a plugin has cast, with ``masters``, by ``id(parameter)``, where known."""
         half = [p for p in module.parameters() if p.dtype in HALF_DTYPES and is_marked(p)]
         if half:
             self._make(module, half, masters)

@@ -5,7 +5,6 @@
 
 An AdamW, Adam or SGD that holds such weights is converted in place: the optimizer object stays.
 
-    optimizer = torch.optim.AdamW(model.parameters())
     scale_linears(model, ["fc"], "O2")
     convert_optimizer_(optimizer, "O2")      # with or without a scheduler, before or after its first step
 
@@ -27,7 +26,8 @@ from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 from typing_extensions import override
 
-from lightning_lowprec.msamp.optimizer import OPTIONS, ScaledOptimizer, check_options, keys_of
+from lightning_lowprec.masters.moments import params_by_key
+from lightning_lowprec.msamp.optimizer import OPTIONS, ScaledOptimizer, check_options
 from lightning_lowprec.msamp.step import Flats
 from lightning_lowprec.msamp.weight import codes_of, msamp_state_of
 from lightning_lowprec.msamp.weight_state import Level
@@ -61,9 +61,8 @@ class ScaledAdamW(ScaledOptimizer, AdamW):
 
     @override
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore attributes; like torch's, an AdamW that loads the state of an Adam stays an AdamW."""
         super().__setstate__(state)
-        for group in self.param_groups:
+        for group in self.param_groups:  # as in torch: an AdamW that loads the state of an Adam stays an AdamW
             group["decoupled_weight_decay"] |= self.defaults["decoupled_weight_decay"]
 
     @override
@@ -96,7 +95,6 @@ class ScaledAdamW(ScaledOptimizer, AdamW):
     @staticmethod
     @override
     def _update_flat(flat: Flats, numbers: Mapping[str, Any]) -> None:
-        """Apply Adam with the decay of the weight, or of the gradient (arXiv 1711.05101, algorithm 2)."""
         grad, exp_avg, exp_avg_sq, weight = (flat[name] for name in ("grad", *_ADAMW_MOMENTS, "weight"))
         if numbers["coupled"]:
             grad.add_(weight * numbers["decay"])
@@ -150,7 +148,6 @@ class ScaledSGD(ScaledOptimizer, SGD):
     @staticmethod
     @override
     def _update_flat(flat: Flats, numbers: Mapping[str, Any]) -> None:
-        """Apply SGD with momentum, as torch defines it."""
         grad, weight = flat["grad"], flat["weight"]
         if numbers["decays"]:
             grad.add_(weight * numbers["weight_decay"])
@@ -237,6 +234,6 @@ def revert_optimizer(optimizer: Optimizer) -> None:
     optimizer.__class__ = vars(optimizer).pop("plain_class")
     for name in OPTIONS:
         vars(optimizer).pop(name)
-    for key, p in zip(keys_of(saved), parameters_of(optimizer), strict=True):
+    for key, p in params_by_key(optimizer, saved).items():
         if key in saved["state"]:  # torch's own loading would cast to the weights' dtype
             optimizer.state[p] = saved["state"][key]

@@ -24,5 +24,4 @@ class ScaledConv1D(ScaledLayer, Conv1D):  # type: ignore[misc]
         return product if self.bias is None else product + self.bias.to(product.dtype)
 
     def __repr__(self) -> str:
-        """Show the sizes, as Conv1D does."""
         return f"ScaledConv1D(nf={self.out_features}, nx={self.in_features})"

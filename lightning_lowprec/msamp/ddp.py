@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from lightning_lowprec.msamp.gradient import ScaledGradient, Stage
 from lightning_lowprec.msamp.weight import msamp_state_of
 from lightning_lowprec.numerics.fp8_average import average_
-from lightning_lowprec.numerics.launches import tensor_on
+from lightning_lowprec.numerics.one_pass import tensor_on
 from lightning_lowprec.numerics.parameters import chunks, parameters_of
 from lightning_lowprec.private.torch import ignore_in_ddp, train_in_ddp
 from lightning_lowprec.references import WeakList
@@ -76,9 +76,8 @@ def average_scaled_gradients(params: Iterable[Tensor], group: Any = None) -> Non
     """Average the gradients of the parameters of codes over the ranks, with one byte per element on the wire.
 
     The arithmetic is that of ``fp8_gradient_hook``. A parameter that has a gradient on some ranks only counts as zero
-    on the others. A gradient that is the average already, and was not added to since, stays. All ranks must agree on
-    this, so the host reads one byte per parameter from the device, once per call. ``params`` are the same on every
-    rank; those without codes are left to DDP.
+    on the others. A gradient that is the average already, and was not added to since, stays; all ranks must agree on
+    this, so the host waits for the device once. ``params`` are the same on every rank; those without codes are DDP's.
 
     Raises:
         RuntimeError: on every rank, if one rank has clipped its own gradients, for example by ``clip_grad_norm_``.

@@ -9,10 +9,9 @@
 ``code_shards`` lets ``fully_shard`` cut codes and master of a MsampWeight together. FSDP2 gathers the codes, into a
 MsampWeight without a master. The optimizer steps the codes and the master of this rank.
 
-The scale belongs to the whole weight, and every rank has it. A write to a shard is a collective. With
-``param_dtype=bfloat16`` FSDP2 rounds gradients to bf16 before it reduces them. A step takes one all-reduce for its new
-scales (per 16 million elements and group of parameters). State dicts have float32 DTensors, so they fit any number of
-ranks; loading a state dict is a collective.
+The scale belongs to the whole weight, and every rank has it: a write to a shard, and loading a state dict, are
+collectives. A step takes one all-reduce for its new scales, per 16 million elements and group of parameters. With
+``param_dtype=bfloat16`` FSDP2 rounds gradients to bf16 before it reduces them. State dicts have float32 DTensors.
 """
 
 from __future__ import annotations
@@ -70,12 +69,6 @@ def collect(model: nn.Module, mesh: DeviceMesh) -> None:
 
 def shard_codes(model: nn.Module, shards: int, options: Any) -> Callable[[DeviceMesh], None]:
     """Check the options, and make the weights of a model ready to be sharded: ``Backend.shard_codes``."""
-    _check_options(options, model)
-    code_shards(model, shards)
-    return lambda mesh: collect(model, mesh)
-
-
-def _check_options(options: Any, model: nn.Module) -> None:
     wrong = {
         "tensor_parallel": options.tensor_parallel is not None,
         "cpu_offload": options.cpu_offload,
@@ -91,3 +84,5 @@ def _check_options(options: Any, model: nn.Module) -> None:
             f"{type(model).__name__} is on the meta device, where weights have no values to keep as codes (MS-AMP)."
             " Build it on a real device on every rank, from one seed or one checkpoint."
         )
+    code_shards(model, shards)
+    return lambda mesh: collect(model, mesh)

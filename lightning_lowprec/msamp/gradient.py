@@ -54,12 +54,10 @@ class ScaledGradient(Tensor):
         return gradient
 
     def __tensor_flatten__(self) -> tuple[list[str], Stage]:
-        """Return the names of the tensors inside, for compilers and for whoever counts bytes, and the stage."""
         return ["codes", "inv_scale"], self.stage
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], stage: Stage, size: Any, stride: Any) -> ScaledGradient:
-        """Undo :meth:`__tensor_flatten__`."""
         return ScaledGradient(inner["codes"], inner["inv_scale"], stage)
 
     @classmethod
@@ -86,7 +84,6 @@ class ScaledGradient(Tensor):
         self.stage = min(self.stage, Stage.OWN)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        """Show the shape and the inner tensors."""
         return f"{type(self).__name__}(shape={tuple(self.shape)}, inv_scale={self.inv_scale}, codes={self.codes})"
 
     __torch_function__ = private.disabled_torch_function
@@ -102,13 +99,14 @@ class ScaledGradient(Tensor):
 @compiled_on_cuda
 def _encode(values: Tensor) -> tuple[Tensor, Tensor]:
     """Return codes and inv_scale: (...) float32 -> (...) float8_e4m3fn, scalar float32."""
-    return _codes_of(values)
+    largest = amax(values)
+    scale = torch.where(largest.isfinite(), power_of_two_scale(largest, E4M3), torch.nan)
+    return saturating_cast(values * scale, E4M3), scale.reciprocal()
 
 
 @compiled_on_cuda
 def _accumulate_(codes: Tensor, inv_scale: Tensor, other: Tensor, other_inv_scale: Tensor) -> None:
-    """Add other codes to codes, in place."""
-    new_codes, new_inv_scale = _codes_of(codes.float() * inv_scale + other.float() * other_inv_scale)
+    new_codes, new_inv_scale = _encode(codes.float() * inv_scale + other.float() * other_inv_scale)
     codes.copy_(new_codes)
     inv_scale.copy_(new_inv_scale)
 
@@ -117,12 +115,6 @@ def _accumulate_(codes: Tensor, inv_scale: Tensor, other: Tensor, other_inv_scal
 def _norm_of(codes: Tensor, inv_scale: Tensor, order: float = 2.0) -> Tensor:
     norm: Tensor = torch.linalg.vector_norm(codes.float() * inv_scale, order)
     return norm
-
-
-def _codes_of(values: Tensor) -> tuple[Tensor, Tensor]:
-    largest = amax(values)
-    scale = torch.where(largest.isfinite(), power_of_two_scale(largest, E4M3), torch.nan)
-    return saturating_cast(values * scale, E4M3), scale.reciprocal()
 
 
 def _gradients_in(value: Any) -> list[ScaledGradient]:

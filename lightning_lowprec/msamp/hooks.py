@@ -6,18 +6,18 @@ from collections.abc import Mapping
 from typing import Final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_lowprec.conversion.recipe_map import GEMMS
 from lightning_lowprec.msamp.layer import ScaledLayer
 from lightning_lowprec.msamp.linear import ScaledLinear
 from lightning_lowprec.msamp.weight import master_of, values_of
 from lightning_lowprec.numerics.casts import EVALUATES, Cast, LayerNumerics
-from lightning_lowprec.numerics.formats import E4M3, E5M2, Format, power_of_two_scale
+from lightning_lowprec.numerics.formats import E4M3, E5M2, power_of_two_scale
 from lightning_lowprec.numerics.one_pass import compiled_on_cuda
-from lightning_lowprec.numerics.weight_rounding import WeightRounding, exponent_scale
+from lightning_lowprec.numerics.weight_rounding import WeightRounding
 
-_ROUNDING: Final = WeightRounding(scale_per="tensor", scale_of=exponent_scale)
+_ROUNDING: Final = WeightRounding(scale_per="tensor", scale_of=power_of_two_scale)
 
 
 def rounding() -> WeightRounding:
@@ -25,11 +25,7 @@ def rounding() -> WeightRounding:
     return _ROUNDING
 
 
-@compiled_on_cuda
-def _scale(amax: Tensor, format: Format) -> Tensor:
-    return power_of_two_scale(amax.float(), format)
-
-
+_scale: Final = compiled_on_cuda(power_of_two_scale)
 _E4M3: Final = Cast(dtype=E4M3.dtype, scale_of=lambda amax: _scale(amax, E4M3))
 _E5M2: Final = Cast(dtype=E5M2.dtype, scale_of=lambda amax: _scale(amax, E5M2))
 

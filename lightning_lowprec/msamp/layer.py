@@ -6,12 +6,10 @@
 
 Every tensor has one power-of-two scale, from its amax. FP8 kernels read the first operand row by row and the second
 column by column, so the three products need the codes of input, weight and gradient in both layouts. On CUDA one kernel
-computes the scale, and one kernel writes the codes in every layout that a product will read: compiled with the block
-around the layer where the block is compiled, and compiled by themselves elsewhere. (The layers of
+computes the scale, and one kernel writes the codes in every layout that a product will read. (The layers of
 :mod:`~lightning_lowprec.products.linear` write the second layout in a kernel of its own, when a product asks for it.)
 
-A weight that is stored as [K, N] (``in_by_out``) takes part in the other layout of its codes, and its gradient is
-computed as ``input.T @ grad_output``, [K, M] @ [M, N] -> [K, N].
+The gradient of a weight that is stored as [K, N] (``in_by_out``) is ``input.T @ grad_output``: [K, M] @ [M, N].
 
 Between forward and backward a layer keeps the codes of the input, one byte per element, in the layout of the backward.
 The gradient of the weight is a ``ScaledGradient``, also one byte per element.
@@ -21,29 +19,22 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any, ClassVar, Final, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor
 
 from lightning_lowprec.conversion.plain_first import PlainFirst
 from lightning_lowprec.msamp.gradient import ScaledGradient
-from lightning_lowprec.msamp.weight import (
-    move_,
-    required_state_of,
-    values_of,
-)
+from lightning_lowprec.msamp.weight import move_, required_state_of, values_of
 from lightning_lowprec.msamp.weight_state import encode
 from lightning_lowprec.numerics.formats import E4M3, E5M2, Format, saturating_cast
 from lightning_lowprec.numerics.fp8_matrices import product
-from lightning_lowprec.numerics.kernel_operands import cut_rows, pad_rows
+from lightning_lowprec.numerics.kernel_operands import ALIGNMENT, cut_rows, pad_rows
 from lightning_lowprec.numerics.one_pass import compiled_on_cuda
 from lightning_lowprec.numerics.tensor_cores import Emulation
 from lightning_lowprec.private.torch import are_transforms_active, is_tracing
 from lightning_lowprec.products.transforms import KEEP, check_backward, check_call
-
-ALIGNMENT: Final = 16
-"""FP8 kernels need inner dimensions that are multiples of 16."""
 
 
 class ScaledLayer(PlainFirst):
@@ -103,10 +94,8 @@ class ScaledLayer(PlainFirst):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ScaledLayer:
         """Move the codes to another device together with their scales; never change their dtype."""
-        weight = self._parameters.pop("weight", None)
-        if weight is None:
-            required_state_of(self.weight)  # raises: pruning has put another tensor in its place
-        assert weight is not None
+        required_state_of(self.weight)  # raises where pruning has put another tensor in its place
+        weight: Any = self._parameters.pop("weight")
         try:
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         finally:
@@ -135,7 +124,9 @@ class _Matmul(torch.autograd.Function):
         state = required_state_of(weight)
         codes, columns, scale = _input_codes(rows, True, ctx.needs_input_grad[1])
         if state.codes.dtype == E4M3.dtype:
-            weight_codes, weight_scale = _columns(state.codes) if in_by_out else state.codes.contiguous(), state.scale
+            weight_codes, weight_scale = state.codes.contiguous(), state.scale
+            if in_by_out:
+                weight_codes = _weight_again(state.codes, state.scale, state.scale, True)
         else:
             weight_codes, weight_scale = _weight_codes(state.codes, state.scale, in_by_out)
         # the stored codes are saved, so autograd notices when a step changes them before this backward
@@ -180,7 +171,7 @@ def _grad_codes(values: Tensor, rows: bool, columns: bool) -> tuple[Any, Any, Te
 
 def _both(values: Tensor, format: Format, rows: bool, columns: bool) -> tuple[Any, Any, Tensor]:
     codes, scale = encode(values.float(), format)
-    return codes.contiguous() if rows else None, _by_column(codes) if columns else None, scale
+    return _laid_out(codes, False) if rows else None, _laid_out(codes, True) if columns else None, scale
 
 
 @compiled_on_cuda
@@ -197,17 +188,8 @@ def _weight_again(stored: Tensor, stored_scale: Tensor, scale: Tensor, by_column
     return _laid_out(codes, by_column)
 
 
-@compiled_on_cuda
-def _columns(codes: Tensor) -> Tensor:
-    return _by_column(codes)
-
-
 def _laid_out(codes: Tensor, by_column: bool) -> Tensor:
-    return _by_column(codes) if by_column else codes.contiguous()
-
-
-def _by_column(codes: Tensor) -> Tensor:
-    return codes.t().contiguous().t()
+    return codes.t().contiguous().t() if by_column else codes.contiguous()
 
 
 def _multiply(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype, emulate: Emulation) -> Tensor:

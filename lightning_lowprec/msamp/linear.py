@@ -13,13 +13,10 @@ from lightning_lowprec.conversion import in_place
 from lightning_lowprec.conversion.matmuls import is_conv1d, is_linear, sizes_of_conv1d
 from lightning_lowprec.conversion.selection import own_work
 from lightning_lowprec.msamp.ddp import include_again
-from lightning_lowprec.msamp.layer import ALIGNMENT, ScaledLayer
-from lightning_lowprec.msamp.weight import (
-    msamp_state_of,
-    revert_weight_,
-    scale_weight_,
-)
+from lightning_lowprec.msamp.layer import ScaledLayer
+from lightning_lowprec.msamp.weight import msamp_state_of, revert_weight_, scale_weight_
 from lightning_lowprec.msamp.weight_state import Level
+from lightning_lowprec.numerics.kernel_operands import ALIGNMENT
 from lightning_lowprec.numerics.tensor_cores import Emulation
 
 
@@ -43,7 +40,7 @@ def scale_linears(
     """Turn Linears and Conv1Ds into ScaledLayers, in place; Parameters stay the same objects.
 
     The optimizer is ``ScaledAdamW`` or ``ScaledSGD`` of the same level. The options are those of
-    :class:`~lightning_lowprec.msamp.linear.ScaledLayer`; ``emulate=None`` emulates on CPU only. An fqn is that of
+    :class:`~lightning_lowprec.msamp.layer.ScaledLayer`; ``emulate=None`` emulates on CPU only. An fqn is that of
     ``model.named_modules()``, ``""`` the model itself.
 
     Raises:
@@ -67,10 +64,9 @@ def scale_linears(
         if is_conv1d(linear):
             from lightning_lowprec.msamp.conv1d import ScaledConv1D
 
-            in_place.become(linear, ScaledConv1D, sizes_of_conv1d(linear), options)
+            in_place.become(linear, ScaledConv1D, {**sizes_of_conv1d(linear), **options})
         else:
-            in_place.become(linear, ScaledLinear, {}, options)
-        vars(linear).update(options)
+            in_place.become(linear, ScaledLinear, options)
 
 
 def _check_linear(fqn: str, linear: nn.Module) -> None:

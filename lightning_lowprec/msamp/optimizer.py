@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_lowprec.checks import check_choice
-from lightning_lowprec.masters.moments import MASTER_PARAM, decoded_entry
+from lightning_lowprec.masters.moments import MASTER_PARAM, decoded_entry, params_by_key
 from lightning_lowprec.msamp.gradient import ScaledGradient
 from lightning_lowprec.msamp.step import Flats, step_codes
 from lightning_lowprec.msamp.weight import (
@@ -22,16 +22,13 @@ from lightning_lowprec.msamp.weight import (
     master_of,
     msamp_state_of,
     required_state_of,
-    set_master_,
 )
 from lightning_lowprec.msamp.weight_state import LEVELS, Level, encode
-from lightning_lowprec.numerics.flat import aligned, local
 from lightning_lowprec.numerics.formats import E4M3, Format
-from lightning_lowprec.numerics.launches import tensor_on
-from lightning_lowprec.numerics.one_pass import compiles
-from lightning_lowprec.numerics.parameters import chunks, grouped, parameters_of
+from lightning_lowprec.numerics.one_pass import compiles, tensor_on
+from lightning_lowprec.numerics.parameters import aligned, chunks, grouped, parameters_of
 from lightning_lowprec.numerics.rounding import keys_of_bits
-from lightning_lowprec.private.torch import copy_all_, with_local_tensor
+from lightning_lowprec.private.torch import copy_all_, local_tensor, with_local_tensor
 from lightning_lowprec.private.torch_optimizers import noted_by_schedulers
 
 _CHUNK: Final = 1 << 24  # elements whose random bits are numbered together
@@ -54,12 +51,10 @@ class ScaledOptimizer(Optimizer):
         level: the level of the parameters of codes. Moments are float32 at "O1"; at "O2" and "O3" they are codes, each
             with a scale.
         stochastic_rounding: round float16 weights (at O3: masters) stochastically, so that updates below half a step
-            move them on average. The random bits are a function of ``seed``, the step and the position: equal on all
-            replicas, nothing to save.
+            move them on average. The random bits are a function of ``seed``, the step and the position.
         seed: of the stochastic rounding.
-        compile: update each parameter of codes by compiled passes over its codes, without memory for float32 values
-            (``torch.compile``). ``"auto"``: on GPUs with FP8; True: on every device. False runs one kernel per
-            operation, with float32 memory for one parameter at a time.
+        compile: update each parameter of codes by compiled passes, without memory for float32 values. ``"auto"``: on
+            GPUs with FP8; True: on every device. False runs one kernel per operation.
         options: of torch's class.
 
     Raises:
@@ -185,15 +180,13 @@ class ScaledOptimizer(Optimizer):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes that deepcopy and pickle keep; float8 as bytes, which pickle can read."""
-        state = {p: _viewed(entry, E4M3.dtype, torch.uint8) for p, entry in self.state.items()}
+        state = {p: _viewed(entry, E4M3.dtype, torch.uint8) for p, entry in self.state.items()}  # pickle has no float8
         options = {name: getattr(self, name) for name in OPTIONS}
         return {**super().__getstate__(), "state": state, **options}
 
     @override
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore attributes. Adam's method is left out, because it would make tensors of the step counts."""
-        Optimizer.__setstate__(self, state)
+        Optimizer.__setstate__(self, state)  # Adam's would make tensors of the step counts
         _alive.add(self)
         self.state = defaultdict(dict, self.state)
         for p, entry in self.state.items():
@@ -223,7 +216,7 @@ class ScaledOptimizer(Optimizer):
         """
         state_dict = super().state_dict()
         entries, state = state_dict["state"], {}
-        for key, p in zip(keys_of(state_dict), parameters_of(self), strict=True):
+        for key, p in params_by_key(self, state_dict).items():
             if key in entries:
                 state[key] = _with_values(entries[key], p)
             elif p.requires_grad and master_of(p) is not None:
@@ -242,10 +235,10 @@ class ScaledOptimizer(Optimizer):
         (torch's own loading casts every tensor to the dtype of its parameter, which would round values to codes.)
         """
         super().load_state_dict(state_dict)
-        params = [(group, p) for group in self.param_groups for p in group["params"]]
-        for key, (group, p) in zip(keys_of(state_dict), params, strict=True):
+        moments = {p: self._moments(group) for group in self.param_groups for p in group["params"]}
+        for key, p in params_by_key(self, state_dict).items():
             if key in state_dict["state"]:
-                self._load(p, decoded_entry(dict(state_dict["state"][key]), p), self._moments(group))
+                self._load(p, decoded_entry(dict(state_dict["state"][key]), p), moments[p])
 
     def _load(self, p: Tensor, saved: Mapping[str, Any], moments: Mapping[str, Format]) -> None:
         others = sorted(saved.keys() - {"step", MASTER_PARAM, *moments})
@@ -261,22 +254,17 @@ class ScaledOptimizer(Optimizer):
             step = float(saved["step"])
             state["step"] = torch.as_tensor(step) if weight is None else int(step)
         for key, format in loaded.items():
-            values = saved[key] if weight is None else local(saved[key]).to(p.device)
+            values = saved[key] if weight is None else local_tensor(saved[key]).to(p.device)
             if weight is not None and f"{key}_scale" in state:
                 values, state[f"{key}_scale"] = encode(values.float(), format, weight.shards)
             state[key].copy_(values)
-        if MASTER_PARAM in saved:
-            set_master_(p, saved[MASTER_PARAM])
+        if MASTER_PARAM in saved and weight is not None:
+            weight.set_master_(local_tensor(saved[MASTER_PARAM]).to(p.device).float())
 
 
 def _viewed(entry: Mapping[str, Any], dtype: torch.dtype, other: torch.dtype) -> dict[str, Any]:
     """Return the state of a parameter with tensors of ``dtype`` as tensors of the other, on the same memory."""
     return {key: value.view(other) if getattr(value, "dtype", None) == dtype else value for key, value in entry.items()}
-
-
-def keys_of(state_dict: Mapping[str, Any]) -> list[Any]:
-    """Return the keys of the parameters in a state dict, in the order of the parameters."""
-    return [key for group in state_dict["param_groups"] for key in group["params"]]
 
 
 def _with_values(entry: Mapping[str, Any], p: Tensor) -> dict[str, Any]:

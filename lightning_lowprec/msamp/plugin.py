@@ -34,7 +34,7 @@ from lightning_lowprec.precision.options import (
 )
 from lightning_lowprec.precision.refusals import refuse_averaging
 from lightning_lowprec.precision.state import BACKEND_STATE
-from lightning_lowprec.private.either import GradClipAlgorithmType, LightningModule, LightningOptimizer, both
+from lightning_lowprec.private.either import LightningOptimizer, both
 from lightning_lowprec.runs_where import RecipeKey
 
 
@@ -121,12 +121,9 @@ class MSAMP(Converting):
             precision=self.precision,
         )
         layers = scaled_linears(module)
-        masters = [required_state_of(layer.weight).master for layer in layers.values()]
-        wanted = [(master is not None) == (self.level == "O3") for master in masters]
-        if layers and not (layers.keys() == set(plan.converted) and all(wanted)):
+        has_masters = {required_state_of(layer.weight).master is not None for layer in layers.values()}
+        if not layers or layers.keys() != set(plan.converted) or has_masters != {self.level == "O3"}:
             revert(module)
-            layers = {}
-        if not layers:
             with unchanged(module, may_change="the dtype"):
                 scale_linears(module, plan.converted, self.level)
             layers = scaled_linears(module)
@@ -178,25 +175,19 @@ class MSAMP(Converting):
             self._replicas.average_gradients(optimizer)
 
     @override
-    def optimizer_step(
-        self,
-        optimizer: Any,
-        model: LightningModule | None = None,
-        closure: Callable[[], Any] | None = None,
-        **kwargs: Any,
-    ) -> Any:
+    def optimizer_step(self, optimizer: Any, model: Any = None, closure: Any = None, **kwargs: Any) -> Any:
         """Step as in every precision, after the FP8 gradients were averaged over the ranks."""
         # a second optimizer in Fabric without the names, or an optimizer of a weight that was unfrozen
         self._convert_optimizer(optimizer)
-        if closure is None:
-            self._average_gradients(optimizer)
-            return super().optimizer_step(optimizer, model=model, **kwargs)
 
         def averaged() -> Any:
-            result = closure()
+            result = None if closure is None else closure()
             self._average_gradients(optimizer)
             return result
 
+        if closure is None:
+            averaged()
+            return super().optimizer_step(optimizer, model=model, **kwargs)
         return super().optimizer_step(optimizer, model=model, closure=averaged, **kwargs)
 
     @override
@@ -205,16 +196,11 @@ class MSAMP(Converting):
         super().unscale_gradients(optimizer)
 
     @override
-    def clip_gradients(
-        self,
-        optimizer: Optimizer,
-        clip_val: int | float = 0.0,
-        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
-    ) -> None:
+    def clip_gradients(self, optimizer: Optimizer, clip_val: float = 0.0, *args: Any, **kwargs: Any) -> None:
         """Clip averaged, unscaled gradients; FP8 ones are rounded again where they are clipped by value."""
         if clip_val > 0:
             self._average_gradients(optimizer)
-        super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
+        super().clip_gradients(optimizer, clip_val, *args, **kwargs)
 
     # ---- state
 

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from lightning_lowprec.msamp.gradient import ScaledGradient
-from lightning_lowprec.msamp.weight import record_writes, required_state_of
+from lightning_lowprec.msamp.weight import required_state_of
 from lightning_lowprec.msamp.weight_state import MsampWeightState, Shards
-from lightning_lowprec.numerics.flat import local
 from lightning_lowprec.numerics.formats import E4M3, FP16, Format, amax, power_of_two_scale, saturating_cast
-from lightning_lowprec.numerics.launches import tensor_on
+from lightning_lowprec.numerics.one_pass import tensor_on
 from lightning_lowprec.numerics.rounding import bits_at, round_fp16
 from lightning_lowprec.private.inductor import compiled
+from lightning_lowprec.private.torch import increment_versions, local_tensor
 
 _BACKEND: Final = "inductor"
 _IN_REGISTERS: Final = dict.fromkeys(
@@ -75,7 +75,7 @@ def step_codes(
         run(_write)(*tensors, formats, amaxes[i], bits, *update)
     if weights[0].master is not None:
         _write_e4m3(run, weights, None if rounding is not None else [measured[-1] for measured in amaxes])
-    record_writes([*params, *(weight.codes for weight in weights)])
+    increment_versions([*params, *(weight.codes for weight in weights)])
 
 
 def _inputs(
@@ -91,7 +91,7 @@ def _inputs(
     scales = {name: scale if name == "weight" else state[f"{name}_scale"] for name in formats}
     grad = cast(Tensor, p.grad)
     inv_scale = grad.inv_scale if isinstance(grad, ScaledGradient) else None
-    values = grad.codes if isinstance(grad, ScaledGradient) else local(grad)
+    values = grad.codes if isinstance(grad, ScaledGradient) else local_tensor(grad)
     return {name: _flat(t, stepped) for name, t in codes.items()}, scales, _flat(values, stepped), inv_scale
 
 

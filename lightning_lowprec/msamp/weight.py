@@ -22,7 +22,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_lowprec.checks import check_choice
 from lightning_lowprec.msamp.gradient import ScaledGradient
 from lightning_lowprec.msamp.weight_state import LEVELS, Level, MsampWeightState
-from lightning_lowprec.numerics.flat import local
 from lightning_lowprec.numerics.formats import E4M3
 from lightning_lowprec.private import torch as private
 from lightning_lowprec.products.coded_weight import CodedWeight, in_place_of, user_attributes
@@ -169,17 +168,14 @@ class MsampWeight(CodedWeight):
     # ---- compilers and copies
 
     def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
-        """Return the names of the inner tensors and the dtype that the weight shows; called by compilers."""
         names = ["codes", "scale"] if self.master is None else ["codes", "scale", "master", "master_scale"]
         return names, self.dtype
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Any], dtype: torch.dtype, size: Any, stride: Any) -> MsampWeight:
-        """Build the weight again; called by compilers."""
         return MsampWeight(MsampWeightState(**inner), dtype)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Copy codes, scales and master; as of every Parameter, the gradient is left out."""
         if id(self) not in memo:
             memo[id(self)] = in_place_of(self, MsampWeight(self.msamp_state.copied()))
         return memo[id(self)]
@@ -196,7 +192,6 @@ class MsampWeight(CodedWeight):
         return self.msamp_state.codes.data_ptr()
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        """Show the shape and the scale."""
         return f"{type(self).__name__}(shape={tuple(self.shape)}, scale={self.scale})"
 
 
@@ -257,10 +252,7 @@ def _unpickled(
 def scale_weight_(param: nn.Parameter, level: Level) -> MsampWeightState:
     """Make ``param`` hold codes, in place, and return its state, which is then at ``param.msamp_state``.
 
-    From then on ``param`` shows float32. The object, its shape, its hooks and its place in modules and optimizers stay.
-
-    ``param`` is float32, bfloat16 or float16, and finite. O1 and O2 keep float16 codes, O3 float8_e4m3fn codes and a
-    float16 master.
+    ``param`` is float32, bfloat16 or float16, and finite; from then on it shows float32. The object stays.
 
     Raises:
         ValueError: an unknown level, or ``param`` holds codes already.
@@ -334,31 +326,14 @@ def values_of(param: Tensor) -> Tensor:
 def set_values_(param: Tensor, values: Tensor) -> None:
     """Give a parameter of codes other values: (...) any float, for example those of :func:`values_of`.
 
-    A master (or one that :func:`set_master_` left waiting) that rounds to the values stays; else the values become the
-    master. For a sharded parameter a collective: every rank calls it.
+    A master that rounds to the values stays, or one that waits for them; else the values become the master. For a
+    sharded parameter a collective: every rank calls it.
     """
-    required_state_of(param).set_values_(local(values.detach()).float())
-    record_writes([param])
-
-
-@torch.no_grad()
-def set_master_(param: Tensor, master: Tensor) -> None:
-    """Give a parameter that has a master another master, (...) any float, if that rounds to the parameter.
-
-    A master that does not round to the parameter waits until the parameter gets other values, because an optimizer may
-    be loaded before its model. For a sharded parameter a collective: every rank calls it.
-    """
-    state = msamp_state_of(param)
-    if state is not None:
-        state.set_master_(local(master).to(param.device).float())
+    required_state_of(param).set_values_(private.local_tensor(values.detach()).float())
+    private.increment_versions([param])
 
 
 def master_of(param: Tensor) -> Tensor | None:
     """Return the values of a parameter's master, (...) float32, sharded like the parameter; None without a master."""
     state = msamp_state_of(param)
     return None if state is None or state.master is None else private.with_local_tensor(state.exact_values(), param)
-
-
-def record_writes(params: Sequence[Tensor]) -> None:
-    """Let autograd notice that the codes of parameters were written: a graph that saved a weight then raises."""
-    torch.autograd.graph.increment_version([p for p in params if not p.is_inference()])

@@ -106,7 +106,7 @@ class MsampWeightState:
     def set_values_(self, values: Tensor, *, keep_master: bool = True, refuse_loss: bool = False) -> None:
         """Encode other values of this rank, (...) float32, in place; of a sharded weight a collective.
 
-        ``keep_master``: keep a master, or one that :meth:`set_master_` left waiting, that rounds to the values.
+        ``keep_master``: keep a master, or one that waits, that rounds to the values.
         ``refuse_loss``: raise on every rank, and change nothing, if more than half of the changed values would be
         rounded back, as small updates and running averages are. Loading a state dict never raises.
         """
@@ -121,7 +121,10 @@ class MsampWeightState:
         self.pending_master = None
 
     def set_master_(self, values: Tensor) -> None:
-        """Take a master, (...) float32, if that rounds to the codes; else keep the master until such codes come."""
+        """Take a master, (...) float32, if that rounds to the codes; else keep the master until such codes come.
+
+        (An optimizer may be loaded before its model.) Of a sharded weight a collective.
+        """
         if self.master is None or self.master_scale is None:
             return
         new = self._encoded(values)

@@ -65,7 +65,7 @@ def _rows(x: Tensor) -> Tensor:
     return torch.nn.functional.pad(x, (0, rows * _ROW - len(x))).view(rows, _ROW)
 
 
-def power_of_two_scale(amax: Tensor, format: Format, old: Tensor | None = None) -> Tensor:
+def power_of_two_scale(amax: Tensor, format: Format = E4M3, old: Tensor | None = None) -> Tensor:
     """Return ``2**floor(log2(format.max / amax))``: (...) float32 -> (...) float32, exact, in [2**-126, 2**126].
 
     The exponents are subtracted, and comparing the mantissas decides about 1 more: no division or logarithm rounds.

@@ -5,11 +5,10 @@
     mean  = float8_e4m3fn(sum in float32 / ranks) -> all_gather: every rank gets the same codes
     gradient = mean * inv_scale
 
-Sums are in float32, so the error is that of two roundings and does not grow with the number of ranks. A ring that sums
-in FP8 rounds at every hop (17.6 dB at 64 ranks, against 28.5 dB here, simulated). A mean is never larger than the
-largest gradient, so one scale is used before and after; MS-AMP's automatic scaling against overflow of sums
-(arXiv 2310.18313, sec. 2.1) is not needed. Every parameter has its own scale: in one bucket, gradients of a norm and of
-an embedding may differ by orders of magnitude.
+Sums are in float32, so the error is that of two roundings for any number of ranks. A ring that sums in FP8 rounds at
+every hop (17.6 dB at 64 ranks, against 28.5 dB here, simulated). A mean is never larger than the largest gradient, so
+one scale is used before and after. Every parameter has its own: in one bucket, gradients of a norm and of an embedding
+may differ by orders of magnitude.
 """
 # no `from __future__ import annotations`: DDP refuses a hook whose annotations are strings
 
@@ -23,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_lowprec.numerics.formats import E4M3, power_of_two_scale, saturating_cast
-from lightning_lowprec.numerics.launches import tensor_on
+from lightning_lowprec.numerics.one_pass import tensor_on
 from lightning_lowprec.private.torch import largest_absolute_values
 
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
@@ -35,11 +34,10 @@ def fp8_gradient_hook(
 ) -> torch.futures.Future[Tensor]:
     """Average one bucket; use as ``ddp.register_comm_hook(None, fp8_gradient_hook)``.
 
-    The bucket is (N,) float32, bfloat16 or float16. Every rank sends 2 (ranks - 1) / ranks bytes per element (an
-    all-reduce in float32 sends four times as many), and 4 to 8 bytes per parameter for its amax. All ranks get the same
-    bits. If a parameter's gradient has inf or NaN on any rank, the whole gradient is NaN on every rank, so that a loss
-    scaler sees it. On CUDA the hook runs on a separate stream, in parallel to the rest of the backward. ``state`` is
-    the process group of ``ddp`` if it was given one, else None.
+    The bucket is (N,) float32, bfloat16 or float16. Every rank sends a quarter of an all-reduce in float32, and 4 to 8
+    bytes per parameter for its amax. All ranks get the same bits. If a gradient has inf or NaN on any rank, all of it
+    is NaN on every rank, so that a loss scaler sees it. On CUDA the hook runs beside the rest of the backward.
+    ``state`` is the process group of ``ddp`` if it was given one, else None.
 
     Raises:
         TypeError: the gradients are sparse or of another dtype.

@@ -7,15 +7,12 @@ One row goes to one rank. A row of n values becomes ``row_bytes(n)`` bytes:
     scale = 448 / amax of the block, so that the largest value of a block is stored exactly
     code  = float8_e4m3fn(value * scale)          value = code * inv_scale
 
-Blocks do not cross rows. A block may have the end of one parameter and the beginning of the next: values up to 2**15
-times smaller than the largest one of their block keep all bits of float8_e4m3fn.
+A block may have the end of one parameter and the beginning of the next: values up to 2**15 times smaller than the
+largest one of their block keep all bits. A block with inf or NaN has scale 1, and its amax in place of ``inv_scale``:
+inf stays inf, NaN stays NaN, and no other value of the block is finite afterwards.
 
-A block with inf or NaN has scale 1, and its amax in place of ``inv_scale``: inf stays inf, NaN stays NaN, and no other
-value of the block is finite afterwards.
-
-On CUDA one kernel encodes and one kernel decodes; they compute the same bits as the code below. Of float32 they move
-5.03 bytes per value to encode, and 12.3 to decode and sum the values of 8 ranks. No library has this form of bytes;
-torch's operations, one by one, move 43.8 and 276 (counted as the ledger counts, `benchmarks/ledger/moved.py`).
+On CUDA one kernel encodes and one decodes, with the same bits. They move 5.03 bytes per float32 value to encode, and
+12.3 to decode and sum the values of 8 ranks; torch's operations move 43.8 and 276 (`benchmarks/ledger/moved.py`).
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ import torch
 from torch import Tensor
 
 from lightning_lowprec.numerics.formats import E4M3, encode
-from lightning_lowprec.numerics.launches import is_simulated, kernels_run, on_device
+from lightning_lowprec.numerics.one_pass import is_simulated, kernels_run, on_device
 
 BLOCK: Final = 128
 """Values that share a scale."""

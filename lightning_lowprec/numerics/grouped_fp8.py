@@ -21,8 +21,14 @@ from torch import Tensor
 from lightning_lowprec.numerics import tensor_cores
 from lightning_lowprec.numerics.formats import E4M3, encode
 from lightning_lowprec.numerics.kernel_operands import check_grouped
-from lightning_lowprec.numerics.launches import is_simulated, kernels_run, on_device
-from lightning_lowprec.numerics.one_pass import compiled_on_cuda, compiles, rows_in_one_pass
+from lightning_lowprec.numerics.one_pass import (
+    compiled_on_cuda,
+    compiles,
+    is_simulated,
+    kernels_run,
+    on_device,
+    rows_in_one_pass,
+)
 from lightning_lowprec.private.torch_products import scaled_grouped_mm
 
 LEAST: Final = 1e-12  # the lower bound of a largest absolute value, as in torchao

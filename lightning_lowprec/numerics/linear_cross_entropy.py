@@ -18,14 +18,13 @@ and factor ``z`` of the z-loss:
     loss    = lse - (1 - e) * x[t] - e * mean(x) + z * lse**2
     d/dx[v] = (1 + 2 * z * lse) * p[v] - (1 - e) * [v == t] - e / V
 
-The gradient of a row is that of its own loss: no mean is taken, so its values lie between -1 and 1 (without z-loss)
-for any number of rows. A small format holds such values with a scale that is known in advance. Rows whose target is
-``ignore_index`` have loss 0 and gradient 0. On CUDA losses and gradient of some rows are one kernel.
+The gradient of a row is that of its own loss, so its values lie between -1 and 1 (without z-loss) for any number of
+rows, and a small format holds them with a scale that is known in advance. Rows whose target is ``ignore_index`` have
+loss 0 and gradient 0. On CUDA losses and gradient of some rows are one kernel.
 
-In FP8 the three products take codes. The weight is encoded once per call, and the gradient of the logits with a scale
-that is known in advance. The products of the weight's gradient add up over up to ``SPAN_BYTES`` of such codes inside of
-one FP8 product, because FP8 products cannot add to a matrix. Where one product is enough, it returns the dtype of the
-weight. The gradients are multiplied by ``after``, with which the scales of the products are multiplied.
+In FP8 the three products take codes. The weight is encoded once per call. FP8 products cannot add to a matrix, so one
+product of the weight's gradient takes up to ``SPAN_BYTES`` of the codes of the logits' gradient. Where one product is
+enough, it returns the dtype of the weight.
 """
 
 from __future__ import annotations
@@ -41,8 +40,7 @@ from torch import Tensor
 from lightning_lowprec.numerics.formats import E5M2, encode
 from lightning_lowprec.numerics.fp8_matrices import Codes, padded, product, transposed
 from lightning_lowprec.numerics.kernel_operands import ALIGNMENT
-from lightning_lowprec.numerics.launches import is_simulated, kernels_run, on_device
-from lightning_lowprec.numerics.one_pass import rows_in_one_pass
+from lightning_lowprec.numerics.one_pass import is_simulated, kernels_run, on_device, rows_in_one_pass
 from lightning_lowprec.numerics.tensor_cores import Emulation
 from lightning_lowprec.private.torch import increment_versions
 
@@ -105,7 +103,7 @@ def in_half(
     cast = weight.to(dtype)
     bias = None if bias is None else bias.to(dtype)
     factors = factors * gradient_scale(dtype, fp8=False)
-    results = _empty_results(hidden, weight, wanted)
+    results = empty_results(hidden, weight, wanted, fp8=False)
     losses, of_hidden, of_weight, of_bias = results
     if rows is None:
         rows = rows_at_a_time(len(weight), dtype, 0 if cast is weight else cast.nbytes)
@@ -145,7 +143,7 @@ def in_fp8(
     of tokens. ``emulate`` multiplies decoded codes in float32, or as a GPU. The other arguments are those of
     :func:`in_half`.
     """
-    losses, of_hidden, _, of_bias = _empty_results(hidden, weight, wanted, fp8=True)
+    losses, of_hidden, _, of_bias = empty_results(hidden, weight, (wanted[0], False, wanted[2]), fp8=True)
     dtype = dtype_of_grad_weight(len(hidden), weight, hidden.dtype, rows)
     coded = Codes.of(hidden)
     if (missing := len(coded.rows) - len(target)) > 0:
@@ -155,7 +153,8 @@ def in_fp8(
     spread, span = _spread_and_span(weight, hidden.dtype, rows)
     of_weight = None
     for outer in _parts(len(target), span):
-        columns = run.columns(outer) if wanted[1] else None
+        codes_shape = len(run.weight.rows), outer.stop - outer.start
+        columns = torch.empty(codes_shape, dtype=E5M2.dtype, device=hidden.device) if wanted[1] else None
         for part in _parts(outer.stop - outer.start, spread, outer.start):
             here = slice(part.start, min(part.stop, len(hidden)))
             count = here.stop - here.start  # without the rows of padding
@@ -192,11 +191,6 @@ class _Fp8Run:
         self.dtype, self.hidden, self.weight, self.vocabulary = dtype, hidden, weight, vocabulary
         self.of_codes = after / CODE_SCALE
         self._product = functools.partial(product, emulate=emulate)
-
-    def columns(self, part: slice) -> Tensor:
-        """Return memory for the transposed codes of the gradient of some tokens' logits."""
-        shape = len(self.weight.rows), part.stop - part.start
-        return torch.empty(shape, dtype=E5M2.dtype, device=self.weight.rows.device)
 
     def logits(self, part: slice, bias: Tensor | None) -> Tensor:
         """Return the logits of some tokens."""
@@ -246,15 +240,17 @@ def _range_of(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float16 else dtype
 
 
-def _empty_results(hidden: Tensor, weight: Tensor, wanted: Sequence[bool], *, fp8: bool = False) -> Results:
-    """Return memory for the results, except for the gradient of the weight of FP8 products."""
+def empty_results(
+    hidden: Tensor, weight: Tensor, wanted: Sequence[bool], rows: int | None = None, *, fp8: bool
+) -> Results:
+    """Return memory for the results; the gradient of the bias begins with zeros."""
+    of_weight = dtype_of_grad_weight(len(hidden), weight, hidden.dtype, rows) if fp8 else torch.float32
     float32: Any = {"dtype": torch.float32, "device": hidden.device}
-    of_hidden = torch.empty_like(hidden, dtype=_range_of(hidden.dtype) if fp8 else hidden.dtype)
     return (
-        torch.empty(len(hidden), **float32),
-        of_hidden if wanted[0] else None,
-        torch.empty(weight.shape, **float32) if wanted[1] and not fp8 else None,
-        torch.zeros(len(weight), **float32) if wanted[2] else None,
+        torch.empty(hidden.shape[:1], **float32),  # no `len`: a size may be a compiler's symbol
+        torch.empty_like(hidden, dtype=_range_of(hidden.dtype) if fp8 else hidden.dtype) if wanted[0] else None,
+        torch.empty(weight.shape, dtype=of_weight, device=hidden.device) if wanted[1] else None,
+        torch.zeros(weight.shape[:1], **float32) if wanted[2] else None,
     )
 
 

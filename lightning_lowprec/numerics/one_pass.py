@@ -1,4 +1,4 @@
-"""Run elementwise arithmetic in one pass over the memory: on CUDA one compiled kernel, elsewhere eagerly.
+"""Run arithmetic in one pass over the memory: on CUDA one kernel, compiled by torch or of our own, elsewhere eagerly.
 
 Eager code runs a kernel for every operation, and every kernel reads and writes all elements: to encode a float32 weight
 takes 21 to 35 bytes per element. One kernel reads 4 bytes and writes 1.
@@ -11,9 +11,14 @@ for calls under autocast and one for others, and none per shape: after one train
 from __future__ import annotations
 
 import functools
+import os
+import shutil
 import types
-from collections.abc import Callable
-from typing import Any, TypeVar
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from importlib.util import find_spec
+from typing import Any, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -29,8 +34,7 @@ def in_one_pass(
 ) -> Tensor:
     """Return ``function(values, scale, *constants)``: (...), scalar float32 -> (...). Call without gradients.
 
-    ``function`` stands in a module and is elementwise in ``values``. A graph is compiled per set of ``constants``. With
-    ``out``, contiguous, the kernel writes there, and ``out`` is returned.
+    ``function`` stands in a module and is elementwise in ``values``. With ``out``, contiguous, the kernel writes there.
     """
     if not values.is_cuda:
         result = function(values, scale, *constants)
@@ -79,13 +83,8 @@ def compiled_on_cuda(function: Callable[..., R]) -> Callable[..., R]:
 
     @functools.wraps(function)
     def run(first: Tensor, *rest: Any) -> R:
-        # neither empty tensors, nor the tensors of a compiler that traces
-        if (
-            torch.compiler.is_compiling()
-            or type(first) is not Tensor
-            or not first.numel()
-            or not compiles(first.device)
-        ):
+        traced = torch.compiler.is_compiling() or type(first) is not Tensor  # the tensors of a compiler
+        if traced or not first.numel() or not compiles(first.device):
             return function(first, *rest)
         kernel: Callable[..., R] = _compiled_any(function)
         return kernel(first, *rest)
@@ -106,10 +105,72 @@ def _compiled_any(function: Callable[..., R]) -> Callable[..., R]:
 
 @functools.cache
 def _compiled_for_rows(function: Any, *kind: Any) -> Callable[..., Any]:
-    """Compile ``function`` for one ``kind``."""
     return compiled(_copied(function), fullgraph=True)
 
 
 def _copied(function: Any) -> Any:
     """Return a copy of ``function`` with a code object of its own: the compiler allows few graphs per code object."""
     return types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+
+
+# ---- kernels of our own, by Triton
+
+
+@final
+class _Simulated:
+    """Whether tensors have no values, so that kernels are chosen and not launched."""
+
+    now = False
+
+
+@contextmanager
+def simulated() -> Iterator[None]:
+    """Choose kernels as on a GPU, and launch none: to count the memory of a step."""
+    _Simulated.now = True
+    try:
+        yield
+    finally:
+        _Simulated.now = False
+
+
+def is_simulated() -> bool:
+    """Return whether kernels are not launched."""
+    return _Simulated.now
+
+
+def kernels_run() -> bool:
+    """Return whether Triton kernels run; warn once if they do not."""
+    return is_simulated() or _kernels_run()
+
+
+@functools.cache
+def _kernels_run() -> bool:
+    reason = None
+    compilers = (os.environ.get("CC"), "clang", "gcc")
+    if find_spec("triton") is None:
+        reason = "Triton is not installed"
+    elif not any(shutil.which(compiler) for compiler in compilers if compiler):
+        reason = "there is no C compiler, which Triton needs"
+    if reason is not None:
+        warnings.warn(
+            f"{reason}: optimizer steps with masters, and FP8 codes, are computed by torch's own operations,"
+            " with the same results, and move two to six times as many bytes. Install `triton` and a C compiler (for"
+            " example gcc).",
+            stacklevel=3,
+        )
+    return reason is None
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Return the context in which a kernel is launched for tensors on ``device``; a CPU is Triton's interpreter."""
+    return torch.cuda.device(device) if device.type == "cuda" else device
+
+
+def tensor_on(device: torch.device, numbers: Sequence[float], dtype: torch.dtype) -> Tensor:
+    """Return ``numbers`` as a tensor on ``device``: (len(numbers),) of ``dtype``.
+
+    ``torch.tensor(numbers, device="cuda")`` copies from pageable memory, and the host waits until all work of the
+    stream has ended. This copy is from pinned memory.
+    """
+    on_host = torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda" and not is_simulated())
+    return on_host.to(device, non_blocking=True)

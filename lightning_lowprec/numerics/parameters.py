@@ -24,6 +24,11 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def aligned(elements: int) -> int:
+    """Return how many elements of a flat buffer a tensor takes, so that each begins at a multiple of 16 bytes."""
+    return -(-elements // 8) * 8
+
+
 def chunks(parameters: Iterable[Tensor], limit: int) -> Iterator[list[Tensor]]:
     """Yield the parameters in their order, in lists of at most ``limit`` elements, or of one larger parameter."""
     chunk: list[Tensor] = []

@@ -1,6 +1,6 @@
 """The arithmetic of an all-gather in float8: ranks exchange codes and one scale per weight.
 
-A layer whose weight can be gathered in float8 has a ``wire_format``; :mod:`lightning_lowprec.fsdp2.fp8_gather` uses it.
+A layer whose weight can be gathered in float8 has a ``wire_format``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ class WireFormat(Protocol):
     """The arithmetic of a backend; gathered weights equal the weights that its layers would quantise themselves."""
 
     dtype: torch.dtype
-    """The dtype of the codes, a float8."""
     least_amax: float
     """The lower bound of the largest absolute value: a smaller one is replaced."""
     per_step: bool
@@ -28,10 +27,7 @@ class WireFormat(Protocol):
         """Return the scales of weights from their largest absolute values: (...) any float -> (...) float32."""
 
     def encode(self, values: Tensor, scale: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """Return the codes of a weight, or of a part: (...) any float, scalar float32 -> (...) ``dtype``.
-
-        With ``out``, contiguous, the codes are written there.
-        """
+        """Encode a weight, or a part, maybe into ``out``: (...) any float, scalar float32 -> (...) ``dtype``."""
 
     def whole(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the weight for the layer's forward, sharing the memory of ``codes``; it appears to have ``dtype``."""

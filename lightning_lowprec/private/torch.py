@@ -242,8 +242,8 @@ def version_of(tensor: Tensor) -> int:
 
 
 def increment_versions(tensors: Sequence[Tensor]) -> None:
-    """Note in-place changes that torch did not see, by a kernel of our own."""
-    torch.autograd.graph.increment_version(list(tensors))
+    """Note in-place changes that torch did not see: a graph that saved one of the tensors then raises."""
+    torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])
 
 
 @functools.cache

@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.masters.optimizer import add_masters, move_grads_to_masters
+from lightning_lowprec.masters.stores import FlatBuffer
 from lightning_lowprec.masters.weights import cast_parameters
-from lightning_lowprec.numerics.flat import FlatBuffer
 from tests.masters.master_loops import buffers_of, masters_of, through_file, train, wrapped
 
 FORMS = ("fp32", "remainder", "stochastic")

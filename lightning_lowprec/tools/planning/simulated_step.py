@@ -24,7 +24,7 @@ from torchmetrics import Metric
 from lightning_lowprec import names
 from lightning_lowprec.fsdp2.options import blocks as blocks_of
 from lightning_lowprec.masters.config import MasterConfig
-from lightning_lowprec.numerics.launches import simulated
+from lightning_lowprec.numerics.one_pass import simulated
 from lightning_lowprec.private.either import FabricHalf as HalfPrecision
 from lightning_lowprec.private.either import FabricMixed as MixedPrecision
 from lightning_lowprec.private.either import FabricPrecision as Precision
