@@ -37,7 +37,7 @@ NUMBERS: Final = 9  # numbers of a parameter for the kernel, see `numbers_of`
 _VECTOR: Final = 16  # bytes; the kernel reads aligned tensors in pieces of this size
 Rule = Literal["adam", "sgd", "momentum", "nesterov"]
 """The update rules of the kernel."""
-MOMENTS: Final[Mapping[Rule, tuple[str, ...]]] = {
+STATE: Final[Mapping[Rule, tuple[str, ...]]] = {
     "adam": ("exp_avg", "exp_avg_sq"),
     "sgd": (),
     "momentum": ("momentum_buffer",),
@@ -167,7 +167,7 @@ def _row(registry: MasterRegistry, group: Any, rule: Rule, store: Store, index: 
     if block and rule == "adam" and not state:  # that of no step yet, as torch's Adam makes it; torch makes others
         on_gpu = group.get("capturable") or group.get("fused")
         state = states[param] = {"step": torch.zeros((), device=param.device if on_gpu else "cpu", dtype=torch.float32)}
-        for name in MOMENTS[rule]:
+        for name in STATE[rule]:
             set_zeros(state, name, param)
     moments = _moments(rule, state, coded=block > 0)
     if moments is None:
@@ -182,14 +182,14 @@ def _row(registry: MasterRegistry, group: Any, rule: Rule, store: Store, index: 
     aligned = all(t is None or t.data_ptr() % _VECTOR == 0 for t in tensors)
     kind = "8bit" if block and moments else "fp32"
     variant = Variant(rule, store.form, KINDS[weight.dtype], KINDS[grad.dtype], kind, aligned, block or 1)
-    exponents = [local_tensor(state[f"{name}{EXPONENTS}"]) for name in MOMENTS[rule]] if block else []
+    exponents = [local_tensor(state[f"{name}{EXPONENTS}"]) for name in STATE[rule]] if block else []
     filled = (*[*tensors, None, None][:5], *exponents, None, None)[:7]
     return Row(variant, filled, store.position(index), state.get("step"), param, master, asked(param))
 
 
 def _moments(rule: Rule, state: Mapping[str, Any], *, coded: bool) -> list[Tensor] | None:
     """Return the moments, or their codes; None if the kernel cannot step them, because they do not exist yet."""
-    names = [f"{name}{CODES}" if coded else name for name in MOMENTS[rule]]
+    names = [f"{name}{CODES}" if coded else name for name in STATE[rule]]
     if any(state.get(name) is None for name in names) or (rule == "adam" and "step" not in state):
         return None
     moments = [state[name] for name in names]
