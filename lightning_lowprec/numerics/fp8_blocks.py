@@ -48,7 +48,14 @@ def to_bytes(values: Tensor) -> Tensor:
     if _by_kernel(values):
         _launch("encode_blocks", values, sent)
     elif values.numel():
-        _to_bytes(values, sent)
+        inv_scales, codes = _parts(sent, n)
+        blocks = torch.nn.functional.pad(values.float(), (0, -n % BLOCK)).view(rows, _blocks(n), BLOCK)
+        amax = blocks.abs().amax(-1, keepdim=True)
+        finite = amax.isfinite()
+        exact = torch.full_like(amax, E4M3.max).div_(amax)  # a number divided by a tensor would be rounded twice
+        scale = torch.where(finite, exact.clamp_(max=LARGEST_SCALE), 1.0)
+        inv_scales.copy_(torch.where(finite, scale.reciprocal(), amax).squeeze(-1))
+        codes.copy_(encode(blocks, scale, E4M3.dtype).view(rows, -1)[:, :n])
     return sent
 
 
@@ -61,7 +68,10 @@ def decode_sum_(total: Tensor, sent: Tensor, factor: float = 1.0) -> None:
     if _by_kernel(total):
         _launch("decode_sum", total, sent, factor)
     elif total.numel():
-        _decode_sum(total, sent, factor)
+        summed = torch.zeros(1, 1, device=total.device)
+        for inv_scales, codes in (_parts(of_rank, total.shape[1]) for of_rank in sent):
+            summed = summed + codes.float() * inv_scales.repeat_interleave(BLOCK, 1)[:, : total.shape[1]]
+        total.copy_(summed * factor)
 
 
 def _blocks(values: int) -> int:
@@ -90,31 +100,7 @@ def _launch(name: str, values: Tensor, sent: Tensor, *factor: float) -> None:
         )  # fmt: skip
 
 
-# ---- without a kernel
-
-
 def _parts(sent: Tensor, n: int) -> tuple[Tensor, Tensor]:
     """Return views of bytes: inv_scales, (..., blocks) float32, and codes, (..., n) float8_e4m3fn."""
     start = _INV_SCALE * _blocks(n)
     return sent[..., :start].view(torch.float32), sent[..., start : start + n].view(E4M3.dtype)
-
-
-def _to_bytes(values: Tensor, sent: Tensor) -> None:
-    rows, n = values.shape
-    inv_scales, codes = _parts(sent, n)
-    blocks = torch.nn.functional.pad(values.float(), (0, -n % BLOCK)).view(rows, _blocks(n), BLOCK)
-    amax = blocks.abs().amax(-1, keepdim=True)
-    finite = amax.isfinite()
-    exact = torch.full_like(amax, E4M3.max).div_(amax)  # a number divided by a tensor would be rounded twice
-    scale = torch.where(finite, exact.clamp_(max=LARGEST_SCALE), 1.0)
-    inv_scales.copy_(torch.where(finite, scale.reciprocal(), amax).squeeze(-1))
-    codes.copy_(encode(blocks, scale, E4M3.dtype).view(rows, -1)[:, :n])
-
-
-def _decode_sum(total: Tensor, sent: Tensor, factor: float) -> None:
-    n = total.shape[1]
-    summed = torch.zeros(1, 1, device=total.device)
-    for of_rank in sent:
-        inv_scales, codes = _parts(of_rank, n)
-        summed = summed + codes.float() * inv_scales.repeat_interleave(BLOCK, 1)[:, :n]
-    total.copy_(summed * factor)

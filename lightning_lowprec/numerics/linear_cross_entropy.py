@@ -295,10 +295,21 @@ def _losses_and_codes(logits: Tensor, target: Tensor, factors: Tensor, *terms: A
     return losses, encode(gradient, CODE_SCALE, E5M2.dtype)
 
 
-def _both(logits: Tensor, target: Tensor, factors: Tensor, *terms: Any) -> tuple[Tensor, Tensor]:
+def _both(
+    logits: Tensor, target: Tensor, factors: Tensor, ignore_index: int, label_smoothing: float, z_loss: float
+) -> tuple[Tensor, Tensor]:
     x = logits.float()
     lse = _log_sum_exp(x)
-    return _loss(x, lse, target, *terms), _gradient(x, lse, target, factors, *terms)
+    loss = _loss(x, lse, target, ignore_index, label_smoothing, z_loss)
+    gradient = (x - lse).exp()
+    if z_loss:
+        gradient = gradient * (1 + 2 * z_loss * lse)
+    classes = torch.arange(x.shape[-1], device=x.device)
+    gradient = gradient - torch.where(classes == target[:, None], 1 - label_smoothing, 0.0)
+    if label_smoothing:
+        gradient = gradient - label_smoothing / x.shape[-1]
+    factors = torch.where(target != ignore_index, factors, 0.0)[:, None]
+    return loss, torch.where(factors == 0, 0.0, gradient * factors)
 
 
 def _log_sum_exp(x: Tensor) -> Tensor:
@@ -315,20 +326,6 @@ def _loss(x: Tensor, lse: Tensor, target: Tensor, ignore_index: int, label_smoot
     if z_loss:
         loss = loss + z_loss * lse.square()
     return torch.where(counts, loss[:, 0], 0.0)
-
-
-def _gradient(
-    x: Tensor, lse: Tensor, target: Tensor, factors: Tensor, ignore_index: int, label_smoothing: float, z_loss: float
-) -> Tensor:
-    gradient = (x - lse).exp()
-    if z_loss:
-        gradient = gradient * (1 + 2 * z_loss * lse)
-    classes = torch.arange(x.shape[-1], device=x.device)
-    gradient = gradient - torch.where(classes == target[:, None], 1 - label_smoothing, 0.0)
-    if label_smoothing:
-        gradient = gradient - label_smoothing / x.shape[-1]
-    factors = torch.where(target != ignore_index, factors, 0.0)[:, None]
-    return torch.where(factors == 0, 0.0, gradient * factors)
 
 
 # ---- a gradient times a factor that only the device knows
