@@ -200,23 +200,20 @@ def convert_optimizer_(optimizer: Optimizer, level: Level, *, stochastic_roundin
     elif type(optimizer) in _CLASSES:
         check_options(optimizer)
         check_step(optimizer, MSAMP)
+        scaled: Any = optimizer
+        plain, saved = type(scaled), scaled.state_dict() if scaled.state else None
+        vars(scaled).pop("step", None)  # a scheduler's wrapper, which calls the old class; the new class needs none
+        scaled.__class__ = _CLASSES[plain]
         options = {"level": level, "stochastic_rounding": stochastic_rounding, "seed": seed, "compile": "auto"}
-        _become_scaled(optimizer, {**options, "plain_class": type(optimizer)})
+        ScaledOptimizer.__setstate__(scaled, {**options, "plain_class": plain})  # gives the new class its step hooks
+        if saved is not None:
+            scaled.load_state_dict(saved)
     elif any(p.requires_grad for p in coded):
         cls = type(optimizer)
         raise TypeError(
             f"{cls.__module__}.{cls.__qualname__} cannot step weights that are kept as codes with a scale (MS-AMP"
             f" {level}); expected one of: {SUPPORTED}."
         )
-
-
-def _become_scaled(optimizer: Any, options: dict[str, Any]) -> None:
-    saved = optimizer.state_dict() if optimizer.state else None
-    vars(optimizer).pop("step", None)  # a scheduler's wrapper, which calls the old class; the new class needs none
-    optimizer.__class__ = _CLASSES[type(optimizer)]
-    ScaledOptimizer.__setstate__(optimizer, options)  # gives the new class its step hooks
-    if saved is not None:
-        optimizer.load_state_dict(saved)
 
 
 def revert_optimizer(optimizer: Optimizer) -> None:

@@ -155,26 +155,23 @@ class ScaledOptimizer(Optimizer):
         step_codes(params, states, formats, self._update_flat, numbers, rounding, compile=compile)
 
     def _random_bits(self, params: list[Tensor], step: int) -> tuple[Tensor, list[Tensor]]:
-        """Return the keys of the random bits of a step, and the place of each parameter, as ``bits_at`` takes them."""
+        """Return the keys of the random bits of a step, and the place of each parameter, as ``bits_at`` takes them.
+
+        No two elements of all shards share bits.
+        """
+        every, shards = parameters_of(self), required_state_of(params[0]).shards
+        *starts, total = accumulate((aligned(p.numel()) for p in every), initial=0)
+        start_of = dict(zip(every, starts, strict=True))
+        of_rank = 0 if shards is None else shards.rank * total
         keys: list[tuple[int, int]] = []
         places: list[tuple[int, int]] = []
         for chunk in chunks(params, _CHUNK):
             sizes = [aligned(codes_of(p).numel()) for p in chunk]
             places += [(offset, len(keys)) for offset in accumulate(sizes[:-1], initial=0)]
-            keys += keys_of_bits(sum(sizes), self.seed, step, self._first_random_bit(chunk[0]))
+            keys += keys_of_bits(sum(sizes), self.seed, step, start_of[chunk[0]] + of_rank)
         device = params[0].device
         flat = tensor_on(device, list(chain(*keys)), torch.int32), tensor_on(device, list(chain(*places)), torch.int64)
         return flat[0].view(-1, 2), list(flat[1].view(-1, 2).unbind())
-
-    def _first_random_bit(self, first: Tensor) -> int:
-        """Return the position of ``first`` in the random bits: no two elements of all shards share bits."""
-        shards = required_state_of(first).shards
-        start = total = 0
-        for p in parameters_of(self):
-            if p is first:
-                start = total
-            total += aligned(p.numel())
-        return start + (0 if shards is None else shards.rank * total)
 
     # ---- state
 
