@@ -40,6 +40,10 @@ Rule = Callable[[Flats, Mapping[str, Any]], None]
 
 Numbers are scalar float32 tensors. Bools choose the code that is compiled."""
 Run = Callable[[Callable[..., Any]], Callable[..., Any]]
+Inputs = tuple[Flats, Flats, Tensor, Tensor | None]
+"""What a step of one parameter reads: codes, scales, the gradient, and its inv_scale if it has one."""
+Update = tuple[Tensor, tuple[str, ...], Mapping[str, bool], Rule]
+"""The numbers of a step, their names, the bools, and the rule."""
 
 
 @torch.no_grad()
@@ -69,10 +73,10 @@ def step_codes(
     inputs = [
         _inputs(p, weight, state, moments, formats) for p, weight, state in zip(params, weights, states, strict=True)
     ]
-    amaxes = _over_shards(weights[0].shards, [run(_measure)(*tensors, formats, *update) for tensors in inputs])
+    amaxes = _over_shards(weights[0].shards, [run(_measure)(tensors, formats, update) for tensors in inputs])
     for i, tensors in enumerate(inputs):
         bits = None if rounding is None else (rounding[0], rounding[1][i])
-        run(_write)(*tensors, formats, amaxes[i], bits, *update)
+        run(_write)(tensors, formats, amaxes[i], bits, update)
     if weights[0].master is not None:
         _write_e4m3(run, weights, None if rounding is not None else [measured[-1] for measured in amaxes])
     increment_versions([*params, *(weight.codes for weight in weights)])
@@ -84,8 +88,7 @@ def _inputs(
     state: Mapping[str, Any],
     moments: Mapping[str, Format | None],
     formats: Mapping[str, Format],
-) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor, Tensor | None]:
-    """Return what a step of one parameter reads: codes, scales, the gradient, and its inv_scale if it has one."""
+) -> Inputs:
     stepped, scale = weight.stepped()
     codes = {**{name: state[name] for name in moments}, "weight": stepped}
     scales = {name: scale if name == "weight" else state[f"{name}_scale"] for name in formats}
@@ -122,17 +125,10 @@ def _flat(tensor: Tensor, like: Tensor) -> Tensor:
 # ---- passes over one parameter; all tensors but scales are flat
 
 
-def _updated(
-    codes: Flats,
-    scales: Flats,
-    grad: Tensor,
-    grad_inv_scale: Tensor | None,
-    numbers: Tensor,
-    names: tuple[str, ...],
-    flags: Mapping[str, bool],
-    rule: Rule,
-) -> dict[str, Tensor]:
+def _updated(inputs: Inputs, update: Update) -> dict[str, Tensor]:
     """Return the moments and the weight after the step, in float32."""
+    codes, scales, grad, grad_inv_scale = inputs
+    numbers, names, flags, rule = update
     values = {name: codes[name].float() * scale.reciprocal() for name, scale in scales.items()}
     plain = {name: stored.clone() for name, stored in codes.items() if name not in scales}
     gradient = grad.float() if grad_inv_scale is None else grad.float() * grad_inv_scale
@@ -141,26 +137,21 @@ def _updated(
     return full
 
 
-def _measure(
-    codes: Flats, scales: Flats, grad: Tensor, grad_inv_scale: Any, formats: Mapping[str, Format], *update: Any
-) -> Tensor:
+def _measure(inputs: Inputs, formats: Mapping[str, Format], update: Update) -> Tensor:
     """First pass: return the largest absolute values after the step, (len(formats),), the last one of the weight."""
-    full = _updated(codes, scales, grad, grad_inv_scale, *update)
+    full = _updated(inputs, update)
     return torch.stack([amax(full[name]) for name in formats])
 
 
 def _write(
-    codes: Flats,
-    scales: Flats,
-    grad: Tensor,
-    grad_inv_scale: Any,
+    inputs: Inputs,
     formats: Mapping[str, Format],
     amaxes: Tensor,
     bits: tuple[Tensor, Tensor] | None,
-    *update: Any,
+    update: Update,
 ) -> None:
     """Second pass: write codes and scales after the step."""
-    full = _updated(codes, scales, grad, grad_inv_scale, *update)
+    (codes, scales, *_), full = inputs, _updated(inputs, update)
     for (name, format), largest in zip(formats.items(), amaxes.unbind(), strict=True):
         scale = power_of_two_scale(largest, format, scales[name])
         values = full[name] * scale
