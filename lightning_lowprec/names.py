@@ -89,8 +89,8 @@ _WITHOUT_BACKEND: Final = {
     "fp8-e4m3": "FP8 linear layers, one scale per tensor, e4m3 everywhere, by torchao",
 }
 """Names that get the suffix of a backend."""
-_MXFP8: Final = "mxfp8"
-"""A name without a backend, too: Transformer Engine's where Transformer Engine is installed, else torchao's."""
+_OF_TE: Final = ("fp8-block", "mxfp8")
+"""Names without a backend, too: Transformer Engine's where Transformer Engine is installed, else torchao's."""
 _FP8_LEAN: Final = "bf16-lean with FP8 linear layers, one scale per tensor, gradients in e5m2, by torchao"
 OF_LIGHTNING: Final = (
     *("transformer-engine", "transformer-engine-float16", "16-true", "16-mixed", "bf16-true", "bf16-mixed"),
@@ -111,7 +111,7 @@ def register_own_backends() -> None:
 
 def without_backend(name: str) -> bool:
     """Return whether a name of the table leaves the choice of the backend to this package."""
-    return split(name)[0] in (*_WITHOUT_BACKEND, _MXFP8)
+    return split(name)[0] in (*_WITHOUT_BACKEND, *_OF_TE)
 
 
 def resolve(name: str) -> PrecisionName:
@@ -119,11 +119,11 @@ def resolve(name: str) -> PrecisionName:
 
     For a name without a backend, the candidates are the backends that have this name with their suffix and that are
     ``preferred``. The backend that was registered last wins. Of our own backends torchao is meant: see
-    docs/which-backend.md. ``mxfp8`` means Transformer Engine where Transformer Engine is installed, else torchao.
+    docs/which-backend.md. The rows of ``fp8-block`` and ``mxfp8`` are those that they mean here.
     """
-    if not without_backend(name) or name == _MXFP8:
-        return TABLE[name]
     stem, suffix = split(name)
+    if stem not in _WITHOUT_BACKEND:
+        return TABLE[name]
     for backend in reversed(backends.registered()):
         pinned = f"{stem}{backend.suffix}{suffix}"
         if backend.suffix and pinned in TABLE and backend.preferred:
@@ -226,20 +226,24 @@ def _fill_table() -> None:
         chosen_lean = {"fp8-lean": replace(lean, summary=_FP8_LEAN, fp16=False, masters=False)}
     else:
         chosen_lean = {}
-    TABLE.update({**_HALF, **dict(_rows(chosen)), **chosen_lean, **_mxfp8(rows), **rows})
+    TABLE.update({**_HALF, **dict(_rows(chosen)), **chosen_lean, **_of_te(rows), **rows})
 
 
-def _mxfp8(rows: Mapping[str, PrecisionName]) -> dict[str, PrecisionName]:
-    """Return the row of ``mxfp8``: Transformer Engine's where Transformer Engine is installed, else torchao's."""
-    backend = TORCHAO_BACKEND if find_spec("transformer_engine") is None else TE_BACKEND
-    row = rows.get(f"{_MXFP8}{backend.suffix}")
-    if row is None:
-        return {}
-    lacks = {suffix: f"write '{_MXFP8}-torchao{suffix}'" for suffix in MASTERS}
-    chosen = "Transformer Engine's mxfp8-te where that is installed, else mxfp8-torchao; bf16 elsewhere"
-    return {
-        _MXFP8: replace(row, summary=chosen, masters=False, lacks={FP16: f"write '{_MXFP8}-te'", **row.lacks, **lacks})
-    }
+def _of_te(rows: Mapping[str, PrecisionName]) -> dict[str, PrecisionName]:
+    """Return the rows of ``_OF_TE``, with the suffixes that both backends have."""
+    here = TORCHAO_BACKEND if find_spec("transformer_engine") is None else TE_BACKEND
+    chosen = {}
+    for name in _OF_TE:
+        both = [rows.get(f"{name}{backend.suffix}") for backend in (TE_BACKEND, TORCHAO_BACKEND)]
+        row = rows.get(f"{name}{here.suffix}")
+        if row is None:
+            continue
+        masters = all(one is not None and one.masters for one in both)
+        lacks = {} if masters else {suffix: f"write '{name}-torchao{suffix}'" for suffix in MASTERS}
+        summary = f"Transformer Engine's {name}-te where that is installed, else {name}-torchao"
+        lacks = {FP16: f"write '{name}-te'", **row.lacks, **lacks}
+        chosen[name] = replace(row, summary=summary, masters=masters, lacks=lacks)
+    return dict(_rows(chosen))
 
 
 backends.on_change(_fill_table)

@@ -20,7 +20,7 @@ RecipeKey = Literal[
     "half-auto", "bf16", "fp16",
     "tensorwise", "tensorwise-per-gemm", "rowwise", "rowwise-gw-hp", "msamp", "fp8-head",
     "te-delayed", "te-current", "te-block", "te-mxfp8", "te-nvfp4", "te-nvfp4-plain",
-    "torchao-mxfp8", "int8", "experts",
+    "torchao-block", "torchao-mxfp8", "int8", "experts",
 ]  # fmt: skip
 """The recipes; the rows of the table."""
 RECIPES: Final[tuple[RecipeKey, ...]] = get_args(RecipeKey)
@@ -212,6 +212,12 @@ _ONLY_PLAIN_NVFP4: Final = _no(
     "has neither the random Hadamard transform nor the stochastic rounding of this recipe", "TE#2255, TE#2956, TE#3195"
 )
 _NVFP4: Final[Row] = {**_NVFP4_PLAIN, **_cells(_ONLY_PLAIN_NVFP4, "sm_110", "sm_120")}
+_BLOCK_BY_TRITON: Final = "multiplies by torchao's Triton kernels, and nobody has reported them there"
+_TORCHAO_BLOCK: Final[Row] = {
+    **_OWN_CODES,
+    **_cells(_unknown(_BLOCK_BY_TRITON, "ao#3290"), "sm_89", "sm_100", "sm_110", "sm_120", "gfx950", "gfx1200"),
+    "sm_90": _yes("ao#3290", "multiplies by cuBLASLt from CUDA 12.9 on, else by torchao's Triton kernels"),
+}
 _NO_MX: Final = "has no products with a scale per 32 values"
 _TORCHAO_MXFP8: Final[Row] = {
     **_cells(
@@ -271,6 +277,7 @@ _ROWS: Final[Mapping[RecipeKey, tuple[Row, str]]] = {
     "te-mxfp8": (_TE_MXFP8, "Transformer Engine, MXFP8"),
     "te-nvfp4": (_NVFP4, "Transformer Engine, NVFP4"),
     "te-nvfp4-plain": (_NVFP4_PLAIN, "Transformer Engine, NVFP4 without Hadamard transform and stochastic rounding"),
+    "torchao-block": (_TORCHAO_BLOCK, "torchao, a scale per block of 128"),
     "torchao-mxfp8": (_TORCHAO_MXFP8, "torchao, MXFP8"),
     "int8": (_INT8, "torchao, int8"),
     "experts": (_EXPERTS, "torchao, stacked experts: grouped products"),

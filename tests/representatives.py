@@ -14,7 +14,7 @@ WITH_MASTERS = {
     "fp8-tensorwise-remainder",
     "fp8-e4m3-torchao-8bit",
     "fp8-rowwise-gw-hp-sr",
-    "fp8-block-master",
+    "fp8-block-te-master",
     "fp8-hybrid-te-remainder",
     "fp8-e4m3-te-8bit",
     "fp8-current-sr",

@@ -107,8 +107,8 @@ ORDER = (
     f"{EIGHT_BITS}, {FP8_HEAD}", f"{BASELINE}, {CHUNKED}", f"{BF16_TRUE}, {CHUNKED}", f"{MAIN}, {FP8_HEAD}",
     "torchao tensorwise, compiled", "te delayed", "lightning transformer-engine", "accelerate torchao, compiled",
     "accelerate te", "ours fp8-tensorwise, min_gain=auto", TE_COMPILED, "ours fp8-rowwise", SCALED_INSIDE,
-    "ours fp8-current", "te current", "ours fp8-block", "te block", "lightning bf16-mixed", "ours fp8-rowwise-gw-hp",
-    "lightning bf16-true", "torchao rowwise, compiled", "ours half-auto", "ours msamp-o2",
+    "ours fp8-current", "te current", "ours fp8-block-te", "te block", "lightning bf16-mixed", "ours fp8-rowwise-gw-hp",
+    "ours fp8-block-torchao", "lightning bf16-true", "torchao rowwise, compiled", "ours half-auto", "ours msamp-o2",
     "ours int8-mixed", f"{MAIN}, {BETWEEN_BF16}", f"{TE_LAYERS} delayed", f"{TE_LAYERS} current",
     f"{TE_LAYERS} delayed, compiled",
 )  # fmt: skip

@@ -6,7 +6,8 @@ The life of such a weight, on one rank:
       |           gather_in_fp8: becomes an Fp8GatherShard of the whole weight, which shares its memory
       v           fully_shard: cuts the weight into equal parts along the rows
     shard       DTensor, whose local tensor is an Fp8GatherShard (high precision, updated by the optimizer)
-      |           GatherScales.refresh: scale = FMAX / max|weight| over all ranks, one all-reduce for all weights
+      |           GatherScales.refresh: scale = FMAX / max|weight| over all ranks, one all-reduce for all weights;
+      |           of a format with a scale per tile, the largest values of all tiles are reduced
       v           fsdp_pre_all_gather: codes = saturate(shard * scale).to(float8)
     codes       float8, one byte per element, sent as uint8 (traffic.ByteGather), and kept for the gathers that follow
       |           all-gather
@@ -31,6 +32,8 @@ made anew after every write, so the codes are right as long as their scale is th
 allocates the memory of the codes of all weights, which later codes take again. A shard that CPU offloading moves to the
 device is a new tensor for every gather, and so is encoded at every gather, into new memory.
 
+Ranks may cut a tile: every rank knows the scales of all tiles, four bytes for each.
+
 A layer may change to products in high precision, and back (a schedule, a demotion). Then its weight is gathered in high
 precision: FSDP2 forgets the memory of the gathered weight at the switch, and the codes are freed. All ranks must switch
 before the same gather.
@@ -53,6 +56,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from lightning_lowprec.numerics.parameters import grouped, mesh_of
+from lightning_lowprec.numerics.tiles import largest_of_rows
 from lightning_lowprec.numerics.wire_format import WiredWeight, WireFormat, on_wire_change, reads_values, wired_weights
 from lightning_lowprec.private import torch as private
 from lightning_lowprec.private.fsdp2 import forget_gathered, gathered_parameters
@@ -131,11 +135,7 @@ class GatherScales:
         if not self.stale or not self.weights:
             return
         for weights in grouped(self._sent_as_codes(), mesh_of):
-            amax: Any = private.largest_absolute_values(weights)  # partial values of the ranks, which `clamp` reduces
-            # offloaded shards are on CPU, which nccl does not reduce
-            amax = torch.clamp(amax.to(amax.device_mesh.device_type), min=self.format.least_amax)
-            scales = self.format.scales(amax.to_local())
-            for weight, scale in zip(weights, scales.unbind(), strict=True):
+            for weight, scale in zip(weights, self._scales_of(weights), strict=True):
                 shard: Any = local_tensor(weight)
                 shard._scale = scale
                 self.keeps_codes = self.format.per_step and shard.device == scale.device
@@ -143,6 +143,25 @@ class GatherScales:
                     shard.allocate_codes()
         self.stale = False
         self.reductions += 1
+
+    def _scales_of(self, weights: list[Tensor]) -> Sequence[Tensor]:
+        """Return the scales of weights of one mesh, or of all tiles of each weight; offloaded shards are on CPU."""
+        first: Any = weights[0]
+        mesh, format = first.device_mesh, self.format
+        if (tile := format.tile) is None:
+            amax: Any = private.largest_absolute_values(weights)  # partial values of the ranks, which `clamp` reduces
+            amax = torch.clamp(amax.to(mesh.device_type), min=format.least_amax)
+            return format.scales(amax.to_local()).unbind()
+        sharding = mesh[mesh.mesh_dim_names[-1]] if mesh.ndim > 1 else mesh
+        shards = [local_tensor(weight) for weight in weights]
+        grids = [
+            largest_of_rows(shard, tile, len(weight), _first_row(shard, sharding)).to(mesh.device_type)
+            for weight, shard in zip(weights, shards, strict=True)
+        ]
+        amax = torch.cat([grid.flatten() for grid in grids])
+        dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=sharding.get_group())
+        parts = amax.clamp_(min=format.least_amax).split([grid.numel() for grid in grids])
+        return [format.scales(part.view_as(grid)) for part, grid in zip(parts, grids, strict=True)]
 
     def _sent_as_codes(self) -> list[Tensor]:
         owners = [owner for owner in self._readers if self.sends_values(owner)]
@@ -171,11 +190,11 @@ class KeptCodes:
         self._scale: Tensor | None = None
         self._stream = _stream(self.codes)
 
-    def of(self, values: Tensor, scale: Tensor, format: WireFormat) -> Tensor:
-        """Return the codes, ready for the current stream: (...) any float, scalar float32 -> (...) float8.
+    def of(self, scale: Tensor, encode: Callable[..., Tensor]) -> Tensor:
+        """Return the codes, ready for the current stream.
 
-        ``values`` are encoded if ``scale`` is not that of the last call. Every write to the shard is followed by
-        another scale.
+        ``encode(out=...)`` makes them if ``scale`` is not that of the last call. Every write to the shard is followed
+        by another scale.
         """
         stream = _stream(self.codes)
         if stream is not None and self._stream is not None and stream != self._stream:
@@ -183,7 +202,7 @@ class KeptCodes:
             self.codes.record_stream(stream)
             self._stream = stream
         if scale is not self._scale:
-            self.codes = format.encode(values, scale, out=None if stream is None else self.codes)
+            self.codes = encode(out=None if stream is None else self.codes)
             self._scale = scale
         return self.codes
 
@@ -272,17 +291,21 @@ class Fp8GatherShard(Tensor):
         call, on which FSDP2 copies, instead of the stream that computes.
         """
         format, values, scale = self._scales.format, self._tensor, self._scale
+        place: dict[str, Any] = {} if format.tile is None else {"first": _first_row(values, mesh)}
         if self._scales.sends_values(module):
             return (values.to(mp_policy.param_dtype or values.dtype),), None
         if self._scales.stale or scale is None:
-            amax = values.abs().amax().float()
+            if format.tile is None:
+                amax = values.abs().amax().float()
+            else:
+                amax = largest_of_rows(values, format.tile, outer_size[0], place["first"])
             dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=mesh.get_group())
             scale = format.scales(amax.clamp(min=format.least_amax))
-            return (format.encode(values, scale),), (scale, True)
+            return (format.encode(values, scale, **place),), (scale, True)
         if self._scales.keeps_codes:
             self.allocate_codes()  # of a shard that took the place of another, such as by `model.bfloat16()`
-        codes = format.encode(values, scale) if self._kept is None else self._kept.of(values, scale, format)
-        return (codes,), (scale, False)
+        encode = partial(format.encode, values, scale, **place)
+        return (encode() if self._kept is None else self._kept.of(scale, encode),), (scale, False)
 
     def fsdp_post_all_gather(
         self,
@@ -328,6 +351,10 @@ class Fp8GatherShard(Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"{type(self).__name__}({self._tensor}, gathered as {self._scales.format.dtype})"
+
+
+def _first_row(shard: Tensor, mesh: DeviceMesh) -> int:
+    return mesh.get_local_rank() * len(shard)
 
 
 def gather_in_fp8(model: nn.Module) -> GatherScales | None:

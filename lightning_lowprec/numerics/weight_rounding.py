@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Final, Literal, final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_lowprec.numerics import tiles
 from lightning_lowprec.numerics.formats import E4M3, encode, power_of_two_scale
 
 ScalePer = Literal["tensor", "row", "block"]
@@ -56,18 +56,14 @@ def amax_grid(values: Tensor, scale_per: ScalePer) -> Tensor:
     rows = values.abs().float()
     if scale_per == "row":
         return rows.amax(dim=1, keepdim=True)
-    count, width = rows.shape
-    blocks = F.pad(rows, (0, -width % BLOCK, 0, -count % BLOCK))
-    blocks = blocks.reshape(blocks.shape[0] // BLOCK, BLOCK, blocks.shape[1] // BLOCK, BLOCK)
-    return blocks.amax(dim=(1, 3))
+    return tiles.largest(rows, (BLOCK, BLOCK))
 
 
 def spread(grid: Tensor, shape: torch.Size) -> Tensor:
     """Return a scale for every element, or what broadcasts to that: the grid of a weight [N, K] -> [N or 1, K or 1]."""
     if grid.shape[0] in (1, shape[0]) and grid.shape[1] == 1:
         return grid
-    by_row = grid.repeat_interleave(BLOCK, dim=0)[: shape[0]]
-    return by_row.repeat_interleave(BLOCK, dim=1)[:, : shape[1]]
+    return tiles.spread(grid, (BLOCK, BLOCK), shape)
 
 
 def codes(values: Tensor, grid: Tensor) -> Tensor:

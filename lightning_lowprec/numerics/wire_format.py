@@ -1,4 +1,4 @@
-"""The arithmetic of an all-gather in float8: ranks exchange codes and one scale per weight.
+"""The arithmetic of an all-gather in float8: ranks exchange codes, and know the scale of a weight, or of its tiles.
 
 A layer whose weight can be gathered in float8 has a ``wire_format``.
 """
@@ -13,6 +13,8 @@ from typing import Any, Protocol, final
 import torch
 from torch import Tensor, nn
 
+from lightning_lowprec.numerics.tiles import Tile
+
 
 class WireFormat(Protocol):
     """The arithmetic of a backend; gathered weights equal the weights that its layers would quantise themselves."""
@@ -20,14 +22,22 @@ class WireFormat(Protocol):
     dtype: torch.dtype
     least_amax: float
     """The lower bound of the largest absolute value: a smaller one is replaced."""
+    tile: Tile | None
+    """Rows and columns of what has a scale of its own; None: the weight has one scale."""
     per_step: bool
     """Whether a shard is encoded once per optimizer step, and its codes are kept, instead of at every all-gather."""
 
     def scales(self, amax: Tensor) -> Tensor:
-        """Return the scales of weights from their largest absolute values: (...) any float -> (...) float32."""
+        """Return the scales of weights from their largest absolute values: (...) any float -> (...) float32.
 
-    def encode(self, values: Tensor, scale: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """Encode a weight, or a part, maybe into ``out``: (...) any float, scalar float32 -> (...) ``dtype``."""
+        With tiles: of all tiles of one weight, [rows, columns].
+        """
+
+    def encode(self, values: Tensor, scale: Tensor, *, first: int = 0, out: Tensor | None = None) -> Tensor:
+        """Encode a weight, or a part, maybe into ``out``: (...) any float, scalar float32 -> (...) ``dtype``.
+
+        With tiles: the scales of all tiles, and the ``first`` row of the part.
+        """
 
     def whole(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the weight for the layer's forward, sharing the memory of ``codes``; it appears to have ``dtype``."""

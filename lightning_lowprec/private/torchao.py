@@ -16,7 +16,9 @@ _TENSOR: Final = "torchao.float8.float8_training_tensor.Float8TrainingTensor"
 _ARGUMENTS: Final = ("_data", "_scale", "_orig_dtype", "_linear_mm_config", "_gemm_input_role", "_axiswise_dim")
 _INT8: Final = "torchao.prototype.quantized_training"
 _MX: Final = "torchao.prototype.mx_formats"
+_BLOCK: Final = "torchao.prototype.blockwise_fp8_training.kernels"
 _PROTOTYPES: Final = {
+    "block-triton": ("0.18", (f"{_BLOCK}.triton_fp8_gemm_1x128_128x128", f"{_BLOCK}.triton_fp8_gemm_1x128_128x1")),
     "int8": ("0.13", (f"{_INT8}.int8.quantize_int8_rowwise", f"{_INT8}.int8_mixed_precision.scaled_int8_mm")),
     "mxfp8": (
         "0.18",
@@ -63,7 +65,7 @@ def parameters_of_copies(optimizer: Any) -> list[Tensor] | None:
 
 
 def prototype_refusal(kind: str) -> str | None:
-    """Return why torchao lacks the prototype of ``"int8"`` or ``"mxfp8"``, and the remedy; None for other formats."""
+    """Return why torchao lacks a prototype, and the remedy; None for formats without one."""
     import torchao
 
     version, names = _PROTOTYPES.get(kind, ("", ()))
@@ -87,6 +89,20 @@ def int8_names() -> tuple[Any, Any]:
     from torchao.prototype.quantized_training.int8_mixed_precision import scaled_int8_mm  # type: ignore[attr-defined]
 
     return quantize_int8_rowwise, scaled_int8_mm
+
+
+def block_kernels() -> tuple[Any, Any]:
+    """Return torchao's Triton kernels for codes with a scale per block of 128; in a tuple, as ``int8_names``.
+
+    Both: (M, K), (K, N) column by column, float8_e4m3fn, K a multiple of 128; reciprocals of scales, (M, K / 128)
+    column by column, and for the second matrix (K / 128, N / 128) column by column, or (K / 128, N) -> (M, N).
+    """
+    from torchao.prototype.blockwise_fp8_training.kernels import (
+        triton_fp8_gemm_1x128_128x1,
+        triton_fp8_gemm_1x128_128x128,
+    )
+
+    return triton_fp8_gemm_1x128_128x128, triton_fp8_gemm_1x128_128x1
 
 
 def mx_names() -> SimpleNamespace:

@@ -9,12 +9,13 @@ along its rows in one of them, and along its columns in the other:
     grad_input    grad_input  [M, K] = grad_output [M, N]  times  weight [N, K]    rows of grad, columns of weight
     grad_weight   grad_weight [N, K] = grad_output [M, N]  times  input  [M, K]    columns of both
 
-With one scale per matrix the codes of both layouts are the same, transposed: made once, they can serve both products.
-With a scale per row, or per block of a row, each layout has codes of its own.
+With one scale per matrix, or per square tile, the codes of both layouts are the same, transposed: made once, they can
+serve both products. With a scale per row, or per block of a row, each layout has codes of its own.
 
 A number format is a class with the methods of :class:`Arithmetic`, and nothing else of this package knows it:
 :mod:`~lightning_lowprec.products.scaled` (float8 with a scale per matrix or row),
-:mod:`~lightning_lowprec.products.int8`, :mod:`~lightning_lowprec.products.mxfp8`.
+:mod:`~lightning_lowprec.products.block`, :mod:`~lightning_lowprec.products.int8`,
+:mod:`~lightning_lowprec.products.mxfp8`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from typing import Any, ClassVar, Literal, Protocol, final
 
 import torch
 from torch import Tensor
+
+from lightning_lowprec.numerics.weight_rounding import WeightRounding
 
 Role = Literal["input", "weight", "gradient"]
 Product = Literal["forward", "grad_input", "grad_weight"]
@@ -54,17 +57,21 @@ class Arithmetic(ABC):
     def multiply(self, a: Any, b: Any, dtype: torch.dtype, product: Product) -> Tensor:
         """Return codes [M, K] times codes [N, K], summed along K: [M, N] of ``dtype``."""
 
+    def weight_rounding(self) -> WeightRounding | None:
+        """Return how weights are rounded, for exports; None: no server's format has these codes."""
+        return None
 
-class OneScale(Arithmetic):
-    """An arithmetic in which a matrix may have one scale, so that codes made once serve two products."""
+
+class Transposable(Arithmetic):
+    """An arithmetic with codes that serve both layouts of a matrix, which has one scale, or one per square tile."""
 
     @abstractmethod
     def coding(self, role: Role) -> Any:
-        """Return what determines the codes of a role that has one scale; None: the role has more scales."""
+        """Return what determines the codes of a role whose codes serve both layouts; None: they do not."""
 
     @abstractmethod
     def encoded(self, matrix: Tensor, role: Role) -> tuple[Tensor, Tensor]:
-        """Return the codes of a role with one scale, [A, B] as the matrix, and the scale."""
+        """Return the codes of such a role, [A, B] as the matrix, and the scale, or the scales of all tiles."""
 
     @abstractmethod
     def of_codes(self, codes: Tensor, scale: Tensor) -> Operand:
@@ -85,8 +92,8 @@ class Products:
     """Whether the backward reads the codes of the weight that the forward made, where they serve both."""
     saves_input: bool = False
     """Whether the codes of the input are kept for the backward in place of the input, where they serve both."""
-    keeper_of_weight: ClassVar[OneScale | None]
-    keeper_of_input: ClassVar[OneScale | None]
+    keeper_of_weight: ClassVar[Transposable | None]
+    keeper_of_input: ClassVar[Transposable | None]
 
     def without(self, products: tuple[str, ...]) -> Products | None:
         """Return the same with these products in high precision; None if no other is left."""
@@ -104,5 +111,5 @@ class Products:
 
 def serves(one: Arithmetic | None, other: Arithmetic | None, role: Role) -> bool:
     """Return whether codes of a role that are made for one product serve the other."""
-    coding = one.coding(role) if isinstance(one, OneScale) else None
-    return coding is not None and isinstance(other, OneScale) and other.coding(role) == coding
+    coding = one.coding(role) if isinstance(one, Transposable) else None
+    return coding is not None and isinstance(other, Transposable) and other.coding(role) == coding

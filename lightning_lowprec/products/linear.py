@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_lowprec.numerics.kernel_operands import cut_rows, pad_rows
-from lightning_lowprec.products.arithmetic import Arithmetic, OneScale, Operand, Products, serves
+from lightning_lowprec.products.arithmetic import Arithmetic, Operand, Products, Transposable, serves
 from lightning_lowprec.products.coded_weight import CodedWeight
 from lightning_lowprec.products.shared_input import Entry, codes_of, forget
 from lightning_lowprec.products.transforms import check_backward
@@ -130,7 +130,7 @@ def linear(given: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None, by
     return output
 
 
-def _shared_codes(given: Tensor, input: Tensor, how: OneScale) -> tuple[Tensor, Tensor, weakref.ref[Entry] | None]:
+def _shared_codes(given: Tensor, input: Tensor, how: Transposable) -> tuple[Tensor, Tensor, weakref.ref[Entry] | None]:
     @torch.no_grad()
     def encode() -> tuple[Tensor, Tensor]:
         return how.encoded(pad_rows(input, how.tokens), "input")
@@ -142,7 +142,7 @@ def _operand(how: Arithmetic, input: Any, codes: Tensor | None, scale: Tensor | 
     """Return the operand of an input [*, K], or of its codes."""
     if codes is None or scale is None:
         return how.operand(pad_rows(input, how.tokens), "input", input.dtype)
-    assert isinstance(how, OneScale)
+    assert isinstance(how, Transposable)
     return how.of_codes(codes, scale)
 
 

@@ -4,6 +4,10 @@ Kernels (Blackwell) take bf16 and return bf16. torchao's CUDA kernel encodes col
 Triton kernel takes sizes that are multiples of 128; other matrices are transposed and encoded by torch. Emulation
 multiplies dequantised codes, on any device, or adds products up as Blackwell does, where scales are a part of the sum.
 Every size is a multiple of 32.
+
+A weight may have a scale per 32 x 32 values instead. Then its codes are made once, from the weight and not from its
+values in bf16, and serve forward and backward: the gradient of the input is that of the weight which the forward read.
+All scales are rounded up, so that no value saturates (arXiv 2506.08027).
 """
 
 from __future__ import annotations
@@ -15,9 +19,12 @@ from typing import Any, ClassVar, Final, final
 import torch
 from torch import Tensor
 
+from lightning_lowprec.numerics.formats import E4M3, power_of_two_scale
 from lightning_lowprec.numerics.tensor_cores import MX_BLOCK, Emulation, accumulate
+from lightning_lowprec.numerics.tiles import Tile
 from lightning_lowprec.private.torchao import has_mx_extension, mx_names
-from lightning_lowprec.products.arithmetic import Arithmetic, Operand, Product, Role
+from lightning_lowprec.products.arithmetic import Operand, Product, Role
+from lightning_lowprec.products.tiled import TileCodes, Tiled
 
 _TILE: Final = 128  # of torchao's Triton kernel
 _DTYPE: Final = torch.float8_e4m3fn
@@ -26,22 +33,47 @@ _has_extension = functools.cache(has_mx_extension)
 
 
 @final
+class _UpScaled:
+    """How the tiles of a weight become codes."""
+
+    dtype: ClassVar[torch.dtype] = _DTYPE
+
+    @staticmethod
+    def scales(amax: Tensor) -> Tensor:
+        """Return the largest power of two by which the largest value stays within e4m3."""
+        return power_of_two_scale(amax, E4M3)
+
+
+@final
 @dataclass(frozen=True, kw_only=True)
-class MXFP8(Arithmetic):
+class MXFP8(Tiled):
     """Codes of e4m3 with a scale per 32 values, rounded up to a power of two."""
 
     emulate: Emulation
     """Whether dequantised codes are multiplied in place of calling kernels, or which GPU's kernels are emulated."""
+    tiles: bool = False
+    """Whether a weight has a scale per 32 x 32 values."""
     tokens: ClassVar[int] = MX_BLOCK
+    tile: ClassVar[Tile] = (MX_BLOCK, MX_BLOCK)
+
+    def coding(self, role: Role) -> type[_UpScaled] | None:
+        """Return the coding of weights in tiles."""
+        return _UpScaled if self.tiles and role == "weight" else None
 
     def operand(self, matrix: Tensor, role: Role, dtype: torch.dtype) -> Operand:
-        """Return an operand of the values in the dtype of autocast; kernels take bf16."""
+        """Return an operand of the values in the dtype of autocast, which kernels take in bf16, or of a weight."""
+        if self.coding(role) is not None:
+            return self.of_codes(*self.encoded(matrix, role))
         matrix = matrix.to(dtype)
         rounds = self.emulate is not True
         return _Values(matrix.to(torch.bfloat16).contiguous() if rounds else matrix, bool(self.emulate))
 
     def multiply(self, a: Any, b: Any, dtype: torch.dtype, product: Product) -> Tensor:
         """Return a product; scales are a part of the kernels' sums."""
+        if isinstance(b, TileCodes):
+            b = _names().tensor(
+                b.codes, _inverse(b.scale), _DTYPE, MX_BLOCK, a.orig_dtype, a.kernel_preference, None, False
+            )
         if isinstance(self.emulate, str):
             sums: Tensor = accumulate(a.qdata, b.qdata, self.emulate, False, a.scale, b.scale)
             return sums.to(torch.bfloat16).to(dtype)
@@ -73,3 +105,9 @@ def _to_mx(matrix: Tensor, emulate: bool) -> Any:
     names, rows = _names(), matrix.contiguous()
     preference, dim0 = names.emulated if emulate else names.kernels, names.rows_by_triton
     return names.tensor.to_mx(rows, _DTYPE, MX_BLOCK, names.rounded_up, preference, mxfp8_dim0_cast_kernel_choice=dim0)
+
+
+def _inverse(scale: Tensor) -> Tensor:
+    """Return reciprocals of powers of two for every row of a tile: the bits of their exponents are subtracted."""
+    exponents = scale.contiguous().view(torch.int32) >> 23
+    return (254 - exponents).to(torch.uint8).repeat_interleave(MX_BLOCK, 0).view(torch.float8_e8m0fnu)

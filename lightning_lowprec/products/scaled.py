@@ -14,7 +14,7 @@ of a named GPU (:mod:`~lightning_lowprec.numerics.tensor_cores`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, Final, final
 
@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 
 from lightning_lowprec.numerics import tensor_cores
-from lightning_lowprec.numerics.formats import encode
+from lightning_lowprec.numerics.formats import E4M3, encode
 from lightning_lowprec.numerics.kernel_operands import check_operands
+from lightning_lowprec.numerics.weight_rounding import WeightRounding
 from lightning_lowprec.private.torch_products import scaled_product
-from lightning_lowprec.products.arithmetic import OneScale, Operand, Product, Role
+from lightning_lowprec.products.arithmetic import Operand, Product, Role, Transposable
 from lightning_lowprec.products.coded_weight import CodedWeight
 
 LEAST_AMAX: Final = 1e-12
@@ -52,7 +53,7 @@ class Coding:
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Scaled(OneScale):
+class Scaled(Transposable):
     """Float8 codes, with a scale per matrix or per row for each role."""
 
     input: Coding
@@ -86,6 +87,11 @@ class Scaled(OneScale):
     def of_codes(self, codes: Tensor, scale: Tensor) -> Operand:
         """Return the operand of codes with one scale."""
         return _Codes(codes, scale)
+
+    def weight_rounding(self) -> WeightRounding:
+        """Return the rounding of weights."""
+        coding = replace(self.weight, dtype=E4M3.dtype)  # servers read no other
+        return WeightRounding(scale_per="row" if coding.by_row else "tensor", scale_of=coding.scales)
 
     def multiply(self, a: Codes, b: Codes, dtype: torch.dtype, product: Product) -> Tensor:
         """Return a product, [M, N] of ``dtype``; with scales per row it is rounded to bf16 on its way."""

@@ -16,7 +16,7 @@ _ROWS: Final = (
     ("fp8-hybrid-te", "delayed", "hybrid", "scales from the amax of past steps, gradients in e5m2", HYBRID),
     ("fp8-e4m3-te", "delayed", "e4m3", "scales from the amax of past steps, e4m3 everywhere", E4M3_TENSORWISE),
     ("fp8-current", "current", "hybrid", "scales from each tensor, gradients in e5m2", HYBRID),
-    ("fp8-block", "block", "e4m3", "a scale per 128 values or 128x128 weights, e4m3", all_in("e4m3")),
+    ("fp8-block-te", "block", "e4m3", "a scale per 128 values or 128x128 weights, e4m3", all_in("e4m3")),
     ("mxfp8-te", "mxfp8", "e4m3", "a power-of-two scale per 32 values, e4m3 (Blackwell)", all_in("e4m3")),
     ("nvfp4", "nvfp4", "e4m3", "4 bits with a scale per 16 values (Blackwell)", all_in("e2m1", samples=ONE_SCALE)),
 )

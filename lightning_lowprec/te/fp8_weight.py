@@ -26,6 +26,7 @@ from torch import Tensor
 
 from lightning_lowprec.numerics.formats import E4M3, amax, power_of_two_scale, saturating_cast
 from lightning_lowprec.numerics.one_pass import in_one_pass
+from lightning_lowprec.numerics.tiles import Tile
 from lightning_lowprec.private import torch as private
 from lightning_lowprec.products.coded_weight import CodedWeight, in_place_of, user_attributes
 
@@ -170,6 +171,7 @@ class TEWireFormat:
     """The arithmetic of Transformer Engine's recipes that have one scale per tensor, as FSDP2 asks for it."""
 
     dtype = E4M3.dtype
+    tile: Tile | None = None
     per_step = True
 
     def __init__(self, *, power_of_two: bool = False, least_amax: float = 0.0) -> None:
@@ -185,7 +187,7 @@ class TEWireFormat:
         scales = (torch.full_like(amax, E4M3.max) / amax).clamp(max=torch.finfo(torch.float32).max)
         return torch.where(amax.isfinite() & (amax > 0), scales, 1.0)
 
-    def encode(self, values: Tensor, scale: Tensor, *, out: Tensor | None = None) -> Tensor:
+    def encode(self, values: Tensor, scale: Tensor, *, first: int = 0, out: Tensor | None = None) -> Tensor:
         """(...) any float -> (...) e4m3; inf becomes NaN."""
         return in_one_pass(encode, values, scale, out=out)
 

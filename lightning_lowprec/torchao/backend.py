@@ -31,7 +31,7 @@ def _name(recipe: Recipe, fp8_format: FP8Format, formats: Formats, summary: str)
         pads=False,
         experts=None,
         layer_recipes=get_args(Recipe),
-        weight_rounding=partial(later(".torchao.hooks:rounding_of"), not one_scale, not one_scale),
+        weight_rounding=partial(later(".torchao.hooks:rounding_of"), "tensor" if one_scale else "row", not one_scale),
         hardware_recipe="rowwise-gw-hp" if recipe == "rowwise_with_gw_hp" else recipe,
         formats=formats,
     )
@@ -54,7 +54,19 @@ NAMES: Final[Mapping[tuple[str, str], str]] = {
 }
 """The name for ``precision=`` of each recipe and format."""
 _HYBRID: Final = replace(_NAMES["fp8-tensorwise"], summary="another name of fp8-tensorwise")
-_PROTOTYPES: Final = {
+_ONE_FORMAT: Final = {
+    "fp8-block-torchao": PrecisionName(
+        plugin_class=".torchao.one_format:BlockTorchAO",
+        summary="torchao, a scale per 128 values or 128x128 weights, e4m3, as DeepSeek-V3",
+        masters=True,
+        lacks={FP16: "its kernels return bf16"},
+        gathers_fp8=True,
+        conv1d="gathered",
+        layer_recipes=("block",),
+        hardware_recipe="torchao-block",
+        weight_rounding=partial(later(".torchao.hooks:rounding_of"), "block", False),
+        formats=all_in("e4m3", fsdp2="e4m3"),
+    ),
     "int8-mixed": PrecisionName(
         plugin_class=".torchao.one_format:Int8TorchAO",
         format="int8",
@@ -73,10 +85,11 @@ _PROTOTYPES: Final = {
         masters=True,
         lacks={FP16: "its kernels take and return bf16"},
         alignment=32,
-        conv1d="converted",
+        gathers_fp8=True,
+        conv1d="gathered",
         layer_recipes=("mxfp8",),
         hardware_recipe="torchao-mxfp8",
-        formats=all_in("e4m3"),
+        formats=all_in("e4m3", fsdp2="e4m3"),
     ),
 }
 
@@ -84,9 +97,14 @@ _PROTOTYPES: Final = {
 BACKEND: Final = Backend(
     name=NAME,
     title="torchao",
-    names={**_NAMES, "fp8-hybrid-torchao": _HYBRID, **_PROTOTYPES},
+    names={**_NAMES, "fp8-hybrid-torchao": _HYBRID, **_ONE_FORMAT},
     suffix="-torchao",
-    recipes={**{recipe: recipe == "tensorwise" for recipe in get_args(Recipe)}, "int8": False, "mxfp8": False},
+    recipes={
+        **{recipe: recipe == "tensorwise" for recipe in get_args(Recipe)},
+        "block": True,
+        "int8": False,
+        "mxfp8": True,
+    },
     module="torchao.float8",
     distribution="torchao",
     layers_from=("lightning_lowprec.torchao.",),

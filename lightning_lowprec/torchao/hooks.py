@@ -22,7 +22,7 @@ from lightning_lowprec.conversion.recipe_map import GEMMS, InBF16, LayerRecipe
 from lightning_lowprec.numerics.casts import EVALUATES, HIGH, Cast, LayerNumerics
 from lightning_lowprec.numerics.formats import E4M3
 from lightning_lowprec.numerics.one_pass import compiled_on_cuda
-from lightning_lowprec.numerics.weight_rounding import WeightRounding
+from lightning_lowprec.numerics.weight_rounding import ScalePer, WeightRounding
 from lightning_lowprec.numerics.wire_format import wire_changed
 from lightning_lowprec.products.coded_weight import CodedWeight
 from lightning_lowprec.products.scaled import Coding, Scaled
@@ -66,7 +66,7 @@ def numerics_of(layer: nn.Module) -> LayerNumerics | str:
         return "its products are inside of the module"
     by = layer.settings.products
     if not isinstance(by.forward or by.grad_input, Scaled):
-        return "its scales belong to rows and columns, or to blocks of 32 values, and change with each product"
+        return "its scales belong to rows and columns, or to blocks of values, and change with each product"
     if is_conv1d(layer):
         return "a Conv1D"
     if layer.products is None:
@@ -112,17 +112,13 @@ def weight_roundings(layer: nn.Module) -> Mapping[str, WeightRounding | None]:
     else:
         every = layer.settings if isinstance(layer, FP8Experts) else {}
     return {
-        name: _rounding(settings.products.forward)
+        name: settings.products.forward.weight_rounding()
         for name, settings in every.items()
         if settings.products.forward is not None and "forward" not in settings.in_bf16
     }
 
 
-def _rounding(forward: Any) -> WeightRounding | None:
-    return rounding_of(forward.weight.by_row, forward.weight.power_of_2) if isinstance(forward, Scaled) else None
-
-
-def rounding_of(by_row: bool, power_of_2: bool) -> WeightRounding:
+def rounding_of(scale_per: ScalePer, power_of_2: bool) -> WeightRounding:
     """Return torchao's rounding of weights."""
-    coding = Coding(dtype=E4M3.dtype, by_row=by_row, power_of_2=power_of_2)
-    return WeightRounding(scale_per="row" if by_row else "tensor", scale_of=coding.scales)
+    coding = Coding(dtype=E4M3.dtype, by_row=scale_per == "row", power_of_2=power_of_2)
+    return WeightRounding(scale_per=scale_per, scale_of=coding.scales)

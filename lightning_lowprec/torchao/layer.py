@@ -60,7 +60,8 @@ class CodedLayer(PlainFirst):
             return self._plain(input)  # raises as nn.Linear does
         products = self.products if self.training or self.low_eval else None
         if type(input) is not Tensor:
-            check_coded_input(input, in_fp8=products is not None, one_scale=self.has_one_scale)
+            one_scale = self.codes_serve_both and self.settings.config is not None
+            check_coded_input(input, in_fp8=products is not None, one_scale=one_scale)
         if products is None or input.numel() == 0:
             return self._plain(input)
         # eager inference mode shows torchao's tensors operations that they do not know (aten.to.dtype)
@@ -124,14 +125,14 @@ class CodedLayer(PlainFirst):
     @property
     def reads_values(self) -> bool:
         """Whether a product that reads the weight runs in high precision: FSDP2 then gathers the values."""
-        return "forward" in self.in_bf16 or "grad_input" in self.in_bf16 or not self.has_one_scale
+        return "forward" in self.in_bf16 or "grad_input" in self.in_bf16 or not self.codes_serve_both
 
     @property
-    def has_one_scale(self) -> bool:
-        """Whether the weight has one scale in both products that read it."""
+    def codes_serve_both(self) -> bool:
+        """Whether the two products that read the weight read the same codes."""
         return serves(self.settings.products.forward, self.settings.products.grad_input, "weight")
 
     @property
     def wire_format(self) -> TorchAOWire | None:
-        """The format in which FSDP2 may gather the weight; None: the weight has more scales, or is padded."""
-        return self.settings.wire_format if self.has_one_scale and not any(self.padding) else None
+        """The format in which FSDP2 may gather the weight; None: it has codes for each product, or is padded."""
+        return self.settings.wire_format if self.codes_serve_both and not any(self.padding) else None

@@ -30,12 +30,13 @@ if TYPE_CHECKING:
 WITHOUT: Final = ("min_gain", "tokens")
 """Options of other plugins that need measured gains, which there are not for these layers."""
 ProductsPerLayer = Annotated[
-    Mapping[str, Literal["int8", "mxfp8", "bf16"] | GemmChoices], Rule("a mapping of patterns of fqns to recipes")
+    Mapping[str, Literal["block", "int8", "mxfp8", "bf16"] | GemmChoices],
+    Rule("a mapping of patterns of fqns to recipes"),
 ]
 
 
 class OneFormatTorchAO(TorchAO):
-    """Base of the plugins of one format; FSDP2 gathers their weights in the base dtype."""
+    """Base of the plugins of one format."""
 
     kind: ClassVar[str]
     """The name of the recipe."""
@@ -43,6 +44,8 @@ class OneFormatTorchAO(TorchAO):
     """The name for ``precision=``, without a suffix."""
     alignment: ClassVar[int] = 16
     """Features are multiples of this number."""
+    one_code: bool = False
+    """Whether forward and backward read the same codes of a weight."""
 
     def __init__(
         self,
@@ -77,8 +80,10 @@ class OneFormatTorchAO(TorchAO):
 
     @override
     def gathers(self, options: Any) -> str | None:
-        """FSDP2 gathers values: codes are made at every product, along other dimensions each time."""
-        return f"`precision={self.precision!r}` encodes a weight along its rows and along its columns, in bf16"
+        """FSDP2 gathers codes that serve all products of a weight, else values."""
+        if not self.one_code:
+            return f"`precision={self.precision!r}` encodes a weight along its rows and along its columns, in bf16"
+        return None if self.low_eval else "`fp8_eval=False` evaluates with the weights in high precision"
 
 
 @final
@@ -138,10 +143,67 @@ class Int8TorchAO(OneFormatTorchAO):
         return *super().sharded_identity(), self.stochastic_rounding
 
 
-class MXFP8Choices(SharedChoices, EmulationChoices, total=False):
-    """The options of :class:`MXFP8TorchAO` that other plugins share, for type checkers."""
+class Choices(SharedChoices, EmulationChoices, total=False):
+    """The options of plugins that can emulate, for type checkers."""
 
     fp8_eval: bool
+
+
+@final
+@shows(LayerOptions, FP8Options, *SHARED, without=(*WITHOUT, "base"))
+class BlockTorchAO(OneFormatTorchAO):
+    """The GEMMs of the Linear layers in FP8 with a scale per block, as DeepSeek-V3 trained; everything else in bf16.
+
+    Codes are e4m3, with a scale per 128 values of inputs and gradients, and per 128 x 128 of weights. Sums of 128
+    products are scaled and added up in float32. On Hopper cuBLASLt multiplies (CUDA 12.9), on other GPUs torchao's
+    Triton kernels; on a CPU it is emulated. Stacked experts stay in bf16. FSDP2 gathers the codes.
+
+    Args:
+        recipe: ``"block"``, or recipes per layer: ``{"blocks.0.*": "bf16", "*": {"grad_weight": "bf16"}}``. The first
+            pattern that matches an fqn wins; ``keep``, ``only`` and the built-in rules come before. A mapping of
+            ``forward``, ``grad_input`` and ``grad_weight`` computes those GEMMs in bf16, the others in FP8.
+
+    Raises:
+        ValueError: an unknown or contradictory option, or a model in which nothing converts.
+        ImportError: torchao is not installed (ModuleNotFoundError) or does not import.
+        RuntimeError: the device has no FP8 and ``emulate`` is not set.
+    """
+
+    hardware_recipe: RecipeKey | None = "torchao-block"
+    kind: ClassVar[str] = "block"
+    one_code = True
+    name: ClassVar[str] = "fp8-block-torchao"
+
+    def __init__(self, recipe: Literal["block"] | ProductsPerLayer = "block", **options: Unpack[Choices]) -> None:
+        running = take(FP8Options, options)
+        super().__init__(recipe, low_eval=running.fp8_eval, emulate=running.emulation, options=options)
+
+    @override
+    def refusal(self, device: torch.device) -> str | None:
+        from lightning_lowprec.products.block import by_cublas
+
+        if device.type == "cpu" and not self.emulates(device):
+            return "cpu has no FP8 kernels with a scale per block. Leave `emulate=False` out"
+        refused = super().refusal(device) or fp8.kernel_refusal(
+            "torchao-block", self.emulate, device, "BlockTorchAO(emulate=True)"
+        )
+        by_triton = not self.emulates(device) and not by_cublas(device)
+        return refused or (prototype_refusal("block-triton") if by_triton else None)
+
+    @override
+    def how(self, device: torch.device) -> str:
+        from lightning_lowprec.products.block import by_cublas
+
+        if self.emulates(device):
+            return super().how(device)
+        kernels = "cuBLASLt" if by_cublas(device) else "torchao's Triton kernels"
+        return f"FP8 GEMMs with a scale per block by {kernels} on {describe(device)}"
+
+    @override
+    def arithmetic(self, device: torch.device) -> Arithmetic:
+        from lightning_lowprec.products.block import Block
+
+        return Block(emulate=self.emulates(device))
 
 
 @final
@@ -149,14 +211,16 @@ class MXFP8Choices(SharedChoices, EmulationChoices, total=False):
 class MXFP8TorchAO(OneFormatTorchAO):
     """The GEMMs of the Linear layers in MXFP8, everything else in bf16; float32 weights unless told otherwise.
 
-    Codes are e4m3 with a power-of-two scale per 32 values, rounded up, as in torchao's ``MXFP8Linear``. Kernels run on
-    Blackwell; elsewhere MXFP8 can be emulated. Features are multiples of 32. Stacked experts stay in bf16. FSDP2
-    gathers weights in bf16.
+    Codes are e4m3 with a power-of-two scale per 32 values, rounded up. Kernels run on Blackwell; elsewhere MXFP8 can be
+    emulated. Features are multiples of 32. Stacked experts stay in bf16.
 
     Args:
         recipe: ``"mxfp8"``, or recipes per layer: ``{"blocks.0.*": "bf16", "*": {"grad_weight": "bf16"}}``. The first
             pattern that matches an fqn wins; ``keep``, ``only`` and the built-in rules come before. A mapping of
             ``forward``, ``grad_input`` and ``grad_weight`` computes those GEMMs in bf16, the others in MXFP8.
+        weight_scales: ``"tiles"`` gives a weight a scale per 32 x 32 values: forward and backward read the same codes,
+            which FSDP2 gathers. ``"rows"`` gives it one per 32 values, along rows in the forward and along columns in
+            the backward, as torchao's ``MXFP8Linear`` does; FSDP2 then gathers bf16.
 
     Raises:
         ValueError: an unknown or contradictory option, or a model in which nothing converts.
@@ -173,8 +237,11 @@ class MXFP8TorchAO(OneFormatTorchAO):
     def __init__(
         self,
         recipe: Literal["mxfp8"] | ProductsPerLayer = "mxfp8",
-        **options: Unpack[MXFP8Choices],
+        *,
+        weight_scales: Literal["tiles", "rows"] = "tiles",
+        **options: Unpack[Choices],
     ) -> None:
+        self.weight_scales, self.one_code = weight_scales, weight_scales == "tiles"
         running = take(FP8Options, options)
         super().__init__(
             recipe,
@@ -196,4 +263,8 @@ class MXFP8TorchAO(OneFormatTorchAO):
     def arithmetic(self, device: torch.device) -> Arithmetic:
         from lightning_lowprec.products.mxfp8 import MXFP8
 
-        return MXFP8(emulate=self.emulates(device))
+        return MXFP8(emulate=self.emulates(device), tiles=self.one_code)
+
+    @override
+    def sharded_identity(self) -> tuple[Any, ...]:
+        return *super().sharded_identity(), self.weight_scales

@@ -14,8 +14,9 @@ from torchao.float8.float8_linear import Float8Linear
 from lightning_lowprec.conversion.gains import Recipe
 from lightning_lowprec.conversion.recipe_map import ALL_GEMMS, GEMMS, NO_GEMM, Gemm, InBF16, LayerRecipe
 from lightning_lowprec.numerics.tensor_cores import FNUZ, Emulation
-from lightning_lowprec.products.arithmetic import Arithmetic, Products
+from lightning_lowprec.products.arithmetic import Arithmetic, Products, Transposable
 from lightning_lowprec.products.scaled import Coding, Scaled
+from lightning_lowprec.products.tiled import Tiled
 from lightning_lowprec.torchao.wire_format import TorchAOWire
 
 
@@ -77,10 +78,13 @@ class LayerSettings:
 
     @property
     def wire_format(self) -> TorchAOWire | None:
-        """The format in which FSDP2 may gather a weight with one scale."""
+        """The format in which FSDP2 may gather a weight whose codes serve forward and backward."""
         forward = self.products.forward
-        coding = forward.coding("weight") if isinstance(forward, Scaled) else None
-        return None if coding is None else TorchAOWire(self.mm_config, coding, self.products.saves_weight)
+        if not isinstance(forward, Transposable) or (coding := forward.coding("weight")) is None:
+            return None
+        if isinstance(forward, Tiled):
+            return TorchAOWire(None, coding, self.products.saves_weight, forward.tile)
+        return TorchAOWire(self.mm_config, coding, self.products.saves_weight)
 
     @property
     def torchao_attributes(self) -> dict[str, Any]:
@@ -217,5 +221,5 @@ class OneFormat:
                 f" whole run; expected {self.name!r}, 'bf16', or a mapping such as {{'forward': 'bf16'}}."
             )
         by = self.arithmetic
-        products = Products(forward=by, grad_input=by, grad_weight=by)
+        products = Products(forward=by, grad_input=by, grad_weight=by, saves_weight=True)
         return LayerSettings(products=products, in_bf16=recipe.in_bf16, others=self).promote(recipe.promoted)

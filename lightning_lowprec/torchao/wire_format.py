@@ -16,10 +16,12 @@ from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInpu
 
 from lightning_lowprec.numerics.formats import encode
 from lightning_lowprec.numerics.one_pass import in_one_pass
+from lightning_lowprec.numerics.tiles import Tile, spread
 from lightning_lowprec.private.torch import MOVING_OPERATIONS, inference_mode_of, tree_map_only
 from lightning_lowprec.private.torchao import codes_of, constructor_arguments, set_scale
 from lightning_lowprec.products.coded_weight import CodedWeight
-from lightning_lowprec.products.scaled import LEAST_AMAX, Coding
+from lightning_lowprec.products.scaled import LEAST_AMAX
+from lightning_lowprec.products.tiled import TileCoding, encode_rows
 
 _aten: Any = torch.ops.aten
 _VIEWS: Final = {
@@ -27,11 +29,22 @@ _VIEWS: Final = {
     *(_aten.slice.Tensor, _aten.split.Tensor),
 }
 _PRODUCTS: Final = {_aten.mm.default, _aten.addmm.default}
+_ALIASES: Final = {_aten.detach.default, _aten.view.default, _aten.as_strided.default}  # of the whole weight
 _HALF: Final = (torch.bfloat16, torch.float16)
 
 
+class _Gathered(CodedWeight):
+    @classmethod
+    def write(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Sequence[Any]) -> NoReturn:
+        """Refuse a write, which would be lost when FSDP2 frees the weight."""
+        raise RuntimeError(
+            f"{func} would write to a gathered weight of shape {tuple(args[0].shape)} (FSDP2), which is freed after"
+            " its layer ran. Write to the shards, between steps."
+        )
+
+
 @final
-class GatheredWeight(CodedWeight, Float8TrainingTensor):
+class GatheredWeight(_Gathered, Float8TrainingTensor):
     """torchao's float8 tensor, which shows its values to operations that torchao does not run on codes."""
 
     __slots__ = ()
@@ -57,14 +70,6 @@ class GatheredWeight(CodedWeight, Float8TrainingTensor):
         return tree_map_only(Float8TrainingTensor, cls._of, by_torchao(func, types, args, kwargs))
 
     @classmethod
-    def write(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Sequence[Any]) -> NoReturn:
-        """Refuse a write, which would be lost when FSDP2 frees the weight."""
-        raise RuntimeError(
-            f"{func} would write to a gathered weight of shape {tuple(args[0].shape)} (FSDP2), which is freed after"
-            " its layer ran. Write to the shards, between steps."
-        )
-
-    @classmethod
     def _of(cls, tensor: Tensor) -> GatheredWeight:
         codes, *rest = constructor_arguments(tensor)
         with inference_mode_of(codes):
@@ -76,14 +81,55 @@ class GatheredWeight(CodedWeight, Float8TrainingTensor):
         return GatheredWeight._of(Float8TrainingTensor.__tensor_unflatten__(inner, metadata, size, stride))
 
 
+@final
+class GatheredTiles(_Gathered):
+    """Codes and the scales of tiles, which the layer multiplies by; all other code reads the values."""
+
+    codes: Tensor
+    scale: Tensor
+    by_tile: Tile
+
+    @staticmethod
+    def __new__(cls, codes: Tensor, scale: Tensor, tile: Tile, dtype: torch.dtype) -> GatheredTiles:
+        """Make a tensor without memory, and hang codes and scales at it."""
+        weight = cls.showing(codes, dtype)
+        weight.codes, weight.scale, weight.by_tile = codes, scale, tile
+        return weight
+
+    def codes_and_scale(self) -> tuple[Tensor, Tensor]:
+        """Return the codes, and the scales."""
+        return self.codes, self.scale
+
+    def decode(self) -> Tensor:
+        """Return the values."""
+        return (self.codes.float() * spread(self.scale.reciprocal(), self.by_tile, self.shape)).to(self.dtype)
+
+    @classmethod
+    def on_codes(cls, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Keep codes for aliases of the whole weight."""
+        if func not in _ALIASES:
+            return NotImplemented
+        weight = args[0]
+        return cls(func(weight.codes, *args[1:], **kwargs), weight.scale, weight.by_tile, weight.dtype)
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        """Return the names of the inner tensors, and what else makes this one; called by compilers."""
+        return ["codes", "scale"], (self.by_tile, self.dtype)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], metadata: Any, size: Any, stride: Any) -> GatheredTiles:
+        return GatheredTiles(inner["codes"], inner["scale"], *metadata)
+
+
 @dataclass(frozen=True)
 class TorchAOWire:
     """The arithmetic of the layers, and the tensor that holds a weight's codes."""
 
     mm_config: Any
-    """torchao's settings of the three GEMMs, the same for all layers of a model that are gathered as float8."""
-    coding: Coding
+    """torchao's settings of the three GEMMs, the same for all layers of a model that are gathered; None with tiles."""
+    coding: TileCoding
     per_step: bool
+    tile: Tile | None = None
     least_amax: ClassVar[float] = LEAST_AMAX
 
     @property
@@ -95,15 +141,23 @@ class TorchAOWire:
         """Return the scales of largest absolute values."""
         return self.coding.scales(amax)
 
-    def encode(self, values: Tensor, scale: Tensor, *, out: Tensor | None = None) -> Tensor:
+    def encode(self, values: Tensor, scale: Tensor, *, first: int = 0, out: Tensor | None = None) -> Tensor:
         """(...) any float -> (...) float8; inf becomes the largest value."""
-        return in_one_pass(encode, values, scale, self.dtype, out=out)
+        if self.tile is None:
+            return in_one_pass(encode, values, scale, self.dtype, out=out)
+        codes: Tensor = encode_rows(values, scale, self.tile, first, self.dtype)
+        return codes if out is None else out.copy_(codes)
 
     def whole(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the gathered weight."""
+        if self.tile is not None:
+            return GatheredTiles(codes, scale, self.tile, dtype)
         whole: Tensor = GatheredWeight(codes, scale, dtype, self.mm_config, gemm_input_role=GemmInputRole.WEIGHT)
         return whole
 
     def refill(self, whole: Tensor, codes: Tensor, scale: Tensor) -> None:
         """Update the scale; new codes are already in the same memory."""
-        set_scale(whole, scale)
+        if isinstance(whole, GatheredTiles):
+            whole.scale = scale
+        else:
+            set_scale(whole, scale)

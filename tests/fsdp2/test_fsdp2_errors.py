@@ -92,7 +92,7 @@ def test_an_unknown_option_is_a_type_error():
     [
         (FP8TorchAO(recipe="rowwise"), r"`recipe='rowwise'` has a scale per row, and only one per tensor"),
         (Int8TorchAO(), "`precision='int8-mixed'` encodes a weight along its rows and along its columns, in bf16"),
-        (MXFP8TorchAO(), "`precision='mxfp8-torchao'` encodes a weight along its rows"),
+        (MXFP8TorchAO(weight_scales="rows"), "`precision='mxfp8-torchao'` encodes a weight along its rows"),
         (FP8TorchAO(fp8_eval=False), r"`fp8_eval=False` evaluates with the weights in high precision"),
         ("bf16-mixed", r"`precision='bf16-mixed'` has no FP8 weights"),
         ("32-true", r"`precision='32-true'` has no FP8 weights"),

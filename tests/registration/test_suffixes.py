@@ -9,7 +9,7 @@ import lightning as L
 import pytest
 import torch
 
-from lightning_lowprec import FP8TE, FP8TorchAO, Int8TorchAO, MasterConfig, MXFP8TorchAO
+from lightning_lowprec import FP8TE, BlockTorchAO, FP8TorchAO, Int8TorchAO, MasterConfig, MXFP8TorchAO
 from lightning_lowprec.conversion.name_suffixes import families, in_words, split
 from lightning_lowprec.names import TABLE, create, resolve, without_backend
 from lightning_lowprec.tools.cli import main
@@ -19,7 +19,7 @@ FORMS = {"-master": True, "-remainder": "remainder", "-8bit": "8bit", "-sr": "st
 BF16_BASED = [
     name
     for name, row in TABLE.items()
-    if row.plugin in (FP8TorchAO, FP8TE, Int8TorchAO, MXFP8TorchAO)
+    if row.plugin in (BlockTorchAO, FP8TorchAO, FP8TE, Int8TorchAO, MXFP8TorchAO)
     and split(name)[1] == ""
     and name not in ("mxfp8", "mxfp8-te", "nvfp4", "fp8-lean")
 ]
@@ -27,7 +27,7 @@ HERE = [name for name in BF16_BASED if TABLE[name].plugin is not FP8TE or find_s
 
 
 def test_the_rule_covers_every_bf16_based_name():
-    assert len(BF16_BASED) == 13
+    assert len(BF16_BASED) == 15
     for name in BF16_BASED:
         for suffix, form in FORMS.items():
             row = TABLE[f"{name}{suffix}"]
@@ -79,7 +79,7 @@ REFUSED = {
     "mxfp8-torchao-fp16": "'mxfp8-torchao' has no `-fp16`: its kernels take and return bf16.",
     "nvfp4-sr": "'nvfp4' has no `-sr`: it needs Blackwell",
     "nvfp4-fp16": "'nvfp4' has no `-fp16`: its Hadamard transform is made for bf16.",
-    "fp8-block-fp16": "'fp8-block' has no `-fp16`: write `plugins=FP8TE('block', base='fp16')`.",
+    "fp8-block-te-fp16": "'fp8-block-te' has no `-fp16`: write `plugins=FP8TE('block', base='fp16')`.",
     "fp8-rowwise-fp16": "'fp8-rowwise' has no `-fp16`: its kernels round their output through bf16.",
     "msamp-o3-master": "'msamp-o3' has no `-master`: it keeps its weights as codes",
     "msamp-o3-fp16": "'msamp-o3' has no `-fp16`: its backend has no such name.",
@@ -120,7 +120,7 @@ def test_an_error_lists_families_and_suffixes_not_members():
     assert quoted >= {*TABLE} - members
     assert not quoted & members
     assert quoted >= {"-fp16", *FORMS}
-    assert listed.endswith("'fp8-block', each also with '-master', '-remainder', '-8bit' or '-sr'.")
+    assert listed.endswith("'fp8-block-te', each also with '-master', '-remainder', '-8bit' or '-sr'.")
 
 
 def test_a_family_says_exactly_what_exists():

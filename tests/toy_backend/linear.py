@@ -13,6 +13,7 @@ class Format:
 
     dtype = E4M3.dtype
     least_amax = 0.0
+    tile = None
     per_step = False
     scales = staticmethod(lambda amax: power_of_two_scale(amax, E4M3))
     whole = staticmethod(lambda codes, scale, dtype: Gathered(codes, scale, dtype))

@@ -1,0 +1,113 @@
+"""Float8 codes of e4m3 with a scale per block of 128: the recipe of DeepSeek-V3 (arXiv 2412.19437, section 3.3).
+
+    input, gradient    a scale per 128 values of what a product sums: 1 x 128
+    weight             a scale per 128 x 128 values: the same codes serve forward and backward
+    scale = 448 / amax(block)            codes = round(values * scale)
+    product = sum over blocks k of (codes_a[:, k] @ codes_b[:, k].T) / scale_a[:, k] / scale_b[:, k], in float32
+
+So tensor cores add up 128 products, and these sums are scaled and added in float32 ("promoted"). Emulation adds 128
+products up exactly, rounds their sum to float32, multiplies by the reciprocal of ``scale_a``, then of ``scale_b``, and
+adds: every machine computes the same bits. With a named GPU, 128 products are added up as this GPU does.
+
+On Hopper cuBLASLt multiplies (CUDA 12.9), elsewhere torchao's Triton kernels. The sum ends with a smaller block where
+sizes are no multiples of 128; Triton's operands are filled up with zeros.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Final, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_lowprec.hardware import architecture
+from lightning_lowprec.numerics.formats import E4M3
+from lightning_lowprec.numerics.tensor_cores import Emulation, accumulate
+from lightning_lowprec.numerics.tiles import Tile
+from lightning_lowprec.numerics.weight_rounding import BLOCK, WeightRounding
+from lightning_lowprec.private.torch_products import block_product
+from lightning_lowprec.private.torchao import block_kernels
+from lightning_lowprec.products.arithmetic import Operand, Product, Role
+from lightning_lowprec.products.scaled import Coding
+from lightning_lowprec.products.tiled import TileCodes, Tiled, encode_tiles
+
+_SUMMED: Final = (1, BLOCK)
+_CODING: Final = Coding(dtype=E4M3.dtype, by_row=False, power_of_2=False)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Block(Tiled):
+    """Float8 codes with a scale per 128 values, or 128 x 128 values of a weight."""
+
+    emulate: Emulation
+    tokens: ClassVar[int] = 16
+    tile: ClassVar[Tile] = (BLOCK, BLOCK)
+
+    def coding(self, role: Role) -> Coding | None:
+        """Return the coding of weights."""
+        return _CODING if role == "weight" else None
+
+    def operand(self, matrix: Tensor, role: Role, dtype: torch.dtype) -> Operand:
+        """Return an operand."""
+        return self.of_codes(*self.encoded(matrix, role)) if role == "weight" else _Values(matrix)
+
+    def weight_rounding(self) -> WeightRounding:
+        """Return the rounding of weights: that of ``hf-fp8-block``."""
+        return WeightRounding(scale_per="block", scale_of=_CODING.scales)
+
+    def multiply(self, a: TileCodes, b: TileCodes, dtype: torch.dtype, product: Product) -> Tensor:
+        """Return a product, [M, N] of ``dtype``."""
+        inverse_a, inverse_b = a.scale.reciprocal(), b.scale.reciprocal()
+        if self.emulate:
+            if len(inverse_b) < len(b.codes):
+                inverse_b = inverse_b.repeat_interleave(BLOCK, 0)[: len(b.codes)]
+            return _promoted(a.codes, b.codes, inverse_a, inverse_b, self.emulate).to(dtype)
+        inverse_a = inverse_a.t().contiguous().t()  # kernels read scales column by column
+        if by_cublas(a.codes.device):
+            return block_product(a.codes, b.codes.t(), inverse_a, inverse_b, dtype)
+        by_tile, by_row = block_kernels()
+        rows, others = _filled(a.codes), _filled(b.codes).t()
+        if len(inverse_b) == len(b.codes):
+            return by_row(rows, others, inverse_a, inverse_b.t().contiguous(), out_dtype=dtype)  # type: ignore[no-any-return]
+        return by_tile(rows, others, inverse_a, inverse_b.contiguous().t(), out_dtype=dtype)  # type: ignore[no-any-return]
+
+
+def by_cublas(device: torch.device) -> bool:
+    """Return whether cuBLASLt multiplies codes with a scale per block: on Hopper, from CUDA 12.9 on."""
+    version = tuple(map(int, (torch.version.cuda or "0").split(".")))
+    return architecture(device).key == "sm_90" and version >= (12, 9)
+
+
+def _promoted(a: Tensor, b: Tensor, inverse_a: Tensor, inverse_b: Tensor, emulate: Emulation) -> Tensor:
+    """[M, K], [N, K] codes -> [M, N] float32: blocks of 128 along K are scaled, and added in float32."""
+    total = torch.zeros(len(a), len(b), device=a.device)
+    for number, start in enumerate(range(0, a.shape[1], BLOCK)):
+        left, right = (codes[:, start : start + BLOCK] for codes in (a, b))
+        if isinstance(emulate, str):
+            sums: Tensor = accumulate(left, right, emulate, True)
+        else:
+            sums = (left.double() @ right.double().t()).float()
+        total = total + sums * inverse_a[:, number, None] * inverse_b[:, number]
+    return total
+
+
+def _filled(codes: Tensor) -> Tensor:
+    missing = -codes.shape[1] % BLOCK
+    return F.pad(codes.view(torch.uint8), (0, missing)).view(codes.dtype) if missing else codes
+
+
+@final
+class _Values:
+    """An input or a gradient, which is encoded along what a product sums."""
+
+    def __init__(self, matrix: Tensor) -> None:
+        self.matrix = matrix
+
+    def rows(self) -> TileCodes:
+        return encode_tiles(self.matrix, _SUMMED, _CODING)
+
+    def columns(self) -> TileCodes:
+        return encode_tiles(self.matrix.t(), _SUMMED, _CODING)
