@@ -77,12 +77,6 @@ class ScaledGradient(Tensor):
         self.inv_scale.copy_(inv_scale)
         self.stage = max(self.stage, Stage.OWN)
 
-    def set_zero_(self) -> None:
-        """Make all values 0, also if the scale is NaN."""
-        self.codes.zero_()
-        self.inv_scale.fill_(1.0)
-        self.stage = min(self.stage, Stage.OWN)
-
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"{type(self).__name__}(shape={tuple(self.shape)}, inv_scale={self.inv_scale}, codes={self.codes})"
 
@@ -196,7 +190,11 @@ def _add(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 def _zero_(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     for tensor in private.tree_leaves(args[0]):
-        tensor.set_zero_() if isinstance(tensor, ScaledGradient) else tensor.zero_()
+        if isinstance(tensor, ScaledGradient):
+            tensor.inv_scale.fill_(1.0)  # it may be NaN
+            tensor.stage = min(tensor.stage, Stage.OWN)
+            tensor = tensor.codes
+        tensor.zero_()
     return _returned(args[0])
 
 

@@ -97,10 +97,7 @@ FACTOR_BLOCK: Final = tl.constexpr(1 << 13)
 
 @triton.jit(do_not_specialize=("size",))  # type: ignore[untyped-decorator]
 def multiply(values, factor, size, BF16: tl.constexpr):  # type: ignore[no-untyped-def]
-    """``values *= factor``, computed in float32; nothing is read or written if the factor is 1.
-
-    ``values``: (size,) float32 or float16, or with ``BF16`` the bits of bfloat16 as int16. ``factor``: (1,) float32.
-    """
+    """``values *= factor``, computed in float32, for (size,) values, with ``BF16`` as int16, and (1,) float32."""
     number = tl.load(factor)
     if number != 1.0:
         places = tl.program_id(0).to(tl.int64) * FACTOR_BLOCK + tl.arange(0, FACTOR_BLOCK)
@@ -139,11 +136,10 @@ def _tile(weight, codes, transposed, scale, rows, columns):  # type: ignore[no-u
 def encode_weight(  # type: ignore[no-untyped-def]
     weight, codes, transposed, scale, hint, amax, rows, columns, MODE: tl.constexpr
 ):
-    """Write ``cast(weight * scale)``: (rows, columns) and (columns, rows), float8_e4m3fn; finite values saturate.
+    """Write ``cast(weight * scale)``: (rows, columns) and (columns, rows), float8_e4m3fn as int8; all are contiguous.
 
-    ``weight``: float32, bfloat16 or float16; the codes are int8; all are contiguous, and rows and columns multiples of
-    16. ``MODE`` is "plain"; "check", which also raises ``amax``, () int32, to the bits of the largest absolute value;
-    or "mend", which encodes only if ``amax`` is not the ``hint`` by which "check" has encoded.
+    ``MODE`` is "plain"; "check", which also raises ``amax``, () int32, to the bits of the largest absolute value; or
+    "mend", which encodes only if ``amax`` is not the ``hint`` by which "check" has encoded.
     """
     if MODE == "mend":
         if tl.load(hint) != tl.load(amax):
@@ -222,10 +218,9 @@ def _places(n):  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=("n",))  # type: ignore[untyped-decorator]
 def encode_blocks(values, sent, inv_scales, n, size, BF16: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Write the bytes of one row of values.
+    """Write the bytes of one row of values: (rows, n), with ``BF16`` as int16, to ``sent``, (rows, size) uint8.
 
-    ``values``: (rows, n) float32 or float16, or with ``BF16`` the bits of bfloat16 as int16. ``sent``: (rows, size)
-    uint8, where ``size`` is a multiple of 16. ``inv_scales``: the memory of ``sent`` as float32.
+    ``inv_scales`` is the memory of ``sent`` as float32.
     """
     row = tl.program_id(1).to(tl.int64)
     blocks = (n + BLOCK - 1) // BLOCK
@@ -253,10 +248,7 @@ def encode_blocks(values, sent, inv_scales, n, size, BF16: tl.constexpr):  # typ
 def decode_sum(  # type: ignore[no-untyped-def]
     total, sent, inv_scales, n, size, factor, RANKS: tl.constexpr, BF16: tl.constexpr
 ):
-    """Write the sum over ranks of one row, times ``factor``, to ``total``: (rows, n); see :func:`encode_blocks`.
-
-    ``sent``: (ranks, rows, size) uint8.
-    """
+    """Write the sum over ranks of one row of ``sent``, (ranks, rows, size) uint8, times ``factor``, to ``total``."""
     row = tl.program_id(1).to(tl.int64)
     rows = tl.num_programs(1).to(tl.int64)
     blocks = (n + BLOCK - 1) // BLOCK

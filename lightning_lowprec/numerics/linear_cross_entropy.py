@@ -346,7 +346,7 @@ def multiply_(values: Tensor, factor: Tensor) -> Tensor:
 
 
 def launch(values: Tensor, factor: Tensor) -> None:
-    """Launch the kernel for ``values``, which are contiguous and on the device of ``factor``."""
+    """Launch the kernel for contiguous values."""
     if is_simulated():
         return
     from lightning_lowprec.numerics import kernels
