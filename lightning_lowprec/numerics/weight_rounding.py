@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_lowprec.numerics import tiles
-from lightning_lowprec.numerics.formats import E4M3, encode, power_of_two_scale
+from lightning_lowprec.numerics.formats import E4M3, encode
 
 ScalePer = Literal["tensor", "row", "block"]
 BLOCK: Final = 128
@@ -42,11 +42,6 @@ def nearest_scale(amax: Tensor) -> Tensor:
     """Return ``448 / amax``, rounded once: (...) float32 -> (...) float32; 1 where ``amax`` is 0 or not finite."""
     scale = (E4M3.max / amax.double()).float().clamp(max=torch.finfo(torch.float32).max)
     return torch.where(amax.isfinite() & (amax > 0), scale, 1.0)
-
-
-def exponent_scale(amax: Tensor) -> Tensor:
-    """Return the largest power of two by which ``amax`` stays within e4m3: (...) float32 -> (...) float32."""
-    return power_of_two_scale(amax, E4M3)
 
 
 def amax_grid(values: Tensor, scale_per: ScalePer) -> Tensor:

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from lightning_lowprec.conversion.plan import Plan
 from lightning_lowprec.conversion.recipe_map import ALL_GEMMS, NO_GEMM, InBF16, LayerRecipe
 from lightning_lowprec.numerics.casts import EVALUATES, HIGH, Cast, LayerNumerics
+from lightning_lowprec.numerics.formats import power_of_two_scale
 from lightning_lowprec.numerics.one_pass import compiled_on_cuda
-from lightning_lowprec.numerics.weight_rounding import WeightRounding, exponent_scale, nearest_scale
+from lightning_lowprec.numerics.weight_rounding import WeightRounding, nearest_scale
 from lightning_lowprec.numerics.wire_format import wire_changed
 from lightning_lowprec.private.transformer_engine import scale_state
 from lightning_lowprec.te import recipes
@@ -33,10 +34,10 @@ from lightning_lowprec.te.recipes import BACKWARD, HIGH_PRECISION, LayerRecipes,
 _OF_KIND: Final[Mapping[str, WeightRounding]] = {
     "delayed": WeightRounding(scale_per="tensor", scale_of=nearest_scale),
     "current": WeightRounding(scale_per="tensor", scale_of=nearest_scale),
-    "block": WeightRounding(scale_per="block", scale_of=exponent_scale),
+    "block": WeightRounding(scale_per="block", scale_of=power_of_two_scale),
 }
 """By recipe. Delayed scaling has older scales while it trains; the scale of the weight at hand is never worse."""
-_STORED: Final = WeightRounding(scale_per="tensor", scale_of=exponent_scale)
+_STORED: Final = WeightRounding(scale_per="tensor", scale_of=power_of_two_scale)
 _TENSORS: Final = {
     "input": ("forward", 0, "fp8_quant_fwd_inp"),
     "weight": ("forward", 1, "fp8_quant_fwd_weight"),
@@ -228,4 +229,4 @@ def weight_roundings(layer: nn.Module) -> Mapping[str, WeightRounding]:
     if kind == "block" and not recipe.float8_block_scaling():
         return {}
     power_of_2 = recipe.fp8_quant_fwd_weight.power_2_scale
-    return {"weight": replace(_OF_KIND[kind], scale_of=exponent_scale if power_of_2 else nearest_scale)}
+    return {"weight": replace(_OF_KIND[kind], scale_of=power_of_two_scale if power_of_2 else nearest_scale)}
