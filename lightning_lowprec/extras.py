@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import distributions
 from types import ModuleType
 
 INSTALL = {
@@ -35,6 +36,12 @@ def require(module: str, purpose: str) -> ModuleType:
             f" Install a version that goes with this torch: `{remedy}`.",
             name=root,
         ) from error
+
+
+def installed(packages: Iterable[str]) -> dict[str, str | None]:
+    """Return the version of each package, or None for a package that is not installed."""
+    found = {name: next(iter(distributions(name=name)), None) for name in packages}
+    return {name: None if package is None else package.version for name, package in found.items()}
 
 
 @contextmanager

@@ -18,7 +18,7 @@ import pytest
 
 import lightning_lowprec
 from lightning_lowprec import callbacks, msamp, names
-from lightning_lowprec.private.argparse import actions
+from lightning_lowprec.private.names import actions
 from lightning_lowprec.tools import parsers
 
 FILE = Path(__file__).with_name("surface.txt")

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.convergence.precisions import BASELINE
-from lightning_lowprec.tools.compare.paired import CONFIDENCE, Interval, student_t
-from lightning_lowprec.tools.compare.result import relative_gap
+from lightning_lowprec.tools.compare.result import CONFIDENCE, Interval, relative_gap, student_t
 
 
 @dataclass(frozen=True, kw_only=True)

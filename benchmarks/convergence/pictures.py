@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from benchmarks.convergence.gaps import Row
 from benchmarks.convergence.results import Results
 from lightning_lowprec.names import TABLE, resolve
-from lightning_lowprec.tools.compare.pictures import COLOURS
+from lightning_lowprec.tools.compare.comparison import COLOURS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -218,7 +218,7 @@ def _add_base(runs: Runs, task: Task) -> None:
     assert path is not None
     spec = Task(subject=subject, precision=BASELINE, seed=task.seed, work=task.work).spec()
     result = PrecisionResult(name=BASELINE, seed=task.seed)
-    fit(spec, BASELINE, task.seed, _Collected(result), [_Keep(path)])
+    fit(spec, BASELINE, task.seed, result.add, [_Keep(path)])
     sha256 = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
     base = {"subject": task.subject.key, "seed": task.seed, "val_loss": result.final_val, "sha256": sha256}
     before = [known for known in runs.of("base") if (known["subject"], known["seed"]) == (base["subject"], task.seed)]
@@ -229,16 +229,6 @@ def _add_base(runs: Runs, task: Task) -> None:
             f"The base weights of {base['subject']} with seed {task.seed} are not those of the runs in {runs.path}:"
             " this machine does not repeat its results. Give another folder by --out."
         )
-
-
-class _Collected:
-    """Keeps the figures of a training in this process."""
-
-    def __init__(self, result: PrecisionResult) -> None:
-        self.result = result
-
-    def send(self, message: dict[str, Any], /) -> None:
-        self.result.add(message)
 
 
 class _Keep(L.Callback):

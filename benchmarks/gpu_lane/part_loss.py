@@ -118,7 +118,7 @@ class Losses:
         name, _, seed = key.rpartition(SEED)
         result = PrecisionResult(name=name, seed=int(seed))
         try:
-            fit(spec_of(settings), name, int(seed), Recorded(result))
+            fit(spec_of(settings), name, int(seed), Recorded(result).send)
         except FloatingPointError:  # a loss that is not finite
             if values_exist():
                 raise

@@ -10,7 +10,7 @@ from benchmarks.gpu_lane import figures, part_loss
 from benchmarks.gpu_lane.item import missing_library
 from benchmarks.gpu_lane.linear_runs import BF16
 from benchmarks.gpu_lane.results import figures_of
-from lightning_lowprec.tools.compare import pictures as compared
+from lightning_lowprec.tools.compare import comparison as compared
 
 Data = dict[str, Any]
 

@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.ledger.recorder import Log, Record, mark, recording
 from lightning_lowprec.fsdp2.fp8_gather import GatherScales
 from lightning_lowprec.numerics import one_pass
-from lightning_lowprec.tools.planning.per_rank import all_gather, all_reduce
+from lightning_lowprec.tools.planning.costs import all_gather, all_reduce
 
 STAGES = {
     "scales": (GatherScales, "refresh"),

@@ -25,8 +25,7 @@ from benchmarks.ledger.collectives import Counts, counted
 from lightning_lowprec import FabricFSDP2Strategy
 from lightning_lowprec.conversion.plan import make_plan
 from lightning_lowprec.names import TABLE
-from lightning_lowprec.tools.planning.costs import footprints
-from lightning_lowprec.tools.planning.per_rank import per_rank
+from lightning_lowprec.tools.planning.costs import footprints, per_rank
 
 ShapeName = Literal["8b", "70b", "405b"]
 LLAMA3: Mapping[str, Shape] = {

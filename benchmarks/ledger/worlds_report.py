@@ -19,7 +19,7 @@ AdamW, Llama 3's shapes. Blocks are not compiled; activations are recomputed per
 """
 SENT = """## Sent per rank and step (GB)
 
-A ring's bytes. `=` behind a figure: the count equals the formula of `tools/planning/per_rank.py` to the
+A ring's bytes. `=` behind a figure: the count equals the formula of `tools/planning/costs.py` to the
 byte. Shards: x copies x ranks of a tensor-parallel group. Scales in bytes. Other: all-reduces that no formula
 promises, of activations under tensor parallelism, and of the amax history of Transformer Engine's delayed scaling.
 """

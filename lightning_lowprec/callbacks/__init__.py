@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any, Final
 from lightning_lowprec.private.either import share_bases
 
 if TYPE_CHECKING:
-    from lightning_lowprec.callbacks.demotion import Demotion
     from lightning_lowprec.callbacks.monitor import NumericsMonitor
-    from lightning_lowprec.callbacks.readings import Reading
+    from lightning_lowprec.callbacks.readings import Demotion, Reading
     from lightning_lowprec.callbacks.schedule import PrecisionSchedule
 
 _FROM: Final = {
-    "Demotion": "demotion",
+    "Demotion": "readings",
     "NumericsMonitor": "monitor",
     "PrecisionSchedule": "schedule",
     "Reading": "readings",

@@ -1,34 +1,82 @@
-"""A callback that says how much FP8 takes from every layer, every few steps."""
+"""A callback that says how much FP8 takes from every layer, every few steps, and runs in bf16 what loses too much."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, final
 
 import torch
 import torch.distributed as dist
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_lowprec.callbacks import readings as files
-from lightning_lowprec.callbacks.demotion import Demoter, Demotion
 from lightning_lowprec.callbacks.nonfinite import Direction, FirstNonfinite, Nonfinite
 from lightning_lowprec.callbacks.paused_compiler import PausedCompiler, may_compile
-from lightning_lowprec.callbacks.readings import FILE, Reading
-from lightning_lowprec.callbacks.sampling import Sampler
+from lightning_lowprec.callbacks.readings import FILE, Demotion, Reading
+from lightning_lowprec.callbacks.sampling import Sampler, named_layers
 from lightning_lowprec.callbacks.shadow_loss import shadow_loss
 from lightning_lowprec.checks import Count, Rule
+from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.options import shows
 from lightning_lowprec.numerics.tensor_cores import TensorCores
 from lightning_lowprec.precision.plain import unwrapped
 from lightning_lowprec.private.either import Callback, LightningModule, Trainer
+from lightning_lowprec.private.names import replaced
 
 Log = bool | Literal["layers"]
+_HIGH: Final = "bf16"
 _ONE_DB: Final = 5.9  # noise that is 5.9 dB below another adds 1 dB to the other: 10 ** 0.1 - 1 = 10 ** -0.59
 Share = Annotated[float, Rule("a number above 0 and at most 1", lambda value: bool(0 < value <= 1))]
+
+
+@final
+@dataclass
+class Demoter:
+    """Counts bad readings, and gives layers back to bf16 by readings, which are the same on all ranks.
+
+    What was decided is state of the monitor: a run that is resumed goes on with the same layers demoted. Nothing is
+    promoted back.
+    """
+
+    limits: Demotion
+    bad: dict[str, int] = field(default_factory=dict)
+    """By fqn: bad readings in a row."""
+    demoted: dict[str, str] = field(default_factory=dict)
+    """By fqn: the recipe that the layer has got."""
+
+    def see(self, model: nn.Module, readings: Sequence[Reading]) -> None:
+        """Demote the layers whose patience is at an end."""
+        layers = dict(named_layers(model))
+        patience = self.limits.patience
+        for fqn, layer in layers.items():
+            backend = backends.owner(layer)
+            if backend is not None and backend.reconfigure is None:
+                raise ValueError(
+                    f"`demote=` is not possible with {backend.title}, whose layers ({fqn!r}) cannot change their"
+                    " precision during a run. Leave it out, or use FP8TorchAO or FP8TE."
+                )
+        for fqn, of_layer in files.by_layer(readings).items():
+            reason = self.limits.reason(of_layer)
+            self.bad[fqn] = 0 if reason is None else (self.bad.get(fqn, 0) + 1) % patience
+            if reason is None or self.bad[fqn] or fqn in self.demoted:
+                continue
+            backends.reconfigure(layers[fqn], _HIGH)
+            self.demoted[fqn] = _HIGH
+            rank_zero_warn(
+                f"NumericsMonitor: {fqn!r} runs in {_HIGH} from here on: {patience} readings in a row were bad, at step"
+                f" {of_layer[0].step} because {reason}."
+            )
+
+    def restore(self, model: nn.Module) -> None:
+        """Demote the layers that an earlier part of the run has demoted."""
+        for fqn, layer in named_layers(model):
+            if fqn in self.demoted and backends.owner(layer) is not None:
+                backends.reconfigure(layer, self.demoted[fqn])
 
 
 @final
@@ -135,7 +183,7 @@ class NumericsMonitor(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._begin(pl_module, pl_module, trainer.global_step, trainer.strategy.root_device)
         if self.shadow_loss and self._sampler is not None and self._sampler.is_armed:
-            with self._sampler.aside():
+            with replaced(self._sampler, "is_armed", False):
                 self._shadow = shadow_loss(trainer, pl_module, batch, batch_idx)
 
     @override
@@ -169,12 +217,12 @@ class NumericsMonitor(Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {} if self.demoter is None else self.demoter.state_dict()
+        return {} if self.demoter is None else {"bad": self.demoter.bad, "demoted": self.demoter.demoted}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self.demoter is not None and state_dict:
-            self.demoter.load_state_dict(state_dict)
+            self.demoter.bad, self.demoter.demoted = dict(state_dict["bad"]), dict(state_dict["demoted"])
             self._model = None
 
     # ---- both
@@ -216,7 +264,7 @@ class NumericsMonitor(Callback):
         sampler.disarm()
         first = not self.readings
         self.readings, self.missing = sampler.read(self._sampled), sampler.missing
-        if not sampler.has_seen and "torch._dynamo" in sys.modules:
+        if not any(site.seen for site in sampler.sites) and "torch._dynamo" in sys.modules:
             self._compiles = True  # a compiled function calls the model, without hooks
         if first:
             rank_zero_info(_report(self.readings, self.missing))
@@ -227,8 +275,11 @@ class NumericsMonitor(Callback):
         return True
 
     def _say_demoted(self) -> None:
-        if self.demoter is not None and (report := self.demoter.report()) is not None:
-            rank_zero_info(report)
+        if self.demoter is not None and self.demoter.demoted:
+            rank_zero_info(
+                f"NumericsMonitor: {len(self.demoter.demoted)} layers were demoted. The next run begins so with"
+                f" `keep={list(self.demoter.demoted)!r}`."
+            )
         if lossy := [fqn for fqn, layer in files.by_layer(self.readings).items() if _loses(layer[0])]:
             recipe = {**{fqn: {"forward": "promoted"} for fqn in lossy}, "*": "tensorwise"}
             rank_zero_info(

@@ -7,6 +7,7 @@ and its results must not depend on a monitor.
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
 from typing import Any, final
 
 import torch
@@ -30,7 +31,7 @@ class PausedCompiler:
     """torch's compiler, which :meth:`pause` pauses for forward and backward until :meth:`resume`."""
 
     def __init__(self) -> None:
-        self._stance: Any = None
+        self._stance = ExitStack()
         self._handles: list[Any] = []
 
     def pause(self) -> None:
@@ -42,7 +43,7 @@ class PausedCompiler:
         @sees_no_masters
         def before(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if not _has_closure(args, kwargs):  # a closure runs forward and backward within the step
-                self._unset()
+                self._stance.close()
 
         @sees_no_masters
         def after(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -56,16 +57,10 @@ class PausedCompiler:
         handles, self._handles = self._handles, []
         for handle in handles:
             handle.remove()
-        self._unset()
+        self._stance.close()
 
     def _set(self) -> None:
-        if self._stance is None:
-            self._stance = torch.compiler.set_stance("force_eager")
-
-    def _unset(self) -> None:
-        stance, self._stance = self._stance, None
-        if stance is not None:
-            stance.__exit__(None, None, None)
+        self._stance.enter_context(torch.compiler.set_stance("force_eager"))
 
 
 def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""The readings of a monitor, and the file that holds them: one line of JSON per sampling.
+"""The readings of a monitor, the limits for them, and the file that holds them: one line of JSON per sampling.
 
     {"step": 200, "layers": {"blocks.0.up": {"input": [amax, underflow, saturated, scale],
                                              "weight": [...], "gradient": [...],
@@ -12,10 +12,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, final, get_args
+
+from lightning_lowprec.checks import Count
+from lightning_lowprec.conversion.options import shows
 
 Tensor3 = Literal["input", "weight", "gradient"]
 TENSORS: Final[tuple[Tensor3, ...]] = get_args(Tensor3)
@@ -48,6 +51,33 @@ class Reading:
     """Signal to noise of the layer's output against the same product in high precision, dB; None: not known."""
     accumulation_db: Mapping[str, float] = field(default_factory=dict)
     """Signal to noise of a GPU's sums against exact sums of the same codes, dB, by product of the layer."""
+
+
+@final
+@shows()
+@dataclass(frozen=True, kw_only=True)
+class Demotion:
+    """The limits beyond which a layer is better kept in high precision.
+
+    Args:
+        underflow: a reading is bad if a larger share of the values of one tensor becomes 0.
+        output_db: a reading is bad if the signal to noise of the output is smaller, dB.
+        patience: a layer with so many bad readings in a row goes to bf16.
+    """
+
+    underflow: float = 0.3
+    output_db: float = 20.0
+    patience: Count = 3
+
+    def reason(self, layer: Sequence[Reading]) -> str | None:
+        """Return why one reading of a layer (of up to three tensors) is beyond a limit, or None."""
+        for reading in layer:
+            if math.isnan(reading.amax):
+                return f"{reading.tensor} is not finite"
+            if reading.underflow is not None and reading.underflow > self.underflow:
+                return f"{reading.underflow:.0%} of {reading.tensor} become 0"
+        output_db = layer[0].output_db if layer else None
+        return None if output_db is None or output_db >= self.output_db else f"output has {output_db:.1f} dB"
 
 
 def append(path: Path, step: int, readings: Iterable[Reading]) -> None:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_lowprec.callbacks.readings import TENSORS, Reading, Tensor3
+from lightning_lowprec.checkpoints.optimizer_state import clean
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.backends import Backend
 from lightning_lowprec.conversion.recipe_map import GEMMS, Gemm
@@ -41,7 +42,6 @@ from lightning_lowprec.numerics.tensor_cores import TensorCores
 from lightning_lowprec.private.torch import local_tensor, outside_of_checkpoints
 from lightning_lowprec.private.torch_modules import whole
 
-_WRAPPERS: Final = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 _PER_TENSOR: Final = len(FIELDS)
 _OUTPUT: Final = len(TENSORS) * _PER_TENSOR
 """The column where the norms of the exact output and of its error stand."""
@@ -84,11 +84,6 @@ class Sampler:
         self._offset = 0
         self._handles: list[Any] = []
 
-    @property
-    def has_seen(self) -> bool:
-        """Whether a layer was called in the last sampling."""
-        return any(site.seen for site in self.sites)
-
     def arm(self, turn: int) -> None:
         """Look at the next forward and its backward; ``turn`` chooses the rows."""
         self.disarm()
@@ -101,15 +96,6 @@ class Sampler:
             hook = partial(self._on_forward, index, self._numbers)
             self._handles.append(site.layer.register_forward_hook(hook, prepend=True, with_kwargs=True))
         self.is_armed = True
-
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Surround a forward that is not to be looked at."""
-        self.is_armed, before = False, self.is_armed
-        try:
-            yield
-        finally:
-            self.is_armed = before
 
     def disarm(self) -> None:
         """Take the hooks away, if there are any."""
@@ -281,7 +267,7 @@ def _aside(device_type: str) -> Iterator[None]:
 def named_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield all modules by the name that they have without compilation and checkpointing."""
     for fqn, module in model.named_modules():
-        yield ".".join(part for part in fqn.split(".") if part not in _WRAPPERS), module
+        yield clean(f"{fqn}.").removesuffix("."), module
 
 
 def on_gradient(output: Tensor, function: Callable[[Tensor], None]) -> None:

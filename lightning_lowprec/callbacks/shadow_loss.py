@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Final, cast
 
@@ -16,9 +16,9 @@ from lightning_lowprec.callbacks.sampling import named_layers
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.numerics.casts import HIGH, LayerNumerics
 from lightning_lowprec.private.either import LightningModule, Trainer, is_param_in_hook_signature
+from lightning_lowprec.private.names import replaced
 
 _REMEDY: Final = "Leave `shadow_loss` out."
-_LOGGING: Final = ("log", "log_dict")
 
 
 def shadow_loss(trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> Tensor:
@@ -26,7 +26,9 @@ def shadow_loss(trainer: Trainer, module: LightningModule, batch: Any, batch_idx
     two = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)  # by position, as the Trainer does
     arguments = (batch, batch_idx) if two else (batch,)
     devices = [trainer.strategy.root_device] if trainer.strategy.root_device.type == "cuda" else []
-    with torch.no_grad(), torch.random.fork_rng(devices), in_high_precision(module), _without_logging(module):
+    with torch.no_grad(), torch.random.fork_rng(devices), in_high_precision(module), ExitStack() as silent:
+        for name in ("log", "log_dict"):
+            silent.enter_context(replaced(module, name, lambda *args, **kwargs: None))
         output = trainer.strategy.training_step(*arguments)
     loss = output.get("loss") if isinstance(output, dict) else output
     if not isinstance(loss, Tensor):
@@ -37,8 +39,7 @@ def shadow_loss(trainer: Trainer, module: LightningModule, batch: Any, batch_idx
 @contextmanager
 def in_high_precision(model: nn.Module) -> Iterator[None]:
     """Run the converted layers of ``model`` by torch's own linear product, in the dtype of autocast."""
-    changed = []
-    try:
+    with ExitStack() as changed:
         for fqn, layer in named_layers(model):
             backend = backends.owner(layer)
             if backend is None:
@@ -46,12 +47,8 @@ def in_high_precision(model: nn.Module) -> Iterator[None]:
             numerics = backend.numerics(layer) if isinstance(layer, nn.Linear) else "it is no linear layer"
             if not isinstance(numerics, LayerNumerics) and numerics != HIGH:
                 raise RuntimeError(f"`shadow_loss=True` cannot run {fqn!r} in high precision: {numerics}. {_REMEDY}")
-            vars(layer)["forward"] = partial(_linear, fqn, layer, backend)
-            changed.append(layer)
+            changed.enter_context(replaced(layer, "forward", partial(_linear, fqn, layer, backend)))
         yield
-    finally:
-        for layer in changed:
-            del vars(layer)["forward"]
 
 
 def _linear(fqn: str, layer: nn.Module, backend: backends.Backend, input: Tensor) -> Tensor:
@@ -66,16 +63,3 @@ def _linear(fqn: str, layer: nn.Module, backend: backends.Backend, input: Tensor
         )
     bias: Any = layer.bias
     return F.linear(input, weight, bias)
-
-
-@contextmanager
-def _without_logging(module: LightningModule) -> Iterator[None]:
-    """Leave out what the module logs."""
-    hidden: dict[str, Any] = {name: vars(module)[name] for name in _LOGGING if name in vars(module)}
-    vars(module).update(dict.fromkeys(_LOGGING, lambda *args, **kwargs: None))
-    try:
-        yield
-    finally:
-        for name in _LOGGING:
-            del vars(module)[name]
-        vars(module).update(hidden)

@@ -14,10 +14,9 @@ import os
 import re
 import zipfile
 import zlib
-from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, Final, final
+from typing import Any, Final, NamedTuple, final
 
 import torch
 from typing_extensions import override
@@ -29,8 +28,7 @@ FORCE_UNSAFE: Final = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 ZIP_START: Final = b"PK\x03\x04"
 
 
-@dataclass(frozen=True)
-class FileRecord:
+class FileRecord(NamedTuple):
     """The size in bytes and the CRC-32 of a whole file."""
 
     size: int

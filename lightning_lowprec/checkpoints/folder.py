@@ -8,6 +8,16 @@ stored, in which pieces, where each piece lies, and how the saved state was nest
     table -> pieces -> given tensors, sharded      :meth:`ShardFolder.fill`, on all ranks
     table -> pieces -> rows of one tensor          :meth:`ShardFolder.rows`, on one rank
 
+The manifest is JSON that says which save the folder is, and which files with which checksums:
+
+    {"format": 2, "save": "9f0c...", "step": 100,
+     "files": {"__0_0.distcp": {"size": 5312, "crc32": "0a1b2c3d"}, ..., ".metadata": {...}, "meta.pt": {...}},
+     "crc32": "..."}
+
+Every file names the save: a shard file in a header of 64 bytes, ``meta.pt`` under the key ``SAVE``, the table of
+contents as torch's ``save_id``. The offsets in the table count from the start of a shard file, so torch's own tools
+read the folder too. Format 1, of 0.2.0, had a second table in the manifest, and no checksum of ``.metadata``.
+
 The table is a pickle, ``.metadata``, of torch's own :class:`Metadata`. A pickle names the functions and classes that
 build its objects, so a pickle can run any code. :func:`read_table` admits the names of torch's tables and no other
 name. The pickle never sees torch's classes but classes of one pickle, which build torch's objects: a pickle can change
@@ -17,9 +27,12 @@ the attributes of the classes that it sees.
 from __future__ import annotations
 
 import io
+import json
 import pathlib
 import pickle
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, Final, final
 
@@ -28,11 +41,28 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from lightning_lowprec.checkpoints import files, manifest
-from lightning_lowprec.checkpoints.agreement import on_all_ranks
+from lightning_lowprec.checkpoints import files
+from lightning_lowprec.checkpoints.agreement import on_all_ranks, rank_and_ranks
+from lightning_lowprec.checkpoints.files import FileRecord
 from lightning_lowprec.checkpoints.optimizer_state import clean
 from lightning_lowprec.private.torch import local_tensor
 
+MANIFEST: Final = "lightning_lowprec.json"
+META: Final = "meta.pt"
+"""The file that holds everything but the tensors of model and optimizers; the name is Lightning's."""
+SHARD: Final = ".distcp"
+"""The suffix of torch.distributed.checkpoint."""
+SAVE: Final = "lightning_lowprec_save"
+"""The key of the save's identity in ``meta.pt``."""
+FORMAT: Final = 2
+CHECKSUM: Final = b', "crc32": '
+"""Ends the manifest; the CRC-32 of all bytes before follows."""
+PROGRESS: Final = ("epoch", "global_step", "step")
+"""Counters of Trainer and, by convention, Fabric users; stored for whoever reads the manifest."""
+HEADER: Final = b"lightning_lowprec save "
+HEADER_BYTES: Final = 64
+"""The alignment of tensors in torch's archives stays."""
+_WAY_OUT: Final = "Load another checkpoint."
 TABLE: Final = ".metadata"
 _METADATA: Final = "torch.distributed.checkpoint.metadata"
 _SHARDED: Final = "torch.distributed._shard.sharded_tensor.metadata"
@@ -64,19 +94,19 @@ class ShardFolder:
     """
 
     def __init__(self, path: Path, weights_only: bool | None = None, *, verify: bool = True) -> None:
-        stored = on_all_ranks(lambda: manifest.read(path, verify=verify))
+        stored = on_all_ranks(lambda: read_manifest(path, verify=verify))
         if stored is not None:
             stored.check(path, verify=verify)
 
         def read() -> tuple[Metadata, dict[str, Any]]:
-            rest = files.read(path / manifest.META, weights_only)
-            save = rest.pop(manifest.SAVE, None)
+            rest = files.read(path / META, weights_only)
+            save = rest.pop(SAVE, None)
             table = read_table(path, weights_only)
             if stored is not None:
-                manifest.check_save(path / manifest.META, save, stored.save)
-                if TABLE in stored.files:  # not in format 1
+                check_save(path / META, save, stored.save)
+                if TABLE in stored.records:  # not in format 1
                     saved = getattr(table.storage_meta, "save_id", None)
-                    manifest.check_save(path / TABLE, saved, stored.save)
+                    check_save(path / TABLE, saved, stored.save)
             return table, rest
 
         self._path, self._weights_only = path, weights_only
@@ -165,6 +195,123 @@ class ShardFolder:
 def _box(first: Sequence[int], last: Sequence[int], offsets: Sequence[int]) -> Box:
     """Return the index of a box within what begins at ``offsets``."""
     return tuple(slice(begin - at, end - at) for begin, end, at in zip(first, last, offsets, strict=True))
+
+
+# ---- the manifest
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """The identity of one save, 32 hexadecimal digits, and the size and checksum of every other file."""
+
+    save: str
+    records: Mapping[str, FileRecord]
+
+    def write(self, folder: Path, rest: Mapping[str, Any]) -> None:
+        """Write the manifest, on rank 0, as the last file of the folder; ``rest`` has the progress."""
+        content = {
+            "format": FORMAT,
+            "save": self.save,
+            "torch": torch.__version__,
+            **{name: rest[name] for name in PROGRESS if type(rest.get(name)) is int},
+            "files": {name: {"size": r.size, "crc32": f"{r.crc32:08x}"} for name, r in self.records.items()},
+        }
+        text = json.dumps(content).encode().removesuffix(b"}")
+        with files.CheckedFile(folder / MANIFEST) as file:
+            file.write(text + CHECKSUM + f'"{zlib.crc32(text):08x}"}}'.encode())
+
+    def check(self, folder: Path, *, verify: bool) -> None:
+        """Check the files of the folder, each on one rank; all ranks raise if one file is not as it was saved.
+
+        The ranks that wrote a folder check what they wrote and, most often, read next.
+        """
+        rank, ranks = rank_and_ranks()
+
+        def check_part() -> None:
+            for name, record in list(self.records.items())[rank::ranks]:
+                _check_file(folder / name, record, self.save, verify=verify)
+
+        on_all_ranks(check_part)
+
+
+def read_manifest(folder: Path, *, verify: bool) -> Manifest | None:
+    """Return the manifest of a folder; None for a folder that this package did not write, or not by this version.
+
+    A damaged manifest, or one of a later version, raises; so does, with ``verify``, one that is missing.
+    """
+    path = folder / MANIFEST
+    if not path.is_file():
+        shards = sorted(folder.glob(f"*{SHARD}")) if verify else []
+        if shards and _save_of(shards[0]) is not None:
+            raise FileNotFoundError(
+                f"{str(path)!r} is missing, and the shards of the folder were written with it. Copy the whole"
+                " folder; `verify_checkpoints=False` of the strategy reads the folder without its manifest."
+            )
+        return None
+    try:
+        content = path.read_bytes()
+        stored = json.loads(content)
+        if stored["crc32"] != f"{zlib.crc32(content[: content.rfind(CHECKSUM)]):08x}":
+            raise ValueError("its checksum (CRC-32) differs")
+        if stored["format"] in (1, FORMAT):
+            records = {name: FileRecord(r["size"], int(r["crc32"], 16)) for name, r in stored["files"].items()}
+            for name in records:
+                if Path(name).name != name:
+                    raise ValueError(f"the file {name!r} is not in the folder")
+            return Manifest(save=stored["save"], records=records)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{str(path)!r} is damaged: {error}. {_WAY_OUT}") from error
+    raise ValueError(
+        f"{str(path)!r} has the format {stored['format']!r}, and this version of lightning_lowprec reads {FORMAT}."
+        " Install a later version."
+    )
+
+
+def header(save: str) -> bytes:
+    """Return the beginning of every shard file of a save."""
+    return (HEADER + save.encode()).ljust(HEADER_BYTES - 1) + b"\n"
+
+
+def check_save(path: Path, stored: object, save: str) -> None:
+    """Raise ValueError if a file names another save than the manifest of its folder."""
+    if stored != save:
+        raise ValueError(
+            f"{str(path)!r} belongs to another save ({stored}) than the manifest of its folder ({save}). Files of two"
+            " saves cannot be mixed: copy whole folders, or load another checkpoint."
+        )
+
+
+def _save_of(shard: Path) -> str | None:
+    """Return the identity of the save that a shard file belongs to; None if the file does not say."""
+    with shard.open("rb") as file:
+        start = file.read(HEADER_BYTES)
+    complete = len(start) == HEADER_BYTES and start.startswith(HEADER)
+    return start.removeprefix(HEADER).decode(errors="replace").strip() if complete else None
+
+
+def _check_file(path: Path, record: FileRecord, save: str, *, verify: bool) -> None:
+    """Raise if a file of a folder is missing, is of another save, or (``verify``) has another checksum."""
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{str(path)!r} is missing: the manifest of the checkpoint lists the file. Copy the whole folder, or load"
+            " another checkpoint."
+        )
+    is_shard = path.suffix == SHARD
+    stored = _save_of(path) if is_shard else None
+    if stored is not None:
+        check_save(path, stored, save)
+    kind = "is damaged" if is_shard else "is damaged, or belongs to another save"
+    size = path.stat().st_size
+    if size != record.size and (is_shard or verify):
+        raise ValueError(f"{str(path)!r} {kind}: it has {size} bytes, and {record.size} were saved. {_WAY_OUT}")
+    if is_shard and stored is None:
+        raise ValueError(f"{str(path)!r} is damaged: its header does not name the save {save}. {_WAY_OUT}")
+    if verify and (crc32 := files.crc32_of(path)) != record.crc32:
+        raise ValueError(
+            f"{str(path)!r} {kind}: its checksum (CRC-32) is {crc32:08x}, and {record.crc32:08x} was saved. {_WAY_OUT}"
+            " `verify_checkpoints=False` of the strategy loads the file without this check."
+        )
 
 
 # ---- the table

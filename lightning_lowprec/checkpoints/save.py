@@ -39,7 +39,7 @@ from typing_extensions import override
 from lightning_lowprec.checkpoints import files
 from lightning_lowprec.checkpoints.agreement import gathered, on_rank_zero, rank_and_ranks
 from lightning_lowprec.checkpoints.files import CheckedFile, FileRecord
-from lightning_lowprec.checkpoints.manifest import MANIFEST, META, SAVE, SHARD, Manifest, header
+from lightning_lowprec.checkpoints.folder import MANIFEST, META, SAVE, SHARD, TABLE, Manifest, header
 
 
 def model_state(model: nn.Module, *, full: bool) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def _write_folder(folder: Path, shards: Mapping[str, Any], rest: Mapping[str, An
                 )
     written = {name: record for of_rank in records for name, record in of_rank.items()}
     written[META] = files.write({**rest, SAVE: identity}, folder / META)
-    Manifest(save=identity, files=written).write(folder, rest)
+    Manifest(save=identity, records=written).write(folder, rest)
 
 
 @final
@@ -270,7 +270,7 @@ def _delete_kept(path: Path) -> None:
 
 
 def _is_own_file(entry: Path) -> bool:
-    return entry.name in (META, MANIFEST, ".metadata") or entry.suffix == ".distcp"
+    return entry.name in (META, MANIFEST, TABLE) or entry.suffix == SHARD
 
 
 def _delete(path: Path) -> None:

@@ -17,8 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_lowprec.checkpoints import files
-from lightning_lowprec.checkpoints.folder import ShardFolder
-from lightning_lowprec.checkpoints.manifest import META
+from lightning_lowprec.checkpoints.folder import META, ShardFolder
 from lightning_lowprec.checkpoints.save import find
 from lightning_lowprec.extras import require
 

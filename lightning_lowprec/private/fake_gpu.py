@@ -30,7 +30,6 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_lowprec.private.names import replaced
 from lightning_lowprec.private.torch import SIMULATED_MEMORY, check, tree_map_only
-from lightning_lowprec.private.torch_modules import in_place_of, tensor_places
 
 FAKE: Final = torch.device("cuda", 0)
 """The device, as Python code sees it."""
@@ -201,7 +200,8 @@ class _Devices(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.prim.device.default and is_fake(args[0]):
             return _device_of(args)
         if func is torch.ops.aten._local_scalar_dense.default and is_fake(args[0]):
-            return _zero(args[0])
+            number = 0.0 if args[0].is_floating_point() else 0
+            return args[0].dtype != torch.bool and number  # what Python code sees, such as ``if overflow.any()``
         if func in (torch.ops.aten.is_pinned.default, torch.ops.aten._pin_memory.default):
             return func is torch.ops.aten._pin_memory.default and torch.ops.aten.alias.default(args[0])
         device = kwargs.get("device")
@@ -212,13 +212,6 @@ class _Devices(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if func is torch.ops.aten._to_copy.default and _changes_nothing(args[0], kwargs):
                 return torch.ops.aten.alias.default(args[0])  # C++ code took the devices for different ones
         return func(*args, **kwargs)
-
-
-def _zero(tensor: Tensor) -> bool | int | float:
-    """Return the value that a tensor without values shows to Python code, such as ``if found.any()``."""
-    if tensor.dtype == torch.bool:
-        return False
-    return 0.0 if tensor.is_floating_point() else 0
 
 
 def _changes_nothing(tensor: Tensor, kwargs: Mapping[str, Any]) -> bool:
@@ -304,7 +297,7 @@ def compiling_on_fakes(pause: Pause) -> Iterator[None]:
 
     What is allocated within ``pause``, while a graph is made, does not count.
     """
-    graphs: dict[Any, _Graphs] = {}
+    graphs: dict[Any, Callable[..., Any]] = {}
 
     def compile(model: Any = None, **options: Any) -> Any:
         if model is None:
@@ -319,19 +312,25 @@ def compiling_on_fakes(pause: Pause) -> Iterator[None]:
 
 
 def _call(
-    module: nn.Module, function: Callable[..., Any], graphs: dict[Any, _Graphs], pause: Pause, *args: Any, **kwargs: Any
+    module: nn.Module,
+    function: Callable[..., Any],
+    graphs: dict[Any, Callable[..., Any]],
+    pause: Pause,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """Call ``function`` of a module by the graphs of the first module that was like it, and called like it."""
     flat, form = _pytree.tree_flatten((args, kwargs))
     inputs = [value for value in flat if isinstance(value, Tensor)]
-    places = list(tensor_places(module))
-    weights = [where[name] for where, name in places]
+    named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    weights = list(named.values())
+    with_tensors: Any = torch.nn.utils.stateless._reparametrize_module
 
     def pure(weights: list[Tensor], inputs: list[Tensor]) -> Any:
         left = iter(inputs)
         values = [next(left) if isinstance(value, Tensor) else value for value in flat]
         own_args, own_kwargs = _pytree.tree_unflatten(values, form)
-        with in_place_of(places, weights):
+        with with_tensors(module, dict(zip(named, weights, strict=True))):
             return function(*own_args, **own_kwargs)
 
     shapes = [(t.shape, t.dtype, t.requires_grad) for t in (*weights, *inputs)]
@@ -339,36 +338,29 @@ def _call(
     modes = torch.is_grad_enabled(), torch.is_autocast_enabled("cuda"), module.training
     key = type(module), repr(shapes), repr(others), modes
     if key not in graphs:
-        graphs[key] = _Graphs(pure, weights, inputs, pause)
+        graphs[key] = _graphs(pure, weights, inputs, pause)
     return graphs[key](weights, inputs)
 
 
-@final
-class _Graphs:
-    """The forward and the backward of a function as a compiler cuts them.
+def _graphs(function: Callable[..., Any], weights: Any, inputs: Any, pause: Pause) -> Callable[..., Any]:
+    """Return the forward and the backward of a function as a compiler cuts them.
 
     A checkpoint within the function, which a compiler also resolves, becomes one around the graphs.
     """
 
-    def __init__(self, function: Callable[..., Any], weights: Any, inputs: Any, pause: Pause) -> None:
-        def compiler(graph: Any, example: Any) -> Any:
-            return lambda *values: _Fusing(graph, pause).run(*values)  # it keeps the values of its last run
+    def compiler(graph: Any, example: Any) -> Any:
+        return lambda *values: _Fusing(graph, pause).run(*values)  # it keeps the values of its last run
 
-        self._graphs: Any = importlib.import_module("torch._functorch.aot_autograd").aot_function(
-            function,
-            fw_compiler=compiler,
-            bw_compiler=compiler,
-            partition_fn=partial(_cut, len(weights)),
-            decompositions=importlib.import_module("torch._inductor.decomposition").select_decomp_table(),
-        )
-        with pause(), _as_compiling() as checkpoints:
-            self._graphs(weights, inputs)
-        self._checkpointed = bool(checkpoints)
-
-    def __call__(self, weights: list[Tensor], inputs: list[Tensor]) -> Any:
-        if self._checkpointed:
-            return checkpoint(self._graphs, weights, inputs, use_reentrant=False)
-        return self._graphs(weights, inputs)
+    graphs: Any = importlib.import_module("torch._functorch.aot_autograd").aot_function(
+        function,
+        fw_compiler=compiler,
+        bw_compiler=compiler,
+        partition_fn=partial(_cut, len(weights)),
+        decompositions=importlib.import_module("torch._inductor.decomposition").select_decomp_table(),
+    )
+    with pause(), _as_compiling() as checkpoints:
+        graphs(weights, inputs)
+    return partial(checkpoint, graphs, use_reentrant=False) if checkpoints else graphs
 
 
 def _cut(weights: int, joint: Any, inputs: Any, **known: Any) -> Any:

@@ -1,7 +1,8 @@
-"""Find out whether the installed libraries still have the names that this package uses, and replace names."""
+"""Find out whether the installed libraries still have the names that this package uses, and read or replace names."""
 
 from __future__ import annotations
 
+import argparse
 import dis
 import functools
 import importlib
@@ -66,3 +67,8 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
             delattr(owner, name)
         else:
             setattr(owner, name, own)
+
+
+def actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    """Return options and arguments of a parser, in their order; argparse has no public name for them."""
+    return parser._actions

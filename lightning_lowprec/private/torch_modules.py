@@ -1,17 +1,13 @@
-"""How torch's modules keep their hooks, compiled calls and tensors; `torch.py` has the list of these names."""
+"""How torch's modules keep their hooks and compiled calls; `torch.py` has the list of these names."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Final, final
+from collections.abc import Callable
+from typing import Any, final
 from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
-
-_OURS: Final = "lightning_lowprec."
-Place = tuple[dict[str, Any], str]
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -99,36 +95,3 @@ class TracedModule(nn.Module):
     def _slow_forward(self, *args: Any, **kwargs: Any) -> Any:
         self.check_trace()
         return super()._slow_forward(*args, **kwargs)  # type: ignore[no-untyped-call]
-
-
-def tensor_places(module: nn.Module) -> Iterator[Place]:
-    """Yield where a module keeps tensors: parameters, buffers, and what the layers of this package keep beside them."""
-    seen: set[int] = set()
-    for child in module.modules():
-        ours = _of_own_objects(vars(child))
-        deeper = [values for attributes in ours for values in _of_own_objects(attributes)]
-        dicts: list[Any] = [child._parameters, child._buffers, *ours, *deeper]
-        for where in dicts:
-            for name, value in where.items():
-                if isinstance(value, Tensor) and id(value) not in seen:
-                    seen.add(id(value))
-                    yield where, name
-
-
-def _of_own_objects(values: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the attributes of those values that are objects of this package."""
-    ours = [value for value in values.values() if type(value).__module__.startswith(_OURS)]
-    return [vars(value) for value in ours if hasattr(value, "__dict__") and not isinstance(value, nn.Module)]
-
-
-@contextmanager
-def in_place_of(places: Sequence[Place], values: Sequence[Tensor]) -> Iterator[None]:
-    """Let a module compute with other tensors; its own forward and hooks stay."""
-    own = [where[name] for where, name in places]
-    for (where, name), value in zip(places, values, strict=True):
-        where[name] = value
-    try:
-        yield
-    finally:
-        for (where, name), value in zip(places, own, strict=True):
-            where[name] = value

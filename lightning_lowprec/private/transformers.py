@@ -5,13 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any, Final, NamedTuple, final
 
 from torch import Tensor, nn
 
-from lightning_lowprec.extras import INSTALL
 from lightning_lowprec.private.names import missing, replaced
 
 CHECKPOINT_FUNCTION: Final = "_gradient_checkpointing_func"
@@ -184,12 +182,6 @@ def has_causal_loss(model: Any) -> bool:
     """Return whether the loss of ``model`` is that of causal language models, and nobody has set another one."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
-    if not isinstance(getattr(type(model), "loss_function", None), property):
-        raise ImportError(
-            f"transformers {version('transformers')} has no `loss_function` in its models (used by `head=`). Install a"
-            f" version that has: `{INSTALL['transformers']}`.",
-            name="transformers",
-        )
     return _LOSS not in vars(model) and model.loss_function is ForCausalLMLoss
 
 

@@ -48,7 +48,6 @@ _STACKED = "its model publishes the experts as one tensor, of which no server of
 _TIED = "tied to an embedding"
 
 
-@final
 @dataclass
 class Tally:
     """What happened to the weights that became codes."""

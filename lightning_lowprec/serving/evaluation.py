@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
@@ -16,7 +15,14 @@ from typing_extensions import override
 
 from lightning_lowprec.checks import Count, check_types
 from lightning_lowprec.conversion.options import LayerOptions, Names
-from lightning_lowprec.private.either import Callback, LightningModule, Trainer, isolate_rng
+from lightning_lowprec.private.either import (
+    Callback,
+    LightningModule,
+    Trainer,
+    is_param_in_hook_signature,
+    isolate_rng,
+)
+from lightning_lowprec.private.names import replaced
 from lightning_lowprec.serving.formats import Format, FormatName, find_format
 from lightning_lowprec.serving.served_layers import ServedLayers
 
@@ -60,8 +66,7 @@ class _OwnMetrics:
             for holder, name, copied in self._copies:
                 undo.callback(holder._modules.__setitem__, name, holder._modules[name])
                 holder._modules[name] = copied
-            vars(self._module)["log"] = log_beside
-            undo.callback(vars(self._module).pop, "log")
+            undo.enter_context(replaced(self._module, "log", log_beside))
             yield
 
 
@@ -225,36 +230,20 @@ class LowPrecisionEval(Callback):
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        loaders = trainer.num_val_batches if not trainer.sanity_checking else trainer.num_sanity_val_batches
-        self._step(trainer, pl_module, "validation_step", (batch, batch_idx, dataloader_idx), len(loaders))
-
-    @override
-    def on_test_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        self._step(trainer, pl_module, "test_step", (batch, batch_idx, dataloader_idx), len(trainer.num_test_batches))
-
-    def _step(
-        self, trainer: Trainer, module: LightningModule, name: str, arguments: tuple[Any, int, int], loaders: int
-    ) -> None:
         """With ``prefix``, run a step in the precision of the server, before that of the run."""
         if self._layers is None or self._metrics is None:
             return
-        taken = _taken(getattr(module, name), arguments[: 3 if loaders > 1 else 2])
+        name, loaders = ("test_step" if trainer.testing else "validation_step"), trainer.num_val_batches
+        if trainer.testing or trainer.sanity_checking:
+            loaders = trainer.num_test_batches if trainer.testing else trainer.num_sanity_val_batches
+        step: Any = getattr(pl_module, name)
+        if is_param_in_hook_signature(step, "dataloader_iter", explicit=True):
+            raise ValueError(
+                "`LowPrecisionEval(prefix=...)` runs every batch twice, and a step with `dataloader_iter` reads its"
+                " batches itself. Leave `prefix` out, which evaluates in the precision of the server alone."
+            )
+        index = [batch_idx] if is_param_in_hook_signature(step, "batch_idx", min_args=2) else []  # as the Trainer does
         with isolate_rng(), self._layers.swapped(), self._metrics.in_place():
-            getattr(trainer.strategy, name)(*taken)
+            getattr(trainer.strategy, name)(batch, *index, *[dataloader_idx] * (len(loaders) > 1))
 
-
-def _taken(step: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments that a step takes; raise ValueError if the step reads its batches itself."""
-    parameters = inspect.signature(step).parameters
-    if "dataloader_iter" in parameters:
-        raise ValueError(
-            "`LowPrecisionEval(prefix=...)` runs every batch twice, and a step with `dataloader_iter` reads its batches"
-            " itself. Leave `prefix` out, which evaluates in the precision of the server alone."
-        )
-    kinds = [parameter.kind for parameter in parameters.values()]
-    if inspect.Parameter.VAR_POSITIONAL in kinds:
-        return arguments
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return arguments[: sum(kind in positional for kind in kinds)]
+    on_test_batch_start = on_validation_batch_start

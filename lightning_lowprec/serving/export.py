@@ -26,7 +26,7 @@ from lightning_lowprec.private.lightning import precision_plugin_of
 from lightning_lowprec.private.transformers import is_model
 from lightning_lowprec.serving import model_card
 from lightning_lowprec.serving.choice import NOTHING, RoundedWeights, of_layers
-from lightning_lowprec.serving.content import Content
+from lightning_lowprec.serving.content import Content, Tally
 from lightning_lowprec.serving.formats import DtypeName, FormatName, find_format
 from lightning_lowprec.serving.safetensors_files import SHARD_BYTES, OneWriter, ShardFiles, first_writes, new_folder
 from lightning_lowprec.serving.sources import FOLDER, LiveModel, WithoutAdapter, config_of
@@ -68,8 +68,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
-class Exported:
+@dataclass(kw_only=True)
+class Exported(Tally):
     """What was written."""
 
     out: Path
@@ -80,14 +80,6 @@ class Exported:
     """The weights in FP8, by their names in the folder."""
     kept: Mapping[str, str]
     """The linear layers in high precision, and the reasons."""
-    same: int
-    """Weights of the model whose codes are those of the last step."""
-    other: int
-    """Weights whose format needs other scales than the run had."""
-    new: int
-    """Weights that the run did not round as the format does."""
-    second_rounding: float | None
-    """The signal-to-noise ratio of the weights with other scales against those that the run multiplied by, dB."""
     adapter_layers: int
     """Layers whose LoRA adapter is in the folder ``adapter``."""
 
@@ -273,17 +265,14 @@ def _is_sharded(model: nn.Module) -> bool:
 
 
 def _exported(out: Path, content: Content, adapter_layers: int) -> Exported:
-    stored, tally = content.stored(), content.tally
+    stored = content.stored()
     return Exported(
+        **vars(content.tally),
         out=out,
         tensors=len(stored),
         size=sum(tensor.size for tensor in stored),
         coded=tuple(content.coded),
         kept=dict(content.kept),
-        same=tally.same,
-        other=tally.other,
-        new=tally.new,
-        second_rounding=tally.second_rounding,
         adapter_layers=adapter_layers,
     )
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from lightning_lowprec.extras import require
+from lightning_lowprec.extras import installed, require
 from lightning_lowprec.version import __version__
 
 FILE: Final = "README.md"
@@ -53,11 +52,12 @@ def write(
         license=license,
         tags=[*(["fp8", format] if coded else []), "lightning_lowprec"],
     )
+    versions = {"lightning_lowprec": __version__, **installed(_PACKAGES)}
     rows = {
         "precision of the training": f"`{precision}`" if precision else "not known",
         "format": f"`{format}`; `{dtype}` for weights that are no codes",
         "codes as in the last step": f"{report['codes_of_the_last_step']} of {coded} weights",
-        "versions": ", ".join([f"lightning_lowprec {__version__}", *_versions()]),
+        "versions": ", ".join(f"{name} {number}" for name, number in versions.items() if number),
     }
     is_causal = any(cls.__name__.endswith("ForCausalLM") for cls in type(model).__mro__)
     text = _TEXT.format(
@@ -68,8 +68,3 @@ def write(
         license="" if license else " No license was found beside the tokenizer: name the license before you publish.",
     )
     (folder / FILE).write_text(f"---\n{data.to_yaml()}\n---\n{text}", encoding="utf-8")
-
-
-def _versions() -> list[str]:
-    found = {name: next(iter(importlib.metadata.distributions(name=name)), None) for name in _PACKAGES}
-    return [f"{name} {dist.version}" for name, dist in found.items() if dist is not None]

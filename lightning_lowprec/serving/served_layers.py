@@ -11,7 +11,7 @@ Parameters, optimizers, kept codes, scales and histories of the run are not touc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Final, NoReturn, final
@@ -40,6 +40,7 @@ from lightning_lowprec.numerics.groups import Groups
 from lightning_lowprec.numerics.weight_rounding import BLOCK, spread
 from lightning_lowprec.precision.plain import unwrapped
 from lightning_lowprec.private.deepspeed import refuse_zero
+from lightning_lowprec.private.names import replaced
 from lightning_lowprec.private.transformers import is_model
 from lightning_lowprec.serving.choice import RoundedWeights, of_layers, of_names, weight_name, without_fp8
 from lightning_lowprec.serving.content import Content, coded, largest
@@ -187,17 +188,17 @@ class ServedLayers:
         """Multiply as a server within this context; the model is as before after it, also after an exception."""
         with ExitStack() as undo:
             if may_compile(self._model):
-                # the stance is set by the call, and the context ends it
-                undo.callback(torch.compiler.set_stance("force_eager").__exit__, None, None, None)
+                undo.enter_context(torch.compiler.set_stance("force_eager"))
             for layer, weight in self._linears:
                 activations = self._activations if weight.is_coded else None
-                _replace(undo, layer, "forward", partial(_multiply, layer, weight, activations))
+                undo.enter_context(replaced(layer, "forward", partial(_multiply, layer, weight, activations)))
             for experts, weights in self._experts.items():
                 if not isinstance(experts, RoutedExperts):
                     take_experts(experts, _ServedExperts, {})
                     undo.callback(release_experts, experts)  # type: ignore[arg-type]  # has another class by now
-                _replace(undo, experts, "multiply", partial(_multiply_experts, experts, weights, self._activations))
-                _replace(undo, experts, "takes", lambda hidden_states: True)
+                multiply = partial(_multiply_experts, experts, weights, self._activations)
+                undo.enter_context(replaced(experts, "multiply", multiply))
+                undo.enter_context(replaced(experts, "takes", lambda hidden_states: True))
             yield
 
 
@@ -219,15 +220,6 @@ def _choose(model: nn.Module, options: LayerOptions | None) -> RoundedWeights:
     if options is not None:
         raise ValueError(f"{_WHO}: the precision of the run has chosen the layers. Leave `keep` and `only` out.")
     return weights if weights.roundings else of_names(model)
-
-
-def _replace(undo: ExitStack, module: nn.Module, name: str, function: Callable[..., Any]) -> None:
-    """Give one module another method until ``undo`` ends."""
-    if name in vars(module):
-        undo.callback(vars(module).__setitem__, name, vars(module)[name])
-    else:
-        undo.callback(vars(module).pop, name, None)
-    vars(module)[name] = function
 
 
 def _multiply(layer: nn.Module, weight: ServedWeight, activations: Format | None, input: Tensor) -> Tensor:

@@ -8,14 +8,14 @@ from __future__ import annotations
 import argparse
 import ast
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
 from lightning_lowprec import names as precisions
 from lightning_lowprec.extras import require
-from lightning_lowprec.private.argparse import actions
+from lightning_lowprec.private.names import actions
 from lightning_lowprec.tools.parsers import COMMANDS, parsers
 
 Shell = Literal["bash", "zsh", "fish"]
@@ -39,13 +39,11 @@ def script(shell: Shell) -> str:
     subcommands = parser.add_subparsers(dest="command")
     for name, words in COMMANDS.items():
         command = subcommands.add_parser(name, help=words)
-        by_dest: dict[str, list[argparse.Action]] = {}
-        for mode in [_fit()] if name == "fit" else parsers(name):
-            for action in actions(mode):
-                by_dest.setdefault(action.dest, []).append(action)
-        for dest, same in by_dest.items():
-            copy = _copy(same, command, dashes=name != "fit")
-            if copy is not None and dest in _FILE:
+        modes = [_fit()] if name == "fit" else parsers(name)
+        # of export's two modes the one without --format allows more, where both have an option
+        for action in {action.dest: action for mode in reversed(modes) for action in actions(mode)}.values():
+            copy = _copy(action, command, dashes=name != "fit")
+            if copy is not None and action.dest in _FILE:
                 copy.complete = shtab.FILE  # type: ignore[attr-defined]
     return str(shtab.complete(parser, shell))
 
@@ -75,24 +73,17 @@ def _trainer_options() -> dict[str, bool]:
     return {name: "bool" in hint.split("[") for name, hint in hints.items()}
 
 
-def _copy(same: Sequence[argparse.Action], parser: argparse.ArgumentParser, *, dashes: bool) -> argparse.Action | None:
-    """Add an option or argument, which every mode has in its own form, to a parser that is never run."""
-    action = same[0]
+def _copy(action: argparse.Action, parser: argparse.ArgumentParser, *, dashes: bool) -> argparse.Action | None:
+    """Add an option or argument to a parser that is never run."""
     if action.dest == "help" or action.help == argparse.SUPPRESS:
         return None
     spelled = dict.fromkeys(option.replace("_", "-") if dashes else option for option in action.option_strings)
     settings: dict[str, Any] = {"help": _first_sentence(action.help or "")}
     if action.nargs == 0:
         return parser.add_argument(*spelled, action="store_true", **settings)
-    settings["choices"] = list(precisions.TABLE) if action.dest in _PRECISION else _all_choices(same)
+    settings["choices"] = list(precisions.TABLE) if action.dest in _PRECISION else _choices(action)
     nargs = argparse.REMAINDER if action.nargs == argparse.REMAINDER else "?" if not spelled else None
     return parser.add_argument(*(spelled or [action.dest]), nargs=nargs, **settings)
-
-
-def _all_choices(same: Sequence[argparse.Action]) -> Collection[str] | None:
-    """Return what one of the modes allows; None if one of them allows everything."""
-    modes = [_choices(action) for action in same]
-    return None if None in modes else list(dict.fromkeys(choice for choices in modes for choice in choices or ()))
 
 
 def _choices(action: argparse.Action) -> Collection[str] | None:

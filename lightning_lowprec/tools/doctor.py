@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any, Final, NamedTuple, final
 
@@ -22,7 +21,7 @@ from lightning_lowprec.architectures import ARCHITECTURES, Architecture, named
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.backends import Backend
 from lightning_lowprec.conversion.name_suffixes import in_words
-from lightning_lowprec.extras import INSTALL, import_refusal, quiet
+from lightning_lowprec.extras import INSTALL, import_refusal, installed, quiet
 from lightning_lowprec.hardware import architecture, bf16_refusal, caution, default_device, describe
 from lightning_lowprec.names import validate_name
 from lightning_lowprec.private import deepspeed, lightning, torchao, transformer_engine, transformers
@@ -206,14 +205,9 @@ def _moved() -> tuple[list[str], dict[str, str]]:
 def versions() -> dict[str, str | None]:
     """Return the versions of this package and of its libraries, or None for a package that is not installed."""
     needed = [backend.distribution for backend in backends.registered() if backend.distribution is not None]
-    numbers: dict[str, str | None] = {}
-    packages = ("lightning-lowprec", "torch", "lightning", "pytorch-lightning", *needed, "jsonargparse", "matplotlib")
-    for package in packages:
-        try:
-            numbers[package] = version(package)
-        except PackageNotFoundError:
-            numbers[package] = None
-    return numbers
+    return installed(
+        ("lightning-lowprec", "torch", "lightning", "pytorch-lightning", *needed, "jsonargparse", "matplotlib")
+    )
 
 
 def _names() -> str:

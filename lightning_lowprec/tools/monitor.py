@@ -15,8 +15,7 @@ from dataclasses import asdict, dataclass
 from importlib.resources import files
 from typing import Any, Final, final
 
-from lightning_lowprec.callbacks.demotion import Demotion
-from lightning_lowprec.callbacks.readings import FILE, TENSORS, Reading, by_layer, read
+from lightning_lowprec.callbacks.readings import FILE, TENSORS, Demotion, Reading, by_layer, read
 from lightning_lowprec.tools.output import dumps, format_table, working
 
 Samplings = Mapping[int, Sequence[Reading]]

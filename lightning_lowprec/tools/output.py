@@ -123,7 +123,7 @@ def format_table(rows: Sequence[Sequence[str]], *, right: Collection[int] = (), 
 
 def dumps(value: Any) -> str:
     """Return a value as JSON, with null for every float that is not finite."""
-    return json.dumps(finite(value), indent=1, allow_nan=False)
+    return json.dumps(finite(value), indent=1, allow_nan=False, default=str)
 
 
 def finite(value: Any) -> Any:

@@ -14,8 +14,7 @@ from typing import Any, Final, Literal
 
 from jsonargparse import ArgumentParser
 
-from lightning_lowprec.callbacks.demotion import Demotion
-from lightning_lowprec.callbacks.readings import FILE
+from lightning_lowprec.callbacks.readings import FILE, Demotion
 from lightning_lowprec.conversion.options import LayerOptions, take
 from lightning_lowprec.names import validate_name
 from lightning_lowprec.other_stacks import OPTIONS

@@ -13,7 +13,7 @@ from benchmarks.convergence.results import Results
 from benchmarks.convergence.runs import Runs, Task, record, train_all
 from benchmarks.convergence.subjects import smoke
 from lightning_lowprec.tools.compare import runner
-from lightning_lowprec.tools.compare.paired import Interval
+from lightning_lowprec.tools.compare.result import Interval
 from tests.once import once
 
 

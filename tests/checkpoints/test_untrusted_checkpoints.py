@@ -17,9 +17,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from lightning_lowprec.checkpoints import files
-from lightning_lowprec.checkpoints.folder import read_table
+from lightning_lowprec.checkpoints.folder import META, read_table
 from lightning_lowprec.checkpoints.load import open_checkpoint
-from lightning_lowprec.checkpoints.manifest import META
 from lightning_lowprec.tools.cli import main
 
 pytestmark = pytest.mark.filterwarnings(

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_lowprec import FabricFSDP2Strategy, FSDP2Strategy
 from lightning_lowprec.fsdp2 import strategy as sharding
 from lightning_lowprec.tools.demo import ByteGPT
-from lightning_lowprec.tools.planning.per_rank import (
+from lightning_lowprec.tools.planning.costs import (
     Weights,
     all_gather,
     all_reduce,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_lowprec.tools.planning.per_rank import Weights, step
+from lightning_lowprec.tools.planning.costs import Weights, step
 
 DOCS = Path(__file__).parents[2] / "docs" / "many-machines.md"
 HIDDEN, INNER, KEYS, VOCABULARY, LAYERS = 4096, 14336, 1024, 128256, 32

@@ -23,7 +23,7 @@ from jsonargparse import capture_parser
 
 import lightning_lowprec
 from lightning_lowprec.names import TABLE
-from lightning_lowprec.private.argparse import actions
+from lightning_lowprec.private.names import actions
 from lightning_lowprec.serving.formats import FormatName
 from lightning_lowprec.tools import cli, doctor
 from lightning_lowprec.tools import output as terminal

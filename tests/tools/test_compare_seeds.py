@@ -9,10 +9,15 @@ import pytest
 
 from lightning_lowprec.tools.cli import main
 from lightning_lowprec.tools.compare import runner
-from lightning_lowprec.tools.compare.comparison import Comparison, markdown, text
-from lightning_lowprec.tools.compare.paired import Interval, NoStepsError, judge_seeds, more_steps, student_t
-from lightning_lowprec.tools.compare.pictures import picture
-from lightning_lowprec.tools.compare.result import PrecisionResult
+from lightning_lowprec.tools.compare.comparison import Comparison, markdown, picture, text
+from lightning_lowprec.tools.compare.result import (
+    Interval,
+    NoStepsError,
+    PrecisionResult,
+    judge_seeds,
+    more_steps,
+    student_t,
+)
 from lightning_lowprec.tools.compare.spec import CompareSpec
 from tests.fsdp2.ranks import stop_server
 

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from lightning_lowprec.tools.compare.comparison import Comparison, text, write_report
-from lightning_lowprec.tools.compare.pictures import smooth
+from lightning_lowprec.tools.compare.comparison import Comparison, smooth, text, write_report
 from lightning_lowprec.tools.compare.result import PrecisionResult
 from lightning_lowprec.tools.compare.spec import CompareSpec
 from lightning_lowprec.tools.output import format_table

@@ -1,25 +1,40 @@
-"""All runs of one comparison: verdicts, the table, the report in Markdown, and the view of a notebook."""
+"""All runs of one comparison: verdicts, table, report in Markdown, the view of a notebook, and the picture.
+
+matplotlib draws without a display and without global state.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import platform
 import statistics
 from base64 import b64encode
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any, final
+from io import BytesIO
+from textwrap import indent
+from typing import TYPE_CHECKING, Any, final
 
 from lightning_lowprec import html
 from lightning_lowprec.extras import import_refusal
 from lightning_lowprec.names import TABLE
-from lightning_lowprec.tools.compare import pictures
-from lightning_lowprec.tools.compare.paired import Cost, judge_seeds
-from lightning_lowprec.tools.compare.result import PrecisionResult, Verdict, judge
+from lightning_lowprec.tools.compare.result import (
+    Cost,
+    Interval,
+    PrecisionResult,
+    Verdict,
+    judge,
+    judge_seeds,
+    relative_gap,
+)
 from lightning_lowprec.tools.compare.spec import CompareSpec
 from lightning_lowprec.tools.doctor import versions
-from lightning_lowprec.tools.output import finite, format_table
+from lightning_lowprec.tools.output import dumps, format_table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 REPORT = "report.md"
 """The name of the report in its folder."""
@@ -38,6 +53,12 @@ HOW_COMPARED = (
     " the last tenth of the steps. Not measured where this line falls by less than two standard errors, and for"
     " differences larger than the fall of this line in the second half."
 )
+Runs = Mapping[str, Sequence[PrecisionResult]]
+"""For each precision, its runs in the order of the seeds."""
+COLOURS = ("#3b3b3b", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+"""Grey for the baseline, then the colours of Okabe and Ito, which most colour-blind people can tell apart."""
+SMOOTHING_SHARE = 20
+"""The smoothed training loss is an average over a twentieth of the steps."""
 _PICTURE = "training loss, validation metric, and its distance from the baseline"
 
 
@@ -91,7 +112,7 @@ class Comparison:
             asdict(result) | verdict | {"final_val": result.final_val, "step_time": result.step_time}
             for result, verdict in zip(self.results, verdicts, strict=True)
         ]
-        return json.dumps(finite(figures), indent=1, allow_nan=False, default=str) + "\n"
+        return dumps(figures) + "\n"
 
     def __repr__(self) -> str:
         """Show the table and the remarks."""
@@ -117,7 +138,7 @@ def _picture(comparison: Comparison) -> str:
     refusal = import_refusal("matplotlib", "The picture of the losses")
     if refusal is not None:
         return html.paragraph(refusal)
-    data = b64encode(pictures.png(comparison.spec, comparison.runs)).decode()
+    data = b64encode(png(comparison.spec, comparison.runs)).decode()
     return f'<img alt="{_PICTURE}" style="max-width:100%" src="data:image/png;base64,{data}">'
 
 
@@ -125,7 +146,7 @@ def write_report(comparison: Comparison) -> None:
     """Write ``results.json``, ``loss.png`` and ``report.md`` into the folder of the spec."""
     out = comparison.spec.out
     (out / "results.json").write_text(comparison.to_json(), encoding="utf-8")
-    (out / "loss.png").write_bytes(pictures.png(comparison.spec, comparison.runs))
+    (out / "loss.png").write_bytes(png(comparison.spec, comparison.runs))
     (out / REPORT).write_text(markdown(comparison), encoding="utf-8")
 
 
@@ -162,12 +183,12 @@ def markdown(comparison: Comparison) -> str:
     for result in results:
         if result.error:
             seed = f" with seed {result.seed}" if spec.seeds > 1 else ""
-            parts += [f"## {result.name} failed{seed}", _code(result.error)]
+            parts += [f"## {result.name} failed{seed}", indent(result.error, "    ")]
     parts += [
         "## Environment",
         "\n".join(f"- {name}: {value or 'not installed'}" for name, value in environment.items()),
         "## Settings",
-        _code(json.dumps(asdict(spec), indent=2, default=str)),
+        indent(json.dumps(asdict(spec), indent=2, default=str), "    "),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -256,6 +277,89 @@ def verdict_on_all(comparison: Comparison) -> str:
     return f"Not every precision ended with {rule}: {', '.join(failed)}."
 
 
-def _code(block: str) -> str:
-    """Return a block of code in Markdown."""
-    return "\n".join(f"    {line}" for line in block.splitlines())
+# ---- the picture
+
+
+def png(spec: CompareSpec, runs: Runs) -> bytes:
+    """Return the picture as the content of a PNG file, the same bytes for the same figures."""
+    content = BytesIO()
+    picture(spec, runs).savefig(content, format="png", metadata={"Software": None})
+    return content.getvalue()
+
+
+def picture(spec: CompareSpec, runs: Runs) -> Figure:
+    """Return the training loss, the validation metric and its distance from the baseline; seeds make bands."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(15, 4.4), layout="constrained", dpi=100)
+    train, val, gap = figure.subplots(1, 3)
+    reach = max(len(run.train_losses) for of_name in runs.values() for run in of_name) // SMOOTHING_SHARE // 2
+    allowed = 100 * spec.max_loss_gap
+    gap.axhspan(-allowed, allowed, color="#009e73", alpha=0.10, linewidth=0)
+    for i, of_name in enumerate(runs.values()):
+        style = _style(i)
+        trained = _curves([smooth(run.train_losses, reach) for run in of_name])
+        _draw(train, range(1, len(trained) + 1), trained, style, label=of_name[0].name)
+        points = {**style, "marker": "o", "markersize": 4}
+        values = _curves([run.val_losses for run in of_name])
+        steps = max((run.val_steps for run in of_name), key=len)
+        _draw(val, steps[: len(values)], values, points)
+        gaps = _curves([_gaps(*pair) for pair in zip(of_name, runs[spec.baseline], strict=True)])
+        _draw(gap, steps[: len(gaps)], gaps, points, intervals=True)
+    train.set(title=f"Training loss (mean of {2 * reach + 1} steps)", ylabel="loss")
+    val.set(title="Validation, the same batches each time", ylabel=spec.val_metric)
+    if spec.seeds > 1:
+        figure.suptitle(f"Mean of {spec.seeds} seeds; bands: all seeds (left, middle), 95 % confidence (right)")
+    gap.set(title=f"Distance from {spec.baseline} (green: ±{allowed:g} %)", ylabel=f"{spec.val_metric}, %")
+    for axes in (train, val, gap):
+        axes.set_xlabel("step")
+        axes.grid(True, alpha=0.25)
+    figure.legend(loc="outside lower center", ncols=min(len(runs), 6), frameon=False)
+    return figure
+
+
+def smooth(values: Sequence[float], reach: int) -> list[float]:
+    """Return the mean of each value and up to ``reach`` values on both sides: no lag behind a falling loss."""
+    around = (values[max(0, i - reach) : i + reach + 1] for i in range(len(values)))
+    return [sum(window) / len(window) for window in around]
+
+
+def _curves(curves: Sequence[Sequence[float]]) -> list[tuple[float, ...]]:
+    """Return the values of all seeds at each point; a run that ended early counts only if all runs did."""
+    longest = max(map(len, curves))
+    return list(zip(*(curve for curve in curves if len(curve) == longest), strict=True))
+
+
+def _gaps(run: PrecisionResult, baseline: PrecisionResult) -> list[float]:
+    return [100 * relative_gap(*pair) for pair in zip(run.val_losses, baseline.val_losses, strict=False)]
+
+
+def _draw(
+    axes: Any,
+    steps: Sequence[int],
+    values: Sequence[tuple[float, ...]],
+    style: dict[str, Any],
+    *,
+    label: str | None = None,
+    intervals: bool = False,
+) -> None:
+    """Draw the mean of the seeds, and with several seeds a band: from the least to the largest, or the interval."""
+    axes.plot(steps, [statistics.fmean(of_step) for of_step in values], label=label, **style)
+    if values and len(values[0]) > 1:
+        bands = [_interval(of_step) if intervals else (min(of_step), max(of_step)) for of_step in values]
+        axes.fill_between(steps, *zip(*bands, strict=True), color=style["color"], alpha=0.15, linewidth=0)
+
+
+def _interval(values: Sequence[float]) -> tuple[float, float]:
+    if not all(map(math.isfinite, values)):
+        return math.nan, math.nan
+    found = Interval.of(values)
+    return found.mean - found.half_width, found.mean + found.half_width
+
+
+def _style(index: int) -> dict[str, Any]:
+    """Return the style of a curve: the baseline is wide and below, so that equal curves stay visible."""
+    colour = COLOURS[index % len(COLOURS)]
+    if index == 0:
+        return {"color": colour, "linewidth": 4.0, "alpha": 0.45}
+    return {"color": colour, "linewidth": 1.6, "linestyle": ("-", "--", "-.", ":")[(index - 1) % 4]}

@@ -12,8 +12,6 @@ from lightning_lowprec.names import TABLE, resolve
 from lightning_lowprec.precision.schedule import Phases, Schedule
 
 DEFAULT_PRECISIONS = ("32-true", "bf16-mixed", "fp8-hybrid")
-SETTER = "set_schedule"
-"""The method of plugins that have the option ``schedule``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +90,9 @@ class CompareSpec:
     def scheduled(self) -> list[str]:
         """The precisions that follow ``schedule``: those whose plugin has the option."""
         rows = {name: TABLE.get(name) for name in self.precisions}
-        follow = [name for name, row in rows.items() if row is not None and hasattr(resolve(name).plugin, SETTER)]
+        follow = [
+            name for name, row in rows.items() if row is not None and hasattr(resolve(name).plugin, "set_schedule")
+        ]
         return follow if self.schedule is not None else []
 
     @property

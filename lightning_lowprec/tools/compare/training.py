@@ -10,10 +10,10 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import torch
 from typing_extensions import override
@@ -26,27 +26,22 @@ from lightning_lowprec.private.either import Callback, LightningModule, Trainer,
 from lightning_lowprec.tools.class_path import build
 from lightning_lowprec.tools.compare.spec import CompareSpec
 
+Send = Callable[[dict[str, Any]], object]
+"""Takes the figures of a training, one message at a time."""
 SAMPLINGS = 10
 """Samplings of a monitor in a run. They are few, so that the median time of a step does not contain them."""
-
-
-class Figures(Protocol):
-    """Receives the figures of a training: a connection to the parent, or anything else that has ``send``."""
-
-    def send(self, message: dict[str, Any], /) -> None:
-        """Take one message."""
 
 
 def train(spec: CompareSpec, precision: str, seed: int, log: Path, figures: Connection) -> None:
     """Train the model of a comparison as :func:`fit` does; stderr goes to ``log``."""
     os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), sys.stderr.fileno())
-    fit(spec, precision, seed, figures)
+    fit(spec, precision, seed, figures.send)
 
 
-def fit(spec: CompareSpec, precision: str, seed: int, figures: Figures, callbacks: Sequence[Callback] = ()) -> None:
+def fit(spec: CompareSpec, precision: str, seed: int, send: Send, callbacks: Sequence[Callback] = ()) -> None:
     """Train the model of a comparison under one precision with one seed.
 
-    Every message to ``figures`` is a dict: ``device`` and ``on_cpu``, first; ``loss``, ``seconds`` and ``step`` of a
+    Every message is a dict: ``device`` and ``on_cpu``, first; ``loss``, ``seconds`` and ``step`` of a
     training batch; ``val`` of a validation; ``peak_memory``, last and on a GPU only.
     """
     import_refusal("torchao.float8", "FP8")  # now, so that the import counts in no step time
@@ -63,7 +58,7 @@ def fit(spec: CompareSpec, precision: str, seed: int, figures: Figures, callback
         val_check_interval=spec.val_every,
         check_val_every_n_epoch=None,  # count batches across epochs
         limit_val_batches=spec.val_batches,
-        callbacks=[Recorder(spec, figures), *_callbacks(spec, precision, seed), *callbacks],
+        callbacks=[Recorder(spec, send), *_callbacks(spec, precision, seed), *callbacks],
         num_sanity_val_steps=0,
         logger=False,
         enable_checkpointing=False,
@@ -73,12 +68,12 @@ def fit(spec: CompareSpec, precision: str, seed: int, figures: Figures, callback
     device = trainer.strategy.root_device
     on_cpu = device.type == "cpu"
     chip = f"CPU ({platform.machine()}, {torch.get_num_threads()} of {os.cpu_count()} cores)"
-    figures.send({"device": chip if on_cpu else describe(device), "on_cpu": on_cpu})
+    send({"device": chip if on_cpu else describe(device), "on_cpu": on_cpu})
     try:
         trainer.fit(model, data)
     finally:
         if device.type == "cuda":
-            figures.send({"peak_memory": torch.cuda.max_memory_allocated(device)})
+            send({"peak_memory": torch.cuda.max_memory_allocated(device)})
 
 
 def _callbacks(spec: CompareSpec, precision: str, seed: int) -> list[Callback]:
@@ -96,9 +91,9 @@ def _callbacks(spec: CompareSpec, precision: str, seed: int) -> list[Callback]:
 class Recorder(Callback):
     """Send the loss and time of every step and the metric of every validation, and stop after the last step."""
 
-    def __init__(self, spec: CompareSpec, figures: Figures) -> None:
+    def __init__(self, spec: CompareSpec, send: Send) -> None:
         self.spec = spec
-        self.figures = figures
+        self.send = send
         self._started = 0.0
 
     @override
@@ -111,7 +106,7 @@ class Recorder(Callback):
     ) -> None:
         loss = _loss(outputs)  # reading the loss waits for the GPU, so the time includes the optimizer step
         seconds = time.perf_counter() - self._started
-        self.figures.send({"loss": loss, "seconds": seconds, "step": trainer.global_step})
+        self.send({"loss": loss, "seconds": seconds, "step": trainer.global_step})
         if not math.isfinite(loss):
             raise FloatingPointError(f"the training loss is {loss} at step {trainer.global_step}")
         if trainer.global_step >= self.spec.max_steps:
@@ -125,7 +120,7 @@ class Recorder(Callback):
                 f"`val_metric={name!r}` was not logged; logged: {', '.join(sorted(metrics)) or 'nothing'}. Name one of"
                 " these, or log it in validation_step."
             )
-        self.figures.send({"val": float(metrics[name])})
+        self.send({"val": float(metrics[name])})
 
 
 def _loss(outputs: Any) -> float:

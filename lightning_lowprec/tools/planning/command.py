@@ -20,9 +20,8 @@ from lightning_lowprec.conversion.plan import Plan, make_plan
 from lightning_lowprec.conversion.recipe_map import RecipeMap
 from lightning_lowprec.names import validate_name
 from lightning_lowprec.tools.output import dumps, prints_to_stderr, working
-from lightning_lowprec.tools.planning.costs import flops, footprints, forward_share
+from lightning_lowprec.tools.planning.costs import flops, footprints, forward_share, per_rank
 from lightning_lowprec.tools.planning.pages import all_names, plan_page, widths, widths_page
-from lightning_lowprec.tools.planning.per_rank import per_rank
 from lightning_lowprec.tools.planning.source import load
 
 

@@ -1,17 +1,41 @@
-"""The FLOPs of a plan, by formula and in a forward, and the bytes of a model with AdamW, by the formats of a name."""
+"""What a plan costs: FLOPs, the bytes of a model with AdamW, and what a rank of ``strategy="fsdp2"`` holds and sends.
+
+With n shards, c copies, and P bytes of some weights in the dtype in which they are sent, ring collectives send per rank
+
+    all-gather       (n - 1) / n * P          # in forward, and again in backward where weights were freed
+    reduce-scatter   (n - 1) / n * P          # P: the gradients, in the reduce dtype
+    all-reduce       2 (c - 1) / c * P / n    # HSDP: the shards of gradients, over the copies
+    scales           2 (n - 1) / n * 4 k      # one float32 per FP8 weight, all k in one all-reduce
+
+With ``fp8_reduce`` a gradient has 1 + 4 / 128 bytes: in the all-reduce if there are copies, else in the reduce-scatter.
+Rows are multiples of 16 bytes, and their last blocks are shorter, which adds less than 20 bytes per group and rank.
+
+The root (embeddings, head, last norm) stays gathered between forward and backward unless ``reshard_after_forward`` is
+True. A dimension that n does not divide is padded, which is counted. Not counted: buffers, what tensor parallelism
+sends, gradient accumulation (each micro-batch gathers and reduces again). Algorithms other than rings, such as NCCL's
+trees, send other amounts for the same call.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Final
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from lightning_lowprec import names
+from lightning_lowprec.checks import check_integer
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.matmuls import CONV1D, STACKED
 from lightning_lowprec.conversion.name_formats import LIGHTNINGS, Formats
 from lightning_lowprec.conversion.plan import Plan, PlanRow
 from lightning_lowprec.conversion.recipe_map import ALL_GEMMS, NO_GEMM, InBF16
+from lightning_lowprec.fsdp2.options import blocks as blocks_of
+from lightning_lowprec.numerics.fp8_blocks import BYTES_PER_VALUE
 
 SEQUENCE_LENGTH = 4096
 COMPARED = (
@@ -19,6 +43,8 @@ COMPARED = (
     "bf16-mixed",
 )  # fmt: skip
 """Names that convert no layers, beside which a plan is shown."""
+_FLOAT32: Final = 4
+_SCALES_OF_CODES: Final = 3  # of the weight and of two moments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,3 +184,238 @@ def gathered_rows(plan: Plan, precision: str) -> list[PlanRow]:
         return recipes[recipe.name or ""] and recipe.in_bf16 <= {"grad_weight"}
 
     return [row for row in plan.rows if as_codes(row)]
+
+
+# ---- one rank of FSDP2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """Numbers of parameters that are gathered."""
+
+    fp8: int = 0
+    """As float8."""
+    fp8_weights: int = 0
+    """Tensors that hold the parameters in ``fp8``; each tensor has a scale."""
+    other: int = 0
+    """In high precision."""
+    frozen: int = 0
+    """Among ``fp8`` and ``other``: do not train, so they have no gradients."""
+
+    @property
+    def total(self) -> int:
+        """All parameters."""
+        return self.fp8 + self.other
+
+    @property
+    def trained(self) -> int:
+        """Those that have gradients."""
+        return self.total - self.frozen
+
+    def __add__(self, other: Weights) -> Weights:
+        return Weights(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Volume:
+    """Bytes that one rank sends in one training step; ``all_reduce`` is between copies (HSDP)."""
+
+    all_gather_forward: float
+    all_gather_backward: float
+    reduce_scatter: float
+    all_reduce: float
+    scales: float
+
+    @property
+    def total(self) -> float:
+        """The sum of all collectives."""
+        gathers = self.all_gather_forward + self.all_gather_backward
+        return gathers + self.reduce_scatter + self.all_reduce + self.scales
+
+
+def weights_of(
+    model: nn.Module,
+    fp8: Collection[str],
+    *,
+    blocks: Collection[str],
+    shards: int,
+    parts: Callable[[str], int] = lambda fqn: 1,
+) -> dict[str, Weights]:
+    """Return what each of the groups gathers, by fqn, with the padding of ``shards`` parts; the root is ``""``.
+
+    ``fp8`` has the layers, and Parameters of stacked experts, that are gathered as float8; ``blocks`` the modules that
+    gather their own weights, none in another. Tensor parallelism cuts the parameter of an fqn into ``parts``.
+    """
+    groups = dict.fromkeys(["", *blocks], Weights())
+    coded = {*fp8, *(f"{fqn}.weight" for fqn in fp8)}
+    for fqn, p in model.named_parameters():
+        group = next((block for block in blocks if fqn.startswith(f"{block}.")), "")
+        size, is_coded = padded(p, shards) // parts(fqn), fqn in coded
+        groups[group] += Weights(
+            fp8=size if is_coded else 0,
+            fp8_weights=int(is_coded),
+            other=0 if is_coded else size,
+            frozen=0 if p.requires_grad else size,
+        )
+    return groups
+
+
+def padded(tensor: Tensor, shards: int) -> int:
+    """Return the elements of ``shards`` equal parts of the first dimension that hold ``tensor``, (rows, ...)."""
+    rows = tensor.shape[0] if tensor.ndim else 1
+    return -(-rows // shards) * shards * (tensor.numel() // max(rows, 1))
+
+
+def gathered(weights: Weights, param_dtype: torch.dtype) -> int:
+    """Return the bytes of whole weights as FSDP2 gathers them: FP8 parameters take 1 byte each."""
+    return weights.fp8 + weights.other * param_dtype.itemsize
+
+
+def all_gather(size: float, ranks: int) -> float:
+    """Return the bytes that a rank sends in a ring all-gather or reduce-scatter of ``size`` bytes in all."""
+    return size * (ranks - 1) / ranks
+
+
+def all_reduce(size: float, ranks: int) -> float:
+    """Return the bytes that a rank sends in a ring all-reduce of ``size`` bytes on each rank."""
+    return 2 * size * (ranks - 1) / ranks
+
+
+def step(
+    blocks: Weights,
+    root: Weights,
+    *,
+    shards: int,
+    copies: int = 1,
+    param_dtype: torch.dtype = torch.bfloat16,
+    reduce_dtype: torch.dtype = torch.float32,
+    reshard_after_forward: bool | None = None,
+    tensor_parallel: int = 1,
+    fp8_reduce: bool = False,
+) -> Volume:
+    """Return the volume of one step of one micro-batch, of the weights below the root and of the root.
+
+    ``shards`` are the ranks per copy of the model, ``tensor_parallel`` those that reduce the scales too. The other
+    options are those of :class:`~lightning_lowprec.fsdp2.options.ShardOptions`; with 32-true, ``param_dtype`` is
+    float32. ``shards`` or ``copies`` below 1 raises ValueError.
+    """
+    check_integer("shards", shards, least=1)
+    check_integer("copies", copies, least=1)
+    forward = gathered(blocks, param_dtype) + gathered(root, param_dtype)
+    again = 0 if reshard_after_forward is False else gathered(blocks, param_dtype)
+    again += gathered(root, param_dtype) if reshard_after_forward is True else 0
+    trained = blocks.trained + root.trained
+    within = BYTES_PER_VALUE if fp8_reduce and copies == 1 else reduce_dtype.itemsize
+    between = BYTES_PER_VALUE if fp8_reduce else reduce_dtype.itemsize
+    scales = 4 * (blocks.fp8_weights + root.fp8_weights)
+    return Volume(
+        all_gather_forward=all_gather(forward, shards),
+        all_gather_backward=all_gather(again, shards),
+        reduce_scatter=all_gather(trained * within, shards),
+        all_reduce=all_reduce(trained * between / shards, copies),
+        scales=all_reduce(scales, shards) + all_reduce(scales, tensor_parallel),
+    )
+
+
+def in_flight(block: Weights, root: Weights, *, param_dtype: torch.dtype = torch.bfloat16, codes: float = 0.0) -> int:
+    """Return an upper bound of the bytes beside state and activations that a rank holds at once in a backward pass.
+
+    The root's weights stay gathered, and its gradients wait for the last one. Meanwhile a block's gradients and their
+    buffer exist, and the next block is gathered. At the end the root's weights are freed, and the root's gradients and
+    their buffer exist. ``block`` is the largest group below the root.
+    """
+    gradient = param_dtype.itemsize + _FLOAT32 + codes
+    during: float = gathered(root, param_dtype) + root.trained * param_dtype.itemsize
+    during += gathered(block, param_dtype) + block.trained * gradient
+    return math.ceil(max(during, root.trained * gradient))
+
+
+def codes_in_flight(shards: int, copies: int) -> float:
+    """Return the bytes per gradient that ``fp8_reduce`` needs at once: codes to send, and codes that arrived.
+
+    Between copies, each copy also holds its part of the float32 sums, and the codes of that part.
+    """
+    both = 2 * BYTES_PER_VALUE
+    return both if copies == 1 else (both + (_FLOAT32 + BYTES_PER_VALUE) / copies) / shards
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rank:
+    """Bytes of one rank under one precision, with AdamW."""
+
+    precision: str
+    state: float
+    """Weights, gradients, masters and moments of this rank, and the codes that the rank keeps of its shards."""
+    in_flight: int
+    """An upper bound of gathered weights and of gradients on their way, at once; no activations."""
+    sent: Volume
+    """In one step of one micro-batch, in rings."""
+
+
+def per_rank(
+    model: nn.Module,
+    plan: Plan,
+    sizes: Sequence[Bytes],
+    *,
+    shards: int,
+    copies: int = 1,
+    parts: Callable[[str], int] = lambda fqn: 1,
+    tensor_parallel: int = 1,
+    fp8_reduce: bool = False,
+) -> list[Rank]:
+    """Return the bytes of a rank for every precision of ``sizes`` that runs under FSDP2; the plan is of the last one.
+
+    The options are those of :func:`step` and :func:`weights_of`. Float8 weights that do not divide into ``shards``
+    equal parts raise ValueError.
+    """
+    check_integer("shards", shards, least=1)
+    codes = codes_in_flight(shards, copies) if fp8_reduce else 0.0
+    send = partial(step, shards=shards, copies=copies, tensor_parallel=tensor_parallel, fp8_reduce=fp8_reduce)
+    elements = sum(p.numel() for p in model.parameters())
+    ranks = []
+    for row in sizes:
+        if not row.gathered:  # does not run under FSDP2
+            continue
+        name = names.TABLE.get(row.precision)
+        param_dtype = torch.float32 if row.gathered == _FLOAT32 * elements else torch.bfloat16
+        as_codes = row is sizes[-1] and row.gathered < param_dtype.itemsize * elements
+        fp8 = _coded(gathered_rows(plan, row.precision), shards) if as_codes else []
+        groups = weights_of(model, fp8, blocks=blocks_of(model), shards=shards, parts=parts)
+        root, below = groups.pop(""), list(groups.values())
+        together = sum(below, Weights())
+        keeps = together.fp8 + root.fp8  # codes of shards in high precision, from gather to gather, 1 byte each
+        if name is not None and name.keeps_codes:  # the step reduces the scales of codes and moments
+            together = replace(together, fp8_weights=_SCALES_OF_CODES * together.fp8_weights)
+        if name is not None and (name.keeps_codes or name.options.get("weight_codes") == "per_gemm"):
+            keeps = 0
+        largest = max(below, key=lambda weights: weights.total, default=Weights())
+        ranks.append(
+            Rank(
+                precision=row.precision,
+                state=(_state(row, plan) * (together.total + root.total) / elements + keeps) / shards,
+                in_flight=in_flight(largest, root, param_dtype=param_dtype, codes=codes),
+                sent=send(together, root, param_dtype=param_dtype),
+            )
+        )
+    return ranks
+
+
+def _coded(rows: Sequence[PlanRow], shards: int) -> list[str]:
+    """Return the fqns of weights that are gathered as float8; raise ValueError if one has no equal shards."""
+    for row in rows:
+        if row.parts % shards:
+            kinds = {STACKED: "experts", CONV1D: "input features"}
+            parts = f"{row.parts} {kinds.get(row.kind, 'output features')}"
+            raise ValueError(
+                f"`shards={shards}` is not possible: {row.fqn!r} has {parts}, which do not"
+                " divide into equal shards, and uneven shards cannot be gathered in float8. Keep the layer out of FP8"
+                " (`--keep`), or take a divisor (`--shards`)."
+            )
+    return [row.fqn for row in rows]
+
+
+def _state(row: Bytes, plan: Plan) -> int:
+    """Return the bytes of a model's state; FSDP2 keeps gradients of weights that are codes in float32."""
+    name = names.TABLE.get(row.precision)
+    wider = _FLOAT32 - 1 if name is not None and name.keeps_codes else 0
+    return row.state + wider * sum(r.elements for r in plan.rows if r.kept_because is None and r.trains)

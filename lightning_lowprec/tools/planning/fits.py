@@ -42,7 +42,6 @@ GPUS: Final[Mapping[str, tuple[int, tuple[int, int]]]] = {
 }  # fmt: skip
 """The memory in GB that the maker names, and the compute capability."""
 _HOPPER: Final = (9, 0)
-_PREFIXES: Final = ("nvidia", "geforce", "tesla")
 Progress = Callable[[str], None]
 STRATEGIES: Final = ("fsdp2",)
 
@@ -76,9 +75,7 @@ def read_gpu(text: str) -> Gpu:
 
 
 def _plain(name: str) -> str:
-    words = [word for word in re.split(r"[\s_-]+", name.lower()) if word and word not in _PREFIXES]
-    plain = "".join(words)
-    return plain.removeprefix("rtx") if plain.startswith("rtx") and not plain.startswith("rtxpro") else plain
+    return re.sub(r"[\s_-]|nvidia|geforce|tesla|rtx(?![\s_-]*pro)", "", name.lower())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,36 +128,30 @@ def fits(
     gpu: str,
     *,
     names: Sequence[str] = DEFAULT_NAMES,
-    batch: int = 1,
-    sequence: int | None = None,
-    checkpointing: bool = False,
-    fused: bool = False,
-    devices: int = 1,
     data: Any = None,
     progress: Progress = lambda words: None,
+    **options: Any,
 ) -> Report:
     """Simulate training steps with AdamW of a ``model`` on the meta device, and say which precisions fit.
 
-    The other options are those of :class:`Setting`. ``data`` is a batch of the user's, on CPU; None if the model reads
-    tokens, or has an ``example_input_array``. ``progress`` is called with each precision before its simulation. An
-    unknown size, name or number, or a missing length of sequences raises ValueError.
+    The ``options`` are those of :class:`Setting`, such as ``batch`` and ``sequence``. ``data`` is a batch of the
+    user's, on CPU; None if the model reads tokens, or has an ``example_input_array``. ``progress`` is called with each
+    precision before its simulation. An unknown size, name or number, or a missing length of sequences raises
+    ValueError.
     """
     size = read_gpu(gpu)
-    for name, number in (("batch", batch), ("devices", devices), ("sequence", sequence)):
-        if number is not None and number < 1:
+    setting = Setting(precision="", capability=size.capability, **options)
+    for name in ("batch", "devices", "sequence"):
+        if (number := getattr(setting, name)) is not None and number < 1:
             raise ValueError(f"`{name}={number}` is not valid; expected an integer of at least 1.")
     inputs = inputs_of(model, data)
-    if inputs.reads_sequences and sequence is None:
+    if inputs.reads_sequences and setting.sequence is None:
         raise ValueError(
             f"`seq` is missing: {type(model).__name__} reads tokens. Give their number, such as `--seq 4096`."
         )
     for name in names:
         validate_name(name)
     simulator = Simulator(model, inputs)
-    setting = Setting(
-        precision="", batch=batch, sequence=sequence, checkpointing=checkpointing, fused=fused,
-        capability=size.capability, devices=devices,
-    )  # fmt: skip
     verdicts = []
     for name in names:
         progress(name)
@@ -218,30 +209,26 @@ def _largest_batch(simulator: Simulator, setting: Setting, size: int) -> int:
 
 def _remedies(simulator: Simulator, least: Setting, size: int, progress: Progress) -> list[tuple[str, Verdict]]:
     """Simulate what may help, alone and together, for the precision that needs the least."""
-    remedies: list[tuple[str, Verdict]] = []
 
-    def verdict_on(words: str, changed: Setting) -> Verdict:
+    def verdict_on(words: str, changed: Setting) -> tuple[str, Verdict]:
         progress(words)
-        return _verdict(simulator, changed, size, batches=False)
+        return words, _verdict(simulator, changed, size, batches=False)
 
-    def runs(words: str, changed: Setting) -> bool:
-        verdict = verdict_on(words, changed)
-        if verdict.refused is None:
-            remedies.append((words, verdict))
-        return verdict.refused is None
-
-    together = least
+    remedies, together = [], least
     for words, change in _changes(least):
-        if runs(words, replace(least, **change)):
+        remedies.append(verdict_on(words, replace(least, **change)))
+        if remedies[-1][1].refused is None:
             together = replace(together, **change)
-    runs("all of these", together)
+    remedies.append(verdict_on("all of these", together))
     if least.sequence is not None and least.sequence > 1:
-        runs("all of these, half the sequence", replace(together, sequence=least.sequence // 2))
+        shorter = replace(together, sequence=least.sequence // 2)
+        remedies.append(verdict_on("all of these, half the sequence", shorter))
+    remedies = [(words, verdict) for words, verdict in remedies if verdict.refused is None]
     devices = least.devices
     while devices < _MOST_DEVICES:
         devices *= 2
-        words = f"all of these, --devices {devices} --strategy fsdp2"
-        verdict = verdict_on(words, replace(together, devices=devices))
+        sharded = replace(together, devices=devices)
+        words, verdict = verdict_on(f"all of these, --devices {devices} --strategy fsdp2", sharded)
         if verdict.fits:
             return [*remedies, (words, verdict)]
     return remedies
@@ -297,22 +284,16 @@ def run(args: Any) -> int:
         )  # fmt: skip
     if args.markdown is not None:
         Path(args.markdown).write_text(f"{fits_page(report, source.origin, markdown=True)}\n", encoding="utf-8")
-    if args.json:
-        print(
-            dumps(
-                {
-                    "source": source.origin,
-                    "simulated": True,
-                    "devices": report.setting.devices,
-                    **asdict(report),
-                    "verdicts": [{**asdict(verdict), "total": verdict.total} for verdict in report.verdicts],
-                    "remedies": [{"change": words, **asdict(v), "total": v.total} for words, v in report.remedies],
-                    "margin": {"share": MARGIN_SHARE, "bytes": MARGIN},
-                }
-            )
-        )
-    else:
-        print(fits_page(report, source.origin))
+    data = {
+        "source": source.origin,
+        "simulated": True,
+        "devices": report.setting.devices,
+        **asdict(report),
+        "verdicts": [{**asdict(verdict), "total": verdict.total} for verdict in report.verdicts],
+        "remedies": [{"change": words, **asdict(v), "total": v.total} for words, v in report.remedies],
+        "margin": {"share": MARGIN_SHARE, "bytes": MARGIN},
+    }
+    print(dumps(data) if args.json else fits_page(report, source.origin))
     return 0 if any(verdict.fits for verdict in report.verdicts) else 1
 
 

@@ -11,8 +11,7 @@ from lightning_lowprec.conversion.name_formats import COLUMNS, HALF, LIGHTNINGS
 from lightning_lowprec.conversion.name_suffixes import MASTERS, families
 from lightning_lowprec.conversion.plan import Plan, grouped, verdict_with_gain
 from lightning_lowprec.tools.output import format_table
-from lightning_lowprec.tools.planning.costs import Bytes, Flops, formats_of
-from lightning_lowprec.tools.planning.per_rank import Rank
+from lightning_lowprec.tools.planning.costs import Bytes, Flops, Rank, formats_of
 
 GATHER_NOTE = (
     "all-gather: all weights once, in the dtype in which strategy='fsdp2' gathers them (tensorwise FP8: one byte per"

@@ -21,9 +21,8 @@ from torch import nn
 from lightning_lowprec import names
 from lightning_lowprec.conversion.name_suffixes import MASTERS, split
 from lightning_lowprec.conversion.plan import make_plan
-from lightning_lowprec.tools.planning.costs import COMPARED, footprints
+from lightning_lowprec.tools.planning.costs import COMPARED, footprints, per_rank
 from lightning_lowprec.tools.planning.memory_meter import ACTIVATIONS, STATE, TEMPORARIES, Peaks
-from lightning_lowprec.tools.planning.per_rank import per_rank
 from lightning_lowprec.tools.planning.simulated_step import OPTIMIZER, SET_UP, Inputs, Setting, simulate
 
 DEPTHS: Final = (3, 4)

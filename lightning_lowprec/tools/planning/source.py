@@ -128,13 +128,9 @@ def _skeleton(shapes: Mapping[str, torch.Size]) -> nn.Module:
                 child = parent._modules.get(part) or nn.Module()  # no `add_module`: a name may be "forward"
                 parent._modules[part] = child
                 parent = child
-            bias = ".".join([*path, "bias"]) in shapes
-            parent._modules[path[-1]] = _layer(path, shape, bias=bias)
+            if any(name in path[-1] for name in EMBEDDING_NAMES) and path[-1] != "embed_out":
+                parent._modules[path[-1]] = nn.Embedding(*shape, device="meta")
+            else:
+                bias = ".".join([*path, "bias"]) in shapes
+                parent._modules[path[-1]] = nn.Linear(shape[1], shape[0], bias=bias, device="meta")
     return root
-
-
-def _layer(path: list[str], shape: torch.Size, *, bias: bool) -> nn.Module:
-    rows, columns = shape
-    if any(name in path[-1] for name in EMBEDDING_NAMES) and path[-1] != "embed_out":
-        return nn.Embedding(rows, columns, device="meta")
-    return nn.Linear(columns, rows, bias=bias, device="meta")
