@@ -201,13 +201,13 @@ def convert_optimizer_(optimizer: Optimizer, level: Level, *, stochastic_roundin
         check_options(optimizer)
         check_step(optimizer, MSAMP)
         scaled: Any = optimizer
-        plain, saved = type(scaled), scaled.state_dict() if scaled.state else None
+        plain, before = type(scaled), scaled.state_dict() if scaled.state else None
         vars(scaled).pop("step", None)  # a scheduler's wrapper, which calls the old class; the new class needs none
         scaled.__class__ = _CLASSES[plain]
         options = {"level": level, "stochastic_rounding": stochastic_rounding, "seed": seed, "compile": "auto"}
         ScaledOptimizer.__setstate__(scaled, {**options, "plain_class": plain})  # gives the new class its step hooks
-        if saved is not None:
-            scaled.load_state_dict(saved)
+        if before is not None:
+            scaled.load_state_dict(before)
     elif any(p.requires_grad for p in coded):
         cls = type(optimizer)
         raise TypeError(
