@@ -35,6 +35,7 @@ CHUNKED, FP8_HEAD = "chunked loss", "fp8 head"
 REMAINDER = f"{MAIN}-remainder"
 """bf16 weights, with exact float32 masters in two more bytes."""
 EIGHT_BITS = f"{MAIN}-8bit"
+FAST_BACKWARD = f"{EIGHT_BITS}, fast backward"
 """The same with moments of 8 bits."""
 SHARDED = f"{MAIN}, fsdp2"
 SCALED_INSIDE = "ours fp8-rowwise, scaled inside"
@@ -242,11 +243,19 @@ def _with_losses() -> list[Contender]:
     torchao = MAIN.removeprefix("ours ")
     exact, eight = (partial(setups.ours, name=torchao, options={"master_weights": w}) for w in ("remainder", "8bit"))
     kept = partial(setups.ours, name=torchao, options={"weights": "keep"})
+    all_fast = {"recipe": {"*": {"grad_input": "fast", "grad_weight": "fast"}}, "master_weights": "8bit"}
+    fast = partial(setups.ours, name=torchao, options=all_fast)
     bf16: dict[str, partial[Running]] = {
         BASELINE: partial(setups.lightning, precision="bf16-mixed", compiled=True),
         BF16_TRUE: partial(setups.lightning, precision="bf16-true", compiled=True),
     }
-    fp8 = {MAIN: partial(setups.ours, name=torchao), BF16_WEIGHTS: kept, REMAINDER: exact, EIGHT_BITS: eight}
+    fp8 = {
+        MAIN: partial(setups.ours, name=torchao),
+        BF16_WEIGHTS: kept,
+        REMAINDER: exact,
+        EIGHT_BITS: eight,
+        FAST_BACKWARD: fast,
+    }
     ours: dict[str, Any] = {"needs": ("torchao.float8",), "linear": "torchao tensorwise", "name": torchao}
     with_bf16_head = bf16 | {key: fp8[key] for key in (MAIN, REMAINDER)}
     chunked = {key: partial(setups.with_loss, setup=setup, loss="chunked") for key, setup in with_bf16_head.items()}

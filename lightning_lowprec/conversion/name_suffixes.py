@@ -54,7 +54,7 @@ def of_options(base: str, kept: str | None) -> str:
     """Return the suffix of a plugin's own name; ``kept`` is ``MasterConfig.kept``, None for float32 weights."""
     if base == "fp16":
         return FP16
-    return next((suffix for suffix, masters in MASTERS.items() if masters == kept), "")
+    return next((suffix for suffix, masters in MASTERS.items() if masters == kept), f"-{kept}" if kept else "")
 
 
 def families(names: Iterable[str]) -> dict[tuple[str, ...], list[str]]:

@@ -12,6 +12,7 @@ it has the backend's first recipe. A recipe may leave some of a Linear's three p
 
 High precision is written ``"bf16"``, and is the dtype of autocast: bf16, or fp16 with ``base="fp16"``. ``"promoted"``
 is FP8 without fast accumulation: Hopper and Ada then add up 128 products at most before they promote to float32.
+``"fast"`` is FP8 with fast accumulation, which the recipes have in the forward only.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ InBF16 = frozenset[Gemm]
 """The products that run in high precision; the others run in the precision of the recipe."""
 NO_GEMM: Final[InBF16] = frozenset()
 ALL_GEMMS: Final[InBF16] = frozenset(GEMMS)
-PROMOTED: Final = "promoted"
-"""FP8 without fast accumulation."""
+ACCUMULATION: Final[Mapping[str, bool]] = {"promoted": False, "fast": True}
+"""The words for FP8 with a choice of accumulation, and whether accumulation is fast."""
 GemmChoices = Annotated[
-    Mapping[Gemm, GemmPrecision | Literal["promoted"]],
+    Mapping[Gemm, GemmPrecision | Literal["promoted", "fast"]],
     Rule("a mapping such as {'forward': 'bf16'} (forward, grad_input, grad_weight)"),
 ]
 HIGH: Final = "bf16"
@@ -88,8 +89,8 @@ class LayerRecipe:
     name: str | None
     """A recipe of the backend, such as ``"rowwise"``; None: the recipe that the layer has."""
     in_bf16: InBF16 = NO_GEMM
-    promoted: frozenset[Gemm] = frozenset()
-    """The products in FP8 without fast accumulation."""
+    accumulation: tuple[tuple[Gemm, str], ...] = ()
+    """The products in FP8 with a choice of accumulation, and the word of ``ACCUMULATION`` for each."""
 
     @classmethod
     def of(cls, value: Any, *, names: Sequence[str], base: str | None, field: str = "recipe") -> LayerRecipe:
@@ -101,8 +102,8 @@ class LayerRecipe:
         if value == HIGH:
             return cls(base, ALL_GEMMS)
         if isinstance(value, Mapping):
-            high = in_bf16(value, field, besides=(PROMOTED,))
-            return cls(base, high, frozenset(gemm for gemm, choice in value.items() if choice == PROMOTED))
+            high = in_bf16(value, field, besides=tuple(ACCUMULATION))
+            return cls(base, high, tuple((gemm, value[gemm]) for gemm in GEMMS if value.get(gemm) in ACCUMULATION))
         if value == FLOAT32 and base is not None:
             return cls(FLOAT32, ALL_GEMMS)
         if value not in names:
@@ -119,8 +120,7 @@ class LayerRecipe:
     def __str__(self) -> str:
         if self.name == FLOAT32:
             return FLOAT32
-        promoted = " and ".join(gemm for gemm in GEMMS if gemm in self.promoted)
-        return ", ".join(filter(None, [self.name, words(self.in_bf16), promoted and f"{promoted} promoted"]))
+        return ", ".join(filter(None, [self.name, words(self.in_bf16), *map(" ".join, self.accumulation)]))
 
 
 @final

@@ -8,7 +8,7 @@ from typing import Final, Literal
 from lightning_lowprec.checks import PositiveOrNone
 from lightning_lowprec.conversion.options import shows
 
-MasterForm = Literal["fp32", "remainder", "stochastic"]
+MasterForm = Literal["fp32", "remainder", "remainder8", "stochastic"]
 Kept = Literal[MasterForm, "8bit"]
 MomentForm = Literal["fp32", "8bit"]
 Update = Literal["step", "backward"]
@@ -20,9 +20,10 @@ class MasterConfig:
     """The form of the masters between steps; :mod:`~lightning_lowprec.masters.stores` explains the forms."""
 
     form: MasterForm = "fp32"
-    """``"fp32"`` (4 bytes per parameter), ``"remainder"`` (exact, 2 bytes) or ``"stochastic"`` (none, 0 bytes).
+    """``"fp32"`` (4 bytes per parameter), ``"remainder"`` (exact, 2 bytes), ``"remainder8"`` (1 byte: 24 bits of
+    float32, rounded stochastically) or ``"stochastic"`` (none, 0 bytes).
 
-    The last two need bf16 parameters.
+    The last three need bf16 parameters.
     """
     moments: MomentForm = "fp32"
     """How the optimizer's state of half-precision parameters is kept between steps.
@@ -52,7 +53,7 @@ class MasterConfig:
     @property
     def rounds(self) -> bool:
         """Whether something is rounded stochastically, so that steps are counted."""
-        return self.form == "stochastic" or self.moments != "fp32"
+        return self.form in ("remainder8", "stochastic") or self.moments != "fp32"
 
     @property
     def kept(self) -> Kept:

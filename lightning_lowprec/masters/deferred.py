@@ -42,7 +42,7 @@ def clip_by_norm(optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) 
     others = [p.grad for p in registry.without_master() if p.grad is not None]
     if not deferred and not others:
         return torch.tensor(0.0)
-    parts = [norm * registry.gradients.factor for norm in _norms(deferred, norm_type)] + _norms(others, norm_type)
+    parts = [norm * registry.gradients.factor for norm in norms(deferred, norm_type)] + norms(others, norm_type)
     total = together(parts, norm_type)
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     registry.gradients.fold(factor, deferred)
@@ -58,7 +58,7 @@ def unscale(optimizer: Optimizer, inv_scale: float) -> Tensor:
     registry.gradients.fold(inv_scale, grads)
     if not grads:
         return torch.zeros(())
-    return (~together(_norms(grads, math.inf), math.inf).isfinite()).float()
+    return (~together(norms(grads, math.inf), math.inf).isfinite()).float()
 
 
 def multiply_waiting() -> None:
@@ -68,7 +68,7 @@ def multiply_waiting() -> None:
             registry.move_grads(1.0)
 
 
-def _norms(grads: Sequence[Tensor], order: float) -> list[Tensor]:
+def norms(grads: Sequence[Tensor], order: float) -> list[Tensor]:
     """Return the norms of gradients by device, mesh and placements: tensor parallelism shards over one mesh more."""
     groups = grouped(grads, lambda grad: (grad.device, mesh_of(grad), getattr(grad, "placements", None)))
     return over_ranks([torch.linalg.vector_norm(float32_norms(group, order), order) for group in groups])

@@ -1,6 +1,7 @@
-"""Update a parameter during the backward pass, as soon as its gradient is complete, and free the gradient.
+"""Update a parameter during the backward pass, soon after its gradient is complete, and free the gradient.
 
-So there are never gradients of the whole model, and float32 values of one parameter at a time. ``optimizer.step()``
+So there are never gradients of the whole model, and float32 values of one parameter at a time. On a GPU gradients wait
+until they have ``WAITING`` numbers together, so that a launch steps several parameters. ``optimizer.step()``
 then counts the step, and updates what has a gradient all the same: parameters without masters, and gradients that other
 code has assigned.
 
@@ -12,21 +13,30 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, final
 
 import torch
 import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_lowprec.masters import kernel_step
 from lightning_lowprec.masters.config import IN_THE_STEP, MasterConfig
+from lightning_lowprec.masters.deferred import norms
+from lightning_lowprec.masters.gradients import multiply
 from lightning_lowprec.masters.registry import registry_of
-from lightning_lowprec.numerics.parameters import over_ranks, parameters_of
+from lightning_lowprec.numerics.parameters import parameters_of, together
+from lightning_lowprec.private.torch import after_backward
 from lightning_lowprec.private.torch_optimizers import refuse_copies
 
+CLIP_NORM: Final = "clip_norm"  # in param_groups[0]: by what norm gradients are clipped during the backward pass
+LAST_NORM: Final = "last_norm"  # in param_groups[0] of a state dict: the norm of the last step
 _HANDLE: Final = "lowprec_update"  # an attribute of parameters: how to remove their hook
+WAITING: Final = 64 * 2**20
+"""Numbers of the gradients that wait for a launch: at most 128 MB in bf16, and the gradient that comes last."""
 
 
 @final
@@ -37,6 +47,9 @@ class BackwardUpdates:
         self._optimizer: Callable[[], Any] = weakref.ref(optimizer)
         self._clip_tensor = config.clip_tensor
         self._updated: set[int] = set()  # id(parameter), since the last step
+        self._waiting: list[Tensor] = []  # parameters with complete gradients
+        self._norm: Tensor | None = None  # of the gradients since the last step, where they are clipped
+        self._last_norm: Tensor | None = None  # of the step before
         self._rates: list[Any] = []  # the learning rates of the updates since the last step
         self._warned = False
         self.has_stepped = False  # whether the optimizer made a step since `watch` was called
@@ -64,6 +77,8 @@ class BackwardUpdates:
         """Begin a new step; warn once if a learning rate was set after the updates that it was meant for."""
         self.has_stepped = True
         self._updated.clear()
+        self._waiting.clear()
+        self._norm, self._last_norm = None, self._norm
         optimizer = self._optimizer()
         rates, self._rates = self._rates, []
         if rates and not self._warned and any(a != b for a, b in zip(rates, _rates(optimizer), strict=False)):
@@ -80,7 +95,7 @@ class BackwardUpdates:
         """Update the parameters that have gradients, if gradients are clipped one by one: in a step, under DDP."""
         for param in self._params() if self._clip_tensor is not None else ():
             if param.grad is not None:
-                self._optimizer().update(param, self._factor(param.grad))
+                self._optimizer().update([param], self._factor([param.grad]))
 
     @torch.no_grad()
     def _on_gradient(self, param: Tensor) -> None:
@@ -103,15 +118,71 @@ class BackwardUpdates:
         kind = param.device_mesh.device_type if isinstance(param, DTensor) else param.device.type
         if kind != param.device.type:  # offloaded: torch 2.11 copies the gradient to the CPU while the hook runs
             torch.get_device_module(kind).current_stream().synchronize()
-        optimizer.update(param, self._factor(param.grad))
+        if self._clip_tensor is not None or param.device.type not in kernel_step.DEVICES:
+            optimizer.update([param], self._factor([param.grad]))
+            return
+        if not self._waiting:
+            after_backward(self._update_waiting)
+        self._waiting.append(param)
+        if sum(map(_share, self._waiting)) >= WAITING:
+            self._update_waiting()
 
-    def _factor(self, grad: Tensor) -> float | Tensor:
-        """Return what clipping multiplies a gradient by."""
-        if self._clip_tensor is None:
+    @torch.no_grad()
+    def _update_waiting(self) -> None:
+        optimizer, waiting, self._waiting = self._optimizer(), self._waiting, []
+        if optimizer is not None:
+            factor = self._factor([param.grad for param in waiting if param.grad is not None])
+            optimizer.update([param for param in waiting if param.grad is not None], factor)
+
+    def _factor(self, grads: Sequence[Tensor]) -> float | Tensor:
+        """Return what clipping multiplies gradients by."""
+        max_norm = self._optimizer().param_groups[0].get(CLIP_NORM)
+        limit = max_norm if self._clip_tensor is None else self._clip_tensor
+        if limit is None or not grads:
             return 1.0
-        values = grad.coalesce().values() if grad.is_sparse else grad
-        (norm,) = over_ranks([torch.linalg.vector_norm(values, dtype=torch.float32)])
-        return torch.clamp(self._clip_tensor / (norm + 1e-6), max=1.0)
+        values = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
+        norm = together(norms(values, 2.0))
+        if self._clip_tensor is None:
+            norm = self._norm = norm if self._norm is None else torch.hypot(norm, self._norm)
+            if self._last_norm is not None and self._updated:
+                norm = torch.maximum(norm, self._last_norm.to(norm.device).nan_to_num(0.0, posinf=0.0))
+        return torch.clamp(limit / (norm + 1e-6), max=1.0)
+
+    # ---- clipping by the norm of all gradients, as far as it is known
+
+    @property
+    def clips_all(self) -> bool:
+        """Whether gradients may be clipped by the norm of all, because they are not clipped one by one."""
+        return self._clip_tensor is None
+
+    @torch.no_grad()
+    def clip(self, max_norm: float) -> Tensor:
+        """Clip the gradients that are left, and those of later backward passes; return the norm since the last step.
+
+        A gradient is clipped by the norm of the last step, or by that of the gradients so far if this is larger. If no
+        parameter has been updated yet (under DDP), the gradients are clipped by their norm.
+        """
+        optimizer = self._optimizer()
+        if CLIP_NORM not in optimizer.param_groups[0]:
+            rank_zero_info(
+                "Gradients are clipped by the norm of the last step, or by the norm so far if it is larger:"
+                " `update='backward'` uses each gradient before the norm of all is known. The first step is not"
+                " clipped. `bf16-8bit` clips by the norm of the same step."
+            )
+        optimizer.param_groups[0][CLIP_NORM] = float(max_norm)
+        left = [param.grad for param in parameters_of(optimizer) if param.grad is not None]
+        multiply(left, self._factor(left))
+        return torch.zeros(()) if self._norm is None else self._norm
+
+    def save_norm(self, group: dict[str, Any]) -> None:
+        """Write the last norm into a parameter group, for a checkpoint."""
+        group.pop(LAST_NORM, None)
+        if self._last_norm is not None:
+            group[LAST_NORM] = float(self._last_norm)
+
+    def load_norm(self, group: dict[str, Any]) -> None:
+        """Take the last norm of a checkpoint, if there is one."""
+        self._last_norm = torch.tensor(group[LAST_NORM]) if LAST_NORM in group else None
 
 
 def forget_updates(params: Iterable[Tensor]) -> None:
@@ -149,6 +220,11 @@ def refuse_together(optimizer: Optimizer) -> ValueError:
     )
 
 
+def _share(param: Tensor) -> int:
+    """Return the numbers of a parameter per rank, the same on every rank: norms are computed over all ranks."""
+    return param.numel() // (param.device_mesh.size() if isinstance(param, DTensor) else 1)
+
+
 def _rates(optimizer: Optimizer) -> list[float]:
     return [group["lr"] for group in optimizer.param_groups if isinstance(group.get("lr"), float)]
 
@@ -174,7 +250,7 @@ def refuse_clipping(optimizer: Optimizer) -> None:
 def clipping_refused(what: str) -> str:
     """Return why gradients cannot be clipped, and what to do."""
     return (
-        f"{what}, and `update='backward'` has used and freed them when the norm of all is known. Use {IN_THE_STEP}. Or"
+        f"{what}, and `update='backward'` has used and freed them when they could be clipped. Use {IN_THE_STEP}. Or"
         " remove this clipping, and let `master_weights=MasterConfig(form='remainder', moments='8bit',"
         " update='backward', clip_tensor=1.0)` clip the gradient of each parameter."
     )

@@ -133,11 +133,13 @@ def step_in_one_pass(registry: MasterRegistry) -> None:
 
 
 @torch.no_grad()
-def step_one(registry: MasterRegistry, param: Tensor, factor: float | Tensor) -> None:
-    """Step one parameter, which has a master, with its gradient times ``factor``, if the kernel can step it."""
-    index = registry.group_index(param)
-    if index is not None:
-        _step_places(registry, registry.live().param_groups[index], [registry.place_of[id(param)]], factor)
+def step_some(registry: MasterRegistry, params: Sequence[Tensor], factor: float | Tensor) -> None:
+    """Step parameters, which have masters, with their gradients times ``factor``, if the kernel can step them."""
+    for members in grouped(params, registry.group_index):
+        index = registry.group_index(members[0])
+        if index is not None:
+            places = [registry.place_of[id(param)] for param in members]
+            _step_places(registry, registry.live().param_groups[index], places, factor)
 
 
 def _step_places(registry: MasterRegistry, group: Any, places: list[tuple[Store, int]], factor: float | Tensor) -> None:
@@ -147,8 +149,9 @@ def _step_places(registry: MasterRegistry, group: Any, places: list[tuple[Store,
     for store in dict.fromkeys(store for store, _ in places):
         registry.settle(store)
     rows = [row for store, index in places if (row := _row(registry, group, rule, store, index)) is not None]
-    for same in grouped(rows, lambda row: (row.variant, local_tensor(row.param).device)):
-        _step_rows(registry, group, rule, same, factor)
+    for same in grouped(rows, lambda row: local_tensor(row.param).device):
+        by_variant = grouped(same, lambda row: (row.variant, row.master.grad is None))
+        _step_rows(registry, group, rule, by_variant, factor)
     for row in rows:
         row.param.grad = row.master.grad = None
     for store in {store for store, _ in places}:
@@ -179,7 +182,9 @@ def _row(registry: MasterRegistry, group: Any, rule: Rule, store: Store, index: 
     writes = type(weight) in (Tensor, Parameter) or hasattr(weight, NOTE_WRITTEN) or is_simulated()
     if not writes or not fits or not weight.numel() or not is_dense(weight):
         return None
-    aligned = all(t is None or t.data_ptr() % _VECTOR == 0 for t in tensors)
+    aligned = all(
+        t is None or t.data_ptr() % (_VECTOR if t.dtype != torch.int8 else _VECTOR // 2) == 0 for t in tensors
+    )
     kind = "8bit" if block and moments else "fp32"
     variant = Variant(rule, store.form, KINDS[weight.dtype], KINDS[grad.dtype], kind, aligned, block or 1)
     exponents = [local_tensor(state[f"{name}{EXPONENTS}"]) for name in STATE[rule]] if block else []
@@ -198,17 +203,22 @@ def _moments(rule: Rule, state: Mapping[str, Any], *, coded: bool) -> list[Tenso
     return [local_tensor(moment) for moment in moments]
 
 
-def _step_rows(registry: MasterRegistry, group: Any, rule: Rule, rows: list[Row], factor: float | Tensor) -> None:
+def _step_rows(
+    registry: MasterRegistry, group: Any, rule: Rule, by_variant: list[list[Row]], factor: float | Tensor
+) -> None:
+    """Step rows of one device; their numbers are computed together, in launches that do not depend on the variants."""
+    rows = [row for same in by_variant for row in same]
     steps = [row.step for row in rows if row.step is not None] if rule == "adam" else []
     if steps:
         add_to_all_(steps, 1)
     device = rows[0].tensors[0].device  # type: ignore[union-attr]
-    numbers = numbers_of(rule, registry.plain, group, steps, len(rows))
-    factor = factor if rows[0].master.grad is None else 1.0
+    numbers = _to(device, numbers_of(rule, registry.plain, group, steps, len(rows)))
     hints = [(row.largest, row.param) for row in rows if row.largest is not None]
     if hints:
         copy_all_([hint.value for hint, _ in hints], [_constant(device, 0.0)] * len(hints))
-    launch(rows, _to(device, numbers), _scalar(device, factor), registry.config.seed, registry.step)
+    for same, own in zip(by_variant, torch.split(numbers, [len(same) for same in by_variant]), strict=True):
+        scale = _scalar(device, factor if same[0].master.grad is None else 1.0)
+        launch(same, own, scale, registry.config.seed, registry.step)
     written = [t for row in rows for i, t in enumerate(row.tensors) if t is not None and i != 2]
     for row in rows:
         weight = row.tensors[0]

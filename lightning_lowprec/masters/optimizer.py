@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -33,7 +33,7 @@ from lightning_lowprec.conversion.steps import count_step
 from lightning_lowprec.masters import moments
 from lightning_lowprec.masters.config import Kept, MasterConfig
 from lightning_lowprec.masters.in_backward import BackwardUpdates, forget_updates, refuse_together
-from lightning_lowprec.masters.kernel_step import step_in_one_pass, step_one
+from lightning_lowprec.masters.kernel_step import step_in_one_pass, step_some
 from lightning_lowprec.masters.registry import MasterRegistry, registry_of
 from lightning_lowprec.numerics.parameters import parameters_of
 from lightning_lowprec.private.torch import MASTERS, check
@@ -205,16 +205,17 @@ class MasterOptimizer(Optimizer):
                 self._updates.finish()
 
     @without_own_hooks
-    def update(self, param: Tensor, factor: float | Tensor) -> None:
-        """Step one parameter with its gradient times ``factor``, during the backward pass."""
+    def update(self, params: Sequence[Tensor], factor: float | Tensor) -> None:
+        """Step parameters with their gradients times ``factor``, during the backward pass."""
         registry = self._masters
-        step_one(registry, param, factor)
-        if param.grad is not None:
-            registry.gradients.fold(factor, [param.grad])
-            with registry.stepping_only(registry.place_of[id(param)][0]):
-                registry.gradients.factor = 1.0
-                registry.plain.step(self)  # type: ignore[attr-defined]
-        param.grad = None
+        step_some(registry, params, factor)
+        for param in params:
+            if param.grad is not None:
+                registry.gradients.fold(factor, [param.grad])
+                with registry.stepping_only(registry.place_of[id(param)][0]):
+                    registry.gradients.factor = 1.0
+                    registry.plain.step(self)  # type: ignore[attr-defined]
+            param.grad = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Also drop gradients that were moved to the masters."""
@@ -231,6 +232,8 @@ class MasterOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's own state dict, with a ``master_param`` for every parameter that has a master."""
         registry = self._masters
+        if self._updates is not None:
+            self._updates.save_norm(self.param_groups[0])
         with registry.showing_masters():
             state_dict = super().state_dict()
         name, values = registry.saved()
@@ -246,6 +249,8 @@ class MasterOptimizer(Optimizer):
         plain, codes, masters = moments.taken_out(state_dict, moments.MASTER_PARAM, moments.MASTER_REMAINDER)
         with registry.showing_masters():
             super().load_state_dict(plain)
+        if self._updates is not None:
+            self._updates.load_norm(self.param_groups[0])
         params = moments.params_by_key(self, state_dict)
         values, remainders = (
             {id(params[key]): entry[name] for key, entry in masters.items() if name in entry}

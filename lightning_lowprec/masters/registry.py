@@ -133,7 +133,7 @@ class MasterRegistry:
 
         They hold float32 masters; beside coded moments, remainders: the tensors themselves, not copies.
         """
-        if self.config.form != "remainder" or self.config.moments == "fp32":
+        if not self.config.form.startswith("remainder") or self.config.moments == "fp32":
             return moments.MASTER_PARAM, self.values()
         remainders: dict[int, Tensor] = {}
         for store in self.stores:
@@ -148,12 +148,12 @@ class MasterRegistry:
         whole = {
             key: moments.joined(params[key], remainder)
             for key, remainder in remainders.items()
-            if key in params and not isinstance(self.place_of[key][0], RemainderStore)
+            if key in params and getattr(self.place_of[key][0], "kept", None) != remainder.dtype
         }
         self.refresh({**values, **whole} if values or remainders else None)
         for key, remainder in remainders.items():
             store, index = self.place_of.get(key, (None, 0))
-            if isinstance(store, RemainderStore):
+            if isinstance(store, RemainderStore) and store.kept == remainder.dtype:
                 store.take_remainder(index, remainder)
 
     def take_moments(self, param: Tensor, coded: Mapping[str, Tensor]) -> None:

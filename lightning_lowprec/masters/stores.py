@@ -1,9 +1,10 @@
-"""Store the float32 values of half-precision parameters between optimizer steps, in one of three forms.
+"""Store the float32 values of half-precision parameters between optimizer steps, in one of four forms.
 
 | store | parameters | extra bytes between steps | an update below half a step of the dtype |
 |---|---|---|---|
 | ``Fp32Store`` | fp16, bf16 | 4 | adds up in the master |
 | ``RemainderStore`` | bf16 | 2 | adds up, bit for bit as in ``Fp32Store`` |
+| ``Remainder8Store`` | bf16 | 1 | below half a step of 2**-16, with a probability, right on average |
 | ``StochasticStore`` | bf16 | 0 | changes the weight with a probability, right on average |
 
 A store has the parameters of one device and dtype. Their masters are views of one flat float32 buffer, which is made
@@ -62,6 +63,12 @@ class Store(ABC):
     @abstractmethod
     def _round(self, step: int) -> None:
         """Round the buffer to values of the parameters' dtype, and store the difference if the form does so."""
+
+    def _round_stochastically(self, step: int, *, dropped: int) -> None:
+        """Round the buffer to float32 values whose last ``dropped`` bits are zero."""
+        parts = [self.buffer.flat] if self._in_line else self.buffer.parts()
+        for index, part in enumerate(parts):
+            rounding.stochastic_round_(part, seed=self.seed, step=step, start=self.position(index), dropped=dropped)
 
     def _fill(self) -> None:
         """Put the float32 values of all parameters into the (allocated) buffer."""
@@ -186,7 +193,6 @@ class Fp32Store(Store):
         """Keep the exact masters; the copy into the parameters rounds to nearest even."""
 
 
-@final
 class RemainderStore(Store):
     """The exact float32 master as the bf16 parameter and an int16; weights round ties away from zero.
 
@@ -195,16 +201,17 @@ class RemainderStore(Store):
     """
 
     form = "remainder"
+    kept: ClassVar[torch.dtype] = torch.int16
     remainder: Tensor
     _remainders: list[Tensor]  # views of `remainder`, one per parameter
 
     def companion(self, index: int) -> Tensor | None:
-        """Return the remainder, int16."""
+        """Return the remainder."""
         return self._remainders[index]
 
     def set_values(self, values: Mapping[int, Tensor]) -> None:
         """Take float32 values; they stay in memory until a step has been saved."""
-        self.remainder = torch.zeros(self.buffer.flat.shape, dtype=torch.int16, device=self.device)
+        self.remainder = torch.zeros(self.buffer.flat.shape, dtype=self.kept, device=self.device)
         self._remainders = self.buffer.views_on(self.remainder)
         if values:
             super().set_values(values)
@@ -213,12 +220,12 @@ class RemainderStore(Store):
             self._unsaved = False
 
     def remainders(self) -> list[Tensor]:
-        """Return the remainders, int16, sharded as the parameters."""
+        """Return the remainders, sharded as the parameters."""
         return self.buffer.tensors_on(self.remainder)
 
     @torch.no_grad()
     def take_remainder(self, index: int, remainder: Tensor) -> None:
-        """Take the remainder of one parameter, (shape of the parameter) int16."""
+        """Take the remainder of one parameter, of its shape and of this store's dtype."""
         self._remainders[index].copy_(local(remainder))
         self.follow_edits()
 
@@ -232,6 +239,21 @@ class RemainderStore(Store):
 
 
 @final
+class Remainder8Store(RemainderStore):
+    """The upper 24 bits of the float32 master, as the bf16 parameter and an int8: 16 bits of precision instead of 24.
+
+    The master is rounded to them stochastically: to nearest, updates below 2**-17 of a weight would be lost.
+    """
+
+    form = "remainder8"
+    kept = torch.int8
+
+    def _round(self, step: int) -> None:
+        self._round_stochastically(step, dropped=8)
+        super()._round(step)
+
+
+@final
 class StochasticStore(Store):
     """Store nothing besides the parameters, and round updates stochastically."""
 
@@ -242,12 +264,10 @@ class StochasticStore(Store):
         self.buffer.free()
 
     def _round(self, step: int) -> None:
-        parts = [self.buffer.flat] if self._in_line else self.buffer.parts()
-        for index, part in enumerate(parts):
-            rounding.stochastic_round_(part, seed=self.seed, step=step, start=self.position(index))
+        self._round_stochastically(step, dropped=16)
 
 
-STORES: Final = {store.form: store for store in (Fp32Store, RemainderStore, StochasticStore)}
+STORES: Final = {store.form: store for store in (Fp32Store, RemainderStore, Remainder8Store, StochasticStore)}
 
 
 def _fingerprint(param: Tensor) -> tuple[int, int]:

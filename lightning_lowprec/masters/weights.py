@@ -71,7 +71,7 @@ class HalfWeights:
         _make_float32([p for p in widened if p.dtype in HALF_DTYPES], masters)
         skip = with_buffers | named.keys()
         originals = cast_parameters(module, dtype, keep=keep, buffer_dtype=self.buffer_dtype, skip=skip)
-        for p in changed if self.config.form == "remainder" else ():  # ties away from zero, as the steps round
+        for p in changed if self.config.form.startswith("remainder") else ():  # ties away from zero, as the steps round
             if id(p) in originals and not hasattr(p, "to_local"):
                 p.data.copy_(upper_half(originals[id(p)]))
         self._originals |= {key: value for key, value in originals.items() if key in trained} | masters

@@ -31,12 +31,14 @@ _MASK64: Final = (1 << 64) - 1
 
 
 def split_(master: Tensor, remainder: Tensor) -> None:
-    """Split in place: ``master`` (float32) keeps the nearest bf16 values, ``remainder`` (int16) gets the rest.
+    """Split in place: ``master`` (float32) keeps the nearest bf16 values, ``remainder`` (int16 or int8) gets the rest.
+
+    With an int8, the last 8 bits of the master must be zero.
 
     NaN stays NaN; a value beyond the largest bf16 becomes inf, and its remainder brings it back.
     """
     bits = _canonical_nan_(master).view(torch.int32)
-    remainder.copy_(bits)  # int32 -> int16 keeps the lower half
+    remainder.copy_(bits if remainder.dtype == torch.int16 else bits >> 8)  # int32 -> int16 or int8 keeps the last bits
     bits.add_(_HALF).bitwise_and_(_UPPER)
 
 
@@ -47,9 +49,10 @@ def join_(upper: Tensor, remainder: Tensor) -> None:
     adding the remainder would borrow from the sign and make a NaN, so the remainder is ignored.
     """
     flat, rest = upper.view(-1), remainder.view(-1)
+    unit = 1 if remainder.dtype == torch.int16 else 1 << 8
     for offset in range(0, flat.numel(), _CHUNK):
         part, low = flat[offset : offset + _CHUNK], rest[offset : offset + _CHUNK]
-        part.view(torch.int32).add_(torch.where(part == 0, low.clamp(min=0), low))
+        part.view(torch.int32).add_(torch.where(part == 0, low.clamp(min=0), low), alpha=unit)
 
 
 def upper_half(master: Tensor) -> Tensor:
@@ -70,16 +73,16 @@ def reconcile(master: Tensor, weight: Tensor) -> Tensor:
     return torch.where(agrees, master, weight.float())
 
 
-def stochastic_round_(flat: Tensor, *, seed: int, step: int, start: int = 0) -> None:
+def stochastic_round_(flat: Tensor, *, seed: int, step: int, start: int = 0, dropped: int = 16) -> None:
     """Round every value to one of its two neighbours, without bias: ``flat``, (N,) float32, gets bf16 values.
 
-    bf16 values do not change, inf stays inf, NaN stays NaN; a value beyond the largest bf16 may become inf. ``step``
-    counts the roundings. ``start`` is the position of the first element among all that share the ``seed`` of the run:
-    a tensor that is rounded in parts gets the same bits.
+    With ``dropped=8`` it gets values of 24 bits. bf16 values do not change, inf stays inf, NaN stays NaN; a value
+    beyond the largest bf16 may become inf. ``step`` counts the roundings. ``start`` is the position of the first
+    element among all that share the ``seed`` of the run: a tensor that is rounded in parts gets the same bits.
     """
-    bits = _canonical_nan_(flat).view(torch.int32)
-    for part, chunk, first in _chunks(bits, start):
-        part.add_(random_bits(part.numel(), seed, step, chunk, flat.device, first)).bitwise_and_(_UPPER)
+    for part, chunk, first in _chunks(_canonical_nan_(flat).view(torch.int32), start):
+        bits = random_bits(part.numel(), seed, step, chunk, flat.device, first).bitwise_and_((1 << dropped) - 1)
+        part.add_(bits).bitwise_and_(-1 << dropped)
 
 
 def random_bits(

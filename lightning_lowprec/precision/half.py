@@ -33,6 +33,7 @@ _NAMES: dict[tuple[str, str | None], str] = {
     ("fp16", "fp32"): "fp16-master",
     ("bf16", "fp32"): "bf16-master",
     ("bf16", "remainder"): "bf16-remainder",
+    ("bf16", "remainder8"): "bf16-remainder8",
     ("bf16", "8bit"): "bf16-8bit",
     ("bf16", "stochastic"): "bf16-sr",
     **{("auto", kept): "half-auto-master" for kept in get_args(Kept)},

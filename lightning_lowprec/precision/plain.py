@@ -276,7 +276,7 @@ class AfterFit:
             return
         for module in modules:
             values = existing_masters(module.parameters()) | unwritten
-            ties_away = plugin.masters is not None and plugin.masters.config.form == "remainder"
+            ties_away = plugin.masters is not None and plugin.masters.config.form.startswith("remainder")
             roundings = _roundings(module, ties_away=ties_away)
             take_back(module)
             layers = dict(module.named_modules())

@@ -111,7 +111,7 @@ def check_trainer(model: Any, optimizers: Sequence[Any], config: MasterConfig, p
             f"`accumulate_grad_batches={batches}` adds up gradients, and `update='backward'`"
             f" has used and freed each one. Use larger batches with activation checkpointing, or {IN_THE_STEP}."
         )
-    elif trainer.gradient_clip_val:
+    elif trainer.gradient_clip_val and (config.clip_tensor or trainer.gradient_clip_algorithm == "value"):
         what = clipping_refused(f"`gradient_clip_val={trainer.gradient_clip_val}` clips gradients")
     elif len(optimizers) > 1:
         what = (

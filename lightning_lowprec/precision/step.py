@@ -37,6 +37,10 @@ def clip_by_norm(
 
     The result is None if torch can clip these gradients in place. The norm of a step that will be skipped is 0.
     """
+    updates = vars(optimizer).get("_updates")
+    if updates is not None and updates.clips_all and norm_type == 2.0:
+        norm: Tensor = updates.clip(max_norm)
+        return norm
     refuse_clipping(optimizer)
     if not deferred.defers(optimizer):
         if not on_several_meshes(main_params(optimizer)):

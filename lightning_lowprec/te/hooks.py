@@ -107,9 +107,9 @@ def reconfigure(layer: Any, recipe: LayerRecipe) -> None:
     Transformer Engine may not compute so, the features may not fit, or the recipe may have a history: ValueError.
     """
     state = _states[layer]
-    if recipe.promoted:
+    if recipe.accumulation:
         raise ValueError(
-            f"`recipe={{{min(recipe.promoted)!r}: 'promoted'}}` is not possible with Transformer Engine, whose recipes"
+            f"`recipe={dict(recipe.accumulation[:1])!r}` is not possible with Transformer Engine, whose recipes"
             " choose how kernels accumulate; expected 'bf16' or 'fp8'."
         )
     if recipe.name is not None:

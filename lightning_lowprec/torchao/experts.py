@@ -120,7 +120,7 @@ class FP8Experts(PlainFirst, RoutedExperts):
 
 def check_promoted(settings: LayerSettings) -> None:
     """Raise ValueError for products without fast accumulation: kernels for grouped products have it."""
-    if settings.promoted:
+    if any(word == "promoted" for _, word in settings.accumulation):
         raise ValueError(
             "`recipe={...: 'promoted'}` is not possible for stacked experts, whose kernels always accumulate fast. Use"
             " a pattern that leaves them out, or 'bf16'."

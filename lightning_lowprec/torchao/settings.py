@@ -12,7 +12,7 @@ from torchao.float8.config import ScalingGranularity, ScalingType, e4m3_dtype, e
 from torchao.float8.float8_linear import Float8Linear
 
 from lightning_lowprec.conversion.gains import Recipe
-from lightning_lowprec.conversion.recipe_map import ALL_GEMMS, GEMMS, NO_GEMM, Gemm, InBF16, LayerRecipe
+from lightning_lowprec.conversion.recipe_map import ACCUMULATION, ALL_GEMMS, GEMMS, NO_GEMM, Gemm, InBF16, LayerRecipe
 from lightning_lowprec.numerics.tensor_cores import FNUZ, Emulation
 from lightning_lowprec.products.arithmetic import Arithmetic, Products, Transposable
 from lightning_lowprec.products.scaled import Coding, Scaled
@@ -36,8 +36,8 @@ class LayerSettings:
     """How the recipe computes the three products."""
     in_bf16: InBF16 = NO_GEMM
     """The products that the user wants in high precision instead."""
-    promoted: frozenset[Gemm] = frozenset()
-    """The products that the user wants without fast accumulation."""
+    accumulation: tuple[tuple[Gemm, str], ...] = ()
+    """The products whose accumulation the user chooses, and the word of ``ACCUMULATION`` for each."""
     config: Float8LinearConfig | None = None
     """torchao's configuration of the same products; None: torchao's ``Float8Linear`` has no such format."""
     others: Recipes | None = None
@@ -46,7 +46,7 @@ class LayerSettings:
     def changed(self, recipe: LayerRecipe) -> LayerSettings:
         """Return the settings with another recipe; without a name, the layer's own recipe stays."""
         if recipe.name is None:
-            return replace(self, in_bf16=recipe.in_bf16).promote(recipe.promoted)
+            return replace(self, in_bf16=recipe.in_bf16).accumulating(recipe.accumulation)
         if self.others is None:
             raise ValueError(
                 f"`recipe={recipe.name!r}` is not possible for a layer with `config=Float8LinearConfig(...)`, which"
@@ -54,20 +54,22 @@ class LayerSettings:
             )
         return self.others.of(recipe)
 
-    def promote(self, gemms: frozenset[Gemm]) -> LayerSettings:
-        """Return the settings with these products without fast accumulation; raise ValueError if they have none."""
-        for gemm in gemms:
+    def accumulating(self, choices: tuple[tuple[Gemm, str], ...]) -> LayerSettings:
+        """Return the settings with these choices of accumulation; raise ValueError for products that have none."""
+        for gemm, word in choices:
             if not isinstance(getattr(self.products, gemm), Scaled):
                 raise ValueError(
-                    f"`recipe={{{gemm!r}: 'promoted'}}` is not possible: the product of this recipe is not in FP8 with"
+                    f"`recipe={{{gemm!r}: {word!r}}}` is not possible: the product of this recipe is not in FP8 with"
                     " a scale per tensor or row; expected 'bf16' or 'fp8'."
                 )
-        return replace(self, promoted=gemms)
+        return replace(self, accumulation=choices)
 
     @property
-    def promoted_products(self) -> Products:
-        """``products``, without fast accumulation where the user wants none."""
-        changed: dict[str, Any] = {gemm: replace(getattr(self.products, gemm), fast=False) for gemm in self.promoted}
+    def chosen_products(self) -> Products:
+        """``products``, with the accumulation that the user chooses."""
+        changed: dict[str, Any] = {
+            gemm: replace(getattr(self.products, gemm), fast=ACCUMULATION[word]) for gemm, word in self.accumulation
+        }
         return replace(self.products, **changed) if changed else self.products
 
     @property
@@ -135,7 +137,7 @@ class Settings:
             saves_input=self.saves_codes and one_scale,
         )
         settings = LayerSettings(products=products, in_bf16=recipe.in_bf16, config=config, others=self)
-        return settings.promote(recipe.promoted)
+        return settings.accumulating(recipe.accumulation)
 
 
 @final
@@ -222,4 +224,4 @@ class OneFormat:
             )
         by = self.arithmetic
         products = Products(forward=by, grad_input=by, grad_weight=by, saves_weight=True)
-        return LayerSettings(products=products, in_bf16=recipe.in_bf16, others=self).promote(recipe.promoted)
+        return LayerSettings(products=products, in_bf16=recipe.in_bf16, others=self).accumulating(recipe.accumulation)

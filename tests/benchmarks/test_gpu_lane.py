@@ -19,6 +19,7 @@ from benchmarks.gpu_lane.contenders import (
     BF16_WEIGHTS,
     CHUNKED,
     EIGHT_BITS,
+    FAST_BACKWARD,
     FP8_HEAD,
     MAIN,
     REMAINDER,
@@ -103,7 +104,7 @@ def test_every_name_of_ours_is_there(data):
     assert {f"ours {name}" for name in WITH_MASTERS} <= set(items)
     ours = [key for key in items if key.startswith("ours ")]
     with_losses = [f"{key}, {CHUNKED}" for key in (MAIN, REMAINDER)]
-    with_losses += [f"{key}, {FP8_HEAD}" for key in (MAIN, BF16_WEIGHTS, REMAINDER, EIGHT_BITS)]
+    with_losses += [f"{key}, {FP8_HEAD}" for key in (MAIN, BF16_WEIGHTS, REMAINDER, EIGHT_BITS, FAST_BACKWARD)]
     with_losses += [f"{MAIN}, {BETWEEN_BF16}"]
     more = [BF16_WEIGHTS, SCALED_INSIDE, SHARDED, TE_COMPILED, targets.BY_GAIN, *with_losses]
     assert len(ours) == len(identities) + len(more), "one per distinct plugin, and those with options"

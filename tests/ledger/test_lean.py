@@ -1,6 +1,7 @@
 """The lean names on CUDA: bytes per parameter at rest and in the step, a launch per weight, and no wait."""
 
 import gc
+from dataclasses import replace
 
 import lightning as L
 import pytest
@@ -9,6 +10,7 @@ from torch import nn
 
 from benchmarks.ledger.recorder import recording
 from lightning_lowprec import HalfMixed
+from lightning_lowprec.masters import in_backward
 from lightning_lowprec.masters.config import LEAN, LEAN_SR, MasterConfig
 
 LAYERS, WIDTH = 4, 2048
@@ -27,11 +29,12 @@ def held_now():
 
 @pytest.mark.parametrize(
     ("config", "held"),
-    [(LEAN, 6), (LEAN_SR, 4), (MasterConfig.of("8bit"), 6)],
-    ids=["bf16-lean", "bf16-lean-sr", "bf16-8bit"],
+    [(LEAN, 6), (replace(LEAN, form="remainder8"), 5), (LEAN_SR, 4), (MasterConfig.of("8bit"), 6)],
+    ids=["bf16-lean", "remainder8", "bf16-lean-sr", "bf16-8bit"],
 )
-def test_bytes_launches_and_waits(config, held):
+def test_bytes_launches_and_waits(config, held, monkeypatch):
     """Above what is held, the backward has one gradient and what autograd makes of the next one; a step has all."""
+    monkeypatch.setattr(in_backward, "WAITING", WEIGHT)
     before = held_now()
     torch.cuda.empty_cache()
     fabric = L.Fabric(accelerator="cuda", devices=1, plugins=HalfMixed("bf16", master_weights=config))
@@ -62,3 +65,43 @@ def test_bytes_launches_and_waits(config, held):
     launches = [record for record in log.of("kernel") if "step_parameters" in record.name]
     assert len(launches) == (LAYERS if config.update == "backward" else 1)
     assert not log.waits()
+
+
+BLOCK = ((4096, 4096), (4096, 1024), (4096, 1024), (4096, 4096), (4096, 14336), (4096, 14336), (14336, 4096))
+"""Inputs and outputs of the linear layers of one block of Llama-3-8B."""
+
+
+class Stack(nn.Module):
+    def __init__(self, blocks):
+        super().__init__()
+        wide = {"dtype": torch.bfloat16, "device": "cuda"}
+        layers = [nn.Linear(*shape, bias=False, **wide) for _ in range(blocks) for shape in BLOCK]
+        self.layers = nn.ModuleList([*layers, *(nn.LayerNorm(4096, bias=False, **wide) for _ in range(2 * blocks))])
+
+    def forward(self, x):
+        return sum(layer(x[:, : layer.weight.shape[-1]]).float().sum() for layer in self.layers)
+
+
+def backward_calls(config, blocks, fused):
+    """Kernels and copies of one backward."""
+    fabric = L.Fabric(accelerator="cuda", devices=1, plugins=HalfMixed("bf16", master_weights=config))
+    net = Stack(blocks)
+    model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), fused=fused))
+    x = torch.zeros(16, 14336, dtype=torch.bfloat16, device="cuda")
+    for _ in range(3):
+        loss = model(x)
+        with recording() as log:
+            fabric.backward(loss)
+        assert config.update == "step" or all(p.grad is None for p in net.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+    return log.count("kernel", "memcpy", "memset")
+
+
+@pytest.mark.parametrize("fused", [True, None])
+def test_an_update_in_the_backward_takes_few_launches_per_block(fused):
+    """Beside the backward that updates in the step; the difference of four and two blocks of Llama-3-8B."""
+    calls = [backward_calls(config, blocks, fused) for config in (LEAN, MasterConfig.of("8bit")) for blocks in (2, 4)]
+    per_block = ((calls[1] - calls[3]) - (calls[0] - calls[2])) / 2
+    print(f"fused={fused}: {per_block} launches and copies per block")
+    assert per_block <= 60

@@ -1,10 +1,12 @@
 """`bf16-lean` and its options as users meet them: Trainer, Fabric, refusals, checkpoints, callbacks."""
 
+import logging
 import re
 
 import lightning as L
 import pytest
 import torch
+import torch.nn.functional as F
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     Callback,
@@ -113,7 +115,7 @@ class Gan(Net):
             {"callbacks": [GradientAccumulationScheduler({3: 4})]},
             r"`accumulate_grad_batches=4` adds up gradients.*Use larger batches",
         ),
-        (Net, {"gradient_clip_val": 1.0}, "`gradient_clip_val=1.0` clips"),
+        (Net, {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}, "`gradient_clip_val=1.0` clips"),
         (Gan, {}, "the model has 2 optimizers"),
     ],
     ids=["accumulation", "scheduled accumulation", "clipping", "two optimizers"],
@@ -156,9 +158,41 @@ def test_8_bits_in_the_step_accumulate_and_clip_as_a_plain_loop(algorithm, limit
 
 def test_the_trainer_clips_each_gradient_as_the_message_says():
     with pytest.raises(MisconfigurationException) as refused:
-        fit(Net(), "bf16-lean", gradient_clip_val=1.0)
+        fit(Net(), "bf16-lean", gradient_clip_val=1.0, gradient_clip_algorithm="value")
     config = codes("master_weights=", refused.value)[-1]
     assert fit(Net(), HalfMixed("bf16", master_weights=config)).global_step == 3
+
+
+def test_clipping_by_norm_takes_the_norm_so_far_or_that_of_the_last_step(caplog):
+    """A loop by hand in float64 clips the same gradients, in the order in which the backward makes them."""
+    model = Net()
+    copies = {p: p.detach().clone() for p in model.parameters()}
+    fabric = L.Fabric(accelerator="cpu", devices=1, plugins=[plugin("fp32", "fp32")])
+    module, optimizer = fabric.setup(model, model.configure_optimizers())
+    reference, seen, last, limit = torch.optim.AdamW(copies.values(), lr=3e-3), [], 0.0, 0.02
+    for p in model.parameters():
+        p.register_hook(lambda grad, p=p: seen.append((p, grad.double())))
+    factors = []
+    for number, (batch, weight) in enumerate(zip(batches(5), (1, 1, 8, 1, 1), strict=True)):
+        seen.clear()
+        fabric.backward(F.mse_loss(module(batch).float(), batch.flip(-1)) * weight)
+        with caplog.at_level(logging.INFO):
+            norm = fabric.clip_gradients(module, optimizer, max_norm=limit)
+        optimizer.step()
+        optimizer.zero_grad()
+        so_far = 0.0
+        for p, grad in seen:
+            so_far = (so_far**2 + float(grad.square().sum())) ** 0.5
+            factors.append(min(1.0, limit / max(so_far, last)) if number else 1.0)
+            copies[p].grad = (grad * factors[-1]).float()
+        reference.step()
+        if number:
+            assert float(norm) == pytest.approx(so_far, rel=1e-5)
+            last = so_far
+    assert min(factors) < 0.1
+    for master, copy in zip(main_params(optimizer), copies.values(), strict=True):
+        torch.testing.assert_close(master, copy, rtol=0, atol=1e-6)
+    assert caplog.text.count("Gradients are clipped by the norm of the last step") == 1
 
 
 def test_clipping_by_hand_in_the_trainer_is_refused():
@@ -167,7 +201,7 @@ def test_clipping_by_hand_in_the_trainer_is_refused():
 
         def training_step(self, batch, batch_idx=0):
             self.manual_backward(super().training_step(batch))
-            self.clip_gradients(self.optimizers(), 1.0)
+            self.clip_gradients(self.optimizers(), 1.0, "value")
 
     with pytest.raises(RuntimeError, match=r"gradients were to be clipped.*clip_tensor=1.0"):
         fit(Clips(), "bf16-lean")
@@ -204,7 +238,7 @@ def test_fabric_refuses_clipping_and_a_second_backward():
     fabric, module, optimizer = in_fabric("bf16-lean", model, model.configure_optimizers())
     batch = next(iter(batches(1)))
     fabric.backward(module(batch).square().mean())
-    for clip in ({"max_norm": 1.0}, {"clip_val": 1.0}):
+    for clip in ({"max_norm": 1.0, "norm_type": 1.0}, {"clip_val": 1.0}):
         with pytest.raises(RuntimeError, match=r"gradients were to be clipped.*clip_tensor=1.0"):
             fabric.clip_gradients(module, optimizer, **clip)
     with pytest.raises(RuntimeError, match=r"a second backward pass reached a parameter.*Add the losses"):

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning_lowprec.masters.optimizer import main_params
 from tests.forked import python
 from tests.masters.master_loops import equal
-from tests.precision.lean_models import LEAN_NAMES, Net, fit
+from tests.precision.lean_models import LEAN_NAMES, Net, fit, plugin
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch"),
@@ -18,15 +18,20 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("name", LEAN_NAMES)
-def test_a_checkpoint_resumes_bit_for_bit_and_is_plain(name, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "clip"), [*((name, None) for name in LEAN_NAMES), ("bf16-lean", 0.02), ("remainder8", None)]
+)
+def test_a_checkpoint_resumes_bit_for_bit_and_is_plain(name, clip, tmp_path):
+    def precision():
+        return plugin("remainder8") if name == "remainder8" else name
+
     whole, again = Net(), Net()
-    whole_trainer = fit(whole, name, steps=6)
+    whole_trainer = fit(whole, precision(), steps=6, gradient_clip_val=clip)
     half = Net()
-    fit(half, name, steps=3).save_checkpoint(tmp_path / "half.ckpt")
+    fit(half, precision(), steps=3, gradient_clip_val=clip).save_checkpoint(tmp_path / "half.ckpt")
     saved = torch.load(tmp_path / "half.ckpt", weights_only=True)
     assert {t.dtype for t in saved["state_dict"].values()} == {torch.bfloat16}
-    trainer = fit(again, name, steps=6, ckpt_path=tmp_path / "half.ckpt")
+    trainer = fit(again, precision(), steps=6, ckpt_path=tmp_path / "half.ckpt", gradient_clip_val=clip)
     assert equal(again.state_dict(), whole.state_dict())
     assert equal(trainer.optimizers[0].state_dict(), whole_trainer.optimizers[0].state_dict())
 

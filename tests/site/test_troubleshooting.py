@@ -52,7 +52,7 @@ def parameters_of_another_model():
 def clipped_lean():
     fabric, model, optimizer, loss = set_up(None, torch.optim.AdamW, precision="bf16-lean")
     fabric.backward(loss)
-    fabric.clip_gradients(model, optimizer, max_norm=1.0)
+    fabric.clip_gradients(model, optimizer, clip_val=1.0)
 
 
 def only_nan():

@@ -228,6 +228,17 @@ def test_promotion_reaches_the_kernels_of_the_layers_that_ask_for_it():
         assert flags_of_a_step(model.blocks[0], torch.rand(16, 32, requires_grad=True)) == [False, True] + [False] * 3
 
 
+def test_fast_accumulation_reaches_the_kernels_of_the_backward():
+    fast = {"grad_input": "fast", "grad_weight": "fast"}
+    plugin, model = set_up(recipe={"*": fast}, emulate=False, compile=False, keep=["lm_head", "blocks.[1-3].*"])
+    assert {row.recipe for row in plugin.plan.rows} == {"tensorwise, grad_input fast, grad_weight fast", None}
+    with torch.autocast("cpu", torch.bfloat16):
+        assert all(flags_of_a_step(model.blocks[0], torch.rand(16, 32, requires_grad=True)))
+        reconfigure(model.blocks[0].up, {"forward": "promoted", "grad_input": "fast"})
+        flags = flags_of_a_step(model.blocks[0], torch.rand(16, 32, requires_grad=True))
+        assert sorted(flags) == [False] * 2 + [True] * 4, "the forward and grad_weight of one layer"
+
+
 def test_promotion_is_seen_on_an_emulated_hopper():
     weight, x = torch.rand(16, 4096), torch.rand(16, 4096).bfloat16()
     outputs = []
@@ -242,7 +253,7 @@ def test_promotion_is_seen_on_an_emulated_hopper():
 
 
 def test_what_cannot_be_promoted_is_refused():
-    with pytest.raises(ValueError, match=r"recipe\['\*'\]=\{'forward': 'slow'\}` is not valid.* or 'promoted', e\.g\."):
+    with pytest.raises(ValueError, match=r"recipe\['\*'\]=.* is not valid.* 'promoted' or 'fast', e\.g\."):
         set_up(recipe={"*": {"forward": "slow"}})
     _, model = set_up(recipe="rowwise_with_gw_hp")
     with pytest.raises(ValueError, match=r"\{'grad_weight': 'promoted'\}` is not possible: the product .* not in FP8"):

@@ -41,6 +41,7 @@ def train(make, steps=3, params=None, optimizer=None, first=0, **config):
     [
         ("fp32", "adamw", "step"),
         ("remainder", "adamw", "backward"),
+        ("remainder8", "adamw", "backward"),
         ("stochastic", "adam", "backward"),
         ("stochastic", "momentum", "backward"),
         ("remainder", "momentum", "step"),
@@ -71,9 +72,10 @@ def test_the_kernel_makes_the_first_step_too(launches):  # noqa: F811
     assert all(state["step"] == 1 for state in optimizer.state.values())
 
 
-def test_resumes_to_the_bit():
+@pytest.mark.parametrize("form", ["remainder", "remainder8"])
+def test_resumes_to_the_bit(form):
     make = OPTIMIZERS["adamw"]
-    config = {"form": "remainder", "moments": "8bit", "update": "backward"}
+    config = {"form": form, "moments": "8bit", "update": "backward"}
     params, optimizer = train(make, 2, **config)
     straight, went_on = train(make, 3, **config)
     again = [nn.Parameter(p.detach().clone()) for p in params]

@@ -15,7 +15,7 @@ from lightning_lowprec.numerics.fp8_matrices import asked, largest
 from tests.masters.master_loops import equal, through_file
 from tests.precision.weights_left import as_trained
 
-FORMS = ("fp32", "remainder", "stochastic")
+FORMS = ("fp32", "remainder", "remainder8", "stochastic")
 OPTIMIZERS = {
     "adamw": lambda p: optim.AdamW(p, lr=1e-2),
     "adam": lambda p: optim.Adam(p, lr=1e-2, weight_decay=0.1, betas=(0.4, 0.9), maximize=True),
@@ -87,7 +87,11 @@ def test_steps_as_torch_does(form, make, clip, launches, monkeypatch):
         assert entry.keys() == expected.keys()
         for name, value in expected.items():
             assert entry[name].dtype == value.dtype
-            torch.testing.assert_close(entry[name], value, rtol=0, atol=ULPS * max(1e-3, value.abs().max().item()))
+            one_step = 2.0**-15 if (form, name) == ("remainder8", "master_param") else 0.0  # rounded the other way
+            limit = (ULPS + one_step) * max(1e-3, value.abs().max().item())
+            torch.testing.assert_close(entry[name], value, rtol=0, atol=limit)
+            # float32 that differs by 4 of its last places is rounded the other way with a probability of 4 / 256
+            assert not one_step or (entry[name] != value).sum() <= 2 + value.numel() / 64
     if form == "stochastic":
         different = sum((a != b).sum().item() for a, b in zip(model.parameters(), reference.parameters(), strict=True))
         assert different <= 2
@@ -104,10 +108,11 @@ def test_weights_are_the_rounded_masters(form):
         assert torch.equal(p, entry["master_param"].bfloat16() if form == "fp32" else away)
 
 
-def test_random_bits_are_those_of_the_flat_buffer_wherever_a_parameter_lies():
+@pytest.mark.parametrize(("form", "dropped"), [("stochastic", 16), ("remainder8", 8)])
+def test_random_bits_are_those_of_the_flat_buffer_wherever_a_parameter_lies(form, dropped):
     """Rounding by the kernel equals rounding of the whole flat buffer, across a border of the keys' chunks."""
     from lightning_lowprec.masters import kernel
-    from lightning_lowprec.numerics.rounding import stochastic_round_
+    from lightning_lowprec.numerics.rounding import join_, stochastic_round_
 
     n, chunk = 20001, 1 << 22
     generator = torch.Generator().manual_seed(0)
@@ -116,15 +121,18 @@ def test_random_bits_are_those_of_the_flat_buffer_wherever_a_parameter_lies():
         before = start // chunk * chunk
         flat = torch.zeros(start - before + n)
         flat[start - before :] = w.float() + g.float() * -0.001
-        stochastic_round_(flat, seed=seed, step=step, start=before)
-        table = torch.tensor([w.data_ptr(), 0, g.data_ptr(), 0, 0, 0, 0, n, start, 0])
+        stochastic_round_(flat, seed=seed, step=step, start=before, dropped=dropped)
+        rest = torch.zeros(n, dtype=torch.int8)
+        table = torch.tensor([w.data_ptr(), rest.data_ptr(), g.data_ptr(), 0, 0, 0, 0, n, start, 0])
         numbers = torch.tensor([1.0, 0, 0, 0, 0, 0, -0.001, 0, 0])
         tiles = torch.tensor([0, 0], dtype=torch.int32)
         kernel.step_parameters[(1,)](
-            tiles, table, numbers, torch.tensor(1.0), seed, step, RULE="sgd", FORM="stochastic", WEIGHT="bf16",
+            tiles, table, numbers, torch.tensor(1.0), seed, step, RULE="sgd", FORM=form, WEIGHT="bf16",
             GRAD="bf16", MOMENT="fp32", ALIGN=1, GROUP=1, MEASURE=False,
         )  # fmt: skip
-        assert torch.equal(w.float(), flat[start - before :])
+        master = w.float()
+        join_(master, rest)
+        assert torch.equal(master, flat[start - before :])
 
 
 @pytest.mark.parametrize(("form", "dtype"), [*((form, torch.bfloat16) for form in FORMS), ("fp32", torch.float16)])
@@ -152,7 +160,7 @@ def test_the_kernel_notes_the_largest_value_of_the_weights_that_ask(form, dtype)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")  # numpy computes here
-@pytest.mark.parametrize("form", ["fp32", "remainder", "stochastic"])
+@pytest.mark.parametrize("form", FORMS)
 def test_values_at_the_edge(form):
     """Not a number stays one, infinities stay, zeros keep their sign, a pruned weight stays zero."""
     p = nn.Parameter(torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1.0, 3.3e38, 0.5]).bfloat16())
