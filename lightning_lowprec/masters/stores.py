@@ -25,8 +25,7 @@ from torch import Tensor
 
 from lightning_lowprec.numerics import rounding
 from lightning_lowprec.numerics.parameters import aligned
-from lightning_lowprec.private.torch import copy_all_, first_element, version_of, with_local_tensor
-from lightning_lowprec.private.torch import local_tensor as local
+from lightning_lowprec.private.torch import copy_all_, first_element, local_tensor, version_of, with_local_tensor
 
 
 class Store(ABC):
@@ -72,7 +71,7 @@ class Store(ABC):
 
     def _fill(self) -> None:
         """Put the float32 values of all parameters into the (allocated) buffer."""
-        copy_all_(self.buffer.views, [local(p) for p in self.params])
+        copy_all_(self.buffer.views, [local_tensor(p) for p in self.params])
 
     @torch.no_grad()
     def set_values(self, values: Mapping[int, Tensor]) -> None:
@@ -85,7 +84,7 @@ class Store(ABC):
             self._fill()
         for p, view in zip(self.params, self.buffer.views, strict=True):
             if id(p) in values:
-                view.copy_(local(values[id(p)]))
+                view.copy_(local_tensor(values[id(p)]))
         self.follow_edits()
         self._unsaved = True
 
@@ -107,7 +106,7 @@ class Store(ABC):
         if self.buffer.allocated:
             for p, view, saved in zip(self.params, self.buffer.views, self._fingerprints, strict=True):
                 if _fingerprint(p) != saved:
-                    view.copy_(rounding.reconcile(view, local(p).to(view.device)))
+                    view.copy_(rounding.reconcile(view, local_tensor(p).to(view.device)))
         else:
             self.buffer.allocate()
             self._fill()
@@ -123,7 +122,7 @@ class Store(ABC):
     @torch.no_grad()
     def cast_to_params(self) -> None:
         """Cast the masters into the parameters; the masters stay loaded, for an evaluation inside a step."""
-        copy_all_([local(p) for p in self.params], self.buffer.views)
+        copy_all_([local_tensor(p) for p in self.params], self.buffer.views)
         self.note_agreement()
 
     def settle(self, step: int) -> None:
@@ -226,7 +225,7 @@ class RemainderStore(Store):
     @torch.no_grad()
     def take_remainder(self, index: int, remainder: Tensor) -> None:
         """Take the remainder of one parameter, of its shape and of this store's dtype."""
-        self._remainders[index].copy_(local(remainder))
+        self._remainders[index].copy_(local_tensor(remainder))
         self.follow_edits()
 
     def _fill(self) -> None:
@@ -272,7 +271,7 @@ STORES: Final = {store.form: store for store in (Fp32Store, RemainderStore, Rema
 
 def _fingerprint(param: Tensor) -> tuple[int, int]:
     """Return a value that changes with every edit of ``param``, except in-place edits of ``param.data``."""
-    return version_of(param), local(param).data_ptr()
+    return version_of(param), local_tensor(param).data_ptr()
 
 
 # ---- the memory of a store
@@ -289,7 +288,7 @@ class FlatBuffer:
 
     @torch.no_grad()
     def __init__(self, like: Sequence[Tensor], dtype: torch.dtype) -> None:
-        shards = [local(t) for t in like]
+        shards = [local_tensor(t) for t in like]
         sizes = [aligned(t.numel()) for t in shards]
         *self.offsets, total = itertools.accumulate(sizes, initial=0)
         self.flat = torch.zeros(total, dtype=dtype, device=like[0].device)
