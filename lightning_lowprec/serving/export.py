@@ -173,16 +173,11 @@ def _rounded_weights(model: nn.Module, format: FormatName) -> RoundedWeights:
 def served_model(model: nn.Module) -> Any:
     """Return the model of transformers that a module is or holds; raise ValueError if there is none, or several."""
     models: list[nn.Module] = []
-
-    def look(module: nn.Module) -> None:
-        if is_model(module):
-            if all(module is not other for other in models):  # Fabric's wrapper holds the model twice under DDP
-                models.append(module)
-        else:
-            for child in module.children():
-                look(child)
-
-    look(model)
+    inside: set[nn.Module] = set()
+    for module in model.modules():  # each once, and before the modules in it
+        if is_model(module) and module not in inside:
+            models.append(module)
+            inside.update(module.modules())
     if len(models) != 1:
         raise ValueError(
             f"{type(model).__name__} holds {len(models)} models of transformers; expected one, whose config servers"

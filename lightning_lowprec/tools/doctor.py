@@ -259,18 +259,28 @@ def run(args: argparse.Namespace) -> int:
     """Print the verdict on every name, on one name, or the table of hardware; return 1 if the one does not run."""
     if args.report:
         return _report(args)
+    data, said, refused = _answer(args)
+    if args.json:
+        print(dumps(data))
+    else:
+        print(said, file=sys.stderr if refused else sys.stdout)
+    return int(refused)
+
+
+def _answer(args: argparse.Namespace) -> tuple[Any, object, bool]:
+    """Return the answer for JSON and for people, and whether it is that a precision does not run."""
     if args.all:
-        columns = {key: hardware_text.as_json(architecture) for key, architecture in ARCHITECTURES.items()}
-        print(dumps(columns) if args.json else hardware_text.whole())
-        return 0
+        return {key: hardware_text.as_json(it) for key, it in ARCHITECTURES.items()}, hardware_text.whole(), False
     device = _device(args.device) if args.device else default_device()
-    if isinstance(device, Architecture):
-        return _elsewhere(args.name, device, as_json=args.json)
+    if isinstance(device, Architecture):  # by the table alone: packages and drivers of this machine say nothing
+        if args.name is None:
+            return hardware_text.as_json(device), "\n".join(hardware_text.column(device)), False
+        cell, said = hardware_text.one(args.name, device)
+        return asdict(cell), said, cell.runs is False
     if args.name is not None:
-        return _one(args.name, device, as_json=args.json)
+        return _one(args.name, device)
     diagnosis = _asked(device)
-    print(dumps(diagnosis.as_json()) if args.json else diagnosis)
-    return 0
+    return diagnosis.as_json(), diagnosis, False
 
 
 def _asked(device: torch.device) -> Diagnosis:
@@ -302,37 +312,17 @@ def _device(name: str) -> torch.device | Architecture:
             ) from error
 
 
-def _elsewhere(name: str | None, architecture: Architecture, *, as_json: bool) -> int:
-    """Answer for an architecture by the table alone: packages and drivers of this machine say nothing about it."""
-    if name is None:
-        column = hardware_text.as_json(architecture)
-        print(dumps(column) if as_json else "\n".join(hardware_text.column(architecture)))
-        return 0
-    cell, said = hardware_text.one(name, architecture)
-    return _answer(asdict(cell), said, refused=cell.runs is False, as_json=as_json)
-
-
-def _answer(data: Any, said: str, *, refused: bool, as_json: bool) -> int:
-    """Print JSON, or words: a refusal to stderr; return the exit status."""
-    if as_json:
-        print(dumps(data))
-    else:
-        print(said, file=sys.stderr if refused else sys.stdout)
-    return int(refused)
-
-
-def _one(name: str, device: torch.device, *, as_json: bool) -> int:
+def _one(name: str, device: torch.device) -> tuple[Any, str, bool]:
     validate_name(name)
     if name not in precisions.TABLE:
         said = f"{name} is Lightning's own precision; lightning_lowprec has nothing to check."
         if name in _WITHOUT_MASTERS:
             said += f"\nIts weights have no masters: small updates are rounded away. {_STUCK}"
-        data = {"name": name, "runs": True, "reason": "Lightning's own precision"}
-        return _answer(data, said, refused=False, as_json=as_json)
+        return {"name": name, "runs": True, "reason": "Lightning's own precision"}, said, False
     with working(f"asking whether {name} runs"):
         verdict = availability(name, device)
     said = f"{verdict.name}  {word(verdict):<9}  {verdict.summary}\n{verdict.reason}"
-    return _answer(asdict(verdict), said, refused=not verdict.runs, as_json=as_json)
+    return asdict(verdict), said, not verdict.runs
 
 
 def advice(verdicts: Sequence[Availability], bf16: bool) -> list[Recommended]:
