@@ -305,41 +305,34 @@ def compiling_on_fakes(pause: Pause) -> Iterator[None]:
         module = getattr(model, "__self__", model)
         if not isinstance(module, nn.Module):
             return model  # a function of a few operations: nothing is kept for a backward
-        return partial(_call, module, model, graphs, pause)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            """Run the graphs of the first module that was like this one, and called like it."""
+            flat, form = _pytree.tree_flatten((args, kwargs))
+            inputs = [value for value in flat if isinstance(value, Tensor)]
+            named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+            weights = list(named.values())
+            with_tensors: Any = torch.nn.utils.stateless._reparametrize_module
+
+            def pure(weights: list[Tensor], inputs: list[Tensor]) -> Any:
+                left = iter(inputs)
+                values = [next(left) if isinstance(value, Tensor) else value for value in flat]
+                own_args, own_kwargs = _pytree.tree_unflatten(values, form)
+                with with_tensors(module, dict(zip(named, weights, strict=True))):
+                    return model(*own_args, **own_kwargs)
+
+            shapes = [(t.shape, t.dtype, t.requires_grad) for t in (*weights, *inputs)]
+            others = [value for value in flat if isinstance(value, int | float | str)]
+            modes = torch.is_grad_enabled(), torch.is_autocast_enabled("cuda"), module.training
+            key = type(module), repr(shapes), repr(others), modes
+            if key not in graphs:
+                graphs[key] = _graphs(pure, weights, inputs, pause)
+            return graphs[key](weights, inputs)
+
+        return call
 
     with replaced(torch, "compile", compile):
         yield
-
-
-def _call(
-    module: nn.Module,
-    function: Callable[..., Any],
-    graphs: dict[Any, Callable[..., Any]],
-    pause: Pause,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """Call ``function`` of a module by the graphs of the first module that was like it, and called like it."""
-    flat, form = _pytree.tree_flatten((args, kwargs))
-    inputs = [value for value in flat if isinstance(value, Tensor)]
-    named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    weights = list(named.values())
-    with_tensors: Any = torch.nn.utils.stateless._reparametrize_module
-
-    def pure(weights: list[Tensor], inputs: list[Tensor]) -> Any:
-        left = iter(inputs)
-        values = [next(left) if isinstance(value, Tensor) else value for value in flat]
-        own_args, own_kwargs = _pytree.tree_unflatten(values, form)
-        with with_tensors(module, dict(zip(named, weights, strict=True))):
-            return function(*own_args, **own_kwargs)
-
-    shapes = [(t.shape, t.dtype, t.requires_grad) for t in (*weights, *inputs)]
-    others = [value for value in flat if isinstance(value, int | float | str)]
-    modes = torch.is_grad_enabled(), torch.is_autocast_enabled("cuda"), module.training
-    key = type(module), repr(shapes), repr(others), modes
-    if key not in graphs:
-        graphs[key] = _graphs(pure, weights, inputs, pause)
-    return graphs[key](weights, inputs)
 
 
 def _graphs(function: Callable[..., Any], weights: Any, inputs: Any, pause: Pause) -> Callable[..., Any]:
@@ -358,7 +351,8 @@ def _graphs(function: Callable[..., Any], weights: Any, inputs: Any, pause: Paus
         partition_fn=partial(_cut, len(weights)),
         decompositions=importlib.import_module("torch._inductor.decomposition").select_decomp_table(),
     )
-    with pause(), _as_compiling() as checkpoints:
+    kept_as_is = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)  # a checkpoint around counts none
+    with pause(), kept_as_is, _as_compiling() as checkpoints:
         graphs(weights, inputs)
     return partial(checkpoint, graphs, use_reentrant=False) if checkpoints else graphs
 

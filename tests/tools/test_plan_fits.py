@@ -118,6 +118,15 @@ def test_activations_and_what_checkpointing_leaves_of_them():
     assert deep["activations"] - shallow["activations"] == pytest.approx(more * batch * 4 * SIDE, rel=0.01)
 
 
+def test_a_checkpoint_around_compiled_blocks_is_simulated():
+    """The blocks of FP8 names are compiled; the forward within a checkpoint saves what its recomputation saves."""
+    kept, again = (
+        peaks_of(Stack, "fp8-tensorwise", 3, checkpointing, batch=1024)["forward"]["activations"]
+        for checkpointing in (False, True)
+    )
+    assert again <= kept - 2 * 1024 * 4 * SIDE, "the inputs of blocks stay, what a block computes does not"
+
+
 def test_torchs_own_tracker_agrees():
     """torch's MemTracker on fake CPU tensors, where a product in float32 takes the same memory as on CUDA."""
     with FakeTensorMode():
