@@ -53,7 +53,7 @@ class Tiled(Transposable):
         """Return the codes and the scales of a weight, once; codes that FSDP2 has gathered are taken as they are."""
         if isinstance(matrix, CodedWeight):
             return matrix.codes_and_scale()
-        return encode_tiles(matrix, self.tile, self.coding("weight"))
+        return encode_tiles(matrix.detach(), self.tile, self.coding("weight"))  # no Parameter: one kernel on CUDA
 
     def of_codes(self, codes: Tensor, scale: Tensor) -> Operand:
         """Return the operand of a weight."""

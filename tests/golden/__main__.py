@@ -1,8 +1,8 @@
-"""Write the goldens, or compare two commits: ``python -m tests.golden [COMMIT]``.
+"""Write the goldens, or compare two commits: ``python -m tests.golden [COMMIT | --add]``.
 
 Without an argument, ``tests/golden/golden.json`` is written, which a reviewer then sees in the change. With a commit,
 the runs of this tree are made with the package of that commit and with the package of this tree, and differences are
-printed.
+printed. ``--add`` measures only the names that the file does not have.
 """
 
 import json
@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from tests.golden.goldens import FILE, measured
+from tests.golden.goldens import FILE, add, measured
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,6 +48,8 @@ def compare(commit: str) -> int:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] == ["--add"]:
+        sys.exit(add())
     if sys.argv[1:]:
         sys.exit(1 if compare(sys.argv[1]) else 0)
     FILE.write_text(json.dumps(measured(), indent=1) + "\n")

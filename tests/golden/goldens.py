@@ -33,6 +33,15 @@ def measured() -> dict[str, Any]:
     return {"arithmetic": runs.arithmetic(), "runs": found}
 
 
+def add() -> None:
+    """Measure what the file does not have yet; these runs say on which CPU they were made."""
+    content = json.loads(FILE.read_text())
+    for name in names_on_cpu():
+        if name not in content["runs"]:
+            content["runs"][name] = {**runs.train(0, name), "arithmetic": runs.arithmetic()}
+    FILE.write_text(json.dumps(content, indent=1) + "\n")
+
+
 def write(path: str) -> None:
     """Write the content to a file."""
     Path(path).write_text(json.dumps(measured()))

@@ -72,12 +72,20 @@ def test_the_all_gather_column_knows_which_recipes_gather_float8(tmp_path, capsy
     config = llama(tmp_path, 1)
     gathered = {
         precision: run_json(capsys, config, "--precision", precision)["bytes"][-1]["gathered"]
-        for precision in ("fp8-hybrid", "fp8-rowwise", "fp8-hybrid-te", "fp8-current", "fp8-block")
+        for precision in (
+            "fp8-hybrid",
+            "fp8-rowwise",
+            "fp8-hybrid-te",
+            "fp8-current",
+            "fp8-block-te",
+            "fp8-block-torchao",
+        )
     }
     linears = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336
     assert gathered["fp8-rowwise"] - gathered["fp8-hybrid"] == linears
     assert gathered["fp8-hybrid-te"] == gathered["fp8-current"] == gathered["fp8-hybrid"]
-    assert gathered["fp8-block"] == gathered["fp8-rowwise"]
+    assert gathered["fp8-block-te"] == gathered["fp8-rowwise"]
+    assert gathered["fp8-block-torchao"] == gathered["fp8-hybrid"]
     recipes = ["--recipe", "*.o_proj=rowwise", '*.q_proj={"grad_input": "bf16"}', "*=tensorwise"]
     data = run_json(capsys, config, "--precision", "fp8-hybrid", *recipes, "--shards", 8)
     assert data["bytes"][-1]["gathered"] - gathered["fp8-hybrid"] == 2 * 4096 * 4096, "bf16 takes a byte more"

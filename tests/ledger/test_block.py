@@ -1,0 +1,40 @@
+"""Codes with a scale per block on CUDA tensors: cuBLASLt multiplies on Hopper, torchao's Triton kernels elsewhere."""
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.ledger.recorder import recording
+from lightning_lowprec import BlockTorchAO
+from lightning_lowprec.products import block
+
+
+@pytest.mark.parametrize("by_cublas", [True, False], ids=["cublas", "triton"])
+@pytest.mark.parametrize("sizes", [(256, 512, 1024), (48, 272, 144)], ids=["whole", "tails"])
+def test_three_products_of_codes(sizes, by_cublas, monkeypatch):
+    """The null GPU is an H200; what another GPU runs is seen by an answer that only other GPUs give."""
+    if not by_cublas:
+        monkeypatch.setattr(block, "by_cublas", lambda device: False)
+    assert block.by_cublas(torch.device("cuda")) == by_cublas
+    tokens, inputs, outputs = sizes
+    model = nn.Sequential(nn.Linear(inputs, outputs, bias=False)).cuda()
+    plugin = BlockTorchAO(compile=False)
+    plugin.bind_device(torch.device("cuda"))
+    plugin.convert_module(model)
+    x = torch.randn(tokens, inputs, device="cuda", requires_grad=True)
+    with recording() as log:
+        with torch.autocast("cuda", torch.bfloat16):
+            output = model(x)
+        output.sum().backward()
+    products = [record.info for record in log.of("gemm")]
+    kernels = [record.name for record in log.of("kernel") if record.name.startswith("triton_fp8_gemm")]
+    if by_cublas:
+        # cuBLASLt's modes of scales: 5 is 128 x 128 values of the weight, 4 is 128 values of a row
+        assert [info.split("scales=")[1].split()[0] for info in products] == ["5,4", "5,4", "4,4"]
+        assert all("a=float8_e4m3fn b=float8_e4m3fn c=bfloat16" in info for info in products)
+        assert not kernels
+    else:
+        assert not products
+        by_tile = "triton_fp8_gemm_1x128_128x128_kernel"
+        assert kernels == [by_tile, by_tile, "triton_fp8_gemm_1x128_128x1_kernel"]
+    assert not log.waits()
