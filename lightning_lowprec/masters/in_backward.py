@@ -7,6 +7,7 @@ code has assigned.
 
 Under DDP gradients are averaged after the hooks of their parameters, so that parameters are updated in the step there:
 as in the backward pass, but the gradients of the whole model exist. FSDP2 runs the hooks after its reduce-scatter.
+With several optimizers, too, parameters are updated in the step.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class BackwardUpdates:
         self._last_norm: Tensor | None = None  # of the step before
         self._rates: list[Any] = []  # the learning rates of the updates since the last step
         self._warned = False
-        self.has_stepped = False  # whether the optimizer made a step since `watch` was called
+        self.in_step = False  # whether gradients wait for the step, because there are other optimizers
 
     def _params(self) -> list[Tensor]:
         """Return the parameters that have masters; the optimizer exists where its own methods call."""
@@ -75,7 +76,6 @@ class BackwardUpdates:
 
     def finish(self) -> None:
         """Begin a new step; warn once if a learning rate was set after the updates that it was meant for."""
-        self.has_stepped = True
         self._updated.clear()
         self._waiting.clear()
         self._norm, self._last_norm = None, self._norm
@@ -102,7 +102,7 @@ class BackwardUpdates:
         optimizer = self._optimizer()
         # DDP writes the gradient after its hooks, in a group of one process too
         by_ddp = not isinstance(param, DTensor) and dist.is_available() and dist.is_initialized()
-        if optimizer is None or param.grad is None or by_ddp:
+        if optimizer is None or param.grad is None or by_ddp or self.in_step:
             return
         if id(param) in self._updated:
             raise RuntimeError(
@@ -193,22 +193,24 @@ def forget_updates(params: Iterable[Tensor]) -> None:
             owner[1].remove()
 
 
-def refuse_second(optimizer: Optimizer, others: Iterable[Optimizer]) -> None:
-    """Raise if one backward pass would update the parameters of several optimizers of a plugin, as in a GAN.
+def wait_for_steps(optimizer: Optimizer, others: Iterable[Optimizer]) -> None:
+    """Leave gradients to the steps if a backward pass may reach parameters of several optimizers, as in a GAN.
 
-    An optimizer that takes the place of another one, or that comes after the other one has trained, is allowed.
+    An optimizer that takes the place of another one is alone.
     """
     members = {id(p) for p in parameters_of(optimizer)}
     for other in others:
         updates = vars(other).get("_updates")
-        if other is optimizer or updates is None or updates.has_stepped or not updates.hooked():
+        if other is optimizer or updates is None or not updates.hooked():
             continue
         if any(id(p) not in members for p in parameters_of(other)):
-            raise RuntimeError(
-                "a second optimizer was set up, and `update='backward'` would update the weights of both in every"
-                f" backward pass. Use {IN_THE_STEP}. To train several models one after another, make a new Fabric and"
-                " a new plugin for each."
-            )
+            if not updates.in_step:
+                rank_zero_info(
+                    "Several optimizers: weights are updated in the step, not during the backward pass, because a"
+                    " backward pass may reach the weights of an optimizer that does not step: 2 bytes per parameter"
+                    " more. To train models one after another, use a new Fabric and a new plugin for each."
+                )
+            updates.in_step = vars(optimizer)["_updates"].in_step = True
 
 
 def refuse_together(optimizer: Optimizer) -> ValueError:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.masters.gradient_dtypes import GradientDtypes
-from lightning_lowprec.masters.in_backward import refuse_second
+from lightning_lowprec.masters.in_backward import wait_for_steps
 from lightning_lowprec.masters.kept_float32 import coupled, kept_float32
 from lightning_lowprec.masters.moments import decode_on_load, float32_state
 from lightning_lowprec.masters.optimizer import add_masters, remove_masters
@@ -118,9 +118,9 @@ class HalfWeights:
         if registry is not None and registry.is_stale(self.config):
             self._originals = existing_masters(parameters_of(optimizer)) | self._originals
             remove_masters(optimizer)
-        refuse_second(optimizer, self._updating)
         add_masters(optimizer, self.config, values=self._originals)
         if self.config.update == "backward" and optimizer not in self._updating:
+            wait_for_steps(optimizer, self._updating)
             self._updating.add(optimizer)
         params = parameters_of(optimizer)
         self.gradients.prepare(params)

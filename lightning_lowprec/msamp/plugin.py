@@ -15,6 +15,7 @@ from lightning_lowprec.conversion.invariants import unchanged
 from lightning_lowprec.conversion.options import LayerChoices, LayerOptions, shows, take
 from lightning_lowprec.conversion.plan import PlanRequest
 from lightning_lowprec.msamp.adamw_sgd import convert_optimizer_
+from lightning_lowprec.msamp.averages import let_average
 from lightning_lowprec.msamp.backend import NAME
 from lightning_lowprec.msamp.ddp import DDPModels
 from lightning_lowprec.msamp.layer import ScaledLayer
@@ -32,7 +33,7 @@ from lightning_lowprec.precision.options import (
     TrainingChoices,
     TrainingOptions,
 )
-from lightning_lowprec.precision.refusals import refuse_averaging
+from lightning_lowprec.precision.refusals import averaging
 from lightning_lowprec.precision.state import BACKEND_STATE
 from lightning_lowprec.private.either import LightningOptimizer, both
 from lightning_lowprec.runs_where import RecipeKey
@@ -161,11 +162,7 @@ class MSAMP(Converting):
 
     @override
     def connect(self, model: Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
-        refuse_averaging(
-            callbacks_of(model),
-            f"averages parameters, which hold codes under `precision={self.precision!r}`: their scales differ. Average"
-            " the state dicts of checkpoints, which are plain.",
-        )
+        let_average(averaging(callbacks_of(model)))
         return super().connect(model, optimizers, lr_schedulers)
 
     # ---- step

@@ -57,7 +57,8 @@ class MsampWeight(CodedWeight):
 
     def decode(self) -> Tensor:
         """Return the values, (...) in the dtype that the weight shows."""
-        return self.msamp_state.values().to(self.dtype)
+        state = self.msamp_state
+        return (state.averaged() if state.averaging else state.values()).to(self.dtype)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -117,7 +118,9 @@ class MsampWeight(CodedWeight):
         arguments, options = private.tree_map_only(MsampWeight, plain, (args, kwargs))
         func(*arguments, **options)
         for state, values in changed.values():
-            state.set_values_(values, keep_master=func in _COPIES, refuse_loss=True)
+            keep = func in _COPIES and not state.averaging
+            state.set_values_(values, keep_master=keep, refuse_loss=not state.averaging)
+            state.average = values if state.averaging else None
         return private.returned_in_place(func, args, kwargs)
 
     def numpy(self, *, force: bool = False) -> Any:

@@ -63,6 +63,10 @@ class MsampWeightState:
     """For a view: the weight that the view is a part of. A write to the view scales the whole weight anew."""
     loading: bool = False
     """A state dict is being loaded, whose values may round to the present ones."""
+    averaging: bool = False
+    """A callback averages: reads and writes are of the exact values."""
+    average: Tensor | None = None
+    """The average whose codes are here for a validation, (...) float32; a callback reads it back."""
     cutting: bool = False
     """FSDP2 cuts the weight at the moment: a part becomes a weight that has no whole."""
 
@@ -97,6 +101,10 @@ class MsampWeightState:
     def values(self) -> Tensor:
         """Return the exact values: (...) float32."""
         return self.codes.float() / self.scale
+
+    def averaged(self) -> Tensor:
+        """Return what a callback averages, (...) float32: the exact values, or the average that it wrote."""
+        return self.exact_values() if self.average is None else self.average
 
     def exact_values(self) -> Tensor:
         """Return the values of the master, or without a master those of the codes: (...) float32."""

@@ -85,13 +85,13 @@ def refuse_skipping(scaler: LossScaler | None, masters: HalfWeights | None) -> N
 
 def refuse_averaging(callbacks: Iterable[Any], why: str) -> None:
     """Raise for Lightning's callbacks that average the model's parameters; ``why`` ends the message."""
-    for callback in _averaging(callbacks):
+    for callback in averaging(callbacks):
         raise MisconfigurationException(f"`{type(callback).__name__}` {why}")
 
 
-def check_trainer(model: Any, optimizers: Sequence[Any], config: MasterConfig, precision: str) -> None:
+def check_trainer(model: Any, config: MasterConfig, precision: str) -> None:
     """Warn of averages of half-precision weights; raise for what an update during the backward pass cannot do."""
-    for callback in _averaging(callbacks_of(model)):
+    for callback in averaging(callbacks_of(model)):
         rank_zero_warn(
             f"`{type(callback).__name__}` averages the weights of the model, which `precision={precision!r}` keeps in"
             " half precision: the average is rounded whenever it is put into the model, for validation and at the end."
@@ -113,11 +113,6 @@ def check_trainer(model: Any, optimizers: Sequence[Any], config: MasterConfig, p
         )
     elif trainer.gradient_clip_val and (config.clip_tensor or trainer.gradient_clip_algorithm == "value"):
         what = clipping_refused(f"`gradient_clip_val={trainer.gradient_clip_val}` clips gradients")
-    elif len(optimizers) > 1:
-        what = (
-            f"the model has {len(optimizers)} optimizers, and `update='backward'` would update the weights of all of"
-            f" them in every backward pass. Use {IN_THE_STEP}."
-        )
     if what is not None:
         raise MisconfigurationException(f"`precision={precision!r}`: {what}")
 
@@ -132,6 +127,7 @@ def say_updates_in_step(module: Any, config: MasterConfig, precision: str) -> No
         )
 
 
-def _averaging(callbacks: Iterable[Any]) -> list[Any]:
+def averaging(callbacks: Iterable[Any]) -> list[Any]:
+    """Return the callbacks that are Lightning's for averages of weights."""
     kinds = both(*(getattr(trainer_callbacks, name) for name in AVERAGING if hasattr(trainer_callbacks, name)))
     return [callback for callback in callbacks if isinstance(callback, kinds)]

@@ -7,7 +7,6 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.utilities import grad_norm
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.nn.utils import prune
 
@@ -235,14 +234,6 @@ def test_what_shards_is_refused_with_what_works(strategy):
     with pytest.raises(ValueError, match=r"`precision='msamp-o2'` does not run sharded. .* 'msamp-o3' runs under"):
         MSAMP().bind_shards(reshard=lambda module: None)
     MSAMP("O3").bind_shards(reshard=lambda module: None)
-
-
-def test_averaging_callbacks_are_refused():
-    callback = L.pytorch.callbacks.StochasticWeightAveraging(swa_lrs=1e-2)
-    with pytest.raises(
-        MisconfigurationException, match=r"`StochasticWeightAveraging` averages parameters.*state dicts"
-    ):
-        fit(MSAMP(), callbacks=[callback])
 
 
 def test_an_average_of_state_dicts_is_one_of_values():

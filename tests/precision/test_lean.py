@@ -94,16 +94,29 @@ def codes(argument, error):
 
 
 class Gan(Net):
+    """Every loss reaches the weights of both optimizers, of which one steps."""
+
     automatic_optimization = False
 
     def training_step(self, batch, batch_idx=0):
-        self.manual_backward(super().training_step(batch))
         for optimizer in self.optimizers():
+            self.manual_backward(super().training_step(batch))
             optimizer.step()
-            optimizer.zero_grad()
+            for each in self.optimizers():
+                each.zero_grad()
 
     def configure_optimizers(self):
-        return [torch.optim.AdamW(self.layers[i].parameters()) for i in (0, 2)]
+        return [torch.optim.AdamW(self.layers[i].parameters(), lr=1e-2) for i in (0, 2)]
+
+
+def test_the_weights_of_two_optimizers_are_updated_in_their_steps(caplog):
+    runs = []
+    for update in ("step", "backward"):
+        model = Gan()
+        fit(model, plugin("remainder", "fp32", update))
+        runs.append(model.state_dict())
+    assert equal(*runs)
+    assert caplog.text.count("Several optimizers: weights are updated in the step") == 1
 
 
 @pytest.mark.parametrize(
@@ -116,9 +129,8 @@ class Gan(Net):
             r"`accumulate_grad_batches=4` adds up gradients.*Use larger batches",
         ),
         (Net, {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}, "`gradient_clip_val=1.0` clips"),
-        (Gan, {}, "the model has 2 optimizers"),
     ],
-    ids=["accumulation", "scheduled accumulation", "clipping", "two optimizers"],
+    ids=["accumulation", "scheduled accumulation", "clipping"],
 )
 def test_the_trainer_refuses_what_needs_gradients_and_names_precisions_that_do_it(model, options, message):
     with pytest.raises(MisconfigurationException, match=f"`precision='bf16-lean'`: {message}") as refused:
@@ -247,12 +259,24 @@ def test_fabric_refuses_clipping_and_a_second_backward():
     fabric.backward(module(batch).square().mean())
 
 
-def test_fabric_refuses_a_second_optimizer_with_other_parameters():
-    generator, critic = Net(0), Net(1)
-    fabric, _, first = in_fabric("bf16-lean", generator, generator.configure_optimizers())
-    with pytest.raises(RuntimeError, match=r"a second optimizer was set up.*Use `precision='bf16-8bit'`"):
-        fabric.setup(critic, critic.configure_optimizers())
-    del first
+def test_fabric_updates_two_optimizers_in_their_steps():
+    found = []
+    for update in ("step", "backward"):
+        generator, critic = Net(0), Net(1)
+        fabric = L.Fabric(accelerator="cpu", devices=1, plugins=[plugin("remainder", "fp32", update)])
+        made, first = fabric.setup(generator, generator.configure_optimizers())
+        judge, second = fabric.setup(critic, critic.configure_optimizers())
+        for batch in batches(2):
+            fabric.backward(judge(made(batch)).square().mean())
+            first.step()
+            first.zero_grad()
+            second.zero_grad()
+            fabric.backward(judge(batch).square().mean())
+            second.step()
+            second.zero_grad()
+        found.append((generator.state_dict(), critic.state_dict()))
+    assert equal(*found)
+    assert not equal(found[0][1], Net(1).bfloat16().state_dict())
 
 
 def test_a_refit_with_a_new_optimizer_leaves_the_old_one_without_effect():
