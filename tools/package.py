@@ -82,7 +82,7 @@ def install(wheel: Path, folder: Path) -> Path:
 
 
 def main() -> int:
-    """Build, check the contents, install, train one step and run the command; return 1 if the wheel is not right."""
+    """Build, check the contents, install, train, run the command, uninstall; return 1 if the wheel is not right."""
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     DIST.mkdir(exist_ok=True)
     for old in [*DIST.glob("*.whl"), *DIST.glob("*.tar.gz")]:
@@ -104,6 +104,11 @@ def main() -> int:
             print(f"`lowprec --version` prints {said!r}; expected {version}.")
             return 1
         if starts.main(str(python)) != 0:
+            return 1
+        pip("--python", str(python), "uninstall", "--yes", PACKAGE)
+        left = [*(Path(scratch) / "empty").rglob("*lowprec*")]
+        if left:
+            print(f"After `pip uninstall` these are left: {', '.join(map(str, left))}.")
             return 1
     print(f"{sdist.name} and {wheel.name} are in {DIST.name}/; the wheel installs in an empty environment and trains.")
     return 0
