@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any, Final
 
-from tests.clients.recipes import CLIENTS
+from tests.clients.recipes import CLIENTS, PACKAGES
 from tools.versions import PAGE, ROOT
 
 CONTROLS: Final = ("32-true", "bf16-mixed")
@@ -106,7 +106,7 @@ def main(wanted: Sequence[str]) -> int:
     """Run clients and write their rows; return 1 if something is left to explain."""
     unexplained: list[str] = []
     for client in wanted or CLIENTS:
-        line, more = row(client, version(client), outcomes_of(client, (*CONTROLS, *NAMES)))
+        line, more = row(client, version(PACKAGES.get(client, client)), outcomes_of(client, (*CONTROLS, *NAMES)))
         unexplained += more
         print(line, flush=True)
         page = (ROOT / PAGE).read_text(encoding="utf-8")

@@ -155,21 +155,84 @@ def timm(precision: str, folder: Path) -> Run:
 
     sizes = {"embed_dim": 64, "depth": 2, "num_heads": 4, "img_size": 32, "patch_size": 8, "num_classes": 16}
     images, labels = torch.randn(32, 3, 32, 32), torch.arange(32) % 16
-    return _in_a_module(lambda: timm.create_model("vit_tiny_patch16_224", **sizes), images, labels, precision, folder)
+
+    def loss_of(model: Any, batch: Any) -> Any:
+        return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(images, labels), batch_size=16)
+    client, trainer = _in_a_module(
+        lambda: timm.create_model("vit_tiny_patch16_224", **sizes), loss_of, loader, precision, folder
+    )
+    again = type(client).load_from_checkpoint(folder / "model.ckpt")
+    before, after = (torch.cat(trainer.predict(model, loader)) for model in (client, again))
+    return trainer.callback_metrics["train_loss"], before.float(), after.float()
+
+
+def sentence_transformers(precision: str, folder: Path) -> Run:
+    """A small BERT with in-batch negatives in a user's LightningModule; it encodes without a Trainer."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.losses import MultipleNegativesRankingLoss
+    from torch.utils.data import DataLoader
+    from transformers import BertConfig, BertModel, BertTokenizerFast
+
+    words = [f"word{i}" for i in range(59)]
+    (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]))
+    BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder / "bert")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    BertModel(BertConfig(vocab_size=64, **sizes, **dropout)).save_pretrained(folder / "bert")
+
+    def make() -> Any:
+        return SentenceTransformer(str(folder / "bert"), device="cpu")
+
+    texts = [" ".join(words[(i * j) % 59] for j in range(1, 9)) for i in range(1, 33)]
+    pairs = [make().tokenize(texts), make().tokenize([text.rpartition(" ")[0] for text in texts])]
+    client, trainer = _in_a_module(
+        make,
+        lambda model, batch: MultipleNegativesRankingLoss(model)(batch, None),
+        DataLoader([pairs], batch_size=None),
+        precision,
+        folder,
+    )
+    client.model.save(str(folder / "model"))
+    again = SentenceTransformer(str(folder / "model"), device="cpu")
+    return trainer.callback_metrics["train_loss"], client.model.encode(texts), again.encode(texts)
 
 
 def litgpt(precision: str, folder: Path) -> Run:
     """A GPT in a loop of Fabric."""
-    import torch
-    from lightning.fabric import Fabric
     from litgpt import GPT, Config
-    from litgpt.utils import chunked_cross_entropy
 
     config = Config(block_size=32, n_layer=2, n_embd=64, n_head=4, padded_vocab_size=128)
+    return _in_fabric(lambda: GPT(config), precision, folder)
+
+
+def litgpt_lora(precision: str, folder: Path) -> Run:
+    """Adapters on the frozen layers of the same GPT."""
+    from litgpt.lora import GPT, Config, mark_only_lora_as_trainable
+
+    sizes = {"block_size": 32, "n_layer": 2, "n_embd": 64, "n_head": 4, "padded_vocab_size": 128}
+    where = dict.fromkeys(["lora_query", "lora_key", "lora_value", "lora_projection", "lora_mlp"], True)
+    config = Config(**sizes, lora_r=16, lora_alpha=32, **where)
+
+    def make() -> Any:
+        model = GPT(config)
+        mark_only_lora_as_trainable(model)
+        return model
+
+    return _in_fabric(make, precision, folder)
+
+
+def _in_fabric(make: Callable[[], Any], precision: str, folder: Path) -> Run:
+    import torch
+    from lightning.fabric import Fabric
+    from litgpt.utils import chunked_cross_entropy
+
     fabric = Fabric(accelerator="cpu", devices=1, precision=precision)
     with fabric.init_module():
-        client = GPT(config)
-    client, optimizer = fabric.setup(client, torch.optim.AdamW(client.parameters(), lr=1e-3))
+        client = make()
+    params = [p for p in client.parameters() if p.requires_grad]
+    client, optimizer = fabric.setup(client, torch.optim.AdamW(params, lr=1e-3))
     tokens = torch.randint(128, (8, 33))
     for _ in range(10):
         loss = chunked_cross_entropy(client(tokens[:, :-1]), tokens[:, 1:], chunk_size=0)
@@ -178,17 +241,19 @@ def litgpt(precision: str, folder: Path) -> Run:
         optimizer.step()
         optimizer.zero_grad()
     fabric.save(folder / "model.pth", {"model": client})
-    again = fabric.setup(GPT(config))
+    again = fabric.setup(make())
     fabric.load(folder / "model.pth", {"model": again})
     with torch.no_grad():
         before, after = (model.eval()(tokens[:, :-1]).float() for model in (client, again))
     return loss.item(), before, after
 
 
-def _in_a_module(make: Callable[[], Any], inputs: Any, labels: Any, precision: str, folder: Path) -> Run:
+def _in_a_module(
+    make: Callable[[], Any], loss_of: Callable[[Any, Any], Any], loader: Any, precision: str, folder: Path
+) -> tuple[Any, Any]:
+    """Fit a model as a user does, and write ``model.ckpt``; return the LightningModule and the Trainer."""
     import lightning.pytorch as pl
     import torch
-    from torch.utils.data import DataLoader, TensorDataset
 
     class User(pl.LightningModule):
         def __init__(self) -> None:
@@ -196,8 +261,8 @@ def _in_a_module(make: Callable[[], Any], inputs: Any, labels: Any, precision: s
             self.model = make()
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = torch.nn.functional.cross_entropy(self.model(batch[0]), batch[1])
-            self.log("train_loss", loss)
+            loss = loss_of(self.model, batch)
+            self.log("train_loss", loss, batch_size=16)
             return loss
 
         def predict_step(self, batch: Any, batch_idx: int) -> Any:
@@ -206,15 +271,11 @@ def _in_a_module(make: Callable[[], Any], inputs: Any, labels: Any, precision: s
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
-    loader = DataLoader(TensorDataset(inputs, labels), batch_size=16)
     client = User()
     trainer = pl.Trainer(precision=precision, max_epochs=5, **QUIET)
     trainer.fit(client, loader)
-    loss = trainer.callback_metrics["train_loss"]
     trainer.save_checkpoint(folder / "model.ckpt")
-    again = User.load_from_checkpoint(folder / "model.ckpt")
-    before, after = (torch.cat(trainer.predict(model, loader)) for model in (client, again))
-    return loss, before.float(), after.float()
+    return client, trainer
 
 
 CLIENTS: Final[Mapping[str, Callable[[str, Path], Run]]] = {
@@ -225,10 +286,14 @@ CLIENTS: Final[Mapping[str, Callable[[str, Path], Run]]] = {
     "gluonts": gluonts,
     "scvi-tools": scvi_tools,
     "timm": timm,
+    "sentence-transformers": sentence_transformers,
     "litgpt": litgpt,
+    "litgpt-lora": litgpt_lora,
 }
 """The recipes by the name of the package that `pip` installs."""
-MODULES: Final = {"scvi-tools": "scvi"}
+PACKAGES: Final = {"litgpt-lora": "litgpt"}
+"""The packages of recipes that have another name."""
+MODULES: Final = {"scvi-tools": "scvi", "litgpt-lora": "litgpt"}
 """The modules to import, where a package does not have its own name."""
 SECONDS: Final = 120
 """The time limit of a run, which takes 2 to 15 seconds on a quiet core."""
