@@ -152,14 +152,13 @@ class GatherScales:
             amax: Any = private.largest_absolute_values(weights)  # partial values of the ranks, which `clamp` reduces
             amax = torch.clamp(amax.to(mesh.device_type), min=format.least_amax)
             return format.scales(amax.to_local()).unbind()
-        sharding = mesh[mesh.mesh_dim_names[-1]] if mesh.ndim > 1 else mesh
         shards = [local_tensor(weight) for weight in weights]
         grids = [
-            largest_of_rows(shard, tile, len(weight), _first_row(shard, sharding)).to(mesh.device_type)
+            largest_of_rows(shard, tile, len(weight), _first_row(shard, mesh)).to(mesh.device_type)
             for weight, shard in zip(weights, shards, strict=True)
         ]
         amax = torch.cat([grid.flatten() for grid in grids])
-        dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=sharding.get_group())
+        dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=mesh.get_group(mesh.ndim - 1))
         parts = amax.clamp_(min=format.least_amax).split([grid.numel() for grid in grids])
         return [format.scales(part.view_as(grid)) for part, grid in zip(parts, grids, strict=True)]
 
@@ -354,7 +353,7 @@ class Fp8GatherShard(Tensor):
 
 
 def _first_row(shard: Tensor, mesh: DeviceMesh) -> int:
-    return mesh.get_local_rank() * len(shard)
+    return mesh.get_local_rank(mesh.ndim - 1) * len(shard)  # a mesh may have copies, and then shards
 
 
 def gather_in_fp8(model: nn.Module) -> GatherScales | None:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_lowprec.numerics import tensor_cores
-from lightning_lowprec.numerics.formats import E4M3, encode, power_of_two_scale
+from lightning_lowprec.numerics.formats import E4M3, decode, encode, power_of_two_scale
 from lightning_lowprec.numerics.kernel_operands import ALIGNMENT, check_operands
 from lightning_lowprec.numerics.one_pass import in_one_pass, is_simulated, kernels_run, on_device, rows_in_one_pass
 from lightning_lowprec.private.torch import largest_absolute_values, version_of
@@ -98,7 +98,7 @@ def product(
         return tensor_cores.scaled_product(a, b, *inv_scales, dtype, fast=fast, on=emulate)
     check_operands(a, b)
     with torch.autocast(a.device.type, enabled=False):
-        return ((a.float() @ b.float()) * (inv_scales[0] * inv_scales[1])).to(dtype)
+        return ((decode(a) @ decode(b)) * (inv_scales[0] * inv_scales[1])).to(dtype)
 
 
 # ---- a weight in two layouts by one kernel

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_lowprec.numerics import tensor_cores
-from lightning_lowprec.numerics.formats import E4M3, encode
+from lightning_lowprec.numerics.formats import E4M3, decode, encode
 from lightning_lowprec.numerics.kernel_operands import check_grouped
 from lightning_lowprec.numerics.one_pass import (
     compiled_on_cuda,
@@ -156,7 +156,7 @@ def emulated_product(left: Tensor, right: Tensor, of_left: Tensor, of_right: Ten
         group = torch.searchsorted(ends, torch.arange(left.shape[1], device=ends.device), right=True)
         group = group.clamp(max=ends.shape[0] - 1)  # rows behind the last group are not multiplied
         of_left, of_right = of_left[group].t(), of_right[group]
-    return F.grouped_mm(left.float() * of_left, right.float() * of_right, offs=ends).bfloat16()
+    return F.grouped_mm(decode(left) * of_left, decode(right) * of_right, offs=ends).bfloat16()
 
 
 @emulated_product.register_fake

@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_lowprec.numerics.formats import power_of_two
+from lightning_lowprec.numerics.formats import decode, power_of_two
 from lightning_lowprec.numerics.kernel_operands import check_operands
 
 TensorCores = Literal["hopper", "ada", "blackwell", "mi300"]
@@ -81,7 +81,7 @@ _NAN: Final = 0x7FFFFFFF  # the bits of every NaN that a tensor core returns
 _OF_ZERO: Final = -133  # the exponent that a zero counts with
 _ABSENT: Final = -1000  # below every exponent
 _MI300_PLACES: Final = 32  # binary places of a sum of products beside the sum so far
-_TILE: Final = 1 << 19  # products at once: a CPU's caches hold them
+_TILE: Final = 1 << 18  # products at once: a CPU's caches hold them
 
 
 def scaled_product(
@@ -160,9 +160,9 @@ def _table(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
 def _with_nan(codes: Tensor, scale: Tensor | None) -> Tensor:
     """Return decoded codes, NaN where their scale is NaN."""
     if scale is None:
-        return codes.float()
+        return decode(codes)
     is_nan = (scale.view(torch.uint8) == _MX_NAN).repeat_interleave(MX_BLOCK, dim=1)
-    return torch.where(is_nan, torch.nan, codes.float())
+    return torch.where(is_nan, torch.nan, decode(codes))
 
 
 def _sums(a: _Factor, b: _Factor, unit: Unit, *, promoted: int) -> Tensor:

@@ -248,6 +248,8 @@ _FLOPS: Final[dict[str, Callable[..., int]]] = {
     "torch_nn._linear_cross_entropy_batch_chunked": _head,
     "torch_nn._linear_cross_entropy_batch_chunked_no_reduction": _head,
     "transformers.grouped_mm_fallback": _product(0),
+    "lightning_lowprec.accumulate": _product(0),
+    "lightning_lowprec.grouped_product": _product(0),
 }
 """The products, with formulas of their FLOPs."""
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from lightning_lowprec.numerics import tensor_cores
-from lightning_lowprec.numerics.formats import E4M3, encode
+from lightning_lowprec.numerics.formats import E4M3, decode, encode
 from lightning_lowprec.numerics.kernel_operands import check_operands
 from lightning_lowprec.numerics.weight_rounding import WeightRounding
 from lightning_lowprec.private.torch_products import scaled_product
@@ -100,7 +100,7 @@ class Scaled(Transposable):
         if self.emulate is True:
             check_operands(rows, columns)
             with torch.autocast(rows.device.type, enabled=False):
-                return torch.mm(rows.float() / scale_a, columns.float() / scale_b).to(dtype)
+                return torch.mm(decode(rows) / scale_a, decode(columns) / scale_b).to(dtype)
         multiply = partial(tensor_cores.scaled_product, on=self.emulate) if self.emulate else scaled_product
         inverse_a, inverse_b = scale_a.reciprocal(), scale_b.reciprocal()
         if not (scale_a.ndim or scale_b.ndim):

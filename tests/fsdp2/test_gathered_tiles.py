@@ -61,15 +61,22 @@ def train(fabric):
     return net, losses
 
 
-def sharded(rank, precisions):
+CASES = {
+    **{name: (name, {}) for name in TILES},
+    "copies": ("fp8-block-torchao", {"replicate": 2}),
+    "compiled": ("fp8-block-torchao", {"compile": {"backend": "aot_eager"}}),
+}
+
+
+def sharded(rank):
     reduced, all_reduce = [], fp8_gather.dist.all_reduce
     fp8_gather.dist.all_reduce = lambda t, *a, **k: (reduced.append(t.numel() * 4), all_reduce(t, *a, **k))[1]
     found = {}
-    for precision in precisions:
-        strategy = FabricFSDP2Strategy(wrap=[Block])
+    for case, (precision, options) in CASES.items():
+        strategy = FabricFSDP2Strategy(wrap=[Block], **options)
         net, losses = train(L.Fabric(accelerator="cpu", devices=2, precision=precision, strategy=strategy))
         gathers = sharding._sharded[net].sharded.traffic.gathers.values()
-        found[precision] = {
+        found[case] = {
             "losses": losses,
             "weights": {name: p.full_tensor() for name, p in net.named_parameters()},
             "sent": sum(gather.sent.total() for gather in gathers),
@@ -82,17 +89,17 @@ def sharded(rank, precisions):
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    return run(sharded, 2, tmp_path_factory.mktemp("ranks"), list(TILES))
+    return run(sharded, 2, tmp_path_factory.mktemp("ranks"))
 
 
-@pytest.mark.parametrize("precision", TILES)
-def test_two_ranks_compute_the_bits_of_one(ranks, precision):
-    net, losses = train(L.Fabric(accelerator="cpu", devices=1, precision=precision))
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_compute_the_bits_of_one(ranks, case):
+    net, losses = train(L.Fabric(accelerator="cpu", devices=1, precision=CASES[case][0]))
     assert len(set(losses)) == STEPS + 1
     for found in ranks:
-        assert found[precision]["losses"] == losses
+        assert found[case]["losses"] == losses
         for name, weight in net.named_parameters():
-            assert torch.equal(found[precision]["weights"][name], weight), name
+            assert torch.equal(found[case]["weights"][name], weight), name
 
 
 @pytest.mark.parametrize(("precision", "tile"), TILES.items())

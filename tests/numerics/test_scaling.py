@@ -33,6 +33,17 @@ def test_the_limits_are_those_of_the_codes(format):
     assert format.has_inf == bool(values.isinf().any())
 
 
+@pytest.mark.parametrize("format", [E4M3, E5M2], ids=NAMES[:2])
+def test_many_codes_are_decoded_to_the_bits_that_torch_widens_few_to(format):
+    many = torch.arange(256).to(torch.uint8).view(format.dtype).repeat(64).view(128, 128)
+    for layout in (many, many.t()):
+        decoded, expected = formats.decode(layout), layout.float()
+        assert decoded.stride() == expected.stride()
+        assert torch.equal(decoded.isnan(), expected.isnan())
+        decoded, expected = (values.nan_to_num(nan=0.5).view(torch.int32) for values in (decoded, expected))
+        assert torch.equal(decoded, expected)
+
+
 @every_format
 def test_the_scale_is_the_largest_power_of_two_that_fits(format):
     edges = [format.max * 2.0**k for k in (-140, -100, -9, -1, 0, 1, 9, 100)]
