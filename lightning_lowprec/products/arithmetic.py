@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, Protocol, final
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, final
 
 import torch
 from torch import Tensor
@@ -62,6 +62,31 @@ class Arithmetic(ABC):
         return None
 
 
+class Codes(NamedTuple):
+    """A matrix as codes."""
+
+    codes: Tensor
+    """[A, B], contiguous."""
+    scale: Tensor
+    """float32: [], [A, 1], or the scales of tiles, [ceil(A / rows), ceil(B / columns)]."""
+
+
+@final
+class Coded:
+    """An operand of codes that exist, and serve both layouts."""
+
+    def __init__(self, codes: Tensor, scale: Tensor) -> None:
+        self.codes, self.scale = codes, scale
+
+    def rows(self) -> Codes:
+        """Return the codes."""
+        return Codes(self.codes, self.scale)
+
+    def columns(self) -> Codes:
+        """Return the codes, transposed."""
+        return Codes(self.codes.t().contiguous(), self.scale.t())
+
+
 class Transposable(Arithmetic):
     """An arithmetic with codes that serve both layouts of a matrix, which has one scale, or one per square tile."""
 
@@ -73,9 +98,9 @@ class Transposable(Arithmetic):
     def encoded(self, matrix: Tensor, role: Role) -> tuple[Tensor, Tensor]:
         """Return the codes of such a role, [A, B] as the matrix, and the scale, or the scales of all tiles."""
 
-    @abstractmethod
     def of_codes(self, codes: Tensor, scale: Tensor) -> Operand:
         """Return the operand of codes that exist."""
+        return Coded(codes, scale)
 
 
 @final

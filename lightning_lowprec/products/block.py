@@ -29,9 +29,9 @@ from lightning_lowprec.numerics.tiles import Tile
 from lightning_lowprec.numerics.weight_rounding import BLOCK, WeightRounding
 from lightning_lowprec.private.torch_products import block_product
 from lightning_lowprec.private.torchao import block_kernels
-from lightning_lowprec.products.arithmetic import Operand, Product, Role
+from lightning_lowprec.products.arithmetic import Codes, Operand, Product, Role
 from lightning_lowprec.products.scaled import Coding
-from lightning_lowprec.products.tiled import TileCodes, Tiled, encode_tiles
+from lightning_lowprec.products.tiled import Tiled, encode_tiles
 
 _SUMMED: Final = (1, BLOCK)
 _CODING: Final = Coding(dtype=E4M3.dtype, by_row=False, power_of_2=False)
@@ -58,7 +58,7 @@ class Block(Tiled):
         """Return the rounding of weights: that of ``hf-fp8-block``."""
         return WeightRounding(scale_per="block", scale_of=_CODING.scales)
 
-    def multiply(self, a: TileCodes, b: TileCodes, dtype: torch.dtype, product: Product) -> Tensor:
+    def multiply(self, a: Codes, b: Codes, dtype: torch.dtype, product: Product) -> Tensor:
         """Return a product, [M, N] of ``dtype``."""
         inverse_a, inverse_b = a.scale.reciprocal(), b.scale.reciprocal()
         if self.emulate:
@@ -106,8 +106,8 @@ class _Values:
     def __init__(self, matrix: Tensor) -> None:
         self.matrix = matrix
 
-    def rows(self) -> TileCodes:
+    def rows(self) -> Codes:
         return encode_tiles(self.matrix, _SUMMED, _CODING)
 
-    def columns(self) -> TileCodes:
+    def columns(self) -> Codes:
         return encode_tiles(self.matrix.t(), _SUMMED, _CODING)

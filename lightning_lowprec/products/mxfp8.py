@@ -23,8 +23,8 @@ from lightning_lowprec.numerics.formats import E4M3, power_of_two_scale
 from lightning_lowprec.numerics.tensor_cores import MX_BLOCK, Emulation, accumulate
 from lightning_lowprec.numerics.tiles import Tile
 from lightning_lowprec.private.torchao import has_mx_extension, mx_names
-from lightning_lowprec.products.arithmetic import Operand, Product, Role
-from lightning_lowprec.products.tiled import TileCodes, Tiled
+from lightning_lowprec.products.arithmetic import Codes, Operand, Product, Role
+from lightning_lowprec.products.tiled import Tiled
 
 _TILE: Final = 128  # of torchao's Triton kernel
 _DTYPE: Final = torch.float8_e4m3fn
@@ -70,7 +70,7 @@ class MXFP8(Tiled):
 
     def multiply(self, a: Any, b: Any, dtype: torch.dtype, product: Product) -> Tensor:
         """Return a product; scales are a part of the kernels' sums."""
-        if isinstance(b, TileCodes):
+        if isinstance(b, Codes):
             b = _names().tensor(
                 b.codes, _inverse(b.scale), _DTYPE, MX_BLOCK, a.orig_dtype, a.kernel_preference, None, False
             )

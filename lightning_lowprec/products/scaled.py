@@ -26,13 +26,11 @@ from lightning_lowprec.numerics.formats import E4M3, decode, encode
 from lightning_lowprec.numerics.kernel_operands import check_operands
 from lightning_lowprec.numerics.weight_rounding import WeightRounding
 from lightning_lowprec.private.torch_products import scaled_product
-from lightning_lowprec.products.arithmetic import Operand, Product, Role, Transposable
+from lightning_lowprec.products.arithmetic import Codes, Operand, Product, Role, Transposable
 from lightning_lowprec.products.coded_weight import CodedWeight
 
 LEAST_AMAX: Final = 1e-12
 """A smaller largest value is replaced by this one: a matrix of zeros has a finite scale."""
-Codes = tuple[Tensor, Tensor]
-"""Float8 [A, B], contiguous, and the scale, float32: [], or [A, 1]."""
 
 
 @final
@@ -70,7 +68,7 @@ class Scaled(Transposable):
     def operand(self, matrix: Tensor, role: Role, dtype: torch.dtype) -> Operand:
         """Return an operand; codes that FSDP2 has gathered are taken as they are."""
         if isinstance(matrix, CodedWeight):
-            return _Codes(*matrix.codes_and_scale())
+            return self.of_codes(*matrix.codes_and_scale())
         return _Values(matrix, getattr(self, role))
 
     def coding(self, role: Role) -> Coding | None:
@@ -78,15 +76,11 @@ class Scaled(Transposable):
         coding: Coding = getattr(self, role)
         return None if coding.by_row else coding
 
-    def encoded(self, matrix: Tensor, role: Role) -> Codes:
+    def encoded(self, matrix: Tensor, role: Role) -> tuple[Tensor, Tensor]:
         """Return codes and scale, once, of a matrix with one scale."""
         if isinstance(matrix, CodedWeight):
             return matrix.codes_and_scale()
         return _Values(matrix, getattr(self, role)).rows()
-
-    def of_codes(self, codes: Tensor, scale: Tensor) -> Operand:
-        """Return the operand of codes with one scale."""
-        return _Codes(codes, scale)
 
     def weight_rounding(self) -> WeightRounding:
         """Return the rounding of weights."""
@@ -124,32 +118,18 @@ class _Values:
 
     def rows(self) -> Codes:
         scale = self._scale(1)
-        return _stored(encode(self.matrix, scale, self.coding.dtype).contiguous()), scale
+        return Codes(_stored(encode(self.matrix, scale, self.coding.dtype).contiguous()), scale)
 
     def columns(self) -> Codes:
         scale = self._scale(0)
         codes = encode(self.matrix, scale, self.coding.dtype).t().contiguous()
         # codes of columns with scales of their own have one reader, and inductor fuses better without a view
-        return (codes if self.coding.by_row else _stored(codes)), scale.t()
+        return Codes(codes if self.coding.by_row else _stored(codes), scale.t())
 
     def _scale(self, along: int) -> Tensor:
         if self.scale is not None:
             return self.scale
         return self.coding.scales(torch.amax(torch.abs(self.matrix), dim=along, keepdim=True))
-
-
-@final
-class _Codes:
-    """An operand of codes with one scale that exist already."""
-
-    def __init__(self, codes: Tensor, scale: Tensor) -> None:
-        self.codes, self.scale = codes, scale
-
-    def rows(self) -> Codes:
-        return self.codes, self.scale
-
-    def columns(self) -> Codes:
-        return self.codes.t().contiguous(), self.scale
 
 
 def _stored(codes: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from lightning_lowprec.private.torch import MOVING_OPERATIONS, inference_mode_of
 from lightning_lowprec.private.torchao import codes_of, constructor_arguments, set_scale
 from lightning_lowprec.products.coded_weight import CodedWeight
 from lightning_lowprec.products.scaled import LEAST_AMAX
-from lightning_lowprec.products.tiled import TileCoding, encode_rows
+from lightning_lowprec.products.tiled import encode_rows
 
 _aten: Any = torch.ops.aten
 _VIEWS: Final = {
@@ -127,7 +127,7 @@ class TorchAOWire:
 
     mm_config: Any
     """torchao's settings of the three GEMMs, the same for all layers of a model that are gathered; None with tiles."""
-    coding: TileCoding
+    coding: Any
     per_step: bool
     tile: Tile | None = None
     least_amax: ClassVar[float] = LEAST_AMAX
@@ -135,11 +135,13 @@ class TorchAOWire:
     @property
     def dtype(self) -> torch.dtype:
         """The float8 format."""
-        return self.coding.dtype
+        dtype: torch.dtype = self.coding.dtype
+        return dtype
 
     def scales(self, amax: Tensor) -> Tensor:
         """Return the scales of largest absolute values."""
-        return self.coding.scales(amax)
+        scales: Tensor = self.coding.scales(amax)
+        return scales
 
     def encode(self, values: Tensor, scale: Tensor, *, first: int = 0, out: Tensor | None = None) -> Tensor:
         """(...) any float -> (...) float8; inf becomes the largest value."""

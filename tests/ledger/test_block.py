@@ -10,13 +10,12 @@ from lightning_lowprec.products import block
 
 
 @pytest.mark.parametrize("by_cublas", [True, False], ids=["cublas", "triton"])
-@pytest.mark.parametrize("sizes", [(256, 512, 1024), (48, 272, 144)], ids=["whole", "tails"])
-def test_three_products_of_codes(sizes, by_cublas, monkeypatch):
+def test_three_products_of_codes(by_cublas, monkeypatch):
     """The null GPU is an H200; what another GPU runs is seen by an answer that only other GPUs give."""
     if not by_cublas:
         monkeypatch.setattr(block, "by_cublas", lambda device: False)
     assert block.by_cublas(torch.device("cuda")) == by_cublas
-    tokens, inputs, outputs = sizes
+    tokens, inputs, outputs = 48, 272, 144  # no multiples of 128
     model = nn.Sequential(nn.Linear(inputs, outputs, bias=False)).cuda()
     plugin = BlockTorchAO(compile=False)
     plugin.bind_device(torch.device("cuda"))
