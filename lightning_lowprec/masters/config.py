@@ -11,7 +11,7 @@ from lightning_lowprec.conversion.options import shows
 MasterForm = Literal["fp32", "remainder", "remainder8", "stochastic"]
 Kept = Literal[MasterForm, "8bit"]
 MomentForm = Literal["fp32", "8bit"]
-Update = Literal["step", "backward"]
+Update = Literal["step", "backward", "moments"]
 
 
 @shows()
@@ -35,7 +35,8 @@ class MasterConfig:
     update: Update = "step"
     """``"backward"`` updates a parameter as soon as its gradient is complete, and frees the gradient.
 
-    See docs/memory.md for what cannot be done with it.
+    ``"moments"`` then adds the gradient to the moments of Adam or AdamW, and updates in the step: several backward
+    passes accumulate without a buffer (AdamA, arXiv 2305.19982). See docs/memory.md for what both cannot do.
     """
     clip_tensor: PositiveOrNone = None
     """With ``update="backward"``: the largest norm of the gradient of one parameter; a larger one is scaled down."""
@@ -78,3 +79,8 @@ IN_THE_STEP: Final = (
     " which updates in the step and takes 8 bytes per parameter with its gradient"
 )
 """The remedy for what an update during the backward pass cannot do."""
+ACCUMULATES: Final = (
+    "`MasterConfig(form='remainder', moments='8bit', update='moments')`, which adds gradients up in Adam's moments, or"
+    f" {IN_THE_STEP}"
+)
+"""The remedies for several backward passes per step."""

@@ -25,11 +25,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_lowprec.masters import kernel_step
-from lightning_lowprec.masters.config import IN_THE_STEP, MasterConfig
+from lightning_lowprec.masters.config import ACCUMULATES, IN_THE_STEP, MasterConfig
 from lightning_lowprec.masters.deferred import norms
 from lightning_lowprec.masters.gradients import multiply
 from lightning_lowprec.masters.registry import registry_of
-from lightning_lowprec.numerics.parameters import parameters_of, together
+from lightning_lowprec.numerics.parameters import chunks, parameters_of, together
 from lightning_lowprec.private.torch import after_backward
 from lightning_lowprec.private.torch_optimizers import refuse_copies
 
@@ -46,8 +46,9 @@ class BackwardUpdates:
 
     def __init__(self, optimizer: Optimizer, config: MasterConfig) -> None:
         self._optimizer: Callable[[], Any] = weakref.ref(optimizer)
-        self._clip_tensor = config.clip_tensor
-        self._updated: set[int] = set()  # id(parameter), since the last step
+        self._clip_tensor, self._folds = config.clip_tensor, config.update == "moments"
+        self._updated: set[int] = set()  # id(parameter), since the last step; or the moments have gradients
+        self._uses = 0  # of gradients, since the last step
         self._waiting: list[Tensor] = []  # parameters with complete gradients
         self._norm: Tensor | None = None  # of the gradients since the last step, where they are clipped
         self._last_norm: Tensor | None = None  # of the step before
@@ -77,6 +78,7 @@ class BackwardUpdates:
     def finish(self) -> None:
         """Begin a new step; warn once if a learning rate was set after the updates that it was meant for."""
         self._updated.clear()
+        self._uses = 0
         self._waiting.clear()
         self._norm, self._last_norm = None, self._norm
         optimizer = self._optimizer()
@@ -92,7 +94,12 @@ class BackwardUpdates:
 
     @torch.no_grad()
     def update_left(self) -> None:
-        """Update the parameters that have gradients, if gradients are clipped one by one: in a step, under DDP."""
+        """Update parameters whose moments have their gradients; under DDP, those that are clipped one by one."""
+        folded = [param for param in self._params() if id(param) in self._updated] if self._folds else []
+        for params in chunks(folded, WAITING):
+            for param in params:
+                param.grad = torch.zeros_like(param)  # the step decays moments that have all of the gradients
+            self._optimizer().update(params, 1.0)
         for param in self._params() if self._clip_tensor is not None else ():
             if param.grad is not None:
                 self._optimizer().update([param], self._factor([param.grad]))
@@ -104,22 +111,22 @@ class BackwardUpdates:
         by_ddp = not isinstance(param, DTensor) and dist.is_available() and dist.is_initialized()
         if optimizer is None or param.grad is None or by_ddp or self.in_step:
             return
-        if id(param) in self._updated:
+        if id(param) in self._updated and not self._folds:
             raise RuntimeError(
                 f"a second backward pass reached a parameter of shape {tuple(param.shape)} before `optimizer.step()`,"
                 " and the first one has updated it already: `update='backward'` cannot add up the gradients of several"
-                f" backward passes. Add the losses and run one backward pass, or use {IN_THE_STEP}. If the parameter is"
+                f" backward passes. Add the losses and run one backward pass, or use {ACCUMULATES}. If the parameter is"
                 " in several blocks under activation checkpointing, use `use_reentrant=False`: the other way runs one"
                 " backward pass per block."
             )
-        if not self._updated:
+        if not self._updated and not self._folds:
             self._rates = _rates(optimizer)
         self._updated.add(id(param))
         kind = param.device_mesh.device_type if isinstance(param, DTensor) else param.device.type
         if kind != param.device.type:  # offloaded: torch 2.11 copies the gradient to the CPU while the hook runs
             torch.get_device_module(kind).current_stream().synchronize()
         if self._clip_tensor is not None or param.device.type not in kernel_step.DEVICES:
-            optimizer.update([param], self._factor([param.grad]))
+            self._use([param])
             return
         if not self._waiting:
             after_backward(self._update_waiting)
@@ -129,10 +136,15 @@ class BackwardUpdates:
 
     @torch.no_grad()
     def _update_waiting(self) -> None:
-        optimizer, waiting, self._waiting = self._optimizer(), self._waiting, []
+        waiting, self._waiting = self._waiting, []
+        self._use([param for param in waiting if param.grad is not None])
+
+    def _use(self, params: Sequence[Tensor]) -> None:
+        """Use gradients, and free them."""
+        optimizer, self._uses = self._optimizer(), self._uses + 1
         if optimizer is not None:
-            factor = self._factor([param.grad for param in waiting if param.grad is not None])
-            optimizer.update([param for param in waiting if param.grad is not None], factor)
+            factor = self._factor([param.grad for param in params if param.grad is not None])
+            optimizer.update(params, factor, fold=self._uses if self._folds else None)
 
     def _factor(self, grads: Sequence[Tensor]) -> float | Tensor:
         """Return what clipping multiplies gradients by."""
@@ -152,8 +164,8 @@ class BackwardUpdates:
 
     @property
     def clips_all(self) -> bool:
-        """Whether gradients may be clipped by the norm of all, because they are not clipped one by one."""
-        return self._clip_tensor is None
+        """Whether gradients may be clipped by the norm of all: they are neither clipped one by one nor accumulated."""
+        return self._clip_tensor is None and not self._folds
 
     @torch.no_grad()
     def clip(self, max_norm: float) -> Tensor:
@@ -245,7 +257,7 @@ def refuse_clipping(optimizer: Optimizer) -> None:
     """Raise if gradients are gone or copied before they could be clipped: RuntimeError or TypeError."""
     refuse_copies(optimizer, "clipping, because it copies each gradient before the norm of all is known")
     registry = registry_of(optimizer)
-    if registry is not None and registry.config.update == "backward":
+    if registry is not None and registry.config.update != "step":
         raise RuntimeError(clipping_refused("gradients were to be clipped"))
 
 

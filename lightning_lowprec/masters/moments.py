@@ -85,7 +85,19 @@ def decode(state: Mapping[str, Any], name: str, param: Tensor) -> Tensor:
     return _like(param, flat.as_strided(codes.shape, codes.stride()))
 
 
-def set_zeros(state: State, name: str, param: Tensor) -> None:
+def adam_state(group: Mapping[str, Any], param: Tensor, *, coded: bool) -> State:
+    """Return the state of Adam before its first step, as torch makes it, with float32 moments or with codes."""
+    on_gpu = group.get("capturable") or group.get("fused")
+    state: State = {"step": torch.zeros((), device=param.device if on_gpu else "cpu", dtype=torch.float32)}
+    for name in ("exp_avg", "exp_avg_sq"):
+        if coded:
+            _set_zeros(state, name, param)
+        else:
+            state[name] = torch.zeros_like(param, dtype=torch.float32)
+    return state
+
+
+def _set_zeros(state: State, name: str, param: Tensor) -> None:
     """Set coded state of zeros."""
     shard = local_tensor(param)
     codes = torch.zeros_like(shard, dtype=torch.uint8).view(MOMENTS[name].dtype)

@@ -31,9 +31,9 @@ from torch.optim import Optimizer
 
 from lightning_lowprec.conversion.steps import count_step
 from lightning_lowprec.masters import moments
-from lightning_lowprec.masters.config import Kept, MasterConfig
+from lightning_lowprec.masters.config import IN_THE_STEP, Kept, MasterConfig
 from lightning_lowprec.masters.in_backward import BackwardUpdates, forget_updates, refuse_together
-from lightning_lowprec.masters.kernel_step import step_in_one_pass, step_some
+from lightning_lowprec.masters.kernel_step import rule_of, step_in_one_pass, step_some
 from lightning_lowprec.masters.registry import MasterRegistry, registry_of
 from lightning_lowprec.numerics.parameters import parameters_of
 from lightning_lowprec.private.torch import MASTERS, check
@@ -79,14 +79,20 @@ def add_masters(optimizer: T, store: Kept | MasterConfig = "fp32", *, values: Ma
         )
     check(MASTERS)
     check_step(optimizer, MASTERS)
-    if config.update == "backward" and not steps_alone(optimizer, type(optimizer)):
+    if config.update != "step" and not steps_alone(optimizer, type(optimizer)):
         raise refuse_together(optimizer)
+    rules = {rule_of(type(optimizer), group) for group in optimizer.param_groups}
+    if config.update == "moments" and rules != {"adam"}:
+        raise ValueError(
+            "`update='moments'` adds gradients to the moments of torch's AdamW and Adam (without `amsgrad`, with betas"
+            f" that are numbers), got {type(optimizer).__name__}. Use {IN_THE_STEP}."
+        )
     registry = MasterRegistry(config, optimizer, values or {})
     vars(optimizer).pop("step", None)  # a scheduler's wrapper, which calls the old class; the new class needs none
     plain: Any = type(optimizer)
     optimizer.__class__ = _master_class(plain)
     vars(optimizer)["_masters"] = registry
-    if config.update == "backward":
+    if config.update != "step":
         vars(optimizer)["_updates"] = updates = BackwardUpdates(optimizer, config)
         updates.watch()
     return optimizer
@@ -205,12 +211,17 @@ class MasterOptimizer(Optimizer):
                 self._updates.finish()
 
     @without_own_hooks
-    def update(self, params: Sequence[Tensor], factor: float | Tensor) -> None:
-        """Step parameters with their gradients times ``factor``, during the backward pass."""
+    def update(self, params: Sequence[Tensor], factor: float | Tensor, fold: int | None = None) -> None:
+        """Step parameters with their gradients times ``factor``, during the backward pass.
+
+        With ``fold``, which counts the calls since the last step, only add the gradients to the moments of Adam.
+        """
         registry = self._masters
-        step_some(registry, params, factor)
+        step_some(registry, params, factor, fold)
         for param in params:
-            if param.grad is not None:
+            if param.grad is not None and fold is not None:
+                registry.fold(param, factor, fold)
+            elif param.grad is not None:
                 registry.gradients.fold(factor, [param.grad])
                 with registry.stepping_only(registry.place_of[id(param)][0]):
                     registry.gradients.factor = 1.0

@@ -19,7 +19,7 @@ from lightning_lowprec.masters.gradients import MasterGradients, forget_unscaled
 from lightning_lowprec.masters.stores import STORES, RemainderStore, Store
 from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.numerics.parameters import chunks, grouped, parameters_of
-from lightning_lowprec.private.torch import version_of
+from lightning_lowprec.private.torch import local_tensor, version_of
 
 BUCKET: Final = 64 * 2**20
 """Masters that a step loads at a time where no kernel steps: 256 MB of float32. A larger parameter is loaded alone."""
@@ -192,6 +192,26 @@ class MasterRegistry:
         forget_unscaled(self.params())
 
     # ---- a step
+
+    def fold(self, param: Tensor, factor: float | Tensor, number: int) -> None:
+        """Add a gradient times ``factor`` to the moments of Adam, so that a step without a gradient is AdamA's.
+
+        The step decays: m = beta1 * (m + (1 - beta1) / beta1 * gradient), and the second moment likewise.
+        """
+        group, state = self.live().param_groups[self.group_index(param) or 0], self.live().state[param]
+        assert param.grad is not None
+        grad = local_tensor(param.grad).float() * factor * (-1.0 if group["maximize"] else 1.0)
+        if not state:
+            state |= moments.adam_state(group, param, coded=False)
+        moments.decode_in_place(state, param)
+        for name, beta, value in zip(("exp_avg", "exp_avg_sq"), group["betas"], (grad, grad.square()), strict=True):
+            local_tensor(state[name]).add_(value, alpha=(1.0 - beta) / beta)
+        if self.config.moments == "8bit":
+            moments.encode_state({param: state}, self.place_of[id(param)][0], self.step_of_fold(number))
+
+    def step_of_fold(self, number: int) -> int:
+        """Return what takes the place of the step for the random bits of moments to which gradients are added."""
+        return self.step + (number << 40)
 
     @property
     def step(self) -> int:

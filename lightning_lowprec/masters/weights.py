@@ -93,7 +93,7 @@ class HalfWeights:
     def under_fsdp2(self) -> HalfWeights | None:
         """Return the half weights of FSDP2's shards, whose gradients it reduces in float32; None for float32 shards."""
         if self.config.form == "fp32":
-            if self.config.moments != "fp32" or self.config.update == "backward":
+            if self.config.moments != "fp32" or self.config.update != "step":
                 raise ValueError(
                     f"`MasterConfig(moments={self.config.moments!r}, update={self.config.update!r})` with"
                     " `form='fp32'` is not possible under FSDP2, whose float32 shards take the place of masters. Use"
@@ -119,7 +119,7 @@ class HalfWeights:
             self._originals = existing_masters(parameters_of(optimizer)) | self._originals
             remove_masters(optimizer)
         add_masters(optimizer, self.config, values=self._originals)
-        if self.config.update == "backward" and optimizer not in self._updating:
+        if self.config.update != "step" and optimizer not in self._updating:
             wait_for_steps(optimizer, self._updating)
             self._updating.add(optimizer)
         params = parameters_of(optimizer)

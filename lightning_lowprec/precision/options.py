@@ -153,7 +153,7 @@ class MasterOptions(Group):
                 f"`master_weights={choice!r}` is not valid with fp16, because it needs bf16 to be the upper half of"
                 " float32; use `master_weights=True`, or bf16."
             )
-        if config.update == "backward" and (base == "fp16" or self.grad_accumulation_dtype is not None):
+        if config.update != "step" and (base == "fp16" or self.grad_accumulation_dtype is not None):
             what = "fp16, because its step waits until the gradients of all weights are known to be finite"
             if base != "fp16":
                 what = f"`grad_accumulation_dtype={self.grad_accumulation_dtype}`: no gradient is kept to be added to"

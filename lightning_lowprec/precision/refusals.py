@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_lowprec.conversion.experts import cut_by_expert
 from lightning_lowprec.hardware import caution
-from lightning_lowprec.masters.config import IN_THE_STEP, MasterConfig
+from lightning_lowprec.masters.config import ACCUMULATES, IN_THE_STEP, MasterConfig
 from lightning_lowprec.masters.in_backward import clipping_refused
 from lightning_lowprec.masters.weights import HalfWeights
 from lightning_lowprec.precision.host import callbacks_of, trainer_of
@@ -75,7 +75,7 @@ def refuse_under_engine(keep_fp32: Sequence[str], where: str) -> None:
 
 def refuse_skipping(scaler: LossScaler | None, masters: HalfWeights | None) -> None:
     """Raise if steps would be skipped whose updates are made during the backward pass."""
-    if scaler is not None and masters is not None and masters.config.update == "backward":
+    if scaler is not None and masters is not None and masters.config.update != "step":
         raise ValueError(
             "`skip_nonfinite=True` does not go with `MasterConfig(update='backward')` ('bf16-lean', 'bf16-lean-sr'):"
             " weights are updated during the backward pass, before all gradients are known to be finite. Use"
@@ -106,12 +106,14 @@ def check_trainer(model: Any, config: MasterConfig, precision: str) -> None:
     kinds = both(trainer_callbacks.GradientAccumulationScheduler)
     schedules = [callback.scheduling.values() for callback in trainer.callbacks if isinstance(callback, kinds)]
     batches = max(trainer.accumulate_grad_batches, *(number for numbers in schedules for number in numbers), 1)
-    if batches != 1:
+    if batches != 1 and config.update == "backward":
         what = (
             f"`accumulate_grad_batches={batches}` adds up gradients, and `update='backward'`"
-            f" has used and freed each one. Use larger batches with activation checkpointing, or {IN_THE_STEP}."
+            f" has used and freed each one. Use larger batches with activation checkpointing, or {ACCUMULATES}."
         )
-    elif trainer.gradient_clip_val and (config.clip_tensor or trainer.gradient_clip_algorithm == "value"):
+    elif trainer.gradient_clip_val and (
+        config.clip_tensor or config.update == "moments" or trainer.gradient_clip_algorithm == "value"
+    ):
         what = clipping_refused(f"`gradient_clip_val={trainer.gradient_clip_val}` clips gradients")
     if what is not None:
         raise MisconfigurationException(f"`precision={precision!r}`: {what}")
@@ -119,7 +121,7 @@ def check_trainer(model: Any, config: MasterConfig, precision: str) -> None:
 
 def say_updates_in_step(module: Any, config: MasterConfig, precision: str) -> None:
     """Log that DDP moves the updates of ``update="backward"`` into the step, and what this costs."""
-    if config.update == "backward" and isinstance(module, DistributedDataParallel):
+    if config.update != "step" and isinstance(module, DistributedDataParallel):
         rank_zero_info(
             f"{precision}: under DDP weights are updated in the step, not during the backward pass, because DDP"
             " averages gradients in buckets that it keeps: 2 bytes per parameter more. `strategy='fsdp2'` updates"

@@ -19,19 +19,21 @@ pytestmark = [
 
 
 @pytest.mark.parametrize(
-    ("name", "clip"), [*((name, None) for name in LEAN_NAMES), ("bf16-lean", 0.02), ("remainder8", None)]
+    ("name", "clip"),
+    [*((name, None) for name in LEAN_NAMES), ("bf16-lean", 0.02), ("remainder8", None), ("moments", None)],
 )
 def test_a_checkpoint_resumes_bit_for_bit_and_is_plain(name, clip, tmp_path):
     def precision():
-        return plugin("remainder8") if name == "remainder8" else name
+        return {"remainder8": plugin("remainder8"), "moments": plugin(update="moments")}.get(name, name)
 
+    options = {"gradient_clip_val": clip, "accumulate_grad_batches": 3 if name == "moments" else 1}
     whole, again = Net(), Net()
-    whole_trainer = fit(whole, precision(), steps=6, gradient_clip_val=clip)
+    whole_trainer = fit(whole, precision(), steps=6, **options)
     half = Net()
-    fit(half, precision(), steps=3, gradient_clip_val=clip).save_checkpoint(tmp_path / "half.ckpt")
+    fit(half, precision(), steps=3, **options).save_checkpoint(tmp_path / "half.ckpt")
     saved = torch.load(tmp_path / "half.ckpt", weights_only=True)
     assert {t.dtype for t in saved["state_dict"].values()} == {torch.bfloat16}
-    trainer = fit(again, precision(), steps=6, ckpt_path=tmp_path / "half.ckpt", gradient_clip_val=clip)
+    trainer = fit(again, precision(), steps=6, ckpt_path=tmp_path / "half.ckpt", **options)
     assert equal(again.state_dict(), whole.state_dict())
     assert equal(trainer.optimizers[0].state_dict(), whole_trainer.optimizers[0].state_dict())
 

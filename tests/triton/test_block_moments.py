@@ -30,7 +30,8 @@ def train(make, steps=3, params=None, optimizer=None, first=0, **config):
     for step in range(first, first + steps):
         generator = torch.Generator().manual_seed(100 + step)
         grads = [torch.randn(shape, generator=generator) * 10.0 ** (-i) for i, shape in enumerate(SHAPES)]
-        sum((p.float() * g).sum() for p, g in zip(params, grads, strict=True)).backward()
+        for _ in range(2 if config.get("update") == "moments" else 1):
+            sum((p.float() * g).sum() for p, g in zip(params, grads, strict=True)).backward()
         optimizer.step()
         optimizer.zero_grad()
     return params, optimizer
@@ -42,6 +43,7 @@ def train(make, steps=3, params=None, optimizer=None, first=0, **config):
         ("fp32", "adamw", "step"),
         ("remainder", "adamw", "backward"),
         ("remainder8", "adamw", "backward"),
+        ("remainder", "adam", "moments"),
         ("stochastic", "adam", "backward"),
         ("stochastic", "momentum", "backward"),
         ("remainder", "momentum", "step"),

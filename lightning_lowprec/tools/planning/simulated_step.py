@@ -152,7 +152,7 @@ def loaded_in_half(precision: str) -> bool:
     """Return whether the model is taken to be bf16 before set-up: float32 weights would take more than a whole step."""
     row = names.TABLE.get(precision)
     masters = None if row is None else row.options.get("master_weights")
-    return masters == "8bit" or (isinstance(masters, MasterConfig) and masters.update == "backward")
+    return masters == "8bit" or (isinstance(masters, MasterConfig) and masters.update != "step")
 
 
 def checkpoint_blocks(model: nn.Module) -> None:
