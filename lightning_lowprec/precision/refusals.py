@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_lowprec.conversion.experts import cut_by_expert
 from lightning_lowprec.hardware import caution
-from lightning_lowprec.masters.config import ACCUMULATES, IN_THE_STEP, MasterConfig
+from lightning_lowprec.masters.config import ACCUMULATES, MasterConfig
 from lightning_lowprec.masters.in_backward import clipping_refused
 from lightning_lowprec.masters.weights import HalfWeights
 from lightning_lowprec.precision.host import callbacks_of, trainer_of
