@@ -101,7 +101,8 @@ def allows(hint: Any, value: Any) -> bool:
     if origin is Literal:
         return any(_same(choice, value) for choice in args)
     if hint in (int, float):
-        return _is_number(value, Integral if hint is int else Real)
+        is_number = isinstance(value, Integral if hint is int else Real) and not isinstance(value, bool)
+        return is_number and math.isfinite(value)
     if origin is type:
         return isinstance(value, type) and issubclass(value, args[0])
     if origin in (Sequence, set):
@@ -114,10 +115,6 @@ def _same(choice: Any, value: Any) -> bool:
     return isinstance(value, type(choice)) and isinstance(value, bool) == isinstance(choice, bool) and value == choice
 
 
-def _is_number(value: Any, kind: type) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool) and math.isfinite(value)  # type: ignore[arg-type]
-
-
 def _expected(hint: Any) -> str:
     """Return the values that a type hint allows, as the end of a sentence."""
     arms, choices = _arms(hint), _choices(hint)
@@ -125,14 +122,13 @@ def _expected(hint: Any) -> str:
     if all(arm is NoneType or get_origin(arm) is Literal for arm in arms) and all(isinstance(c, str) for c in choices):
         return f"one of: {', '.join(map(str, [*none, *choices]))}"
     others = [arm for arm in arms if get_origin(arm) is not Literal]
-    if len(others) == 1 and _is_mapping(others[0]) and choices and all(isinstance(c, str) for c in choices):
+    is_mapping = (
+        len(others) == 1 and get_origin(others[0]) is Annotated and get_origin(get_args(others[0])[0]) is Mapping
+    )
+    if is_mapping and choices and all(isinstance(c, str) for c in choices):
         return f"one of: {', '.join(map(str, choices))}, or {_words(others[0])[0]}"
     words = list(dict.fromkeys([*map(str, none), *(w for arm in arms if arm is not NoneType for w in _words(arm))]))
     return " or ".join([*filter(None, [", ".join(words[:-1])]), words[-1]])
-
-
-def _is_mapping(hint: Any) -> bool:
-    return get_origin(hint) is Annotated and get_origin(get_args(hint)[0]) is Mapping
 
 
 def _arms(hint: Any) -> Collection[Any]:

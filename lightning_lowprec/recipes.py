@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch
 
@@ -33,11 +33,9 @@ from lightning_lowprec.other_stacks import NEMO
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.half import HalfMixed
 from lightning_lowprec.precision.loss_scale import LossScale
-from lightning_lowprec.precision.options import BASE_DTYPES
+from lightning_lowprec.precision.options import BASE_DTYPES, Base
 from lightning_lowprec.te.plugin import FP8TE
 from lightning_lowprec.torchao.fp8 import FP8TorchAO
-
-Base = Literal["bf16", "fp16"]
 
 
 def bf16_mixed(**arguments: Any) -> HalfMixed:

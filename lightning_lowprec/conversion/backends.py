@@ -149,8 +149,7 @@ class Backend:
     changed_optimizers: Callable[[], Iterable[Optimizer]] = tuple
     """Return the optimizers that the backend has changed and that still exist."""
     coded_weight: Callable[[nn.Module], str | None] = lambda model: None
-    """Return the fqn of a weight that this backend keeps as codes instead of values, or None. Other precisions refuse
-    such a model."""
+    """Return the fqn of a weight that this backend keeps as codes instead of values, or None."""
     keeps_master: Callable[[Tensor], bool] = lambda param: False
     """Return whether the backend keeps a master of this parameter, so that checkpoints leave the master to it."""
     shard_codes: Callable[[nn.Module, int, Any], Callable[[DeviceMesh], None]] | None = None
@@ -294,15 +293,6 @@ def revert_optimizer(optimizer: Optimizer, *, except_for: str | None = None) -> 
 def changed_optimizers() -> list[Optimizer]:
     """Return the optimizers that backends have changed and that still exist."""
     return [optimizer for backend in registered() for optimizer in backend.changed_optimizers()]
-
-
-def coded_weight(model: nn.Module) -> tuple[Backend, str] | None:
-    """Return the backend that keeps weights of ``model`` as codes, and the fqn of one such weight; else None."""
-    for backend in registered():
-        fqn = backend.coded_weight(model)
-        if fqn is not None:
-            return backend, fqn
-    return None
 
 
 def keeps_master(param: Tensor) -> bool:

@@ -233,14 +233,10 @@ class LazyLogits:
 
     def __reduce__(self) -> Any:
         """Copy and pickle the logits as a tensor."""
-        return _same, (self.tensor().detach(),)
+        return Tensor.detach, (self.tensor().detach(),)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _computed(value: Any) -> Any:

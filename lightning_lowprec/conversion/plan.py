@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Final
+from typing import Any, Final
 
 from torch import nn
 
@@ -169,8 +169,16 @@ class Plan:
         return f"{self.summary()}\n{as_text(grouped(self.all_rows), self.format)}"
 
     def _repr_html_(self) -> str:
-        """Show the same in a notebook, with the expected gains."""
-        return as_html(self.summary(), self.all_rows, self.format)
+        """Show the same in a notebook, with one row per kind of block, the expected gains and their source."""
+        if not self.all_rows:
+            return html.paragraph("The model has no Linear.")
+        rows = [
+            (name or "(the model)", row.shape, verdict_with_gain(row, self.format))
+            for name, row in grouped(self.all_rows)
+        ]
+        source = f"{SOURCE}, nearest shape; coarse" if self.format == "FP8" else f"not known for {self.format}"
+        table = html.table([("layer", "in -> out", "verdict"), *rows], right=[1])
+        return html.paragraph(self.summary(), bold=True) + table + html.small(f"gains per layer: {source}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,8 +240,9 @@ def make_plan(model: nn.Module, options: LayerOptions | None = None, request: Pl
             recipe, reason = _of_map(recipes, matmul, reason, request)
         name = one_recipe if recipe is None else recipe.name
         gain = expected_gain(name, matmul.in_features, matmul.out_features, options.tokens or DEFAULT_TOKENS)
-        if reason is None and _too_small(gain, options.threshold):
-            reason = f"too small to gain (below {options.threshold:g}x)"
+        threshold = options.threshold or 0.0
+        if reason is None and (threshold >= 1.0 if gain is None else gain < threshold):
+            reason = f"too small to gain (below {threshold:g}x)"
         in_float32 = recipe is not None and recipe.name == FLOAT32
         if reason is None and recipe is not None:
             recipe_of[matmul.fqn] = recipe
@@ -247,13 +256,11 @@ def make_plan(model: nn.Module, options: LayerOptions | None = None, request: Pl
             runs_in=FLOAT32 if in_float32 else _runs_in(matmul, module, reason, built_in, request),
         )
         rows.append(row)
-    others = [_other_row(matmul, module, request.base) for matmul, module in other_products(model)]
+    others = []
+    for matmul, module in other_products(model):
+        kept: dict[str, Any] = {"kept_because": f"no Linear ({matmul.kind})", "gain": None, "runs_in": request.base}
+        others.append(PlanRow(**asdict(matmul), trains=_trains(module), **kept))
     return Plan(tuple(rows), tuple(others), recipe_of, request.format)
-
-
-def _other_row(matmul: Matmul, module: nn.Module, base: str) -> PlanRow:
-    reason = f"no Linear ({matmul.kind})"
-    return PlanRow(**asdict(matmul), kept_because=reason, gain=None, trains=_trains(module), runs_in=base)
 
 
 def _padded(matmul: Matmul, reason: str | None, alignment: int) -> tuple[int, int] | None:
@@ -292,12 +299,6 @@ def _of_map(
     multiple = request.alignments.get(recipe.name or "", 1 if request.pads else request.alignment)
     fits = matmul.in_features % multiple == 0 and matmul.out_features % multiple == 0
     return recipe, None if fits else no_multiple(multiple)
-
-
-def _too_small(gain: float | None, threshold: float | None) -> bool:
-    if threshold is None:
-        return False
-    return threshold >= 1.0 if gain is None else gain < threshold
 
 
 def _runs_in(
@@ -354,20 +355,3 @@ def as_text(rows: Sequence[tuple[str, PlanRow]], format: str) -> str:
         return "(the model has no Linear)"
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {row.shape:>16}  {verdict(row, format)}" for name, row in rows)
-
-
-def as_html(summary: str, rows: Sequence[PlanRow], format: str) -> str:
-    """Return the summary, the table with one row per kind of block, and the source of the gains."""
-    if not rows:
-        return html.paragraph("The model has no Linear.")
-    cells = [(name or "(the model)", row.shape, verdict_with_gain(row, format)) for name, row in grouped(rows)]
-    note = f"gains per layer: {SOURCE}, nearest shape; coarse"
-    if format != "FP8":
-        note = f"gains per layer: not known for {format}"
-    return "".join(
-        [
-            html.paragraph(summary, bold=True),
-            html.table([("layer", "in -> out", "verdict"), *cells], right=[1]),
-            html.small(note),
-        ]
-    )

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from lightning_lowprec.conversion.experts import difference, is_sorted_stack, is_stack, weight_names
 from lightning_lowprec.conversion.in_place import own_class
 from lightning_lowprec.conversion.matmuls import STACKED, Matmul, is_conv1d, is_linear, linears, matmuls
-from lightning_lowprec.conversion.name_formats import NO_GROUPED_PRODUCT
 from lightning_lowprec.conversion.options import LayerOptions
 from lightning_lowprec.conversion.recipe_map import nearest_fqns
 from lightning_lowprec.private import transformers
@@ -34,15 +33,14 @@ _UNCALLED: Final = {
 
 In timm (BEiT, EVA, Swin v2) every class with a ``q_bias`` does so, unless it adds the bias in a step of its own.
 """
-LINEAR_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def unsupported(
     matmul: Matmul,
     module: nn.Module,
-    alignment: int = FEATURE_ALIGNMENT,
-    converted_class: type[nn.Module] | None = None,
-    experts: str | None = NO_GROUPED_PRODUCT,
+    alignment: int,
+    converted_class: type[nn.Module] | None,
+    experts: str | None,
 ) -> str | None:
     """Return why this weight cannot convert under any options, or None if it can.
 
@@ -69,7 +67,7 @@ def unsupported(
         replaced = "forward" in vars(module)
     if replaced:
         return "its forward is replaced on the instance"
-    if weight.dtype not in LINEAR_DTYPES:
+    if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"weights of {weight.dtype}"
     return no_multiple(alignment) if matmul.in_features % alignment or matmul.out_features % alignment else None
 

@@ -27,17 +27,8 @@ from lightning_lowprec.masters.kept_float32 import kept_float32
 from lightning_lowprec.numerics.parameters import disable_foreach
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.host import in_trainer
+from lightning_lowprec.private import either
 from lightning_lowprec.private import lightning as names
-from lightning_lowprec.private.either import (
-    CheckpointIO,
-    ClusterEnvironment,
-    FabricHalf,
-    FabricPrecision,
-    TrainerHalf,
-    TrainerPrecision,
-    both,
-    is_overridden,
-)
 from lightning_lowprec.private.either import fabric_strategies as fabric
 from lightning_lowprec.private.either import trainer_strategies as trainer
 from lightning_lowprec.private.torch import FSDP2, check
@@ -83,8 +74,8 @@ class FSDP2Base:
         verify_checkpoints: bool = True,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
+        cluster_environment: either.ClusterEnvironment | None = None,
+        checkpoint_io: either.CheckpointIO | None = None,
         **options: Unpack[ShardChoices],
     ) -> None:
         if checkpoint_io is not None and self.in_fabric:
@@ -252,7 +243,7 @@ class Sharding:
             device=device,
             param_dtype=param_dtype(plugin),
             fp8_all_gather=gathers_fp8(plugin, self.options),
-            methods=tuple(name for name in STEPS if in_trainer(model) and is_overridden(name, model)),
+            methods=tuple(name for name in STEPS if in_trainer(model) and either.is_overridden(name, model)),
             float32=kept_float32(model, plugin.autocast_dtype, plugin.keep_fp32) if ours else (),
         )
         if ours:
@@ -307,7 +298,9 @@ def param_dtype(plugin: Any) -> torch.dtype | None:
     """Return the dtype in which weights are gathered under a precision plugin; None: the dtype of the shards."""
     if isinstance(plugin, LowPrecision):
         return plugin.autocast_dtype
-    if type(plugin) in both(FabricPrecision, TrainerPrecision, FabricHalf, TrainerHalf):
+    if type(plugin) in either.both(
+        either.FabricPrecision, either.TrainerPrecision, either.FabricHalf, either.TrainerHalf
+    ):
         return None
     raise ValueError(
         f"`{type(plugin).__name__}` (precision={getattr(plugin, 'precision', None)!r}) does not run under 'fsdp2'. Use"

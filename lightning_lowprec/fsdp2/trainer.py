@@ -20,18 +20,11 @@ from lightning_lowprec.checkpoints.weights import WEIGHT_KEYS
 from lightning_lowprec.fsdp2.strategy import FSDP2Base, hooks_of
 from lightning_lowprec.numerics.parameters import clip_grad_norm
 from lightning_lowprec.precision.refusals import refuse_averaging
-from lightning_lowprec.private.either import (
-    LightningModule,
-    LightningOptimizer,
-    Trainer,
-    TrainerFn,
-    both,
-    trainer_strategies,
-)
+from lightning_lowprec.private import either
 from lightning_lowprec.private.lightning import note_sigterm, set_names
 
 if TYPE_CHECKING:
-    _Parent = trainer_strategies.ModelParallelStrategy
+    _Parent = either.trainer_strategies.ModelParallelStrategy
 else:
     _Parent = object
 
@@ -48,7 +41,7 @@ class ForTrainer(FSDP2Base, _Parent):
         set_names(self.lightning_module, device_mesh=self.device_mesh)
 
     @override
-    def setup(self, trainer: Trainer) -> None:
+    def setup(self, trainer: either.Trainer) -> None:
         """Convert, shard, and only then build optimizers."""
         assert self.model is not None
         assert self.accelerator is not None
@@ -69,12 +62,12 @@ class ForTrainer(FSDP2Base, _Parent):
             if isinstance(module, Metric):  # the states of metrics are no buffers, so nothing has moved them yet
                 module.to(self.root_device)
         self.barrier()
-        if trainer.state.fn == TrainerFn.FITTING:
+        if trainer.state.fn == either.TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
 
     @override
-    def setup_optimizers(self, trainer: Trainer) -> None:
+    def setup_optimizers(self, trainer: either.Trainer) -> None:
         """Set up the user's optimizers; an optimizer that was built in ``__init__`` gets the sharded parameters."""
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
@@ -97,7 +90,7 @@ class ForTrainer(FSDP2Base, _Parent):
         self,
         optimizer: Optimizer,
         closure: Callable[[], Any],
-        model: LightningModule | Module | None = None,
+        model: either.LightningModule | Module | None = None,
         **kwargs: Any,
     ) -> Any:
         """Step; after the first step, check and log what was gathered."""
@@ -116,7 +109,7 @@ class ForTrainer(FSDP2Base, _Parent):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state by fqn, sharded; or by number, whole, on rank 0."""
         assert self.model is not None
-        optimizer = optimizer.optimizer if isinstance(optimizer, both(LightningOptimizer)) else optimizer
+        optimizer = optimizer.optimizer if isinstance(optimizer, either.both(either.LightningOptimizer)) else optimizer
         state = optimizer_state.collect(self.model, optimizer, full=self.is_full)
         return optimizer_state.numbered(state, self.model) if self.is_full else state
 
@@ -137,7 +130,7 @@ class ForTrainer(FSDP2Base, _Parent):
         assert self.lightning_module is not None
         path = Path(self.broadcast(checkpoint_path))
         stored = open_checkpoint(path, weights_only, verify=self.verify_checkpoints)
-        optimizers = self.optimizers if self.lightning_module.trainer.state.fn == TrainerFn.FITTING else []
+        optimizers = self.optimizers if self.lightning_module.trainer.state.fn == either.TrainerFn.FITTING else []
         states = stored.rest.pop("optimizer_states", None) or []  # in a file
         if optimizers:
             stored.rest.update({f"optimizer_{i}": state for i, state in enumerate(states)})
@@ -165,5 +158,5 @@ class ForTrainer(FSDP2Base, _Parent):
 
 
 @final
-class FSDP2Strategy(ForTrainer, trainer_strategies.ModelParallelStrategy):
+class FSDP2Strategy(ForTrainer, either.trainer_strategies.ModelParallelStrategy):
     """Fully sharded training by FSDP2 in every precision, of any LightningModule, without changes to its code."""

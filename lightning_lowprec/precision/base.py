@@ -39,16 +39,7 @@ from lightning_lowprec.precision.layer_calls import watched
 from lightning_lowprec.precision.loss_scale import LossScaler
 from lightning_lowprec.precision.options import BASE_DTYPES, Base, TrainingOptions
 from lightning_lowprec.precision.phases import ScheduledPhases
-from lightning_lowprec.private.either import (
-    FabricPrecision,
-    GradClipAlgorithmType,
-    LightningModule,
-    LightningOptimizer,
-    TrainerFn,
-    TrainerPrecision,
-    both,
-    trainer_callbacks,
-)
+from lightning_lowprec.private import either
 from lightning_lowprec.private.inductor import store_float8_right
 from lightning_lowprec.private.lightning import EitherPrecision
 from lightning_lowprec.references import WeakList
@@ -174,7 +165,7 @@ class LowPrecision(EitherPrecision, ABC):
         if trainer is not None and trainer.precision_plugin is not self:  # from an earlier fit; now Fabric runs it
             trainer = None
         self._in_trainer = trainer is not None
-        self._will_train = trainer is None or trainer.state.fn == TrainerFn.FITTING
+        self._will_train = trainer is None or trainer.state.fn == either.TrainerFn.FITTING
         if trainer is not None:
             self.modules.bind(trainer.strategy.root_device)
         if module in (self.modules.sharded or ()):
@@ -220,9 +211,8 @@ class LowPrecision(EitherPrecision, ABC):
                 if not self._will_train:
                     self.masters.drop_originals()  # `after_fit` has them
         elif self.weights is not None and self._will_train:
-            unfreezes = any(
-                isinstance(callback, both(trainer_callbacks.BaseFinetuning)) for callback in callbacks_of(module)
-            )
+            finetunes = either.both(either.trainer_callbacks.BaseFinetuning)
+            unfreezes = any(isinstance(callback, finetunes) for callback in callbacks_of(module))
             if (change := self.weights.make(module, frozen_too=unfreezes)) is not None:
                 remedy = "" if self.keeps_float32_shards else " `weights='keep'` trains them in half precision."
                 rank_zero_info(f"{self.precision}: {change}.{remedy}")
@@ -300,7 +290,7 @@ class LowPrecision(EitherPrecision, ABC):
     def connect(self, model: Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
         """Trainer: prepare the wrapped model, and all optimizers before their first step."""
         if (trainer := trainer_of(model)) is not None:  # FSDP2 converts at the first set-up alone
-            self._in_trainer, self._will_train = True, trainer.state.fn == TrainerFn.FITTING
+            self._in_trainer, self._will_train = True, trainer.state.fn == either.TrainerFn.FITTING
         self.see_module(model)
         self.after_fit.optimizers = WeakList(optimizers)
         if self.engine is None:  # else DeepSpeed's optimizers are not known yet
@@ -341,7 +331,7 @@ class LowPrecision(EitherPrecision, ABC):
     # ---- a step: see `step.py`
 
     @override
-    @shown_as(FabricPrecision.pre_backward)
+    @shown_as(either.FabricPrecision.pre_backward)
     def pre_backward(self, tensor: Tensor, module: Module | None) -> Tensor:
         """Trainer: scale the loss, then run the Trainer's hooks."""
         return super().pre_backward(self._scaled(tensor), module) if in_trainer(module) else tensor
@@ -357,11 +347,11 @@ class LowPrecision(EitherPrecision, ABC):
         accumulates = self.masters is not None and self.masters.gradients.wraps_backward
         return self._backward_plain if self.scaler is None and not accumulates else self._backward_own
 
-    @shown_as(FabricPrecision.backward)
+    @shown_as(either.FabricPrecision.backward)
     def _backward_plain(self, tensor: Tensor, model: Module | None, *args: Any, **kwargs: Any) -> None:
         if self.masters is not None:
             deferred.multiply_waiting()  # gradients that wait for a step, if another backward comes before the step
-        parent: Any = TrainerPrecision if in_trainer(model) else FabricPrecision
+        parent: Any = either.TrainerPrecision if in_trainer(model) else either.FabricPrecision
         parent.backward(self, tensor, model, *args, **kwargs)
 
     def _backward_own(self, tensor: Tensor, model: Module | None, *args: Any, **kwargs: Any) -> None:
@@ -370,16 +360,15 @@ class LowPrecision(EitherPrecision, ABC):
             self._backward_plain(scaled, model, *args, **kwargs)
 
     @override
-    @shown_as(FabricPrecision.post_backward)
+    @shown_as(either.FabricPrecision.post_backward)
     def post_backward(self, tensor: Tensor, module: Module | None) -> Tensor:
-        """Trainer: run the Trainer's hooks."""
         return super().post_backward(tensor, module) if in_trainer(module) else tensor
 
     @override
     def optimizer_step(
         self,
         optimizer: Any,
-        model: LightningModule | None = None,
+        model: either.LightningModule | None = None,
         closure: Callable[[], Any] | None = None,
         **kwargs: Any,
     ) -> Any:
@@ -411,10 +400,10 @@ class LowPrecision(EitherPrecision, ABC):
         self,
         optimizer: Optimizer,
         clip_val: int | float = 0.0,
-        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+        gradient_clip_algorithm: either.GradClipAlgorithmType = either.GradClipAlgorithmType.NORM,
     ) -> None:
         """Clip unscaled gradients, also in manual optimization and with fused optimizers."""
-        optimizer = optimizer.optimizer if isinstance(optimizer, both(LightningOptimizer)) else optimizer
+        optimizer = optimizer.optimizer if isinstance(optimizer, either.both(either.LightningOptimizer)) else optimizer
         if self.engine is not None:  # clips in its step
             return
         if clip_val <= 0 or not step.clips(self.scaler, optimizer, clip_val, gradient_clip_algorithm):

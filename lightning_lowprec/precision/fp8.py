@@ -36,7 +36,6 @@ from lightning_lowprec.private.lightning import is_compiled_whole
 from lightning_lowprec.private.torch_modules import compile_in_place, is_compiled
 from lightning_lowprec.runs_where import RecipeKey
 
-_IN_FLOAT32: Final = " and scales as on a GPU, products in float32"
 _LINEARS_ONLY: Final = PlanRequest(conv1d=False)
 Compile = Literal["auto"] | bool | CompileOptions
 """``"auto"``: on CUDA, unless the user compiled; True: on every device; a mapping: ``torch.compile`` options."""
@@ -72,7 +71,13 @@ class Converting(LowPrecision):
 
     @override
     def how(self, device: torch.device) -> str:
-        return how(self.emulate, device)
+        emulation = self.emulates(device)
+        if not emulation:
+            return f"FP8 kernels of {describe(device)}"
+        as_on = " and scales as on a GPU, products in float32"
+        if isinstance(emulation, str):
+            as_on = f", scales and sums as on {UNITS[emulation].title}"
+        return f"FP8 is emulated on {describe(device)}: codes{as_on}; slow, for tests and for looking at the numerics"
 
 
 class Scheduled(Converting):
@@ -111,11 +116,6 @@ class Scheduled(Converting):
         self.phases.set_step(self, step, total)
 
 
-def emulates(emulate: Emulation | None, device: torch.device) -> Emulation:
-    """Return how FP8 is emulated on ``device``: the user's choice, by default yes on CPU and no on a GPU."""
-    return device.type == "cpu" if emulate is None else emulate
-
-
 def kernel_refusal(recipe: RecipeKey, emulate: Emulation | None, device: torch.device, constructor: str) -> str | None:
     """Return why a device is known not to run a recipe, and the remedy; None if it runs, is emulated, or is not known.
 
@@ -125,17 +125,10 @@ def kernel_refusal(recipe: RecipeKey, emulate: Emulation | None, device: torch.d
     if isinstance(emulate, str) and can_emulate:
         return emulation_refusal(recipe, emulate)
     reason = refusal_and_remedy(recipe, device)
-    if reason is None or (can_emulate and emulates(emulate, device)):
+    emulated = device.type == "cpu" if emulate is None else emulate
+    if reason is None or (can_emulate and emulated):
         return None
     return f"{reason}, or `plugins={constructor}` to emulate FP8, slowly" if can_emulate else reason
-
-
-def how(emulate: Emulation | None, device: torch.device) -> str:
-    """Return one line: FP8 kernels, or emulation."""
-    if not emulates(emulate, device):
-        return f"FP8 kernels of {describe(device)}"
-    as_on = f", scales and sums as on {UNITS[emulate].title}" if isinstance(emulate, str) else _IN_FLOAT32
-    return f"FP8 is emulated on {describe(device)}: codes{as_on}; slow, for tests and for looking at the numerics"
 
 
 def plan_or_raise(

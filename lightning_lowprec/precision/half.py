@@ -144,13 +144,8 @@ class HalfEval(LowPrecision):
 
     def __init__(self, dtype: Literal["bf16", "fp16"] = "bf16") -> None:
         super().__init__(None)
-        self._dtype = BASE_DTYPES[dtype]
+        self.base = dtype
         self.precision = f"{dtype}-eval"
-
-    @property
-    @override
-    def autocast_dtype(self) -> torch.dtype:
-        return self._dtype
 
     @property
     @override
@@ -159,7 +154,7 @@ class HalfEval(LowPrecision):
 
     @override
     def how(self, device: torch.device) -> str:
-        return f"float32 in training, {str(self._dtype).removeprefix('torch.')} autocast in evaluation"
+        return f"float32 in training, {str(self.autocast_dtype).removeprefix('torch.')} autocast in evaluation"
 
     @override
     def bind_shards(self, reshard: Callable[[Module], None]) -> None:

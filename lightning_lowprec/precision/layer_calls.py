@@ -277,9 +277,10 @@ class WatchedForward(Operations):
     def see(self, operation: Any, args: tuple[Any, ...], out: Any) -> None:
         name = str(operation.overloadpacket)
         formula = _FLOPS.get(name)
-        known = formula is not None and all(_has_sizes(arg) for arg in args if isinstance(arg, Tensor))
-        module, is_ours = self._innermost()
-        self._calls.note(name, args, formula(args, out) if known and formula is not None else 0, module, is_ours)
+        tensors = [arg for arg in args if isinstance(arg, Tensor)]
+        sized = all(not t.is_nested and all(isinstance(size, int) for size in t.shape) for t in tensors)
+        flops = formula(args, out) if formula is not None and sized else 0
+        self._calls.note(name, args, flops, *self._innermost())
 
     def _innermost(self) -> tuple[int | None, bool]:
         """Return the id of the innermost module that runs, and whether this package computes the operation."""
@@ -298,7 +299,9 @@ class WatchedForward(Operations):
             if module is not None:
                 return module, ours
             in_compiled |= where.startswith(_COMPILED) or frame.f_code.co_name.startswith("torch_dynamo_resume")
-            calls_made = where == _DISABLED and _is_made(frame.f_locals.get("fn"))
+            # whether the compiler made a function that it skips; it also skips others, such as Lightning's `log`
+            skipped = str(getattr(frame.f_locals.get("fn"), "__module__", None))
+            calls_made = where == _DISABLED and (skipped not in sys.modules or skipped.startswith("torch."))
             frame = frame.f_back
         return None, ours
 
@@ -313,17 +316,6 @@ class WatchedForward(Operations):
         key = id(frame.f_locals.get("self"))
         is_layer = key in self._calls.layers
         return key if key in self._ids and (not is_layer or code.co_name in _CALLS) else None
-
-
-def _is_made(function: Any) -> bool:
-    """Return whether the compiler made a function that it skips; it also skips others, such as Lightning's ``log``."""
-    module = str(getattr(function, "__module__", None))
-    return module not in sys.modules or module.startswith("torch.")
-
-
-def _has_sizes(tensor: Tensor) -> bool:
-    """Return whether a tensor has sizes that can be multiplied: not nested, not symbolic."""
-    return not tensor.is_nested and all(isinstance(size, int) for size in tensor.shape)
 
 
 def watched(plugin: Any, autocast: AbstractContextManager[Any]) -> AbstractContextManager[Any]:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Final, Literal, TypedDict
 import torch
 
 from lightning_lowprec.checks import Rule, check_choice
+from lightning_lowprec.conversion.head import HeadKind
 from lightning_lowprec.conversion.options import Group, Names
 from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.masters.gradient_dtypes import GradientDtypes
@@ -21,7 +22,6 @@ from lightning_lowprec.numerics.tensor_cores import UNITS, Emulation
 from lightning_lowprec.precision.loss_scale import LossScale, LossScaler, StaticScale
 
 Base = Literal["bf16", "fp16"]
-Head = Literal["bf16", "chunked", "fp8", "fp32"]
 Weights = Literal["float32", "keep"]
 BASE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 LossScaleChoice = Literal["auto", "dynamic"] | StaticScale | LossScale | None
@@ -66,7 +66,7 @@ class TrainingOptions(Group):
     weights: Weights = "float32"
     keep_fp32: Names = ()
     plain_after_fit: bool = True
-    head: Head = "bf16"
+    head: HeadKind = "bf16"
 
     def scaler(self, base: Base) -> LossScaler | None:
         """Return what scales the loss and skips steps for a base dtype; None: every step is made, unscaled."""
@@ -107,7 +107,7 @@ class TrainingChoices(TypedDict, total=False):
     weights: Weights
     keep_fp32: Sequence[str]
     plain_after_fit: bool
-    head: Head
+    head: HeadKind
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, final
@@ -167,8 +167,9 @@ def numerics_of(layer: nn.Module) -> LayerNumerics | str | None:
         casts["gradient"] = HIGH
     weight = layer._weight()
     gathered = isinstance(weight, Fp8Weight)
-    if gathered and isinstance(casts["weight"], Cast):
-        casts["weight"] = Cast(dtype=casts["weight"].dtype, scale_of=partial(_gathered_scale, weight))
+    if isinstance(weight, Fp8Weight) and isinstance(casts["weight"], Cast):
+        _, gathered_scale = weight.codes_and_scale()
+        casts["weight"] = Cast(dtype=casts["weight"].dtype, scale_of=lambda amax: gathered_scale)
     fast = {"forward": True, "grad_input": False, "grad_weight": False}  # where the recipe has no word for a product
     for gemm, option in zip(fast, ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"), strict=True):
         if (kernel := getattr(recipe, option, None)) is not None:
@@ -186,7 +187,7 @@ def _casts(layer: nn.Module, recipe: Any) -> dict[str, Any]:
         in_e5m2 = mode == "backward" and recipe.fp8_format.name == "HYBRID"
         dtype = torch.float8_e5m2 if in_e5m2 else torch.float8_e4m3fn
         own_scale = partial(_delayed_scale, layer, mode, place)
-        scale_of = own_scale if delayed else _scale_by_amax(dtype, getattr(recipe, field))
+        scale_of = own_scale if delayed else partial(_scale_by_amax, torch.finfo(dtype).max, getattr(recipe, field))
         casts[name] = Cast(dtype=dtype, scale_of=scale_of, may_saturate=delayed)
     return casts
 
@@ -196,9 +197,8 @@ def _delayed_scale(layer: nn.Module, mode: str, place: int, amax: Tensor) -> Ten
     return scale
 
 
-def _scale_by_amax(dtype: torch.dtype, params: Any) -> Callable[[Tensor], Tensor]:
-    limit = torch.finfo(dtype).max
-    return lambda amax: _current_scale(amax, limit, params.power_2_scale, params.amax_epsilon)
+def _scale_by_amax(limit: float, params: Any, amax: Tensor) -> Tensor:
+    return _current_scale(amax, limit, params.power_2_scale, params.amax_epsilon)
 
 
 @compiled_on_cuda
@@ -207,11 +207,6 @@ def _current_scale(amax: Tensor, limit: float, power_of_2: bool, least: float) -
     amax = amax.float().clamp(min=least)
     scale = torch.where(amax > 0, limit / amax, 1.0)
     return torch.exp2(torch.floor(torch.log2(scale))) if power_of_2 else scale
-
-
-def _gathered_scale(weight: Any, amax: Tensor) -> Tensor:
-    scale: Tensor = weight.inv_scale.reciprocal().squeeze()
-    return scale
 
 
 def weight_roundings(layer: nn.Module) -> Mapping[str, WeightRounding]:

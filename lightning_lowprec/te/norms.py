@@ -20,11 +20,11 @@ from transformer_engine.pytorch.export import is_in_onnx_export_mode
 
 from lightning_lowprec.conversion.in_place import become, revert
 from lightning_lowprec.conversion.plain_first import PlainFirst
+from lightning_lowprec.conversion.selection import FEATURE_ALIGNMENT
 from lightning_lowprec.private.transformer_engine import multiprocessors_left, norm_kernels
 from lightning_lowprec.products.transforms import refuse_second_gradient
 from lightning_lowprec.te.layer import check_input
 
-FEATURE_ALIGNMENT: Final = 16
 EPSILONS: Final = ("variance_epsilon", "eps", "epsilon")
 """The names of eps in the RMSNorms of transformers, torch and other libraries."""
 NO_NORM: Final = "no norm"
@@ -181,7 +181,7 @@ def norm_formula(norm: nn.Module) -> Formula | None:
 
 
 def _epsilon(norm: nn.Module) -> str | None:
-    return next((name for name in EPSILONS if isinstance(norm.__dict__.get(name), float)), None)
+    return next((name for name in EPSILONS if isinstance(vars(norm).get(name), float)), None)
 
 
 def convert_norms(model: nn.Module, fqns: Collection[str]) -> None:
@@ -191,11 +191,6 @@ def convert_norms(model: nn.Module, fqns: Collection[str]) -> None:
             _convert(module)
         elif fqn not in fqns and isinstance(module, _Norm):
             revert(module)
-
-
-def revert_norms(model: nn.Module) -> None:
-    """Give every converted norm of ``model`` its own class back, in place."""
-    convert_norms(model, ())
 
 
 def _convert(norm: Any) -> None:

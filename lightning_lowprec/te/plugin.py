@@ -158,7 +158,6 @@ class FP8TE(Scheduled):
 
     @override
     def check_schedule(self, phases: Schedule) -> None:
-        """Refuse a phase that Transformer Engine cannot compute."""
         recipes.check_phases(phases, self._all_recipes)
 
     @property
@@ -178,30 +177,21 @@ class FP8TE(Scheduled):
 
     @property
     @override
-    def peak_rate_dtype(self) -> torch.dtype:
-        """``torch.int8``: Lightning's tables of peak rates list FP8's there."""
-        return torch.int8
-
-    @property
-    @override
     def hardware_recipe(self) -> RecipeKey | None:
         return recipes.hardware_recipe(self.recipe)
 
     @override
     def refusal(self, device: torch.device) -> str | None:
-        """No Transformer Engine, no GPU, or one that cannot run a recipe; and the remedy."""
         rows = (recipes.hardware_recipe(recipe) or recipes.kind_of(recipe) for recipe in self._all_recipes)
         refusals = (support.device_refusal(row.removeprefix("te-"), device) for row in rows)
         return next(filter(None, refusals), None)
 
     @override
     def how(self, device: torch.device) -> str:
-        """FP8 kernels of Transformer Engine."""
         return f"FP8 kernels of Transformer Engine on {describe(device)}"
 
     @override
     def gathers(self, options: Any) -> str | None:
-        """One scale per weight can be gathered."""
         refused = [gather_refusal(recipe) for recipe in self._all_recipes]
         if all(refused):
             return f"`recipe={self.kind!r}` {refused[0]}"
@@ -213,14 +203,12 @@ class FP8TE(Scheduled):
 
     @override
     def engine_refusal(self, engine: Engine) -> str | None:
-        """Transformer Engine keeps weights from forward to backward."""
         if engine.frees_weights:
             return "Transformer Engine keeps weights from forward to backward. Use stage 1 or 2, or 'fp8-tensorwise'"
         return None
 
     @override
     def sharded_identity(self) -> tuple[Any, ...]:
-        """The layers, and how they compute."""
         schedule = None if self.phases is None else self.phases.schedule
         return (
             self.precision,

@@ -40,18 +40,9 @@ from lightning_lowprec.precision.host import Engine, in_trainer
 from lightning_lowprec.precision.loss_scale import LossScale
 from lightning_lowprec.precision.set_up import check_optimizers
 from lightning_lowprec.private import deepspeed as private
-from lightning_lowprec.private.either import (
-    FabricDeepSpeed,
-    LightningModule,
-    MisconfigurationException,
-    TrainerDeepSpeed,
-    both,
-    fabric_strategies,
-    namesake,
-    trainer_strategies,
-)
+from lightning_lowprec.private import either
 
-DEEPSPEED: Final = (fabric_strategies.DeepSpeedStrategy, trainer_strategies.DeepSpeedStrategy)  # Lightning's
+DEEPSPEED: Final = (either.fabric_strategies.DeepSpeedStrategy, either.trainer_strategies.DeepSpeedStrategy)
 SCALE_FIELDS: Final[Mapping[str, float]] = {
     "loss_scale": 0,
     "initial_scale_power": 16,
@@ -262,11 +253,13 @@ class ZeroEngine(Engine):
 
     def backward(self, tensor: Tensor, model: Module | None, *args: Any, **kwargs: Any) -> None:
         """Call the engine, as Lightning's own plugins do."""
-        lightnings: Any = namesake(TrainerDeepSpeed, model) if in_trainer(model) else FabricDeepSpeed
+        lightnings: Any = either.FabricDeepSpeed
+        if in_trainer(model):
+            lightnings = either.namesake(either.TrainerDeepSpeed, model)
         lightnings.backward(self._plugin, tensor, model, *args, **kwargs)
 
     def optimizer_step(
-        self, optimizer: Any, model: LightningModule | None, closure: Callable[[], Any] | None, **kwargs: Any
+        self, optimizer: Any, model: either.LightningModule | None, closure: Callable[[], Any] | None, **kwargs: Any
     ) -> Any:
         """Call the engine, which counts micro-batches and skipped steps.
 
@@ -281,7 +274,7 @@ class ZeroEngine(Engine):
         if model is None:
             output = engine.step(**kwargs)
         else:
-            lightnings: Any = namesake(TrainerDeepSpeed, model)
+            lightnings: Any = either.namesake(either.TrainerDeepSpeed, model)
             output = lightnings.optimizer_step(self._plugin, optimizer, model=model, closure=closure, **kwargs)
         self.ended_step, self._steps = engine.global_steps != self._steps, engine.global_steps
         return output
@@ -320,7 +313,7 @@ def bind(plugin: LowPrecision, strategy: Any) -> None:
     arguments = {field: getattr(strategy, field) for field in SCALE_FIELDS}
     strategy.config = translated(strategy.config, options, arguments)
     plugin.bind_engine(engine)
-    for_trainer = isinstance(strategy, both(trainer_strategies.DeepSpeedStrategy))
+    for_trainer = isinstance(strategy, either.both(either.trainer_strategies.DeepSpeedStrategy))
     if for_trainer:
         private.before_initialize(strategy, partial(_check_optimizer, plugin))
         strategy.init_deepspeed = partial(_initialize, engine, strategy, strategy.init_deepspeed)
@@ -337,7 +330,7 @@ def _initialize(engine: ZeroEngine, strategy: Any, original: Callable[[], None])
     asked = strategy.lightning_module.trainer.gradient_clip_val
     configured = strategy.config.get("gradient_clipping", 0.0)
     if asked is not None and asked != configured:
-        raise MisconfigurationException(
+        raise either.MisconfigurationException(
             f"`gradient_clip_val={asked!r}` contradicts `gradient_clipping={configured!r}` of the DeepSpeed config."
             " Leave one of them out."
         )

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_lowprec import HalfMixed
-from lightning_lowprec.precision.frozen_writes import FrozenWrites
+from lightning_lowprec.precision.set_up import FrozenWrites
 from tests.toys import ON_CPU
 
 NAMES = ("bf16-master", "bf16-remainder", "bf16-sr", "bf16-lean", "fp16-master", "fp8-hybrid-remainder")

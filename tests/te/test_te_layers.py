@@ -98,7 +98,7 @@ def test_norm_computes_the_same(pretend_gpu, onnx_forward, make):
     assert type(norm) is not own
     torch.testing.assert_close(onnx_forward(norm)(x), expected, rtol=1e-5, atol=1e-5)
     assert all(a is b for a, b in zip(norm.parameters(), parameters, strict=True))
-    norms.revert_norms(norm)
+    norms.convert_norms(norm, ())
     assert type(norm) is own
     assert set(norm.__dict__) <= attributes | {"forwarded_at_least_once"}
 
@@ -161,7 +161,7 @@ def test_conversion_keeps_what_it_must(pretend_gpu):
         norms.convert_norms(net, {"1"})
     with unchanged(net):  # another plan: what is not in it goes back
         linears.convert_linears(net, {"2"}, **OPTIONS)
-        norms.revert_norms(net)
+        norms.convert_norms(net, ())
     assert [type(m) for m in net[1:]] == [nn.LayerNorm, linears.TELinear, nn.Linear]
 
 
