@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.backends import PrecisionName
@@ -26,64 +26,40 @@ from lightning_lowprec.conversion.name_suffixes import (
 from lightning_lowprec.masters.config import LEAN, LEAN_SR
 from lightning_lowprec.msamp.backend import BACKEND as MSAMP_BACKEND
 from lightning_lowprec.other_stacks import PRECISIONS, pointer
+from lightning_lowprec.runs_where import RecipeKey
 from lightning_lowprec.te.backend import BACKEND as TE_BACKEND
 from lightning_lowprec.torchao.backend import BACKEND as TORCHAO_BACKEND
 
 if TYPE_CHECKING:
     from lightning_lowprec.precision.base import LowPrecision
 
-_HALF_MIXED: Final = ".precision.half:HalfMixed"
-_HALF_ROWS: Final = {
-    "half-auto": PrecisionName(
-        plugin_class=_HALF_MIXED,
-        options={"dtype": "auto"},
-        hardware_recipe="half-auto",
-        summary="bf16 autocast where the device has bf16, else fp16 with loss scaling",
+_HALF_ROWS: Final[dict[str, tuple[Any, str]]] = {
+    "half-auto": (False, "bf16 autocast where the device has bf16, else fp16 with loss scaling"),
+    "bf16-master": (True, "bf16 weights and compute, float32 masters in the optimizer"),
+    "fp16-master": (True, "fp16 weights and compute, loss scaling, float32 masters in the optimizer"),
+    "bf16-remainder": ("remainder", "bf16-master with the exact float32 masters kept in 2 more bytes instead of 4"),
+    "bf16-8bit": ("8bit", "bf16-remainder with moments of 8 bits: 8 bytes per parameter with its gradient"),
+    "bf16-sr": ("stochastic", "bf16 weights and compute, no masters: updates are rounded stochastically"),
+    "bf16-lean": (
+        LEAN,
+        "bf16-8bit with each weight updated during the backward, its gradient freed: 6 bytes per parameter",
     ),
-    "bf16-master": PrecisionName(
-        plugin_class=_HALF_MIXED,
-        options={"dtype": "bf16", "master_weights": True},
-        hardware_recipe="bf16",
-        summary="bf16 weights and compute, float32 masters in the optimizer",
-    ),
-    "fp16-master": PrecisionName(
-        plugin_class=_HALF_MIXED,
-        options={"dtype": "fp16", "master_weights": True},
-        hardware_recipe="fp16",
-        summary="fp16 weights and compute, loss scaling, float32 masters in the optimizer",
-    ),
-    "bf16-remainder": PrecisionName(
-        plugin_class=_HALF_MIXED,
-        options={"dtype": "bf16", "master_weights": "remainder"},
-        hardware_recipe="bf16",
-        summary="bf16-master with the exact float32 masters kept in 2 more bytes instead of 4",
-    ),
-    "bf16-8bit": PrecisionName(
-        plugin_class=_HALF_MIXED,
-        options={"dtype": "bf16", "master_weights": "8bit"},
-        hardware_recipe="bf16",
-        summary="bf16-remainder with moments of 8 bits: 8 bytes per parameter with its gradient",
-    ),
-    "bf16-sr": PrecisionName(
-        plugin_class=_HALF_MIXED,
-        options={"dtype": "bf16", "master_weights": "stochastic"},
-        hardware_recipe="bf16",
-        summary="bf16 weights and compute, no masters: updates are rounded stochastically",
-    ),
-    "bf16-lean": PrecisionName(
-        plugin_class=_HALF_MIXED,
-        options={"dtype": "bf16", "master_weights": LEAN},
-        hardware_recipe="bf16",
-        summary="bf16-8bit with each weight updated during the backward, its gradient freed: 6 bytes per parameter",
-    ),
-    "bf16-lean-sr": PrecisionName(
-        plugin_class=_HALF_MIXED,
-        options={"dtype": "bf16", "master_weights": LEAN_SR},
-        hardware_recipe="bf16",
-        summary="bf16-sr with moments of 8 bits, each weight updated during the backward: 4 bytes per parameter",
+    "bf16-lean-sr": (
+        LEAN_SR,
+        "bf16-sr with moments of 8 bits, each weight updated during the backward: 4 bytes per parameter",
     ),
 }
-_HALF: Final = {name: replace(row, formats=HALF[name]) for name, row in _HALF_ROWS.items()}
+"""Names that convert no layers: `master_weights` of the plugin, whose `dtype` begins the name, and a summary."""
+_HALF: Final = {
+    name: PrecisionName(
+        plugin_class=".precision.half:HalfMixed",
+        options={"dtype": name[:4], "master_weights": masters} if masters else {"dtype": "auto"},
+        hardware_recipe=cast(RecipeKey, name[:4] if masters else name),
+        summary=summary,
+        formats=HALF[name],
+    )
+    for name, (masters, summary) in _HALF_ROWS.items()
+}
 _WITHOUT_BACKEND: Final = {
     "fp8-hybrid": "FP8 linear layers, one scale per tensor, gradients in e5m2, by torchao",
     "fp8-e4m3": "FP8 linear layers, one scale per tensor, e4m3 everywhere, by torchao",

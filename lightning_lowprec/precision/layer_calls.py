@@ -233,11 +233,9 @@ def _recurrent(args: Any, out: Any) -> int:
 
 
 _FLOPS: Final[dict[str, Callable[..., int]]] = {
-    **{
-        f"aten.{name}": _product(0)
-        for name in ("mm", "bmm", "_scaled_mm", "_scaled_grouped_mm", "_int_mm", "_grouped_mm")
-    },
-    **{f"aten.{name}": _product(1) for name in ("addmm", "addmm_", "baddbmm", "baddbmm_")},
+    **dict.fromkeys(("aten.mm", "aten.bmm", "aten._scaled_mm", "aten._int_mm"), _product(0)),
+    **dict.fromkeys(("aten._grouped_mm", "aten._scaled_grouped_mm", "transformers.grouped_mm_fallback"), _product(0)),
+    **dict.fromkeys(("aten.addmm", "aten.addmm_", "aten.baddbmm", "aten.baddbmm_"), _product(1)),
     "aten.convolution": _convolution,
     "aten.mkldnn_rnn_layer": _recurrent,
     "aten._cudnn_rnn": _recurrent,
@@ -247,7 +245,6 @@ _FLOPS: Final[dict[str, Callable[..., int]]] = {
     },
     "torch_nn._linear_cross_entropy_batch_chunked": _head,
     "torch_nn._linear_cross_entropy_batch_chunked_no_reduction": _head,
-    "transformers.grouped_mm_fallback": _product(0),
     "lightning_lowprec.accumulate": _product(0),
     "lightning_lowprec.grouped_product": _product(0),
 }
