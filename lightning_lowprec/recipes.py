@@ -120,8 +120,7 @@ _KINDS: Final = {"delayed": "delayed", "tensorwise": "current", "blockwise": "bl
 
 
 def _half(base: Base, arguments: Mapping[str, Any]) -> HalfMixed:
-    options = _common(base, arguments)
-    reduce_dtype = options.pop("reduce_dtype")
+    reduce_dtype, options = _common(base, arguments)
     for name in options.keys() & (_FP8_OPTIONS.keys() | {"fp8_recipe"}):
         raise ValueError(f"`{name}={options[name]!r}` goes with the FP8 recipes, such as `{base}_with_fp8_mixed`.")
     plugin = HalfMixed(base, **options)
@@ -130,8 +129,7 @@ def _half(base: Base, arguments: Mapping[str, Any]) -> HalfMixed:
 
 
 def _fp8(base: Base, kind: str, arguments: Mapping[str, Any], **values: Any) -> FP8TE:
-    options = _common(base, arguments)
-    reduce_dtype = options.pop("reduce_dtype")
+    reduce_dtype, options = _common(base, arguments)
     asked = options.pop("fp8_recipe", None)
     if asked is not None and _KINDS.get(asked) != kind:
         raise ValueError(
@@ -147,8 +145,8 @@ def _fp8(base: Base, kind: str, arguments: Mapping[str, Any], **values: Any) -> 
     return plugin
 
 
-def _common(base: Base, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options of the plugin, and ``reduce_dtype``; arguments for FP8 keep NeMo's names."""
+def _common(base: Base, arguments: Mapping[str, Any]) -> tuple[torch.dtype, dict[str, Any]]:
+    """Return ``reduce_dtype``, and options of the plugin; arguments for FP8 keep NeMo's names."""
     others = {name: value for name, value in arguments.items() if (name, value) != ("fp8", None)}
     here = {
         "precision": ("bf16-mixed",) if base == "bf16" else ("16-mixed", "16"),
@@ -173,7 +171,7 @@ def _common(base: Base, arguments: Mapping[str, Any]) -> dict[str, Any]:
     static = others.pop("fp16_loss_scale", None)
     if base == "fp16":
         options["loss_scale"] = dataclasses.replace(_MEGATRON_SCALE, **scale) if static is None else static
-    return {**options, "reduce_dtype": dtype or BASE_DTYPES[base], **others}
+    return dtype or BASE_DTYPES[base], {**options, **others}
 
 
 # ---- Accelerate's objects

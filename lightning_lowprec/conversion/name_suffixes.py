@@ -22,10 +22,7 @@ MASTERS: Final[Mapping[str, str]] = {
 """For each suffix of half-precision weights, what is kept between steps (``MasterConfig.kept``)."""
 OPTIONS: Final[Mapping[str, Mapping[str, Any]]] = {
     FP16: {"base": "fp16"},
-    "-master": {"master_weights": True},
-    "-remainder": {"master_weights": "remainder"},
-    "-8bit": {"master_weights": "8bit"},
-    "-sr": {"master_weights": "stochastic"},
+    **{suffix: {"master_weights": True if kept == "fp32" else kept} for suffix, kept in MASTERS.items()},
 }
 """For each suffix, the options of the plugin that the suffix adds."""
 EVERYWHERE: Final[Mapping[str, str]] = {

@@ -34,10 +34,11 @@ from torch.optim import Optimizer
 
 from lightning_lowprec.conversion.steps import count_step
 from lightning_lowprec.masters.config import MasterConfig
+from lightning_lowprec.masters.weights import HalfWeights
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.half import HalfMixed
 from lightning_lowprec.precision.host import Engine, in_trainer
-from lightning_lowprec.precision.loss_scale import LossScale
+from lightning_lowprec.precision.loss_scale import LossScale, LossScaler
 from lightning_lowprec.precision.set_up import check_optimizers
 from lightning_lowprec.private import deepspeed as private
 from lightning_lowprec.private import either
@@ -56,34 +57,19 @@ _NAMES: Final = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "
 _HALF_MASTERS: Final = {"bf16": "bf16_master_weights_and_grads", "fp16": "fp16_master_weights_and_grads"}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ZeroOptions:
-    """The options of a plugin that DeepSpeed carries out, as they were before an engine took the plugin's work over.
-
-    The dtypes of the reduction and accumulation of gradients, and of buffers, are None for DeepSpeed's default.
-    """
+    """The options of a plugin that DeepSpeed carries out, as they were before an engine took the plugin's work over."""
 
     precision: str
     dtype: torch.dtype  # of the weights, half precision
-    loss_scale: LossScale | None  # None: not scaled
-    skips: bool  # whether steps with gradients that are not finite must be skipped
-    reduce: torch.dtype | None = None
-    accumulation: torch.dtype | None = None
-    buffers: torch.dtype | None = None
+    scaler: LossScaler | None
+    masters: HalfWeights | None
 
     @classmethod
     def of(cls, plugin: LowPrecision) -> ZeroOptions:
         """Return the options of a plugin whose device is known."""
-        masters, scaler = plugin.masters, plugin.scaler
-        return cls(
-            precision=plugin.precision,
-            dtype=plugin.autocast_dtype,
-            loss_scale=scaler.config if scaler is not None and scaler.scales_loss else None,
-            skips=scaler is not None,
-            reduce=None if masters is None else masters.gradients.reduce,
-            accumulation=None if masters is None else masters.gradients.accumulation,
-            buffers=None if masters is None else masters.buffer_dtype,
-        )
+        return cls(plugin.precision, plugin.autocast_dtype, plugin.scaler, plugin.masters)
 
 
 def check_plugin(plugin: LowPrecision, strategy: str) -> None:
@@ -133,26 +119,28 @@ def translated(source: Mapping[str, Any], options: ZeroOptions, arguments: Mappi
             _set(config, options, field, False)
     if half == "fp16":
         _scale_loss(config, options, arguments)
-    elif options.skips:
+    elif options.scaler is not None:  # skips steps
         _set(config, options, "bf16.check_grad_overflow", True)
-    for field, dtype in (
-        ("data_types.grad_accum_dtype", options.accumulation),
-        ("communication_data_type", options.reduce),
-        ("data_types.buffer_dtype", options.buffers),
-    ):
-        if dtype is not None:
-            _set(config, options, field, _NAMES[dtype])
+    if (masters := options.masters) is not None:
+        dtypes = {
+            "data_types.grad_accum_dtype": masters.gradients.accumulation,
+            "communication_data_type": masters.gradients.reduce,
+            "data_types.buffer_dtype": masters.buffer_dtype,
+        }
+        for field, dtype in dtypes.items():
+            if dtype is not None:  # else DeepSpeed's default
+                _set(config, options, field, _NAMES[dtype])
     return config
 
 
 def _scale_loss(config: dict[str, Any], options: ZeroOptions, arguments: Mapping[str, float]) -> None:
     """Write the fields of the loss scale; the default scale leaves them to the config and the strategy."""
-    assert options.loss_scale is not None  # fp16 always scales the loss
-    if options.loss_scale == LossScale():
+    assert options.scaler is not None  # fp16 always scales the loss
+    if options.scaler.config == LossScale():
         for field, value in arguments.items():
             config["fp16"].setdefault(field, value)
         return
-    for field, value in scale_fields(options.loss_scale, options.precision).items():
+    for field, value in scale_fields(options.scaler.config, options.precision).items():
         argument = arguments.get(field, value)
         if argument != SCALE_FIELDS[field] and argument != value:
             raise _contradiction(options, f"fp16.{field}", value, "the strategy has", f"{field}={argument!r}")
