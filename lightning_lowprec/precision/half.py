@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, final, get_args
+from typing import Any, Final, Literal, final
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.nn import Module
 from typing_extensions import Unpack, override
 
+from lightning_lowprec.conversion.name_suffixes import of_options
 from lightning_lowprec.conversion.options import shows, take
 from lightning_lowprec.hardware import bf16_refusal, default_device, refusal_and_remedy
-from lightning_lowprec.masters.config import LEAN, LEAN_SR, Kept, MasterConfig
+from lightning_lowprec.masters.config import LEAN, LEAN_SR
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.loss_scale import LossScaler
 from lightning_lowprec.precision.options import (
@@ -26,20 +27,8 @@ from lightning_lowprec.precision.options import (
 from lightning_lowprec.runs_where import RecipeKey
 
 HalfName = Literal["bf16", "fp16", "auto"]
-_NAMES: dict[tuple[str, str | None], str] = {
-    ("auto", None): "half-auto",
-    ("bf16", None): "bf16-mixed",
-    ("fp16", None): "16-mixed",
-    ("fp16", "fp32"): "fp16-master",
-    ("bf16", "fp32"): "bf16-master",
-    ("bf16", "remainder"): "bf16-remainder",
-    ("bf16", "remainder8"): "bf16-remainder8",
-    ("bf16", "8bit"): "bf16-8bit",
-    ("bf16", "stochastic"): "bf16-sr",
-    **{("auto", kept): "half-auto-master" for kept in get_args(Kept)},
-}
-
-_LEAN: dict[tuple[str, MasterConfig | None], str] = {("bf16", LEAN): "bf16-lean", ("bf16", LEAN_SR): "bf16-lean-sr"}
+_WITHOUT_MASTERS: Final = {"auto": "half-auto", "bf16": "bf16-mixed", "fp16": "16-mixed"}
+_LEAN: Final = {LEAN: "bf16-lean", LEAN_SR: "bf16-lean-sr"}
 
 
 class HalfChoices(TrainingChoices, MasterChoices, total=False):
@@ -69,8 +58,12 @@ class HalfMixed(LowPrecision):
             scaler = LossScaler(None) if training.skip_nonfinite else None
         masters = take(MasterOptions, options).resolve(dtype)
         super().__init__(scaler, masters, training)
-        config = None if masters is None else masters.config
-        self.precision = _LEAN.get((dtype, config)) or _NAMES[dtype, None if config is None else config.kept]
+        if masters is None:
+            self.precision = _WITHOUT_MASTERS[dtype]
+        elif dtype == "auto":
+            self.precision = "half-auto-master"
+        else:
+            self.precision = _LEAN.get(masters.config) or dtype + of_options("bf16", masters.config.kept)
 
     @property
     @override
