@@ -8,8 +8,9 @@ from __future__ import annotations
 import torch
 
 from lightning_lowprec import runs_where
+from lightning_lowprec.architectures import ARCHITECTURES, Architecture, classify
 from lightning_lowprec.numerics.tensor_cores import UNITS, TensorCores
-from lightning_lowprec.runs_where import ARCHITECTURES, Architecture, RecipeKey, classify
+from lightning_lowprec.runs_where import RecipeKey
 
 
 def describe(device: torch.device) -> str:

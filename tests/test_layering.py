@@ -13,6 +13,7 @@ FLOORS = [
     {
         "numerics",
         "hardware",
+        "architectures",
         "runs_where",
         "extras",
         "checks",

@@ -45,7 +45,7 @@ class Unit:
 
     title: str
     architecture: str
-    """The key in :data:`lightning_lowprec.runs_where.ARCHITECTURES`."""
+    """The key in :mod:`~lightning_lowprec.architectures`."""
     block: int
     """Products that are added to the sum at once."""
     places: int

@@ -17,6 +17,7 @@ import torch
 import lightning_lowprec_autoload as autoload
 from lightning_lowprec import html
 from lightning_lowprec import names as precisions
+from lightning_lowprec.architectures import ARCHITECTURES, Architecture, named
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.backends import Backend
 from lightning_lowprec.conversion.name_suffixes import in_words
@@ -25,7 +26,6 @@ from lightning_lowprec.hardware import architecture, bf16_refusal, caution, defa
 from lightning_lowprec.names import validate_name
 from lightning_lowprec.private import deepspeed, lightning, torchao, transformer_engine, transformers
 from lightning_lowprec.private import torch as torch_names
-from lightning_lowprec.runs_where import ARCHITECTURES, Architecture, named
 from lightning_lowprec.tools import doctor_report, hardware_text
 from lightning_lowprec.tools.output import Colour, dumps, paint, working
 

@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks.ledger import launch
 from lightning_lowprec import HalfMixed, runs_where
+from lightning_lowprec.architectures import ARCHITECTURES
 from lightning_lowprec.names import TABLE
 from tests.ledger import names_on
 from tests.representatives import WITH_MASTERS, once, representatives, updates_in_backward
@@ -68,7 +69,7 @@ def test_names_train_or_raise(outcomes):
     no = {
         name
         for name in representatives()
-        if runs_where.cell(TABLE[name].hardware_recipe, runs_where.ARCHITECTURES[KEYS[device]]).runs is False
+        if runs_where.cell(TABLE[name].hardware_recipe, ARCHITECTURES[KEYS[device]]).runs is False
     }
     assert no == REFUSES[device]
 
@@ -78,7 +79,7 @@ def test_errors_name_the_device_and_a_way_out(outcomes):
     for name, outcome in trained.items():
         if "error" in outcome:
             assert outcome["error"].startswith("RuntimeError: `precision="), name
-            found = runs_where.cell(TABLE[name].hardware_recipe, runs_where.ARCHITECTURES[KEYS[device]])
+            found = runs_where.cell(TABLE[name].hardware_recipe, ARCHITECTURES[KEYS[device]])
             for words in ("cannot run", "compute capability", "Use ", f"{found.reason} [{found.source}]"):
                 assert words in outcome["error"], name
 

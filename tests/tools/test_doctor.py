@@ -13,9 +13,10 @@ import torch
 
 import lightning_lowprec
 from lightning_lowprec import HalfMixed
+from lightning_lowprec.architectures import ARCHITECTURES
 from lightning_lowprec.conversion.name_suffixes import families, split
 from lightning_lowprec.names import TABLE
-from lightning_lowprec.runs_where import ARCHITECTURES, RECIPES
+from lightning_lowprec.runs_where import RECIPES
 from lightning_lowprec.runs_where import TABLE as RUNS_WHERE
 from lightning_lowprec.tools.cli import main
 from lightning_lowprec.tools.doctor import Availability, advice, availability, commands
