@@ -44,7 +44,7 @@ help:
 	@echo "make test-clients  other people's packages of Lightning with only the precision changed (CLIENTS=\"darts timm\"; 7 GB on disk, a quarter of an hour)"
 	@echo "make test-faults plant faults of numerics, one at a time, and see that a test catches each (six minutes on 2 quiet cores)"
 	@echo "make test-dtypes no float32 products in a step of any mixture of transformers; what stays float32 in all of its models"
-	@echo "make evidence    four small models under every precision of a CPU, 5 seeds, against float32 (about 42 minutes on 2 quiet cores)"
+	@echo "make evidence    four small models under every precision of a CPU, 5 seeds, against float32 (about 70 minutes on 2 quiet cores)"
 	@echo "make docs        build the docs site into site/, without network once its tools are installed (140 MB on disk)"
 	@echo "make docs-test   the same, then look for broken links, and open every page in Chromium where there is one"
 	@echo "make notebook    execute the notebook of the examples and write it with its outputs (two minutes)"

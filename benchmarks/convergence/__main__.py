@@ -20,13 +20,13 @@ from pathlib import Path
 
 from benchmarks.convergence import page, precisions, subjects, text
 from benchmarks.convergence.facts import guesses, machine_facts
-from benchmarks.convergence.precisions import BASELINE
+from benchmarks.convergence.precisions import BASELINE, FAST, PROMOTED
 from benchmarks.convergence.results import SCHEMA, Results, today
 from benchmarks.convergence.runs import FILE as RUNS
 from benchmarks.convergence.runs import Runs, tasks, train_all
 from benchmarks.gpu_lane import machine
 
-SMOKE_NAMES = (BASELINE, "bf16-mixed", "fp8-hybrid")
+SMOKE_NAMES = (BASELINE, "bf16-mixed", "fp8-hybrid", FAST)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,6 +76,7 @@ def train(options: argparse.Namespace) -> None:
     if options.force:
         (options.out / RUNS).unlink(missing_ok=True)
     found = precisions.on_cpu()
+    found = replace(found, names=(*found.names, FAST, PROMOTED))
     if options.smoke:
         found = replace(found, names=SMOKE_NAMES)
     if options.names is not None:

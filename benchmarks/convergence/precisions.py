@@ -19,6 +19,10 @@ from lightning_lowprec.tools.doctor import availability
 BASELINE = "32-true"
 FINER = ("64-true",)
 """Lightning's names that round less than the baseline."""
+ON = "hopper"
+REPRESENTATIVE = "fp8-hybrid"
+FAST, PROMOTED = f"{REPRESENTATIVE}@{ON}", f"{REPRESENTATIVE}@{ON}-promoted"
+"""Names that :mod:`~benchmarks.convergence.devices` adds: products summed as on this GPU, fast or promoted."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from benchmarks.convergence.gaps import Row, holm, resolution
-from benchmarks.convergence.precisions import BASELINE
+from benchmarks.convergence.precisions import BASELINE, FAST, PROMOTED, REPRESENTATIVE
 from benchmarks.convergence.results import Results
 from lightning_lowprec.names import TABLE
 from lightning_lowprec.tools.output import format_table
@@ -22,8 +22,9 @@ HOW = (
     " ± after a loss is the standard deviation over the seeds."
 )
 FINE_PRINT = (
-    "FP8, MXFP8 and int8 are emulated on a CPU: codes and scales are those of a GPU, products are computed in float32."
-    " bf16 and fp16 are what this CPU's libraries compute. No kernel of a GPU ran, so nothing here is about speed,"
+    "FP8, MXFP8 and int8 are emulated on a CPU: codes and scales are those of a GPU, products are computed in float32,"
+    " except under names with `@`, which add up as this GPU's tensor cores do. bf16 and fp16 are what this CPU's"
+    " libraries compute. No kernel of a GPU ran, so nothing here is about speed,"
     " about the order of sums in GPU kernels, or about Transformer Engine. The models are tiny, with"
     " some hundred steps: effects that need large models, outliers of trained models or thousands of steps cannot"
     " be seen."
@@ -45,7 +46,7 @@ def markdown(results: Results) -> str:
 
 def summary(results: Results) -> str:
     """Return what the page of the docs shows: facts, findings, one table of all gaps, and names without a run."""
-    parts = [facts(results), *findings(results), "### The gaps", "\n".join(overview(results))]
+    parts = [facts(results), *findings(results), "### The gaps", "\n".join(overview(results)), "\n".join(sums(results))]
     parts += ["### What each model learned", *(learned(results, key) for key in results.titles)]
     parts += ["### Names without a run", "\n".join(left_out(results))]
     return "\n\n".join(part for part in parts if part)
@@ -176,6 +177,19 @@ def overview(results: Results) -> list[str]:
     table = [["precision", *(results.titles[key] for key in keys)]]
     table += [[name, *(_cell(results, key, by_key[key].get(name)) for key in keys)] for name in names]
     return [line.replace("\\*\\*", "**") for line in format_table(table, right=range(1, len(keys) + 1), markdown=True)]
+
+
+def sums(results: Results) -> list[str]:
+    """Return a table of how products are summed: the gaps of one precision, a row per subject; [] if it was not run."""
+    table = [[REPRESENTATIVE, "summed in float32", "as on Hopper", "as on Hopper, promoted"]]
+    for key in results.compared:
+        rows = {row.precision: row for row in results.rows[key]}
+        if FAST in rows:
+            cells = (_cell(results, key, rows.get(name)) for name in (REPRESENTATIVE, FAST, PROMOTED))
+            table.append([results.titles[key], *cells])
+    if len(table) == 1:
+        return []
+    return ["### Sums of a GPU", "", *format_table(table, right=(1, 2, 3), markdown=True)]
 
 
 def left_out(results: Results) -> list[str]:

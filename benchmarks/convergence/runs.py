@@ -42,9 +42,10 @@ PRELOADED = (
     "lightning", "lightning_lowprec.tools.compare.training", "torchao.float8", "torchao.prototype.mx_formats",
     "torchao.prototype.quantized_training", "torchao.optim", "torch._dynamo", "peft",
     "transformers.models.llama.modeling_llama", "transformers.models.vit.modeling_vit",
-    "benchmarks.convergence.models", "benchmarks.convergence.text",
+    "benchmarks.convergence.models", "benchmarks.convergence.text", "benchmarks.convergence.devices",
 )  # fmt: skip
-"""What takes long to import: processes are forked from one that has it. Nothing of this trains or seeds anything."""
+"""What takes long to import: processes are forked from one that has it. Nothing of this trains or seeds anything.
+The last one adds names."""
 
 Key = tuple[str, str, int]
 """Subject, precision, seed."""

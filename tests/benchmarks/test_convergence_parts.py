@@ -14,6 +14,8 @@ from benchmarks.convergence.facts import frequency_loss
 from benchmarks.convergence.gaps import Row, holm, rows
 from benchmarks.convergence.models import share
 from benchmarks.convergence.precisions import BASELINE, on_cpu
+from benchmarks.convergence.report import sums
+from benchmarks.convergence.results import Results
 from benchmarks.convergence.runs import Runs
 from benchmarks.convergence.subjects import CONTROL, committed
 from benchmarks.convergence.text import MAX_BYTES, HeaderText, facts, headers, parts
@@ -36,6 +38,13 @@ def test_the_page_on_memory_shows_the_gaps_of_moments_of_8_bits():
     assert [name for name, *_ in gaps] == ["bf16-8bit", "fp8-hybrid-8bit"]
     shown = (page.ROOT / "docs/memory.md").read_text()
     assert all(f"| `{name}` | {gpt} | {llama} |" in shown for name, gpt, llama in gaps)
+
+
+def test_the_page_shows_the_gaps_of_sums_of_a_gpu():
+    (folder,) = (page.ROOT / "benchmarks/results").glob("*/sums/results.json")
+    table = "\n".join(sums(Results.read(folder.parent))[2:])
+    assert table.count("±") == 6
+    assert table in (page.ROOT / page.PAGE).read_text()
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.convergence import page
 from benchmarks.convergence.__main__ import SMOKE_NAMES, main
+from benchmarks.convergence.precisions import FAST
 from benchmarks.convergence.results import Results
 from benchmarks.convergence.runs import Runs, Task, record, train_all
 from benchmarks.convergence.subjects import smoke
@@ -30,13 +31,13 @@ def folder(tmp_path_factory) -> Path:
 def _trained_twice(out: Path) -> None:
     assert main(["--smoke", "--seeds", "1", "--out", str(out)]) == 0
     first = (out / "runs.jsonl").read_text()
-    assert first.count('{"run"') == 6
+    assert first.count('{"run"') == 8
     with (out / "runs.jsonl").open("a") as file:
         file.write('{"run": {"subject": "lla')  # the machine stopped in the middle of a line
     assert main(["--smoke", "--seeds", "2", "--out", str(out)]) == 0
     again = (out / "runs.jsonl").read_text()
     assert again.startswith(first), "finished runs are kept as they are"
-    assert again.count('{"run"') == 12
+    assert again.count('{"run"') == 16
 
 
 def test_every_run_is_there_and_pairs_begin_alike(folder):
@@ -66,6 +67,10 @@ def test_the_report_has_the_gaps_of_the_runs(folder):
     rows = re.findall(r"^\| fp8-hybrid +\|.*", report, flags=re.M)
     assert Interval.of(gaps).percent() in rows[0]
     assert "Toy sizes" in report
+    of_sums = re.search(r"^\| Llama +\| +(\S+ ± \S+) \| +(\S+ ± \S+) \| +- \|$", report, flags=re.M)
+    as_on_hopper = [runs["llama", FAST, seed] / runs["llama", "32-true", seed] - 1 for seed in (0, 1)]
+    assert of_sums.groups() == (Interval.of(gaps).percent(), Interval.of(as_on_hopper).percent())
+    assert gaps != as_on_hopper, "products of Hopper differ from products in float32"
     assert f"{results.data['settings']['text']['sha256'][:16]}" in report
     for name in results.data["left_out"]:
         assert f"`{name}`" in report
