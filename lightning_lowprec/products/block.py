@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_lowprec.hardware import architecture
-from lightning_lowprec.numerics.formats import E4M3
+from lightning_lowprec.numerics.formats import E4M3, decode
 from lightning_lowprec.numerics.tensor_cores import Emulation, accumulate
 from lightning_lowprec.numerics.tiles import Tile
 from lightning_lowprec.numerics.weight_rounding import BLOCK, WeightRounding
@@ -89,7 +89,7 @@ def _promoted(a: Tensor, b: Tensor, inverse_a: Tensor, inverse_b: Tensor, emulat
         if isinstance(emulate, str):
             sums: Tensor = accumulate(left, right, emulate, True)
         else:
-            sums = (left.double() @ right.double().t()).float()
+            sums = (decode(left).double() @ decode(right).double().t()).float()
         total = total + sums * inverse_a[:, number, None] * inverse_b[:, number]
     return total
 
