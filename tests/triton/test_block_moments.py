@@ -43,7 +43,6 @@ def train(make, steps=3, params=None, optimizer=None, first=0, **config):
         ("fp32", "adamw", "step"),
         ("remainder", "adamw", "backward"),
         ("remainder8", "adamw", "backward"),
-        ("remainder", "adam", "moments"),
         ("stochastic", "adam", "backward"),
         ("stochastic", "momentum", "backward"),
         ("remainder", "momentum", "step"),
