@@ -41,10 +41,11 @@ class PrecisionSchedule(Callback):
                 f"`PrecisionSchedule` does not go with `precision={trainer.precision!r}`, which has no layers that"
                 " change between FP8 and bf16; expected a name of FP8TorchAO or FP8TE, such as 'fp8-hybrid'."
             )
-        if plugin.phases is not None and plugin.phases.schedule != Schedule.of(self.phases):
+        given = None if plugin.phases is None or plugin.phases.schedule.optional else plugin.phases.schedule
+        if given is not None and given != Schedule.of(self.phases):
             raise ValueError(
                 f"`PrecisionSchedule` and the `schedule` of `{type(plugin).__name__}` are different schedules of one"
                 " run. Leave one of them out."
             )
-        if plugin.phases is None:
+        if given is None:
             plugin.set_schedule(self.phases)

@@ -162,7 +162,7 @@ def by_user(model: nn.Module, options: LayerOptions) -> dict[str, str]:
     They choose from Linears, and the Parameters of stacked experts. A name or pattern that matches none raises; so do
     blocks to keep in a model without blocks.
     """
-    choosable = {**linears(model), **{m.fqn: module for m, module in matmuls(model) if m.kind == STACKED}}
+    choosable = _choosable(model)
     kept: dict[str, str] = {}
     if options.only is not None:
         chosen = {fqn for pattern in options.only for fqn in _matching("only", pattern, choosable)}
@@ -174,6 +174,20 @@ def by_user(model: nn.Module, options: LayerOptions) -> dict[str, str]:
     for pattern in options.keep:
         kept |= dict.fromkeys(_matching("keep", pattern, choosable), f"kept by {pattern!r}")
     return kept
+
+
+def last_blocks(model: nn.Module, share: float) -> dict[str, str]:
+    """Return the layers in the last blocks of every stack, by fqn, with the reason; ``share`` is of all its blocks."""
+    choosable = _choosable(model)
+    stacks = block_stacks(model, having=choosable.values(), of_one=False).values() if share else ()
+    last = [block for stack in stacks for block in list(stack)[len(stack) - round(share * len(stack)) :]]
+    inside = {id(module) for block in last for module in block.modules()}
+    reason = f"in the last {share:.0%} of blocks (last_blocks_bf16)"
+    return {fqn: reason for fqn, module in choosable.items() if id(module) in inside}
+
+
+def _choosable(model: nn.Module) -> dict[str, nn.Module]:
+    return {**linears(model), **{m.fqn: module for m, module in matmuls(model) if m.kind == STACKED}}
 
 
 def _matching(field: str, pattern: str, fqns: Collection[str]) -> list[str]:

@@ -88,10 +88,13 @@ class Scheduled(Converting):
 
     def set_schedule(self, schedule: Sequence[Mapping[str, Any]] | None) -> None:
         """Follow a schedule, as the option ``schedule`` does; call this before a module is set up."""
-        if schedule is None:
+        self.follow_schedule(None if schedule is None else Schedule.of(schedule))
+
+    def follow_schedule(self, checked: Schedule | None) -> None:
+        """Follow a schedule."""
+        if checked is None:
             self.phases = None
             return
-        checked = Schedule.of(schedule)
         if self.head == "fp8" and any(phase.in_bf16 for phase in checked.phases):
             raise ValueError(
                 "`schedule` with `gemms` in bf16 is not valid with `head='fp8'`: the head would stay in FP8. Use"

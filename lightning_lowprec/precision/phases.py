@@ -84,6 +84,9 @@ class ScheduledPhases:
 
     def _step_in_fabric(self, plugin: Any) -> int | None:
         if self._told is None:
+            if self.schedule.optional:
+                self._resolve(plugin, (None,), None, per_epoch=None)
+                return 0
             if torch.is_grad_enabled():
                 raise RuntimeError(
                     f"`precision={plugin.precision!r}` has a `schedule`, and does not know the step. In Fabric call"
@@ -162,7 +165,7 @@ def _total(trainer: Trainer, schedule: Schedule, precision: str) -> int | None:
     """Return the number of optimizer steps of the run; None: unknown, and the schedule has no fractions."""
     automatic = trainer.lightning_module.automatic_optimization  # else a batch may take any number of steps
     total = trainer.max_steps if trainer.max_steps > 0 else math.inf
-    if automatic and schedule.needs_total:
+    if automatic and schedule.reads_total:
         total = trainer.estimated_stepping_batches
     if total == math.inf and schedule.needs_total:
         why = "" if automatic else " (manual optimization: any number per batch)"
@@ -183,7 +186,7 @@ def said(
         return f"{step / per_epoch:.4g}"
 
     parts, begin = [], 0
-    for phase, end in zip(schedule.phases, (*ends, None), strict=True):
+    for phase, end in zip(schedule.phases, (*ends, None), strict=False):
         if end is None:
             when = f"from step {begin}" + ("" if per_epoch is None else f" (epoch {epoch(begin)})")
         else:
@@ -194,4 +197,6 @@ def said(
         if end is None or end > begin:
             parts.append(f"{when}: {phase.said(high, low)}")
         begin = begin if end is None else end
+    if len(ends) < len(schedule.phases) - 1:
+        parts.append("no later phase, because the length of the run is not known (Fabric: `set_step(step, total=N)`)")
     return f"schedule{'' if total is None else f' over {total} steps'}: {'; '.join(parts)}"

@@ -84,9 +84,9 @@ def refuse_unchecked(skeleton: Any, format: FormatName, text: str | None) -> Non
 def check(skeleton: Any, source: Source, out: Path, text: str | None, say: Callable[[str], None]) -> Result:
     """Compare; without a ``text`` the tokens are random, whose perplexity says little."""
     transformers = require("transformers", "--check")
-    tokens = _tokens(out, text, skeleton.config)
+    tokens = tokens_of(out, text, skeleton.config)
     say("checking: the model of the checkpoint generates")
-    reference = _build(skeleton, source)
+    reference = build(skeleton, source)
     expected = reference(tokens).logits[0].float()
     prompt = tokens[:, :_PROMPT]
     limit = getattr(skeleton.config, "max_position_embeddings", _PROMPT + GREEDY_TOKENS)
@@ -108,7 +108,7 @@ def check(skeleton: Any, source: Source, out: Path, text: str | None, say: Calla
     )
 
 
-def _tokens(out: Path, text: str | None, config: Any) -> Tensor:
+def tokens_of(out: Path, text: str | None, config: Any) -> Tensor:
     """Return a text: [1, T] int64."""
     most = min(_TEXT_TOKENS, getattr(config, "max_position_embeddings", _TEXT_TOKENS))
     if text is not None:
@@ -119,7 +119,7 @@ def _tokens(out: Path, text: str | None, config: Any) -> Tensor:
     return torch.randint(0, config.vocab_size, (1, min(most, 128)), generator=generator)
 
 
-def _build(skeleton: Any, source: Source) -> Any:
+def build(skeleton: Any, source: Source) -> Any:
     """Return the model with the values of the checkpoint, in float32 on CPU."""
     model = type(skeleton)(skeleton.config)
     for name, tensor in named_tensors(model).items():

@@ -9,11 +9,13 @@ from typing import Final, Literal, get_args
 
 from lightning_lowprec.conversion.backends import Backend, PrecisionName, later
 from lightning_lowprec.conversion.gains import Recipe
-from lightning_lowprec.conversion.name_formats import E4M3_TENSORWISE, HYBRID, Formats, all_in
+from lightning_lowprec.conversion.name_formats import E4M3_TENSORWISE, HYBRID, ONE_SCALE, Formats, all_in
 from lightning_lowprec.conversion.name_suffixes import FP16
 
 NAME: Final = "torchao"
 FP8Format = Literal["hybrid", "e4m3"]
+LAST_BLOCKS: Final = 0.15
+"""The share of blocks, at the end, that NVFP4 leaves in bf16, as its paper does (arXiv 2509.25149)."""
 
 
 def _name(recipe: Recipe, fp8_format: FP8Format, formats: Formats, summary: str) -> PrecisionName:
@@ -91,6 +93,19 @@ _ONE_FORMAT: Final = {
         hardware_recipe="torchao-mxfp8",
         formats=all_in("e4m3", fsdp2="e4m3"),
     ),
+    "nvfp4-torchao": PrecisionName(
+        plugin_class=".torchao.nvfp4:NVFP4TorchAO",
+        format="NVFP4",
+        summary="4 bits with a scale per 16 values, the last 15 % of blocks in bf16 (Blackwell, else emulated)",
+        masters=True,
+        lacks={FP16: "its kernels return bf16"},
+        alignment=32,
+        last_blocks=LAST_BLOCKS,
+        conv1d="converted",
+        layer_recipes=("nvfp4",),
+        hardware_recipe="torchao-nvfp4",
+        formats=all_in("e2m1", samples=ONE_SCALE),
+    ),
 }
 
 
@@ -104,6 +119,7 @@ BACKEND: Final = Backend(
         "block": True,
         "int8": False,
         "mxfp8": True,
+        "nvfp4": False,
     },
     module="torchao.float8",
     distribution="torchao",

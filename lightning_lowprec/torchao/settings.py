@@ -214,6 +214,8 @@ class OneFormat:
 
     name: str
     arithmetic: Arithmetic
+    backward: Arithmetic | None = None
+    """The arithmetic of both products of the backward, if they have another."""
 
     def of(self, recipe: LayerRecipe) -> LayerSettings:
         """Return the settings of a layer; raise ValueError for a recipe of another format."""
@@ -222,6 +224,6 @@ class OneFormat:
                 f"`recipe={recipe.name!r}` is not possible for a layer of {self.name!r}, whose arithmetic stays for the"
                 f" whole run; expected {self.name!r}, 'bf16', or a mapping such as {{'forward': 'bf16'}}."
             )
-        by = self.arithmetic
-        products = Products(forward=by, grad_input=by, grad_weight=by, saves_weight=True)
+        by, backward = self.arithmetic, self.backward or self.arithmetic
+        products = Products(forward=by, grad_input=backward, grad_weight=backward, saves_weight=True)
         return LayerSettings(products=products, in_bf16=recipe.in_bf16, others=self).accumulating(recipe.accumulation)

@@ -18,7 +18,7 @@ from tests.ledger import names_on
 from tests.representatives import WITH_MASTERS, once, representatives, updates_in_backward
 
 TE_BLACKWELL = {"mxfp8", "mxfp8-te", "nvfp4"}
-NEEDS_BLACKWELL = {*TE_BLACKWELL, "mxfp8-torchao"}
+NEEDS_BLACKWELL = {*TE_BLACKWELL, "mxfp8-torchao", "nvfp4-torchao"}
 ROWWISE = {name for name in representatives() if name.startswith("fp8-rowwise")}
 NEEDS_HOPPER = NEEDS_BLACKWELL | {"fp8-block", "fp8-block-te", "fp8-block-te-master"}
 FP8 = {name for name in representatives() if name.startswith(("fp8", "mxfp8", "nvfp4", "msamp"))}

@@ -14,7 +14,7 @@ from tests.representatives import representatives, updates_in_backward
 from tests.toys import Block
 
 SYNONYMS = {name for name in TABLE if name.startswith(("fp8-hybrid-torchao", "fp8-e4m3")) or without_backend(name)}
-NAMES = sorted({*representatives()} - SYNONYMS - {"mxfp8-te", "mxfp8-torchao", "nvfp4"})
+NAMES = sorted({*representatives()} - SYNONYMS - {"mxfp8-te", "mxfp8-torchao", "nvfp4", "nvfp4-torchao"})
 """Each plugin, recipe and base dtype once."""
 WIDTH, CLASSES = 32, 16
 

@@ -65,7 +65,7 @@ def test_the_designed_names_and_no_others_are_registered():
         *(f"{n}-fp16" for n in (*tensorwise, "fp8-hybrid-te", "fp8-e4m3-te", "fp8-current")),
         *("fp8-hybrid-te", "fp8-e4m3-te", "fp8-current", "mxfp8", "mxfp8-te", "nvfp4"),
         *("fp8-block", "fp8-block-te", "fp8-block-torchao"),
-        *("mxfp8-torchao", "int8-mixed", "int8-mixed-fp16"),
+        *("mxfp8-torchao", "nvfp4-torchao", "int8-mixed", "int8-mixed-fp16"),
     }
     bf16_based = (
         *tensorwise,
@@ -78,6 +78,7 @@ def test_the_designed_names_and_no_others_are_registered():
         "fp8-block-te",
         "fp8-block-torchao",
         "mxfp8-torchao",
+        "nvfp4-torchao",
         "int8-mixed",
     )
     expected |= {f"{name}{suffix}" for name in bf16_based for suffix in ("-master", "-remainder", "-8bit", "-sr")}

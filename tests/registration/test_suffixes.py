@@ -76,6 +76,7 @@ REFUSED = {
     "fp8-hybrid-te-fp16-master": "`-fp16` and `-master` do not go together: names with `-fp16` keep float32 weights.",
     "mxfp8-te-remainder": "'mxfp8-te' has no `-remainder`: it needs Blackwell",
     "mxfp8-remainder": "'mxfp8' has no `-remainder`: write 'mxfp8-torchao-remainder'.",
+    "nvfp4-torchao-fp16": "'nvfp4-torchao' has no `-fp16`: its kernels return bf16.",
     "mxfp8-torchao-fp16": "'mxfp8-torchao' has no `-fp16`: its kernels take and return bf16.",
     "nvfp4-sr": "'nvfp4' has no `-sr`: it needs Blackwell",
     "nvfp4-fp16": "'nvfp4' has no `-fp16`: its Hadamard transform is made for bf16.",

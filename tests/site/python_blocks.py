@@ -20,6 +20,7 @@ from lightning_lowprec import (
     Int8TorchAO,
     LowPrecisionEval,
     MXFP8TorchAO,
+    NVFP4TorchAO,
 )
 from lightning_lowprec.callbacks import Demotion, NumericsMonitor
 from lightning_lowprec.fsdp2.fabric import FabricFSDP2Strategy
@@ -27,7 +28,17 @@ from lightning_lowprec.tools.demo import ByteGPT, StdlibText
 from lightning_lowprec.tools.planning.fits import fits
 from lightning_lowprec.tools.planning.source import load
 
-PLUGINS = (FP8TE, MSAMP, FP8TorchAO, FSDP2Strategy, FabricFSDP2Strategy, HalfMixed, Int8TorchAO, MXFP8TorchAO)
+PLUGINS = (
+    FP8TE,
+    MSAMP,
+    FP8TorchAO,
+    FSDP2Strategy,
+    FabricFSDP2Strategy,
+    HalfMixed,
+    Int8TorchAO,
+    MXFP8TorchAO,
+    NVFP4TorchAO,
+)
 OURS: dict[str, Any] = {
     cls.__name__: cls for cls in (*PLUGINS, Demotion, LowPrecisionEval, NumericsMonitor, fits, load)
 }

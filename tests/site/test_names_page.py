@@ -2,7 +2,7 @@
 
 import re
 
-from lightning_lowprec import FP8TE, FP8TorchAO, Int8TorchAO, MXFP8TorchAO
+from lightning_lowprec import FP8TE, FP8TorchAO, Int8TorchAO, MXFP8TorchAO, NVFP4TorchAO
 from lightning_lowprec.conversion.name_suffixes import families, split
 from lightning_lowprec.names import TABLE
 from tests.site.pages import DOCS
@@ -28,7 +28,7 @@ def test_the_lines_of_suffixes_say_which_names_have_them():
     fp8 = {
         name
         for name in TABLE
-        if TABLE[name].plugin in (FP8TorchAO, FP8TE, Int8TorchAO, MXFP8TorchAO) and not split(name)[1]
+        if TABLE[name].plugin in (FP8TorchAO, FP8TE, Int8TorchAO, MXFP8TorchAO, NVFP4TorchAO) and not split(name)[1]
     }
     assert fp8 - having["-sr"] == {"mxfp8", "mxfp8-te", "nvfp4", "fp8-lean"}
     assert "`int8-mixed` and every FP8 name except `mxfp8`, `mxfp8-te`, `nvfp4` and `fp8-lean`" in " ".join(
