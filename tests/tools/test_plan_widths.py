@@ -76,7 +76,8 @@ class Products(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        if func in SAME_NUMBERS and isinstance(out, Tensor) and self._format(args[0]).itemsize == 1:
+        of_tensor = isinstance(out, Tensor) and isinstance(args[0], Tensor)
+        if func in SAME_NUMBERS and of_tensor and self._format(args[0]).itemsize == 1:
             self._decoded[id(out)] = out, self._format(args[0])
         if func in MATMULS:
             product = next((name for name, shapes in PRODUCTS.items() if tuple(out.shape) in shapes), None)
