@@ -88,7 +88,7 @@ class Products(TorchDispatchMode):
 
     def _format(self, tensor):
         codes = getattr(tensor, "_data", getattr(tensor, "qdata", tensor))  # torchao's FP8 tensors, and MXFP8's
-        if codes.dtype == torch.float32 and any(map(_is_nvfp4, (codes, codes.t()))):
+        if codes.dtype == torch.float32 and codes.ndim == 2 and any(map(_is_nvfp4, (codes, codes.t()))):
             return torch.float4_e2m1fn_x2
         return self._decoded[id(tensor)][1] if id(tensor) in self._decoded else codes.dtype
 
