@@ -202,11 +202,6 @@ def _block(  # type: ignore[no-untyped-def]
         x = x + tl.div_rn(tl.load(numbers + 6) * m, root)
         _store_moment(table, begin, offsets, v, mask, size, position, first, seed, step, MOMENT, ALIGN, GROUP, 1)
         _store_moment(table, begin, offsets, m, mask, size, position, first, seed, step, MOMENT, ALIGN, GROUP, 0)
-    elif RULE == "fold":  # the weight stays, and so do its bits
-        m = _load_moment(table, begin, offsets, mask, size, MOMENT, ALIGN, GROUP, 0) + tl.load(numbers + 3) * g
-        v = _load_moment(table, begin, offsets, mask, size, MOMENT, ALIGN, GROUP, 1) + tl.load(numbers + 5) * g * g
-        _store_moment(table, begin, offsets, v, mask, size, position, first, seed, step, MOMENT, ALIGN, GROUP, 1)
-        _store_moment(table, begin, offsets, m, mask, size, position, first, seed, step, MOMENT, ALIGN, GROUP, 0)
     else:
         if RULE != "sgd":
             m = _load_moment(table, begin, offsets, mask, size, MOMENT, ALIGN, GROUP, 0)

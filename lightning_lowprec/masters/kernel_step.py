@@ -35,11 +35,10 @@ NOTE_WRITTEN: Final = "note_written"  # the method of a weight that needs to kno
 KINDS: Final = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}  # the kernel's words for dtypes
 NUMBERS: Final = 9  # numbers of a parameter for the kernel, see `numbers_of`
 _VECTOR: Final = 16  # bytes; the kernel reads aligned tensors in pieces of this size
-Rule = Literal["adam", "fold", "sgd", "momentum", "nesterov"]
-"""The update rules of the kernel; "fold" adds gradients to Adam's moments, see ``MasterRegistry.fold``."""
+Rule = Literal["adam", "sgd", "momentum", "nesterov"]
+"""The update rules of the kernel."""
 STATE: Final[Mapping[Rule, tuple[str, ...]]] = {
     "adam": ("exp_avg", "exp_avg_sq"),
-    "fold": ("exp_avg", "exp_avg_sq"),
     "sgd": (),
     "momentum": ("momentum_buffer",),
     "nesterov": ("momentum_buffer",),
@@ -106,10 +105,7 @@ def numbers_of(rule: Rule, plain: type, group: Mapping[str, Any], steps: Sequenc
     device = devices.pop() if devices else torch.device("cpu")
     rate = torch.as_tensor(lr, dtype=torch.float64, device=device) if isinstance(lr, Tensor) else float(lr)
     columns: list[float | Tensor]
-    if rule == "fold":
-        first, second = ((1.0 - beta) / beta for beta in group["betas"])
-        columns = [sign, 0.0, 1.0, first, 1.0, second, 0.0, 0.0, 1.0]
-    elif rule != "adam":
+    if rule != "adam":
         columns = [sign, group["weight_decay"], 1.0, group["momentum"], 1.0 - group["dampening"], 0.0, -rate, 0.0, 1.0]
     else:
         beta1, beta2 = group["betas"]
@@ -137,29 +133,17 @@ def step_in_one_pass(registry: MasterRegistry) -> None:
 
 
 @torch.no_grad()
-def step_some(
-    registry: MasterRegistry, params: Sequence[Tensor], factor: float | Tensor, fold: int | None = None
-) -> None:
-    """Step parameters, which have masters, with their gradients times ``factor``, if the kernel can step them.
-
-    With ``fold``, only add the gradients to the moments, see ``MasterRegistry.fold``.
-    """
+def step_some(registry: MasterRegistry, params: Sequence[Tensor], factor: float | Tensor) -> None:
+    """Step parameters, which have masters, with their gradients times ``factor``, if the kernel can step them."""
     for members in grouped(params, registry.group_index):
         index = registry.group_index(members[0])
         if index is not None:
             places = [registry.place_of[id(param)] for param in members]
-            _step_places(registry, registry.live().param_groups[index], places, factor, fold)
+            _step_places(registry, registry.live().param_groups[index], places, factor)
 
 
-def _step_places(
-    registry: MasterRegistry,
-    group: Any,
-    places: list[tuple[Store, int]],
-    factor: float | Tensor,
-    fold: int | None = None,
-) -> None:
-    rule = rule_of(registry.plain, group) if fold is None else "fold"
-    step = registry.step if fold is None else registry.step_of_fold(fold)
+def _step_places(registry: MasterRegistry, group: Any, places: list[tuple[Store, int]], factor: float | Tensor) -> None:
+    rule = rule_of(registry.plain, group)
     if rule is None or not any(store.device.type in DEVICES for store, _ in places) or not kernels_run():
         return
     for store in dict.fromkeys(store for store, _ in places):
@@ -167,7 +151,7 @@ def _step_places(
     rows = [row for store, index in places if (row := _row(registry, group, rule, store, index)) is not None]
     for same in grouped(rows, lambda row: local_tensor(row.param).device):
         by_variant = grouped(same, lambda row: (row.variant, row.master.grad is None))
-        _step_rows(registry, group, rule, by_variant, factor, step)
+        _step_rows(registry, group, rule, by_variant, factor)
     for row in rows:
         row.param.grad = row.master.grad = None
     for store in {store for store, _ in places}:
@@ -183,7 +167,7 @@ def _row(registry: MasterRegistry, group: Any, rule: Rule, store: Store, index: 
     block = block_of(param) if registry.config.moments == "8bit" else 0
     states = registry.live().state
     state: Any = states.get(param, {})
-    if block and rule in ("adam", "fold") and not state:  # torch makes others
+    if block and rule == "adam" and not state:  # torch makes others
         state = states[param] = adam_state(group, param, coded=True)
     moments = _moments(rule, state, coded=block > 0)
     if moments is None:
@@ -201,7 +185,7 @@ def _row(registry: MasterRegistry, group: Any, rule: Rule, store: Store, index: 
     kind = "8bit" if block and moments else "fp32"
     variant = Variant(rule, store.form, KINDS[weight.dtype], KINDS[grad.dtype], kind, aligned, block or 1)
     exponents = [local_tensor(state[f"{name}{EXPONENTS}"]) for name in STATE[rule]] if block else []
-    largest = None if rule == "fold" else asked(param)
+    largest = asked(param)
     filled = (*[*tensors, None, None][:5], *exponents, None, None)[:7]
     return Row(variant, filled, store.position(index), state.get("step"), param, master, largest)
 
@@ -218,7 +202,7 @@ def _moments(rule: Rule, state: Mapping[str, Any], *, coded: bool) -> list[Tenso
 
 
 def _step_rows(
-    registry: MasterRegistry, group: Any, rule: Rule, by_variant: list[list[Row]], factor: float | Tensor, step: int
+    registry: MasterRegistry, group: Any, rule: Rule, by_variant: list[list[Row]], factor: float | Tensor
 ) -> None:
     """Step rows of one device; their numbers are computed together, in launches that do not depend on the variants."""
     rows = [row for same in by_variant for row in same]
@@ -232,7 +216,7 @@ def _step_rows(
         copy_all_([hint.value for hint, _ in hints], [_constant(device, 0.0)] * len(hints))
     for same, own in zip(by_variant, torch.split(numbers, [len(same) for same in by_variant]), strict=True):
         scale = _scalar(device, factor if same[0].master.grad is None else 1.0)
-        launch(same, own, scale, registry.config.seed, step)
+        launch(same, own, scale, registry.config.seed, registry.step)
     written = [t for row in rows for i, t in enumerate(row.tensors) if t is not None and i != 2]
     for row in rows:
         weight = row.tensors[0]

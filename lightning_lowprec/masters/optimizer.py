@@ -217,7 +217,7 @@ class MasterOptimizer(Optimizer):
         With ``fold``, which counts the calls since the last step, only add the gradients to the moments of Adam.
         """
         registry = self._masters
-        if fold is None:  # the kernel's rule "fold" has not been shown to agree with `MasterRegistry.fold`
+        if fold is None:
             step_some(registry, params, factor)
         for param in params:
             if param.grad is not None and fold is not None:
