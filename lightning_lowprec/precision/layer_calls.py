@@ -296,9 +296,7 @@ class WatchedForward(Operations):
             if module is not None:
                 return module, ours
             in_compiled |= where.startswith(_COMPILED) or frame.f_code.co_name.startswith("torch_dynamo_resume")
-            # whether the compiler made a function that it skips; it also skips others, such as Lightning's `log`
-            skipped = str(getattr(frame.f_locals.get("fn"), "__module__", None))
-            calls_made = where == _DISABLED and (skipped not in sys.modules or skipped.startswith("torch."))
+            calls_made = where == _DISABLED and _is_made(frame.f_locals.get("fn"))  # f_locals keeps a frame's variables
             frame = frame.f_back
         return None, ours
 
@@ -313,6 +311,12 @@ class WatchedForward(Operations):
         key = id(frame.f_locals.get("self"))
         is_layer = key in self._calls.layers
         return key if key in self._ids and (not is_layer or code.co_name in _CALLS) else None
+
+
+def _is_made(function: Any) -> bool:
+    """Return whether the compiler made a function that it skips; it also skips others, such as Lightning's ``log``."""
+    module = str(getattr(function, "__module__", None))
+    return module not in sys.modules or module.startswith("torch.")
 
 
 def watched(plugin: Any, autocast: AbstractContextManager[Any]) -> AbstractContextManager[Any]:

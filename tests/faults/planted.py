@@ -131,8 +131,8 @@ FAULTS = [
     ),
     Fault(
         "a scale that divides in place of multiplying",
-        "(rows.float() / scale_a, columns.float() / scale_b)",
-        "(rows.float() / scale_a, columns.float() * scale_b)",
+        "(decode(rows) / scale_a, decode(columns) / scale_b)",
+        "(decode(rows) / scale_a, decode(columns) * scale_b)",
         "tests/torchao/test_fp8_linear.py",
     ),
     Fault(
@@ -182,7 +182,7 @@ FAULTS = [
     # ---- masters and moments
     Fault(
         "a lost remainder",
-        "remainder.copy_(bits)  # int32",
+        "remainder.copy_(bits if remainder.dtype == torch.int16 else bits >> 8)  # int32",
         "remainder.zero_()  # int32",
         "tests/numerics/test_masters_rounding.py",
     ),
@@ -354,8 +354,8 @@ FAULTS = [
     ),
     Fault(
         "blocks of an exported weight with the scale of others",
-        "blocks.amax(dim=(1, 3))",
-        "blocks.amax(dim=(1, 3)).roll(1, 0)",
-        "tests/numerics/test_scaling.py",
+        "columns).amax((1, 3))",
+        "columns).amax((1, 3)).roll(1, 0)",
+        "tests/torchao/test_block.py",
     ),
 ]

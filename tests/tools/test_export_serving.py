@@ -152,7 +152,7 @@ def test_a_run_without_fp8_gets_the_formats_own_scales(trained, tmp_path, capsys
 
 def test_blocks_of_transformer_engine_have_the_scales_that_it_trained_with(trained, tmp_path, capsys):
     options = (trained, "plain.safetensors", tmp_path / "out")
-    assert export(*options, format="hf-fp8-block", precision="fp8-block") == 0, capsys.readouterr().err
+    assert export(*options, format="hf-fp8-block", precision="fp8-block-te") == 0, capsys.readouterr().err
     assert "7 weights: the codes are those of the last step" in capsys.readouterr().out
     weight, name = llama_weight(trained), "model.layers.0.mlp.up_proj.weight"  # [256, 128]: two blocks
     amax = weight.reshape(2, 128, 128).abs().amax((1, 2)).double()

@@ -238,6 +238,8 @@ def tables_of_numbers():
     """Mappings in the package from names of precisions to numbers or formats, by their file."""
     known = {*all_names(), *name_formats.LIGHTNINGS}
     for path in Path(names.__file__).parent.rglob("*.py"):
+        if path.name == "names.py":  # the table itself
+            continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Dict):
                 keys = {key.value for key in node.keys if isinstance(key, ast.Constant)} & known
