@@ -47,6 +47,7 @@ FILES = (
     "msamp/test_msamp_fsdp2.py",
     "msamp/test_scaled_fsdp.py",
     "precision/test_heads_sharded.py",
+    "registration/test_both_packages.py",
     "serving/test_ranks.py",
     "serving/test_sharded.py",
 )

@@ -4,8 +4,12 @@ from torch.utils._triton import has_triton
 
 
 def take_first_variant() -> None:
-    """Let torchao's int8 kernel have one variant in place of 27, in this process."""
+    """Let torchao's tuned kernels, of int8 and of blocks, have one variant in place of many, in this process."""
     if has_triton():
+        from torchao.prototype.blockwise_fp8_training import kernels as blocks
         from torchao.prototype.quantized_training.int8_mm import _scaled_int8_mm_kernel
+        from triton.runtime.autotuner import Autotuner
 
-        _scaled_int8_mm_kernel.configs = _scaled_int8_mm_kernel.configs[:1]
+        for kernel in (_scaled_int8_mm_kernel, *vars(blocks).values()):
+            if isinstance(kernel, Autotuner):
+                kernel.configs = kernel.configs[:1]

@@ -86,8 +86,9 @@ def compiled_on_cuda(function: Callable[..., R]) -> Callable[..., R]:
         traced = torch.compiler.is_compiling() or type(first) is not Tensor  # the tensors of a compiler
         if traced or not first.numel() or not compiles(first.device):
             return function(first, *rest)
-        kernel: Callable[..., R] = _compiled_any(function)
-        return kernel(first, *rest)
+        kernel: Callable[..., R] = _compiled_any(function, *(part for part in rest if isinstance(part, tuple)))
+        # neither views nor parameters: the compiler would make other graphs for them
+        return kernel(*(part.data if isinstance(part, Tensor) else part for part in (first, *rest)))
 
     return run
 
@@ -99,8 +100,9 @@ def compiles(device: torch.device) -> bool:
 
 
 @functools.cache
-def _compiled_any(function: Callable[..., R]) -> Callable[..., R]:
-    return compiled(function, dynamic=True)
+def _compiled_any(function: Callable[..., R], *shapes: tuple[int, ...]) -> Callable[..., R]:
+    """Tiles of each shape have graphs of their own, of which there are up to eight: layouts, dtypes, ragged edges."""
+    return compiled(_copied(function) if shapes else function, dynamic=True)
 
 
 @functools.cache
