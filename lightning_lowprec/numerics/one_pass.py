@@ -86,7 +86,9 @@ def compiled_on_cuda(function: Callable[..., R]) -> Callable[..., R]:
         traced = torch.compiler.is_compiling() or type(first) is not Tensor  # the tensors of a compiler
         if traced or not first.numel() or not compiles(first.device):
             return function(first, *rest)
-        kernel: Callable[..., R] = _compiled_any(function, *(part for part in rest if isinstance(part, tuple)))
+        tiles = [part for part in rest if isinstance(part, tuple)]
+        kind = (first.dtype, first.is_contiguous(), torch.is_autocast_enabled("cuda")) if tiles else ()
+        kernel: Callable[..., R] = _compiled_any(function, *tiles, *kind)
         # neither views nor parameters: the compiler would make other graphs for them
         return kernel(*(part.data if isinstance(part, Tensor) else part for part in (first, *rest)))
 
@@ -100,9 +102,9 @@ def compiles(device: torch.device) -> bool:
 
 
 @functools.cache
-def _compiled_any(function: Callable[..., R], *shapes: tuple[int, ...]) -> Callable[..., R]:
-    """Tiles of each shape have graphs of their own, of which there are up to eight: layouts, dtypes, ragged edges."""
-    return compiled(_copied(function) if shapes else function, dynamic=True)
+def _compiled_any(function: Callable[..., R], *kind: Any) -> Callable[..., R]:
+    """Each kind has graphs of its own, for square matrices and ragged edges; torch allows eight for a function."""
+    return compiled(_copied(function) if kind else function, dynamic=True)
 
 
 @functools.cache

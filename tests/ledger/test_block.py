@@ -38,3 +38,20 @@ def test_three_products_of_codes(by_cublas, monkeypatch):
         by_tile = "triton_fp8_gemm_1x128_128x128_kernel"
         assert kernels == [by_tile, by_tile, "triton_fp8_gemm_1x128_128x1_kernel"]
     assert not log.waits()
+
+
+@torch._dynamo.config.patch(fail_on_recompile_limit_hit=True)
+def test_layers_of_all_shapes_share_a_few_graphs():
+    """Beyond torch's limit of eight graphs the codes would be made by many kernels, in silence."""
+    plugin = BlockTorchAO(compile=False)
+    plugin.bind_device(torch.device("cuda"))
+    sizes = [(272, 144), (256, 256), (512, 256), (128, 384), (144, 272)]
+    model = nn.ModuleList(nn.Linear(*size, bias=False) for size in sizes).cuda()
+    plugin.convert_module(model)
+    for tokens in (48, 128, 256):
+        for layer, (inputs, _) in zip(model, sizes, strict=True):
+            for enabled in (True, False):
+                x = torch.randn(tokens, inputs, device="cuda", requires_grad=True)
+                with torch.autocast("cuda", torch.bfloat16, enabled=enabled):
+                    output = layer(x)
+                output.sum().backward()
