@@ -27,6 +27,8 @@ from tests.representatives import names_on_cpu
 WIDTH = 32
 LR = 0.1
 OUTPUT_ERROR, GRADIENT_ERROR, WEIGHT_ERROR = 0.12, 0.2, 0.07
+FOUR_BITS = 2.5
+"""How much more outputs and gradients of 4-bit codes may be off: half a step of e2m1 is up to a fifth of a value."""
 """Relative errors, of norms: two products of FP8 (e5m2 in the backward: 3 bits), and one rounding to e4m3. A weight
 that is not seen gives errors above 0.5, since all writes draw new weights."""
 SECOND_BACKWARD = "a second backward pass reached a parameter"
@@ -58,6 +60,7 @@ class World:
     """A network that trains, a frozen copy of it, and another model with its own optimizer."""
 
     def __init__(self, precision: str) -> None:
+        self.coarse = FOUR_BITS if precision.startswith("nvfp4") else 1.0
         self.draws = torch.Generator().manual_seed(0)
         torch.manual_seed(0)
         self.fabric = fabric_of(precision)
@@ -124,7 +127,7 @@ class World:
             pairs = zip(found, gradients(then, read, x), strict=True)
             # a sum of gradients may be kept in half precision: its rounding is that of the sum
             errors.append(max(((f - e).norm() / (e.norm() + 0.1 * norm)).item() for f, e in pairs))
-        assert min(errors) < GRADIENT_ERROR, f"gradients are off by {errors}"
+        assert min(errors) < GRADIENT_ERROR * self.coarse, f"gradients are off by {errors}"
 
     def step(self) -> None:
         before = self.values(self.net)
@@ -202,7 +205,7 @@ class World:
 
     def check_output(self, out: Tensor, x: Tensor, module: nn.Module) -> None:
         error = off(out.detach(), products(self.values(module), x))
-        assert error < OUTPUT_ERROR, f"an output is off by {error}"
+        assert error < OUTPUT_ERROR * self.coarse, f"an output is off by {error}"
 
     def check_weights(self, module: nn.Module, expected: list[Tensor]) -> None:
         errors = [off(value, want) for value, want in zip(self.values(module), expected, strict=True)]
