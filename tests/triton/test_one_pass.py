@@ -89,6 +89,8 @@ def test_steps_as_torch_does(form, make, clip, launches, monkeypatch):
             assert entry[name].dtype == value.dtype
             one_step = 2.0**-15 if (form, name) == ("remainder8", "master_param") else 0.0  # rounded the other way
             limit = (ULPS + one_step) * max(1e-3, value.abs().max().item())
+            if form == "remainder8":  # the L2 penalty of a master that was rounded the other way is a part of moments
+                limit += 0.1 * 2.0**-15 * expected["master_param"].abs().max().item()
             torch.testing.assert_close(entry[name], value, rtol=0, atol=limit)
             # float32 that differs by 4 of its last places is rounded the other way with a probability of 4 / 256
             assert not one_step or (entry[name] != value).sum() <= 2 + value.numel() / 64
