@@ -142,7 +142,7 @@ EXTRA: dict[str, Callable[[], dict[str, Any]]] = {
     "head-and-loss-2": _with_a_head,
     "many-machines-2": _with_ddp,
     "monitor-2": _in_fabric,
-    "torchao-6": _with_schedule,
+    "torchao-7": _with_schedule,
 }
 """What single blocks find beside that."""
 
