@@ -107,7 +107,7 @@ NAMES = (
 MXFP8 by torchao needs a newer torchao than the oldest that is supported, where a test holds the refusal.
 
 Names that update in the backward pass have no gradients to clip, accumulate or look at: their formats are in EXTRA, and
-they have tests of their own in tests/precision/test_lean.py.
+they have tests of their own in tests/precision/test_lean*.py.
 """
 SCALED_NAMES = tuple(name for name in NAMES if (EXTRA.get(name) or partial(create, name))().scaler is not None)
 DISTINCT = tuple({_identity(name): name for name in reversed(NAMES)}.values())

@@ -1,10 +1,13 @@
 """Models and loops for plugins that update parameters during the backward pass."""
 
+import re
+
 import lightning as L
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+import lightning_lowprec
 from lightning_lowprec import HalfMixed, MasterConfig
 from tests.contract.contract_models import Batches, trainer_with
 from tests.precision.weights_left import as_trained
@@ -67,3 +70,9 @@ def fit(model, precision, steps=3, *, ckpt_path=None, **options):
     trainer = trainer_with(precision if precision == "32-true" else as_trained(precision), **end, **options)
     trainer.fit(model, batches(3), ckpt_path=ckpt_path)
     return trainer
+
+
+def codes(argument, error):
+    """Return the values of an argument that a message writes as code."""
+    written = [code for code in re.findall("`(.*?)`", str(error)) if code.startswith(argument)]
+    return [eval(code.removeprefix(argument), vars(lightning_lowprec)) for code in written]
