@@ -4,6 +4,7 @@ import gc
 import os
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -45,6 +46,13 @@ def own_compiler():
     """Compiled code of other files counts towards the limits of the compiler: all layers share one forward."""
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_environment_of_the_file():
+    """What fixtures of a whole file write into the environment ends with the file."""
+    with patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -55,7 +55,10 @@ def test_named_tensors_stay_float32_and_become_it():
 def test_a_family_of_transformers(family):
     lost, groundless, kept = look(classes(f"transformers.models.{family}.modeling_{family}")[0])
     assert (lost, groundless) == (set(), set())
-    assert (kept > 0) == (family not in ("t5", "deepseek_v3"))  # DeepSeek's is a buffer, T5's are matrices
+    if family == "t5":  # its declared tensors are matrices
+        assert kept == 0
+    elif family != "deepseek_v3":  # a buffer; the weight of its router too from transformers 5.24 on
+        assert kept > 0
 
 
 def test_the_list_for_fp16_counts_with_fp16():
