@@ -77,6 +77,7 @@ NEMO: Final[Mapping[str, str]] = {
 }
 """Arguments of NeMo's ``MegatronMixedPrecision``, which NeMo users also set as attributes of the plugin."""
 
+_EVALUATE_TWICE: Final = "Of `LowPrecisionEval` it is gone: evaluate once without and once with `LowPrecisionEval`."
 OPTIONS: Final[Mapping[str, str]] = {
     "opt-level": "Write `level=` of `MSAMP`, e.g. `MSAMP('O2')`, or `precision='msamp-o2'`.",
     **{name.replace("_", "-"): answer for name, answer in NEMO.items()},
@@ -88,6 +89,10 @@ OPTIONS: Final[Mapping[str, str]] = {
     "bucket-bytes": "It is gone: a step that no kernel does loads 256 MB of float32 masters at a time. Leave it out.",
     "clip-last-norm": "It is gone: clip the gradient of each parameter by `clip_tensor`, or all of them by"
     " `gradient_clip_val` with `update='step'`.",
+    "prefix": _EVALUATE_TWICE,
+    "every": _EVALUATE_TWICE,
+    "trace-nonfinite": "It is gone: repeat the run with `Trainer(detect_anomaly=True)` and `NumericsMonitor(every=1)`.",
+    "shadow-loss": "It is gone: run `trainer.validate` with 'bf16-mixed' too, or `lowprec compare`.",
     "threads": "It is gone: set the environment variable `OMP_NUM_THREADS`.",
     "backend": "The class is the backend: `FP8TE`, `FP8TorchAO` or `MSAMP`.",
 }

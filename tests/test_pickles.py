@@ -12,7 +12,7 @@ from lightning_lowprec import callbacks
 ARGUMENTS = {
     "LowPrecisionEval": [{"format": name} for name in ("compressed-tensors", "torchao", "hf-fp8-block")],
     "HalfMixed": [{"dtype": "bf16", "master_weights": True}, {"dtype": "fp16"}],
-    "NumericsMonitor": [{}, {"shadow_loss": True, "demote": callbacks.Demotion()}],
+    "NumericsMonitor": [{}, {"rows": 1.0, "demote": callbacks.Demotion()}],
     "PrecisionSchedule": [{"phases": [{"until": 1}, {"gemms": "bf16"}]}],
 }
 PUBLIC = [

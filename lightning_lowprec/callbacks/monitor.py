@@ -11,22 +11,19 @@ from typing import Annotated, Any, Final, Literal, final
 import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-from torch import Tensor, nn
+from torch import nn
 from typing_extensions import override
 
 from lightning_lowprec.callbacks import readings as files
-from lightning_lowprec.callbacks.nonfinite import Direction, FirstNonfinite, Nonfinite
 from lightning_lowprec.callbacks.paused_compiler import PausedCompiler, may_compile
 from lightning_lowprec.callbacks.readings import FILE, Demotion, Reading
 from lightning_lowprec.callbacks.sampling import Sampler, named_layers
-from lightning_lowprec.callbacks.shadow_loss import shadow_loss
 from lightning_lowprec.checks import Count, Rule
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.options import shows
 from lightning_lowprec.numerics.tensor_cores import TensorCores
 from lightning_lowprec.precision.plain import unwrapped
 from lightning_lowprec.private.either import Callback, LightningModule, Trainer
-from lightning_lowprec.private.names import replaced
 
 Log = bool | Literal["layers"]
 _HIGH: Final = "bf16"
@@ -47,7 +44,7 @@ class Demoter:
     bad: dict[str, int] = field(default_factory=dict)
     """By fqn: bad readings in a row."""
     demoted: dict[str, str] = field(default_factory=dict)
-    """By fqn: the recipe that the layer has got."""
+    """By fqn: the recipe that the layer has got, always bf16."""
 
     def see(self, model: nn.Module, readings: Sequence[Reading]) -> None:
         """Demote the layers whose patience is at an end."""
@@ -101,15 +98,10 @@ class NumericsMonitor(Callback):
         log: what to send to the Trainer's loggers. True: the worst number of all layers and the mean
             (``fp8/worst/input/underflow``, ``fp8/mean/output_db``). ``"layers"``: the numbers of each layer too
             (``fp8/<layer>/input/underflow``). False: nothing.
-        shadow_loss: Trainer: at each sampling, also compute the loss of the batch with converted layers in high
-            precision, and log it as ``fp8/shadow_loss`` beside ``fp8/loss``. ``training_step`` then runs twice: it must
-            change nothing but what it logs. Random numbers are restored. Linear layers of torchao and MS-AMP only.
         demote: run layers whose readings are bad several times in a row in bf16. Kept in the Trainer's checkpoints; in
             Fabric save :meth:`state_dict`. The end of the run says how the next run begins so.
         accumulation: a GPU, ``"hopper"`` for example, whose sums are compared with exact sums of the same codes, for
             each product of the sampled rows: ``accumulation_db``. The end of the run says which layers to promote.
-        trace_nonfinite: look at every forward and backward of every step, for the first module with a value that is not
-            finite. Costs a pass over each output, one host read per step, and the compiler.
 
     Raises:
         ValueError: an argument that is not valid.
@@ -122,10 +114,8 @@ class NumericsMonitor(Callback):
         rows: Share = 1 / 16,
         folder: str | Path | None = None,
         log: Log = True,
-        shadow_loss: bool = False,
         demote: Demotion | None = None,
         accumulation: TensorCores | None = None,
-        trace_nonfinite: bool = False,
     ) -> None:
         self.every, self.rows = every, rows
         self._logs = log  # the Trainer sets `log` of every callback
@@ -133,23 +123,15 @@ class NumericsMonitor(Callback):
         self.demoter = None if demote is None else Demoter(demote)
         """What was demoted so far."""
         self.accumulation = accumulation
-        self.trace_nonfinite = trace_nonfinite
-        self.shadow_loss = shadow_loss
-        self.losses: dict[str, float] = {}
-        """The last ``fp8/loss`` and ``fp8/shadow_loss``, on this rank."""
         self.readings: list[Reading] = []
         """The readings of the last sampling."""
         self.missing: dict[str, str] = {}
         """By fqn, the converted layers that the last sampling could not look at, and why."""
         self._sampler: Sampler | None = None
-        self._tracer: FirstNonfinite | None = None
         self._compiler = PausedCompiler()
         self._compiles = False
         """Whether code around the model was found to be compiled."""
-        self.nonfinite: dict[Direction, Nonfinite] = {}
-        """The first module with a value that is not finite, by direction; for ``trace_nonfinite``."""
         self._model: nn.Module | None = None
-        self._shadow: Tensor | None = None
         self._last: int | None = None
         self._sampled = 0
 
@@ -161,8 +143,6 @@ class NumericsMonitor(Callback):
         ``model`` is what ``fabric.setup`` returned, or the model inside. ``step`` is the number of optimizer steps that
         were made; after a resume, the number that was restored.
         """
-        if self.shadow_loss:
-            raise RuntimeError("`shadow_loss=True` needs a Trainer, which has the batch; leave it out in Fabric.")
         self._end(self.folder)
         self._begin(model, unwrapped(model), step, _device_of(model))
 
@@ -182,9 +162,6 @@ class NumericsMonitor(Callback):
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._begin(pl_module, pl_module, trainer.global_step, trainer.strategy.root_device)
-        if self.shadow_loss and self._sampler is not None and self._sampler.is_armed:
-            with replaced(self._sampler, "is_armed", False):
-                self._shadow = shadow_loss(trainer, pl_module, batch, batch_idx)
 
     @override
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -199,10 +176,6 @@ class NumericsMonitor(Callback):
             metrics = _summary(self.readings)
             if self._logs == "layers":
                 metrics |= {name: value for reading in self.readings for name, value in _metrics(reading)}
-            if self._shadow is not None:
-                loss = float(outputs["loss"]) * trainer.accumulate_grad_batches  # the Trainer divides it
-                self.losses = {"fp8/loss": loss, "fp8/shadow_loss": float(self._shadow)}
-                metrics |= self.losses
             for logger in trainer.loggers:
                 logger.log_metrics(metrics, step=self._sampled)
 
@@ -235,29 +208,18 @@ class NumericsMonitor(Callback):
                 self.demoter.restore(model)
         last = step - 1 if self._last is None else self._last
         self._last = step
-        if self.trace_nonfinite:
-            if self._tracer is None:
-                self._tracer = FirstNonfinite(model)
-            self._tracer.begin(step)
-            self._pause(called)
         if step // self.every <= last // self.every:
             return
         if self._sampler is None:
             self._sampler = Sampler(model, every=max(1, round(1 / self.rows)), device=device, on=self.accumulation)
         self._sampler.arm(turn=step // self.every)
-        self._pause(called)
         self._sampled = step
-
-    def _pause(self, called: nn.Module) -> None:
         if self._compiles or may_compile(called):
             self._compiler.pause()
 
     def _end(self, folder: Path | None) -> bool:
-        """Read what was sampled or traced since :meth:`_begin`; return whether there are new readings."""
+        """Read what was sampled since :meth:`_begin`; return whether there are new readings."""
         self._compiler.resume()
-        if self._tracer is not None:
-            self._tracer.end()
-            self.nonfinite = self._tracer.found
         sampler = self._sampler
         if sampler is None or not sampler.is_armed:
             return False
@@ -288,15 +250,14 @@ class NumericsMonitor(Callback):
             )
 
     def _release(self) -> None:
-        for part in (self._sampler, self._tracer):
-            if part is not None:
-                part.disarm()
+        if self._sampler is not None:
+            self._sampler.disarm()
         self._compiler.resume()
-        self._sampler = self._tracer = self._model = None
+        self._sampler = self._model = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the model and its hooks, which stay in their process."""
-        return {**self.__dict__, "_sampler": None, "_tracer": None, "_model": None}
+        return {**self.__dict__, "_sampler": None, "_model": None}
 
 
 def _summary(readings: Sequence[Reading]) -> dict[str, float]:

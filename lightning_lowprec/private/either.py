@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from lightning.pytorch.trainer.states import TrainerFn
     from lightning.pytorch.utilities import GradClipAlgorithmType
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
-    from lightning.pytorch.utilities.seed import isolate_rng
-    from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
     from lightning.pytorch.utilities.types import OptimizerLRScheduler
 
 
@@ -112,8 +110,6 @@ _PLACES: Final = {
     "TrainerFn": "pytorch.trainer.states:TrainerFn",
     "GradClipAlgorithmType": "pytorch.utilities:GradClipAlgorithmType",
     "MisconfigurationException": "pytorch.utilities.exceptions:MisconfigurationException",
-    "isolate_rng": "pytorch.utilities.seed:isolate_rng",
-    "is_param_in_hook_signature": "pytorch.utilities.signature_utils:is_param_in_hook_signature",
     "OptimizerLRScheduler": "pytorch.utilities.types:OptimizerLRScheduler",
 }
 """The module of each name above, and the attribute in it, by the names in ``lightning``."""

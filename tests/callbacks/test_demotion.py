@@ -156,3 +156,5 @@ def test_what_is_gone_says_the_remedy():
         Demotion(ladder=("rowwise", "bf16"))
     with pytest.raises(TypeError, match=r"'on_readings'. It is gone: read `monitor.readings`"):
         NumericsMonitor(on_readings=print)
+    with pytest.raises(TypeError, match=r"'trace_nonfinite'. It is gone: .*`Trainer\(detect_anomaly=True\)`"):
+        NumericsMonitor(trace_nonfinite=True)

@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+import weakref
 
 import lightning as L
 import pytest
@@ -12,7 +13,8 @@ from transformers import AutoModelForCausalLM
 
 import lightning_lowprec
 from lightning_lowprec import LowPrecisionEval
-from lightning_lowprec.serving.served_layers import ServedLayers
+from lightning_lowprec.serving.formats import find_format
+from lightning_lowprec.serving.served_layers import ServedLayers, ServedWeight
 from tests.serving.models import FP8_FORMATS, converted, llama, mixtral, served, spread_rows
 from tests.toys import ON_CPU
 
@@ -82,7 +84,7 @@ def test_experts_have_the_codes_of_the_published_ones(tmp_path, format):
         model, tmp_path / "out", format=format, dtype="fp32", weights_only=weights_only, progress=False
     )
     loaded = served(tmp_path / "out").model.layers[0].mlp.experts
-    found = ServedLayers(model, LowPrecisionEval(format)._format, weights_only=weights_only, options=None)
+    found = ServedLayers(model, find_format(format), weights_only=weights_only, options=None)
     stack = model.model.layers[0].mlp.experts
     for name in ("gate_up_proj", "down_proj"):
         weight = found._experts[stack][name]
@@ -253,53 +255,37 @@ def assert_same_run(one, other):
 def test_a_run_with_the_callback_trains_bit_for_bit_as_one_without(precision):
     without = fit(precision, [])
     draws = torch.rand(1)
-    alone = fit(precision, [LowPrecisionEval()])
+    evaluated = fit(precision, [LowPrecisionEval()])
     assert torch.equal(torch.rand(1), draws)
-    both = fit(precision, [LowPrecisionEval(prefix="served/")])
-    assert torch.equal(torch.rand(1), draws)
-    assert_same_run(without, alone)
-    assert_same_run(without, both)
-    own, served_alone = without[1].callback_metrics, alone[1].callback_metrics
-    metrics = both[1].callback_metrics
-    assert served_alone["val_loss"] != own["val_loss"]
+    assert_same_run(without, evaluated)
     for name in ("val_loss", "val_mean"):
-        assert metrics[name] == own[name]
-        assert metrics[f"served/{name}"] == served_alone[name]
-    assert all(module.training for module in both[0].net.modules())
+        assert evaluated[1].callback_metrics[name] != without[1].callback_metrics[name]
+    assert all(module.training for module in evaluated[0].net.modules())
 
 
-def test_validate_and_test_log_both_losses():
+def test_both_losses_come_from_two_evaluations():
+    """The second Trainer has the callback; the model is plain after the first."""
     module, _ = fit("fp8-rowwise", [])
     data = torch.utils.data.DataLoader(torch.randn(16, 64), batch_size=4)
-    trainer = L.Trainer(precision="fp8-rowwise", callbacks=[LowPrecisionEval(prefix="w8a8_")], **ON_CPU)
-    for run in (trainer.validate, trainer.test):
-        (found,) = run(module, data, verbose=False)
-        assert found.keys() == {"val_loss", "val_mean", "w8a8_val_loss", "w8a8_val_mean"}
-        assert found["val_loss"] != found["w8a8_val_loss"]
+    found = {}
+    for which, callbacks in (("own", []), ("served", [LowPrecisionEval()])):
+        trainer = L.Trainer(precision="fp8-rowwise", callbacks=callbacks, **ON_CPU)
+        torch.manual_seed(5)
+        found[which] = [run(module, data, verbose=False)[0] for run in (trainer.validate, trainer.test)]
+    for own, coded in zip(found["own"], found["served"], strict=True):
+        assert own.keys() == coded.keys() == {"val_loss", "val_mean"}
+        assert own["val_loss"] != coded["val_loss"]
 
 
-def test_every_second_validation_is_served_and_a_resumed_run_goes_on_counting():
-    evaluation = LowPrecisionEval(prefix="served/", every=2)
-    module, trainer = fit("bf16-mixed", [evaluation], num_sanity_val_steps=0)
-    assert len(module.seen) == 4 * 2 + 4  # 2 validations of 4 batches, of which the first is served too
-    assert "served/val_loss" in trainer.callback_metrics
-    resumed = LowPrecisionEval(prefix="served/", every=2)
-    resumed.load_state_dict(evaluation.state_dict())
-    assert resumed.state_dict() == {"validations": 2}
-
-
-@pytest.mark.parametrize("prefix", [None, "served/"], ids=["alone", "both"])
-def test_an_exception_leaves_the_model_as_it_was(prefix):
+def test_an_exception_leaves_the_model_as_it_was():
     module = Module()
     module.fails = True
-    evaluation = LowPrecisionEval(prefix=prefix)
+    evaluation = LowPrecisionEval()
     data = torch.utils.data.DataLoader(torch.randn(4, 64))
     trainer = L.Trainer(precision="fp8-rowwise", max_epochs=1, callbacks=[evaluation], **ON_CPU)
     with pytest.raises(KeyError, match="the user's own"):
         trainer.fit(module, data, data)
     assert all("forward" not in vars(part) for part in module.modules())
-    assert "log" not in vars(module)
-    assert type(module.mean) is MeanMetric
 
     model = llama()
     with pytest.raises(RuntimeError, match="indices"), evaluation.on(model):
@@ -331,15 +317,17 @@ def test_compiled_blocks_run_eagerly_and_are_not_compiled_again():
 
 def test_codes_take_one_byte_per_weight_and_are_freed():
     model = torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False), torch.nn.Linear(64, 32, bias=False))
-    layers = ServedLayers(model, LowPrecisionEval()._format, weights_only=False, options=None)
+    layers = ServedLayers(model, find_format("compressed-tensors"), weights_only=False, options=None)
     assert [weight._codes for _, weight in layers._linears] == [None, None]  # made at the first forward
     with torch.no_grad(), layers.swapped():
         model(torch.randn(2, 64))
     assert [weight._codes.nbytes for _, weight in layers._linears] == [64 * 64, 64 * 32]
-    evaluation = LowPrecisionEval()
-    evaluation.on_test_start(L.Trainer(**ON_CPU), torch.nn.Sequential(model))
-    evaluation.on_test_end(L.Trainer(**ON_CPU), model)
-    assert evaluation._layers is None
+    evaluation, trainer = LowPrecisionEval(), L.Trainer(**ON_CPU)
+    evaluation.on_test_start(trainer, torch.nn.Sequential(model))
+    weight = weakref.ref(model[0].forward.args[1])
+    assert isinstance(weight(), ServedWeight)
+    evaluation.on_test_end(trainer, model)
+    assert weight() is None
 
 
 def test_wrong_options_and_gradients_are_refused():
@@ -347,10 +335,11 @@ def test_wrong_options_and_gradients_are_refused():
         LowPrecisionEval("hf")
     with pytest.raises(ValueError, match=r"`weights_only=True` is not valid with `format='hf-fp8-block'`"):
         LowPrecisionEval("hf-fp8-block", weights_only=True)
-    with pytest.raises(ValueError, match=r"`every=2` needs `prefix"):
-        LowPrecisionEval(every=2)
-    with pytest.raises(ValueError, match=r"`prefix=''` is not valid"):
-        LowPrecisionEval(prefix="")
+    with pytest.raises(TypeError, match=r"'prefix'. .*evaluate once without and once with `LowPrecisionEval`"):
+        LowPrecisionEval(prefix="served/")
+    trainer = L.Trainer(callbacks=[LowPrecisionEval(), LowPrecisionEval("torchao")], **ON_CPU)
+    with pytest.raises(ValueError, match="A Trainer takes one `LowPrecisionEval`"):
+        trainer.validate(Module(), torch.utils.data.DataLoader(torch.randn(4, 64)))
     model, x = torch.nn.Sequential(torch.nn.Linear(32, 32)), torch.randn(2, 32, requires_grad=True)
     refused = pytest.raises(RuntimeError, match=r"Evaluate under `torch.no_grad\(\)`")
     with LowPrecisionEval().on(model), torch.enable_grad(), refused:
