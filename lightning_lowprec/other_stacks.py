@@ -93,6 +93,7 @@ OPTIONS: Final[Mapping[str, str]] = {
     "every": _EVALUATE_TWICE,
     "trace-nonfinite": "It is gone: repeat the run with `Trainer(detect_anomaly=True)` and `NumericsMonitor(every=1)`.",
     "shadow-loss": "It is gone: run `trainer.validate` with 'bf16-mixed' too, or `lowprec compare`.",
+    "fp8-group": "It is gone: all ranks share the scales of delayed scaling. Leave it out.",
     "threads": "It is gone: set the environment variable `OMP_NUM_THREADS`.",
     "backend": "The class is the backend: `FP8TE`, `FP8TorchAO` or `MSAMP`.",
 }

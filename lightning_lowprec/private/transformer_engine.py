@@ -9,7 +9,6 @@ import functools
 from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import version
 from importlib.util import find_spec
-from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
@@ -26,14 +25,12 @@ _NAMES: Final = {
         *("_fp8_workspaces", "fp8_initialized", "fp8_meta", "fp8_meta_tensors_initialized", "quantizers"),
         *("_is_fsdp2", "param_init_meta", "activation_dtype", "fp8", "gemm_bias_unfused_add", "scaling_bwd"),
     ),
-    "LayerNorm()": ("zero_centered_gamma", "_sm_margins"),
-    "RMSNorm()": ("zero_centered_gamma", "_sm_margins"),
-    "constants": ("FP8FwdTensorIdx.GEMM1_WEIGHT", "TE_DType"),
+    "LayerNorm()": ("zero_centered_gamma",),
+    "RMSNorm()": ("zero_centered_gamma",),
+    "constants": ("FP8FwdTensorIdx.GEMM1_WEIGHT",),
     "distributed": ("_get_module_fsdp_state",),
     "distributed._get_module_fsdp_state()": ("_te_cached_parent_fsdp_state",),
     "export": ("is_in_onnx_export_mode",),
-    "ops.basic.layer_norm": ("layernorm_fwd", "layernorm_bwd"),
-    "ops.basic.rmsnorm": ("rmsnorm_fwd", "rmsnorm_bwd"),
     "module.base.TransformerEngineBaseModule": ("get_quantizer_roles", "init_fp8_metadata"),
     "quantization": ("DelayedScalingRecipeState", "QuantizerRequest", "QuantizerRole"),
     _MANAGER: (
@@ -111,26 +108,6 @@ def requests_for_state(layer: Any, qfactory: Callable[[Any], Any]) -> Iterator[t
         made = qfactory(role)
         if isinstance(made, QuantizerRequest):
             yield role, made
-
-
-@functools.cache
-def norm_kernels() -> SimpleNamespace:
-    """Return the modules that call the kernels of norms, and the table of Transformer Engine's dtypes.
-
-    ``rms.rmsnorm_fwd(x, weight, eps, out, quantizer, dtype, margin, centred)`` returns output, None, rstd;
-    ``rms.rmsnorm_bwd(grad, x, rstd, weight, margin, centred)`` grad_x, grad_weight;
-    ``layer.layernorm_fwd`` and ``layer.layernorm_bwd`` the same of LayerNorms, with bias and mean.
-    """
-    from transformer_engine.pytorch.constants import TE_DType
-    from transformer_engine.pytorch.ops.basic import layer_norm, rmsnorm
-
-    return SimpleNamespace(dtypes=TE_DType, rms=rmsnorm, layer=layer_norm)
-
-
-def multiprocessors_left(norm: Any) -> dict[str, int]:
-    """Return how many multiprocessors of the GPU a norm leaves to others: "forward", "backward", "inference"."""
-    margins: dict[str, int] = norm._sm_margins
-    return margins
 
 
 def scale_state(layer: Any, mode: str) -> Any:

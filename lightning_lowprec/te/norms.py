@@ -21,8 +21,7 @@ from transformer_engine.pytorch.export import is_in_onnx_export_mode
 from lightning_lowprec.conversion.in_place import become, revert
 from lightning_lowprec.conversion.plain_first import PlainFirst
 from lightning_lowprec.conversion.selection import FEATURE_ALIGNMENT
-from lightning_lowprec.private.transformer_engine import multiprocessors_left, norm_kernels
-from lightning_lowprec.products.transforms import refuse_second_gradient
+from lightning_lowprec.products.transforms import without_second_gradient
 from lightning_lowprec.te.layer import check_input
 
 EPSILONS: Final = ("variance_epsilon", "eps", "epsilon")
@@ -33,42 +32,36 @@ Formula = Literal["weight", "1 + weight"]
 
 
 class _Norm(PlainFirst):
-    """The common part of both norms: no extra state in the state dict; weight and bias may be missing."""
+    """The common part of both norms: no extra state in the state dict."""
 
     weight: Any
-    _parameters: dict[str, Any]
+    bias: Any
+    eps: float
+    zero_centered_gamma: bool
 
     def forward(self, input: Tensor) -> Tensor:
-        """[*, K] -> [*, K]."""
+        """[*, K] -> [*, K] in the autocast dtype, or in that of the weight."""
         check_input(input)
-        if input.numel() == 0:
-            return input.clone()
-        weight, bias = self._parameters.get("weight"), self._parameters.get("bias")
-        if weight is None:
-            weight = _missing(self, "weight", input) if "weight" in self._parameters else self.weight
-        if bias is None and "bias" in self._parameters:
-            bias = _missing(self, "bias", input)
-        dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else weight.dtype
-        if torch.compiler.is_compiling() or is_in_onnx_export_mode() or input.shape[-1:] != weight.shape:
-            return self._by_torch(input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
-        margin = multiprocessors_left(self)["forward" if torch.is_grad_enabled() else "inference"]
-        output: Tensor = _Normalise.apply(input, weight, bias, self, margin, dtype)  # type: ignore[no-untyped-call]
-        return output
+        wrong = input.numel() == 0 or input.shape[-1:] != self.weight.shape  # torch's error names the shapes
+        if wrong or torch.compiler.is_compiling() or is_in_onnx_export_mode():
+            return self._by_torch(input)
+        output: Tensor = super().forward(input)
+        return without_second_gradient(output)
 
-    def _by_torch(self: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute the same formula by torch, for compilers, for ONNX, and for an error about another shape.
+    def _by_torch(self, input: Tensor) -> Tensor:
+        """Compute the same formula by torch: a compiler makes one kernel of the norm and of what is around it.
 
-        A compiler makes one kernel of the norm and of the operations around it.
         A compiled block of the 8B shape launches 60 kernels and moves 12.04 GB (counted). With Transformer Engine's
         modules, which end graphs, it launches 73 and moves 12.96 GB.
         """
-        dtype, shape = x.dtype, weight.shape
+        dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else self.weight.dtype
+        x, weight = input.to(dtype), self.weight.to(dtype)
         if self.zero_centered_gamma:
             x, weight = x.float(), 1 + weight.float()
         with torch.autocast("cuda", enabled=False):  # under autocast a LayerNorm returns float32
-            if bias is None:
-                return F.rms_norm(x, shape, weight, self.eps).to(dtype)
-            return F.layer_norm(x, shape, weight, bias, self.eps).to(dtype)
+            if isinstance(self, nn.LayerNorm):
+                return F.layer_norm(x, weight.shape, weight, self.bias.to(dtype), self.eps).to(dtype)
+            return F.rms_norm(x, weight.shape, weight, self.eps).to(dtype)
 
     # with torch's own methods there is no extra state to save or to load
     get_extra_state = nn.Module.get_extra_state
@@ -88,49 +81,6 @@ class TERMSNorm(_Norm, te.RMSNorm):  # type: ignore[misc]
     """An RMSNorm with Transformer Engine's kernels."""
 
 
-@final
-class _Normalise(torch.autograd.Function):
-    """Launch the kernels that Transformer Engine's modules launch, without the pipeline that they build at each call.
-
-        output                    = (x - mean) * rstd * weight + bias    # [rows, K]; an RMSNorm has no mean and bias
-        grad_x, grad_w, grad_b    = from grad_output, x, mean, rstd, weight
-
-    Kernels and bytes are the same (100 kernels and 14.46 GB per block of the 8B shape). The pipelines of five norms
-    take 736 more Python calls per step.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, norm: Any, margin: int, dtype: torch.dtype
-    ) -> Tensor:
-        kernels = norm_kernels()
-        x = input.contiguous().to(dtype).view(-1, weight.numel())
-        options = norm.eps, None, None, kernels.dtypes[dtype], margin, norm.zero_centered_gamma
-        if bias is None:
-            output, _, *statistics = kernels.rms.rmsnorm_fwd(x, weight.to(dtype), *options)
-        else:
-            output, *statistics = kernels.layer.layernorm_fwd(x, weight.to(dtype), bias.to(dtype), *options)
-        ctx.save_for_backward(x, weight, *statistics)
-        ctx.options = multiprocessors_left(norm)["backward"], norm.zero_centered_gamma
-        return output.view(input.shape)  # type: ignore[no-any-return]
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> Any:
-        refuse_second_gradient(grad_output)
-        x, weight, *statistics = ctx.saved_tensors
-        kernels = norm_kernels()
-        backward: Any = kernels.rms.rmsnorm_bwd if len(statistics) == 1 else kernels.layer.layernorm_bwd
-        grad = grad_output.contiguous().to(x.dtype).view(x.shape)
-        grad_x, *grads = backward(grad, x, *statistics, weight.to(x.dtype), *ctx.options)
-        return grad_x.view(grad_output.shape), *grads, *(None,) * (5 - len(grads))
-
-
-def _missing(norm: Any, name: str, like: Tensor) -> Tensor:
-    """Return ones or zeros in the place of a weight or bias that the norm does not have."""
-    make = torch.ones if name == "weight" and not norm.zero_centered_gamma else torch.zeros
-    return make(norm.normalized_shape, dtype=like.dtype, device=like.device)
-
-
 def reason_to_keep(norm: nn.Module) -> str | None:
     """Return the reason why a norm is kept, or None if the norm converts; ``NO_NORM`` for another module."""
     if isinstance(norm, _Norm):
@@ -138,20 +88,21 @@ def reason_to_keep(norm: nn.Module) -> str | None:
     if type(norm) is nn.LayerNorm or type(norm) is nn.RMSNorm:
         if len(norm.normalized_shape) > 1:
             return f"normalises {len(norm.normalized_shape)} dimensions"
+        if missing := next((name for name, value in norm._parameters.items() if value is None), None):
+            return f"has no {missing}, which Transformer Engine's kernels need"
         if type(norm) is nn.RMSNorm and norm.eps is None:
             return "eps=None, which depends on the input's dtype"
-        features = norm.normalized_shape[0]
     elif "RMSNorm" in type(norm).__name__:
         if norm_formula(norm) is None:
             return f"{type(norm).__name__} computes something else than an RMSNorm"
-        features = norm._parameters["weight"].numel()  # type: ignore[union-attr]
     elif isinstance(norm, nn.LayerNorm):
         return f"a subclass of LayerNorm ({type(norm).__name__})"
     else:
         return NO_NORM
     if "forward" in norm.__dict__:
         return "its forward is replaced on the instance"
-    return f"features are no multiple of {FEATURE_ALIGNMENT}" if features % FEATURE_ALIGNMENT else None
+    weight: Any = norm.weight
+    return f"features are no multiple of {FEATURE_ALIGNMENT}" if weight.numel() % FEATURE_ALIGNMENT else None
 
 
 @torch.no_grad()
@@ -197,7 +148,6 @@ def _convert(norm: Any) -> None:
     if type(norm) is nn.LayerNorm:
         become(norm, TELayerNorm, vars(te.LayerNorm(norm.normalized_shape, eps=norm.eps, device="meta")))
         return
-    shape = norm.normalized_shape if norm.weight is None else norm.weight.shape
     centred = type(norm) is not nn.RMSNorm and norm_formula(norm) == "1 + weight"
-    made = te.RMSNorm(shape, eps=getattr(norm, str(_epsilon(norm))), zero_centered_gamma=centred, device="meta")
-    become(norm, TERMSNorm, vars(made))
+    options = {"eps": getattr(norm, str(_epsilon(norm))), "zero_centered_gamma": centred}
+    become(norm, TERMSNorm, vars(te.RMSNorm(norm.weight.shape, device="meta", **options)))

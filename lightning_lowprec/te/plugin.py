@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar, Literal, final
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
-from torch.distributed import ProcessGroup
 from torch.nn import Module
 from typing_extensions import Unpack, override
 
@@ -71,8 +70,6 @@ class FP8TE(Scheduled):
         amax_history_len: steps that delayed scaling remembers; None is Transformer Engine's 1024.
         amax_compute_algo: of delayed scaling: ``"max"`` or ``"most_recent"`` of the history.
         reduce_amax: of delayed scaling: whether all ranks use the same scales.
-        fp8_group: of delayed scaling: the process group whose ranks share scales, or a function that returns it, which
-            is called at set-up, when processes are there; None: all ranks.
         fp8_params: keep the weights of FP8 layers in FP8 from one optimizer step to the next, also for evaluation, with
             float32 weights as their masters; asks what ``weight_cache`` asks. Also under ``master_weights``, which
             casts all other weights. Frozen weights are stored in FP8 alone (delayed and current scaling). Under FSDP2
@@ -100,7 +97,6 @@ class FP8TE(Scheduled):
         amax_history_len: Count | None = None,
         amax_compute_algo: Literal["max", "most_recent"] | None = None,
         reduce_amax: bool | None = None,
-        fp8_group: ProcessGroup | Callable[[], ProcessGroup] | None = None,
         fp8_params: bool = False,
         fp8_dpa: bool = False,
         fp8_mha: bool = False,
@@ -134,15 +130,8 @@ class FP8TE(Scheduled):
         self.fp8_eval = running.fp8_eval
         self.norms = norms
         self.weight_cache = weight_cache
-        self.fp8_group = fp8_group
-        self._group = None if callable(fp8_group) else fp8_group
         self._fp8_params = fp8_params
         self.needs_fp8_gather = "fp8_params=True" if fp8_params else None
-        if fp8_group is not None and (self.kind != "delayed" or reduce_amax is False):
-            raise ValueError(
-                f"`fp8_group={fp8_group!r}` is for delayed scaling with `reduce_amax=True`: others share no scales."
-                " Leave the group out."
-            )
         for each in self._all_recipes:
             _check(recipes.kind_of(each), self.layers, self.base)
         self.scales: DelayedScales | None = None
@@ -226,8 +215,6 @@ class FP8TE(Scheduled):
             self.phases.forget()
         if self.scales is not None and self._in_trainer and module not in self.modules.prepared:
             self.scales.load({})  # those of another module
-        if callable(self.fp8_group) and self._group is None:
-            self._group = self.fp8_group()
         te = support.pytorch("FP8TE")
         module_dtypes.stop_float32(module)
         plan = choose(module, self.layers, self._request, norms=self.norms)
@@ -240,7 +227,6 @@ class FP8TE(Scheduled):
             weight_cache="always" if self.fp8_params else self.weight_cache,
         )
         self._check_conversion(module, plan, te)
-        self._check_norms(module, device, te)
         fp8.take_plan(self, module, plan)
         if self.scales is not None and device.type == "cuda":
             self.scales.expect()
@@ -280,13 +266,6 @@ class FP8TE(Scheduled):
                     f" {type(module).__name__} has none; leave it out, or build the model with it."
                 )
 
-    def _check_norms(self, module: Module, device: torch.device, te: Any) -> None:
-        kinds = te.LayerNorm, te.RMSNorm, te.LayerNormLinear, te.LayerNormMLP
-        if device.type == "cuda" and any(isinstance(layer, kinds) for layer in module.modules()):
-            refusal = support.norm_refusal(device, self.autocast_dtype)
-            if refusal is not None:
-                raise RuntimeError(f"`precision={self.precision!r}`: {refusal}.")
-
     @override
     def _converted_layers(self, module: Module) -> Iterable[Module]:
         from lightning_lowprec.te.layer import te_linears
@@ -309,11 +288,7 @@ class FP8TE(Scheduled):
             self.scales.restore()
         in_fp8 = self._in_fp8  # in a phase without FP8 no amax is noted, and the histories stay
         renewal = nullcontext() if self.scales is None or not in_fp8 else self.scales.in_forward()
-        with (
-            autocast,
-            support.pytorch("FP8TE").autocast(enabled=in_fp8, recipe=self.recipe, amax_reduction_group=self._group),
-            renewal,
-        ):
+        with autocast, support.pytorch("FP8TE").autocast(enabled=in_fp8, recipe=self.recipe), renewal:
             yield
 
     @override

@@ -17,7 +17,6 @@ It has no layer with a forward in bf16 and a backward in FP8. Delayed scaling ha
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeGuard, final, get_args
@@ -48,12 +47,6 @@ BASE: Final = "delayed"
 BACKWARD: Final[InBF16] = frozenset({"grad_input", "grad_weight"})
 ALIGNMENT: Final[dict[str, int]] = {"mxfp8": 32, "nvfp4": 32}
 """By kind, the number of which tokens, in_features and out_features must be multiples; 16 for all other kinds."""
-_OF_1X: Final = {
-    "interval": "Transformer Engine 2.x renews the scales at every step",
-    "override_linear_precision": "for both backward GEMMs in high precision, write {'recipe': 'current',"
-    " 'backward_override': 'high_precision'}",
-}
-"""Fields of Transformer Engine 1.x, and their remedies."""
 
 
 def make_recipe(recipe: Any, **options: Any) -> Any:
@@ -124,17 +117,11 @@ def _fields_of_kinds() -> dict[Kind, list[str]]:
 def _check_names(kind: Kind, fields: Mapping[str, Any]) -> None:
     names = _fields_of_kinds()
     for name in fields.keys() - set(names[kind]):
-        if name in _OF_1X:
-            raise ValueError(f"`{name}={fields[name]!r}` is gone: {_OF_1X[name]}. Leave the field out.")
         if elsewhere := [other for other, others in names.items() if name in others]:
             raise ValueError(
                 f"`{name}={fields[name]!r}` is not valid with `recipe={kind!r}`; it goes with {', '.join(elsewhere)}."
             )
-        near = difflib.get_close_matches(name, names[kind], n=1, cutoff=0.5)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ValueError(
-            f"`{name}` is no field of `recipe={kind!r}`, which has: {', '.join(sorted(names[kind]))}.{hint}"
-        )
+        raise ValueError(f"`{name}` is no field of `recipe={kind!r}`, which has: {', '.join(sorted(names[kind]))}.")
 
 
 def _format(value: Any, formats: Any) -> Any:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import os
 from typing import Any
 
 import torch
@@ -52,27 +50,3 @@ def device_refusal(kind: str, device: torch.device) -> str | None:
         return None
     works = "'bf16-mixed'" if row in ("te-delayed", "te-current") else "'fp8-current'"
     return f"Transformer Engine says of {describe(device)}: {reason.rstrip('.')}. Use {works}"
-
-
-@functools.cache
-def norm_refusal(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return why there are no kernels of norms for ``dtype``, and the remedy; None if there are.
-
-    Transformer Engine compiles these kernels on the user's machine when they are first used (NVRTC), and has no others.
-    So a norm runs here, once per process. It takes about a second.
-    """
-    try:
-        norm = pytorch("FP8TE").RMSNorm(1024, device=device, dtype=dtype)
-        with torch.no_grad():
-            norm(torch.zeros(1, 1024, device=device, dtype=dtype))
-    except torch.OutOfMemoryError:  # a RuntimeError that says nothing of kernels
-        raise
-    except RuntimeError as error:
-        switched_off = os.environ.get("NVTE_DISABLE_NVRTC", "0") != "0"
-        allow = "unset NVTE_DISABLE_NVRTC" if switched_off else "install CUDA's (`pip install nvidia-cuda-nvrtc`)"
-        return (
-            f"Transformer Engine has no kernels of norms on {describe(device)}. It compiles them by NVRTC at run time,"
-            f" and says: {str(error).splitlines()[0]} For its norms, {allow}. To keep torch's norms, use"
-            " `plugins=FP8TE(..., norms=False)`"
-        )
-    return None

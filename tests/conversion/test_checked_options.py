@@ -123,7 +123,6 @@ TE = [
     ("reduce_amax", "False", "None, True or False"),
     *((name, "False", TRUE_OR_FALSE) for name in ("fp8_params", "fp8_dpa", "fp8_mha", "norms")),
     ("weight_cache", 0, TRUE_OR_FALSE),
-    ("fp8_group", "world", "None, a ProcessGroup or a function"),
     ("schedule", {"gemms": "bf16"}, "None or a list of phases"),
 ]
 MSAMP_LEVEL = [

@@ -232,15 +232,13 @@ for options in ({"norms": False}, {}):
 """
 
 
-def test_norms_without_their_compiler_raise_at_set_up():
+def test_norms_without_their_compiler_raise_transformer_engines_error():
     """Transformer Engine reads the variable once, so in a process of its own; torch's norms run there."""
     environment = {**os.environ, "NVTE_DISABLE_NVRTC": "1"}
     command = [sys.executable, "-c", WITHOUT_COMPILER]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.stdout.split("\n") == ["set up", "ran", ""]
-    assert "RuntimeError: `precision='fp8-current'`: Transformer Engine has no kernels of norms" in done.stderr
+    assert done.stdout.split("\n") == ["set up", "ran", "set up", ""]
     assert "NVRTC is disabled" in done.stderr
-    assert "unset NVTE_DISABLE_NVRTC. To keep torch's norms, use `plugins=FP8TE(..., norms=False)`" in done.stderr
 
 
 @pytest.mark.filterwarnings("ignore:.*are expected to be slower in FP8")

@@ -53,7 +53,7 @@ def test_transformer_engines_recipe():
     assert not default.fp8_eval, "Accelerate's default"
     mx = accelerate.TERecipeKwargs(use_mxfp8_block_scaling=True)
     assert isinstance(L.Trainer(plugins=mx, **ON_CPU).precision_plugin.recipe, te.MXFP8BlockScaling)
-    with pytest.raises(ValueError, match="`interval=4` is gone"):
+    with pytest.raises(ValueError, match="`interval` is no field of `recipe='delayed'`"):
         L.Trainer(plugins=accelerate.TERecipeKwargs(interval=4), **ON_CPU)
 
 

@@ -79,7 +79,7 @@ OWNERS = [
 ]  # fmt: skip
 """Ours first, then what the options of other packages in the messages belong to."""
 ELSEWHERE = {
-    "backend", "experts_implementation", "interval", "override_linear_precision", "peft_type",
+    "backend", "experts_implementation", "peft_type",
     "safe_merge", "schedule", "fp8_recipe", "grad_reduce_in_fp32", "gradient_clipping", "independent_parameters",
     "strict_loading",
 }  # fmt: skip

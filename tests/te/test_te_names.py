@@ -69,19 +69,3 @@ def test_a_resumed_run_means_the_same_backend():
     with pytest.raises(RuntimeError, match=message):
         plugin.load_state_dict({"backend": "transformer_engine"})
     create("fp8-hybrid-torchao").load_state_dict({"backend": "transformer_engine"})  # a name that says its backend
-
-
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
-def test_a_full_device_is_not_taken_for_one_without_kernels(monkeypatch, error):
-    def full(*args, **kwargs):
-        raise error("full")
-
-    monkeypatch.setattr(torch, "zeros", full)
-    monkeypatch.setattr(support, "describe", str)
-    pretend(monkeypatch)
-    ask = support.norm_refusal.__wrapped__  # nothing is remembered
-    if error is RuntimeError:
-        assert "and says: full For its norms" in ask(torch.device("cpu"), torch.float32)
-    else:
-        with pytest.raises(torch.OutOfMemoryError):
-            ask(torch.device("cpu"), torch.float32)

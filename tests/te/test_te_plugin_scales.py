@@ -125,34 +125,6 @@ def test_an_overflow_leaves_no_amax_behind(pretend_gpu, unfused_update, base, ba
     assert second.fp8_meta["scaling_bwd"].scale.tolist() == [57344 / 4] * 2
 
 
-def test_a_group_of_ranks_of_ones_own_shares_the_scales(pretend_gpu, tmp_path):
-    """Transformer Engine reduces amax over the group of its autocast; a function makes the group at set-up."""
-    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    made = []
-
-    def make():
-        made.append(torch.distributed.new_group([0]))
-        return made[-1]
-
-    plugin = FP8TE("delayed", fp8_group=make)
-    assert made == []
-    fabric_for(plugin).setup(Net())
-    fabric_for(plugin).setup(Net())
-    assert len(made) == 1
-    for own, group in ((plugin, made[0]), (FP8TE("delayed", fp8_group=made[0]), made[0]), (FP8TE("delayed"), None)):
-        if own is not plugin:
-            fabric_for(own).setup(Net())
-        with own.forward_context():
-            assert FP8GlobalStateManager.get_fp8_group() is group
-
-
-@pytest.mark.parametrize("options", [{"recipe": "current"}, {"recipe": "delayed", "reduce_amax": False}])
-def test_recipes_that_share_no_scales_take_no_group(options):
-    with pytest.raises(ValueError, match="is for delayed scaling with `reduce_amax=True`: others share no scales"):
-        FP8TE(fp8_group=lambda: None, **options)
-
-
 def scales_of(model):
     return [
         tensor.clone()
