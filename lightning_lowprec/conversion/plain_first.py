@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any, Final, NoReturn, final
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_lowprec.private.torch_modules import TracedModule
 from lightning_lowprec.products.transforms import PLAIN_FIRST, check_call
@@ -45,7 +45,13 @@ class RefusedQConfig:
 class PlainFirst(TracedModule):
     """Abstract: a layer of a backend."""
 
+    own_class: type[nn.Module]
     qconfig = RefusedQConfig()
+
+    def plain_forward(self, input: Tensor) -> Tensor:
+        """Compute as the layer did before it was converted."""
+        output: Tensor = self.own_class.forward(self, input)
+        return output
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Set a Parameter, as a module of torch does; refuse the weights of torchao's ``quantize_``."""

@@ -17,11 +17,11 @@ The gradient of the weight is a ``ScaledGradient``, also one byte per element.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar, final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_lowprec.conversion.plain_first import PlainFirst
@@ -71,9 +71,9 @@ class ScaledLayer(PlainFirst):
             output = output + self.bias.to(output.dtype)
         return output.reshape(*input.shape[:-1], self.out_features) if fits else cut_rows(output, input)
 
-    @abstractmethod
     def _plain(self, input: Tensor, weight: Tensor) -> Tensor:
         """Multiply by a weight that is no codes, as the layer did before it was converted."""
+        return F.linear(input, weight.t() if self.in_by_out else weight, self.bias)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import final
 
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_lowprec.conversion import in_place
@@ -24,8 +23,15 @@ from lightning_lowprec.numerics.tensor_cores import Emulation
 class ScaledLinear(ScaledLayer, nn.Linear):
     """A Linear whose weight is kept as codes."""
 
-    def _plain(self, input: Tensor, weight: Tensor) -> Tensor:
-        return F.linear(input, weight, self.bias)
+
+@final
+class ScaledConv1D(ScaledLayer):
+    """transformers' ``Conv1D`` (GPT-2) whose weight is kept as codes; the class of a layer derives from both."""
+
+    in_by_out = True
+
+    def __repr__(self) -> str:
+        return f"ScaledConv1D(nf={self.out_features}, nx={self.in_features})"
 
 
 def scale_linears(
@@ -62,9 +68,8 @@ def scale_linears(
             "float32_gradients": float32_gradients,
         }
         if is_conv1d(linear):
-            from lightning_lowprec.msamp.conv1d import ScaledConv1D
-
-            in_place.become(linear, ScaledConv1D, {**sizes_of_conv1d(linear), **options})
+            cls = in_place.derived(ScaledConv1D, type(linear))
+            in_place.become(linear, cls, {**sizes_of_conv1d(linear), **options})
         else:
             in_place.become(linear, ScaledLinear, options)
 

@@ -17,12 +17,7 @@ from lightning_lowprec.checks import check_choice
 from lightning_lowprec.masters.moments import MASTER_PARAM, decoded_entry, params_by_key
 from lightning_lowprec.msamp.gradient import ScaledGradient
 from lightning_lowprec.msamp.step import Flats, step_codes
-from lightning_lowprec.msamp.weight import (
-    codes_of,
-    master_of,
-    msamp_state_of,
-    required_state_of,
-)
+from lightning_lowprec.msamp.weight import codes_of, master_of, msamp_state_of, required_state_of
 from lightning_lowprec.msamp.weight_state import LEVELS, Level, encode
 from lightning_lowprec.numerics.formats import E4M3, Format
 from lightning_lowprec.numerics.one_pass import compiles, tensor_on

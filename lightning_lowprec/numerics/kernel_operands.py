@@ -31,10 +31,7 @@ def check_operands(a: Tensor, b: Tensor) -> None:
         and (n < 2 or b.stride(1) >= k)
     )
     if not allowed:
-        raise RuntimeError(
-            f"FP8 kernels multiply [M, K] in rows by [K, N] in columns, K and N multiples of {ALIGNMENT}, one of them"
-            f" e4m3; got {_text(a)} and {_text(b)}. This is a fault of lightning_lowprec: please report it."
-        )
+        raise _fault("[M, K] in rows by [K, N] in columns, K and N multiples of 16, one of them e4m3", a, b)
 
 
 def check_grouped(left: Tensor, right: Tensor) -> None:
@@ -46,15 +43,13 @@ def check_grouped(left: Tensor, right: Tensor) -> None:
         and left.shape[-1] % ALIGNMENT == right.shape[-1] % ALIGNMENT == 0
     )
     if not allowed:
-        raise RuntimeError(
-            "Grouped FP8 kernels multiply contiguous e4m3 codes by e4m3 codes that are contiguous along their last"
-            f" dimension but one, in multiples of {ALIGNMENT}; got {_text(left)} and {_text(right)}. This is a fault of"
-            " lightning_lowprec: please report it."
-        )
+        raise _fault("groups of contiguous e4m3 by e4m3 in columns, in multiples of 16", left, right)
 
 
-def _text(codes: Tensor) -> str:
-    return f"{codes.dtype} {tuple(codes.shape)} with strides {codes.stride()}"
+def _fault(what: str, *operands: Tensor) -> RuntimeError:
+    got = " and ".join(f"{codes.dtype} {tuple(codes.shape)} with strides {codes.stride()}" for codes in operands)
+    fault = "This is a fault of lightning_lowprec: please report it."
+    return RuntimeError(f"FP8 kernels multiply {what}; got {got}. {fault}")
 
 
 def pad_rows(x: Tensor, multiple: int) -> Tensor:

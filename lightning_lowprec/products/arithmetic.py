@@ -21,8 +21,9 @@ A number format is a class with the methods of :class:`Arithmetic`, and nothing 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, final
+from typing import Any, ClassVar, Literal, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -33,14 +34,13 @@ Role = Literal["input", "weight", "gradient"]
 Product = Literal["forward", "grad_input", "grad_weight"]
 
 
-class Operand(Protocol):
+class Operand(NamedTuple):
     """A matrix [A, B] that can be encoded in both layouts. Nothing is encoded before it is asked for."""
 
-    def rows(self) -> Any:
-        """Return codes [A, B] for a product that sums along rows."""
-
-    def columns(self) -> Any:
-        """Return codes [B, A] for a product that sums along columns."""
+    rows: Callable[[], Any]
+    """Returns codes [A, B] for a product that sums along rows."""
+    columns: Callable[[], Any]
+    """Returns codes [B, A] for a product that sums along columns."""
 
 
 class Arithmetic(ABC):
@@ -71,22 +71,6 @@ class Codes(NamedTuple):
     """float32: [], [A, 1], or the scales of tiles, [ceil(A / rows), ceil(B / columns)]."""
 
 
-@final
-class Coded:
-    """An operand of codes that exist, and serve both layouts."""
-
-    def __init__(self, codes: Tensor, scale: Tensor) -> None:
-        self.codes, self.scale = codes, scale
-
-    def rows(self) -> Codes:
-        """Return the codes."""
-        return Codes(self.codes, self.scale)
-
-    def columns(self) -> Codes:
-        """Return the codes, transposed."""
-        return Codes(self.codes.t().contiguous(), self.scale.t())
-
-
 class Transposable(Arithmetic):
     """An arithmetic with codes that serve both layouts of a matrix, which has one scale, or one per square tile."""
 
@@ -100,7 +84,7 @@ class Transposable(Arithmetic):
 
     def of_codes(self, codes: Tensor, scale: Tensor) -> Operand:
         """Return the operand of codes that exist."""
-        return Coded(codes, scale)
+        return Operand(lambda: Codes(codes, scale), lambda: Codes(codes.t().contiguous(), scale.t()))
 
 
 @final

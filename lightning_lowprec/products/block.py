@@ -52,7 +52,12 @@ class Block(Tiled):
 
     def operand(self, matrix: Tensor, role: Role, dtype: torch.dtype) -> Operand:
         """Return an operand."""
-        return self.of_codes(*self.encoded(matrix, role)) if role == "weight" else _Values(matrix)
+        if role == "weight":
+            return self.of_codes(*self.encoded(matrix, role))
+        # an input or a gradient is encoded along what a product sums
+        return Operand(
+            lambda: encode_tiles(matrix, _SUMMED, _CODING), lambda: encode_tiles(matrix.t(), _SUMMED, _CODING)
+        )
 
     def weight_rounding(self) -> WeightRounding:
         """Return the rounding of weights: that of ``hf-fp8-block``."""
@@ -97,17 +102,3 @@ def _promoted(a: Tensor, b: Tensor, inverse_a: Tensor, inverse_b: Tensor, emulat
 def _filled(codes: Tensor) -> Tensor:
     missing = -codes.shape[1] % BLOCK
     return F.pad(codes.view(torch.uint8), (0, missing)).view(codes.dtype) if missing else codes
-
-
-@final
-class _Values:
-    """An input or a gradient, which is encoded along what a product sums."""
-
-    def __init__(self, matrix: Tensor) -> None:
-        self.matrix = matrix
-
-    def rows(self) -> Codes:
-        return encode_tiles(self.matrix, _SUMMED, _CODING)
-
-    def columns(self) -> Codes:
-        return encode_tiles(self.matrix.t(), _SUMMED, _CODING)

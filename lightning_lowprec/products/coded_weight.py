@@ -48,9 +48,15 @@ class CodedWeight(Tensor):
         """Return the result of an operation that runs on codes; NotImplemented: it reads the values."""
 
     @classmethod
-    @abstractmethod
     def write(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Sequence[Any]) -> Any:
-        """Run an operation that writes to the weights ``targets``, or raise RuntimeError."""
+        """Run an operation that writes to the weights ``targets``, or raise RuntimeError, as gathered weights do.
+
+        No TypeError: on a TypeError, torch's ``+=`` would compute a new tensor instead.
+        """
+        raise RuntimeError(
+            f"{func} would write to a gathered weight of shape {tuple(targets[0].shape)} (FSDP2), which is freed after"
+            " its layer ran. Write to the shards, between steps."
+        )
 
     __torch_function__ = disabled_torch_function
 

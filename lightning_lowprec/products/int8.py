@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, NamedTuple, final
 
 import torch
@@ -44,7 +45,8 @@ class Int8(Arithmetic):
 
     def operand(self, matrix: Tensor, role: Role, dtype: torch.dtype) -> Operand:
         """Return an operand of the values in the dtype of autocast."""
-        return _Values(matrix.to(dtype), role, self.stochastic and role == "gradient")
+        how = matrix.to(dtype), self.stochastic and role == "gradient", role
+        return Operand(partial(_encoded, _rows, *how), partial(_encoded, _columns, *how))
 
     def multiply(self, a: _Codes, b: _Codes, dtype: torch.dtype, product: Product) -> Tensor:
         """Return a product, rounded as torchao rounds it on the device."""
@@ -60,25 +62,13 @@ class Int8(Arithmetic):
         return (int8_product(a.codes, b.codes.t()) * first * second).to(dtype)
 
 
-@final
-class _Values:
-    def __init__(self, matrix: Tensor, role: Role, stochastic: bool) -> None:
-        self.matrix, self.role, self.stochastic = matrix, role, stochastic
-
-    def rows(self) -> _Codes:
-        return self._encoded(_rows)
-
-    def columns(self) -> _Codes:
-        return self._encoded(_columns)
-
-    def _encoded(self, encode: Any) -> _Codes:
-        matrix = self.matrix
-        # neither within code that is being compiled, nor for the tensors of a compiler that traces
-        if torch.compiler.is_compiling() or type(matrix) is not Tensor or not matrix.is_cuda:
-            codes, scale = encode(matrix, self.stochastic)
-        else:
-            codes, scale = rows_in_one_pass(encode, matrix.detach().contiguous(), self.stochastic)
-        return _Codes(codes, scale, self.role)
+def _encoded(encode: Any, matrix: Tensor, stochastic: bool, role: Role) -> _Codes:
+    # neither within code that is being compiled, nor for the tensors of a compiler that traces
+    if torch.compiler.is_compiling() or type(matrix) is not Tensor or not matrix.is_cuda:
+        codes, scale = encode(matrix, stochastic)
+    else:
+        codes, scale = rows_in_one_pass(encode, matrix.detach().contiguous(), stochastic)
+    return _Codes(codes, scale, role)
 
 
 def _rows(matrix: Tensor, stochastic: bool) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Final, final
 
 import torch
@@ -66,7 +67,8 @@ class MXFP8(Tiled):
             return self.of_codes(*self.encoded(matrix, role))
         matrix = matrix.to(dtype)
         rounds = self.emulate is not True
-        return _Values(matrix.to(torch.bfloat16).contiguous() if rounds else matrix, bool(self.emulate))
+        matrix = matrix.to(torch.bfloat16).contiguous() if rounds else matrix  # kernels encode bf16, contiguous
+        return Operand(partial(_rows, matrix, bool(self.emulate)), partial(_columns, matrix, bool(self.emulate)))
 
     def multiply(self, a: Any, b: Any, dtype: torch.dtype, product: Product) -> Tensor:
         """Return a product; scales are a part of the kernels' sums."""
@@ -80,28 +82,18 @@ class MXFP8(Tiled):
         return torch.mm(a, b.t()).to(dtype)
 
 
-@final
-class _Values:
-    """An operand; kernels encode bf16, contiguous."""
-
-    def __init__(self, matrix: Tensor, emulate: bool) -> None:
-        self.matrix, self.emulate = matrix, emulate
-
-    def rows(self) -> Any:
-        return _to_mx(self.matrix, self.emulate)
-
-    def columns(self) -> Any:
-        names, matrix = _names(), self.matrix
-        if not self.emulate and _has_extension():
-            kernel = names.columns_by_cuda
-        elif not self.emulate and not any(size % _TILE for size in matrix.shape):
-            kernel = names.columns_by_triton
-        else:
-            return _to_mx(matrix.t(), self.emulate)
-        return names.columns(matrix, MX_BLOCK, _DTYPE, matrix.dtype, names.kernels, kernel, names.rounded_up)
+def _columns(matrix: Tensor, emulate: bool) -> Any:
+    names = _names()
+    if not emulate and _has_extension():
+        kernel = names.columns_by_cuda
+    elif not emulate and not any(size % _TILE for size in matrix.shape):
+        kernel = names.columns_by_triton
+    else:
+        return _rows(matrix.t(), emulate)
+    return names.columns(matrix, MX_BLOCK, _DTYPE, matrix.dtype, names.kernels, kernel, names.rounded_up)
 
 
-def _to_mx(matrix: Tensor, emulate: bool) -> Any:
+def _rows(matrix: Tensor, emulate: bool) -> Any:
     names, rows = _names(), matrix.contiguous()
     preference, dim0 = names.emulated if emulate else names.kernels, names.rows_by_triton
     return names.tensor.to_mx(rows, _DTYPE, MX_BLOCK, names.rounded_up, preference, mxfp8_dim0_cast_kernel_choice=dim0)

@@ -16,7 +16,7 @@ Kernels (Blackwell) multiply codes of this file by ``torch._scaled_mm``. Emulati
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Final, Literal, NamedTuple, final
+from typing import Any, ClassVar, Final, Literal, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -73,7 +73,13 @@ class NVFP4(Arithmetic):
 
     def operand(self, matrix: Tensor, role: Role, dtype: torch.dtype) -> Operand:
         """Return an operand of the values in the dtype of autocast."""
-        return _Values(matrix.to(dtype), role, self)
+        matrix = matrix.to(dtype)
+        mixes = self.hadamard and role != "weight"
+        how = role == "weight", self.stochastic and role == "gradient", self.reference
+        return Operand(
+            lambda: _encoded(matrix, *how),
+            lambda: _encoded(transformed(matrix.t()) if mixes else matrix.t(), *how),
+        )
 
     def multiply(self, a: Codes, b: Codes, dtype: torch.dtype, product: Product) -> Tensor:
         """Return a product; that of a kernel is rounded to bf16 before the units are multiplied."""
@@ -85,24 +91,11 @@ class NVFP4(Arithmetic):
         return (sums.float() * (a.amax * b.amax / (_LARGEST * _LARGEST))).to(dtype)
 
 
-@final
-class _Values:
-    def __init__(self, matrix: Tensor, role: Role, by: NVFP4) -> None:
-        self.matrix, self.role, self.by = matrix, role, by
-
-    def rows(self) -> Codes:
-        return self._encoded(self.matrix)
-
-    def columns(self) -> Codes:
-        rows = self.matrix.t()
-        return self._encoded(transformed(rows) if self.by.hadamard and self.role != "weight" else rows)
-
-    def _encoded(self, rows: Tensor) -> Codes:
-        how = self.role == "weight", self.by.stochastic and self.role == "gradient", self.by.reference
-        # neither within code that is being compiled, nor for the tensors of a compiler that traces
-        if torch.compiler.is_compiling() or type(rows) is not Tensor:
-            return Codes(*encode(rows, *how))
-        return Codes(*rows_in_one_pass(encode, rows.detach().contiguous(), *how))
+def _encoded(rows: Tensor, *how: Any) -> Codes:
+    # neither within code that is being compiled, nor for the tensors of a compiler that traces
+    if torch.compiler.is_compiling() or type(rows) is not Tensor:
+        return Codes(*encode(rows, *how))
+    return Codes(*rows_in_one_pass(encode, rows.detach().contiguous(), *how))
 
 
 def transformed(rows: Tensor) -> Tensor:

@@ -69,7 +69,7 @@ class Scaled(Transposable):
         """Return an operand; codes that FSDP2 has gathered are taken as they are."""
         if isinstance(matrix, CodedWeight):
             return self.of_codes(*matrix.codes_and_scale())
-        return _Values(matrix, getattr(self, role))
+        return _operand(matrix, getattr(self, role))
 
     def coding(self, role: Role) -> Coding | None:
         """Return the coding of a role with one scale."""
@@ -80,7 +80,8 @@ class Scaled(Transposable):
         """Return codes and scale, once, of a matrix with one scale."""
         if isinstance(matrix, CodedWeight):
             return matrix.codes_and_scale()
-        return _Values(matrix, getattr(self, role)).rows()
+        codes: Codes = _operand(matrix, getattr(self, role)).rows()
+        return codes
 
     def weight_rounding(self) -> WeightRounding:
         """Return the rounding of weights."""
@@ -108,28 +109,24 @@ class Scaled(Transposable):
         return output.mul_(inverse_a * inverse_b).to(dtype)
 
 
-@final
-class _Values:
-    """An operand that is encoded where it is used; one scale is computed once."""
+def _operand(matrix: Tensor, coding: Coding) -> Operand:
+    """Return an operand that is encoded where it is used; one scale is computed once."""
+    one = None if coding.by_row else coding.scales(torch.max(torch.abs(matrix)))
 
-    def __init__(self, matrix: Tensor, coding: Coding) -> None:
-        self.matrix, self.coding = matrix, coding
-        self.scale = None if coding.by_row else coding.scales(torch.max(torch.abs(matrix)))
+    def scales(along: int) -> Tensor:
+        return coding.scales(torch.amax(torch.abs(matrix), dim=along, keepdim=True)) if one is None else one
 
-    def rows(self) -> Codes:
-        scale = self._scale(1)
-        return Codes(_stored(encode(self.matrix, scale, self.coding.dtype).contiguous()), scale)
+    def rows() -> Codes:
+        scale = scales(1)
+        return Codes(_stored(encode(matrix, scale, coding.dtype).contiguous()), scale)
 
-    def columns(self) -> Codes:
-        scale = self._scale(0)
-        codes = encode(self.matrix, scale, self.coding.dtype).t().contiguous()
+    def columns() -> Codes:
+        scale = scales(0)
+        codes = encode(matrix, scale, coding.dtype).t().contiguous()
         # codes of columns with scales of their own have one reader, and inductor fuses better without a view
-        return Codes(codes if self.coding.by_row else _stored(codes), scale.t())
+        return Codes(codes if coding.by_row else _stored(codes), scale.t())
 
-    def _scale(self, along: int) -> Tensor:
-        if self.scale is not None:
-            return self.scale
-        return self.coding.scales(torch.amax(torch.abs(self.matrix), dim=along, keepdim=True))
+    return Operand(rows, columns)
 
 
 def _stored(codes: Tensor) -> Tensor:

@@ -58,10 +58,9 @@ def without_second_gradient(output: Tensor) -> Tensor:
     Not for code that is compiled.
     """
     if output.requires_grad:
-        output.register_hook(refuse_second_gradient)  # type: ignore[no-untyped-call]
+        output.register_hook(_refuse)  # type: ignore[no-untyped-call]
     return output
 
 
-def refuse_second_gradient(grad: Tensor) -> None:
-    """Raise RuntimeError in a backward pass of a layer of Transformer Engine of which a gradient is wanted."""
+def _refuse(grad: Tensor) -> None:
     check_backward("a layer of Transformer Engine", f"{KEEP} torchao's layers run (`FP8TorchAO`, 'fp8-tensorwise').")

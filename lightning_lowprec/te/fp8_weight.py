@@ -72,12 +72,6 @@ class Fp8Weight(CodedWeight):
         vars(alike).update(user_attributes(weight))
         return alike
 
-    @classmethod
-    def write(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Sequence[Any]) -> Any:
-        """Refuse an operation that would change the weight."""
-        # no TypeError: on a TypeError, torch's `+=` would compute a new tensor instead
-        raise RuntimeError(f"{func} would write to a gathered weight; write to its shards, when nothing is gathered.")
-
     # torch's setter would change the size and the dtype that the weight shows, and leave the codes
     data = property(
         lambda self: self.detach(),

@@ -179,25 +179,22 @@ def numerics_of(layer: nn.Module) -> LayerNumerics | str | None:
 
 def _casts(layer: nn.Module, recipe: Any) -> dict[str, Any]:
     """Return the casts of a layer's tensors by their names in ``LayerNumerics``, or why they are not known."""
-    delayed = recipe.delayed()
-    if not (delayed or recipe.float8_current_scaling()):
+    if not (recipe.delayed() or recipe.float8_current_scaling()):
         return dict.fromkeys(_TENSORS, "the recipe has a scale per block of values")
     casts = {}
-    for name, (mode, place, field) in _TENSORS.items():
-        in_e5m2 = mode == "backward" and recipe.fp8_format.name == "HYBRID"
+    for name in _TENSORS:
+        in_e5m2 = name == "gradient" and recipe.fp8_format.name == "HYBRID"
         dtype = torch.float8_e5m2 if in_e5m2 else torch.float8_e4m3fn
-        own_scale = partial(_delayed_scale, layer, mode, place)
-        scale_of = own_scale if delayed else partial(_scale_by_amax, torch.finfo(dtype).max, getattr(recipe, field))
-        casts[name] = Cast(dtype=dtype, scale_of=scale_of, may_saturate=delayed)
+        scale_of = partial(_scale_of, layer, recipe, name, torch.finfo(dtype).max)
+        casts[name] = Cast(dtype=dtype, scale_of=scale_of, may_saturate=recipe.delayed())
     return casts
 
 
-def _delayed_scale(layer: nn.Module, mode: str, place: int, amax: Tensor) -> Tensor:
-    scale: Tensor = scale_state(layer, mode).scale[place]  # the layer's forward has made it
-    return scale
-
-
-def _scale_by_amax(limit: float, params: Any, amax: Tensor) -> Tensor:
+def _scale_of(layer: nn.Module, recipe: Any, name: str, limit: float, amax: Tensor) -> Tensor:
+    mode, place, field = _TENSORS[name]
+    if recipe.delayed():
+        return scale_state(layer, mode).scale[place]  # type: ignore[no-any-return]  # the layer's forward has made it
+    params = getattr(recipe, field)
     return _current_scale(amax, limit, params.power_2_scale, params.amax_epsilon)
 
 

@@ -13,35 +13,17 @@ Transformer Engine takes weights as [N, K]. A weight that is stored as [K, N] is
 dtype of the weight, each time the weight is quantised, and none where a quantised weight is used again. The first
 gradient of a step is copied once more, into the layout of the weight.
 
-The life of a weight, on one GPU or under DDP:
-
-    Parameter (float32 or bf16)
-        | quantise: scale = FMAX / amax, in each forward; with `weight_cache` once per optimizer step
-        v
-    codes, one scale           -> GEMM of the forward, GEMM of grad_input
-    grad_output, input (FP8)   -> GEMM of grad_weight -> gradient -> optimizer step -> Parameter
-
-and under FSDP2, if weights are gathered as float8 (:mod:`~lightning_lowprec.te.fp8_weight`):
-
-    shard (float32) -- amax, one all-reduce for all weights --> scale
-        | encode
-        v
-    codes of the shard -- all-gather, one byte per element --> codes of the weight (Fp8Weight)
-        | for_gemm: the same memory as Transformer Engine's tensor
-        v
-    GEMMs as above -> gradient -- reduce-scatter --> gradient of the shard -> optimizer step -> shard
+docs/architecture.md draws the life of a weight.
 """
 
 from __future__ import annotations
 
 import warnings
-from abc import abstractmethod
 from collections.abc import Collection, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Literal, final
 
 import torch
-import torch.nn.functional as F
 import transformer_engine.pytorch as te
 from torch import Tensor, nn
 from transformer_engine.pytorch.export import is_in_onnx_export_mode
@@ -202,10 +184,10 @@ class TELayer(PlainFirst, te.Linear):  # type: ignore[misc]
                 return self.forward(input)
         check_input(input)
         if input.shape[-1:] != (self.in_features,) or not input.is_floating_point():
-            return self._plain(input)  # raises as nn.Linear does
+            return self.plain_forward(input)  # raises as nn.Linear does
         own = self.own_recipe
         if input.numel() == 0 or not (self.training or self.fp8_eval) or own is HIGH_PRECISION:
-            return self._plain(input)
+            return self.plain_forward(input)
         if self.fp8 and not _STATE.is_fp8_enabled() and is_in_backward():
             with recomputation(self):
                 return self._multiply(input, self._is_first_microbatch(input))
@@ -221,10 +203,6 @@ class TELayer(PlainFirst, te.Linear):  # type: ignore[misc]
                 stacklevel=4,
             )
         return self._multiply(input, self._is_first_microbatch(input))
-
-    @abstractmethod
-    def _plain(self, input: Tensor) -> Tensor:
-        """Compute as the layer did before it was converted."""
 
     def _multiply(self, input: Tensor, is_first_microbatch: bool | None) -> Tensor:
         if (are_transforms_active() or torch.compiler.is_exporting()) and not is_in_onnx_export_mode():
@@ -326,9 +304,6 @@ class TELinear(TELayer, nn.Linear):
     reset_parameters = nn.Linear.reset_parameters
     extra_repr = nn.Linear.extra_repr
 
-    def _plain(self, input: Tensor) -> Tensor:
-        return F.linear(input, self.weight, self.bias)
-
 
 @final
 class TEConv1D(TELayer):
@@ -338,10 +313,6 @@ class TEConv1D(TELayer):
     """
 
     in_by_out = True
-
-    def _plain(self: Any, input: Tensor) -> Tensor:
-        output: Tensor = self.own_class.forward(self, input)
-        return output
 
     @property
     def reset_parameters(self) -> None:

@@ -29,13 +29,7 @@ from lightning_lowprec.conversion.experts import (
 )
 from lightning_lowprec.conversion.plain_first import PlainFirst
 from lightning_lowprec.conversion.recipe_map import GEMMS, NO_GEMM, Gemm, InBF16, LayerRecipe
-from lightning_lowprec.numerics.grouped_fp8 import (
-    encode_columns,
-    encode_rows,
-    encode_weight,
-    encode_whole,
-    product,
-)
+from lightning_lowprec.numerics.grouped_fp8 import encode_columns, encode_rows, encode_weight, encode_whole, product
 from lightning_lowprec.numerics.groups import Groups
 from lightning_lowprec.private.torch import are_transforms_active
 from lightning_lowprec.products.arithmetic import Products

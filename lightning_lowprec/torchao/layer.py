@@ -11,7 +11,6 @@ Importing this module imports torchao (about 3 s).
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from dataclasses import replace
 from typing import Any
 
@@ -57,13 +56,13 @@ class CodedLayer(PlainFirst):
     def forward(self, input: Tensor) -> Tensor:
         """[*, K] -> [*, N] in the autocast dtype, or in the input's without autocast."""
         if input.shape[-1:] != (self.in_features,) or not input.is_floating_point():
-            return self._plain(input)  # raises as nn.Linear does
+            return self.plain_forward(input)  # raises as nn.Linear does
         products = self.products if self.training or self.low_eval else None
         if type(input) is not Tensor:
             one_scale = self.codes_serve_both and self.settings.config is not None
             check_coded_input(input, in_fp8=products is not None, one_scale=one_scale)
         if products is None or input.numel() == 0:
-            return self._plain(input)
+            return self.plain_forward(input)
         # eager inference mode shows torchao's tensors operations that they do not know (aten.to.dtype)
         if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():
@@ -90,10 +89,6 @@ class CodedLayer(PlainFirst):
             return output
         # a copy and no view: a model may write to it
         return output[..., : self.out_features].clone(memory_format=torch.contiguous_format)
-
-    @abstractmethod
-    def _plain(self, input: Tensor) -> Tensor:
-        """Compute as the layer did before it was converted."""
 
     def check_trace(self) -> None:
         """Refuse ``torch.jit.trace`` where the layer computes on codes."""

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torchao.float8 import convert_to_float8_training
 from torchao.float8.float8_linear import Float8Linear
 
@@ -22,23 +21,27 @@ from lightning_lowprec.torchao.layer import CodedLayer
 from lightning_lowprec.torchao.settings import LayerSettings
 
 
-class _Linear(CodedLayer, nn.Linear):
-    def _plain(self, input: Tensor) -> Tensor:
-        return F.linear(input, self.weight, self.bias)
-
-
 @final
-class FP8Linear(_Linear, Float8Linear):
+class FP8Linear(CodedLayer, Float8Linear):
     """A Linear whose products run in FP8; a ``Float8Linear`` for torchao's styles of tensor parallelism."""
 
 
 @final
-class CodedLinear(_Linear):
+class CodedLinear(CodedLayer, nn.Linear):
     """A Linear whose products run in a format that torchao's ``Float8Linear`` does not have."""
 
     def extra_repr(self) -> str:
         """Show the sizes, as Linear does, and the products."""
         return f"{nn.Linear.extra_repr(self)}, {self.products}"
+
+
+@final
+class CodedConv1D(CodedLayer):
+    """transformers' ``Conv1D`` (GPT-2) whose products run on codes; the class of a layer derives from both."""
+
+    def __repr__(self) -> str:
+        """Show the sizes, as Conv1D does."""
+        return f"CodedConv1D(nf={self.out_features}, nx={self.in_features})"
 
 
 def convert(
@@ -62,16 +65,9 @@ def convert(
             "in_bf16": (),
             "products": None,
         }
-        in_place.become(layer, _class_for(layer, settings), attributes)
+        cls = CodedLinear if settings.config is None else FP8Linear
+        in_place.become(layer, in_place.derived(CodedConv1D, type(layer)) if sizes else cls, attributes)
         layer.update()
-
-
-def _class_for(layer: Any, settings: LayerSettings) -> type[CodedLayer]:
-    if is_conv1d(layer):
-        from lightning_lowprec.torchao.conv1d import CodedConv1D
-
-        return CodedConv1D
-    return CodedLinear if settings.config is None else FP8Linear
 
 
 def save_no_weight_codes(model: nn.Module) -> None:

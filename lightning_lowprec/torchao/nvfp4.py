@@ -43,9 +43,8 @@ class NVFP4TorchAO(OneFormatTorchAO):
     the forward at the end of the run are in bf16 (arXiv 2509.25149).
 
     Args:
-        recipe: ``"nvfp4"``, or recipes per layer: ``{"blocks.0.*": "bf16", "*": {"grad_weight": "bf16"}}``. The first
-            pattern that matches an fqn wins; ``keep``, ``only`` and the built-in rules come before. A mapping of
-            ``forward``, ``grad_input`` and ``grad_weight`` computes those GEMMs in bf16, the others in NVFP4.
+        recipe: ``"nvfp4"``, or recipes per layer as in :class:`~lightning_lowprec.FP8TorchAO`:
+            ``{"blocks.0.*": "bf16", "*": {"grad_weight": "bf16"}}`` computes one of the GEMMs in high precision.
         last_blocks_bf16: the share of each stack of blocks, at its end, that stays in bf16; 0.0: none.
         forward_finish: the last share of a run, in which the forward is in bf16 and the backward stays in NVFP4; 0.0:
             none. A ``schedule`` takes its place. A run whose number of steps is not known has no finish; in Fabric

@@ -99,9 +99,8 @@ class Int8TorchAO(OneFormatTorchAO):
     experts stay in the base dtype. FSDP2 gathers weights in the base dtype.
 
     Args:
-        recipe: ``"int8"``, or recipes per layer: ``{"blocks.0.*": "bf16", "*": {"grad_weight": "bf16"}}``. The first
-            pattern that matches an fqn wins; ``keep``, ``only`` and the built-in rules come before. A mapping of
-            ``forward``, ``grad_input`` and ``grad_weight`` computes those GEMMs in the base dtype, the others in int8.
+        recipe: ``"int8"``, or recipes per layer as in :class:`~lightning_lowprec.FP8TorchAO`:
+            ``{"blocks.0.*": "bf16", "*": {"grad_weight": "bf16"}}`` computes one of the GEMMs in high precision.
         base: dtype of every operation outside of int8: ``"bf16"``, or ``"fp16"`` with loss scaling.
         stochastic_rounding: round the codes of gradients stochastically, in both backward GEMMs: no bias, more noise.
             The random numbers are torch's, which no checkpoint of Lightning holds.
@@ -163,9 +162,8 @@ class BlockTorchAO(OneFormatTorchAO):
     Triton kernels; on a CPU it is emulated. Stacked experts stay in bf16. FSDP2 gathers the codes.
 
     Args:
-        recipe: ``"block"``, or recipes per layer: ``{"blocks.0.*": "bf16", "*": {"grad_weight": "bf16"}}``. The first
-            pattern that matches an fqn wins; ``keep``, ``only`` and the built-in rules come before. A mapping of
-            ``forward``, ``grad_input`` and ``grad_weight`` computes those GEMMs in bf16, the others in FP8.
+        recipe: ``"block"``, or recipes per layer as in :class:`~lightning_lowprec.FP8TorchAO`:
+            ``{"blocks.0.*": "bf16", "*": {"grad_weight": "bf16"}}`` computes one of the GEMMs in high precision.
 
     Raises:
         ValueError: an unknown or contradictory option, or a model in which nothing converts.
@@ -219,9 +217,8 @@ class MXFP8TorchAO(OneFormatTorchAO):
     emulated. Features are multiples of 32. Stacked experts stay in bf16.
 
     Args:
-        recipe: ``"mxfp8"``, or recipes per layer: ``{"blocks.0.*": "bf16", "*": {"grad_weight": "bf16"}}``. The first
-            pattern that matches an fqn wins; ``keep``, ``only`` and the built-in rules come before. A mapping of
-            ``forward``, ``grad_input`` and ``grad_weight`` computes those GEMMs in bf16, the others in MXFP8.
+        recipe: ``"mxfp8"``, or recipes per layer as in :class:`~lightning_lowprec.FP8TorchAO`:
+            ``{"blocks.0.*": "bf16", "*": {"grad_weight": "bf16"}}`` computes one of the GEMMs in high precision.
         weight_scales: ``"tiles"`` gives a weight a scale per 32 x 32 values: forward and backward read the same codes,
             which FSDP2 gathers. ``"rows"`` gives it one per 32 values, along rows in the forward and along columns in
             the backward, as torchao's ``MXFP8Linear`` does; FSDP2 then gathers bf16.
@@ -247,13 +244,7 @@ class MXFP8TorchAO(OneFormatTorchAO):
     ) -> None:
         self.weight_scales, self.one_code = weight_scales, weight_scales == "tiles"
         running = take(FP8Options, options)
-        super().__init__(
-            recipe,
-            base="bf16",
-            low_eval=running.fp8_eval,
-            emulate=running.emulation,
-            options=options,
-        )
+        super().__init__(recipe, base="bf16", low_eval=running.fp8_eval, emulate=running.emulation, options=options)
 
     @override
     def refusal(self, device: torch.device) -> str | None:

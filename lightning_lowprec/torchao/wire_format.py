@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, NoReturn, final
+from typing import Any, ClassVar, Final, final
 
 import torch
 from torch import Tensor
@@ -33,18 +33,8 @@ _ALIASES: Final = {_aten.detach.default, _aten.view.default, _aten.as_strided.de
 _HALF: Final = (torch.bfloat16, torch.float16)
 
 
-class _Gathered(CodedWeight):
-    @classmethod
-    def write(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Sequence[Any]) -> NoReturn:
-        """Refuse a write, which would be lost when FSDP2 frees the weight."""
-        raise RuntimeError(
-            f"{func} would write to a gathered weight of shape {tuple(args[0].shape)} (FSDP2), which is freed after"
-            " its layer ran. Write to the shards, between steps."
-        )
-
-
 @final
-class GatheredWeight(_Gathered, Float8TrainingTensor):
+class GatheredWeight(CodedWeight, Float8TrainingTensor):
     """torchao's float8 tensor, which shows its values to operations that torchao does not run on codes."""
 
     __slots__ = ()
@@ -82,7 +72,7 @@ class GatheredWeight(_Gathered, Float8TrainingTensor):
 
 
 @final
-class GatheredTiles(_Gathered):
+class GatheredTiles(CodedWeight):
     """Codes and the scales of tiles, which the layer multiplies by; all other code reads the values."""
 
     codes: Tensor

@@ -61,7 +61,7 @@ def test_grouped_operands():
     stack = torch.zeros(2, 16, 64, dtype=A.dtype).mT
     check_grouped(A, stack)
     for wrong in ((A.t().contiguous().t(), stack), (A, stack.contiguous()), (A.to(torch.float8_e5m2), stack)):
-        with pytest.raises(RuntimeError, match="Grouped FP8 kernels multiply contiguous e4m3 codes"):
+        with pytest.raises(RuntimeError, match="FP8 kernels multiply groups of contiguous e4m3"):
             check_grouped(*wrong)
 
 

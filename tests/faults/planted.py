@@ -45,8 +45,8 @@ FAULTS = [
     ),
     Fault(
         "a scale of the smallest value",
-        "self.coding.scales(torch.amax(torch.abs(self.matrix), dim=along",
-        "self.coding.scales(torch.amin(torch.abs(self.matrix), dim=along",
+        "coding.scales(torch.amax(torch.abs(matrix), dim=along",
+        "coding.scales(torch.amin(torch.abs(matrix), dim=along",
         "tests/torchao/test_fp8_linear.py",
     ),
     Fault(

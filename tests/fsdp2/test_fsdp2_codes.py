@@ -69,8 +69,8 @@ def test_eight_micro_batches_encode_each_shard_once(mesh, encoded, choice, per_s
 @pytest.mark.parametrize("gathers_fp8", [True, False])
 def test_kept_codes_of_inputs_change_no_gradient(mesh, monkeypatch, gathers_fp8):
     """The gathered weight gives its codes, and is not encoded; blocks are gathered in forward and in backward."""
-    measured, of_values = [], scaled._Values
-    monkeypatch.setattr(scaled, "_Values", lambda x, *args: (measured.append(type(x)), of_values(x, *args))[1])
+    measured, of_values = [], scaled._operand
+    monkeypatch.setattr(scaled, "_operand", lambda x, *args: (measured.append(type(x)), of_values(x, *args))[1])
     found = {}
     for saved in ("values", "codes"):
         model, _ = sharded(mesh, gathers_fp8, model=converted(saved_inputs=saved))

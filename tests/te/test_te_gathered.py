@@ -112,7 +112,7 @@ def taken_by_transformer_engine(rank):
     torch.testing.assert_close(quantizer.amax, values.abs().amax().reshape(1))  # in delayed scaling's history
     plain = for_gemm(gathered, None)
     found.append(torch.equal(plain, gathered.codes.float() * gathered.inv_scale))
-    with pytest.raises(RuntimeError, match="write to its shards"):
+    with pytest.raises(RuntimeError, match="Write to the shards"):
         gathered.detach().zero_()
     found.append(torch.equal(F.linear(torch.eye(16), gathered.float()), plain.T))
     return found
