@@ -15,6 +15,7 @@ ROOT = Path(__file__).parent
 FILES = (
     # what runs programs, notebooks and pages
     "benchmarks/test_[!h]*.py",  # the costs of the hooks are counted in the first tier
+    "benchmarks/test_head_levels.py",
     "site/test_python_blocks.py",
     "test_notebook.py",
     "tools/test_compare_seeds.py",
@@ -57,10 +58,13 @@ TESTS = {
     "checkpoints/test_atomic.py": ("test_killed_at_every_step",),
     "checkpoints/test_foreign_checkpoints.py": ("test_under_fsdp2",),
     "contract/test_contract_orders.py": ("test_every_order_of_three",),
+    "contract/test_contract_references.py": ("test_no_precision_is_another_one_in_disguise",),
     "conversion/test_head.py": ("test_a_compiler_traces_the_whole_model",),
     "masters/test_stores.py": ("test_regression_with_small_updates_learns_as_float32",),
     "msamp/test_msamp_checkpoints.py": ("test_checkpoints_load_into_every_other_precision",),
+    "msamp/test_scaled_compiled.py": ("test_compiled_blocks_have_the_bits_of_eager_ones",),
     "numerics/test_fp8_average.py": ("test_the_hook_does_the_arithmetic_on_every_rank",),
+    "numerics/test_tensor_cores.py": ("test_products_are_those_of_mmaemus_h100_where_it_splits_k_too",),
     "precision/test_main_job.py": (
         "test_ddp_on_two_processes",
         "test_fp8_stays_within_one_percent_of_fp32_after_200_steps",
@@ -90,11 +94,31 @@ TESTS = {
 """Tests of the second tier in files of the first; a name without brackets stands for all of its cases."""
 
 CASES = {
-    "callbacks/test_monitor_runs.py": {"test_every_way_to_compile_is_seen": ["model"]},
-    "msamp/test_scaled_compiled.py": {
-        "test_a_compiled_step_has_the_bits_of_an_eager_one": ["O3-adamw-True"],
-        "test_compiled_blocks_have_the_bits_of_eager_ones": ["O3-options2-ScaledGradient"],
+    "golden/test_golden.py": {
+        "test_one_process": [
+            "half-auto",
+            "fp16-master",
+            "bf16-remainder",
+            "bf16-8bit",
+            "bf16-sr",
+            "bf16-lean",
+            "fp8-hybrid",
+            "fp8-hybrid-fp16",
+            "fp8-hybrid-remainder",
+            "fp8-lean",
+            "fp8-block",
+            "mxfp8",
+            "fp8-rowwise",
+            "fp8-rowwise-gw-hp-8bit",
+            "int8-mixed",
+            "nvfp4-torchao",
+            "msamp-o2",
+        ],
     },
+    "callbacks/test_monitor_runs.py": {"test_every_way_to_compile_is_seen": ["model"]},
+    "msamp/test_scaled_compiled.py": {"test_a_compiled_step_has_the_bits_of_an_eager_one": ["O3-adamw-True"]},
+    "msamp/test_scaled_linear.py": {"test_training_comes_near_float32": ["O2"]},
+    "precision/test_emulation.py": {"test_a_scale_per_row": ["scaled_after"], "test_one_scale_per_tensor": ["hopper"]},
     "test_examples.py": {"test_example_runs": ["trainer_script.py"]},
 }
 """Tests of which the first tier runs these cases only."""
