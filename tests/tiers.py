@@ -83,6 +83,7 @@ TESTS = {
     "tools/test_compare.py": ("test_the_command_trains_the_demo", "test_what_fails_is_shown_and_leaves_the_others"),
     "tools/test_doctor.py": ("test_it_is_short_and_ends_with_a_recommendation_and_nothing_else_is_printed",),
     "tools/test_export_serving.py": ("test_memory_is_that_of_some_rows_and_not_of_a_tensor",),
+    "tools/test_startup.py": ("test_the_model_of_a_command_finds_the_names_registered",),
     "torchao/test_experts.py": ("test_losses_stay_within_one_percent_of_bf16",),
     "torchao/test_fp8_torchao.py": ("test_with_a_broken_torchao", "test_without_torchao"),
     "torchao/test_new_format.py": ("test_it_is_sharded",),

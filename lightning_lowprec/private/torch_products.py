@@ -27,18 +27,15 @@ def scaled_product(
     return torch._scaled_mm(a, b, scale_a=inverse_a, scale_b=inverse_b, out_dtype=dtype, use_fast_accum=fast)
 
 
-def block_product(a: Tensor, b: Tensor, inverse_a: Tensor, inverse_b: Tensor, dtype: torch.dtype) -> Tensor:
+def block_product(
+    a: Tensor, b: Tensor, inverse_a: Tensor, inverse_b: Tensor, dtype: torch.dtype, *, of_tiles: bool
+) -> Tensor:
     """[M, K] @ [K, N] of float8_e4m3fn codes with a scale per block of 128 -> [M, N], by cuBLASLt on Hopper.
 
-    ``inverse_a``: [M, ceil(K / 128)], ``inverse_b``: the same of N, or [ceil(N / 128), ceil(K / 128)], reciprocals of
-    scales. cuBLASLt reads them column by column, those of tiles by columns of ``b`` whose length is a multiple of 4.
+    Reciprocals of scales, which lie in memory column by column: ``inverse_a`` is [M, ceil(K / 128)], ``inverse_b`` is
+    the same of N, or those of tiles, [ceil(K / 128), ceil(N / 128)] with rows filled up to a multiple of 4.
     """
     kinds = F.ScalingType
-    of_tiles = len(inverse_b) < b.shape[1]
-    if of_tiles:
-        inverse_b = F.pad(inverse_b, (0, -inverse_b.shape[1] % 4), value=1.0).contiguous().t()
-    else:
-        inverse_b = inverse_b.t().contiguous().t()
     kind = kinds.BlockWise128x128 if of_tiles else kinds.BlockWise1x128
     product: Tensor = F.scaled_mm(a, b, inverse_a, kinds.BlockWise1x128, inverse_b, kind, output_dtype=dtype)
     return product

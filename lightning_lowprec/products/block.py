@@ -71,13 +71,33 @@ class Block(Tiled):
                 inverse_b = inverse_b.repeat_interleave(BLOCK, 0)[: len(b.codes)]
             return _promoted(a.codes, b.codes, inverse_a, inverse_b, self.emulate).to(dtype)
         inverse_a = inverse_a.t().contiguous().t()  # kernels read scales column by column
-        if by_cublas(a.codes.device):
-            return block_product(a.codes, b.codes.t(), inverse_a, inverse_b, dtype)
-        by_tile, by_row = block_kernels()
-        rows, others = _filled(a.codes), _filled(b.codes).t()
-        if len(inverse_b) == len(b.codes):
-            return by_row(rows, others, inverse_a, inverse_b.t().contiguous(), out_dtype=dtype)  # type: ignore[no-any-return]
-        return by_tile(rows, others, inverse_a, inverse_b.contiguous().t(), out_dtype=dtype)  # type: ignore[no-any-return]
+        codes_a, codes_b, of_tiles = a.codes, b.codes, len(inverse_b) < len(b.codes)
+        if by_cublas(a.codes.device):  # which reads columns of tiles whose length is a multiple of 4
+            filled = F.pad(inverse_b, (0, -inverse_b.shape[1] % 4), value=1.0) if of_tiles else inverse_b.t()
+            inverse_b = filled.contiguous().t()
+        else:
+            codes_a, codes_b = _filled(codes_a), _filled(codes_b)
+            inverse_b = inverse_b.contiguous().t() if of_tiles else inverse_b.t().contiguous()
+        product_of: Tensor = _OPERATION(codes_a, codes_b.t(), inverse_a, inverse_b, dtype, of_tiles)
+        return product_of
+
+
+def _by_kernel(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, of_tiles: bool) -> Tensor:
+    if by_cublas(a.device):
+        return block_product(a, b, scale_a, scale_b, dtype, of_tiles=of_tiles)
+    by_tile, by_row = block_kernels()
+    product: Tensor = (by_tile if of_tiles else by_row)(a, b, scale_a, scale_b, out_dtype=dtype)
+    return product
+
+
+_OPERATION: Final = torch.library.custom_op("lightning_lowprec::block_product", _by_kernel, mutates_args=())
+"""One operation for compilers: torch 2.11 to 2.13 refuse to compile cuBLASLt's product of sizes that are no multiples
+of 128, and what torch 2.11 makes of torchao's Triton kernels lacks ``import torch``."""
+
+
+@_OPERATION.register_fake
+def _shape(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, of_tiles: bool) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[1], dtype=dtype)
 
 
 def by_cublas(device: torch.device) -> bool:

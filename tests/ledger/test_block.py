@@ -40,6 +40,22 @@ def test_three_products_of_codes(by_cublas, monkeypatch):
     assert not log.waits()
 
 
+@pytest.mark.parametrize("by_cublas", [True, False], ids=["cublas", "triton"])
+def test_products_of_ragged_sizes_compile(by_cublas, monkeypatch):
+    """torch's rules for compiled products of blocks ask for multiples of 128; its code for Triton's lacks an import."""
+    monkeypatch.setattr(block, "by_cublas", lambda device: by_cublas)
+    model = nn.Linear(272, 144, bias=False).cuda()
+    plugin = BlockTorchAO(compile=False)
+    plugin.bind_device(torch.device("cuda"))
+    plugin.convert_module(nn.Sequential(model))
+    compiled = torch.compile(model, fullgraph=True)
+    x = torch.randn(48, 272, device="cuda", requires_grad=True)
+    with recording() as log, torch.autocast("cuda", torch.bfloat16):
+        compiled(x).sum().backward()
+    kernels = [record for record in log.of("kernel") if record.name.startswith("triton_fp8_gemm")]
+    assert (len(log.of("gemm")), len(kernels)) == ((3, 0) if by_cublas else (0, 3))
+
+
 @torch._dynamo.config.patch(fail_on_recompile_limit_hit=True)
 def test_layers_of_all_shapes_share_a_few_graphs():
     """Beyond torch's limit of eight graphs the codes would be made by many kernels, in silence."""

@@ -32,6 +32,8 @@ def test_codes_and_scales_are_made_on_the_gpu(name):
     fabric.setup(model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]))
     roundings = backends.owner(model[0]).weight_roundings(model[0])
     assert {weight: rounding.scale_per for weight, rounding in roundings.items()} == {"weight": scale_per}
+    with lightning_lowprec.LowPrecisionEval("hf-fp8-block").on(model):
+        model(torch.zeros(32, 256, device="cuda"))  # the first time compiles, which waits
     with lightning_lowprec.LowPrecisionEval("hf-fp8-block").on(model), recording() as log:
         assert model(torch.zeros(32, 256, device="cuda")).shape == (32, 128)
     assert log.waits() == []

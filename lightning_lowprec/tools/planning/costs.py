@@ -35,6 +35,7 @@ from lightning_lowprec.conversion.name_formats import LIGHTNINGS, Formats
 from lightning_lowprec.conversion.plan import Plan, PlanRow
 from lightning_lowprec.conversion.recipe_map import ALL_GEMMS, NO_GEMM, InBF16
 from lightning_lowprec.fsdp2.options import blocks as blocks_of
+from lightning_lowprec.masters.in_backward import WAITING
 from lightning_lowprec.numerics.fp8_blocks import BYTES_PER_VALUE
 
 SEQUENCE_LENGTH = 4096
@@ -389,11 +390,16 @@ def per_rank(
         if name is not None and (name.keeps_codes or name.options.get("weight_codes") == "per_gemm"):
             keeps = 0
         largest = max(below, key=lambda weights: weights.total, default=Weights())
+        flying = in_flight(largest, root, param_dtype=param_dtype, codes=codes)
+        if _formats(row.precision).frees_gradients:
+            # on a GPU they wait until they are enough for a launch; the last one may be the largest
+            most = WAITING + max(p.numel() for p in model.parameters()) // shards
+            flying += param_dtype.itemsize * min(most, (together.trained + root.trained) // shards)
         ranks.append(
             Rank(
                 precision=row.precision,
                 state=(_state(row, plan) * (together.total + root.total) / elements + keeps) / shards,
-                in_flight=in_flight(largest, root, param_dtype=param_dtype, codes=codes),
+                in_flight=flying,
                 sent=send(together, root, param_dtype=param_dtype),
             )
         )
