@@ -6,7 +6,9 @@ The processes run one after the other in turns, so that a busy machine slows all
 from __future__ import annotations
 
 import argparse
+import compileall
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -20,19 +22,22 @@ import os, time
 os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
 import torch
 start = time.process_time()
-import lightning_lowprec_autoload
-lightning_lowprec_autoload.install()
-print(time.process_time() - start)
+import {module}
+{module}.install()
+print(start, time.process_time() - start)
 """
-"""What torch does with our entry point at the end of `import torch`, but for the search for entry points, which it does
+"""What torch does with an entry point at the end of `import torch`, but for the search for entry points, which it does
 anyway."""
+OURS, EMPTY = "lightning_lowprec_autoload", "does_nothing"
 WRONG = ("plan", "llama", "--precision", "fp8-hybird")
 
 
-def run(*arguments: str) -> str:
-    """Run this Python; return what it printed."""
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run([sys.executable, *arguments], env=environ, capture_output=True, check=False, text=True)
+def run(*arguments: str, path: Path = ROOT) -> str:
+    """Run this Python in the folder ``path``, where it finds modules first; return what it printed."""
+    environ = {**os.environ, "PYTHONPATH": str(path), "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(
+        [sys.executable, *arguments], cwd=path, env=environ, capture_output=True, check=False, text=True
+    )
     return ran.stdout
 
 
@@ -44,11 +49,36 @@ def cpu_seconds(*arguments: str) -> float:
     return after.children_user + after.children_system - before.children_user - before.children_system
 
 
+def entries(rounds: int) -> None:
+    """Print what `import torch` takes, and what our entry point and one that does nothing add to it."""
+    seconds: dict[str, list[float]] = {"import torch": [], OURS: [], EMPTY: []}
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copy(ROOT / f"{OURS}.py", folder)
+        Path(folder, f"{EMPTY}.py").write_text("def install():\n    pass\n")
+        compileall.compile_dir(folder, quiet=1)  # as pip does with what it installs
+        for _ in range(rounds):
+            for module in (OURS, EMPTY):
+                before, own = run("-c", ENTRY.format(module=module), path=Path(folder)).split()
+                seconds["import torch"].append(float(before))
+                seconds[module].append(float(own))
+    before, ours, empty = (1000 * statistics.median(values) for values in seconds.values())
+    print(f"{before:6.0f} ms  python -c 'import torch'")
+    print(f"{ours:6.1f} ms  our entry point at its end; {empty:.1f} ms an empty one")
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description="Measure what starting costs.")
     parser.add_argument("--rounds", type=int, default=5)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--entry", action="store_true", help="only what the entry point adds to `import torch`")
+    options = parser.parse_args()
+    entries(options.rounds)
+    if not options.entry:
+        commands(options.rounds)
+
+
+def commands(rounds: int) -> None:
+    """Print what the command takes, and the import of the package beside that of Lightning."""
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder, "lowprec")
         script.write_text(SCRIPT)
@@ -60,16 +90,13 @@ def main() -> None:
             "import lightning, lightning_lowprec": ("-c", "import lightning, lightning_lowprec"),
         }
         seconds: dict[str, list[float]] = {name: [] for name in subjects}
-        entry = []
         for _ in range(rounds):
-            entry.append(float(run("-c", ENTRY)))
             for name, arguments in subjects.items():
                 seconds[name].append(cpu_seconds(*arguments))
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     for name, value in medians.items():
         print(f"{value:6.2f} s  {name}")
     print(f"lowprec --help / python -c pass: {medians['lowprec --help'] / medians['python -c pass']:.0f}")
-    print(f"our entry point, at the end of import torch: {1000 * statistics.median(entry):.1f} ms")
     pairs = zip(seconds["import lightning, lightning_lowprec"], seconds["import lightning"], strict=True)
     print(f"import lightning_lowprec over import lightning: {statistics.median(a - b for a, b in pairs):.2f} s")
 

@@ -22,6 +22,7 @@ FILES = (
     "tools/test_plan_fits.py",
     # models of other people, tools of other people
     "families/test_*.py",
+    "peers/test_over_both.py",
     "precision/test_plain_tools.py",
     # several processes; of them golden/, checkpoints/ and four files of fsdp2/ are in the first tier
     "checkpoints/test_killed_saves.py",

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import xml.etree.ElementTree as ET
 from collections.abc import Mapping, Sequence
+from datetime import date
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Final
@@ -65,7 +66,7 @@ def row(environment: Path) -> tuple[str, bool]:
         words, passed = tested(environment, arguments)
         cells.append(f"{versions[package]}: {words}")
         well = well and passed
-    return f"| {' | '.join(cells)} |", well
+    return f"| {' | '.join([*cells, date.today().isoformat()])} |", well
 
 
 def main(wanted: Sequence[str]) -> int:
@@ -84,7 +85,7 @@ def main(wanted: Sequence[str]) -> int:
         lines[version], passed = row(environment)
         print(lines[version])
         well = well and passed
-    head = ["| torch | torchao | lightning | pytorch-lightning |", "|---|---|---|---|"]
+    head = ["| torch | torchao | lightning | pytorch-lightning | run on |", "|---|---|---|---|---|"]
     text = "\n".join([*head, *(lines[version] for version in sorted(lines))])
     (ROOT / PAGE).write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
     return int(not well)

@@ -121,15 +121,12 @@ def lightning(folder: Path, names: list[str], package: str = "lightning", files:
     """Return the outcomes of Lightning's tests, of the control and by name: a message, "" if the test passed."""
     scratch = Path(tempfile.mkdtemp(prefix="peers-"))
     atexit.register(shutil.rmtree, scratch)
-    (archive,) = (folder / "lightning").glob("tests-*.tar.xz")
-    with tarfile.open(archive) as packed:
-        packed.extractall(scratch, filter="data")
-    tests = scratch / "tests"
-    control = _pytest(files, tests, folder, "base32", package)
+    tests = unpacked(folder, scratch)
+    control = outcomes_of(files, tests, folder, "base32", package)
     passed = list(control.values()).count("")
     if passed < AT_LEAST[files]:
         raise RuntimeError(f"the control passes {passed} of Lightning's tests; expected {AT_LEAST[files]} at least.")
-    return control, ((name, _pytest(files, tests, folder, SWAPS[name], package)) for name in names)
+    return control, ((name, outcomes_of(files, tests, folder, SWAPS[name], package)) for name in names)
 
 
 def fabric(folder: Path, names: list[str]) -> Suite:
@@ -140,11 +137,23 @@ def fabric(folder: Path, names: list[str]) -> Suite:
     return lightning(folder, [name for name in names if name in FABRIC_NAMES], files=FABRIC)
 
 
-def _pytest(files: tuple[str, ...], tests: Path, folder: Path, swap: str, package: str) -> Outcomes:
+def unpacked(folder: Path, scratch: Path) -> Path:
+    """Unpack Lightning's tests into ``scratch``; return the folder that pytest has to run in."""
+    (archive,) = (folder / "lightning").glob("tests-*.tar.xz")
+    with tarfile.open(archive) as packed:
+        packed.extractall(scratch, filter="data")
+    return scratch / "tests"
+
+
+def outcomes_of(
+    files: tuple[str, ...], tests: Path, folder: Path, swap: str, package: str, processes: int = 2
+) -> Outcomes:
+    """Run files or single tests of ``tests`` with the plugin of ``folder``; return the outcome of each, by its name."""
     report = tests.parent / "report.xml"
     path = os.pathsep.join(map(str, (tests, folder / "lightning", HERE.parents[1])))
     environment = os.environ | {"SWAP": swap, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    flags = ["-q", "-n", "2", *PACKAGES[package], "-p", "swap_plugin", "-p", "no:cacheprovider", "-W", "ignore"]
+    plugins = [*PACKAGES[package], "-p", "swap_plugin", "-p", "no:cacheprovider"]
+    flags = ["-q", "-n", str(processes), *plugins, "-W", "ignore"]
     marker = "markers=flaky: of pytest-rerunfailures, which is not needed"
     command = [sys.executable, "-m", "pytest", *flags, "-o", marker, f"--junitxml={report}", *files]
     ran = subprocess.run(command, cwd=tests, env=environment, capture_output=True, text=True, check=False)
