@@ -31,7 +31,7 @@ REFUSES = {
 }
 KEYS = {"h200": "sm_90", "b200": "sm_100", "rtx5090": "sm_120", "rtx4090": "sm_89", "a100": "sm_80"}
 """By device, the column of the table of what runs where."""
-STANDS_FOR_ALL = "bf16-remainder"
+STAND_FOR_ALL = ("bf16-remainder", "fp8-hybrid-fp16")
 FLAG_READ = 2
 """Waits of a step with loss scaling: the copy of one flag to the host, and torch's synchronisation behind it."""
 
@@ -44,12 +44,12 @@ def of_masters(name):
 def tried_on(device):
     """Return all names that the device refuses and, of the others, each plugin once.
 
-    The steps of weights in half precision and of masters have no kernels that depend on the device: one stands for
-    all of them. An A100 runs little else. `tests.ledger.same_on_devices` trains all of them on every device.
+    The steps of weights in half precision, of masters and of fp16 have no kernels that depend on the device: two names
+    stand for all of them. An A100 runs little else. `tests.ledger.same_on_devices` trains all on every device.
     """
     trained = once(name for name in representatives() if name not in REFUSES[device])
     if device not in ("h200", "a100"):
-        trained = [name for name in trained if name == STANDS_FOR_ALL or not of_masters(name)]
+        trained = [name for name in trained if name in STAND_FOR_ALL or not (of_masters(name) or "fp16" in name)]
     return [*trained, *REFUSES[device]]
 
 
