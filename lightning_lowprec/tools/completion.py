@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import ast
 import re
-from collections.abc import Collection
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
@@ -36,15 +35,13 @@ def script(shell: Shell) -> str:
     parser.add_argument("--version", action="store_true", help="print the version")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     parser.add_argument("--completion", choices=SHELLS, help="print a script that completes lowprec in a shell")
-    subcommands = parser.add_subparsers(dest="command")
+    commands = parser.add_subparsers(dest="command")
     for name, words in COMMANDS.items():
-        command = subcommands.add_parser(name, help=words)
-        modes = [_fit()] if name == "fit" else parsers(name)
         # of export's two modes the one without --format allows more, where both have an option
-        for action in {action.dest: action for mode in reversed(modes) for action in actions(mode)}.values():
-            copy = _copy(action, command, dashes=name != "fit")
-            if copy is not None and action.dest in _FILE:
-                copy.complete = shtab.FILE  # type: ignore[attr-defined]
+        modes = [_fit()] if name == "fit" else parsers(name)[::-1]
+        command = commands.add_parser(name, help=words, parents=modes, add_help=False, conflict_handler="resolve")
+        for action in actions(command):
+            _complete(action, dashes=name != "fit", file=shtab.FILE)
     return str(shtab.complete(parser, shell))
 
 
@@ -73,25 +70,16 @@ def _trainer_options() -> dict[str, bool]:
     return {name: "bool" in hint.split("[") for name, hint in hints.items()}
 
 
-def _copy(action: argparse.Action, parser: argparse.ArgumentParser, *, dashes: bool) -> argparse.Action | None:
-    """Add an option or argument to a parser that is never run."""
-    if action.dest == "help" or action.help == argparse.SUPPRESS:
-        return None
-    spelled = dict.fromkeys(option.replace("_", "-") if dashes else option for option in action.option_strings)
-    settings: dict[str, Any] = {"help": _first_sentence(action.help or "")}
-    if action.nargs == 0:
-        return parser.add_argument(*spelled, action="store_true", **settings)
-    settings["choices"] = list(precisions.TABLE) if action.dest in _PRECISION else _choices(action)
-    nargs = argparse.REMAINDER if action.nargs == argparse.REMAINDER else "?" if not spelled else None
-    return parser.add_argument(*(spelled or [action.dest]), nargs=nargs, **settings)
-
-
-def _choices(action: argparse.Action) -> Collection[str] | None:
-    """Return the allowed values, which jsonargparse keeps as the placeholder ``{keep,fp32}``."""
+def _complete(action: Any, *, dashes: bool, file: Any) -> None:
+    """Give an option or argument of a parser that is never run its values, and the first sentence of its help."""
+    if dashes:
+        action.option_strings = list(dict.fromkeys(option.replace("_", "-") for option in action.option_strings))
+    if action.help != argparse.SUPPRESS:
+        action.help = re.split(r"(?<=[.;]) |\n", (action.help or "").strip())[0].rstrip(".;").replace("%", "%%")
     placeholder = re.fullmatch(r"\{(.+)\}", action.metavar if isinstance(action.metavar, str) else "")
-    return action.choices if placeholder is None else placeholder[1].split(",")  # type: ignore[return-value]
-
-
-def _first_sentence(words: str) -> str:
-    """Return the first sentence of a help, without signs that argparse would replace."""
-    return re.split(r"(?<=[.;]) |\n", words.strip())[0].rstrip(".;").replace("%", "%%")
+    if placeholder is not None:  # how jsonargparse keeps the allowed values
+        action.choices = placeholder[1].split(",")
+    if action.dest in _PRECISION and action.nargs != 0:
+        action.choices = list(precisions.TABLE)
+    if action.dest in _FILE:
+        action.complete = file
