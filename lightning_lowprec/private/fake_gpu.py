@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Final, final
 
@@ -29,26 +29,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_lowprec.private.names import replaced
-from lightning_lowprec.private.torch import SIMULATED_MEMORY, check, tree_map_only
+from lightning_lowprec.private.torch import SIMULATED_MEMORY, check, tensors_of, tree_map_only
 
-FAKE: Final = torch.device("cuda", 0)
-"""The device, as Python code sees it."""
+FAKE: Final = torch.device("cuda", 0)  # as Python code sees the device
 DispatchMode: Any = TorchDispatchMode
 """The base of classes that see every operation."""
 _module: Any = importlib.import_module("torch._subclasses.fake_tensor")
-NEEDS_VALUES: Final[tuple[type[Exception], ...]] = (
-    _module.UnsupportedFakeTensorException,
-    _module.DynamicOutputShapeException,
-    _module.DataDependentOutputException,
-    _module.UnsupportedOperatorException,
-)
-"""What operations raise that need values."""
 _IN_CPP: Final = torch.device("lazy", 0)
 _ATTENTION: Final[Any] = torch.nn.functional.scaled_dot_product_attention
-FLASH_BACKWARD: Final[Any] = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
-_HALF: Final = (torch.float16, torch.bfloat16)
-_LARGEST_HEAD: Final = 256
-_ALIGNED: Final = 8  # elements: head dimensions are padded to multiples
+_aten: Any = torch.ops.aten
 _IN_HALF: Final = {
     "addbmm", "addmm", "addmv", "addr", "baddbmm", "bmm", "chain_matmul", "einsum", "linalg_multi_dot", "linalg_vecdot",
     "linear", "matmul", "mm", "mv", "prelu", "_convolution", "conv1d", "conv2d", "conv3d", "conv_tbc",
@@ -106,11 +95,6 @@ def fake_gpu(capability: tuple[int, int]) -> Iterator[None]:
 def is_fake(tensor: Any) -> bool:
     """Return whether ``tensor`` is a fake tensor on the simulated GPU."""
     return isinstance(tensor, _module.FakeTensor) and tensor.device.type == FAKE.type
-
-
-def tensors_of(values: Any) -> list[Tensor]:
-    """Return the tensors in nested tuples, lists and dicts."""
-    return [value for value in torch.utils._pytree.tree_leaves(values) if isinstance(value, Tensor)]
 
 
 def _device_of(args: Any) -> torch.device:
@@ -199,96 +183,50 @@ class _Devices(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default and is_fake(args[0]):
             return _device_of(args)
-        if func is torch.ops.aten._local_scalar_dense.default and is_fake(args[0]):
+        if func is _aten._local_scalar_dense.default and is_fake(args[0]):
             number = 0.0 if args[0].is_floating_point() else 0
             return args[0].dtype != torch.bool and number  # what Python code sees, such as ``if overflow.any()``
-        if func in (torch.ops.aten.is_pinned.default, torch.ops.aten._pin_memory.default):
-            return func is torch.ops.aten._pin_memory.default and torch.ops.aten.alias.default(args[0])
+        if func in (_aten.is_pinned.default, _aten._pin_memory.default):
+            return func is _aten._pin_memory.default and _aten.alias.default(args[0])
         device = kwargs.get("device")
         if device is not None and device.type in (_IN_CPP.type, FAKE.type):
             kwargs = {**kwargs, "device": FAKE}
             if kwargs.get("pin_memory"):
                 kwargs["pin_memory"] = False
-            if func is torch.ops.aten._to_copy.default and _changes_nothing(args[0], kwargs):
-                return torch.ops.aten.alias.default(args[0])  # C++ code took the devices for different ones
+            same = func is _aten._to_copy.default and is_fake(args[0]) and not kwargs.get("memory_format")
+            if same and kwargs.get("dtype") in (None, args[0].dtype):
+                return _aten.alias.default(args[0])  # C++ code took the devices for different ones
         return func(*args, **kwargs)
 
 
-def _changes_nothing(tensor: Tensor, kwargs: Mapping[str, Any]) -> bool:
-    return is_fake(tensor) and kwargs.get("dtype") in (None, tensor.dtype) and not kwargs.get("memory_format")
-
-
-@contextmanager
-def noting_resized(note: Callable[[Any], None]) -> Iterator[None]:
-    """Call ``note`` with every storage that is resized within the context."""
-    own = torch.UntypedStorage.resize_
-
-    def resize(storage: Any, size: int) -> Any:
-        result = own(storage, size)
-        note(storage)
-        return result
-
-    with replaced(torch.UntypedStorage, "resize_", resize):
-        yield
-
-
-# ---- attention, by CUDA's choice without cuDNN, which keeps what flash keeps
+# ---- attention
 
 
 def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """Return attention as ``scaled_dot_product_attention`` does: (B, H, T, K) and alike -> (B, H, T, V)."""
-    arguments = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
-    on_gpu = query.device.type == FAKE.type
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **options: Any
+) -> Any:
+    """Return attention by one kernel where CUDA has one, else by products: (B, H, T, K) and alike -> (B, H, T, V).
+
+    The rest of the arguments is that of ``scaled_dot_product_attention``. A kernel keeps no scores.
+    """
+    on_gpu, grouped = query.device.type == FAKE.type, options.pop("enable_gqa", False)
     if on_gpu and torch.is_autocast_enabled(FAKE.type):
         dtype = torch.get_autocast_dtype(FAKE.type)
         query, key, value = (t.to(dtype) if t.is_floating_point() else t for t in (query, key, value))
-    widths = {t.shape[-1] for t in (query, key, value)}
-    has_kernels = on_gpu and query.dim() == 4
-    plain = has_kernels and query.dtype in _HALF and attn_mask is None
-    if plain and len(widths) == 1 and query.shape[-1] <= _LARGEST_HEAD:
-        return _flash(query, key, value, arguments)
-    refused = (attn_mask is not None and attn_mask.requires_grad) or query.shape[1] != key.shape[1]
-    if has_kernels and query.dtype in (*_HALF, torch.float32) and not refused:
-        return _efficient(query, key, value, attn_mask, arguments)
-    out: Tensor = _ATTENTION(query, key, value, attn_mask=attn_mask, enable_gqa=enable_gqa, **arguments)
-    return out
-
-
-def _flash(query: Tensor, key: Tensor, value: Tensor, arguments: dict[str, Any]) -> Tensor:
-    width = query.shape[-1]
-    more = -width % _ALIGNED
-    if more:
-        query, key, value = (torch.nn.functional.pad(t, (0, more)) for t in (query, key, value))
-        arguments = {**arguments, "scale": arguments["scale"] or width**-0.5}
-    out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, **arguments)[0]
-    return out[..., :width] if more else out
-
-
-def _efficient(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, arguments: dict[str, Any]) -> Tensor:
-    if mask is not None:
-        if mask.dtype == torch.bool:
-            mask = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill_(mask, 0)
-        mask = mask.expand(*query.shape[:3], key.shape[2])
-    train = any(t.requires_grad for t in (query, key, value))
-    out: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, mask, train, **arguments)[0]
-    return out
+    flash = attn_mask is None and query.shape[-1] == value.shape[-1]
+    has_kernel = (flash and query.dtype.itemsize == 2) or not (grouped or getattr(attn_mask, "requires_grad", False))
+    if not on_gpu or query.dim() != 4 or not has_kernel:
+        return _ATTENTION(query, key, value, attn_mask, *args, enable_gqa=grouped, **options)
+    if flash:  # what flash attention has no kernel for, memory-efficient attention keeps alike
+        return _aten._scaled_dot_product_flash_attention(query, key, value, *args, **options)[0]
+    mask = None if attn_mask is None else attn_mask.to(query.dtype).expand(*query.shape[:3], key.shape[2])
+    return _aten._scaled_dot_product_efficient_attention(query, key, value, mask, True, *args, **options)[0]
 
 
 # ---- compiled modules
 
-_pytree: Any = torch.utils._pytree
-_aten: Any = torch.ops.aten
-_REDUCTIONS: Final = (_aten.amax, _aten.amin, _aten.any, _aten.max, _aten.mean, _aten.sum, _aten.var_mean)
 Pause = Callable[[], AbstractContextManager[Any]]
+_REDUCTIONS: Final = (_aten.amax, _aten.amin, _aten.any, _aten.max, _aten.mean, _aten.sum, _aten.var_mean)
 
 
 @contextmanager
@@ -297,7 +235,7 @@ def compiling_on_fakes(pause: Pause) -> Iterator[None]:
 
     What is allocated within ``pause``, while a graph is made, does not count.
     """
-    graphs: dict[Any, Callable[..., Any]] = {}
+    graphs: dict[str, Callable[..., Any]] = {}
 
     def compile(model: Any = None, **options: Any) -> Any:
         if model is None:
@@ -306,28 +244,25 @@ def compiling_on_fakes(pause: Pause) -> Iterator[None]:
         if not isinstance(module, nn.Module):
             return model  # a function of a few operations: nothing is kept for a backward
 
+        def pure(weights: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
+            reparametrize: Any = torch.nn.utils.stateless._reparametrize_module
+            with reparametrize(module, weights):
+                return model(*args, **kwargs)
+
         def call(*args: Any, **kwargs: Any) -> Any:
             """Run the graphs of the first module that was like this one, and called like it."""
-            flat, form = _pytree.tree_flatten((args, kwargs))
-            inputs = [value for value in flat if isinstance(value, Tensor)]
-            named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-            weights = list(named.values())
-            with_tensors: Any = torch.nn.utils.stateless._reparametrize_module
-
-            def pure(weights: list[Tensor], inputs: list[Tensor]) -> Any:
-                left = iter(inputs)
-                values = [next(left) if isinstance(value, Tensor) else value for value in flat]
-                own_args, own_kwargs = _pytree.tree_unflatten(values, form)
-                with with_tensors(module, dict(zip(named, weights, strict=True))):
-                    return model(*own_args, **own_kwargs)
-
-            shapes = [(t.shape, t.dtype, t.requires_grad) for t in (*weights, *inputs)]
-            others = [value for value in flat if isinstance(value, int | float | str)]
-            modes = torch.is_grad_enabled(), torch.is_autocast_enabled("cuda"), module.training
-            key = type(module), repr(shapes), repr(others), modes
+            weights = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+            modes = torch.is_grad_enabled(), torch.is_autocast_enabled(FAKE.type), module.training
+            shown = tree_map_only(Tensor, lambda t: (t.shape, t.dtype, t.requires_grad), (weights, args, kwargs))
+            key = repr((type(module), modes, shown))
             if key not in graphs:
-                graphs[key] = _graphs(pure, weights, inputs, pause)
-            return graphs[key](weights, inputs)
+                graphs[key] = _graphs(pure, len(weights), pause)
+                hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)  # for a checkpoint around
+                with pause(), hooks, _as_compiling() as checkpoints:
+                    graphs[key](weights, args, kwargs)
+                if checkpoints:  # within the module, which a compiler also resolves
+                    graphs[key] = partial(checkpoint, graphs[key], use_reentrant=False)
+            return graphs[key](weights, args, kwargs)
 
         return call
 
@@ -335,26 +270,14 @@ def compiling_on_fakes(pause: Pause) -> Iterator[None]:
         yield
 
 
-def _graphs(function: Callable[..., Any], weights: Any, inputs: Any, pause: Pause) -> Callable[..., Any]:
-    """Return the forward and the backward of a function as a compiler cuts them.
-
-    A checkpoint within the function, which a compiler also resolves, becomes one around the graphs.
-    """
-
-    def compiler(graph: Any, example: Any) -> Any:
-        return lambda *values: _Fusing(graph, pause).run(*values)  # it keeps the values of its last run
-
-    graphs: Any = importlib.import_module("torch._functorch.aot_autograd").aot_function(
+def _graphs(function: Callable[..., Any], weights: int, pause: Pause) -> Callable[..., Any]:
+    """Return the forward and the backward of a function, whose first tensors are weights, as a compiler cuts them."""
+    return importlib.import_module("torch._functorch.aot_autograd").aot_function(  # type: ignore[no-any-return]
         function,
-        fw_compiler=compiler,
-        bw_compiler=compiler,
-        partition_fn=partial(_cut, len(weights)),
+        fw_compiler=lambda graph, example: lambda *values: _Fusing(graph, pause).run(*values),
+        partition_fn=partial(_cut, weights),
         decompositions=importlib.import_module("torch._inductor.decomposition").select_decomp_table(),
     )
-    kept_as_is = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)  # a checkpoint around counts none
-    with pause(), kept_as_is, _as_compiling() as checkpoints:
-        graphs(weights, inputs)
-    return partial(checkpoint, graphs, use_reentrant=False) if checkpoints else graphs
 
 
 def _cut(weights: int, joint: Any, inputs: Any, **known: Any) -> Any:
@@ -393,9 +316,7 @@ class _Fusing(torch.fx.Interpreter):
 
     def run_node(self, n: Any) -> Any:
         """Run an operation."""
-        if not _is_in_a_kernel(n):
-            return super().run_node(n)
-        with self._pause():
+        with self._pause() if _is_in_a_kernel(n) else nullcontext():
             return super().run_node(n)
 
 
@@ -411,3 +332,9 @@ def _kind(node: Any) -> str | None:
         return "reduction"
     pointwise = "pointwise" if torch.Tag.pointwise in getattr(node.target, "tags", ()) else None
     return "view" if getattr(node.target, "is_view", False) else pointwise
+
+
+def compute_again(module: nn.Module) -> None:
+    """Compute a module, or what was compiled of it, again in the backward; in place."""
+    call: Any = module._compiled_call_impl or module._call_impl
+    module._compiled_call_impl = partial(checkpoint, call, use_reentrant=False)

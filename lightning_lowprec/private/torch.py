@@ -127,8 +127,8 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
         "torch._functorch.partitioners.min_cut_rematerialization_partition",
         "torch._inductor.decomposition.select_decomp_table",
         "torch.nn.Module._call_impl",
+        "torch.nn.Module()._compiled_call_impl",
         "torch.nn.utils.stateless._reparametrize_module",
-        "torch.utils._pytree.tree_flatten",
         "torch.utils.checkpoint._checkpoint_without_reentrant_generator",
     ),
     FIRST_FORWARDS: ("torch.utils._python_dispatch.TorchDispatchMode.ignore_compile_internals",),
@@ -279,6 +279,11 @@ MOVING_OPERATIONS: Final = (torch.ops.aten._to_copy.default, torch.ops.aten._pin
 """The operations that move a tensor to another device or into pinned memory."""
 tree_leaves = torch.utils._pytree.tree_leaves
 tree_map_only = torch.utils._pytree.tree_map_only
+
+
+def tensors_of(values: Any) -> list[Tensor]:
+    """Return the tensors in nested tuples, lists and dicts."""
+    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

@@ -291,7 +291,9 @@ def _add_fits(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--fused", action="store_true", help="AdamW(fused=True), with --fits")
     parser.add_argument("--devices", type=int, default=1, help="GPUs of --strategy, with --fits")
-    parser.add_argument("--strategy", type=str | None, help="fsdp2: the model is sharded over --devices, with --fits")
+    parser.add_argument(
+        "--strategy", type=Literal["fsdp2"] | None, help="fsdp2: the model is sharded over --devices, with --fits"
+    )
     parser.add_argument("--data", type=str | None, help="a LightningDataModule whose batches are read, with --fits")
     parser.add_argument("--data_args", type=Mapping[str, Any] | None, help="arguments of --data, as JSON or YAML")
 

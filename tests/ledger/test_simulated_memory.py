@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, ViTConfig, ViTForImageClassification
 
 from lightning_lowprec.private.transformers import as_with_values
-from lightning_lowprec.tools.planning.simulated_step import Setting, inputs_of
+from lightning_lowprec.tools.planning.inputs import inputs_of
+from lightning_lowprec.tools.planning.simulated_step import Setting
 from lightning_lowprec.tools.planning.simulation import Simulator
 
 BATCH, TOKENS, WIDTH = 2, 2048, 1024

@@ -1,6 +1,7 @@
 """`lowprec plan --fits`: the simulated peak by mathematics and by torch's tracker, verdicts, and what is refused."""
 
 import json
+from itertools import pairwise
 
 import pytest
 import torch
@@ -12,14 +13,14 @@ from torch.utils.checkpoint import checkpoint
 from lightning_lowprec.private import fake_gpu
 from lightning_lowprec.tools.cli import main
 from lightning_lowprec.tools.planning.fits import fits, needed, read_gpu
-from lightning_lowprec.tools.planning.memory_meter import cublas
-from lightning_lowprec.tools.planning.simulated_step import Setting, inputs_of, simulate
+from lightning_lowprec.tools.planning.inputs import inputs_of
+from lightning_lowprec.tools.planning.simulated_step import Setting, simulate
 from lightning_lowprec.tools.planning.simulation import Simulator, longest_run
 from tests import toys
 
 SIDE, ROWS = 512, 16
-STEP = 512
-"""Bytes of AdamW's count of steps, one number, as the allocator rounds it."""
+SMALL = 512
+"""Bytes of a few numbers, such as AdamW's count of steps."""
 TINY = {
     "model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 1024, "num_hidden_layers": 5,
@@ -95,7 +96,7 @@ def test_bytes_of_a_weight_by_precision(precision, weight, gradient, state):
     assert peak["weights"] == weight * size
     assert peak["gradients"] == (gradient or 0) * size
     batch = 4 * ROWS * SIDE
-    assert 0 <= peak["state"] - state * size - STEP - batch <= 16 * STEP, "scales of the codes, a table of the kernel"
+    assert 0 <= peak["state"] - state * size - batch <= 16 * SMALL, "scales of the codes, a table of the kernel"
 
 
 def test_foreach_needs_the_root_of_the_second_moments():
@@ -103,7 +104,7 @@ def test_foreach_needs_the_root_of_the_second_moments():
     foreach = simulate(on_meta(Square), inputs_of(on_meta(Square)), Setting(precision="32-true"))
     size = SIDE * SIDE
     grown = foreach["optimizer"]["temporaries"] - fused["optimizer"]["temporaries"]
-    assert 4 * size <= grown <= 4 * size + 4 * STEP
+    assert 4 * size <= grown <= 4 * size + 4 * SMALL
 
 
 def test_activations_and_what_checkpointing_leaves_of_them():
@@ -146,7 +147,7 @@ def test_torchs_own_tracker_agrees():
         theirs = max(found["Total"] for found in tracker.get_tracker_snapshot("peak").values())
     model = on_meta(Stack, 3)
     ours = simulate(model, inputs_of(model), Setting(precision="32-true", batch=2048))
-    assert sum(largest(ours).values()) - cublas((9, 0)) == pytest.approx(theirs, rel=0.01)
+    assert sum(largest(ours).values()) == pytest.approx(theirs, rel=0.01)
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-remainder", "fp8-tensorwise"])
@@ -255,13 +256,14 @@ def test_remedies_where_nothing_fits(tmp_path, capsys):
     words = ["plan", config(tmp_path), "--fits", "1.1GB", "--seq", "512", "--batch", "8", "--precisions", "bf16-mixed"]
     assert main([*words, "--json"]) == 1
     data = json.loads(capsys.readouterr().out)
-    found = {row["change"]: row["total"] for row in data["remedies"]}
-    peak = data["verdicts"][0]["total"]
-    assert found["--checkpointing"] < peak
-    assert found["precision='bf16-lean'"] < peak
-    assert found["all of these"] < min(found["--checkpointing"], found["precision='bf16-lean'"])
+    changes = {row["change"]: row["total"] for row in data["remedies"]}
+    assert {"--checkpointing", "precision='bf16-lean'"} < set(changes)
+    totals = [data["verdicts"][0]["total"], *changes.values()]
+    assert all(less <= 1.001 * more for more, less in pairwise(totals)), "each with those above"
+    assert totals[-1] < 0.8 * totals[0]
+    assert [row["fits"] for row in data["remedies"]] == [False] * (len(changes) - 1) + [True]
     assert main(words) == 1
-    assert "What would need less, simulated" in capsys.readouterr().out
+    assert "What would need less, each with those above, simulated" in capsys.readouterr().out
 
 
 def test_what_is_refused_names_the_way_out(tmp_path, capsys):
@@ -270,12 +272,15 @@ def test_what_is_refused_names_the_way_out(tmp_path, capsys):
         (["lots", "--seq", "8"], "`fits='lots'` is not valid; expected a size such as 141GB"),
         (["24GB"], "`seq` is missing: LlamaForCausalLM reads tokens"),
         (["24GB", "--seq", "8", "--devices", "4"], "`devices=4` needs `--strategy fsdp2`"),
-        (["24GB", "--seq", "8", "--strategy", "ddp"], "`strategy='ddp'` is not valid; expected one of: fsdp2"),
         (["24GB", "--seq", "8", "--batch", "0"], "`batch=0` is not valid"),
         (["24GB", "--seq", "8", "--precisions", "fp9"], "fp9"),
     ):
         assert main([*words, *more]) == 2
         assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit) as end:
+        main([*words, "24GB", "--seq", "8", "--strategy", "ddp"])
+    assert end.value.code == 2
+    assert "fsdp2" in capsys.readouterr().err
     unknown = on_meta(nn.Linear, 4, 4)
     with pytest.raises(ValueError, match=r"nothing tells what Linear reads. Name a LightningDataModule"):
         fits(unknown, "24GB")

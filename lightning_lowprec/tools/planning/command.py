@@ -27,6 +27,8 @@ from lightning_lowprec.tools.planning.source import load
 
 def run(args: Any) -> int:
     """Print the plan; return 1 if nothing converts."""
+    if args.source is None and (args.fits is not None or args.precisions is None):
+        raise ValueError("`source` is missing: give a model, or `--precisions` for the table of bit widths.")
     if args.fits is not None:
         from lightning_lowprec.tools.planning import fits
 
@@ -35,8 +37,6 @@ def run(args: Any) -> int:
         rows = [widths(name) for name in all_names()]
         print(dumps(rows) if args.json else widths_page(rows))
         return 0
-    if args.source is None:
-        raise ValueError("`source` is missing: give a model, or `--precisions` for the table of bit widths.")
     for option, value, default in (("fp8_reduce", args.fp8_reduce, False), ("copies", args.copies, 1)):
         if args.shards is None and value != default:
             raise ValueError(f"`{option}={value}` is not valid without `--shards`: say how many ranks share one copy.")

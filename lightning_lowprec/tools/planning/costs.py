@@ -89,8 +89,8 @@ def forward_share(model: nn.Module, plan: Plan) -> tuple[float | None, str]:
     if example is None:
         return None, ""
     from lightning_lowprec.precision.layer_calls import LayerCalls, WatchedForward
-    from lightning_lowprec.private.fake_gpu import tensors_of
-    from lightning_lowprec.tools.planning.simulated_step import inputs_of
+    from lightning_lowprec.private.torch import tensors_of
+    from lightning_lowprec.tools.planning.inputs import inputs_of
 
     inputs, parameter = inputs_of(model), next(model.parameters())
     batch = inputs.batch(tensors_of(example)[0].shape[0], None, parameter.device)
@@ -134,7 +134,8 @@ def footprints(model: nn.Module, plan: Plan, precision: str) -> list[Bytes]:
     coded = gathered_rows(plan, precision)
     gathered = mixed.gathered - sum(row.elements for row in coded)
     if not formats.keeps_codes:
-        return [*rows, replace(_bytes(precision, formats, total, trained), gathered=gathered)]
+        row = _bytes(precision, formats, total, trained)
+        return [*rows, replace(row, gathered=gathered) if precision not in COMPARED else row]
     converted = [row for row in plan.rows if row.kept_because is None]
     inside = sum(row.elements for row in converted), sum(row.elements for row in converted if row.trains)
     of_codes, others = _bytes("", formats, *inside), _bytes("", _formats(mixed.precision), *inside)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,24 +13,21 @@ from torch import nn
 from lightning_lowprec.names import validate_name
 from lightning_lowprec.tools.class_path import build
 from lightning_lowprec.tools.output import dumps, prints_to_stderr, working
-from lightning_lowprec.tools.planning.memory_meter import CATEGORIES, Peaks
+from lightning_lowprec.tools.planning.inputs import inputs_of
+from lightning_lowprec.tools.planning.memory_meter import CATEGORIES, Category
 from lightning_lowprec.tools.planning.pages import Table, page
-from lightning_lowprec.tools.planning.simulated_step import Setting, inputs_of, loaded_in_half, refusal
-from lightning_lowprec.tools.planning.simulation import Simulator
+from lightning_lowprec.tools.planning.simulated_step import Setting, loaded_in_bf16, refusal
+from lightning_lowprec.tools.planning.simulation import DEPTHS, Simulator
 from lightning_lowprec.tools.planning.source import load
 
 DEFAULT_NAMES: Final = (
     "bf16-mixed", "bf16-true", "bf16-master", "bf16-remainder", "bf16-sr", "bf16-8bit", "bf16-lean", "fp8-tensorwise",
     "fp8-rowwise", "fp8-tensorwise-remainder", "fp8-tensorwise-8bit",
 )  # fmt: skip
-MARGIN_SHARE: Final = 0.05
-"""Of the peak: for memory that the allocator holds in pieces that do not fit."""
-MARGIN: Final = 10**9
-"""Bytes: for CUDA's context, the kernels and NCCL."""
-_MOST_DEVICES: Final = 1024
+MARGIN_SHARE: Final = 0.05  # of the peak: for memory that the allocator holds in pieces that do not fit
+MARGIN: Final = 10**9  # bytes: for CUDA's context, the kernels and NCCL
+_DOUBLINGS: Final = 11  # of the GPUs that share a model: to 1024 of them
 _MOST_ROWS: Final = 2**20
-_CLOSE: Final = 50  # a batch is found to one fiftieth
-_STEP_DOWN: Final = 4  # guesses are rarely far too large
 UNITS: Final[Mapping[str, int]] = {"mb": 10**6, "gb": 10**9, "tb": 10**12, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 GPUS: Final[Mapping[str, tuple[int, tuple[int, int]]]] = {
     "GB300": (288, (10, 3)), "B300": (288, (10, 3)), "GB200": (186, (10, 0)), "B200": (180, (10, 0)),
@@ -41,21 +38,15 @@ GPUS: Final[Mapping[str, tuple[int, tuple[int, int]]]] = {
     "RTX 4080": (16, (8, 9)), "RTX 3090": (24, (8, 6)), "V100": (32, (7, 0)), "T4": (16, (7, 5)),
 }  # fmt: skip
 """The memory in GB that the maker names, and the compute capability."""
-_HOPPER: Final = (9, 0)
-Progress = Callable[[str], None]
-STRATEGIES: Final = ("fsdp2",)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """A GPU."""
+    """A GPU, or a memory of ``size`` bytes."""
 
     words: str
-    """As the user wrote it."""
     size: int
-    """In bytes."""
-    capability: tuple[int, int] = _HOPPER
-    """The compute capability; a Hopper GPU's where only a size is given."""
+    capability: tuple[int, int] = (9, 0)
 
 
 def read_gpu(text: str) -> Gpu:
@@ -63,8 +54,7 @@ def read_gpu(text: str) -> Gpu:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]+)\s*", text)
     if match is not None and match[2].lower() in UNITS and float(match[1]) > 0:
         return Gpu(words=text, size=round(float(match[1]) * UNITS[match[2].lower()]))
-    names = {_plain(name): name for name in GPUS}
-    name = names.get(_plain(text))
+    name = {_plain(name): name for name in GPUS}.get(_plain(text))
     if name is None:
         raise ValueError(
             f"`fits={text!r}` is not valid; expected a size such as 141GB or 80GiB ({', '.join(UNITS)}), or a GPU:"
@@ -83,21 +73,20 @@ class Verdict:
     """What one precision needs, per GPU."""
 
     precision: str
-    peak: dict[str, int]
+    change: str = ""
+    """The change of the setting for which this holds, in words."""
+    peak: Mapping[Category, int] = field(default_factory=dict)
     """Bytes by category at the moment when most are allocated; empty if the precision was not simulated."""
+    total: int = 0
+    """The peak in bytes, as ``torch.cuda.max_memory_allocated()`` shows it."""
     at: str = ""
     """The part of the step in which that is."""
     fits: bool = False
     """Whether the peak and the margin are within the memory."""
     largest_batch: int | None = None
-    """The largest batch that fits, to one fiftieth; 0 if none does; None if not looked for."""
+    """The largest batch that fits, by straight lines through simulated ones; 0 if none does; None if not looked for."""
     refused: str | None = None
     """Why the precision was not simulated, or None."""
-
-    @property
-    def total(self) -> int:
-        """The peak in bytes, as ``torch.cuda.max_memory_allocated()`` shows it."""
-        return sum(self.peak.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,13 +98,13 @@ class Report:
     """How the model trains, but for the precision."""
     verdicts: Sequence[Verdict]
     """Names that fit first, and the largest batch first among them."""
-    remedies: Sequence[tuple[str, Verdict]]
-    """If nothing fits: a change in words, and what the step would need."""
+    remedies: Sequence[Verdict]
+    """If nothing fits: what the step would need with one change after the other."""
     parameters: int
     inputs: str
     """The batch and the loss, in words."""
-    extrapolated: str | None
-    """The blocks that were not simulated, in words, or None."""
+    extrapolated: str
+    """Which blocks were simulated, in words."""
 
 
 def needed(peak: float) -> float:
@@ -129,7 +118,7 @@ def fits(
     *,
     names: Sequence[str] = DEFAULT_NAMES,
     data: Any = None,
-    progress: Progress = lambda words: None,
+    progress: Callable[[str], None] = lambda words: None,
     **options: Any,
 ) -> Report:
     """Simulate training steps with AdamW of a ``model`` on the meta device, and say which precisions fit.
@@ -141,14 +130,9 @@ def fits(
     """
     size = read_gpu(gpu)
     setting = Setting(precision="", capability=size.capability, **options)
-    for name in ("batch", "devices", "sequence"):
-        if (number := getattr(setting, name)) is not None and number < 1:
-            raise ValueError(f"`{name}={number}` is not valid; expected an integer of at least 1.")
     inputs = inputs_of(model, data)
     if inputs.reads_sequences and setting.sequence is None:
-        raise ValueError(
-            f"`seq` is missing: {type(model).__name__} reads tokens. Give their number, such as `--seq 4096`."
-        )
+        raise ValueError(f"`seq` is missing: {type(model).__name__} reads tokens. Give it, such as `--seq 4096`.")
     for name in names:
         validate_name(name)
     simulator = Simulator(model, inputs)
@@ -158,106 +142,75 @@ def fits(
         verdicts.append(_verdict(simulator, replace(setting, precision=name), size.size))
     verdicts.sort(key=lambda v: (v.refused is not None, not v.fits, -(v.largest_batch or 0), v.total))
     simulated = [verdict for verdict in verdicts if verdict.refused is None]
-    remedies: list[tuple[str, Verdict]] = []
-    if simulated and not any(verdict.fits for verdict in simulated):
+    remedies: list[Verdict] = []
+    if simulated and not simulated[0].fits:
         least = min(simulated, key=lambda v: v.total).precision
         remedies = _remedies(simulator, replace(setting, precision=least), size.size, progress)
+    run, extrapolated = simulator.run, "All blocks are simulated."
+    if run is not None:
+        extrapolated = f"Extended from {DEPTHS[0]} and {DEPTHS[1]} to all {run.length} equal blocks of {run.fqn!r}."
     return Report(
         gpu=size, setting=setting, verdicts=verdicts, remedies=remedies, inputs=inputs.words,
-        parameters=sum(p.numel() for p in model.parameters()), extrapolated=simulator.words,
+        parameters=sum(p.numel() for p in model.parameters()), extrapolated=extrapolated,
     )  # fmt: skip
 
 
-def _verdict(simulator: Simulator, setting: Setting, size: int, *, batches: bool = True) -> Verdict:
-    """Simulate one setting; ``batches``: also look for the largest batch."""
-    reason = refusal(setting.precision)
-    if reason is not None:
-        return Verdict(precision=setting.precision, peak={}, refused=reason)
+def _verdict(simulator: Simulator, setting: Setting, size: int, change: str = "") -> Verdict:
+    """Simulate one setting, and without a ``change`` look for the largest batch."""
+    verdict = Verdict(precision=setting.precision, change=change, refused=refusal(setting.precision))
+    if verdict.refused is not None:
+        return verdict
     try:
         peaks = simulator.peaks(setting)
-        largest = _largest_batch(simulator, setting, size) if batches else None
-    except (ValueError, RuntimeError, ImportError) as error:
-        return Verdict(precision=setting.precision, peak={}, refused=str(error).splitlines()[0])
-    at = max(peaks, key=lambda stretch: sum(peaks[stretch].values()))
-    return Verdict(
-        precision=setting.precision, peak=peaks[at], at=at, fits=_fit(peaks, size), largest_batch=largest,
-    )  # fmt: skip
-
-
-def _fit(peaks: Peaks, size: int) -> bool:
-    return all(needed(sum(peak.values())) <= size for peak in peaks.values())
+        largest = None if change else _largest_batch(simulator, setting, size)
+    except (ValueError, ImportError) as error:
+        return replace(verdict, refused=str(error).splitlines()[0])
+    totals = {stretch: sum(peak.values()) for stretch, peak in peaks.items()}
+    at = max(totals, key=lambda stretch: totals[stretch])
+    fit = needed(totals[at]) <= size
+    return replace(verdict, peak=peaks[at], total=totals[at], at=at, fits=fit, largest_batch=largest)
 
 
 def _largest_batch(simulator: Simulator, setting: Setting, size: int) -> int:
-    """Return the largest batch that fits, simulated, as the batch above it: a line is a guess from below."""
+    """Return the largest batch that fits: where straight lines through the peaks of two batches meet the memory.
 
-    def fits_with(batch: int) -> bool:
-        return _fit(simulator.peaks(replace(setting, batch=batch)), size)
-
-    least = setting.batch if fits_with(setting.batch) else 1 if setting.batch > 1 and fits_with(1) else 0
-    if not least:
-        return 0
-    one, two = (simulator.peaks(replace(setting, batch=n * least)) for n in (1, 2))
-    above = first_guess(one, two, least, size)
-    if fits_with(above):
-        return above
-    while above - least > max(1, least // _CLOSE):
-        between = above - max(1, (above - least) // _STEP_DOWN)
-        least, above = (between, above) if fits_with(between) else (least, between)
-    return least
-
-
-def _remedies(simulator: Simulator, least: Setting, size: int, progress: Progress) -> list[tuple[str, Verdict]]:
-    """Simulate what may help, alone and together, for the precision that needs the least."""
-
-    def verdict_on(words: str, changed: Setting) -> tuple[str, Verdict]:
-        progress(words)
-        return words, _verdict(simulator, changed, size, batches=False)
-
-    remedies, together = [], least
-    for words, change in _changes(least):
-        remedies.append(verdict_on(words, replace(least, **change)))
-        if remedies[-1][1].refused is None:
-            together = replace(together, **change)
-    remedies.append(verdict_on("all of these", together))
-    if least.sequence is not None and least.sequence > 1:
-        shorter = replace(together, sequence=least.sequence // 2)
-        remedies.append(verdict_on("all of these, half the sequence", shorter))
-    remedies = [(words, verdict) for words, verdict in remedies if verdict.refused is None]
-    devices = least.devices
-    while devices < _MOST_DEVICES:
-        devices *= 2
-        sharded = replace(together, devices=devices)
-        words, verdict = verdict_on(f"all of these, --devices {devices} --strategy fsdp2", sharded)
-        if verdict.fits:
-            return [*remedies, (words, verdict)]
-    return remedies
-
-
-def _changes(setting: Setting) -> list[tuple[str, dict[str, Any]]]:
-    """Return what can be changed, in words, and the fields."""
-    smaller = "bf16-lean" if "lean" not in setting.precision else "bf16-lean-sr"
-    changes: list[tuple[str, dict[str, Any]]] = [
-        ("AdamW(fused=True) (--fused)", {"fused": True}),
-        ("--checkpointing", {"checkpointing": True}),
-        (f"precision={smaller!r}", {"precision": smaller}),
-        ("head='chunked' of the plugin", {"options": {**setting.options, "head": "chunked"}}),
-    ]
-    return [(words, fields) for words, fields in changes if replace(setting, **fields) != setting]
-
-
-def first_guess(peaks: Peaks, double: Peaks, batch: int, size: int) -> int:
-    """Return a batch that may fit; no larger batch does, because memory grows by more per row, never by less.
-
-    ``peaks`` are those of ``batch`` rows, which fit ``size`` bytes; ``double`` those of twice the batch.
+    The second lines go through batches that are near.
     """
-    limit = (size - MARGIN) / (1 + MARGIN_SHARE)
-    best = float(_MOST_ROWS)
-    for stretch, peak in peaks.items():
-        here, there = sum(peak.values()), sum(double[stretch].values())
-        if there > here:
-            best = min(best, batch + (limit - here) * batch / (there - here))
-    return int(best)
+    limit, least, largest = (size - MARGIN) / (1 + MARGIN_SHARE), setting.batch, 0
+    for _ in range(2):
+        fewer, more = (simulator.peaks(replace(setting, batch=rows)) for rows in (least, 2 * least))
+        batches = [float(_MOST_ROWS)]
+        for stretch, peak in fewer.items():
+            here, there = sum(peak.values()), sum(more[stretch].values())
+            if there > here:
+                batches.append(least * (1 + (limit - here) / (there - here)))
+        largest = max(0, int(min(batches)))
+        least = max(1, largest // 2)
+    return largest
+
+
+def _remedies(simulator: Simulator, least: Setting, size: int, progress: Callable[[str], None]) -> list[Verdict]:
+    """Try what may help the precision that needs the least, one change after the other, until the model fits."""
+    smaller = "bf16-lean" if "lean" not in least.precision else "bf16-lean-sr"
+    changes: dict[str, dict[str, Any]] = {
+        "AdamW(fused=True) (--fused)": {"fused": True},
+        "--checkpointing": {"checkpointing": True},
+        f"precision={smaller!r}": {"precision": smaller},
+        "head='chunked' of the plugin": {"options": {**least.options, "head": "chunked"}},
+    }
+    numbers = (least.devices * 2**n for n in range(1, _DOUBLINGS))
+    changes |= {f"--devices {number} --strategy fsdp2": {"devices": number} for number in numbers}
+    remedies, together = [], least
+    for words, change in changes.items():
+        progress(words)
+        changed = replace(together, **change)
+        verdict = _verdict(simulator, changed, size, words)
+        if changed != together and verdict.refused is None:
+            together = changed
+            remedies.append(verdict)
+        if verdict.fits:
+            break
+    return remedies
 
 
 # ---- the command
@@ -265,15 +218,8 @@ def first_guess(peaks: Peaks, double: Peaks, batch: int, size: int) -> int:
 
 def run(args: Any) -> int:
     """Print the report; return 1 if no precision fits."""
-    if args.strategy is not None and args.strategy not in STRATEGIES:
-        raise ValueError(f"`strategy={args.strategy!r}` is not valid; expected one of: {', '.join(STRATEGIES)}.")
     if args.devices > 1 and args.strategy is None:
-        raise ValueError(
-            f"`devices={args.devices}` needs `--strategy fsdp2`: other strategies hold all of the model on every GPU,"
-            " so leave `--devices` out for them."
-        )
-    if args.source is None:
-        raise ValueError("`source` is missing: give a model, such as a folder with a config.json or my.py:Model.")
+        raise ValueError(f"`devices={args.devices}` needs `--strategy fsdp2`: others put the model on every GPU.")
     names = tuple(args.precisions.split(",")) if args.precisions else DEFAULT_NAMES
     with working("building the model") as shown, prints_to_stderr(wanted=args.json):
         source = load(args.source, args.args or {})
@@ -284,15 +230,8 @@ def run(args: Any) -> int:
         )  # fmt: skip
     if args.markdown is not None:
         Path(args.markdown).write_text(f"{fits_page(report, source.origin, markdown=True)}\n", encoding="utf-8")
-    data = {
-        "source": source.origin,
-        "simulated": True,
-        "devices": report.setting.devices,
-        **asdict(report),
-        "verdicts": [{**asdict(verdict), "total": verdict.total} for verdict in report.verdicts],
-        "remedies": [{"change": words, **asdict(v), "total": v.total} for words, v in report.remedies],
-        "margin": {"share": MARGIN_SHARE, "bytes": MARGIN},
-    }
+    data = {"source": source.origin, "simulated": True, "devices": args.devices, **asdict(report)}
+    data["margin"] = {"share": MARGIN_SHARE, "bytes": MARGIN}
     print(dumps(data) if args.json else fits_page(report, source.origin))
     return 0 if any(verdict.fits for verdict in report.verdicts) else 1
 
@@ -304,66 +243,48 @@ def _first_batch(path: str | None, arguments: Mapping[str, Any]) -> Any:
     if hasattr(data, "prepare_data"):
         data.prepare_data()
         data.setup("fit")
-    loader = data.train_dataloader() if hasattr(data, "train_dataloader") else data
-    return next(iter(loader))
+    return next(iter(data.train_dataloader() if hasattr(data, "train_dataloader") else data))
 
 
 def fits_page(report: Report, origin: str, *, markdown: bool = False) -> str:
     """Return the report of ``--fits``."""
-    verdicts = [verdict for verdict in report.verdicts if verdict.refused is None]
-    answer = {True: "yes", False: "no"}
-    rows = [
-        [
-            verdict.precision, *(_gigabytes(verdict.peak[category]) for category in CATEGORIES),
-            _gigabytes(verdict.total), verdict.at.split()[0], answer[verdict.fits], str(verdict.largest_batch),
-        ]
-        for verdict in verdicts
-    ]  # fmt: skip
-    remedies = [[change, v.precision, _gigabytes(v.total), answer[v.fits]] for change, v in report.remedies]
-    parts: list[Table | Sequence[str]] = [
-        _heading(report, origin),
-        Table([["precision (GB)", *CATEGORIES, "peak", "in", "fits", "largest batch"], *rows]),
-        [_conclusion(report)],
+    setting, answer = report.setting, {True: "yes", False: "no"}
+    how = [
+        f"{origin}: {report.parameters / 1e9:.2f} B parameters; batch {setting.batch} per GPU",
+        f"{setting.sequence} tokens" if setting.sequence is not None else "",
+        f"AdamW ({'fused' if setting.fused else 'foreach, the default of torch'})",
+        "blocks computed again in the backward" if setting.checkpointing else "",
+        f"{setting.devices} GPUs with strategy='fsdp2', state of one computed" if setting.devices > 1 else "",
     ]
-    if remedies:
-        changes = Table([["change", "precision", "peak", "fits"], *remedies])
-        parts += [["What would need less, simulated (GB):"], changes]
-    parts.append([f"not simulated: {v.precision}: {v.refused}" for v in report.verdicts if v.refused is not None])
-    return page(parts, markdown=markdown)
-
-
-def _heading(report: Report, origin: str) -> list[str]:
-    setting = report.setting
-    shape = f"batch {setting.batch} per GPU" + (f", {setting.sequence} tokens" if setting.sequence is not None else "")
-    optimizer = f"AdamW ({'fused' if setting.fused else 'foreach, the default of torch'})"
-    blocks = ", blocks computed again in the backward" if setting.checkpointing else ""
-    ranks = f"; {setting.devices} GPUs, strategy='fsdp2', figures of one" if setting.devices > 1 else ""
-    lines = [
-        f"{origin}: {report.parameters / 1e9:.2f} B parameters; {shape}; {optimizer}{blocks}{ranks}.",
+    halves = [verdict.precision for verdict in report.verdicts if loaded_in_bf16(verdict.precision)]
+    heading = [
+        f"{', '.join(filter(None, how))}.",
         "Simulated, not measured: two steps on tensors without values; peak as torch.cuda.max_memory_allocated().",
         f"Batch and loss: {report.inputs}.",
+        report.extrapolated,
+        *([f"{', '.join(halves)}: the model is loaded in bf16, with `dtype=torch.bfloat16`."] if halves else []),
     ]
-    halves = [verdict.precision for verdict in report.verdicts if loaded_in_half(verdict.precision)]
-    if halves:
-        lines.append(f"{', '.join(halves)}: the model is loaded in bf16, with `dtype=torch.bfloat16`.")
-    if report.extrapolated is not None:
-        lines.append(f"Figures are {report.extrapolated}.")
-    if setting.devices > 1:
-        lines.append(
-            "State per GPU and gathered weights are computed, activations simulated; gathered weights: at most."
-        )
-    return lines
+    header = ["precision (GB)", *CATEGORIES, "peak", "in", "fits", "largest batch"]
+    rows = [
+        [v.precision, *map(_gigabytes, (*v.peak.values(), v.total)), v.at, answer[v.fits], str(v.largest_batch)]
+        for v in report.verdicts
+        if v.refused is None
+    ]
+    parts: list[Table | Sequence[str]] = [heading, Table([header, *rows]), [_conclusion(report)]]
+    if report.remedies:
+        remedies = [[v.change, v.precision, _gigabytes(v.total), answer[v.fits]] for v in report.remedies]
+        changes = Table([["change", "precision", "peak", "fits"], *remedies])
+        parts += [["What would need less, each with those above, simulated (GB):"], changes]
+    parts.append([f"not simulated: {v.precision}: {v.refused}" for v in report.verdicts if v.refused is not None])
+    return page(parts, markdown=markdown)
 
 
 def _conclusion(report: Report) -> str:
     margin = f"{MARGIN_SHARE:.0%} of the peak + {MARGIN / 1e9:g} GB"
     gpu = f"{report.gpu.words}: a peak fits with a margin of {margin} (fragmentation; CUDA's context)"
-    best = next((v for v in report.verdicts if v.fits), None)
+    best = next((v for v in report.verdicts if v.largest_batch), None)
     if best is not None:
         return f"{gpu}. Largest batch: {best.precision}, {best.largest_batch}."
-    smaller = max((v.largest_batch or 0 for v in report.verdicts), default=0)
-    if smaller:
-        return f"{gpu}. None fits with batch {report.setting.batch}; with batch {smaller} one does."
     least = min((v.total for v in report.verdicts if v.refused is None), default=0)
     return f"{gpu}. None fits: the least needs {_gigabytes(needed(least))} GB with the margin."
 

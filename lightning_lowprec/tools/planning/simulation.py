@@ -1,9 +1,8 @@
 """Simulate a model with few of its equal blocks, and extend the figures to all of them.
 
-Every block adds the same to what lives at any moment of a step: its weights, gradients and state, and its activations
-until its backward. So the memory at each moment is a constant plus a number per block. Two depths give both. The
-moments are stretches of a step: the forward, the backward before the blocks, of the last block, of those between, of
-the first, and the optimizer's step.
+Every block adds the same to what lives at a moment of a step: its weights, gradients and state, and its activations
+until its backward. So the peaks of the forward, the backward and the optimizer's step are straight lines over the
+number of blocks. Two depths give the lines.
 
 Of one rank of ``strategy="fsdp2"``, weights, gradients and state are computed and activations simulated.
 """
@@ -11,27 +10,24 @@ Of one rank of ``strategy="fsdp2"``, weights, gradients and state are computed a
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
-from typing import Any, Final, final
+from typing import Any, Final, NamedTuple, final
 
 from torch import nn
 
 from lightning_lowprec import names
 from lightning_lowprec.conversion.name_suffixes import MASTERS, split
 from lightning_lowprec.conversion.plan import make_plan
-from lightning_lowprec.tools.planning.costs import COMPARED, footprints, per_rank
-from lightning_lowprec.tools.planning.memory_meter import ACTIVATIONS, STATE, TEMPORARIES, Peaks
-from lightning_lowprec.tools.planning.simulated_step import OPTIMIZER, SET_UP, Inputs, Setting, simulate
+from lightning_lowprec.tools.planning.costs import footprints, per_rank
+from lightning_lowprec.tools.planning.inputs import Inputs
+from lightning_lowprec.tools.planning.memory_meter import Peaks
+from lightning_lowprec.tools.planning.simulated_step import OPTIMIZER, Setting, simulate
 
-DEPTHS: Final = (3, 4)
-"""Numbers of blocks that are simulated: the first, the last, and one or two between."""
-_FIRST, _BETWEEN, _LAST = 0, 1, 2
+DEPTHS: Final = (3, 4)  # numbers of blocks that are simulated
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """Equal blocks in a row: positions ``start`` to ``start + length - 1`` of the list at ``fqn``."""
 
     fqn: str
@@ -41,18 +37,15 @@ class Run:
 
 def longest_run(model: nn.Module) -> Run | None:
     """Return the equal blocks with the most parameters, or None if no list has more of them than are simulated."""
-    best, most = None, 0
+    runs: dict[Run, int] = {}
     for fqn, stack in model.named_modules():
-        if not isinstance(stack, nn.ModuleList | nn.Sequential) or len(stack) <= max(DEPTHS):
-            continue
         start = 0
-        for _, same in groupby(stack, key=_shape):
+        for _, same in groupby(stack if isinstance(stack, nn.ModuleList | nn.Sequential) else (), key=_shape):
             blocks = list(same)
-            size = sum(p.numel() for block in blocks for p in block.parameters())
-            if len(blocks) > max(DEPTHS) and size > most:
-                best, most = Run(fqn, start, len(blocks)), size
+            if len(blocks) > max(DEPTHS):
+                runs[Run(fqn, start, len(blocks))] = sum(p.numel() for block in blocks for p in block.parameters())
             start += len(blocks)
-    return best
+    return max(runs, key=lambda run: runs[run], default=None)
 
 
 def _shape(block: nn.Module) -> Any:
@@ -67,17 +60,8 @@ class Simulator:
     def __init__(self, model: nn.Module, inputs: Inputs) -> None:
         self.inputs = inputs
         self.run = longest_run(model)
-        self._whole = model
-        self._model = model if self.run is None else _cut(model, self.run, max(DEPTHS))
+        self._model = model
         self._simulated: dict[str, Peaks] = {}
-
-    @property
-    def words(self) -> str | None:
-        """The blocks that are not simulated, in words, or None."""
-        if self.run is None:
-            return None
-        shown = " and ".join(map(str, DEPTHS))
-        return f"extrapolated from {shown} to all {self.run.length} equal blocks of {self.run.fqn!r}"
 
     def peaks(self, setting: Setting) -> Peaks:
         """Return the peak of every stretch of a step: bytes by category."""
@@ -87,44 +71,30 @@ class Simulator:
         return self._simulated[key]
 
     def _simulate(self, setting: Setting) -> Peaks:
-        run = self.run
-        if run is None:
-            return simulate(copy.deepcopy(self._model), self.inputs, setting)
-        peaks = []
-        for depth in DEPTHS:
-            model = _cut(self._model, replace(run, length=max(DEPTHS)), depth)
-            blocks = [f"{run.fqn}.{run.start + position}.".lstrip(".") for position in range(depth)]
-            numbers = dict.fromkeys(blocks, _BETWEEN) | {blocks[0]: _FIRST, blocks[-1]: _LAST}
-            peaks.append(simulate(model, self.inputs, setting, blocks=numbers))
-        return extended(*peaks, at=DEPTHS, to=run.length)
+        if self.run is None:
+            return simulate(self._model, self.inputs, setting)
+        few, more = (simulate(_cut(self._model, self.run, depth), self.inputs, setting) for depth in DEPTHS)
+        times = (self.run.length - DEPTHS[0]) / (DEPTHS[1] - DEPTHS[0])
+        return {
+            stretch: {name: round(size + times * (more[stretch][name] - size)) for name, size in peak.items()}
+            for stretch, peak in few.items()
+        }
 
     def _of_one_rank(self, setting: Setting) -> Peaks:
         """The shards stand under ``state``; gathered weights, and gradients on their way, under ``temporaries``."""
-        precision, model = setting.precision, self._whole
-        name = names.TABLE.get(precision)
-        converts = name is not None and name.backend is not None
-        plan = make_plan(model)
-        sizes = footprints(model, plan, precision)
-        if not converts:
-            sizes = sizes[:-1]
-        layout = precision if converts or precision in COMPARED else "bf16-mixed"
-        ranks = [rank for rank in per_rank(model, plan, sizes, shards=setting.devices) if rank.precision == layout]
+        precision, plan = setting.precision, make_plan(self._model)
+        sizes = footprints(self._model, plan, precision)[-1:]
+        ranks = per_rank(self._model, plan, sizes, shards=setting.devices)
         if not ranks:
             raise ValueError(f"`precision={precision!r}` does not run under strategy='fsdp2'.")
-        rank = ranks[-1]
-        on_one = self.peaks(replace(setting, devices=1, precision=_of_gathered(precision, converts=converts)))
-        return {
-            stretch: {
-                **dict.fromkeys(peak, 0),
-                STATE: round(rank.state),
-                ACTIVATIONS: peak[ACTIVATIONS],
-                TEMPORARIES: peak[TEMPORARIES] // setting.devices
-                if stretch == OPTIMIZER
-                else peak[TEMPORARIES] + rank.in_flight,
-            }
-            for stretch, peak in on_one.items()
-            if stretch != SET_UP  # shards are set up from the meta device
-        }
+        peaks: Peaks = {}
+        for stretch, on_one in self.peaks(replace(setting, devices=1, precision=_without_casts(precision))).items():
+            own = on_one["temporaries"]
+            peaks[stretch] = dict.fromkeys(on_one, 0)
+            peaks[stretch]["state"] = round(ranks[0].state)
+            peaks[stretch]["activations"] = on_one["activations"]
+            peaks[stretch]["temporaries"] = own // setting.devices if stretch == OPTIMIZER else own + ranks[0].in_flight
+        return peaks
 
 
 def _cut(model: nn.Module, run: Run, depth: int) -> nn.Module:
@@ -138,21 +108,12 @@ def _cut(model: nn.Module, run: Run, depth: int) -> nn.Module:
     return copied
 
 
-def extended(few: Peaks, more: Peaks, *, at: tuple[int, int], to: int) -> Peaks:
-    """Return the line through two depths, at a third one, by stretch and category."""
-    steps = (to - at[0]) / (at[1] - at[0])
-
-    def line(start: Mapping[str, int], end: Mapping[str, int]) -> dict[str, int]:
-        return {name: round(start[name] + steps * (end[name] - start[name])) for name in start}
-
-    return {stretch: line(few[stretch], more[stretch]) for stretch in few if stretch in more}
-
-
-def _of_gathered(precision: str, *, converts: bool) -> str:
+def _without_casts(precision: str) -> str:
     """Return the name whose weights have on one GPU the dtype in which FSDP2 gathers them: no casts are kept."""
     if precision in ("32-true", "bf16-true"):
         return precision
     stem, suffix = split(precision)
-    if not converts:
+    row = names.TABLE.get(precision)
+    if row is None or row.backend is None:
         return "bf16-sr"
     return f"{stem if suffix in MASTERS else precision}-sr"
