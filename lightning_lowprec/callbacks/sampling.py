@@ -12,7 +12,7 @@ Between `disarm` and the next `arm` nothing of this exists.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -124,7 +124,8 @@ class Sampler:
             if isinstance(numerics, LayerNumerics):
                 values = _values(site, numerics)[0] if self.on else None
                 taken = None if self.on is None else (input.detach(), values)
-                on_gradient(output, partial(self._on_gradient, numbers[index], numerics, taken))
+                register: Any = whole(output).register_hook  # `output` may be a part of padded rows
+                register(partial(self._on_gradient, numbers[index], numerics, taken))
 
     def _look(self, site: Site, numbers: Tensor, input: Tensor, output: Tensor) -> None:
         numerics, layer = site.backend.numerics(site.layer), site.layer
@@ -268,9 +269,3 @@ def named_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield all modules by the name that they have without compilation and checkpointing."""
     for fqn, module in model.named_modules():
         yield clean(f"{fqn}.").removesuffix("."), module
-
-
-def on_gradient(output: Tensor, function: Callable[[Tensor], None]) -> None:
-    """Call ``function`` with the gradient of ``output``, or of the padded rows of which ``output`` is a part."""
-    register: Any = whole(output).register_hook
-    register(function)

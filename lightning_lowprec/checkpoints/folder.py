@@ -57,15 +57,12 @@ SAVE: Final = "lightning_lowprec_save"
 FORMAT: Final = 2
 CHECKSUM: Final = b', "crc32": '
 """Ends the manifest; the CRC-32 of all bytes before follows."""
-PROGRESS: Final = ("epoch", "global_step", "step")
-"""Counters of Trainer and, by convention, Fabric users; stored for whoever reads the manifest."""
 HEADER: Final = b"lightning_lowprec save "
 HEADER_BYTES: Final = 64
 """The alignment of tensors in torch's archives stays."""
 _WAY_OUT: Final = "Load another checkpoint."
 TABLE: Final = ".metadata"
 _METADATA: Final = "torch.distributed.checkpoint.metadata"
-_SHARDED: Final = "torch.distributed._shard.sharded_tensor.metadata"
 _ENCODING: Final = "_MEM_FORMAT_ENCODING"
 _OF_METADATA: Final = (
     "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
@@ -74,8 +71,8 @@ _OF_METADATA: Final = (
 NAMES: Final = {
     *((_METADATA, name) for name in _OF_METADATA),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    (_SHARDED, "TensorProperties"),  # of torch before 2.3
-    (_SHARDED, "MEM_FORMAT_ENCODING"),
+    ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"),  # of torch before 2.3
+    ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"),
     ("torch.serialization", "_get_layout"),
     ("torch", "Size"),
     ("collections", "OrderedDict"),
@@ -209,12 +206,12 @@ class Manifest:
     records: Mapping[str, FileRecord]
 
     def write(self, folder: Path, rest: Mapping[str, Any]) -> None:
-        """Write the manifest, on rank 0, as the last file of the folder; ``rest`` has the progress."""
+        """Write the manifest, on rank 0, as the last file of the folder; ``rest`` may hold counters, for readers."""
         content = {
             "format": FORMAT,
             "save": self.save,
             "torch": torch.__version__,
-            **{name: rest[name] for name in PROGRESS if type(rest.get(name)) is int},
+            **{name: rest[name] for name in ("epoch", "global_step", "step") if type(rest.get(name)) is int},
             "files": {name: {"size": r.size, "crc32": f"{r.crc32:08x}"} for name, r in self.records.items()},
         }
         text = json.dumps(content).encode().removesuffix(b"}")

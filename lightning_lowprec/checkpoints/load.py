@@ -1,9 +1,7 @@
 """Load a sharded model and its optimizers, from and into any precision, by any number of ranks.
 
 A checkpoint is a file of whole tensors or a folder of shards, of this package or of Lightning's ModelParallelStrategy
-and FSDPStrategy. To read a folder, torch fills tensors that it is given, so its reader must know beforehand what is
-stored: the folder's table of contents says which state an optimizer has, its dtypes, and how it is nested. State is
-read into tensors that are sharded like the parameter of that name.
+and FSDPStrategy. State is read into tensors that are sharded like the parameter of that name.
 
 If the weights are half precision, a float32 ``master_param`` is stored beside the moments. Loaded into float32 weights,
 the masters become the weights. Loaded into an optimizer that keeps masters, float32 weights become the masters.
@@ -27,15 +25,7 @@ from typing_extensions import override
 from lightning_lowprec.checkpoints import files, optimizer_state
 from lightning_lowprec.checkpoints.agreement import on_all_ranks, on_rank_zero, rank_and_ranks
 from lightning_lowprec.checkpoints.folder import EntryPath, ShardFolder
-from lightning_lowprec.checkpoints.optimizer_state import (
-    by_fqn,
-    clean,
-    empty,
-    named_parameters,
-    place,
-    rows_of_blocks,
-    unpacked,
-)
+from lightning_lowprec.checkpoints.optimizer_state import by_fqn, clean, named_parameters, place, unpacked
 from lightning_lowprec.checkpoints.save import find
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.masters.moments import MASTER_PARAM, MASTER_REMAINDER, decoded_entry, joined
@@ -139,15 +129,14 @@ class StoredFolder(StoredCheckpoint):
     def _memory(self, entry: str, like: Tensor | None) -> Tensor:
         """Return a tensor to read into; ``like`` is the parameter, if the entry is its state."""
         tensors = self._folder.tensors
-        size, dtype = tensors[entry].size, tensors[entry].properties.dtype
-        if like is None:
-            return torch.empty(size, dtype=dtype)
+        size = tensors[entry].size
         prefix, _, name = entry.rpartition(".")
-        if f"{prefix}.{optimizer_state.CLASS}" not in self._folder.paths:
-            return empty(size, dtype, like, rows_of_blocks(name, like))
-        block_size = like.numel() // tensors[f"{prefix}.scale"].size.numel()
-        rows = name != "qmap" and optimizer_state.keeps_blocks(block_size, like)
-        return empty(size, dtype, like, like.placements if rows and isinstance(like, DTensor) else ())
+        placements = None if like is None else optimizer_state.placements_of(name, size, like)
+        if like is not None and f"{prefix}.{optimizer_state.CLASS}" in self._folder.paths:
+            block_size = like.numel() // tensors[f"{prefix}.scale"].size.numel()
+            rows = name != "qmap" and optimizer_state.keeps_blocks(block_size, like)
+            placements = like.placements if rows and isinstance(like, DTensor) else None
+        return optimizer_state.empty(size, tensors[entry].properties.dtype, like, placements)
 
 
 def open_checkpoint(path: Path, weights_only: bool | None = None, *, verify: bool = True) -> StoredCheckpoint:

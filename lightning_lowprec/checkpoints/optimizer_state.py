@@ -1,15 +1,13 @@
 """Collect and load the state of an optimizer by the names of its parameters, without a step.
 
-``get_optimizer_state_dict`` and ``set_optimizer_state_dict`` of torch initialise empty state by a step with zero
-gradients and a learning rate of zero. That step has effects: on stochastic rounding, on schedulers and hooks, and with
-optimizers that ignore the learning rate. The functions here load exactly what a checkpoint holds.
+torch's functions for this initialise empty state by a step with zero gradients and a learning rate of zero. That step
+has effects: on stochastic rounding, on schedulers and hooks, and with optimizers that ignore the learning rate.
 
-The quantised state of torchao (AdamW8bit, AdamW4bit, AdamWFp8) is stored as plain tensors, bit for bit. A quantised
-tensor has codes and one scale per block of consecutive elements. If it is sharded by rows, the codes and scales of all
-ranks follow each other in the whole tensor. So they are stored as tensors that are sharded by their first dimension.
-That needs no pickle, and no resharding by torchao, which supports whole blocks of some classes only. If the shards of
-another number of ranks would cut a block, the state is loaded dequantised. torchao quantises a local shard that has at
-least 4096 elements and whole blocks.
+The quantised state of torchao (AdamW8bit, AdamW4bit, AdamWFp8) is stored as plain tensors, bit for bit: codes, and one
+scale per block of consecutive elements. If it is sharded by rows, the codes and scales of all ranks follow each other
+in the whole tensor, so they are stored as tensors that are sharded by their first dimension. If the shards of another
+number of ranks would cut a block, the state is loaded dequantised. torchao quantises a local shard that has at least
+4096 elements and whole blocks.
 """
 
 from __future__ import annotations
@@ -134,12 +132,9 @@ def placed(state: Mapping[str, Any], params: Mapping[str, Tensor]) -> StateDict:
     """Shard whole state tensors like their parameters, quantised state too."""
 
     def placed_like(name: str, value: Any, like: Tensor) -> Any:
-        rows = rows_of_blocks(name, like)
-
         def one(tensor: Tensor) -> Tensor:
-            if rows is not None:
-                return place(tensor, like, rows)
-            return place(tensor, like) if is_placed_like(tensor.shape, like) else tensor.detach().clone()
+            placements = placements_of(name, tensor.shape, like)
+            return tensor.detach().clone() if placements is None else place(tensor, like, placements)
 
         return unpacked(packed(value), like, one)
 
@@ -147,11 +142,6 @@ def placed(state: Mapping[str, Any], params: Mapping[str, Tensor]) -> StateDict:
         fqn: {name: placed_like(name, value, params[fqn]) for name, value in entry.items()}
         for fqn, entry in state.items()
     }
-
-
-def rows_of_blocks(name: str, like: Tensor) -> Sequence[Placement] | None:
-    """Return how the exponents of coded state are sharded, (rows, blocks per row); None for any other state."""
-    return like.placements if name.endswith(EXPONENTS) and isinstance(like, DTensor) else None
 
 
 def unpacked(value: Any, like: Tensor, one: Callable[[Tensor], Tensor] = lambda t: t) -> Any:
@@ -222,21 +212,23 @@ def _fqns(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
 # ---- whole tensors as the shards of this rank, and back
 
 
-def _placements_like(shape: Sequence[int], like: DTensor) -> list[Placement]:
-    """Return how to shard a tensor of optimizer state whose parameter is ``like``.
+def placements_of(name: str, shape: Sequence[int], like: Tensor) -> Sequence[Placement] | None:
+    """Return how the state ``name`` of a parameter ``like`` is sharded; None: it is whole on every rank, as a counter.
 
-    The tensor is sharded as the parameter is, in the dimensions that both have with the same size. Adafactor's row
-    factors (out, 1) are sharded as the rows of the weight are; its column factors (1, in) are whole on every rank.
+    The exponents of coded state, (rows, blocks per row), are sharded as the parameter is; other tensors in the
+    dimensions that both have with the same size. Adafactor's row factors (out, 1) are sharded as the rows of the weight
+    are; its column factors (1, in) are whole on every rank.
     """
+    if not isinstance(like, DTensor):
+        return None
+    if name.endswith(EXPONENTS):
+        return like.placements
+    if len(shape) == 0 or len(shape) != like.ndim:
+        return None
     return [
         Replicate() if isinstance(p, Shard) and shape[p.dim : p.dim + 1] != like.shape[p.dim : p.dim + 1] else p
         for p in like.placements
     ]
-
-
-def is_placed_like(shape: Sequence[int], like: Tensor) -> bool:
-    """Return whether state of this shape is a DTensor if its parameter ``like`` is one; counters are not."""
-    return isinstance(like, DTensor) and len(shape) > 0 and len(shape) == like.ndim
 
 
 @torch.no_grad()
@@ -247,18 +239,15 @@ def place(whole: Tensor, like: Tensor, placements: Sequence[Placement] | None = 
     if whole.dtype in _SENT_AS:
         return _viewed(place(whole.view(_SENT_AS[whole.dtype]), like, placements), whole.dtype)
     on_device = whole.detach().to(like.device_mesh.device_type)
-    placements = placements or _placements_like(whole.shape, like)
-    placed = distribute_tensor(on_device, like.device_mesh, placements, src_data_rank=None)
+    placed = distribute_tensor(on_device, like.device_mesh, placements or like.placements, src_data_rank=None)
     return placed.to(like.device).clone()
 
 
 def empty(
-    shape: Sequence[int], dtype: torch.dtype, like: Tensor, placements: Sequence[Placement] | None = None
+    shape: Sequence[int], dtype: torch.dtype, like: Tensor | None, placements: Sequence[Placement] | None
 ) -> Tensor:
     """Return a tensor to be filled: a DTensor if there are placements for it, else a whole tensor on every rank."""
-    if placements is None and is_placed_like(shape, like) and isinstance(like, DTensor):
-        placements = _placements_like(shape, like)
-    if not placements or not isinstance(like, DTensor):
+    if placements is None or not isinstance(like, DTensor):
         return torch.empty(tuple(shape), dtype=dtype)
     sharded = torch.distributed.tensor.empty(*shape, dtype=dtype, device_mesh=like.device_mesh, placements=placements)
     return sharded.to(like.device)
@@ -288,12 +277,11 @@ def check_optimizer(optimizer: Optimizer) -> None:
     # torch's cache looks at the outside of a DTensor only, and would run a kernel on shards of another format
     # (pytorch#188390)
     disable_autograd_cache()
-    if cls.__name__.startswith("_"):  # its plain AdamW
-        return
     dtypes = {p.dtype for group in optimizer.param_groups for p in group["params"]}
-    for dtype in dtypes.intersection(HALF_DTYPES):
+    half = dtypes.intersection(HALF_DTYPES)
+    if half and not cls.__name__.startswith("_"):  # its plain AdamW
         raise ValueError(
-            f"`{type(optimizer).__name__}` of torchao does not update sharded {dtype} parameters. Use a"
+            f"`{type(optimizer).__name__}` of torchao does not update sharded {half.pop()} parameters. Use a"
             " precision with float32 weights ('bf16-mixed', 'bf16-master', 'fp8-hybrid'), or another optimizer."
         )
 

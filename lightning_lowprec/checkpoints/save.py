@@ -56,15 +56,6 @@ def save(path: Path, shards: Mapping[str, Any], rest: Mapping[str, Any], *, full
             files.write({**shards, **rest}, new, checked=False)  # torch writes checksums of its own
 
 
-def check_storage_options(value: Any) -> None:
-    """Raise TypeError if the user gave storage options."""
-    if value is not None:
-        raise TypeError(
-            f"`storage_options={value!r}` is not valid with 'fsdp2', which writes checkpoints by itself and not through"
-            " a CheckpointIO; leave it out."
-        )
-
-
 def _write_folder(folder: Path, shards: Mapping[str, Any], rest: Mapping[str, Any]) -> None:
     identity = on_rank_zero(lambda: uuid4().hex)
     file_system = _Files(identity)

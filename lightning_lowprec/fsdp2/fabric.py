@@ -13,9 +13,9 @@ from typing_extensions import override
 
 from lightning_lowprec.checkpoints import optimizer_state
 from lightning_lowprec.checkpoints.load import StoredFile, StoredFolder, load, open_checkpoint
-from lightning_lowprec.checkpoints.save import check_storage_options, model_state, save
+from lightning_lowprec.checkpoints.save import model_state, save
 from lightning_lowprec.fsdp2.shard import is_sharded
-from lightning_lowprec.fsdp2.strategy import FSDP2Base
+from lightning_lowprec.fsdp2.strategy import FSDP2Base, check_storage_options
 from lightning_lowprec.numerics.parameters import clip_grad_norm
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.private.either import fabric_strategies

@@ -134,15 +134,10 @@ class ForwardHooks:
         else:
             if self.shards_come_first() and not is_in_backward():  # a checkpoint recomputes in a backward pass
                 self.show_shards()
-            output = self._cast(output)
+            if (dtype := self._output_dtype) is not None:
+                output = tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, output)
         stack.close()
         return output
-
-    def _cast(self, output: Any) -> Any:
-        if self._output_dtype is None:
-            return output
-        cast = partial(Tensor.to, dtype=self._output_dtype)
-        return tree_map_only(Tensor, lambda t: cast(t) if t.is_floating_point() else t, output)
 
     def _is_manual(self) -> bool:
         model: Any = self._model()

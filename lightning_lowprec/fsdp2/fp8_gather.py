@@ -23,23 +23,18 @@ The life of such a weight, on one rank:
       v           __torch_dispatch__ sees the write and marks the scales as stale
     step        the next forward begins with GatherScales.refresh
 
-The scales are known before the first gather of a step. Every write to a shard makes them stale: by an optimizer, by a
-checkpoint or by hand, to the shard or to a view of it. So a scale of older weights is never used. While the scales are
-stale, every weight reduces its own maximum when it is gathered.
+Every write to a shard makes the scales stale: by an optimizer, by a checkpoint or by hand, to the shard or to a view of
+it. So a scale of older weights is never used. While the scales are stale, every weight reduces its own maximum when it
+is gathered. Ranks may cut a tile: every rank knows the scales of all tiles, four bytes for each.
 
-A shard is encoded once per optimizer step, and all micro-batches send these codes, in forward and backward. Scales are
-made anew after every write, so the codes are right as long as their scale is the scale of the shard. The first refresh
-allocates the memory of the codes of all weights, which later codes take again. A shard that CPU offloading moves to the
-device is a new tensor for every gather, and so is encoded at every gather, into new memory.
-
-Ranks may cut a tile: every rank knows the scales of all tiles, four bytes for each.
+A shard is encoded once per optimizer step, and all micro-batches send these codes, in forward and backward. The first
+refresh allocates the memory of the codes of all weights, which later codes take again. A shard that CPU offloading
+moves to the device is a new tensor for every gather, and so is encoded at every gather, into new memory.
 
 A layer may change to products in high precision, and back (a schedule, a demotion). Then its weight is gathered in high
 precision: FSDP2 forgets the memory of the gathered weight at the switch, and the codes are freed. All ranks must switch
-before the same gather.
-
-A backend defines the arithmetic and the tensor that its layers get (:mod:`~lightning_lowprec.numerics.wire_format`).
-torchao has a similar tensor, whose scales silently become stale when a checkpoint is loaded after they were computed.
+before the same gather. A backend defines the arithmetic and the tensor that its layers get
+(:mod:`~lightning_lowprec.numerics.wire_format`).
 """
 
 from __future__ import annotations

@@ -142,6 +142,15 @@ class FSDP2Base:
             names.set_names(self, device_mesh=make_mesh(strategy.root_device, world_size, copies, tensor))
 
 
+def check_storage_options(value: Any) -> None:
+    """Raise TypeError if the user gave storage options."""
+    if value is not None:
+        raise TypeError(
+            f"`storage_options={value!r}` is not valid with 'fsdp2', which writes checkpoints by itself and not through"
+            " a CheckpointIO; leave it out."
+        )
+
+
 @final
 class ReplacedParameters:
     """The parameters of ``model`` before and after sharding: made before, with :meth:`record` called after."""

@@ -15,9 +15,9 @@ from typing_extensions import override
 
 from lightning_lowprec.checkpoints import optimizer_state
 from lightning_lowprec.checkpoints.load import load, open_checkpoint
-from lightning_lowprec.checkpoints.save import check_storage_options, model_state, remove, save
+from lightning_lowprec.checkpoints.save import model_state, remove, save
 from lightning_lowprec.checkpoints.weights import WEIGHT_KEYS
-from lightning_lowprec.fsdp2.strategy import FSDP2Base, hooks_of
+from lightning_lowprec.fsdp2.strategy import FSDP2Base, check_storage_options, hooks_of
 from lightning_lowprec.numerics.parameters import clip_grad_norm
 from lightning_lowprec.precision.refusals import refuse_averaging
 from lightning_lowprec.private import either

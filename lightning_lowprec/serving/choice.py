@@ -63,17 +63,17 @@ def of_names(model: nn.Module) -> RoundedWeights:
 
 def of_plan(plan: Plan, rounding: WeightRounding | None) -> RoundedWeights:
     """Choose the weights that a plan converts; they are rounded one way."""
-    roundings = {weight_name(row.fqn, row.kind): rounding for row in plan.rows if row.kept_because is None}
-    kept = {row.fqn: row.kept_because for row in plan.rows if row.kept_because is not None}
-    return RoundedWeights(roundings=roundings, kept=kept)
+    rows = [(model_name(row.fqn), row) for row in plan.rows]
+    roundings = {weight_name(fqn, row.kind): rounding for fqn, row in rows if row.kept_because is None}
+    return RoundedWeights(
+        roundings=roundings, kept={fqn: row.kept_because for fqn, row in rows if row.kept_because is not None}
+    )
 
 
 def without_fp8(model: nn.Module, options: LayerOptions | None) -> RoundedWeights:
     """Choose the weights that :data:`WITHOUT_FP8` would convert, of a model that no precision has converted."""
-    plan = make_plan(model, options, replace(names.resolve(WITHOUT_FP8).plan_request(), pads=None))
-    planned = of_plan(plan, None)
-    kept = {model_name(fqn): reason for fqn, reason in planned.kept.items()}
-    return RoundedWeights(roundings=dict.fromkeys(map(model_name, planned.roundings)), kept=kept)
+    request = replace(names.resolve(WITHOUT_FP8).plan_request(), pads=None)
+    return of_plan(make_plan(model, options, request), None)
 
 
 def weight_name(fqn: str, kind: str) -> str:
