@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, Final, NoReturn, final
+from typing import Any, Final, final
 
 import torch
 import torch.nn.functional as F
@@ -169,19 +169,15 @@ class ServedLayers:
         self._experts: dict[nn.Module, dict[str, ServedWeight]] = {}
         """Stacks, and their weights by the name of the Parameter."""
         for matmul, module in matmuls(inner):
-            self._add(model_name(matmul.fqn), matmul.kind, module, parts)
-
-    def _add(self, fqn: str, kind: str, module: nn.Module, parts: Mapping[str, list[tuple[int, int]]]) -> None:
-        name = weight_name(fqn, kind)
-        shapes = parts.get(name)
-        if is_of_adapter(fqn) or (shapes is None and backends.owner(module) is None):
-            return  # runs as in the evaluation of the run
-        parameter = name.rpartition(".")[2]
-        weight = ServedWeight(self.content, name, shapes, module._parameters.get(parameter))
-        if kind == STACKED:
-            self._experts.setdefault(module, {})[parameter] = weight
-        elif is_linear(module):
-            self._linears.append((module, weight))
+            name = weight_name(model_name(matmul.fqn), matmul.kind)
+            if is_of_adapter(name) or (name not in parts and backends.owner(module) is None):
+                continue  # runs as in the evaluation of the run
+            parameter = name.rpartition(".")[2]
+            weight = ServedWeight(self.content, name, parts.get(name), module._parameters.get(parameter))
+            if matmul.kind == STACKED:
+                self._experts.setdefault(module, {})[parameter] = weight
+            elif is_linear(module):
+                self._linears.append((module, weight))
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
@@ -193,24 +189,13 @@ class ServedLayers:
                 activations = self._activations if weight.is_coded else None
                 undo.enter_context(replaced(layer, "forward", partial(_multiply, layer, weight, activations)))
             for experts, weights in self._experts.items():
-                if not isinstance(experts, RoutedExperts):
-                    take_experts(experts, _ServedExperts, {})
+                if not isinstance(experts, RoutedExperts):  # the abstract methods of the role follow
+                    take_experts(experts, RoutedExperts, {})  # type: ignore[type-abstract]
                     undo.callback(release_experts, experts)  # type: ignore[arg-type]  # has another class by now
                 multiply = partial(_multiply_experts, experts, weights, self._activations)
                 undo.enter_context(replaced(experts, "multiply", multiply))
                 undo.enter_context(replaced(experts, "takes", lambda hidden_states: True))
             yield
-
-
-@final
-class _ServedExperts(RoutedExperts):
-    """Stacked experts, of which :class:`ServedLayers` replaces the methods."""
-
-    def takes(self, hidden_states: Tensor) -> NoReturn:
-        raise AssertionError
-
-    def multiply(self, rows: Tensor, name: str, groups: Groups) -> NoReturn:
-        raise AssertionError
 
 
 def _choose(model: nn.Module, options: LayerOptions | None) -> RoundedWeights:
