@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Final, final
 
 import torch
@@ -67,30 +67,27 @@ class ServedWeight:
         self.is_coded = shapes is not None
         self._content, self._name, self._shapes = content, name, shapes or ()
         self._mesh = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
-        self._codes: Tensor | None = None
-        """[...] uint8, the bits of e4m3: a DTensor has no operations on e4m3."""
-        self._scales: list[Tensor] = []
-        """For each matrix, the grid of reciprocal scales."""
 
     def values(self, like: Tensor) -> Tensor:
         """Return the whole weight, in the dtype and on the device of ``like``: the shape that the model has."""
         if not self.is_coded:
             return self._read().to(like)
-        if self._codes is None:
-            with torch.autocast(like.device.type, enabled=False), torch.inference_mode(False), torch.no_grad():
-                self._codes = self._encode()
-        codes = self._codes.full_tensor() if isinstance(self._codes, DTensor) else self._codes
+        with torch.autocast(like.device.type, enabled=False), torch.inference_mode(False), torch.no_grad():
+            bits, scales = self._codes
+        codes = bits.full_tensor() if isinstance(bits, DTensor) else bits
         codes = codes.to(like.device).view(torch.float8_e4m3fn)
         values = torch.empty(codes.shape, dtype=like.dtype, device=like.device)
-        for target, part, scales in zip(self._matrices(values), self._matrices(codes), self._scales, strict=True):
-            target.copy_(part.float().mul_(spread(scales.to(like.device), part.shape)))
+        for target, part, grid in zip(self._matrices(values), self._matrices(codes), scales, strict=True):
+            target.copy_(part.float().mul_(spread(grid.to(like.device), part.shape)))
         return values
 
     def _matrices(self, tensor: Tensor) -> Sequence[Tensor]:
         """Return the matrices that a tensor of the weight's shape holds, as views."""
         return tensor.view(len(self._shapes), *self._shapes[0]).unbind()
 
-    def _encode(self) -> Tensor:
+    @cached_property
+    def _codes(self) -> tuple[Tensor, list[Tensor]]:
+        """The codes, [...] uint8, since a DTensor has no operations on e4m3; for each matrix, its reciprocal scales."""
         content, whole = self._content, self._read()
         scale_per, rounding = content.format.scale_per, content.weights.roundings[self._name]
         assert scale_per is not None
@@ -98,16 +95,16 @@ class ServedWeight:
         if rounding is not None and rounding.scale_per == "tensor":
             amax = largest(partial(rows_of, whole), tuple(whole.shape))
         codes = torch.empty(whole.shape, dtype=torch.float8_e4m3fn, device=whole.device)
-        self._scales = []
+        scales = []
         for target, matrix, shape in zip(self._matrices(codes), self._matrices(whole), self._shapes, strict=True):
             rows = partial(rows_of, matrix)
             parts: dict[str, list[Tensor]] = {"codes": [], "scales": []}
             for kind, part in coded(rows, shape, scale_per, rounding, amax, content.tally, checks=False):
                 parts[kind].append(part)
             target.copy_(torch.cat(parts["codes"]))
-            self._scales.append(torch.cat(parts["scales"]))
+            scales.append(torch.cat(parts["scales"]))
         bits = codes.view(torch.uint8)
-        return bits if self._mesh is None else distribute_tensor(bits, *self._mesh, src_data_rank=None)
+        return bits if self._mesh is None else distribute_tensor(bits, *self._mesh, src_data_rank=None), scales
 
     def _read(self) -> Tensor:
         """Return the whole weight, values; of a sharded one a collective."""

@@ -72,7 +72,7 @@ def _train(rank, folder):
         layers = ServedLayers(module, find_format(evaluation.format), weights_only=True, options=None)
         with torch.no_grad(), layers.swapped():
             seen = _seen_by_down(module)
-        local = sum(weight._codes.to_local().nbytes for _, weight in layers._linears)
+        local = sum(weight._codes[0].to_local().nbytes for _, weight in layers._linears)
         found[precision] = sharded, done.same, state, (served, own), seen, local
     module = Module()
     L.Trainer(max_steps=2, **options).fit(module, data)
