@@ -66,7 +66,7 @@ FILL = {
     "config": "Float8LinearConfig()", "floor": "1.0", "gradient_clip_val": "1.0", "growth_interval": "10",
     "hysteresis": "2", "initial": "1024.0", "keep": "['lm_head']",
     "keep_fp32": "['teacher']", "master_weights": "True", "max_steps": "1",
-    "module_filter_func": "len", "moments": "'8bit'", "prefix": "'served/'", "recipe": "'rowwise'",
+    "module_filter_func": "len", "moments": "'8bit'", "recipe": "'rowwise'",
     "update": "'backward'",
 }  # fmt: skip
 """What ``...`` stands for, by the name of the option."""
