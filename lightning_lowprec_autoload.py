@@ -156,13 +156,10 @@ def _asks(kwargs: dict[str, Any], module: ModuleType) -> bool:
     """Return whether a connector gets a word that is not Lightning's own, as an argument or by a variable."""
     precisions = [kwargs.get("precision"), os.environ.get("LT_PRECISION")]
     strategies = [kwargs.get("strategy"), os.environ.get("LT_STRATEGY")]
-    inputs = sys.modules.get(_fabric_of(module) + ".plugins.precision.precision")
+    fabric = "lightning.fabric" if module.__name__.startswith("lightning.") else "lightning_fabric"
+    inputs = sys.modules.get(f"{fabric}.plugins.precision.precision")
     stock = {str(word) for group in _STOCK for word in get_args(getattr(inputs, group, None))}
     return "fsdp2" in strategies or not stock.issuperset(word for word in precisions if isinstance(word, str))
-
-
-def _fabric_of(module: ModuleType) -> str:
-    return "lightning.fabric" if module.__name__.startswith("lightning.") else "lightning_fabric"
 
 
 def _load() -> None:
@@ -171,9 +168,5 @@ def _load() -> None:
     try:
         import lightning_lowprec  # noqa: F401
     except Exception as error:
-        _first_use = _nothing
+        _first_use = lambda: None  # noqa: E731
         warnings.warn(f"lightning_lowprec cannot be imported, so its names are unknown: {error!r}", stacklevel=4)
-
-
-def _nothing() -> None:
-    pass

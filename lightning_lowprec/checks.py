@@ -121,12 +121,6 @@ def _expected(hint: Any) -> str:
     none = [None] if NoneType in arms else []
     if all(arm is NoneType or get_origin(arm) is Literal for arm in arms) and all(isinstance(c, str) for c in choices):
         return f"one of: {', '.join(map(str, [*none, *choices]))}"
-    others = [arm for arm in arms if get_origin(arm) is not Literal]
-    is_mapping = (
-        len(others) == 1 and get_origin(others[0]) is Annotated and get_origin(get_args(others[0])[0]) is Mapping
-    )
-    if is_mapping and choices and all(isinstance(c, str) for c in choices):
-        return f"one of: {', '.join(map(str, choices))}, or {_words(others[0])[0]}"
     words = list(dict.fromkeys([*map(str, none), *(w for arm in arms if arm is not NoneType for w in _words(arm))]))
     return " or ".join([*filter(None, [", ".join(words[:-1])]), words[-1]])
 

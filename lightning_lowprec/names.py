@@ -1,7 +1,7 @@
 """The table of names for ``precision=``, without Lightning's own names.
 
 The rows have three sources: the registry of backends; half precision, which converts no layers; and names without a
-backend, such as ``fp8-hybrid``, for which this package chooses the backend.
+backend, such as ``fp8-hybrid``, whose backend this package chooses: see docs/which-backend.md.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _WITHOUT_BACKEND: Final = {
     "fp8-hybrid": "FP8 linear layers, one scale per tensor, gradients in e5m2, by torchao",
     "fp8-e4m3": "FP8 linear layers, one scale per tensor, e4m3 everywhere, by torchao",
 }
-"""Names that get the suffix of a backend."""
+"""Names without a backend that mean torchao's."""
 _OF_TE: Final = ("fp8-block", "mxfp8")
 """Names without a backend, too: Transformer Engine's where Transformer Engine is installed, else torchao's."""
 _FP8_LEAN: Final = "bf16-lean with FP8 linear layers, one scale per tensor, gradients in e5m2, by torchao"
@@ -74,7 +74,7 @@ OF_LIGHTNING: Final = (
 )
 """Lightning's own names, so that the command need not import Lightning for them; a test compares them."""
 TABLE: dict[str, PrecisionName] = {}
-"""Every name, in the order of the docs. The row of a name without a backend has torchao's plugin."""
+"""Every name, in the order of the docs."""
 
 
 def register_own_backends() -> None:
@@ -90,32 +90,13 @@ def without_backend(name: str) -> bool:
     return split(name)[0] in (*_WITHOUT_BACKEND, *_OF_TE)
 
 
-def resolve(name: str) -> PrecisionName:
-    """Return the row that a name of ``TABLE`` means.
-
-    For a name without a backend, the candidates are the backends that have this name with their suffix and that are
-    ``preferred``. The backend that was registered last wins. Of our own backends torchao is meant: see
-    docs/which-backend.md. The rows of ``fp8-block`` and ``mxfp8`` are those that they mean here.
-    """
-    stem, suffix = split(name)
-    if stem not in _WITHOUT_BACKEND:
-        return TABLE[name]
-    for backend in reversed(backends.registered()):
-        pinned = f"{stem}{backend.suffix}{suffix}"
-        if backend.suffix and pinned in TABLE and backend.preferred:
-            return TABLE[pinned]
-    raise ValueError(
-        f"`precision={name!r}` has no registered backend. Call `lightning_lowprec.names.register_own_backends()`."
-    )
-
-
 def create(name: str) -> LowPrecision:
-    """Return a new plugin for a name of the table; see :func:`resolve`.
+    """Return a new plugin for a name of the table.
 
     Raises:
         ImportError: a package that the name needs is not installed, or does not import.
     """
-    row = resolve(name)
+    row = TABLE[name]
     plugin: LowPrecision = row.plugin(**row.options)
     plugin.precision = name
     plugin.backend_is_chosen = without_backend(name)

@@ -54,7 +54,7 @@ NEMO: Final[Mapping[str, str]] = {
     "autocast_dtype": "Autocast has the dtype of `dtype` or `base`.",
     "autocast_enabled": "Autocast is always on, so that softmax, norms and losses of any model run in float32.",
     "grad_reduce_in_fp32": "Gradients of float32 weights are float32. For half weights write"
-    " `master_weights=True, grad_reduce_dtype=torch.float32, grad_accumulation_dtype=torch.float32`.",
+    " `master_weights=True, grad_accumulation_dtype=torch.float32`, with `strategy='fsdp2'` on several GPUs.",
     "fp8": "Write `fp8_format='hybrid'` or `fp8_format='e4m3'` of `FP8TE`.",
     "fp8_recipe": "Write the recipe as the first argument: `FP8TE('delayed')`, 'current', 'block', 'mxfp8', 'nvfp4'.",
     "first_last_layers_bf16": "Write `first_last_layers_bf16=` of `FP8TE` or `FP8TorchAO`.",
@@ -94,6 +94,7 @@ OPTIONS: Final[Mapping[str, str]] = {
     "trace-nonfinite": "It is gone: repeat the run with `Trainer(detect_anomaly=True)` and `NumericsMonitor(every=1)`.",
     "shadow-loss": "It is gone: run `trainer.validate` with 'bf16-mixed' too, or `lowprec compare`.",
     "fp8-group": "It is gone: all ranks share the scales of delayed scaling. Leave it out.",
+    "grad-reduce-dtype": "It is gone: `strategy='fsdp2'` reduces gradients in float32.",
     "threads": "It is gone: set the environment variable `OMP_NUM_THREADS`.",
     "backend": "The class is the backend: `FP8TE`, `FP8TorchAO` or `MSAMP`.",
 }

@@ -13,11 +13,8 @@ they set NeMo's ``fp8_params``. With scales per block, weights stay in half prec
 
 The values are those of ``nemo.collections.llm.recipes.precision.mixed_precision`` (NeMo 2). One differs: NeMo sets
 ``autocast_enabled=False``, because Megatron's layers choose their float32 parts themselves. Other models need autocast
-for softmax, norms and losses, so autocast stays on here. Under FSDP2 gradients are reduced in the dtype in which DDP
-would reduce them: float32, or fp16 in the fp16 recipes.
-
-``plugins=`` takes Accelerate's ``AORecipeKwargs``, ``TERecipeKwargs`` and ``MSAMPRecipeKwargs`` too, with their values.
-They are recognised by the names of their classes, so Accelerate is not imported here.
+for softmax, norms and losses, so autocast stays on here. Under FSDP2 gradients are reduced in the dtype in which NeMo
+reduces them: float32, or fp16 in the fp16 recipes. DDP runs with ``grad_reduce_in_fp32=False`` only.
 """
 
 from __future__ import annotations
@@ -28,18 +25,15 @@ from typing import Any, Final
 
 import torch
 
-from lightning_lowprec.msamp.plugin import MSAMP
 from lightning_lowprec.other_stacks import NEMO
-from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.half import HalfMixed
 from lightning_lowprec.precision.loss_scale import LossScale
 from lightning_lowprec.precision.options import BASE_DTYPES, Base
 from lightning_lowprec.te.plugin import FP8TE
-from lightning_lowprec.torchao.fp8 import FP8TorchAO
 
 
 def bf16_mixed(**arguments: Any) -> HalfMixed:
-    """bf16 weights and compute, float32 masters, gradients accumulated and reduced in float32.
+    """bf16 weights and compute, float32 masters, gradients accumulated in float32, and reduced so under FSDP2.
 
     18 bytes per parameter with AdamW: 2 (weight), 4 (gradient), 4 (master), 8 (moments).
     """
@@ -166,39 +160,9 @@ def _common(base: Base, arguments: Mapping[str, Any]) -> tuple[torch.dtype, dict
     if not isinstance(in_float32, bool):
         raise ValueError(f"`grad_reduce_in_fp32={in_float32!r}` is not valid; expected True or False.")
     dtype = torch.float32 if in_float32 else None
-    options: dict[str, Any] = {"master_weights": True, "grad_reduce_dtype": dtype, "grad_accumulation_dtype": dtype}
+    options: dict[str, Any] = {"master_weights": True, "grad_accumulation_dtype": dtype}
     scale = {_SCALE_FIELDS[name]: others.pop(name) for name in _SCALE_FIELDS.keys() & others.keys()}
     static = others.pop("fp16_loss_scale", None)
     if base == "fp16":
         options["loss_scale"] = dataclasses.replace(_MEGATRON_SCALE, **scale) if static is None else static
     return dtype or BASE_DTYPES[base], {**options, **others}
-
-
-# ---- Accelerate's objects
-
-
-def plugin_of(words: Any) -> LowPrecision | None:
-    """Return the plugin that an object of Accelerate means, or None for any other object."""
-    cls = type(words)
-    name = cls.__name__ if cls.__module__.partition(".")[0] == "accelerate" else ""
-    if name == "MSAMPRecipeKwargs":
-        return MSAMP(words.opt_level)
-    if name == "AORecipeKwargs":
-        if words.module_filter_func is not None:
-            raise ValueError(
-                f"`AORecipeKwargs(module_filter_func={words.module_filter_func!r})` has no equal: layers are chosen by"
-                " name here. Write `FP8TorchAO(config=..., keep=[...])` or `only=[...]`, with names of layers or"
-                " patterns."
-            )
-        return FP8TorchAO(config=words.config)
-    return _of_te(words) if name == "TERecipeKwargs" else None
-
-
-def _of_te(words: Any) -> LowPrecision:
-    evaluate = words.use_autocast_during_eval
-    if words.use_mxfp8_block_scaling:  # Accelerate passes no other value to this recipe
-        return FP8TE("mxfp8", fp8_eval=evaluate)
-    fields = {name: getattr(words, name) for name in ("fp8_format", "margin", "amax_history_len", "amax_compute_algo")}
-    of_1x = {"interval": 1, "override_linear_precision": (False, False, False)}  # FP8TE refuses other values
-    fields |= {name: getattr(words, name) for name, default in of_1x.items() if getattr(words, name) != default}
-    return FP8TE({"recipe": "delayed", **fields}, fp8_eval=evaluate)

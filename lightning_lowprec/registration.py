@@ -20,13 +20,12 @@ parts are patched, if Lightning has them (see :mod:`~lightning_lowprec.private.l
 * ``ModelSummary``, which then counts the bytes of parameters under these precisions;
 * the throughput monitors, which then know the peak rates of these precisions.
 
-If Lightning has moved one of the first two parts, importing warns, and a name raises: the error says that ``plugins=``
-still works.
+If Lightning has moved one of the first two parts, importing warns that ``plugins=`` still works, and a name raises as
+any word that Lightning does not know.
 """
 
 from __future__ import annotations
 
-import inspect
 import os
 import re
 import warnings
@@ -40,7 +39,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 import lightning_lowprec_autoload as autoload
-from lightning_lowprec import names, recipes
+from lightning_lowprec import names
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.fsdp2.forward_hooks import reshard
 from lightning_lowprec.numerics.fp8_average import fp8_gradient_hook
@@ -51,7 +50,6 @@ from lightning_lowprec.private import lightning as private
 from lightning_lowprec.private.either import PACKAGES, FabricPrecision, Package, both, share_bases
 from lightning_lowprec.strategies import (
     SHARDED,
-    check_comm_hook,
     check_strategy,
     fsdp2_class,
     half_under_fsdp2,
@@ -98,12 +96,11 @@ def _register_at(package: Package, for_trainer: bool) -> None:
         function(user)
     problems = private.moved_connectors(package)
     if problems:
-        message = (
+        warnings.warn(
             f"lightning_lowprec does not support {package.name} {package.version}: {', '.join(problems)} moved."
-            " Its names are not available in `precision=`; `plugins=lightning_lowprec.FP8TorchAO()` still works."
+            " Its names are not available in `precision=`; `plugins=lightning_lowprec.FP8TorchAO()` still works.",
+            stacklevel=4,
         )
-        warnings.warn(message, stacklevel=4)
-        _patch(user, "__init__", _refuse_names, message=message)
         return
     connector = private.connector(package, for_trainer=for_trainer)
     _patch(connector, private.CHECK_CONFIG, _resolve_name, package=package, for_trainer=for_trainer)
@@ -167,21 +164,24 @@ def _resolve_name(
     known = private.strategy_names(self)
     several = isinstance(plugins, Iterable) and not isinstance(plugins, str)
     given = [] if plugins is None else list(plugins) if several else [plugins]
-    for word in (plugin for plugin in given if isinstance(plugin, str)):
-        raise names.no_plugin(word, private.precision_names())
-    given = [recipes.plugin_of(plugin) or plugin for plugin in given]
+    for plugin in given:
+        if isinstance(plugin, str):
+            raise names.no_plugin(plugin, private.precision_names())
+        if type(plugin).__module__.startswith("accelerate."):
+            raise TypeError(
+                f"`plugins={type(plugin).__name__}(...)` is an object of Accelerate. Write `FP8TorchAO(config=...)`,"
+                " `FP8TE('delayed', margin=...)` or `MSAMP('O2')`: docs/migration/hugging-face.md has every value."
+            )
     ours = next((plugin for plugin in given if isinstance(plugin, LowPrecision)), None)
     if isinstance(precision, str) and precision in names.TABLE:
         other = next((plugin for plugin in given if isinstance(plugin, both(FabricPrecision))), None)
         if other is not None:
             raise ValueError(f"Received both `precision={precision}` and `plugins={other}`. Choose one.")
-        strategy = resolve_strategy(strategy, known, package, for_trainer)
         ours = names.create(precision)
         given, precision = [*given, ours], None
     elif precision is not None:
         names.validate_name(precision)
-    if is_fsdp2(strategy) and ours is None and half_under_fsdp2(precision) is not None:
-        ours = half_under_fsdp2(precision)
+    if is_fsdp2(strategy) and ours is None and (ours := half_under_fsdp2(precision)) is not None:
         given, precision = [*given, ours], None
     if ours is not None or is_fsdp2(strategy):
         strategy = resolve_strategy(strategy, known, package, for_trainer)
@@ -226,7 +226,6 @@ def _meet_strategy(original: Callable[..., None], self: Any, *, for_trainer: boo
         return
     if isinstance(self.strategy, both(*SHARDED)):
         plugin.bind_shards(reshard)
-    check_comm_hook(plugin, private.comm_hook(self.strategy))
     if not for_trainer:
         self.strategy.setup_module = partial(_show_module, plugin, self.strategy.setup_module)
         self.strategy.setup_optimizer = partial(_show_optimizer, plugin, self.strategy.setup_optimizer)
@@ -249,7 +248,7 @@ def _stock_precisions(part: str) -> list[Any]:
 def _warn_of_left_over(original: Callable[..., Any], self: Any, module: Any) -> Any:
     if not isinstance(self, LowPrecision):
         run = f"under `precision={self.precision!r}`"
-        plain.warn_at_first_forward(module, run)
+        plain.warn_of_layers(module, run)
         if self.precision == "32-true" or str(self.precision).endswith("-mixed"):
             plain.warn_of_half_weights(module, run)
     return original(self, module)
@@ -310,13 +309,6 @@ def _count_bytes(original: Callable[..., None], self: Any, model: Any, *args: An
 
 def _compute_dtype(original: Callable[..., Any], plugin: Any) -> Any:
     return plugin.peak_rate_dtype if isinstance(plugin, LowPrecision) else original(plugin)
-
-
-def _refuse_names(original: Callable[..., None], self: Any, *args: Any, message: str, **kwargs: Any) -> None:
-    precision = inspect.signature(original).bind_partial(self, *args, **kwargs).arguments.get("precision")
-    if isinstance(precision, str) and precision in names.TABLE:
-        raise RuntimeError(f"`precision={precision!r}` is not available. {message}")
-    original(self, *args, **kwargs)
 
 
 # ---- patching

@@ -98,6 +98,7 @@ def check_strategy(plugin: LowPrecision, strategy: Any, names: Collection[str], 
         raise ValueError(
             f"`precision={plugin.precision!r}` does not run under `strategy={name!r}` yet. It runs under {works}."
         )
+    accumulation = None if plugin.masters is None else plugin.masters.accumulation
     if issubclass(cls, both(*DEEPSPEED)):
         check_plugin(plugin, name)
     elif plugin.engine is not None:
@@ -105,12 +106,9 @@ def check_strategy(plugin: LowPrecision, strategy: Any, names: Collection[str], 
             f"`{plugin}` has left its options to {plugin.engine.name}, in an earlier Trainer or Fabric. Make a new"
             f" plugin for `strategy={name!r}`."
         )
-
-
-def check_comm_hook(plugin: LowPrecision, hook: object) -> None:
-    """Raise if both the plugin and the user, by ``DDPStrategy(ddp_comm_hook=...)``, want to reduce DDP's gradients."""
-    if hook is not None and plugin.masters is not None and plugin.masters.gradients.reduces:
+    elif accumulation is not None and issubclass(cls, both(fabric.DDPStrategy, trainer.DDPStrategy)):
         raise ValueError(
-            f"`ddp_comm_hook={getattr(hook, '__name__', hook)}` does not go with {plugin.masters.gradients}: DDP has"
-            " one communication hook, and reducing in float32 needs it. Leave one of them out."
+            f"`grad_accumulation_dtype={accumulation}` does not run under `strategy={name!r}`: DDP refuses gradients of"
+            " another dtype than the weights'. Use `strategy='fsdp2'`, which adds gradients up and reduces them in"
+            " float32, or leave the option out (of NeMo's recipes: `grad_reduce_in_fp32=False`)."
         )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from benchmarks.convergence.gaps import Row
 from benchmarks.convergence.results import Results
-from lightning_lowprec.names import TABLE, resolve
+from lightning_lowprec.names import TABLE
 from lightning_lowprec.tools.compare.comparison import COLOURS
 
 if TYPE_CHECKING:
@@ -105,4 +105,4 @@ def _say(axes: Axes, at: int, words: str) -> None:
 
 def family(name: str) -> tuple[str, str, str]:
     """Return the words, the colour and the shape of the family that a name belongs to."""
-    return FAMILIES[resolve(name).plugin.__name__] if name in TABLE else LIGHTNING
+    return FAMILIES[TABLE[name].plugin.__name__] if name in TABLE else LIGHTNING

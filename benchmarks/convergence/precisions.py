@@ -12,7 +12,7 @@ import lightning as L
 import torch
 
 from lightning_lowprec.conversion.name_suffixes import split
-from lightning_lowprec.names import TABLE, resolve
+from lightning_lowprec.names import TABLE
 from lightning_lowprec.private.lightning import precision_names
 from lightning_lowprec.tools.doctor import availability
 
@@ -74,7 +74,7 @@ def _of_this_package() -> Iterator[tuple[str, str | None]]:
     first: dict[str, str] = {}
     for name in TABLE:
         found = availability(name, torch.device("cpu"))
-        row = resolve(name)
+        row = TABLE[name]
         if not found.runs:
             yield name, first_sentence(found.reason)
             continue

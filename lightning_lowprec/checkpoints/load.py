@@ -29,7 +29,7 @@ from lightning_lowprec.checkpoints.optimizer_state import by_fqn, clean, named_p
 from lightning_lowprec.checkpoints.save import find
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.masters.moments import MASTER_PARAM, MASTER_REMAINDER, decoded_entry, joined
-from lightning_lowprec.masters.optimizer import has_masters
+from lightning_lowprec.masters.registry import registry_of
 from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.numerics.rounding import reconcile
 from lightning_lowprec.private.torch import local_tensor, with_local_tensor
@@ -185,7 +185,7 @@ def _settle_masters(optimizer: Optimizer, state_dict: State, params: Mapping[str
     """Turn masters into float32 weights, or float32 weights into masters; drop masters that have no place."""
     state = state_dict["state"]
     for fqn in [fqn for group in state_dict["param_groups"] for fqn in group["params"]]:
-        has_master = has_masters(optimizer) and params[fqn].dtype in HALF_DTYPES
+        has_master = registry_of(optimizer) is not None and params[fqn].dtype in HALF_DTYPES
         weight = values.get(fqn)
         if fqn in state and not has_master:  # 8 bits become float32 values, and a remainder the float32 master
             state[fqn] = decoded_entry(state[fqn], params[fqn])

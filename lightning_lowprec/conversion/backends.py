@@ -130,13 +130,10 @@ class Backend:
     names: Mapping[str, PrecisionName]
     """Names for ``precision=``."""
     suffix: str = ""
-    """The end of the names that always mean this backend, such as ``"-te"``: ``fp8-hybrid`` may become
-    ``fp8-hybrid-te``. Empty: no name without a backend can mean this backend."""
+    """The end of the names that always mean this backend, such as ``"-te"``."""
     recipes: Mapping[str, bool] = field(default_factory=dict)
     """The recipes that a layer may have where layers have recipes of their own, and for each whether FSDP2 gathers the
     weight as float8; the first is the plugin's default."""
-    preferred: bool = True
-    """Whether a name without a backend may mean this backend. Of several, the one that was registered last is meant."""
     module: str | None = None
     """The module to import before the backend can run; None: the backend needs no other package."""
     distribution: str | None = None

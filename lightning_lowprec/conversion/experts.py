@@ -34,7 +34,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lightning_lowprec.conversion import in_place
-from lightning_lowprec.conversion.in_place import RoleModule, own_class, take_role
+from lightning_lowprec.conversion.in_place import RoleModule, own_class
 from lightning_lowprec.numerics.groups import Groups, collect, group, group_sorted, per_row, spread
 from lightning_lowprec.private.transformers import (
     activate,
@@ -155,7 +155,7 @@ class RoutedExperts(RoleModule):
 
 def take_experts(experts: nn.Module, role: type[RoutedExperts], attributes: Mapping[str, Any]) -> None:
     """Give stacked experts a role in place, also where expert parallelism has replaced their forward."""
-    take_role(experts, role, attributes)
+    in_place.become(experts, in_place.derived(role, type(experts)), attributes)
     redirect(experts)
 
 

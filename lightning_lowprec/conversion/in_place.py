@@ -48,11 +48,6 @@ class RoleModule(nn.Module):
     own_class: type[nn.Module]
 
 
-def take_role(module: nn.Module, role: type[RoleModule], attributes: Mapping[str, Any]) -> None:
-    """Give a module a role in place, and the attributes that the role needs; ``in_place.revert`` undoes it."""
-    become(module, derived(role, type(module)), attributes)
-
-
 def _make_class(cls: Any, own: Any) -> Any:
     """Return a class that derives from ``cls`` and the class of a module; deepcopy and pickle make it anew.
 

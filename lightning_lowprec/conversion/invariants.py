@@ -9,18 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-Fact = Literal["the dtype"]
-"""A fact that a conversion may be allowed to change."""
-
 
 @contextmanager
-def unchanged(model: nn.Module, *, may_change: Fact | None = None) -> Iterator[None]:
+def unchanged(model: nn.Module, *, may_change: str | None = None) -> Iterator[None]:
     """Raise if the body of the ``with`` statement changes a fact that conversion must keep, except ``may_change``."""
     alive = [*model.modules(), *model.parameters(), *model.buffers()]  # so that no id is used again
     before = _facts(model)

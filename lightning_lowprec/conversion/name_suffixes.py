@@ -98,13 +98,9 @@ def suffix_refusal(name: str, table: Mapping[str, PrecisionName]) -> str:
         return f"{stem!r} has no `{lacking}`: {row.lacks.get(lacking, reason)}."
     form = next((suffix for suffix in suffixes if suffix != FP16), None)
     if FP16 in suffixes and form is not None:
-        reason = f"`{form}` needs bf16 weights, because bf16 is the upper half of float32 and fp16 is not"
-        if MASTERS[form] == "fp32":
-            reason = "names with `-fp16` keep float32 weights"
-        options = {**row.options, **OPTIONS[FP16], **OPTIONS["-master"]}
-        call = f"{row.plugin.__name__}({', '.join(f'{option}={value!r}' for option, value in options.items())})"
         return (
-            f"`-fp16` and `{form}` do not go together: {reason}. Write '{stem}{form}' for bf16, or `plugins={call}` for"
-            " fp16 weights with float32 masters."
+            f"`-fp16` and `{form}` do not go together: names with `-fp16` keep float32 weights. Write '{stem}{form}'"
+            f" for bf16, or `plugins={row.plugin.__name__}(..., base='fp16', master_weights=True)` for fp16 weights"
+            " with float32 masters."
         )
     return f"A name has one suffix: write {stem + suffixes[0]!r}." if len(suffixes) > 1 else ""

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, fields
 from typing import Annotated, Any, Final, Literal, TypedDict, TypeVar, get_type_hints
 
 from lightning_lowprec.checks import Count, Rule, Size, check_fields, check_types, hints_of
@@ -110,7 +110,12 @@ def shows(*groups: type[Any], without: Collection[str] = ()) -> Callable[[Class]
         direct = [p for p in inspect.signature(init).parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
         hints = get_type_hints(init)
         direct = [p.replace(annotation=hints.get(p.name, p.annotation)) for p in direct]
-        shared = [p for group in groups for p in _parameters(group) if p.name not in without]
+        shared = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=getattr(group, name), annotation=hint)
+            for group in groups
+            for name, hint in get_type_hints(group).items()
+            if name not in without
+        ]
         allowed = {p.name for p in (*direct, *shared)}
         positional = [p.name for p in direct if p.kind is not inspect.Parameter.KEYWORD_ONLY][1:]  # without `self`
         types = {name: hint for group in (*groups, init) for name, hint in hints_of(group).items() if name in allowed}
@@ -126,31 +131,16 @@ def shows(*groups: type[Any], without: Collection[str] = ()) -> Callable[[Class]
         checked.__module__ = init.__module__
         cls.__init__ = checked  # type: ignore[misc]
         if cls.__doc__ is not None:  # python -OO has none
-            cls.__doc__ = _extended(cls.__doc__, [_described(group, without) for group in groups])
+            cls.__doc__ = _described(cls.__doc__, groups, without)
         return cls
 
     return decorate
 
 
-def _parameters(group: type[Any]) -> list[inspect.Parameter]:
-    hints = get_type_hints(group)
-    return [
-        inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=inspect.Parameter.empty if field.default is MISSING else field.default,
-            annotation=hints[field.name],
-        )
-        for field in fields(group)
-    ]
-
-
-def _described(group: type[Any], without: Collection[str]) -> str:
-    """Return the entries under ``Args:`` of a group's docstring, except those of the fields in ``without``."""
-    entries = re.split(r"\n(?= {4}\S)", (inspect.getdoc(group) or "").partition(_ARGS)[2])
-    return "\n".join(entry for entry in entries if entry.partition(":")[0].strip() not in without)
-
-
-def _extended(doc: str, entries: list[str]) -> str:
+def _described(doc: str, groups: Iterable[type[Any]], without: Collection[str]) -> str:
+    """Return a docstring with the entries under ``Args:`` of the groups', except those of the fields in ``without``."""
     head, raises, tail = inspect.cleandoc(doc).partition(_RAISES)
-    return "\n".join([head, *entries]) + raises + tail
+    shared = ((inspect.getdoc(group) or "").partition(_ARGS)[2] for group in groups)
+    entries = [entry for text in shared for entry in re.split(r"\n(?= {4}\S)", text)]
+    left = [entry for entry in entries if entry.partition(":")[0].strip() not in without]
+    return "\n".join([head, *left]) + raises + tail

@@ -178,14 +178,13 @@ class RecipeMap:
             matched = [fqn for fqn in kept if fnmatchcase(fqn, pattern)]
             open_to = [fqn for fqn in matched if kept[fqn] is None]
             earlier = [other for other, _ in self.entries[:number]]
-            taken = {fqn: other for fqn in open_to for other in earlier if fnmatchcase(fqn, other)}
+            taken = [fqn for fqn in open_to if any(fnmatchcase(fqn, other) for other in earlier)]
             if len(taken) < len(open_to) or (matched and not open_to and recipe.is_kept):
                 continue
             if taken:
-                fqn, other = next(iter(taken.items()))
                 useless = (
-                    f"matches only layers that earlier patterns take ({fqn!r}: {other!r}), and the first pattern that"
-                    " matches wins. Put the pattern before them, or leave it out."
+                    f"matches only layers that earlier patterns take ({taken[0]!r}), and the first pattern that matches"
+                    " wins. Put the pattern before them, or leave it out."
                 )
             elif matched:
                 useless = (

@@ -36,11 +36,7 @@ In timm (BEiT, EVA, Swin v2) every class with a ``q_bias`` does so, unless it ad
 
 
 def unsupported(
-    matmul: Matmul,
-    module: nn.Module,
-    alignment: int,
-    converted_class: type[nn.Module] | None,
-    experts: str | None,
+    matmul: Matmul, module: nn.Module, alignment: int, converted_class: type[nn.Module] | None, experts: str | None
 ) -> str | None:
     """Return why this weight cannot convert under any options, or None if it can.
 
@@ -168,9 +164,15 @@ def by_user(model: nn.Module, options: LayerOptions) -> dict[str, str]:
         chosen = {fqn for pattern in options.only for fqn in _matching("only", pattern, choosable)}
         kept |= {fqn: "not in `only`" for fqn in choosable if fqn not in chosen}
     if options.first_last_layers_bf16:
-        inside = _first_and_last(model, choosable, options)
-        reason = "first or last block (first_last_layers_bf16)"
-        kept |= {fqn: reason for fqn, module in choosable.items() if id(module) in inside}
+        start, end = options.num_layers_at_start_in_bf16, options.num_layers_at_end_in_bf16
+        stacks = _stacks(model, choosable)
+        if not stacks:
+            raise ValueError(
+                "`first_last_layers_bf16=True` needs a stack of blocks (children of one class in an nn.ModuleList), and"
+                " the model has none; name the layers with `keep=[...]` instead."
+            )
+        blocks = [block for stack in stacks for block in (*stack[:start], *stack[max(len(stack) - end, 0) :])]
+        kept |= _inside(blocks, choosable, "first or last block (first_last_layers_bf16)")
     for pattern in options.keep:
         kept |= dict.fromkeys(_matching("keep", pattern, choosable), f"kept by {pattern!r}")
     return kept
@@ -179,11 +181,9 @@ def by_user(model: nn.Module, options: LayerOptions) -> dict[str, str]:
 def last_blocks(model: nn.Module, share: float) -> dict[str, str]:
     """Return the layers in the last blocks of every stack, by fqn, with the reason; ``share`` is of all its blocks."""
     choosable = _choosable(model)
-    stacks = block_stacks(model, having=choosable.values(), of_one=False).values() if share else ()
-    last = [block for stack in stacks for block in list(stack)[len(stack) - round(share * len(stack)) :]]
-    inside = {id(module) for block in last for module in block.modules()}
-    reason = f"in the last {share:.0%} of blocks (last_blocks_bf16)"
-    return {fqn: reason for fqn, module in choosable.items() if id(module) in inside}
+    stacks = _stacks(model, choosable) if share else []
+    blocks = [block for stack in stacks for block in stack[len(stack) - round(share * len(stack)) :]]
+    return _inside(blocks, choosable, f"in the last {share:.0%} of blocks (last_blocks_bf16)")
 
 
 def _choosable(model: nn.Module) -> dict[str, nn.Module]:
@@ -208,21 +208,13 @@ def matches(pattern: str, fqn: str) -> bool:
     return f".{pattern}." in f".{fqn}."
 
 
-def _first_and_last(model: nn.Module, choosable: Mapping[str, nn.Module], options: LayerOptions) -> set[int]:
-    """Return the ids of all modules in the first and last blocks of every stack of blocks."""
-    stacks = block_stacks(model, having=choosable.values(), of_one=False)
-    if not stacks:
-        raise ValueError(
-            "`first_last_layers_bf16=True` needs a stack of blocks (children of one class in an nn.ModuleList), and the"
-            " model has none; name the layers with `keep=[...]` instead."
-        )
-    inside: set[int] = set()
-    for stack in stacks.values():
-        blocks = list(stack)
-        last = max(len(blocks) - options.num_layers_at_end_in_bf16, 0)
-        for block in (*blocks[: options.num_layers_at_start_in_bf16], *blocks[last:]):
-            inside |= {id(module) for module in block.modules()}
-    return inside
+def _stacks(model: nn.Module, choosable: Mapping[str, nn.Module]) -> list[list[nn.Module]]:
+    return [list(stack) for stack in block_stacks(model, having=choosable.values(), of_one=False).values()]
+
+
+def _inside(blocks: Iterable[nn.Module], choosable: Mapping[str, nn.Module], reason: str) -> dict[str, str]:
+    inside = {id(module) for block in blocks for module in block.modules()}
+    return {fqn: reason for fqn, module in choosable.items() if id(module) in inside}
 
 
 def block_stacks(model: nn.Module, having: Iterable[nn.Module], *, of_one: bool = True) -> dict[str, nn.ModuleList]:

@@ -65,7 +65,7 @@ def multiply_waiting() -> None:
     """Before a backward: multiply gradients that wait for a step, which the new gradients must not share."""
     for registry in all_registries():
         if registry.gradients.waits:
-            registry.move_grads(1.0)
+            registry.move_grads()
 
 
 def norms(grads: Sequence[Tensor], order: float) -> list[Tensor]:

@@ -18,8 +18,7 @@ from lightning_lowprec.masters.stores import Store
 from lightning_lowprec.numerics.parameters import grouped
 from lightning_lowprec.private.torch import copy_all_, local_tensor, multiply_all_
 
-_UNSCALED: Final = "_lowprec_unscaled"  # an attribute of the gradient itself, so a new gradient does not have it
-_FOLDED: Final = "lowprec_folded"  # likewise, of a gradient that the factor is meant for
+_FOLDED: Final = "lowprec_folded"  # an attribute of a gradient that the factor is meant for: a new one does not have it
 Pairs = Iterable[tuple[Tensor, Tensor]]
 
 
@@ -58,14 +57,13 @@ class MasterGradients:
                 delattr(grad, _FOLDED)
             self.factor = 1.0
 
-    def move(self, store: Store, inv_scale: float | Tensor) -> None:
-        """Move the gradients of a store's parameters to its masters, times ``inv_scale`` and the folded factor."""
+    def move(self, store: Store) -> None:
+        """Move the gradients of a store's parameters to its masters, times the folded factor."""
         pairs = [(p, m) for p, m in zip(store.params, store.masters, strict=True) if p.grad is not None]
         grads = _as_float32(store, [p.grad for p, _ in pairs if p.grad is not None])
         for p, _ in pairs:
             p.grad = None
         multiply(grads, self.factor)
-        multiply(grads, inv_scale)
         for (_, master), grad in zip(pairs, grads, strict=True):
             master.grad = grad if master.grad is None else master.grad + grad
 
@@ -95,24 +93,6 @@ def _as_float32(store: Store, grads: Sequence[Tensor]) -> list[Tensor]:
     copies = store.buffer.tensors_on(torch.empty_like(store.buffer.flat))
     copy_all_([local_tensor(copy) for copy in copies], [local_tensor(grad) for grad in grads])
     return copies
-
-
-@torch.no_grad()
-def unscale_in_place(params: Iterable[Tensor], inv_scale: float | Tensor) -> None:
-    """Multiply the gradients of parameters without masters, once until :func:`forget_unscaled`."""
-    if is_one(inv_scale):
-        return
-    grads = [p.grad for p in params if p.grad is not None and not hasattr(p.grad, _UNSCALED)]
-    for grad in grads:
-        setattr(grad, _UNSCALED, True)
-    multiply(grads, inv_scale)
-
-
-def forget_unscaled(params: Iterable[Tensor]) -> None:
-    """Let :func:`unscale_in_place` multiply gradients again: a later backward adds scaled gradients."""
-    for p in params:
-        if p.grad is not None and hasattr(p.grad, _UNSCALED):
-            delattr(p.grad, _UNSCALED)
 
 
 @torch.no_grad()

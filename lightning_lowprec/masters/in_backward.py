@@ -229,7 +229,7 @@ def refuse_together(optimizer: Optimizer) -> ValueError:
     """Return the error for an optimizer that cannot step one parameter at a time."""
     return ValueError(
         f"`update='backward'` steps one parameter at a time, and {type(optimizer).__name__} must see all of them at"
-        " once (LBFGS, step hooks, arguments of `step`, and classes of your own that do not say"
+        " once (step hooks, arguments of `step`, and classes of your own that do not say"
         f" `independent_parameters = True`). Use another optimizer, or {IN_THE_STEP}."
     )
 

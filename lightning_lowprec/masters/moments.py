@@ -91,18 +91,13 @@ def adam_state(group: Mapping[str, Any], param: Tensor, *, coded: bool) -> State
     state: State = {"step": torch.zeros((), device=param.device if on_gpu else "cpu", dtype=torch.float32)}
     for name in ("exp_avg", "exp_avg_sq"):
         if coded:
-            _set_zeros(state, name, param)
+            shard = local_tensor(param)
+            codes = torch.zeros_like(shard, dtype=torch.uint8).view(MOMENTS[name].dtype)
+            exponents = torch.zeros(shard.numel() // block_of(param), dtype=torch.uint8, device=shard.device)
+            _set(state, name, param, codes, exponents)
         else:
             state[name] = torch.zeros_like(param, dtype=torch.float32)
     return state
-
-
-def _set_zeros(state: State, name: str, param: Tensor) -> None:
-    """Set coded state of zeros."""
-    shard = local_tensor(param)
-    codes = torch.zeros_like(shard, dtype=torch.uint8).view(MOMENTS[name].dtype)
-    exponents = torch.zeros(shard.numel() // block_of(param), dtype=torch.uint8, device=shard.device)
-    _set(state, name, param, codes, exponents)
 
 
 def decode_in_place(entry: State, param: Tensor) -> None:

@@ -2,7 +2,7 @@
 
     optimizer = add_masters(torch.optim.AdamW(model.parameters()), "remainder")     # model in bf16
     loss.backward()
-    move_grads_to_masters(optimizer, inv_scale=1 / scale)                           # optional: step does it
+    move_grads_to_masters(optimizer)                                                # optional: step does it
     torch.nn.utils.clip_grad_norm_(main_params(optimizer), 1.0)                     # float32 gradients
     optimizer.step()
 
@@ -27,14 +27,14 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from lightning_lowprec.conversion.steps import count_step
 from lightning_lowprec.masters import moments
 from lightning_lowprec.masters.config import IN_THE_STEP, Kept, MasterConfig
 from lightning_lowprec.masters.in_backward import BackwardUpdates, forget_updates, refuse_together
 from lightning_lowprec.masters.kernel_step import rule_of, step_in_one_pass, step_some
-from lightning_lowprec.masters.registry import MasterRegistry, registry_of
+from lightning_lowprec.masters.registry import SEVERAL_EVALUATIONS, MasterRegistry, registry_of
 from lightning_lowprec.numerics.parameters import parameters_of
 from lightning_lowprec.private.torch import MASTERS, check
 from lightning_lowprec.private.torch_optimizers import (
@@ -60,7 +60,7 @@ def add_masters(optimizer: T, store: Kept | MasterConfig = "fp32", *, values: Ma
 
     Raises:
         ValueError: an unknown store, or one that cannot hold masters of a parameter's dtype.
-        TypeError: an optimizer that steps another one inside (ZeroRedundancyOptimizer, CPUOffloadOptimizer).
+        TypeError: LBFGS, or an optimizer that steps another one inside (ZeroRedundancyOptimizer, CPUOffloadOptimizer).
         RuntimeError: ``optimizer`` has masters of another form, or its ``step`` was replaced.
     """
     config = MasterConfig.of(store)
@@ -72,6 +72,8 @@ def add_masters(optimizer: T, store: Kept | MasterConfig = "fp32", *, values: Ma
             optimizer._updates.watch()
         return optimizer
     refuse_copies(optimizer, "half-precision weights, whose masters it would not see")
+    if isinstance(optimizer, LBFGS):
+        raise TypeError(SEVERAL_EVALUATIONS.format("LBFGS"))
     if isinstance(getattr(optimizer, "optim", None), Optimizer):
         raise TypeError(
             f"{type(optimizer).__name__} steps another optimizer inside, which would not see the masters; use the other"
@@ -111,20 +113,20 @@ def remove_masters(optimizer: Optimizer) -> None:
         optimizer.state[param] = moments.decoded_entry(moments.float32_state(entry), param)
 
 
-def has_masters(optimizer: Optimizer) -> bool:
-    """Return whether :func:`add_masters` was applied to ``optimizer``."""
-    return registry_of(optimizer) is not None
-
-
-def move_grads_to_masters(optimizer: Optimizer, inv_scale: float | Tensor = 1.0) -> None:
-    """Move the gradients to the masters, as float32 and times ``inv_scale``; a second call finds nothing to move.
+def move_grads_to_masters(optimizer: Optimizer) -> None:
+    """Move the gradients to the masters, as float32; a second call finds nothing to move.
 
     The parameters' own gradients become None. The next call adds the gradients of later backwards, so a call after
     every micro-batch accumulates in float32. ``parameter.grad_dtype = torch.float32`` also accumulates in float32; such
-    gradients are handed over, not copied. Gradients of float32 parameters stay in place and are multiplied once per
-    step. ``step`` and ``zero_grad`` drop the moved gradients: after a skipped step, call ``optimizer.zero_grad()``.
+    gradients are handed over, not copied. Gradients of float32 parameters stay in place. ``step`` and ``zero_grad``
+    drop the moved gradients: after a skipped step, call ``optimizer.zero_grad()``.
     """
-    _expected_registry(optimizer).move_grads(inv_scale)
+    registry = registry_of(optimizer)
+    if registry is None:
+        raise TypeError(
+            f"expected an optimizer with masters, got {type(optimizer).__name__}. Call `add_masters` on it first."
+        )
+    registry.move_grads()
 
 
 def show_master_grads(optimizer: Optimizer) -> None:
@@ -151,16 +153,6 @@ def held_masters(optimizer: Optimizer) -> list[Tensor]:
     return [] if registry is None else list(registry.master_of.values())
 
 
-def refresh_masters(optimizer: Optimizer, values: Mapping[int, Tensor] | None = None) -> None:
-    """Make the masters follow the parameters, after an in-place edit of ``parameter.data``.
-
-    All other edits of a parameter are noticed without this call, also loading a checkpoint. A master that still rounds
-    to its parameter stays (in remainder form, the master becomes the parameter). ``values`` are float32 weights by
-    ``id(parameter)``; a weight becomes the master if it rounds to the parameter.
-    """
-    _expected_registry(optimizer).refresh(values)
-
-
 class MasterOptimizer(Optimizer):
     """Base class that :func:`add_masters` puts in front of an optimizer's class; never instantiated by itself."""
 
@@ -181,7 +173,7 @@ class MasterOptimizer(Optimizer):
             raise refuse_together(self)
         with registry.stepping():
             if closure is not None:
-                args = (registry.evaluation(closure, first), *args)
+                args = (registry.evaluated_once(first), *args)
             return super().step(*args, **kwargs)
 
     def _step_apart(self, plain_step: Callable[[], Any]) -> None:
@@ -293,12 +285,3 @@ def _rebuild(plain: type[T], state: dict[str, Any], config: MasterConfig, values
 @functools.cache
 def _master_class(plain: type[Any]) -> type[Any]:
     return type(plain.__name__, (MasterOptimizer, plain), {"__doc__": plain.__doc__})
-
-
-def _expected_registry(optimizer: Optimizer) -> MasterRegistry:
-    registry = registry_of(optimizer)
-    if registry is None:
-        raise TypeError(
-            f"expected an optimizer with masters, got {type(optimizer).__name__}. Call `add_masters` on it first."
-        )
-    return registry

@@ -15,17 +15,23 @@ from torch.optim import Optimizer
 
 from lightning_lowprec.masters import moments
 from lightning_lowprec.masters.config import MasterConfig
-from lightning_lowprec.masters.gradients import MasterGradients, forget_unscaled, unscale_in_place
+from lightning_lowprec.masters.gradients import MasterGradients
 from lightning_lowprec.masters.stores import STORES, RemainderStore, Store
 from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.numerics.parameters import chunks, grouped, parameters_of
 from lightning_lowprec.private.torch import local_tensor, version_of
+from lightning_lowprec.references import WeakList
 
 BUCKET: Final = 64 * 2**20
 """Masters that a step loads at a time where no kernel steps: 256 MB of float32. A larger parameter is loaded alone."""
 ROUNDING_STEP: Final = "rounding_step"  # in param_groups[0], where state dicts and pickles carry it along
-_numbers = itertools.count()
-_registries: weakref.WeakValueDictionary[int, MasterRegistry] = weakref.WeakValueDictionary()
+SEVERAL_EVALUATIONS: Final = (
+    "{} evaluates its closure where it has moved the weights, and half-precision weights follow their float32 masters"
+    " after a step only. Use a precision with float32 weights (`bf16-mixed`, `32-true`, or in FP8 `fp8-hybrid`), or"
+    " `torch.optim.AdamW`."
+)
+"""The error for an optimizer such as LBFGS."""
+_registries: WeakList[MasterRegistry] = WeakList()
 """Every registry that still exists, in the order in which they were made."""
 
 
@@ -47,7 +53,7 @@ class MasterRegistry:
         self.add_missing(values)
         if config.rounds:
             optimizer.param_groups[0].setdefault(ROUNDING_STEP, 0)
-        _registries[next(_numbers)] = self
+        _registries.add(self)
 
     # ---- membership
 
@@ -164,15 +170,14 @@ class MasterRegistry:
 
     # ---- gradients
 
-    def move_grads(self, inv_scale: float | Tensor) -> None:
-        """Move gradients to the masters, and unscale the gradients of parameters without a master."""
+    def move_grads(self) -> None:
+        """Move gradients to the masters."""
         self.gradients.hide(self.pairs())
         self.follow_moves()
         self.deferred_grads()
         for store in self.stores:
-            self.gradients.move(store, inv_scale)
+            self.gradients.move(store)
         self.gradients.factor = 1.0
-        unscale_in_place(self.without_master(), inv_scale)
 
     def deferred_grads(self) -> list[Tensor]:
         """Return the gradients that are at the parameters with masters; the folded factor is meant for all of them."""
@@ -189,7 +194,6 @@ class MasterRegistry:
                 master.grad = None
             if not self._stepping:
                 store.release()
-        forget_unscaled(self.params())
 
     # ---- a step
 
@@ -207,11 +211,7 @@ class MasterRegistry:
         for name, beta, value in zip(("exp_avg", "exp_avg_sq"), group["betas"], (grad, grad.square()), strict=True):
             local_tensor(state[name]).add_(value, alpha=(1.0 - beta) / beta)
         if self.config.moments == "8bit":
-            moments.encode_state({param: state}, self.place_of[id(param)][0], self.step_of_fold(number))
-
-    def step_of_fold(self, number: int) -> int:
-        """Return what takes the place of the step for the random bits of moments to which gradients are added."""
-        return self.step + (number << 40)
+            moments.encode_state({param: state}, self.place_of[id(param)][0], self.step + (number << 40))
 
     @property
     def step(self) -> int:
@@ -229,25 +229,24 @@ class MasterRegistry:
         if self.config.moments == "8bit":
             moments.encode_state(self.live().state, store, self.step)
         if any(p.grad is not None and m.grad is not None for p, m in zip(store.params, store.masters, strict=True)):
-            self.gradients.move(store, 1.0)
+            self.gradients.move(store)
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
         """Show the optimizer all masters; at the end, also after an error, save them and drop the moved gradients."""
         self.load()
-        self.move_grads(1.0)
+        self.move_grads()
         try:
             with self._loaded(self.stores), self.showing_masters():
                 yield
         finally:
-            forget_unscaled(self.params())
             self.count_step()
 
     @contextmanager
     def stepping_only(self, store: Store) -> Iterator[None]:
         """Load the masters of one store, and show the optimizer nothing else; at the end save them."""
         store.load()  # first, because it takes temporary memory
-        self.gradients.move(store, 1.0)
+        self.gradients.move(store)
         with self._loaded([store]), self.showing_only(store.params):
             yield
 
@@ -292,34 +291,17 @@ class MasterRegistry:
                 if self.config.moments == "8bit":
                     moments.encode_state(self.live().state, store, self.step)
 
-    def evaluation(self, closure: Callable[[], Any], first: Any) -> Callable[[], Any]:
-        """Return ``closure`` for the optimizer: the model sees its weights, the optimizer float32 gradients.
+    def evaluated_once(self, result: Any) -> Callable[[], Any]:
+        """Return a closure for the optimizer that returns ``result`` once, before a master has changed."""
+        versions: list[int] = [version_of(store.buffer.flat) for store in self.stores]
 
-        The first call returns ``first``, unless the optimizer has moved the masters before.
-        """
-        versions = {store: version_of(store.buffer.flat) for store in self.stores}
-        evaluated = False
-
-        def evaluate() -> Any:
-            nonlocal evaluated  # edits of `master.data` leave the version, so later calls cast all masters
-            changed = [s for s in self.stores if evaluated or version_of(s.buffer.flat) != versions[s]]
-            if not evaluated and not changed:
-                evaluated = True
-                return first
-            self._replace(self.param_of)
-            try:
-                for store in changed:
-                    store.cast_to_params()
-                if evaluated:
-                    self.drop_grads()
-                evaluated = True
-                result = closure()
-            finally:
-                self._replace(self.master_of)
-            self.move_grads(1.0)
+        def closure() -> Any:
+            if versions != [version_of(store.buffer.flat) for store in self.stores]:
+                raise RuntimeError(SEVERAL_EVALUATIONS.format(self.plain.__name__))
+            versions.append(-1)  # so that a second call raises
             return result
 
-        return evaluate
+        return closure
 
     @contextmanager
     def showing_masters(self) -> Iterator[None]:
@@ -334,7 +316,7 @@ class MasterRegistry:
     def _replace(self, other: Mapping[int, Tensor]) -> None:
         optimizer = self.live()
         for group in optimizer.param_groups:
-            group["params"][:] = [other.get(id(p), p) for p in group["params"]]  # in place: LBFGS keeps the list
+            group["params"][:] = [other.get(id(p), p) for p in group["params"]]  # in place: others may keep the list
         items = [(other.get(id(key), key), entry) for key, entry in optimizer.state.items()]
         optimizer.state.clear()
         optimizer.state.update(items)
@@ -348,7 +330,7 @@ def registry_of(optimizer: Optimizer) -> MasterRegistry | None:
 
 def all_registries() -> list[MasterRegistry]:
     """Return every registry whose optimizer still exists."""
-    return list(_registries.values())
+    return list(_registries)
 
 
 def optimizers_with_masters() -> list[Optimizer]:

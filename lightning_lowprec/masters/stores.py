@@ -116,14 +116,9 @@ class Store(ABC):
     def save(self, step: int) -> None:
         """Round the masters into the parameters and free their memory; ``step`` counts the calls."""
         self._round(step)
-        self.cast_to_params()
-        self.release()
-
-    @torch.no_grad()
-    def cast_to_params(self) -> None:
-        """Cast the masters into the parameters; the masters stay loaded, for an evaluation inside a step."""
         copy_all_([local_tensor(p) for p in self.params], self.buffer.views)
         self.note_agreement()
+        self.release()
 
     def settle(self, step: int) -> None:
         """Make what is stored between steps current for a kernel, after which :meth:`note_agreement` must follow."""

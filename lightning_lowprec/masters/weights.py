@@ -6,7 +6,7 @@ model. A precision with float32 weights would train both without masters, and lo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Final, final
 
 import torch
@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.masters.config import MasterConfig
-from lightning_lowprec.masters.gradient_dtypes import GradientDtypes
 from lightning_lowprec.masters.in_backward import wait_for_steps
 from lightning_lowprec.masters.kept_float32 import coupled, kept_float32
 from lightning_lowprec.masters.moments import decode_on_load, float32_state
@@ -41,10 +40,13 @@ class HalfWeights:
     optimizer comes, so that the masters lose nothing.
     """
 
-    def __init__(self, config: MasterConfig, buffer_dtype: torch.dtype | None, gradients: GradientDtypes) -> None:
+    def __init__(
+        self, config: MasterConfig, buffer_dtype: torch.dtype | None = None, accumulation: torch.dtype | None = None
+    ) -> None:
         self.config = config
         self.buffer_dtype = buffer_dtype
-        self.gradients = gradients
+        self.accumulation = accumulation
+        """The dtype in which gradients accumulate, ``torch.float32`` or None: that of the weights."""
         self.not_cast: Callable[[Module], Collection[str]] | None = None
         """Returns the names of a module's parameters that stay float32; they are their own masters."""
         self.keep_fp32: Sequence[str] = ()
@@ -75,7 +77,7 @@ class HalfWeights:
             if id(p) in originals and not hasattr(p, "to_local"):
                 p.data.copy_(upper_half(originals[id(p)]))
         self._originals |= {key: value for key, value in originals.items() if key in trained} | masters
-        self.gradients.prepare(module.parameters())
+        self._set_accumulation(module.parameters())
         for p in (*changed, *trained.values()):
             if p.dtype == dtype:
                 mark(p)
@@ -100,13 +102,13 @@ class HalfWeights:
                     " `form='remainder'`: it keeps the same masters in 2 bytes per parameter less."
                 )
             return None
-        if self.gradients.accumulation is not None:
+        if self.accumulation is not None:
             raise ValueError(
-                f"`grad_accumulation_dtype={self.gradients.accumulation}` with half-precision shards is not possible"
+                f"`grad_accumulation_dtype={self.accumulation}` with half-precision shards is not possible"
                 " under FSDP2, which keeps their gradients in the dtype of the shards. Use `master_weights=True`: its"
                 " shards and gradients are float32 under FSDP2."
             )
-        sharded = HalfWeights(self.config, self.buffer_dtype, GradientDtypes(reduce=None, accumulation=None))
+        sharded = HalfWeights(self.config, self.buffer_dtype)
         sharded.keep_fp32 = self.keep_fp32
         return sharded
 
@@ -123,10 +125,18 @@ class HalfWeights:
             wait_for_steps(optimizer, self._updating)
             self._updating.add(optimizer)
         params = parameters_of(optimizer)
-        self.gradients.prepare(params)
+        self._set_accumulation(params)
         for p in params:
             if p.dtype in HALF_DTYPES:
                 self._originals.pop(id(p), None)
+
+    def _set_accumulation(self, params: Iterable[Tensor]) -> None:
+        """Let autograd accumulate the gradients of half-precision parameters in float32, if that was chosen."""
+        for p in params if self.accumulation is not None else ():
+            if p.dtype in HALF_DTYPES:
+                grad, p.grad = p.grad, None  # torch refuses a gradient of another dtype
+                p.grad_dtype = torch.float32
+                p.grad = None if grad is None else grad.float()
 
     def drop_originals(self) -> None:
         """Free the float32 weights that no optimizer asked for; call it when training has begun."""
@@ -134,7 +144,8 @@ class HalfWeights:
         self._counted = set()
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.config}, buffer_dtype={self.buffer_dtype}, {self.gradients})"
+        dtypes = f"buffer_dtype={self.buffer_dtype}, grad_accumulation_dtype={self.accumulation}"
+        return f"{type(self).__name__}({self.config}, {dtypes})"
 
     def __getstate__(self) -> dict[str, object]:
         """Leave out the weights, which cannot move to another process."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
@@ -265,9 +265,8 @@ class LowPrecision(EitherPrecision, ABC):
         self._prepare_optimizer(optimizer)
 
     def see_module(self, module: Module) -> None:
-        """Prepare a module that DDP has wrapped, to reduce gradients in the chosen dtype."""
+        """Log what DDP changes for a module that it has wrapped."""
         if self.masters is not None:
-            self.masters.gradients.reduce_ddp(module)
             refusals.say_updates_in_step(module, self.masters.config, self.precision)
 
     def _prepare_optimizer(self, optimizer: Optimizer) -> None:
@@ -344,8 +343,7 @@ class LowPrecision(EitherPrecision, ABC):
         """``backward(tensor, module, *args, **kwargs)``; Fabric sees an override only if the override is needed."""
         if self.engine is not None:
             return self.engine.backward
-        accumulates = self.masters is not None and self.masters.gradients.wraps_backward
-        return self._backward_plain if self.scaler is None and not accumulates else self._backward_own
+        return self._backward_plain if self.scaler is None else self._backward_scaled
 
     @shown_as(either.FabricPrecision.backward)
     def _backward_plain(self, tensor: Tensor, model: Module | None, *args: Any, **kwargs: Any) -> None:
@@ -354,10 +352,8 @@ class LowPrecision(EitherPrecision, ABC):
         parent: Any = either.TrainerPrecision if in_trainer(model) else either.FabricPrecision
         parent.backward(self, tensor, model, *args, **kwargs)
 
-    def _backward_own(self, tensor: Tensor, model: Module | None, *args: Any, **kwargs: Any) -> None:
-        scaled = tensor if in_trainer(model) else self._scaled(tensor)
-        with nullcontext() if self.masters is None else self.masters.gradients.during_backward():
-            self._backward_plain(scaled, model, *args, **kwargs)
+    def _backward_scaled(self, tensor: Tensor, model: Module | None, *args: Any, **kwargs: Any) -> None:
+        self._backward_plain(tensor if in_trainer(model) else self._scaled(tensor), model, *args, **kwargs)
 
     @override
     @shown_as(either.FabricPrecision.post_backward)

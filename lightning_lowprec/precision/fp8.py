@@ -19,13 +19,7 @@ from lightning_lowprec.conversion.gains import DEFAULT_TOKENS, SOURCE
 from lightning_lowprec.conversion.options import Group, LayerOptions
 from lightning_lowprec.conversion.plan import Plan, PlanRequest, make_plan
 from lightning_lowprec.conversion.selection import block_stacks
-from lightning_lowprec.hardware import (
-    architecture,
-    default_device,
-    describe,
-    emulation_refusal,
-    refusal_and_remedy,
-)
+from lightning_lowprec.hardware import architecture, default_device, describe, emulation_refusal, refusal_and_remedy
 from lightning_lowprec.numerics.tensor_cores import UNITS, Emulation
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.host import Engine

@@ -7,8 +7,7 @@ Trainer and Fabric call the same hooks with different signatures:
   and ignores the results of the other two. A LightningModule inside Fabric belongs to Fabric.
 * step: the Trainer calls ``optimizer_step(optimizer, model=, closure=)``, Fabric ``optimizer_step(optimizer)``.
 * Fabric demands ``fabric.backward(loss)`` as soon as a plugin overrides a backward hook. Without loss scaling, users
-  may call ``loss.backward()``, so the hooks pretend to be Fabric's own. (With accumulation in float32 under DDP, users
-  must call ``fabric.backward(loss)``.)
+  may call ``loss.backward()``, so the hooks pretend to be Fabric's own.
 """
 
 from __future__ import annotations

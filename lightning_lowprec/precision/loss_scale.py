@@ -13,9 +13,7 @@ then 1 and never changes.
 
 from __future__ import annotations
 
-import math
 import weakref
-from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal, final
@@ -29,7 +27,7 @@ from lightning_lowprec.checks import Count, Rule, check_fields
 from lightning_lowprec.masters import deferred
 from lightning_lowprec.masters.optimizer import held_masters
 from lightning_lowprec.masters.registry import registry_of
-from lightning_lowprec.numerics.parameters import parameters_of
+from lightning_lowprec.numerics.parameters import grouped, mesh_of, parameters_of
 from lightning_lowprec.private.torch import LOSS_SCALING, check, multiply_all_, unscale_all_
 from lightning_lowprec.private.torch_optimizers import refuse_copies
 
@@ -71,11 +69,7 @@ class LossScale:
             return value
         if value == "dynamic":
             return cls()
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf:
-            return cls(initial=float(value), growth_factor=1.0, backoff_factor=1.0, floor=float(value))
-        raise ValueError(
-            f"`loss_scale={value!r}` is not valid; expected 'dynamic', a number above 0 (a static scale), a LossScale."
-        )
+        return cls(initial=float(value), growth_factor=1.0, backoff_factor=1.0, floor=float(value))
 
 
 @dataclass
@@ -155,7 +149,7 @@ class LossScaler:
             gradients.found_inf.append(deferred.unscale(optimizer, inv_scale))
             params = registry.without_master()
         elif registry is not None:
-            registry.move_grads(1.0)
+            registry.move_grads()
         gradients.found_inf += [unscale_all_(grads, inv_scale) for grads in _groups_of_grads(params)]
         gradients.unscaled = True
 
@@ -265,14 +259,14 @@ def _groups_of_grads(params: Iterable[Tensor]) -> list[list[Tensor]]:
 
     A gradient that a parameter shows for its master is in one list once.
     """
-    groups: dict[tuple[torch.device, torch.dtype, Any], list[Tensor]] = defaultdict(list)
-    seen: set[int] = set()
+    first: dict[int, Tensor] = {}
     for param in params:
-        if param.grad is None or id(param.grad) in seen:
-            continue
-        seen.add(id(param.grad))
+        if param.grad is not None:
+            first.setdefault(id(param.grad), param)
+    grads = []
+    for param in first.values():
+        assert param.grad is not None
         if param.grad.is_sparse:
             param.grad = param.grad.coalesce()  # sums duplicate rows first, because only the sum may overflow
-        grad = param.grad.values() if param.grad.is_sparse else param.grad
-        groups[grad.device, grad.dtype, getattr(grad, "device_mesh", None)].append(grad)
-    return list(groups.values())
+        grads.append(param.grad.values() if param.grad.is_sparse else param.grad)
+    return grouped(grads, lambda grad: (grad.device, grad.dtype, mesh_of(grad)))

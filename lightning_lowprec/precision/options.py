@@ -16,7 +16,6 @@ from lightning_lowprec.checks import Rule, check_choice
 from lightning_lowprec.conversion.head import HeadKind
 from lightning_lowprec.conversion.options import Group, Names
 from lightning_lowprec.masters.config import MasterConfig
-from lightning_lowprec.masters.gradient_dtypes import GradientDtypes
 from lightning_lowprec.masters.weights import Float32Weights, HalfWeights
 from lightning_lowprec.numerics.tensor_cores import UNITS, Emulation
 from lightning_lowprec.precision.loss_scale import LossScale, LossScaler, StaticScale
@@ -83,7 +82,7 @@ class TrainingOptions(Group):
             )
         if base == "bf16":
             return LossScaler(None) if self.skip_nonfinite else None
-        return LossScaler(LossScale.of("dynamic" if choice is None or choice == "auto" else choice))
+        return LossScaler(LossScale() if choice is None or choice == "auto" else LossScale.of(choice))
 
     def float32_weights(self, masters: HalfWeights | None) -> Float32Weights | None:
         """Return what makes weights float32; None: half-precision weights stay."""
@@ -123,22 +122,18 @@ class MasterOptions(Group):
             pass, and sets the seed.
         buffer_dtype: needs ``master_weights``. Floating-point buffers are cast to this dtype; None leaves them alone
             (rotary tables and running statistics need float32).
-        grad_reduce_dtype: needs ``master_weights``. ``torch.float32`` averages gradients over the ranks of DDP in
-            float32 and rounds the average once. None averages in the dtype of the weights.
         grad_accumulation_dtype: needs ``master_weights``. ``torch.float32`` accumulates the gradients of micro-batches
-            in float32 (2 more bytes per parameter); under DDP it also averages them in float32. None accumulates in
-            the dtype of the weights.
+            in float32 (2 more bytes per parameter); not under DDP. None accumulates in the dtype of the weights.
     """
 
     master_weights: MasterWeights = False
     buffer_dtype: FloatingDtype | None = None
-    grad_reduce_dtype: Float32OrNone = None
     grad_accumulation_dtype: Float32OrNone = None
 
     def resolve(self, base: Literal["bf16", "fp16", "auto"]) -> HalfWeights | None:
         """Return what casts the weights and gives optimizers masters; None for float32 weights."""
         choice = self.master_weights
-        for field in ("buffer_dtype", "grad_reduce_dtype", "grad_accumulation_dtype") if choice is False else ():
+        for field in ("buffer_dtype", "grad_accumulation_dtype") if choice is False else ():
             if (value := getattr(self, field)) is not None:
                 raise ValueError(
                     f"`{field}={value}` goes with `master_weights`, got `master_weights=False`: float32 weights leave"
@@ -158,8 +153,7 @@ class MasterOptions(Group):
             if base != "fp16":
                 what = f"`grad_accumulation_dtype={self.grad_accumulation_dtype}`: no gradient is kept to be added to"
             raise ValueError(f"`MasterConfig(update='backward')` does not go with {what}. Use `update='step'`.")
-        gradients = GradientDtypes(reduce=self.grad_reduce_dtype, accumulation=self.grad_accumulation_dtype)
-        return HalfWeights(config, self.buffer_dtype, gradients)
+        return HalfWeights(config, self.buffer_dtype, self.grad_accumulation_dtype)
 
 
 class MasterChoices(TypedDict, total=False):
@@ -167,7 +161,6 @@ class MasterChoices(TypedDict, total=False):
 
     master_weights: MasterWeights
     buffer_dtype: torch.dtype | None
-    grad_reduce_dtype: torch.dtype | None
     grad_accumulation_dtype: torch.dtype | None
 
 

@@ -85,7 +85,7 @@ class ScheduledPhases:
     def _step_in_fabric(self, plugin: Any) -> int | None:
         if self._told is None:
             if self.schedule.optional:
-                self._resolve(plugin, (None,), None, per_epoch=None)
+                self._resolve(plugin, (None,), None)
                 return 0
             if torch.is_grad_enabled():
                 raise RuntimeError(
@@ -94,7 +94,7 @@ class ScheduledPhases:
                 )
             return None
         step, total = self._told
-        self._resolve(plugin, (total,), total, per_epoch=None)
+        self._resolve(plugin, (total,), total)
         return step
 
     def _step_in_trainer(self, plugin: Any, trainer: Trainer) -> int | None:
@@ -104,24 +104,17 @@ class ScheduledPhases:
             length = id(trainer), trainer.max_steps, trainer.max_epochs, trainer.fit_loop.epoch_loop.max_steps
             if length != self._known:
                 total = _total(trainer, self.schedule, plugin.precision)
-                per_epoch, batches = None, trainer.num_training_batches
-                if trainer.lightning_module.automatic_optimization and batches not in (0, math.inf):
-                    per_epoch = max(1.0, -(-batches // trainer.accumulate_grad_batches))
                 lenient = bool(getattr(trainer, "fast_dev_run", False))  # its debug connector sets it
-                self._resolve(plugin, length, total, per_epoch, lenient=lenient)
+                self._resolve(plugin, length, total, lenient=lenient)
         return trainer.global_step
 
-    def _resolve(
-        self, plugin: Any, length: tuple[Any, ...], total: int | None, per_epoch: float | None, *, lenient: bool = False
-    ) -> None:
+    def _resolve(self, plugin: Any, length: tuple[Any, ...], total: int | None, *, lenient: bool = False) -> None:
         """Compute the first steps of the phases, and say what will happen when; once per length of the run."""
         if length == self._known:
             return
         self._ends = self.schedule.ends(total, lenient=lenient)
         self._known = length
-        rank_zero_info(
-            f"{plugin.precision}: {said(self.schedule, self._ends, total, per_epoch, plugin.base, plugin.format)}."
-        )
+        rank_zero_info(f"{plugin.precision}: {said(self.schedule, self._ends, total, plugin.base, plugin.format)}.")
 
     # ---- the layers
 
@@ -176,22 +169,14 @@ def _total(trainer: Trainer, schedule: Schedule, precision: str) -> int | None:
     return None if total == math.inf else int(total)
 
 
-def said(
-    schedule: Schedule, ends: Sequence[int], total: int | None, per_epoch: float | None, high: str, low: str = "FP8"
-) -> str:
-    """Return what happens when: ``schedule: steps 0 to 9 (epochs 0 to 0.5): FP8; from step 10 (epoch 0.5): ...``."""
-
-    def epoch(step: int) -> str:
-        assert per_epoch is not None
-        return f"{step / per_epoch:.4g}"
-
+def said(schedule: Schedule, ends: Sequence[int], total: int | None, high: str, low: str = "FP8") -> str:
+    """Return what happens when: ``schedule: steps 0 to 9: FP8; from step 10: forward in bf16``."""
     parts, begin = [], 0
     for phase, end in zip(schedule.phases, (*ends, None), strict=False):
         if end is None:
-            when = f"from step {begin}" + ("" if per_epoch is None else f" (epoch {epoch(begin)})")
+            when = f"from step {begin}"
         else:
             when = f"steps {begin} to {end - 1}" if end > begin + 1 else f"step {begin}"
-            when += "" if per_epoch is None else f" (epochs {epoch(begin)} to {epoch(end)})"
         if total is not None and begin >= total:
             when += f", which a run of {total} steps does not reach"
         if end is None or end > begin:

@@ -3,8 +3,7 @@
     before set-up    fit, test ...                     after the run of a Trainer, or plain(model)
     nn.Linear   ->   FP8Linear, bf16 weight, master -> nn.Linear, the master's value in the same Parameter
 
-Lightning's own precisions do not look at the layers of a model, so FP8 layers stay FP8 there. The warning comes from a
-hook that runs once, at the first forward, and is removed; under our precisions there is no hook.
+Lightning's own precisions do not look at the layers of a model, so FP8 layers stay FP8 there.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.head import LossHead
@@ -37,7 +35,7 @@ from lightning_lowprec.numerics.weight_rounding import WeightRounding
 from lightning_lowprec.private.deepspeed import refuse_zero
 from lightning_lowprec.private.either import Trainer, TrainerFn, is_wrapped
 from lightning_lowprec.private.lightning import is_tuning
-from lightning_lowprec.private.torch_modules import is_compiled, undo_compile, without_compiled_wrapper
+from lightning_lowprec.private.torch_modules import undo_compile, without_compiled_wrapper
 from lightning_lowprec.references import WeakList
 
 _GATHER: Final = (
@@ -144,7 +142,6 @@ def _refuse_part(module: Module, optimizers: list[Optimizer]) -> None:
 
 # ---- what is left in a model that another precision runs
 
-_ATTRIBUTE: Final = "warns_at_first_forward"  # attribute of a layer with the hook, which a copy of the layer has too
 REMEDY: Final = (
     "Give the model torch's layers and float32 weights back before, by `lightning_lowprec.plain(model)`; or load its"
     " state dict, which is plain, into a fresh model; or use a precision of lightning_lowprec, which sets the model up"
@@ -152,46 +149,17 @@ REMEDY: Final = (
 )
 
 
-@final
-class _Warn:
-    """A forward pre-hook of several layers that warns once, whichever layer runs first, and removes itself."""
-
-    def __init__(self, message: str) -> None:
-        self.message = message
-        self.handles: list[RemovableHandle] = []
-
-    def __call__(self, module: Module, args: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self.remove()
-            rank_zero_warn(self.message)
-
-    def remove(self) -> None:
-        for handle in self.handles:
-            handle.remove()
-
-
-def warn_at_first_forward(model: Module, run: str) -> None:
-    """Let the layers that a backend has left in ``model`` warn at the first forward; at once if they are compiled.
-
-    ``run`` says how the model runs: ``"under `precision='32-true'`"``.
-    """
-    forget(model)
+def warn_of_layers(model: Module, run: str) -> None:
+    """Warn of the layers that a backend has left in ``model``; ``run``: ``"under `precision='32-true'`"``."""
     layers = [
         m for m in model.modules() if backends.owner(m) is not None or (isinstance(m, LossHead) and m.kind == "fp8")
     ]
-    if not layers:
-        return
     titles = {"`head='fp8'`" if (owner := backends.owner(layer)) is None else owner.title for layer in layers}
-    warn = _Warn(
-        f"{len(layers)} layers of {type(model).__name__} are those of {' and '.join(sorted(titles))}, from an earlier"
-        f" set-up. They still compute in low precision, and here the model runs {run}. {REMEDY}."
-    )
-    if any(map(is_compiled, model.modules())):  # compiled code may not run the hook
-        warn(model, ())
-        return
-    for layer in layers:
-        warn.handles.append(layer.register_forward_pre_hook(warn))
-        vars(layer)[_ATTRIBUTE] = warn
+    if layers:
+        rank_zero_warn(
+            f"{len(layers)} layers of {type(model).__name__} are those of {' and '.join(sorted(titles))}, from an"
+            f" earlier set-up. They still compute in low precision, and here the model runs {run}. {REMEDY}."
+        )
 
 
 def warn_of_half_weights(model: Module, run: str) -> None:
@@ -207,13 +175,10 @@ def warn_of_half_weights(model: Module, run: str) -> None:
 
 
 def forget(model: Module) -> None:
-    """Remove what an earlier run has left: updates in the backward pass, notes, :func:`warn_at_first_forward`."""
+    """Remove what an earlier run has left: updates in the backward pass, and notes."""
     forget_updates(model.parameters())
     for module in model.modules():
         backends.left_roundings.pop(module, None)
-        warn = vars(module).pop(_ATTRIBUTE, None)
-        if warn is not None:
-            warn.remove()
 
 
 # ---- after a run of the Trainer

@@ -185,7 +185,6 @@ def before_step_in_fabric(plugin: Any, optimizer: Optimizer) -> None:
                 " without it. Use `strategy='fsdp2'`, or shard with `lightning_lowprec.parallelize(model, mesh,"
                 " plugin)`."
             )
-        plugin.masters.gradients.check_reduced()
         plugin.masters.drop_originals()
     plugin.modules.note_check()
 
@@ -260,21 +259,11 @@ class FrozenWrites:
         self._weights = None
         dtype = str(plugin.autocast_dtype).removeprefix("torch.")
         more = f" and {len(written) - 1} more" if len(written) > 1 else ""
-        names = list(dict.fromkeys(_shortest(fqn, parameters) for fqn in written))
-        shown = f"[{', '.join(map(repr, names[:3]))}{', ...' if len(names) > 3 else ''}]"
         rank_zero_warn(
             f"`precision={plugin.precision!r}`: the program writes to {written[0]!r}{more}, which no optimizer holds"
-            f" and which became {dtype}: small changes are rounded away. Keep such weights float32 by"
-            f" the option `keep_fp32={shown}` of {type(plugin).__name__}."
+            f" and which became {dtype}: small changes are rounded away. Keep such weights float32 by the option"
+            f" `keep_fp32={written[:1]}` of {type(plugin).__name__}; the name of their module does too."
         )
 
     def __reduce__(self) -> tuple[type[FrozenWrites], tuple[()]]:
         return type(self), ()  # the weights stay in their process
-
-
-def _shortest(fqn: str, parameters: Mapping[str, Tensor]) -> str:
-    """Return the shortest beginning of ``fqn`` that no trainable parameter has."""
-    parts = fqn.split(".")
-    prefixes = (".".join(parts[:count]) for count in range(1, len(parts) + 1))
-    trained = [f"{other}." for other, p in parameters.items() if p.requires_grad]
-    return next((p for p in prefixes if not any(t.startswith(f"{p}.") for t in trained)), fqn)

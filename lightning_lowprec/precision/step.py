@@ -21,7 +21,8 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_lowprec.masters import deferred
 from lightning_lowprec.masters.in_backward import refuse_clipping
-from lightning_lowprec.masters.optimizer import has_masters, main_params, move_grads_to_masters, show_master_grads
+from lightning_lowprec.masters.optimizer import main_params, show_master_grads
+from lightning_lowprec.masters.registry import registry_of
 from lightning_lowprec.numerics.parameters import clip_grad_norm, on_several_meshes
 from lightning_lowprec.precision.loss_scale import LossScaler
 from lightning_lowprec.private.either import GradClipAlgorithmType, LightningModule, MisconfigurationException
@@ -66,8 +67,8 @@ def unscale(scaler: LossScaler | None, optimizer: Optimizer) -> None:
     refuse_clipping(optimizer)
     if scaler is not None:
         scaler.unscale(optimizer)
-    elif has_masters(optimizer):
-        move_grads_to_masters(optimizer)
+    elif (registry := registry_of(optimizer)) is not None:
+        registry.move_grads()
     show_master_grads(optimizer)
 
 

@@ -9,12 +9,7 @@ from typing import Any, Final, get_args
 from lightning_lowprec.private import either
 from lightning_lowprec.private.either import MAIN, Package, both, namesake
 
-MODEL_PARALLEL_NAMES: Final = (
-    "_data_parallel_size",
-    "_tensor_parallel_size",
-    "_device_mesh",
-    "_process_group_backend",
-)
+MODEL_PARALLEL_NAMES: Final = ("_data_parallel_size", "_tensor_parallel_size", "_device_mesh", "_process_group_backend")
 """Attributes of ModelParallelStrategy, which 'fsdp2' sets."""
 SIGNAL_NAMES: Final = ("received_sigterm", "_sigterm_notifier_fn")
 """Attributes of the Trainer's ``_signal_connector``."""

@@ -72,7 +72,7 @@ def of_plan(plan: Plan, rounding: WeightRounding | None) -> RoundedWeights:
 
 def without_fp8(model: nn.Module, options: LayerOptions | None) -> RoundedWeights:
     """Choose the weights that :data:`WITHOUT_FP8` would convert, of a model that no precision has converted."""
-    request = replace(names.resolve(WITHOUT_FP8).plan_request(), pads=None)
+    request = replace(names.TABLE[WITHOUT_FP8].plan_request(), pads=None)
     return of_plan(make_plan(model, options, request), None)
 
 

@@ -66,7 +66,6 @@ BACKEND: Final = Backend(
         for name, kind, fp8_format, summary, formats in _ROWS
     },
     suffix="-te",
-    preferred=False,  # see docs/which-backend.md
     module=MODULE,
     distribution="transformer-engine",
     numerics=later(".te.hooks:numerics_of"),

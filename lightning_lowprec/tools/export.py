@@ -147,7 +147,7 @@ def _export_folder(args: Any) -> int:
 def _choice(args: Any, model: Any, trained_by: str | None) -> RoundedWeights:
     """Return which weights become codes: the plan of the precision, with the options that the run had."""
     name = args.precision
-    row = precisions.resolve(name) if name in precisions.TABLE else None
+    row = precisions.TABLE.get(name)
     backend = None if row is None else row.backend
     if trained_by is not None and backend != trained_by:
         expected = ", ".join(backends.get(trained_by).names)
@@ -162,7 +162,7 @@ def _choice(args: Any, model: Any, trained_by: str | None) -> RoundedWeights:
         )
     in_fp8 = row is not None and backend is not None
     if row is None or not in_fp8:
-        row = precisions.resolve(WITHOUT_FP8)
+        row = precisions.TABLE[WITHOUT_FP8]
     plan = make_plan(model, args.layers, replace(row.plan_request(), pads=None))
     if not plan.converted:
         raise ValueError(f"the plan of {name or WITHOUT_FP8!r} converts no layer:\n{plan}\nUse `--format hf`.")

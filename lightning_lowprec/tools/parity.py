@@ -73,7 +73,7 @@ def _converted(model: Any, args: Any) -> Any:
     chosen = {name: value for name, value in asdict(args.layers).items() if value != getattr(LayerOptions(), name)}
     how: dict[str, Any] = {"precision": args.precision}
     if args.precision in names.TABLE:
-        row = names.resolve(args.precision)
+        row = names.TABLE[args.precision]
         how = {"plugins": row.plugin(**row.options, **chosen)}
     return Fabric(accelerator="cpu", devices=1, **how).setup_module(model).eval()
 

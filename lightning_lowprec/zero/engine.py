@@ -123,8 +123,7 @@ def translated(source: Mapping[str, Any], options: ZeroOptions, arguments: Mappi
         _set(config, options, "bf16.check_grad_overflow", True)
     if (masters := options.masters) is not None:
         dtypes = {
-            "data_types.grad_accum_dtype": masters.gradients.accumulation,
-            "communication_data_type": masters.gradients.reduce,
+            "data_types.grad_accum_dtype": masters.accumulation,
             "data_types.buffer_dtype": masters.buffer_dtype,
         }
         for field, dtype in dtypes.items():

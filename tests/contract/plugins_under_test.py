@@ -12,7 +12,7 @@ import torch
 from lightning_lowprec import FP8TE, MSAMP, FP8TorchAO, HalfMixed, MXFP8TorchAO, NVFP4TorchAO
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.masters.config import LEAN_SR
-from lightning_lowprec.names import TABLE, create, resolve
+from lightning_lowprec.names import TABLE, create
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.loss_scale import LossScale
 from lightning_lowprec.private.torchao import prototype_refusal
@@ -21,7 +21,7 @@ from tests.toy_backend import BACKEND as TOY
 
 HALF_GRADIENTS = ("fp16-master", "FP8TorchAO-fp16-master", "fp16-master-fp32-gradients")
 """Plugins whose micro-batch gradients are fp16."""
-FLOAT32_GRADIENTS = {"grad_reduce_dtype": torch.float32, "grad_accumulation_dtype": torch.float32}
+FLOAT32_GRADIENTS = {"grad_accumulation_dtype": torch.float32}
 
 
 def fp8_te(**options: Any) -> FP8TE:
@@ -62,7 +62,7 @@ def make(name: str, loss_scale: LossScale | None = None) -> LowPrecision:
     options: dict[str, Any] = {"loss_scale": loss_scale} if loss_scale is not None and name in SCALED_NAMES else {}
     if name in EXTRA:
         return EXTRA[name](**options)
-    row = resolve(name)
+    row = TABLE[name]
     if row.plugin is NVFP4TorchAO:
         # two runs would differ: no checkpoint saves torch's random numbers, and the finish begins by the run's length
         options |= {"stochastic_rounding": False, "forward_finish": 0.0}

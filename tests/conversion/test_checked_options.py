@@ -57,7 +57,6 @@ MASTERS = [
     ("master_weights", 1, "True, False"),
     ("buffer_dtype", "bf16", "None or a floating-point torch.dtype"),
     ("buffer_dtype", torch.int8, "None or a floating-point torch.dtype"),
-    ("grad_reduce_dtype", torch.float64, "one of: None, torch.float32"),
     ("grad_accumulation_dtype", "fp32", "one of: None, torch.float32"),
 ]
 WEIGHTS = [("weights", "bf16", "one of: float32, keep"), ("plain_after_fit", 1, TRUE_OR_FALSE)]
@@ -100,7 +99,7 @@ SCALING = [
     ("patience_at_floor", "50", "an integer of at least 1"),
 ]
 TORCHAO = [
-    ("recipe", "tensorwize", "one of: tensorwise, rowwise, rowwise_with_gw_hp"),
+    ("recipe", "tensorwize", "'tensorwise', 'rowwise', 'rowwise_with_gw_hp' or a mapping"),
     ("fp8_format", "e5m2", "one of: None, hybrid, e4m3"),
     ("compile", 1, "'auto', True, False or a mapping"),
     ("round_scales_to_power_of_2", "abc", "None, True or False"),

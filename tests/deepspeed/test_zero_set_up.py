@@ -95,9 +95,6 @@ def test_no_private_name_has_moved():
 
 
 def test_float32_gradients():
-    plugin = lp.HalfMixed(
-        "bf16", master_weights=True, grad_accumulation_dtype=torch.float32, grad_reduce_dtype=torch.float32
-    )
+    plugin = lp.HalfMixed("bf16", master_weights=True, grad_accumulation_dtype=torch.float32)
     config = Fabric(strategy="deepspeed_stage_2", plugins=plugin, accelerator="cpu", devices=1).strategy.config
     assert config["data_types"] == {"grad_accum_dtype": "fp32"}
-    assert config["communication_data_type"] == "fp32"

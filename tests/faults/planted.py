@@ -211,12 +211,6 @@ FAULTS = [
         "tests/masters/test_masters_edits.py",
     ),
     Fault(
-        "gradients of masters that are unscaled twice",
-        "multiply(grads, self.factor)\n        multiply(grads, inv_scale)",
-        "multiply(grads, inv_scale)\n        multiply(grads, inv_scale)",
-        "tests/masters/test_masters_gradients.py",
-    ),
-    Fault(
         "an accumulated gradient that is overwritten",
         "grad if master.grad is None else master.grad + grad",
         "grad",

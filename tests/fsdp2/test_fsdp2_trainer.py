@@ -169,7 +169,7 @@ def by_hand(rank):
 
 def again(rank):
     """Validated first, then fitted twice and tested, by one Trainer and by another."""
-    from lightning_lowprec.masters.optimizer import has_masters
+    from lightning_lowprec.masters.registry import registry_of
 
     model = Module()
     trainer = trainer_for("bf16-remainder")
@@ -179,7 +179,7 @@ def again(rank):
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addHandler(handler)
     trainer.fit(model, loader())
     logging.getLogger("lightning.pytorch.utilities.rank_zero").removeHandler(handler)
-    masters = has_masters(trainer.optimizers[0])
+    masters = registry_of(trainer.optimizers[0]) is not None
     steps = len(model.losses)
     trainer.test(model, loader(), verbose=False)
     other = trainer_for("bf16-remainder")

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_lowprec.names import resolve
+from lightning_lowprec.names import TABLE
 from tests.gpu.device import DEVICE, NO_VALUES, on_gpu_only
 from tests.gpu.subjects import FP8_NAMES, NAMES, WIDTH, Stack, Subject, loader, runs_here, trainer
 from tests.representatives import updates_in_backward
@@ -69,7 +69,7 @@ def test_resuming_is_exact(name, tmp_path):
 @pytest.mark.parametrize("name", [name for name in NAMES if not updates_in_backward(name) and "eval" not in name])
 def test_a_nan_batch_costs_one_step_in_fp16_and_where_steps_are_skipped(name):
     skip_unless_it_runs(name)
-    row = resolve(name)
+    row = TABLE[name]
     plugin = row.plugin(**row.options, skip_nonfinite=True)
     fabric = L.Fabric(accelerator=DEVICE.type, devices=1, plugins=plugin)
     module = fabric.setup_module(Stack())

@@ -159,42 +159,6 @@ def test_gradients_of_another_optimizer_follow_the_scale():
     assert opt_b.optimizer.given == []
 
 
-def test_lbfgs_evaluates_on_float32_sums():
-    """Its closure accumulates four micro-batches at every evaluation, as stock LBFGS does by hand."""
-    micro_batches = [batch.bfloat16() for batch in batches(4)]
-
-    def loss_of(weight, batch):
-        return (batch.to(weight.dtype) @ weight - 1).float().pow(2).mean() / 4
-
-    fabric = L.Fabric(accelerator="cpu", devices=1, plugins=plugin("bf16-master", **FLOAT32))
-    model = nn.ParameterList([nn.Parameter(torch.linspace(-1, 1, 16))])
-    module, optimizer = fabric.setup(model, torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3))
-    weight = model[0]
-
-    def closure():
-        optimizer.zero_grad()
-        losses = [loss_of(weight, batch) for batch in micro_batches]
-        for loss in losses:
-            fabric.backward(loss, model=module)
-        assert weight.grad.dtype == torch.float32
-        return sum(loss.detach() for loss in losses)
-
-    optimizer.step(closure)
-
-    master = nn.Parameter(torch.linspace(-1, 1, 16))
-    stock = torch.optim.LBFGS([master], lr=0.1, max_iter=3)
-
-    def by_hand():
-        half = master.detach().bfloat16().requires_grad_()
-        losses = [loss_of(half, batch) for batch in micro_batches]
-        master.grad = sum(torch.autograd.grad(loss, half)[0].float() for loss in losses)
-        return sum(loss.detach() for loss in losses)
-
-    stock.step(by_hand)
-    assert not torch.equal(master, torch.linspace(-1, 1, 16))
-    assert torch.equal(next(iter(main_params(optimizer.optimizer))), master)
-
-
 def test_model_zero_grad_reaches_what_was_accumulated():
     fabric = L.Fabric(accelerator="cpu", devices=1, plugins=plugin("bf16-master", **FLOAT32))
     model = Net()
@@ -290,14 +254,9 @@ def test_a_step_without_the_option_has_no_operation_of_it():
     assert [n for n in plain if n not in handed] == [n for n in whole if n not in handed]
 
 
-def test_reducing_alone_changes_nothing_on_one_device():
-    options = {"grad_reduce_dtype": torch.float32}
-    assert counted_step(plugin("bf16-master", **options)) == counted_step(plugin("bf16-master"))
-
-
 @pytest.mark.parametrize("make", [HalfMixed, FP8TorchAO])
-@pytest.mark.parametrize("field", ["grad_reduce_dtype", "grad_accumulation_dtype"])
-def test_refusals(make, field):
+def test_refusals(make):
+    field = "grad_accumulation_dtype"
     with pytest.raises(ValueError, match=f"`{field}=torch.float32` goes with `master_weights`.*always .* in float32"):
         make(**{field: torch.float32})
     for wrong in (torch.bfloat16, torch.float64, "fp32"):
@@ -305,3 +264,8 @@ def test_refusals(make, field):
             ValueError, match=rf"`{field}={wrong!r}` is not valid; expected one of: None.*torch.float32"
         ):
             make(master_weights=True, **{field: wrong})
+    with pytest.raises(TypeError, match=r"unexpected .* 'grad_reduce_dtype'. It is gone: `strategy='fsdp2'`"):
+        make(master_weights=True, grad_reduce_dtype=torch.float32)
+    for host, options in ((L.Trainer, {"logger": False}), (L.Fabric, {})):
+        with pytest.raises(ValueError, match=r"`grad_accumulation_dtype=torch.float32` does not run under .*'fsdp2'"):
+            host(accelerator="cpu", strategy="ddp", plugins=make(master_weights=True, **FLOAT32), **options)

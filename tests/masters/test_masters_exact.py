@@ -9,12 +9,9 @@ from torch import optim
 from lightning_lowprec.masters.moments import MASTER_PARAM
 from lightning_lowprec.masters.optimizer import add_masters
 from tests.masters.master_loops import (
-    X,
-    Y,
     by_hand,
     equal,
     masters_of,
-    net,
     through_file,
     train,
     without_masters,
@@ -104,46 +101,3 @@ def test_masters_carry_over_between_exact_forms_at_ties_too(first, second, model
     q.grad = torch.zeros_like(q)
     resumed.step()
     assert torch.equal(resumed.state_dict()["state"][0][MASTER_PARAM], tie)
-
-
-@pytest.mark.parametrize("form", ["fp32", "remainder", "stochastic"])
-def test_lbfgs_strong_wolfe_tracks_fp32(form):
-    def train_lbfgs(model, optimizer):
-        dtype = next(model.parameters()).dtype
-
-        def closure():
-            optimizer.zero_grad()
-            loss = (model(X.to(dtype)) - Y.to(dtype)).float().pow(2).mean()
-            loss.backward()
-            return loss
-
-        for _ in range(6):
-            loss = optimizer.step(closure)
-        return float(loss.detach())
-
-    make = partial(optim.LBFGS, lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
-    model = net()
-    exact = train_lbfgs(model, make(model.parameters()))
-    start = float((net()(X) - Y).pow(2).mean().detach())
-    assert abs(train_lbfgs(*wrapped(make, form)) - exact) < 0.1 * (start - exact)
-
-
-def test_line_search_evaluates_the_model_where_the_masters_are():
-    """LBFGS's first trial point must reach the model: its second loss differs from its first."""
-    model, optimizer = wrapped(partial(optim.LBFGS, lr=1.0, max_iter=4, line_search_fn="strong_wolfe"), "remainder")
-    losses = []
-
-    def closure():
-        optimizer.zero_grad()
-        loss = loss_all(model)
-        loss.backward()
-        losses.append(float(loss.detach()))
-        return loss
-
-    optimizer.step(closure)
-    assert len(set(losses)) > 2
-    assert min(losses) < losses[0]
-
-
-def loss_all(model):
-    return (model(X.bfloat16()) - Y.bfloat16()).float().pow(2).mean()

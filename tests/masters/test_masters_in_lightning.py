@@ -9,7 +9,8 @@ from torch import nn
 
 from lightning_lowprec import FP8TorchAO, HalfMixed
 from lightning_lowprec.masters.config import MasterConfig
-from lightning_lowprec.masters.optimizer import has_masters, held_masters, main_params
+from lightning_lowprec.masters.optimizer import held_masters, main_params
+from lightning_lowprec.masters.registry import registry_of
 from lightning_lowprec.precision.loss_scale import LossScale
 from tests.precision.weights_left import as_trained
 from tests.toys import ON_CPU
@@ -101,7 +102,7 @@ def test_swa_and_schedulers(name):
     trainer = L.Trainer(plugins=as_trained(name), max_epochs=3, callbacks=[swa], **ON_CPU)
     with pytest.warns(UserWarning, match="averages the weights of the model"):
         trainer.fit(model)
-    assert has_masters(trainer.optimizers[0])
+    assert registry_of(trainer.optimizers[0]) is not None
     assert all(p.isfinite().all() for p in model.parameters())
     assert trainer.optimizers[0].param_groups[0]["lr"] != 1e-2, "the scheduler still reaches the optimizer"
 

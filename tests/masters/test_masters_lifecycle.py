@@ -12,7 +12,8 @@ from torch.optim import optimizer as torch_optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_lowprec.masters.config import MasterConfig
-from lightning_lowprec.masters.optimizer import add_masters, has_masters, main_params
+from lightning_lowprec.masters.optimizer import add_masters, main_params
+from lightning_lowprec.masters.registry import registry_of
 from tests.masters.master_loops import equal, masters_of, net, train, wrapped
 
 EXACT = ["fp32", "remainder"]
@@ -42,7 +43,7 @@ def test_class_and_what_the_groups_show(form):
     params = list(model.parameters())
     assert isinstance(optimizer, optim.AdamW)
     assert type(optimizer).__name__ == "AdamW"
-    assert has_masters(optimizer)
+    assert registry_of(optimizer) is not None
     seen = []
     optimizer.register_step_pre_hook(lambda o, *_: seen.extend(o.param_groups[0]["params"]))
     for act in (lambda: train(model, optimizer, range(2)), lambda: optimizer.load_state_dict(optimizer.state_dict())):

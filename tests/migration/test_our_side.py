@@ -57,7 +57,7 @@ def test_the_calls_show_the_options():
         if isinstance(node, ast.Call)
         for k in node.keywords
     }
-    assert shown >= {"master_weights", "buffer_dtype", "grad_reduce_dtype", "grad_accumulation_dtype", "loss_scale"}
+    assert shown >= {"master_weights", "buffer_dtype", "grad_accumulation_dtype", "loss_scale"}
     assert len(CALLS) >= 20
 
 

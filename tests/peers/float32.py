@@ -21,7 +21,6 @@ from torch import nn
 from transformers.core_model_loading import build_glob_alternation
 
 from lightning_lowprec.masters.config import MasterConfig
-from lightning_lowprec.masters.gradient_dtypes import GradientDtypes
 from lightning_lowprec.masters.weights import HalfWeights
 from lightning_lowprec.private.torch_modules import is_batch_norm
 from tests.families.tiny import classes, config, families
@@ -77,9 +76,7 @@ def on_meta(cls: type[transformers.PreTrainedModel]) -> transformers.PreTrainedM
 
 def cast(model: nn.Module) -> None:
     """Make the weights of ``model`` those of bf16-remainder, and its buffers bf16, as a user may ask."""
-    HalfWeights(MasterConfig.of("remainder"), torch.bfloat16, GradientDtypes(reduce=None, accumulation=None)).cast(
-        model, torch.bfloat16
-    )
+    HalfWeights(MasterConfig.of("remainder"), torch.bfloat16).cast(model, torch.bfloat16)
 
 
 def more_bytes(cls: type[transformers.PreTrainedModel]) -> float:

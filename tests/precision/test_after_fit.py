@@ -6,7 +6,6 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from lightning_lowprec import fp8_state
-from lightning_lowprec.masters.optimizer import refresh_masters
 from lightning_lowprec.names import create
 from tests.precision.weights_left import Net, as_trained, exact_weights, fit, same_bits
 from tests.toys import ON_CPU
@@ -79,7 +78,7 @@ class OnTies(Callback):
         value = (weight.data.float().view(torch.int32) | 0x8000).view(torch.float32)
         up = (value.view(torch.int32) + 0x8000).view(torch.float32).bfloat16()
         weight.data.copy_(up)
-        refresh_masters(trainer.optimizers[0], {id(weight): value})
+        trainer.optimizers[0]._masters.refresh({id(weight): value})
 
 
 @pytest.mark.parametrize("name", NAMES)

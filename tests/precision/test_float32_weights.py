@@ -11,7 +11,8 @@ from lightning.pytorch.callbacks import BackboneFinetuning
 from torch import nn
 
 from lightning_lowprec import MSAMP, FP8TorchAO, HalfMixed
-from lightning_lowprec.masters.optimizer import has_masters, main_params
+from lightning_lowprec.masters.optimizer import main_params
+from lightning_lowprec.masters.registry import registry_of
 from tests.precision.weights_left import Net, as_trained, exact_weights, fit, same_bits, with_weights
 
 FLOAT32 = ["half-auto", "fp8-tensorwise", "fp8-rowwise", "msamp-o2", "msamp-o3"]
@@ -196,4 +197,4 @@ def test_the_users_own_optimizer_goes_on(first, then):
     assert module.losses == fresh.losses
     assert same_bits(exact_weights(module), exact_weights(fresh))
     assert type(module.optimizer) is type(fresh.optimizer)
-    assert has_masters(module.optimizer) == (then == "bf16-remainder")
+    assert (registry_of(module.optimizer) is not None) == (then == "bf16-remainder")

@@ -59,7 +59,7 @@ def test_a_teacher_averaged_by_hand_is_named_once(name):
     _, said = fit("in place", steps=3, precision=name)
     assert len(said) == 1
     assert f"`precision='{name}'`: the program writes to 'teacher.weight' and 1 more" in said[0]
-    assert re.search(r"`keep_fp32=\['teacher'\]` of \w+\.$", said[0])
+    assert re.search(r"`keep_fp32=\['teacher.weight'\]` of \w+; the name of their module does too\.$", said[0])
 
 
 @pytest.mark.parametrize("write", WRITES)

@@ -148,8 +148,8 @@ def test_each_step_runs_in_its_phase_and_the_log_says_so_before_the_first(caplog
     assert model.validated == [(0, BF16), (5, ()), (10, FORWARD)]
     lines = [r.message for r in caplog.records if "phase" in r.message or "schedule" in r.message]
     assert lines == [
-        "fp8-tensorwise: schedule over 10 steps: steps 0 to 1 (epochs 0 to 0.2): all GEMMs in bf16; steps 2 to 6"
-        " (epochs 0.2 to 0.7): FP8; from step 7 (epoch 0.7): forward in bf16.",
+        "fp8-tensorwise: schedule over 10 steps: steps 0 to 1: all GEMMs in bf16; steps 2 to 6: FP8; from step 7:"
+        " forward in bf16.",
         "fp8-tensorwise: step 2: phase 2 of 3: FP8.",
         "fp8-tensorwise: step 7: phase 3 of 3: forward in bf16.",
     ]

@@ -19,7 +19,7 @@ from lightning_lowprec import FP8TE, FP8TorchAO, HalfMixed
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.name_suffixes import families
 from lightning_lowprec.fsdp2.options import ShardOptions
-from lightning_lowprec.names import TABLE, create, register_own_backends, resolve
+from lightning_lowprec.names import TABLE, create, register_own_backends
 from lightning_lowprec.other_stacks import PRECISIONS
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.private.lightning import moved, precision_names
@@ -190,18 +190,17 @@ def test_words_of_other_stacks_are_answered_at_the_start(word):
         assert str(caught.value).startswith(f"Precision {word!r} is invalid. {WORDS[word]}")
 
 
-def test_a_name_whose_backend_was_unregistered_says_how_to_register_it():
+def test_a_name_goes_and_comes_with_its_backend():
     before = backends.registered()
     backends.unregister("torchao")
     try:
-        with pytest.raises(ValueError, match=r"`precision='fp8-hybrid'` has no registered backend.*own_backends\(\)`"):
-            resolve("fp8-hybrid")
+        assert "fp8-hybrid" not in TABLE
     finally:
         register_own_backends()
         for backend in before:  # in their order
             backends.unregister(backend.name)
             backends.register(backend)
-    assert resolve("fp8-hybrid").plugin is FP8TorchAO
+    assert TABLE["fp8-hybrid"].plugin is FP8TorchAO
 
 
 def test_every_answer_names_what_is_there():

@@ -43,9 +43,7 @@ OURS = {
     "precision": lambda plugin, value: plugin.precision == NAMES[value],
     "params_dtype": lambda plugin, value: weight_after(plugin).dtype is value,
     # Megatron's buffer of gradients has one dtype, which it accumulates and reduces in
-    "grad_reduce_in_fp32": lambda plugin, value: (
-        plugin.masters.gradients.reduce is plugin.masters.gradients.accumulation is (torch.float32 if value else None)
-    ),
+    "grad_reduce_in_fp32": lambda plugin, value: plugin.masters.accumulation is (torch.float32 if value else None),
     "fp8": lambda plugin, value: value is None and type(plugin) is HalfMixed,
     # without fp16 there is nothing to scale, there and here
     "fp16_loss_scale": lambda plugin, value: (
@@ -84,7 +82,6 @@ def test_every_knob(name):
 
 def test_these_are_all_recipes():
     functions = [name for name, value in vars(recipes).items() if inspect.isfunction(value) and name[0] != "_"]
-    functions.remove("plugin_of")  # reads Accelerate's objects
     through_te = {name for name in functions if inspect.signature(getattr(recipes, name)).return_annotation == "FP8TE"}
     assert sorted(set(functions) - through_te) == sorted(NEMO)
     kinds = ("fp8_mixed", "mxfp8_mixed", "fp8_current_scaling_mixed", "fp8_subchannel_scaling_mixed")
@@ -122,7 +119,7 @@ def test_recipes_take_nemos_arguments_and_the_plugins_options():
     assert plugin.scaler.config == LossScale(initial=2.0**16, floor=2.0, growth_interval=50, hysteresis=1)
     assert recipes.fp16_mixed(fp16_loss_scale=128.0).scaler.config == LossScale.of(128.0)
     halves = recipes.bf16_mixed(grad_reduce_in_fp32=False, buffer_dtype=torch.bfloat16)
-    assert halves.masters.gradients.reduce is halves.masters.gradients.accumulation is None
+    assert halves.masters.accumulation is None
     assert halves.masters.buffer_dtype is torch.bfloat16
     same = {"precision": "bf16-mixed", "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}
     assert repr(recipes.bf16_mixed(**same, autocast_enabled=True).masters) == repr(recipes.bf16_mixed().masters)
@@ -170,14 +167,25 @@ def test_nemos_attributes_raise_when_they_are_set(make, knob):
         ("fp16_mixed", {"grad_reduce_in_fp32": True}, torch.float32),
     ],
 )
-def test_fsdp2_reduces_in_the_dtype_in_which_ddp_would(recipe, arguments, dtype):
-    """Under DDP a recipe reduces in float32 if NeMo says so, else in the dtype of the weights."""
+def test_fsdp2_reduces_in_the_dtype_in_which_nemo_does(recipe, arguments, dtype):
+    """A recipe reduces in float32 if NeMo says so, else in the dtype of the weights."""
     plugin = getattr(recipes, recipe)(**arguments)
-    under_ddp = plugin.masters.gradients.reduce or plugin.autocast_dtype
-    assert under_ddp is dtype
     sharding = Sharding(ShardOptions())
     sharding.meet(plugin, torch.device("cpu"))
     assert sharding.options.reduce_dtype is dtype
     own = Sharding(ShardOptions(reduce_dtype=torch.float64))
     own.meet(getattr(recipes, recipe)(**arguments), torch.device("cpu"))
     assert own.options.reduce_dtype is torch.float64, "the user's word is the last"
+
+
+def test_ddp_runs_without_float32_gradients_only():
+    with pytest.raises(ValueError, match=r"does not run under `strategy='DDPStrategy'`.*`grad_reduce_in_fp32=False`"):
+        L.Fabric(accelerator="cpu", devices=2, plugins=recipes.bf16_mixed())
+    L.Fabric(accelerator="cpu", devices=2, plugins=recipes.bf16_mixed(grad_reduce_in_fp32=False))
+
+
+def test_an_object_of_accelerate_is_refused_with_the_plugin_to_write():
+    accelerate = pytest.importorskip("accelerate.utils")
+    for make in (L.Trainer, L.Fabric):
+        with pytest.raises(TypeError, match=r"`plugins=AORecipeKwargs\(...\)` is .*Write `FP8TorchAO\(config="):
+            make(plugins=accelerate.AORecipeKwargs(), accelerator="cpu")

@@ -11,7 +11,7 @@ import torch
 
 from lightning_lowprec import FP8TE, BlockTorchAO, FP8TorchAO, Int8TorchAO, MasterConfig, MXFP8TorchAO, NVFP4TorchAO
 from lightning_lowprec.conversion.name_suffixes import families, in_words, split
-from lightning_lowprec.names import TABLE, create, resolve, without_backend
+from lightning_lowprec.names import TABLE, create, without_backend
 from lightning_lowprec.tools.cli import main
 from lightning_lowprec.tools.planning.pages import widths
 
@@ -49,7 +49,7 @@ def test_each_makes_the_plugin_with_bf16_weights_and_its_masters(name):
         assert plugin.masters.config == MasterConfig(form=form, moments=moments)
         assert plugin.autocast_dtype is torch.bfloat16
         assert plugin.scaler is None
-        made = resolve(f"{name}{suffix}")
+        made = TABLE[f"{name}{suffix}"]
         same = made.plugin(**made.options).precision
         assert TABLE[same].options == made.options, "a plugin made by hand is called by a name that means the same"
 
@@ -67,12 +67,12 @@ def test_lt_precision_takes_them(monkeypatch):
 
 REFUSED = {
     "fp8-tensorwise-fp16-remainder": (
-        "`-fp16` and `-remainder` do not go together: `-remainder` needs bf16 weights, because bf16 is the upper half"
-        " of float32 and fp16 is not. Write 'fp8-tensorwise-remainder' for bf16, or `plugins=FP8TorchAO(recipe="
-        "'tensorwise', fp8_format='hybrid', base='fp16', master_weights=True)` for fp16 weights with float32 masters."
+        "`-fp16` and `-remainder` do not go together: names with `-fp16` keep float32 weights. Write 'fp8-tensorwise-"
+        "remainder' for bf16, or `plugins=FP8TorchAO(..., base='fp16', master_weights=True)` for fp16 weights with"
+        " float32 masters."
     ),
-    "fp8-hybrid-remainder-fp16": "`-fp16` and `-remainder` do not go together: `-remainder` needs bf16 weights",
-    "fp8-current-fp16-sr": "`-fp16` and `-sr` do not go together: `-sr` needs bf16 weights",
+    "fp8-hybrid-remainder-fp16": "`-fp16` and `-remainder` do not go together: names with `-fp16` keep float32 weights",
+    "fp8-current-fp16-sr": "`-fp16` and `-sr` do not go together: names with `-fp16` keep float32 weights",
     "fp8-hybrid-te-fp16-master": "`-fp16` and `-master` do not go together: names with `-fp16` keep float32 weights.",
     "mxfp8-te-remainder": "'mxfp8-te' has no `-remainder`: it needs Blackwell",
     "mxfp8-remainder": "'mxfp8' has no `-remainder`: write 'mxfp8-torchao-remainder'.",
@@ -85,7 +85,7 @@ REFUSED = {
     "msamp-o3-master": "'msamp-o3' has no `-master`: it keeps its weights as codes",
     "msamp-o3-fp16": "'msamp-o3' has no `-fp16`: its backend has no such name.",
     "fp8-tensorwise-remainder-sr": "A name has one suffix: write 'fp8-tensorwise-remainder'.",
-    "fp8-tensorwise-8bit-fp16": "`-fp16` and `-8bit` do not go together: `-8bit` needs bf16 weights",
+    "fp8-tensorwise-8bit-fp16": "`-fp16` and `-8bit` do not go together: names with `-fp16` keep float32 weights",
     "nvfp4-8bit": "'nvfp4' has no `-8bit`: it needs Blackwell",
     "msamp-o2-8bit": "'msamp-o2' has no `-8bit`: it keeps its weights as codes",
     "fp8-hybrid-remaindr": "Did you mean 'fp8-hybrid-remainder'?",

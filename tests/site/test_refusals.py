@@ -71,6 +71,7 @@ ACTIONS = {
     "`accumulate_grad_batches`": lambda code: fit(code, accumulate_grad_batches=2),
     "`gradient_clip_algorithm": lambda code: fit(code, gradient_clip_val=1.0, gradient_clip_algorithm="value"),
     "LBFGS": lambda code: fit(code, make=torch.optim.LBFGS),
+    "optimizers that look": lambda code: fit(code, make=type("Own", (torch.optim.SGD,), {})),
     "to skip steps": fit,
     "fp16": fit,
     "optimizers other than": lambda code: fit(code, make=torch.optim.RMSprop),

@@ -73,7 +73,7 @@ def test_evaluation_in_high_precision_is_that_of_the_model(pretend_gpu, onnx_for
         ({"base": "fp32"}, "expected one of: bf16, fp16"),
         ({"recipe": "current", "margin": 1}, "goes with delayed, mxfp8"),
         ({"recipe": {"recipe": "delayed", "amax_len": 3}}, "no field"),
-        ({"grad_reduce_dtype": torch.float32}, "master_weights"),
+        ({"grad_accumulation_dtype": torch.float32}, "master_weights"),
         ({"recipe": "current", "loss_scale": 8.0}, "loss_scale"),
     ],
 )

@@ -122,7 +122,6 @@ def trained(name):
     state = {key.removesuffix("_codes"): value for key, value in state.items()}
     scaled = msamp_state_of(weight)
     held = _stored_masters(optimizer.optimizer) if scaled is None else [scaled.master]
-    masters = getattr(plugin, "masters", None)
     seen = dict(
         **products.seen,
         samples=alone,
@@ -130,7 +129,7 @@ def trained(name):
         gradient=gradient,
         master=next(map(short, held), "-"),
         moments=pair(short(state["exp_avg"]), short(state["exp_avg_sq"])),
-        ddp="fp32" if masters is not None and masters.gradients.reduces else gradient,
+        ddp=gradient,
         fsdp2=gathered(name, plugin, weight),
     )
     return {"precision": name, **{column: seen[column] for column in COLUMNS}}

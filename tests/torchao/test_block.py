@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_lowprec import BlockTorchAO, MXFP8TorchAO, export
 from lightning_lowprec.conversion.recipe_map import GEMMS
-from lightning_lowprec.names import TABLE, create, resolve
+from lightning_lowprec.names import TABLE, create
 from lightning_lowprec.numerics.tensor_cores import accumulate
 from lightning_lowprec.private.torchao import prototype_refusal
 from lightning_lowprec.products.block import _CODING, Block
@@ -165,9 +165,9 @@ def test_the_name_without_a_backend_is_transformer_engines_where_it_is_installed
     from importlib.util import find_spec
 
     here = "fp8-block-te" if find_spec("transformer_engine") else "fp8-block-torchao"
-    assert resolve("fp8-block").plugin is TABLE[here].plugin
+    assert TABLE["fp8-block"].plugin is TABLE[here].plugin
     assert create("fp8-block").precision == "fp8-block"
-    assert resolve("fp8-block-sr").plugin is TABLE[f"{here}-sr"].plugin
+    assert TABLE["fp8-block-sr"].plugin is TABLE[f"{here}-sr"].plugin
     other = "torchao" if here.endswith("te") else "transformer_engine"
     with pytest.raises(RuntimeError, match=rf"trained by {other}, and here `precision='fp8-block'`"):
         create("fp8-block").load_state_dict({"backend": other})

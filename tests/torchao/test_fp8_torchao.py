@@ -32,7 +32,7 @@ def fabric(plugin):
     [
         (
             {"recipe": "tensorwize"},
-            r"`recipe='tensorwize'` is not valid; expected one of: tensorwise, rowwise, rowwise_",
+            r"`recipe='tensorwize'` is not valid; expected 'tensorwise', 'rowwise', 'rowwise_",
         ),
         ({"base": "fp32"}, r"`base='fp32'` is not valid; expected one of: bf16, fp16\."),
         ({"fp8_format": "e5m2"}, r"`fp8_format='e5m2'` is not valid; expected one of: None, hybrid, e4m3\."),

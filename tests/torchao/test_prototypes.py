@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 from lightning_lowprec import FP8TE, FP8TorchAO, HalfMixed, Int8TorchAO, MXFP8TorchAO
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.recipe_map import GEMMS, LayerRecipe
-from lightning_lowprec.names import create, resolve
+from lightning_lowprec.names import TABLE, create
 from lightning_lowprec.private import torchao as private
 from lightning_lowprec.private.torchao import prototype_refusal
 from lightning_lowprec.products.int8 import Int8
@@ -413,7 +413,7 @@ def test_a_layer_keeps_its_arithmetic_and_a_plan_needs_wide_layers():
 
 def test_mxfp8_means_what_is_installed_and_a_checkpoint_of_the_other_raises():
     here = FP8TE if find_spec("transformer_engine") else MXFP8TorchAO
-    assert resolve("mxfp8").plugin is type(create("mxfp8")) is here
+    assert TABLE["mxfp8"].plugin is type(create("mxfp8")) is here
     assert create("mxfp8").precision == "mxfp8"
     assert MXFP8TorchAO().precision == "mxfp8-torchao"
     other = "torchao" if here is FP8TE else "transformer_engine"

@@ -144,7 +144,7 @@ def test_a_pattern_may_keep_what_is_kept_already():
         ({"recipe": {"*": {"forward": "fp4"}}}, r"`recipe\['\*'\]=\{'forward': 'fp4'\}` is not valid"),
         ({"recipe": {"*": {}}}, r"`recipe\['\*'\]=\{\}` is not valid"),
         ({"recipe": {3: "rowwise"}}, r"`recipe=\{3: 'rowwise'\}` is not valid"),
-        ({"recipe": ["rowwise"]}, "one of: tensorwise, rowwise, rowwise_with_gw_hp, or a mapping of patterns"),
+        ({"recipe": ["rowwise"]}, "'tensorwise', 'rowwise', 'rowwise_with_gw_hp' or a mapping of patterns"),
         ({"recipe": MIXED, "base": "fp16"}, "`base='fp16'` is not valid with `recipe='rowwise'`"),
         ({"recipe": {"*": "rowwise"}, "saved_inputs": "codes"}, "`saved_inputs='codes'` is not valid with"),
         ({"recipe": {"*": "rowwise"}, "weight_codes": "per_forward"}, "`weight_codes='per_forward'` is not valid with"),

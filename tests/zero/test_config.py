@@ -67,16 +67,14 @@ def test_dtypes_of_gradients_and_buffers():
         "bf16",
         master_weights=True,
         grad_accumulation_dtype=torch.float32,
-        grad_reduce_dtype=torch.float32,
         buffer_dtype=torch.bfloat16,
     )
     assert translated({}, options_of(plugin), SCALE_FIELDS) == {
         "bf16": {"enabled": True},
         "data_types": {"grad_accum_dtype": "fp32", "buffer_dtype": "bf16"},
-        "communication_data_type": "fp32",
     }
-    with pytest.raises(ValueError, match=r"`communication_data_type='fp32'`, and the DeepSpeed config has `.*='bf16'`"):
-        translated({"communication_data_type": "bf16"}, options_of(plugin), SCALE_FIELDS)
+    with pytest.raises(ValueError, match=r"`.*grad_accum_dtype='fp32'`, and the DeepSpeed config has `.*='bf16'`"):
+        translated({"data_types": {"grad_accum_dtype": "bf16"}}, options_of(plugin), SCALE_FIELDS)
 
 
 @pytest.mark.parametrize(

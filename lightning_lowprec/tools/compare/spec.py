@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from lightning_lowprec.checks import Count, Rule, Size, check_fields
-from lightning_lowprec.names import TABLE, resolve
+from lightning_lowprec.names import TABLE
 from lightning_lowprec.precision.schedule import Phases, Schedule
 
 DEFAULT_PRECISIONS = ("32-true", "bf16-mixed", "fp8-hybrid")
@@ -90,9 +90,7 @@ class CompareSpec:
     def scheduled(self) -> list[str]:
         """The precisions that follow ``schedule``: those whose plugin has the option."""
         rows = {name: TABLE.get(name) for name in self.precisions}
-        follow = [
-            name for name, row in rows.items() if row is not None and hasattr(resolve(name).plugin, "set_schedule")
-        ]
+        follow = [name for name, row in rows.items() if row is not None and hasattr(row.plugin, "set_schedule")]
         return follow if self.schedule is not None else []
 
     @property

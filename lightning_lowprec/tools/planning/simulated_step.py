@@ -75,7 +75,7 @@ def refusal(precision: str) -> str | None:
     """Return why a precision cannot be simulated, and the remedy; None if it can."""
     if precision in LIGHTNINGS:
         return None
-    row = names.resolve(precision) if precision in names.TABLE else None
+    row = names.TABLE.get(precision)
     if row is None:
         reason = f"only {', '.join(LIGHTNINGS)} of Lightning's own names are simulated"
     elif row.keeps_codes or row.backend == "transformer_engine":
@@ -136,7 +136,7 @@ def checkpoint_blocks(model: nn.Module) -> None:
 
 
 def _two_steps(model: nn.Module, inputs: Inputs, setting: Setting, meter: MemoryMeter) -> None:
-    row = None if setting.precision in LIGHTNINGS else names.resolve(setting.precision)
+    row = None if setting.precision in LIGHTNINGS else names.TABLE[setting.precision]
     plugin: Any = LIGHTNINGS[setting.precision]() if row is None else row.plugin(**{**row.options, **setting.options})
     if row is not None:
         plugin.bind_device(FAKE)
