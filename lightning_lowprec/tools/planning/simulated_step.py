@@ -37,6 +37,8 @@ from lightning_lowprec.tools.planning.inputs import Inputs
 from lightning_lowprec.tools.planning.memory_meter import MemoryMeter, Peaks
 
 OPTIMIZER: Final = "optimizer"
+_CUBLAS_ON_HOPPER, _CUBLAS_ELSEWHERE = 32 << 20, (8 << 20) + (128 << 10)
+"""Bytes that torch keeps for cuBLAS, once for the thread of the forward, and once for that of the backward."""
 LIGHTNINGS: Final[Mapping[str, Callable[[], Precision]]] = {
     "32-true": Precision,
     "bf16-mixed": partial(MixedPrecision, "bf16-mixed", FAKE.type),
@@ -108,7 +110,9 @@ def simulate(model: nn.Module, inputs: Inputs, setting: Setting) -> Peaks:
                 f" simulated tensors do not have, or fails ({str(error).splitlines()[0][:200]}). Leave the operation"
                 " out of the training step, or measure on a GPU: `lowprec compare` reports the peak."
             ) from error
-    return {name: meter.peaks[name] for name in ("forward", "backward", OPTIMIZER)}
+    peaks = {name: meter.peaks[name] for name in ("forward", "backward", OPTIMIZER)}
+    of_cublas = 2 * (_CUBLAS_ON_HOPPER if setting.capability[0] == 9 else _CUBLAS_ELSEWHERE)
+    return {name: {**peak, "temporaries": peak["temporaries"] + of_cublas} for name, peak in peaks.items()}
 
 
 def loaded_in_bf16(precision: str) -> bool:
