@@ -125,7 +125,8 @@ def encode(rows: Tensor, tiles: bool, stochastic: bool, reference: Reference) ->
     steps = low + (torch.rand_like(steps) < steps - low) if stochastic else steps.round()
     codes = (steps + torch.where(size < 2, 0, torch.where(size < 4, 2, 4)) + 8 * (values < 0)).to(torch.uint8)
     pairs = codes.view(rows.shape[0], -1, 2)
-    return pairs[..., 0] | pairs[..., 1] << 4, scale, amax
+    # kernels read rows; of a transposed matrix, compiled code would write columns
+    return (pairs[..., 0] | pairs[..., 1] << 4).contiguous(), scale.contiguous(), amax
 
 
 def _scales(largest: Tensor, amax: Tensor, reference: Reference) -> tuple[Tensor, Tensor]:
