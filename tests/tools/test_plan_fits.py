@@ -147,7 +147,8 @@ def test_torchs_own_tracker_agrees():
         theirs = max(found["Total"] for found in tracker.get_tracker_snapshot("peak").values())
     model = on_meta(Stack, 3)
     ours = simulate(model, inputs_of(model), Setting(precision="32-true", batch=2048))
-    assert sum(largest(ours).values()) == pytest.approx(theirs, rel=0.01)
+    of_cublas = 2 * 32 * 2**20  # which MemTracker does not see
+    assert sum(largest(ours).values()) - of_cublas == pytest.approx(theirs, rel=0.01)
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-remainder", "fp8-tensorwise"])
@@ -253,13 +254,13 @@ def test_metrics_of_torchmetrics_are_simulated(tmp_path, capsys, monkeypatch):
 
 
 def test_remedies_where_nothing_fits(tmp_path, capsys):
-    words = ["plan", config(tmp_path), "--fits", "1.1GB", "--seq", "512", "--batch", "8", "--precisions", "bf16-mixed"]
+    words = ["plan", config(tmp_path), "--fits", "1.16GB", "--seq", "512", "--batch", "8", "--precisions", "bf16-mixed"]
     assert main([*words, "--json"]) == 1
     data = json.loads(capsys.readouterr().out)
     changes = {row["change"]: row["total"] for row in data["remedies"]}
     assert {"--checkpointing", "precision='bf16-lean'"} < set(changes)
     totals = [data["verdicts"][0]["total"], *changes.values()]
-    assert all(less <= 1.001 * more for more, less in pairwise(totals)), "each with those above"
+    assert all(less < more for more, less in pairwise(totals)), "each with those above"
     assert totals[-1] < 0.8 * totals[0]
     assert [row["fits"] for row in data["remedies"]] == [False] * (len(changes) - 1) + [True]
     assert main(words) == 1

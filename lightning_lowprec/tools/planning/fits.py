@@ -144,8 +144,9 @@ def fits(
     simulated = [verdict for verdict in verdicts if verdict.refused is None]
     remedies: list[Verdict] = []
     if simulated and not simulated[0].fits:
-        least = min(simulated, key=lambda v: v.total).precision
-        remedies = _remedies(simulator, replace(setting, precision=least), size.size, progress)
+        least = min(simulated, key=lambda v: v.total)
+        began = replace(setting, precision=least.precision)
+        remedies = _remedies(simulator, began, least.total, size.size, progress)
     run, extrapolated = simulator.run, "All blocks are simulated."
     if run is not None:
         extrapolated = f"Extended from {DEPTHS[0]} and {DEPTHS[1]} to all {run.length} equal blocks of {run.fqn!r}."
@@ -189,8 +190,13 @@ def _largest_batch(simulator: Simulator, setting: Setting, size: int) -> int:
     return largest
 
 
-def _remedies(simulator: Simulator, least: Setting, size: int, progress: Callable[[str], None]) -> list[Verdict]:
-    """Try what may help the precision that needs the least, one change after the other, until the model fits."""
+def _remedies(
+    simulator: Simulator, least: Setting, needs: int, size: int, progress: Callable[[str], None]
+) -> list[Verdict]:
+    """Try what may help the precision that needs the least, one change after the other, until the model fits.
+
+    ``needs``: its bytes. A change that does not lower them is left out, and the next ones are tried without it.
+    """
     smaller = "bf16-lean" if "lean" not in least.precision else "bf16-lean-sr"
     changes: dict[str, dict[str, Any]] = {
         "AdamW(fused=True) (--fused)": {"fused": True},
@@ -205,8 +211,8 @@ def _remedies(simulator: Simulator, least: Setting, size: int, progress: Callabl
         progress(words)
         changed = replace(together, **change)
         verdict = _verdict(simulator, changed, size, words)
-        if changed != together and verdict.refused is None:
-            together = changed
+        if verdict.refused is None and verdict.total < needs:
+            together, needs = changed, verdict.total
             remedies.append(verdict)
         if verdict.fits:
             break
