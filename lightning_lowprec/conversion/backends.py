@@ -273,6 +273,7 @@ def revert_all(model: nn.Module, *, except_for: str | None = None) -> None:
     experts.stop_following_autocast(model)
     module_dtypes.stop_float32(model)
     module_dtypes.release_half_norms(model)
+    module_dtypes.stop_float32_on_cpu(model)
     for backend in _owners_of({type(module) for module in model.modules()}, except_for):
         backend.revert(model)
 

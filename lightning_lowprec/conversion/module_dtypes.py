@@ -7,6 +7,9 @@ float32 too (``masters/kept_float32.py``).
 Norms with half-precision weights return half precision, so that the residual stream stays half precision: CUDA's
 autocast runs torch's LayerNorm, GroupNorm and RMSNorm in float32 and returns float32. Where a block ends with a norm
 (BERT), all that follows would be float32: twice the bytes. On CPU autocast returns the input's dtype already.
+
+CPU's autocast casts nothing for norms and LSTMs, which refuse float32 inputs beside half-precision weights there. They
+get what CUDA's autocast gives them: the norms run in float32, the LSTMs in half precision.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from functools import partial
 from typing import Any, Final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_lowprec.conversion.matmuls import STACKED
@@ -74,3 +78,34 @@ def _as_input(norm: Any, args: tuple[Any, ...], output: Tensor) -> Tensor:
         return output
     weight = norm.weight
     return output if weight is None or weight.dtype != args[0].dtype else output.to(args[0].dtype)
+
+
+def take_float32_on_cpu(model: nn.Module) -> None:
+    """Have norms and LSTMs in ``model`` take float32 inputs beside half-precision weights, as on CUDA, in place."""
+    stop_float32_on_cpu(model)
+    for module in model.modules():
+        if type(module) in _REFUSING and "forward" not in vars(module):
+            module.forward = partial(_as_on_cuda, module)
+
+
+def stop_float32_on_cpu(model: nn.Module) -> None:
+    """Undo :func:`take_float32_on_cpu`, in place."""
+    for module in model.modules():
+        if getattr(vars(module).get("forward"), "func", None) is _as_on_cuda:
+            del module.forward
+
+
+_REFUSING: Final = (nn.LayerNorm, nn.GroupNorm, nn.LSTM)
+
+
+def _as_on_cuda(module: Any, *args: Any, **kwargs: Any) -> Any:
+    weight, (x, *state) = next(module.parameters(recurse=False), None), (*args, *kwargs.values())
+    if weight is None or weight.dtype not in HALF_DTYPES or x.data.dtype is not torch.float32:
+        return type(module).forward(module, *args, **kwargs)
+    if isinstance(module, nn.LSTM):  # x may be a PackedSequence
+        half = tree_map_only(Tensor, lambda t: t.to(weight.dtype), tuple(state))
+        return nn.LSTM.forward(module, x.to(weight.dtype), *half)
+    bias = None if module.bias is None else module.bias.float()
+    if isinstance(module, nn.LayerNorm):
+        return F.layer_norm(x, module.normalized_shape, weight.float(), bias, module.eps)
+    return F.group_norm(x, module.num_groups, weight.float(), bias, module.eps)

@@ -88,7 +88,7 @@ class Coupled(NamedTuple):
 
 
 def coupled(module: nn.Module) -> Iterator[Coupled]:
-    """Yield the parameters of batch norms and of both kinds of spectral_norm in ``module``, with their buffers."""
+    """Yield parameters and buffers of batch norms, instance norms and both kinds of spectral_norm in ``module``."""
     for part in module.modules():
         params, buffers = dict(part.named_parameters(recurse=False)), dict(part.named_buffers(recurse=False))
         if is_batch_norm(part) or isinstance(part, ParametrizationList):

@@ -22,7 +22,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_lowprec.conversion import backends
+from lightning_lowprec.conversion import backends, module_dtypes
 from lightning_lowprec.conversion.experts import follow_autocast
 from lightning_lowprec.conversion.plan import Plan
 from lightning_lowprec.masters import deferred
@@ -193,6 +193,8 @@ class LowPrecision(EitherPrecision, ABC):
             self._prepare(module, device)
             set_up.set_up_heads(self, module, device)
             follow_autocast(module)
+            if device.type == "cpu" and (self.masters, self.engine, self.modules.sharded) != (None, None, None):
+                module_dtypes.take_float32_on_cpu(module)  # weights are in half precision, or the gathered ones are
             if self.masters is not None:
                 self._set_dtypes(module)
             casts = self.masters is not None and any(p.dtype in HALF_DTYPES for p in module.parameters())

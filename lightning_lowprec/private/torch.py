@@ -49,7 +49,7 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
         "torch._foreach_norm",
         "torch.Tensor._version",
         "torch.nn.Module._apply",
-        "torch.nn.modules.batchnorm._BatchNorm",
+        "torch.nn.modules.batchnorm._NormBase",
     ),
     EXPORT: ("torch.distributed.distributed_c10d._get_default_store",),
     LOSS_SCALING: ("torch._foreach_mul_", "torch._amp_foreach_non_finite_check_and_unscale_"),
@@ -67,7 +67,7 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
     FSDP2: (
         "torch._foreach_norm",
         "torch._functorch.config.enable_autograd_cache",
-        "torch.nn.modules.batchnorm._BatchNorm",
+        "torch.nn.modules.batchnorm._NormBase",
         "torch.ops.aten.copy_.default._schema",
         "torch.distributed.tensor.DTensor._local_tensor",
         "torch.distributed.tensor._dtensor_spec.DTensorSpec",

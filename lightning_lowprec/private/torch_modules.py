@@ -73,8 +73,8 @@ def remove_forward_hook(module: nn.Module, function: Callable[..., Any]) -> None
 
 
 def is_batch_norm(module: nn.Module) -> bool:
-    """Return whether ``module`` is a batch norm of any dimension, synchronised or not."""
-    return isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
+    """Return whether ``module`` is a batch or instance norm, which refuses float32 beside half-precision weights."""
+    return isinstance(module, torch.nn.modules.batchnorm._NormBase)
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -30,10 +30,7 @@ FACTOR: Final = 16.0
 """bf16 has 8 significant bits and float8_e4m3fn has 4, so its rounding errors are 2**4 times as large."""
 NEAR: Final = 0.01
 """The difference of the loss that is near in any case: that of bf16-mixed may be almost zero by chance."""
-_ON_CPU: Final = "on a CPU only: there, torch's autocast does not cast what goes into a norm, on CUDA it does"
-REASONS: Final[Mapping[tuple[str, str], str]] = {
-    ("pytorch-forecasting", name): _ON_CPU for name in ("bf16-remainder", "bf16-8bit")
-}
+REASONS: Final[Mapping[tuple[str, str], str]] = {}
 """Why a user would accept a difference that is no refusal, by client and name."""
 BEGIN: Final = "<!-- clients: written by `make test-clients` -->"
 END: Final = "<!-- clients: end -->"

@@ -1,0 +1,132 @@
+"""On a CPU, norms and LSTMs with half-precision weights take float32 inputs as on CUDA, where autocast casts them.
+
+Without it torch raises "mixed dtype (CPU)", and "could not create a primitive descriptor for the LSTM".
+"""
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
+from torch.utils.data import DataLoader
+
+from lightning_lowprec import FSDP2Strategy, plain
+
+NAMES = ["bf16-remainder", "bf16-8bit", "bf16-lean", "fp16-master", "fp8-hybrid-remainder", "int8-mixed-remainder"]
+NORMS = {
+    "LayerNorm": (nn.LayerNorm(16), lambda norm, x: F.layer_norm(x, (16,), norm.weight.float(), norm.bias.float())),
+    "LayerNorm without bias": (
+        nn.LayerNorm(16, bias=False),
+        lambda norm, x: F.layer_norm(x, (16,), norm.weight.float()),
+    ),
+    "GroupNorm": (nn.GroupNorm(4, 16), lambda norm, x: F.group_norm(x, 4, norm.weight.float(), norm.bias.float())),
+    "no weights": (nn.LayerNorm(16, elementwise_affine=False), lambda norm, x: F.layer_norm(x, (16,))),
+}
+
+
+class Model(nn.Module):
+    """A layer whose input is float32 under autocast too."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.linear, self.part = nn.Linear(16, 16), copy.deepcopy(part)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Any]:
+        seen = self.linear(x).float()
+        return seen, self.part(seen)
+
+
+def set_up(name: str, part: nn.Module) -> tuple[L.Fabric, Any, Any]:
+    torch.manual_seed(1)
+    fabric = L.Fabric(accelerator="cpu", devices=1, precision=name)  # type: ignore[arg-type]
+    model = Model(part)
+    for parameter in model.part.parameters():
+        nn.init.normal_(parameter)
+    return fabric, *fabric.setup(model, torch.optim.AdamW(model.parameters(), 0.1))
+
+
+@pytest.mark.parametrize("kind", NORMS)
+@pytest.mark.parametrize("name", NAMES)
+def test_norms_run_in_float32(name: str, kind: str) -> None:
+    part, of = NORMS[kind]
+    fabric, model, optimizer = set_up(name, part)
+    x = torch.randn(4, 16)
+    for _ in range(2):
+        seen, out = model(x)
+        assert out.dtype is torch.float32
+        assert torch.equal(out, of(model.module.part, seen))
+        fabric.backward(out.square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_lstms_run_in_half_precision(packed: bool) -> None:
+    _, model, _ = set_up("bf16-remainder", nn.LSTM(16, 8, batch_first=True))
+    lstm = model.module.part
+    x, state = torch.randn(2, 5, 16), (torch.randn(1, 2, 8), torch.randn(1, 2, 8))
+    given = pack_padded_sequence(x, torch.tensor([5, 3]), batch_first=True) if packed else x
+    half = given.to(torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        out, _ = lstm(given, hx=state)
+        expected, _ = nn.LSTM.forward(lstm, half, tuple(s.bfloat16() for s in state))
+    values = [(part.data if isinstance(part, PackedSequence) else part) for part in (out, expected)]
+    assert values[0].dtype is torch.bfloat16
+    assert torch.equal(*values)
+
+
+def test_a_layer_of_transformers_trains() -> None:
+    fabric, model, optimizer = set_up("bf16-remainder", nn.TransformerEncoderLayer(16, 2, 32, batch_first=True))
+    _, out = model(torch.randn(2, 5, 16))
+    fabric.backward(out.float().square().mean())
+    optimizer.step()
+
+
+def test_it_ends_with_the_precision_and_survives_copies() -> None:
+    _, model, _ = set_up("bf16-remainder", nn.LayerNorm(16))
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(model.module)))
+    with torch.autocast("cpu", torch.bfloat16):
+        x = torch.randn(4, 16)
+        assert torch.equal(copied(x)[1], model.module(x)[1])
+    assert "forward" not in vars(plain(model).part)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_instance_norms_keep_float32_weights(dtype: torch.dtype) -> None:
+    """On CUDA too, torch's instance norm refuses float32 inputs beside half-precision weights."""
+    _, model, _ = set_up("bf16-remainder", nn.InstanceNorm1d(4, affine=True))
+    norm, x = model.module.part, torch.randn(2, 4, 16).to(dtype)
+    assert norm.weight.dtype is torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(norm(x), F.instance_norm(x, weight=norm.weight, bias=norm.bias))
+
+
+class Normed(L.LightningModule):
+    """A model whose first layer is a norm, so its input is float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.GroupNorm(4, 16))
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        return self.layers(batch).float().square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+@pytest.mark.parametrize("name", ["half-auto", "bf16-remainder", "fp8-hybrid"])
+def test_under_fsdp2(name: str, tmp_path: Path) -> None:
+    """It gathers weights in half precision."""
+    trainer = L.Trainer(
+        accelerator="cpu", devices=1, strategy=FSDP2Strategy(), precision=name, max_steps=2, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, default_root_dir=tmp_path,
+    )  # fmt: skip
+    trainer.fit(Normed(), DataLoader(torch.randn(16, 16), 4))
+    assert trainer.global_step == 2
