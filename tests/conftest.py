@@ -15,6 +15,7 @@ from tests.cpu_time import ClosingLine
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--tier", type=int, choices=(1, 2), help="run the tests of this tier only: see tests/tiers.py")
+    parser.addoption("--plugin", action="append", default=[], help="with --tier 1: the contract of this plugin too")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -28,7 +29,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.option.tier:
-        mine = [item for item in items if tiers.of_test(item) == config.option.tier]
+        also = config.option.plugin
+        mine = [item for item in items if tiers.of_test(item, also) == config.option.tier]
         if config.option.tier == 1 and (lost := tiers.without_a_case(items, mine)):
             raise pytest.UsageError(f"`CASES` of tests/tiers.py names cases that are not there: of {sorted(lost)}")
         config.hook.pytest_deselected(items=[item for item in items if item not in set(mine)])

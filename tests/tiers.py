@@ -5,6 +5,7 @@ tests below take seconds, and show for every name, world or compiler what a fast
 them. A new test is in the first tier until it stands here. ``tests/test_tiers.py`` looks for entries without a test.
 """
 
+from collections.abc import Collection
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -143,8 +144,8 @@ def of_file(path: Path) -> int:
     return 2 if any(fnmatchcase(path.relative_to(ROOT).as_posix(), pattern) for pattern in FILES) else 1
 
 
-def of_test(item: pytest.Item) -> int:
-    """Return the tier of a collected test."""
+def of_test(item: pytest.Item, also: Collection[str] = ()) -> int:
+    """Return the tier of a collected test; the contract of the plugins in ``also`` is in the first, too."""
     if ROOT not in item.path.parents or of_file(item.path) == 2:
         return of_file(item.path)
     file = item.path.relative_to(ROOT).as_posix()
@@ -152,7 +153,8 @@ def of_test(item: pytest.Item) -> int:
     named = TESTS.get(file, ())
     kept = CASES.get(file, {}).get(function, [case[:-1]])
     plugin = item.callspec.params.get("name") if hasattr(item, "callspec") and file.startswith("contract/") else None
-    first = function not in named and item.name not in named and case[:-1] in kept and plugin in (None, *CONTRACT)
+    plugins = (None, *CONTRACT, *also)
+    first = function not in named and item.name not in named and case[:-1] in kept and plugin in plugins
     return 1 if first else 2
 
 

@@ -1,8 +1,9 @@
 """Products of codes, and a mode that sees all products, by private names of torch; `torch.py` has their list.
 
-``torch.nn.functional.scaled_mm`` calls another operation, ``aten._scaled_mm_v2``. torch 2.13's partitioner does not
-count it among the products that a backward must not compute again, and torch's counter knows no FLOPs of it. Use the
-public function from the version on in which both do (``torch/_functorch/partitioners.py``, ``utils/flop_counter.py``).
+``torch.nn.functional.scaled_mm`` calls another operation, ``aten._scaled_mm_v2``. torch's partitioner does not count it
+among the products that a backward must not compute again, torch's counter knows no FLOPs of it, and DTensor has no rule
+for it: so it is in 2.11.0, 2.13.0, 2.14.1 and 2.15.0. Use the public function from the version on in which that has
+changed (``_functorch/partitioners.py``, ``utils/flop_counter.py``, ``distributed/tensor/_ops/_matrix_ops.py``).
 """
 
 from __future__ import annotations

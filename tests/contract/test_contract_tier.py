@@ -2,7 +2,9 @@
 
 from plugins_under_test import DISTINCT, make
 
+from lightning_lowprec.names import TABLE
 from tests import tiers
+from tools import torch_versions
 
 
 def traits(plugin):
@@ -22,3 +24,7 @@ def test_they_have_every_trait_of_the_others():
 
     assert set(tiers.CONTRACT) <= set(DISTINCT)
     assert seen(name for name in DISTINCT if not name.startswith("FP8TE")) == seen(tiers.CONTRACT)
+
+
+def test_formats_that_make_test_versions_adds_are_names():
+    assert set(torch_versions.FORMATS) <= {*TABLE} - {*tiers.CONTRACT}

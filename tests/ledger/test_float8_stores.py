@@ -17,19 +17,24 @@ WITHOUT = (
 pytestmark = pytest.mark.skipif(torch.__version__ < (2, 14), reason="older inductors write no such instruction")
 
 
-def counted(*arguments):
+def counted(device, *arguments):
     command = [sys.executable, *arguments]
-    done = subprocess.run(command, env=launch.environment("h200"), text=True, capture_output=True)
+    done = subprocess.run(command, env=launch.environment(device), text=True, capture_output=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_no_name_has_such_a_kernel():
-    for name, (stores, spoiled) in counted("-m", float8_stores.__name__).items():
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("device", float8_stores.NAMES)
+def test_no_name_has_such_a_kernel(device):
+    names = float8_stores.NAMES[device]
+    found = counted(device, "-m", float8_stores.__name__, *names)
+    assert [*found] == [*names]
+    for name, (stores, spoiled) in found.items():
         assert (stores > 0) == (name != "bf16-lean"), name
         assert spoiled == 0, name
 
 
 def test_without_the_mend_there_are_some():
-    (found,) = counted("-c", WITHOUT).values()
+    (found,) = counted("h200", "-c", WITHOUT).values()
     assert found[1] > 0
