@@ -95,6 +95,8 @@ OPTIONS: Final[Mapping[str, str]] = {
     "shadow-loss": "It is gone: run `trainer.validate` with 'bf16-mixed' too, or `lowprec compare`.",
     "fp8-group": "It is gone: all ranks share the scales of delayed scaling. Leave it out.",
     "grad-reduce-dtype": "It is gone: `strategy='fsdp2'` reduces gradients in float32.",
+    "config": "Of `FP8TorchAO` it is gone: write torchao's name of the recipe, `FP8TorchAO('rowwise')`, gradients in"
+    " e4m3 as `fp8_format='e4m3'`, and GEMMs in high precision as `FP8TorchAO({'*': {'grad_weight': 'bf16'}})`.",
     "threads": "It is gone: set the environment variable `OMP_NUM_THREADS`.",
     "backend": "The class is the backend: `FP8TE`, `FP8TorchAO` or `MSAMP`.",
 }

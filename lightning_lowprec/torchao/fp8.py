@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, final, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, final, get_args
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
@@ -13,11 +12,9 @@ from typing_extensions import Unpack, override
 from lightning_lowprec.checks import Rule
 from lightning_lowprec.conversion.gains import DEFAULT_TOKENS, SOURCE, Recipe
 from lightning_lowprec.conversion.name_formats import GROUPED_ROUND_TO_BF16
-from lightning_lowprec.conversion.name_suffixes import of_options
 from lightning_lowprec.conversion.options import LayerChoices, LayerOptions, shows, take
 from lightning_lowprec.conversion.plan import Plan
 from lightning_lowprec.conversion.recipe_map import GemmChoices
-from lightning_lowprec.extras import require
 from lightning_lowprec.hardware import emulation_refusal, refusal
 from lightning_lowprec.precision import fp8
 from lightning_lowprec.precision.options import EmulationChoices, FP8Choices, FP8Options
@@ -36,7 +33,6 @@ RowwiseBackward = Literal["scaled_after", "scaled_inside"]
 WeightCodes = Literal["auto", "per_forward", "per_gemm"]
 SavedInputs = Literal["values", "codes"]
 Experts = Literal["auto", "fp8", "bf16"]
-_DEFAULTS: Final = {"recipe": "tensorwise", "rowwise_backward": "scaled_after", "pad_inner_dim": False}
 CPU_SCALES_TENSORWISE = torch.__version__ < "2.13"
 """Whether ``torch._scaled_mm`` on CPU takes one scale per tensor only; given more, it fails an internal assert."""
 
@@ -63,25 +59,22 @@ class FP8TorchAO(TorchAO):
             per parameter of the layers until then; FSDP2 keeps the codes of its shards instead, until a shard is
             written to). ``"per_gemm"`` encodes again in the backward, as torchao does, and under FSDP2 at every
             all-gather: same results, fewer bytes kept, more bytes moved. ``"auto"`` is ``"per_forward"`` where one
-            scale per weight allows it (``recipe="tensorwise"`` without ``config``; with recipes per layer, the
-            tensorwise layers).
+            scale per weight allows it (``recipe="tensorwise"``; with recipes per layer, the tensorwise layers).
         saved_inputs: what a layer keeps of its input for the backward. ``"codes"`` keeps float8 codes, 1 byte per
             element, which layers that read one input share: same results, less memory where blocks are not compiled
-            (tensorwise layers without ``config``). ``create_graph=True`` then raises. ``"values"`` keeps the input;
-            compiled blocks keep codes by themselves.
+            (tensorwise layers). ``create_graph=True`` then raises. ``"values"`` keeps the input; compiled blocks keep
+            codes by themselves.
         rowwise_backward: how the backward products of the rowwise recipes get their scales. ``"scaled_after"`` is
             torchao's: the product of the codes is rounded to bf16, then scaled. ``"scaled_inside"`` lets the kernel
             scale before it rounds (cuBLASLt, Hopper and later): fewer bytes, not timed yet. Both give the same values
             with scales that are powers of two.
         experts: the stacked experts of mixtures. ``"auto"`` runs their grouped products in FP8: e4m3, one scale per
             row; weights have one scale per Parameter with ``recipe="tensorwise"``. Where kernels or the base dtype do
-            not allow it, and with ``config``, experts run in the base dtype. ``"fp8"`` raises there. ``"bf16"`` keeps
-            experts in the base dtype.
+            not allow it, experts run in the base dtype. ``"fp8"`` raises there. ``"bf16"`` keeps experts in the base
+            dtype.
         pad_inner_dim: append zeros to layers whose features are no multiples of 16, which the kernels need. The plan
-            says what the zeros cost. FSDP2 gathers these weights in high precision.
-            False keeps these layers in the base dtype. With ``config``, its ``pad_inner_dim`` counts.
-        config: torchao's ``Float8LinearConfig`` in place of a recipe. Tokens are padded with every config. FSDP2
-            gathers float8 where the strategy says so, whatever ``enable_fsdp_float8_all_gather`` is.
+            says what the zeros cost. FSDP2 gathers these weights in high precision. False keeps these layers in the
+            base dtype.
 
     Raises:
         ValueError: an unknown or contradictory option, or a model in which nothing converts.
@@ -101,7 +94,6 @@ class FP8TorchAO(TorchAO):
         fp8_format: FP8Format | None = None,
         round_scales_to_power_of_2: bool | None = None,
         rowwise_backward: RowwiseBackward = "scaled_after",
-        config: Any = None,
         weight_codes: WeightCodes = "auto",
         saved_inputs: SavedInputs = "values",
         experts: Experts = "auto",
@@ -109,12 +101,6 @@ class FP8TorchAO(TorchAO):
         **options: Unpack[TorchAOChoices],
     ) -> None:
         running = take(FP8Options, options)
-        if config is not None:
-            said: dict[str, Any] = {"recipe": recipe, "fp8_format": fp8_format, "pad_inner_dim": pad_inner_dim}
-            said |= {"round_scales_to_power_of_2": round_scales_to_power_of_2, "rowwise_backward": rowwise_backward}
-            recipe, fp8_format, emulate = _of_config(config, said)
-            running = replace(running, emulate=running.emulation or emulate)
-        self.config = config
         super().__init__(
             recipe,
             get_args(Recipe),
@@ -123,9 +109,7 @@ class FP8TorchAO(TorchAO):
             emulate=running.emulation,
             options=options,
         )
-        _check(self.kinds, running.base, None if config is not None else fp8_format, rowwise_backward)
-        if self.masters is None and (unable := self._reads_in_high_precision()) is not None:
-            raise ValueError(f"{unable}, which needs weights in the dtype of autocast: add `master_weights=True`.")
+        _check(self.kinds, running.base, fp8_format, rowwise_backward)
         self.fp8_format: FP8Format = fp8_format or ("hybrid" if "tensorwise" in self.kinds else "e4m3")
         self.round_scales_to_power_of_2 = round_scales_to_power_of_2
         self.rowwise_backward: RowwiseBackward = rowwise_backward
@@ -134,22 +118,19 @@ class FP8TorchAO(TorchAO):
         self._has_one_scale("saved_inputs", saved_inputs, "codes", "input")
         self.saved_inputs: SavedInputs = saved_inputs
         self.experts: Experts = experts
-        self.pad_inner_dim: bool = pad_inner_dim if config is None else config.pad_inner_dim
-        if config is not None:
-            self.precision = "fp8-torchao-config" + of_options(self.base, None)
-        elif isinstance(recipe, Mapping):
+        self.pad_inner_dim = pad_inner_dim
+        if isinstance(recipe, Mapping):
             self.precision = "fp8-torchao-per-layer" + self.suffix
         else:
             self.precision = NAMES[recipe, self.fp8_format] + self.suffix
 
     def _has_one_scale(self, option: str, value: str, needing: str, of: str) -> bool:
         """Return whether layers have one scale in forward and backward; refuse the value that needs one elsewhere."""
-        one_scale = "tensorwise" in self.kinds and self.config is None
+        one_scale = "tensorwise" in self.kinds
         if value == needing and not one_scale:
-            name = f"recipe={self.kinds[0]!r}" if self.config is None else "config=Float8LinearConfig(...)"
             raise ValueError(
-                f"`{option}={value!r}` is not valid with `{name}`: only one scale per {of} is the same in forward and"
-                f" backward. Use `recipe='tensorwise'`, or leave `{option}` out."
+                f"`{option}={value!r}` is not valid with `recipe={self.kinds[0]!r}`: only one scale per {of} is the"
+                f" same in forward and backward. Use `recipe='tensorwise'`, or leave `{option}` out."
             )
         return one_scale
 
@@ -161,11 +142,7 @@ class FP8TorchAO(TorchAO):
     @override
     def check_schedule(self, phases: Schedule) -> None:
         """Refuse a product as FP8 that the recipe computes in bf16."""
-        if self.config is not None:
-            from lightning_lowprec.torchao.settings import in_high_precision
-
-            phases.check_fp8(in_high_precision(self.config), "config=Float8LinearConfig(...)")
-        elif "rowwise_with_gw_hp" in self.kinds:
+        if "rowwise_with_gw_hp" in self.kinds:
             phases.check_fp8(frozenset({"grad_weight"}), "recipe='rowwise_with_gw_hp'")
 
     @property
@@ -193,23 +170,12 @@ class FP8TorchAO(TorchAO):
     def gathers(self, options: Any) -> str | None:
         if "tensorwise" not in self.kinds:
             return f"`recipe={self.recipe!r}` has a scale per row, and only one per tensor can be gathered"
-        if (unable := self._reads_in_high_precision()) is not None:
-            return unable
         return None if self.fp8_eval else "`fp8_eval=False` evaluates with the weights in high precision"
-
-    def _reads_in_high_precision(self) -> str | None:
-        """Return why the weight cannot be gathered as float8, if a GEMM of the user's config reads values."""
-        if self.config is not None:
-            from lightning_lowprec.torchao.settings import in_high_precision
-
-            if in_high_precision(self.config) & {"forward", "grad_input"}:
-                return "`config` computes a GEMM that reads the weight in high precision"
-        return None
 
     @override
     def sharded_identity(self) -> tuple[Any, ...]:
         kept = self.weight_codes, self.saved_inputs, self.round_scales_to_power_of_2, self.rowwise_backward
-        return *super().sharded_identity(), self.experts, self.pad_inner_dim, *kept, self.config
+        return *super().sharded_identity(), self.experts, self.pad_inner_dim, *kept
 
     @override
     def plan_options(self, device: torch.device) -> dict[str, Any]:
@@ -222,8 +188,6 @@ class FP8TorchAO(TorchAO):
         reason, emulate = None, self.emulates(device)
         if self.base == "fp16":
             reason = GROUPED_ROUND_TO_BF16
-        elif self.config is not None:
-            reason = "stacked experts (`config` says nothing about grouped products)"
         elif isinstance(emulate, str) and (unable := emulation_refusal("experts", emulate)) is not None:
             reason = f"stacked experts ({unable})"
         elif not emulate and device.type == "cpu":  # which multiplies float8, with `emulate=False`
@@ -236,10 +200,8 @@ class FP8TorchAO(TorchAO):
 
     @override
     def layer_recipes(self, device: torch.device) -> Recipes:
-        from lightning_lowprec.torchao.settings import OneConfig, Settings
+        from lightning_lowprec.torchao.settings import Settings
 
-        if self.config is not None:
-            return OneConfig(self.config, emulate=self.emulates(device))
         return Settings(
             fp8_format=self.fp8_format,
             emulate=self.emulates(device),
@@ -264,18 +226,6 @@ class FP8TorchAO(TorchAO):
                 f" be slower in FP8 than in bf16 ({SOURCE}): {names}{', ...' if len(slow) > 3 else ''}."
                 " `plugins=FP8TorchAO(min_gain='auto')` keeps them in bf16."
             )
-
-
-def _of_config(config: Any, said: Mapping[str, Any]) -> tuple[Recipe, FP8Format, bool | None]:
-    """Return the recipe and format that a user's config comes closest to, and whether the config emulates FP8."""
-    require("torchao.float8", "FP8TorchAO(config=...)")
-    from lightning_lowprec.torchao.settings import kind_of
-
-    kind, gradients = kind_of(config)
-    for name, value in said.items():
-        if value != _DEFAULTS.get(name):
-            raise ValueError(f"`{name}={value!r}` with `config=Float8LinearConfig(...)` is not valid; leave it out.")
-    return kind, gradients, config.emulate or None
 
 
 def _check(kinds: tuple[str, ...], base: str, fp8_format: str | None, rowwise_backward: str) -> None:

@@ -8,11 +8,11 @@ from typing import Any, Literal, Protocol, cast, final, get_args
 
 import torch
 from torchao.float8 import CastConfig, Float8LinearConfig
-from torchao.float8.config import ScalingGranularity, ScalingType, e4m3_dtype, e5m2_dtype
+from torchao.float8.config import ScalingGranularity, ScalingType, e4m3_dtype
 from torchao.float8.float8_linear import Float8Linear
 
 from lightning_lowprec.conversion.gains import Recipe
-from lightning_lowprec.conversion.recipe_map import ACCUMULATION, ALL_GEMMS, GEMMS, NO_GEMM, Gemm, InBF16, LayerRecipe
+from lightning_lowprec.conversion.recipe_map import ACCUMULATION, NO_GEMM, Gemm, InBF16, LayerRecipe
 from lightning_lowprec.numerics.tensor_cores import FNUZ, Emulation
 from lightning_lowprec.products.arithmetic import Arithmetic, Products, Transposable
 from lightning_lowprec.products.scaled import Coding, Scaled
@@ -40,18 +40,13 @@ class LayerSettings:
     """The products whose accumulation the user chooses, and the word of ``ACCUMULATION`` for each."""
     config: Float8LinearConfig | None = None
     """torchao's configuration of the same products; None: torchao's ``Float8Linear`` has no such format."""
-    others: Recipes | None = None
-    """The recipes that the layer may take; None: ``config`` is the user's."""
+    others: Recipes
+    """The recipes that the layer may take."""
 
     def changed(self, recipe: LayerRecipe) -> LayerSettings:
         """Return the settings with another recipe; without a name, the layer's own recipe stays."""
         if recipe.name is None:
             return replace(self, in_bf16=recipe.in_bf16).accumulating(recipe.accumulation)
-        if self.others is None:
-            raise ValueError(
-                f"`recipe={recipe.name!r}` is not possible for a layer with `config=Float8LinearConfig(...)`, which"
-                " takes the place of recipes. Use `FP8TorchAO(recipe=...)`, or 'bf16'."
-            )
         return self.others.of(recipe)
 
     def accumulating(self, choices: tuple[tuple[Gemm, str], ...]) -> LayerSettings:
@@ -140,45 +135,7 @@ class Settings:
         return settings.accumulating(recipe.accumulation)
 
 
-@final
-class OneConfig:
-    """The user's configuration for every layer; FSDP2 gathers weights by our code and not by torchao's."""
-
-    def __init__(self, config: Float8LinearConfig, *, emulate: Emulation) -> None:
-        self.config, self.emulate = replace(config, emulate=bool(emulate), enable_fsdp_float8_all_gather=False), emulate
-
-    def of(self, recipe: LayerRecipe) -> LayerSettings:
-        """Return the settings of a layer; ``recipe`` says nothing."""
-        return LayerSettings(products=products_of(self.config, self.emulate), config=self.config)
-
-
-def kind_of(config: Any) -> tuple[Recipe, Literal["hybrid", "e4m3"]]:
-    """Return the recipe that is nearest to a user's config, and the format of its gradients; refuse other objects.
-
-    ``"tensorwise"`` has one scale per tensor everywhere; any scale per row makes the recipe rowwise.
-    """
-    if not isinstance(config, Float8LinearConfig):
-        raise ValueError(f"`config={config!r}` is not valid; expected None or a torchao.float8.Float8LinearConfig.")
-    high = in_high_precision(config)
-    if high == ALL_GEMMS:
-        raise ValueError("`config=Float8LinearConfig(...)` disables all three GEMMs, so nothing would run in FP8.")
-    casts = [cast for cast in vars(config).values() if isinstance(cast, CastConfig)]
-    gradients: Literal["hybrid", "e4m3"]
-    gradients = "hybrid" if config.cast_config_grad_output.target_dtype == e5m2_dtype else "e4m3"
-    if all(cast.scaling_granularity is ScalingGranularity.TENSORWISE for cast in casts):
-        return "tensorwise", gradients
-    return "rowwise_with_gw_hp" if "grad_weight" in high else "rowwise", gradients
-
-
-def in_high_precision(config: Float8LinearConfig) -> InBF16:
-    """Return the products that a user's config computes in high precision."""
-    products = products_of(config)
-    return frozenset(gemm for gemm in GEMMS if getattr(products, gemm) is None)
-
-
-def products_of(
-    config: Float8LinearConfig, emulate: Emulation | None = None, *, scaled_inside: bool = False
-) -> Products:
+def products_of(config: Float8LinearConfig, emulate: Emulation, *, scaled_inside: bool) -> Products:
     """Return the products of a layer with this configuration of torchao; ``emulate`` says more than its own."""
 
     def coding(choice: Any) -> Coding:
@@ -193,7 +150,7 @@ def products_of(
             input=coding(input),
             weight=coding(weight),
             gradient=coding(gradient),
-            emulate=config.emulate if emulate is None else emulate,
+            emulate=emulate,
             fast=kernel.use_fast_accum,
             scaled_inside=scaled_inside,
         )

@@ -104,7 +104,6 @@ TORCHAO = [
     ("compile", 1, "'auto', True, False or a mapping"),
     ("round_scales_to_power_of_2", "abc", "None, True or False"),
     ("rowwise_backward", "exact", "one of: scaled_after, scaled_inside"),
-    ("config", "tensorwise", "None or a torchao.float8.Float8LinearConfig"),
     ("weight_codes", "per_epoch", "one of: auto, per_forward, per_gemm"),
     ("saved_inputs", "bf16", "one of: values, codes"),
     ("experts", "on", "one of: auto, fp8, bf16"),

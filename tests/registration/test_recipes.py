@@ -187,5 +187,5 @@ def test_ddp_runs_without_float32_gradients_only():
 def test_an_object_of_accelerate_is_refused_with_the_plugin_to_write():
     accelerate = pytest.importorskip("accelerate.utils")
     for make in (L.Trainer, L.Fabric):
-        with pytest.raises(TypeError, match=r"`plugins=AORecipeKwargs\(...\)` is .*Write `FP8TorchAO\(config="):
+        with pytest.raises(TypeError, match=r"`plugins=AORecipeKwargs\(...\)` is .*Write `FP8TorchAO\(recipe="):
             make(plugins=accelerate.AORecipeKwargs(), accelerator="cpu")

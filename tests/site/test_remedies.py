@@ -25,7 +25,6 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
-from torchao.float8 import Float8LinearConfig
 from transformers import LlamaForCausalLM
 
 import lightning_lowprec
@@ -52,7 +51,7 @@ SPACE: dict[str, Any] = {
     **PUBLIC,
     **{name: getattr(callbacks, name) for name in callbacks.__all__},
     "lightning_lowprec": lightning_lowprec, "torch": torch, "Trainer": L.Trainer, "Fabric": L.Fabric,
-    "LossScale": LossScale, "Float8LinearConfig": Float8LinearConfig, "StateDictOptions": StateDictOptions,
+    "LossScale": LossScale, "StateDictOptions": StateDictOptions,
     "get_model_state_dict": get_model_state_dict, "FSDPStrategy": FSDPStrategy,
     "cross_entropy": nn.functional.cross_entropy, "device_type": "cpu", "model": nn.Linear(1, 1),
     "layer": nn.Module, "fresh": nn.Module, "loss": torch.Tensor, "x": torch.Tensor, "optimizer": torch.optim.Optimizer,
@@ -63,7 +62,7 @@ SPACE: dict[str, Any] = {
     "trainer": SimpleNamespace(precision_plugin=FP8TorchAO()),
 }  # fmt: skip
 FILL = {
-    "config": "Float8LinearConfig()", "floor": "1.0", "gradient_clip_val": "1.0", "growth_interval": "10",
+    "floor": "1.0", "gradient_clip_val": "1.0", "growth_interval": "10",
     "hysteresis": "2", "initial": "1024.0", "keep": "['lm_head']",
     "keep_fp32": "['teacher']", "master_weights": "True", "max_steps": "1",
     "module_filter_func": "len", "moments": "'8bit'", "recipe": "'rowwise'",

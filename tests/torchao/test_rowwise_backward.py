@@ -141,14 +141,6 @@ def test_bad_options(options, message):
         FP8TorchAO(**options)
 
 
-def test_a_config_of_the_user_says_everything_itself():
-    from torchao.float8 import Float8LinearConfig
-
-    config = Float8LinearConfig.from_recipe_name("rowwise")
-    with pytest.raises(ValueError, match=r"`rowwise_backward='scaled_inside'` with `config=.* leave it out"):
-        FP8TorchAO(config=config, rowwise_backward="scaled_inside")
-
-
 def test_a_sharded_model_is_not_used_under_the_other_backward():
     one, other = (FP8TorchAO("rowwise", rowwise_backward=backward) for backward in BACKWARDS)
     assert one.sharded_identity() != other.sharded_identity()

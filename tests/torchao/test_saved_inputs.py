@@ -360,13 +360,6 @@ def test_scales_per_row_have_no_common_codes(recipe):
         FP8TorchAO(recipe, saved_inputs="codes")
 
 
-def test_a_config_has_its_own_casts():
-    from torchao.float8 import Float8LinearConfig
-
-    with pytest.raises(ValueError, match=r"not valid with `config=Float8LinearConfig\(...\)`"):
-        FP8TorchAO(config=Float8LinearConfig(), saved_inputs="codes")
-
-
 def test_a_weight_that_is_cut_is_refused():
     net, _ = converted(Siblings())
     layer = net.parts[0]
