@@ -26,7 +26,6 @@ FILES = (
     "precision/test_plain_tools.py",
     # several processes; of them golden/, checkpoints/ and four files of fsdp2/ are in the first tier
     "checkpoints/test_killed_saves.py",
-    "checkpoints/test_torchao_optimizers.py",
     "fsdp2/test_ended_runs.py",
     "fsdp2/test_expert_parallel.py",
     "fsdp2/test_float32_kept.py",

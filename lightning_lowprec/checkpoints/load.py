@@ -18,14 +18,13 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_lowprec.checkpoints import files, optimizer_state
 from lightning_lowprec.checkpoints.agreement import on_all_ranks, on_rank_zero, rank_and_ranks
 from lightning_lowprec.checkpoints.folder import EntryPath, ShardFolder
-from lightning_lowprec.checkpoints.optimizer_state import by_fqn, clean, named_parameters, place, unpacked
+from lightning_lowprec.checkpoints.optimizer_state import by_fqn, clean, named_parameters, place
 from lightning_lowprec.checkpoints.save import find
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.masters.moments import MASTER_PARAM, MASTER_REMAINDER, decoded_entry, joined
@@ -120,23 +119,14 @@ class StoredFolder(StoredCheckpoint):
             if root == key and (path[0] != "state" or like is not None):
                 wanted[entry] = self._memory(entry, like) if entry in self._folder.tensors else 0
         nested = _nested({paths[entry][1:]: value for entry, value in self._folder.fill(wanted).items()})
-        state = {
-            fqn: {name: unpacked(value, params[clean(fqn)]) for name, value in values.items()}
-            for fqn, values in nested.get("state", {}).items()
-        }
-        return by_fqn({"state": state, "param_groups": nested["param_groups"]}, model, optimizer, key)
+        return by_fqn({"state": {}, **nested}, model, optimizer, key)
 
     def _memory(self, entry: str, like: Tensor | None) -> Tensor:
         """Return a tensor to read into; ``like`` is the parameter, if the entry is its state."""
-        tensors = self._folder.tensors
-        size = tensors[entry].size
-        prefix, _, name = entry.rpartition(".")
-        placements = None if like is None else optimizer_state.placements_of(name, size, like)
-        if like is not None and f"{prefix}.{optimizer_state.CLASS}" in self._folder.paths:
-            block_size = like.numel() // tensors[f"{prefix}.scale"].size.numel()
-            rows = name != "qmap" and optimizer_state.keeps_blocks(block_size, like)
-            placements = like.placements if rows and isinstance(like, DTensor) else None
-        return optimizer_state.empty(size, tensors[entry].properties.dtype, like, placements)
+        stored = self._folder.tensors[entry]
+        name = entry.rpartition(".")[2]
+        placements = None if like is None else optimizer_state.placements_of(name, stored.size, like)
+        return optimizer_state.empty(stored.size, stored.properties.dtype, like, placements)
 
 
 def open_checkpoint(path: Path, weights_only: bool | None = None, *, verify: bool = True) -> StoredCheckpoint:

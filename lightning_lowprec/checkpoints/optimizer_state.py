@@ -2,18 +2,11 @@
 
 torch's functions for this initialise empty state by a step with zero gradients and a learning rate of zero. That step
 has effects: on stochastic rounding, on schedulers and hooks, and with optimizers that ignore the learning rate.
-
-The quantised state of torchao (AdamW8bit, AdamW4bit, AdamWFp8) is stored as plain tensors, bit for bit: codes, and one
-scale per block of consecutive elements. If it is sharded by rows, the codes and scales of all ranks follow each other
-in the whole tensor, so they are stored as tensors that are sharded by their first dimension. If the shards of another
-number of ranks would cut a block, the state is loaded dequantised. torchao quantises a local shard that has at least
-4096 elements and whole blocks.
 """
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -23,25 +16,14 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.optim import Optimizer
 
 from lightning_lowprec.masters.moments import EXPONENTS
-from lightning_lowprec.numerics.formats import HALF_DTYPES
-from lightning_lowprec.private.torch import (
-    disable_autograd_cache,
-    dtensor,
-    local_tensor,
-    tree_map_only,
-    with_local_tensor,
-)
+from lightning_lowprec.private.torch import local_tensor, tree_map_only, with_local_tensor
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 StateDict = dict[str, Any]
 _SENT_AS: Final = {torch.float8_e4m3fn: torch.uint8, torch.float8_e5m2: torch.uint8, torch.int16: torch.float16}
 """By dtype that gloo does not gather: the dtype as which its bits are gathered."""
-CLASS: Final = "lowbit_class"
-_CLASSES: Final = {
-    "OptimState8bit": "torchao.optim.subclass_8bit",
-    "OptimState4bit": "torchao.optim.subclass_4bit",
-    "OptimStateFp8": "torchao.optim.subclass_fp8",
-}
+_QUANTISED: Final = ("8bit", "4bit", "Fp8")
+"""How the names of torchao's optimizers end that keep their state as codes."""
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -67,7 +49,7 @@ def collect(model: nn.Module, optimizer: Optimizer, *, full: bool) -> StateDict:
     fqn_of = _by_number(state_dict["param_groups"], fqns)
     groups = [{**group, "params": names} for group, names in zip(state_dict["param_groups"], fqns, strict=True)]
     state = {
-        fqn_of[key]: {name: packed(tree_map_only(Tensor, _unwrapped, v)) for name, v in entry.items()}
+        fqn_of[key]: {name: tree_map_only(Tensor, _unwrapped, v) for name, v in entry.items()}
         for key, entry in state_dict["state"].items()
     }
     if not full:
@@ -75,7 +57,7 @@ def collect(model: nn.Module, optimizer: Optimizer, *, full: bool) -> StateDict:
     on_rank_zero = torch.distributed.get_rank() == 0
     gathered: StateDict = {}
     for fqn, entry in state.items():
-        values = {name: _gathered(value) for name, value in entry.items()}
+        values = {name: tree_map_only(Tensor, whole, value) for name, value in entry.items()}
         if on_rank_zero:  # other ranks free each value at once
             gathered[fqn] = values
     return {"state": gathered, "param_groups": tree_map_only(Tensor, whole, groups)} if on_rank_zero else {}
@@ -129,26 +111,19 @@ def by_fqn(stored: Mapping[str, Any], model: nn.Module, optimizer: Optimizer, ke
 
 
 def placed(state: Mapping[str, Any], params: Mapping[str, Tensor]) -> StateDict:
-    """Shard whole state tensors like their parameters, quantised state too."""
+    """Shard whole state tensors like their parameters."""
 
     def placed_like(name: str, value: Any, like: Tensor) -> Any:
         def one(tensor: Tensor) -> Tensor:
             placements = placements_of(name, tensor.shape, like)
             return tensor.detach().clone() if placements is None else place(tensor, like, placements)
 
-        return unpacked(packed(value), like, one)
+        return tree_map_only(Tensor, one, value)
 
     return {
         fqn: {name: placed_like(name, value, params[fqn]) for name, value in entry.items()}
         for fqn, entry in state.items()
     }
-
-
-def unpacked(value: Any, like: Tensor, one: Callable[[Tensor], Tensor] = lambda t: t) -> Any:
-    """Return quantised state built again, or any other ``value`` with ``one`` applied to every tensor in it."""
-    if isinstance(value, Mapping) and CLASS in value:
-        return _unpack(value, like)
-    return tree_map_only(Tensor, one, value)
 
 
 def load(optimizer: Optimizer, state_dict: StateDict) -> None:
@@ -162,6 +137,17 @@ def load(optimizer: Optimizer, state_dict: StateDict) -> None:
     optimizer.load_state_dict(
         {"state": {numbers[fqn]: entry for fqn, entry in state_dict["state"].items()}, "param_groups": groups}
     )
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Raise ValueError for an optimizer of torchao whose state is codes, which cannot be cut like the parameters."""
+    kinds = [cls.__name__ for cls in type(optimizer).__mro__ if cls.__module__.startswith("torchao.optim")]
+    if any(name.endswith(_QUANTISED) for name in kinds):
+        raise ValueError(
+            f"`{type(optimizer).__name__}` of torchao does not run under 'fsdp2', whose checkpoints cannot cut its"
+            " codes. Use AdamW of torch with `precision='bf16-8bit'` or `precision='fp8-hybrid-8bit'`, whose moments"
+            " have 8 bits."
+        )
 
 
 def _rates_like(old: Mapping[str, Any], new: Mapping[str, Any]) -> StateDict:
@@ -182,13 +168,6 @@ def _unwrapped(tensor: Tensor) -> Tensor:
     if len(inner) != 1:
         return tensor
     return with_local_tensor(getattr(local, inner[0]), tensor)
-
-
-def _gathered(value: Any) -> Any:
-    gathered = tree_map_only(Tensor, whole, value)
-    if isinstance(gathered, Mapping) and CLASS in gathered:
-        return _unpack(gathered, gathered["codes"])  # torchao's optimizers can load this class
-    return gathered
 
 
 def _by_number(groups: list[Any], fqns: list[list[str]]) -> dict[Any, str]:
@@ -264,94 +243,3 @@ def whole(tensor: Tensor) -> Tensor:
 def _viewed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the bytes of a tensor as another dtype of the same size."""
     return with_local_tensor(local_tensor(tensor).view(dtype), tensor)
-
-
-# ---- torchao's quantised state
-
-
-def check_optimizer(optimizer: Optimizer) -> None:
-    """Check an optimizer of sharded parameters before its first step; only torchao's optimizers can be refused."""
-    cls = next((c for c in type(optimizer).__mro__ if c.__module__.startswith("torchao.optim")), None)
-    if cls is None:
-        return
-    # torch's cache looks at the outside of a DTensor only, and would run a kernel on shards of another format
-    # (pytorch#188390)
-    disable_autograd_cache()
-    dtypes = {p.dtype for group in optimizer.param_groups for p in group["params"]}
-    half = dtypes.intersection(HALF_DTYPES)
-    if half and not cls.__name__.startswith("_"):  # its plain AdamW
-        raise ValueError(
-            f"`{type(optimizer).__name__}` of torchao does not update sharded {half.pop()} parameters. Use a"
-            " precision with float32 weights ('bf16-mixed', 'bf16-master', 'fp8-hybrid'), or another optimizer."
-        )
-
-
-def packed(value: Any) -> Any:
-    """Return quantised state as a dict of plain tensors (or DTensors, sharded by rows) and attributes; else ``value``.
-
-    Shards that do not follow each other in the whole tensor are dequantised.
-    """
-    local: Any = local_tensor(value)
-    if type(local).__name__ not in _CLASSES or not type(local).__module__.startswith("torchao."):
-        return value
-    rows = _rows_of(value) if isinstance(value, DTensor) else (0, 1)
-    if rows is None:
-        return with_local_tensor(local.dequantize(), value)
-    names, _ = local.__tensor_flatten__()
-    parts: dict[str, Any] = {CLASS: type(local).__name__, "shape": list(value.shape)}
-    if hasattr(local, "signed"):
-        parts["signed"] = local.signed
-    for name in names:
-        inner = getattr(local, name)
-        inner = inner.view(torch.uint8) if name == "codes" else inner  # gloo gathers no float8
-        if name != "qmap" and isinstance(value, DTensor):  # the rows of all ranks follow each other
-            shape = [inner.shape[0] * rows[1], *inner.shape[1:]]
-            inner = dtensor(inner, value.device_mesh, value.placements, shape, inner.stride())
-        parts[name] = inner
-    return parts
-
-
-def _unpack(parts: Mapping[str, Any], like: Tensor) -> Tensor:
-    """Undo :func:`packed` for a parameter ``like``: quantised if the shards have whole blocks, else dequantised."""
-    shape = torch.Size(parts["shape"])
-    codes, scale = parts["codes"], parts["scale"]
-    if not isinstance(like, DTensor):
-        return _build(parts, shape, lambda t: t.detach().to(like.device, copy=True))
-    if isinstance(codes, DTensor):
-        return with_local_tensor(_build(parts, like.to_local().shape, lambda t: local_tensor(t).to(like.device)), like)
-    if not keeps_blocks(shape.numel() // scale.numel(), like):
-        return place(_build(parts, shape, torch.clone).dequantize(), like)
-    rank, ranks = _rows_of(like) or (0, 1)
-
-    def part(tensor: Tensor) -> Tensor:
-        return (tensor if tensor is parts.get("qmap") else tensor.chunk(ranks)[rank]).to(like.device, copy=True)
-
-    return with_local_tensor(_build(parts, like.to_local().shape, part), like)
-
-
-def keeps_blocks(block_size: int, like: Tensor) -> bool:
-    """Return whether the shards of a parameter are equal in size and consist of whole blocks."""
-    return isinstance(like, DTensor) and _rows_of(like) is not None and like.to_local().numel() % block_size == 0
-
-
-def _build(parts: Mapping[str, Any], shape: torch.Size, part: Callable[[Tensor], Tensor]) -> Tensor:
-    cls = getattr(importlib.import_module(_CLASSES[parts[CLASS]]), parts[CLASS])  # torchao takes seconds to import
-    inner = {name: part(parts[name]) for name in cls.tensor_attrs}
-    if parts[CLASS] == "OptimStateFp8":
-        inner["codes"] = inner["codes"].view(torch.float8_e4m3fn)
-    attributes = [parts["signed"]] if "signed" in parts else []
-    attributes += [shape] if parts[CLASS] == "OptimState4bit" else []
-    built: Tensor = cls(*inner.values(), *attributes)  # looks like float32, as in all versions of torchao
-    return built
-
-
-def _rows_of(value: DTensor) -> tuple[int, int] | None:
-    """Return which part of the rows is here, of how many equal parts; None if it is not sharded so."""
-    sharded = [(dim, p) for dim, p in enumerate(value.placements) if not isinstance(p, Replicate)]
-    if not sharded:
-        return 0, 1
-    (dim, placement), *more = sharded
-    ranks = value.device_mesh.size(dim)
-    if more or type(placement) is not Shard or placement.dim > 0 or value.shape[0] % ranks:
-        return None
-    return value.device_mesh.get_local_rank(dim), ranks

@@ -66,7 +66,6 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
     ),
     FSDP2: (
         "torch._foreach_norm",
-        "torch._functorch.config.enable_autograd_cache",
         "torch.nn.modules.batchnorm._NormBase",
         "torch.ops.aten.copy_.default._schema",
         "torch.distributed.tensor.DTensor._local_tensor",
@@ -337,11 +336,6 @@ def first_element(tensor: Tensor) -> int:
 def after_backward(function: Callable[[], None]) -> None:
     """Call ``function`` when the backward pass that is running has ended."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
-
-
-def disable_autograd_cache() -> None:
-    """Turn off the cache of compiled graphs that torch keeps across compilations."""
-    torch._functorch.config.enable_autograd_cache = False
 
 
 # ---- MS-AMP: tensors of codes and their gradients

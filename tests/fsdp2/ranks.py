@@ -29,7 +29,7 @@ from torch import distributed as dist
 from tests.once import once
 
 PRELOAD = [
-    "lightning", "lightning.pytorch.cli", "torchao.float8", "torchao.optim", "torch._dynamo", "torch.distributed.fsdp",
+    "lightning", "lightning.pytorch.cli", "torchao.float8", "torch._dynamo", "torch.distributed.fsdp",
     "torch.distributed.checkpoint", "pytest", "transformers.pytorch_utils",
 ]  # fmt: skip
 """What takes seconds to import. Not this package: a script shows what its own import of this package does."""

@@ -90,13 +90,7 @@ def full(value):
     """Whole tensors, copied."""
     if isinstance(value, Tensor):
         value = value.detach()
-        if not isinstance(value, DTensor):
-            return value.dequantize() if type(value).__name__.startswith("OptimState") else value.clone()
-        local = value.to_local()
-        if type(local).__name__.startswith("OptimState"):  # gloo gathers no float8
-            mesh, layout = value.device_mesh, {"shape": value.shape, "stride": value.stride()}
-            value = DTensor.from_local(local.dequantize(), mesh, value.placements, run_check=False, **layout)
-        return value.full_tensor().clone()
+        return (value.full_tensor() if isinstance(value, DTensor) else value).clone()
     if isinstance(value, dict):
         return {key: full(v) for key, v in value.items()}
     return [full(v) for v in value] if isinstance(value, (list, tuple)) else value
