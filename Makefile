@@ -14,9 +14,6 @@ DOCS := .site-docs
 RUN := OMP_NUM_THREADS=1 $(VENV)/bin
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 
-# on the null GPU: what compiles for minutes, and parts of the GPU lane, which make test-more runs on a CPU
-SLOW := tests/gpu/test_alignment.py tests/gpu/test_compile.py tests/ledger/test_lane.py
-
 # tests that other people wrote; about half an hour, not a part of CI
 PEERS ?= ../shared/peers
 
@@ -37,7 +34,7 @@ help:
 	@echo "make ledger      count what a GPU would be asked to do, without a GPU (needs g++; 6 minutes; the first time 5 GB and 20 more)"
 	@echo "make ledger-score hold the predicted gains against figures that others have published; writes docs/benchmarks.md"
 	@echo "make test-ledger every CUDA path on a GPU that computes nothing: kernels, bytes, waits, memory (needs g++)"
-	@echo "make rehearse    the GPU lane and the slowest tests, on a GPU that computes nothing (20 minutes)"
+	@echo "make rehearse    on a GPU that computes nothing: the GPU lane, and the cases that others stand for in make test-ledger (half an hour)"
 	@echo "make test-gpu    what only a GPU with FP8 can show (skips by itself elsewhere)"
 	@echo "make gpu-lane    step time, products, losses, memory against what a user would pick instead, on a GPU with FP8 (25 minutes)"
 	@echo "make test-peers  Lightning's own tests, a probe and models of transformers under our names (PEERS=folder; half an hour)"
@@ -143,10 +140,10 @@ test-deepspeed: $(DEEPSPEED)/.installed
 	else echo "left out: tests/deepspeed/test_zero_te.py, which needs the environment of make test-te"; fi
 
 test-ledger: $(TE)/.installed
-	$(TE)/bin/python -m benchmarks.ledger.launch $(TE)/bin/python -m pytest -n 2 --dist loadfile tests/ledger tests/gpu $(SLOW:%=--ignore %)
+	$(TE)/bin/python -m benchmarks.ledger.launch $(TE)/bin/python -m pytest -n 2 --dist loadfile -m 'not rehearsed' tests/ledger tests/gpu
 
 rehearse: $(TE)/.installed
-	$(TE)/bin/python -m benchmarks.ledger.launch $(TE)/bin/python -m pytest -n 2 --dist loadfile $(SLOW)
+	$(TE)/bin/python -m benchmarks.ledger.launch $(TE)/bin/python -m pytest -n 2 --dist loadfile -m rehearsed tests/ledger tests/gpu
 	$(TE)/bin/python -m benchmarks.ledger.launch $(TE)/bin/python -m benchmarks.gpu_lane --smoke --out rehearsal-out
 
 ledger: $(TE)/.installed

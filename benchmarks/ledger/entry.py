@@ -67,6 +67,8 @@ class Entry:
     """All launches, fills and products in order: names, and shapes of products."""
     host_ms: float
     """The smallest time of the host for a step; a time of this machine's CPU, not of a GPU."""
+    python_calls: int = 0
+    """Python functions that the host calls in a step; 0 in ledgers that did not count them."""
 
     @property
     def blocks(self) -> int:

@@ -6,6 +6,7 @@ import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from benchmarks.gpu_lane import bytes_held, models
 from benchmarks.gpu_lane.models import Shape
 from benchmarks.gpu_lane.running import Batch, Job, Running
+from benchmarks.host_overhead import python_calls
 from benchmarks.ledger import own_moved, te_moved, triton_bytes
 from benchmarks.ledger.entry import OUTSIDE, Entry, amounts
 from benchmarks.ledger.moved import Moved
@@ -29,7 +31,7 @@ def measure(contender: str, setup: Setup, shape: Shape, *, batch: int = 2, compi
     """Set a contender up, warm it, and return the ledger's entry of its next step."""
     device = torch.device("cuda")
     torch.backends.cuda.enable_cudnn_sdp(False)
-    triton_bytes.start()
+    triton_bytes.start(f"{shape} {batch}")
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     running = setup(Job(shape=shape, device=device, compile=compile, tokens=batch * shape.sequence))
@@ -39,6 +41,7 @@ def measure(contender: str, setup: Setup, shape: Shape, *, batch: int = 2, compi
     counters = torch._dynamo.utils.counters
     peaks = _peaks(running, data[0])
     host_ms = min(_host_ms(running, data) for _ in range(3))
+    calls = python_calls(partial(running.step, data)).total()
     log, moved = _recorded(running, data)
     stretches, loose = amounts(log.records, moved.operations, triton_bytes.KERNELS, triton_bytes.LAUNCHES)
     entry = Entry(
@@ -57,6 +60,7 @@ def measure(contender: str, setup: Setup, shape: Shape, *, batch: int = 2, compi
         loose=dict(loose),
         kernels=launches(log),
         host_ms=host_ms,
+        python_calls=calls,
     )
     del running, data
     gc.collect()

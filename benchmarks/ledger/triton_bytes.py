@@ -1,15 +1,16 @@
 """Bytes of every Triton kernel that inductor writes, by inductor's own estimate.
 
-The ledger hooks three private places of inductor: ``TritonScheduling.define_kernel``, to ask for the estimate,
-``PythonWrapperCodegen.next_kernel_suffix``, because names are numbered anew in every graph, and
-``CachingAutotuner.run``, because the estimate for a kernel of any size holds for the size that was compiled first. A
-launch of such a kernel counts the bytes of its arguments instead. A kernel that inductor takes from a cache is not
-written, so `start` switches that cache off; Triton keeps its compiled kernels.
+The ledger hooks three private places of inductor: ``TritonScheduling.define_kernel``, to write the estimate into the
+kernel's own description, ``PythonWrapperCodegen.next_kernel_suffix``, because names are numbered anew in every graph,
+and ``CachingAutotuner.run``, which reads the description at every launch: a kernel may come from inductor's cache. The
+estimate for a kernel of any size holds for the size that was compiled first; a launch of such a kernel counts the bytes
+of its arguments instead.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
 from typing import Any
 
@@ -18,58 +19,83 @@ from torch import Tensor
 from benchmarks.ledger.recorder import position
 
 KERNELS: dict[str, int] = {}
-"""Bytes read and written by a launch of the kernel of this name."""
-OF_ANY_SIZE: set[str] = set()
-"""Kernels of which a length is known at the launch only."""
+"""Bytes read and written by a launch of the kernel of this name; of kernels that were launched since `start`."""
 LAUNCHES: dict[int, int] = {}
-"""Bytes read and written by a launch of such a kernel, by the index of its record."""
+"""Bytes read and written by a launch of a kernel of which a length is known then only, by the index of its record."""
+_BYTES, _ANY_SIZE = "ledger_bytes", "ledger_any_size"
+"""Keys of a kernel's description."""
+_NAME = "'kernel_name': "
+"""Where inductor's source of a kernel describes it."""
+_ends: list[str] = []
+"""The end of the name of the kernel that is being written."""
+_of = [""]
+"""What `start` was told."""
 _numbers = itertools.count()
 
 
-def start() -> None:
-    """Forget all kernels, and note the bytes of those that are compiled from now on.
+def start(of: str = "") -> None:
+    """Forget all kernels, and note the bytes of those that are compiled and launched from now on.
 
-    The numbers in the names begin at 0 again, so that equal programs have equal names. Raises RuntimeError if inductor
-    has changed.
+    Programs share compiled kernels through inductor's cache where ``of`` is the same. A kernel of any size is made for
+    the size that comes first, so programs that are counted say their sizes. The names of kernels end in a digest of
+    their source, so that equal programs have equal names. Raises RuntimeError if inductor has changed.
     """
-    global _numbers
-    import torch._inductor.config as config
-
-    config.fx_graph_cache = False
+    _of[0] = of
     _hook()
     KERNELS.clear()
-    OF_ANY_SIZE.clear()
     LAUNCHES.clear()
-    _numbers = itertools.count()
 
 
 @functools.cache
 def _hook() -> None:
+    import torch._inductor.config as config
     from torch._inductor.codegen.triton import TritonScheduling
     from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
     original = getattr(TritonScheduling, "define_kernel", None)
     if original is None or not hasattr(PythonWrapperCodegen, "next_kernel_suffix"):
         raise RuntimeError("torch's inductor names its kernels in another way now: their bytes cannot be counted")
 
+    class Described(CustomGraphPass):
+        """Changes nothing, but the key of inductor's cache: kernels that are not described are others."""
+
+        def __call__(self, graph: Any) -> None:
+            """Leave the graph as it is."""
+
+        def uuid(self) -> Any:
+            """Return a digest of this file, and what `start` was told."""
+            return get_hash_for_files((__file__,)), _of[0]
+
+    config.post_grad_custom_pre_pass = Described()
+
     @functools.wraps(original)
     def define_kernel(self: Any, source: str, schedule: Any, kernel: Any) -> str:
-        name: str = original(self, source, schedule, kernel)
-        KERNELS[name] = int(kernel.estimate_kernel_num_bytes())
-        if any(getattr(length, "free_symbols", None) for length in kernel.numels.values()):
-            OF_ANY_SIZE.add(name)
+        if _NAME not in source:
+            raise RuntimeError("torch's inductor describes its kernels in another way now: they cannot be counted")
+        any_size = any(getattr(length, "free_symbols", None) for length in kernel.numels.values())
+        description = f"{_BYTES!r}: {int(kernel.estimate_kernel_num_bytes())}, {_ANY_SIZE!r}: {any_size}, "
+        source = source.replace(_NAME, description + _NAME)
+        _ends.append(hashlib.sha256(source.encode()).hexdigest()[:8])
+        try:
+            name: str = original(self, source, schedule, kernel)
+        finally:
+            _ends.pop()
         return name
 
     TritonScheduling.define_kernel = define_kernel  # type: ignore[method-assign]
-    PythonWrapperCodegen.next_kernel_suffix = lambda self: str(next(_numbers))  # type: ignore[method-assign]
+    PythonWrapperCodegen.next_kernel_suffix = lambda self: _ends[-1] if _ends else str(next(_numbers))  # type: ignore[method-assign]
 
     launch = CachingAutotuner.run
 
     @functools.wraps(launch)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.inductor_meta.get("kernel_name") in OF_ANY_SIZE:
-            LAUNCHES[position()] = _bytes_of(self.fn.arg_names, args)
+        description = self.inductor_meta
+        if _BYTES in description:
+            KERNELS[description["kernel_name"]] = description[_BYTES]
+            if description[_ANY_SIZE]:
+                LAUNCHES[position()] = _bytes_of(self.fn.arg_names, args)
         return launch(self, *args, **kwargs)
 
     CachingAutotuner.run = run  # type: ignore[method-assign]

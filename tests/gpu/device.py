@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from benchmarks.gpu_lane.values import stand_in_for_nccl, use_what_the_device_has, values_exist
+from benchmarks.ledger import triton_bytes
+from benchmarks.ledger.untuned import take_first_variant
 from lightning_lowprec.hardware import default_device, refusal
 
 DRY = os.environ.get("LOWPREC_GPU_TESTS_ON") == "cpu"
@@ -37,3 +39,6 @@ def process_group_if_no_nccl(*, real: bool = False) -> None:
 
 
 use_what_the_device_has()
+if NO_VALUES and not DRY:
+    take_first_variant()
+    triton_bytes.start()  # for one cache of kernels with tests/ledger

@@ -9,6 +9,7 @@ from lightning_lowprec import FP8TorchAO
 from tests.gpu.device import DEVICE, NO_VALUES, on_gpu_only
 from tests.gpu.subjects import FP8_NAMES, WIDTH, Stack, runs_here, sqnr
 
+pytestmark = pytest.mark.rehearsed
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 TOKENS = range(1, 41)
 AGREEMENT_DB = 35.0

@@ -57,7 +57,7 @@ def test_conversion_takes_no_memory():
 
 
 @on_gpu_only
-@pytest.mark.parametrize("compile", [False, "auto"])
+@pytest.mark.parametrize("compile", [False, pytest.param("auto", marks=pytest.mark.rehearsed)])
 def test_steps_do_not_leak(compile):
     fabric = L.Fabric(accelerator="cuda", devices=1, plugins=FP8TorchAO(compile=compile))
     module = fabric.setup_module(Stack(width=512, depth=3))

@@ -39,7 +39,7 @@ def problem():
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.rehearsed)])
 def test_kernels_agree_with_emulation(problem, recipe, compiled, record_property):
     if compiled and DEVICE.type == "cpu":
         pytest.skip("slow on CPU")

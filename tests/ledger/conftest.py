@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 
+from benchmarks.ledger import triton_bytes
 from benchmarks.ledger.recorder import on_null_gpu
 from benchmarks.ledger.untuned import take_first_variant
 from lightning_lowprec.private import transformer_engine
@@ -40,6 +41,12 @@ def no_scales_of_other_files():
 def one_variant_of_tuned_kernels():
     """Every variant would be compiled, and none would be faster."""
     take_first_variant()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_cache_of_kernels():
+    """Kernels with and without bytes would be others."""
+    triton_bytes.start()
 
 
 @pytest.fixture(autouse=True)

@@ -35,7 +35,7 @@ def counted(loss_of, weights):
     gc.collect()
     torch.cuda.empty_cache()
     torch._dynamo.reset()
-    triton_bytes.start()
+    triton_bytes.start(f"{TOKENS} {weights}")
     h = torch.zeros(TOKENS, STACK.hidden, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     w = torch.nn.Parameter(torch.zeros(STACK.vocab, STACK.hidden, dtype=weights, device="cuda"))
     t = torch.zeros(TOKENS, dtype=torch.int64, device="cuda")
@@ -54,10 +54,11 @@ def counted(loss_of, weights):
     peak = torch.cuda.max_memory_allocated() - before
     moved = Moved()
     stop = own_moved.watch(moved.from_outside)
+    triton_bytes.forget_launches()
     with torch.autograd.set_multithreading_enabled(False), recording() as log, moved:
         step()
     stop()
-    stretches, loose = amounts(log.records, moved.operations, triton_bytes.KERNELS)
+    stretches, loose = amounts(log.records, moved.operations, triton_bytes.KERNELS, triton_bytes.LAUNCHES)
     assert (log.waits(), log.of("refused", "unknown"), loose) == ([], [], {})
     return stretches["forward"]["outside"], peak / 1e9
 

@@ -1,8 +1,15 @@
-"""The GPU lane runs from its command line to its report. `make rehearse` runs this test, and every part."""
+"""The GPU lane runs from its command line to its report.
+
+`make rehearse` runs this test, and every part; tests/benchmarks does so on a CPU, in `make test-more`.
+"""
 
 import json
 import subprocess
 import sys
+
+import pytest
+
+pytestmark = pytest.mark.rehearsed
 
 
 def test_parts_of_the_gpu_lane_run_to_their_end(tmp_path):

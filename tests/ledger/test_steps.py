@@ -1,16 +1,13 @@
 """A training step at full size: no more than the same code by hand asks for, nothing that waits, within budgets."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
-from benchmarks import host_overhead
-from benchmarks.gpu_lane.running import Job
 from benchmarks.ledger import roofline
 from benchmarks.ledger.entry import PHASES, Entry
+from lightning_lowprec.private import transformer_engine
 from tests.ledger.budgets import BLOCK_GB, OPTIMIZER_BYTES, PEAK_GB
 from tests.ledger.counted import STACK, entry
 
@@ -24,11 +21,18 @@ FABRIC_CALLS = 100
 UPDATE_OF_SCALES = ("amax_and_scale_update", "nan_to_num", "CatArrayBatchedCopy", "ForeachBinaryOpList")
 """Kernels of delayed scaling's update, which ours runs after the optimizer, without amaxes that are not finite."""
 EVERYONE = sorted({*BLOCK_GB, *OPTIMIZER_BYTES, *PEAK_GB})
+REHEARSED = {"ours fp8-rowwise, scaled inside"}
+"""The default of fp8-rowwise stands for it."""
 LEDGER = sorted((Path(__file__).parents[2] / "benchmarks/results").glob("null-gpu-*/ledger.json"))[-1]
 COMMITTED = {
     row["contender"]: Entry.from_json({**row, "kernels": []}) for row in json.loads(LEDGER.read_text())["entries"]
 }
 """The newest ledger of benchmarks/results, which the docs show."""
+
+
+def with_marks(contenders):
+    """The contenders as parameters of a test."""
+    return [pytest.param(one, marks=pytest.mark.rehearsed if one in REHEARSED else ()) for one in contenders]
 
 
 @pytest.mark.parametrize("ours", BY_HAND)
@@ -68,16 +72,14 @@ def test_delayed_scaling_differs_by_the_update_of_its_scales_only():
     )
     assert ours == by_hand
     assert len(entry("ours delayed, as by hand").kernels) <= len(entry("te delayed").kernels) + 6
+    transformer_engine.manager().reset()  # the scales of these models are not renewed in the steps of later tests
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_the_host_calls_no_more_python_per_block_than_raw_torchao(recipe):
     """Fabric calls some functions per step; `python -m benchmarks.host_overhead` has the times."""
-    shape = replace(STACK, layers=4, hidden=256, ffn=512, heads=2, kv_heads=1, vocab=512, sequence=256)
-    job = Job(shape=shape, device=torch.device("cuda"), compile=False)
-    pair = f"torchao {recipe}, compiled=ours fp8-{recipe}"
-    _, (by_hand, ours) = host_overhead.compare(pair, job, 1)
-    assert ours.total() <= by_hand.total() + FABRIC_CALLS
+    ours, by_hand = entry(f"ours fp8-{recipe}"), entry(f"torchao {recipe}, compiled")
+    assert 0 < ours.python_calls <= by_hand.python_calls + FABRIC_CALLS
 
 
 @pytest.mark.parametrize("contender", [*COMPILED, "ours msamp-o2"])
@@ -89,13 +91,13 @@ def test_blocks_compile_into_one_graph_without_a_break(contender):
     assert len(blocks) == 1  # every block runs the same code
 
 
-@pytest.mark.parametrize("contender", EVERYONE)
+@pytest.mark.parametrize("contender", with_marks(EVERYONE))
 def test_no_step_waits_for_the_gpu_or_is_refused(contender):
     found = entry(contender)
     assert (found.waits, found.refused, found.loose) == ([], [], {})
 
 
-@pytest.mark.parametrize("contender", EVERYONE)
+@pytest.mark.parametrize("contender", with_marks(EVERYONE))
 def test_steady_state_allocates_nothing_from_the_driver(contender):
     assert entry(contender).mallocs == 0
 
@@ -113,7 +115,7 @@ def test_products_have_the_flops_of_the_model(contender):
     assert sum(products.values()) == head + 6 * block * STACK.layers * tokens
 
 
-@pytest.mark.parametrize("contender", BLOCK_GB)
+@pytest.mark.parametrize("contender", with_marks(BLOCK_GB))
 def test_a_block_moves_no_more_bytes_than_its_budget(contender):
     assert entry(contender).per_block("bytes") / 1e9 <= BLOCK_GB[contender].most
 
@@ -142,7 +144,6 @@ PREDICTED = [
     ("ours fp8-tensorwise-8bit, fp8 head", "lightning bf16-mixed, compiled, chunked loss", 1.52),
     ("ours fp8-tensorwise-remainder, fp8 head", "lightning bf16-mixed, compiled, chunked loss", 1.44),
     ("ours fp8-tensorwise-remainder, fp8 head", "lightning bf16-true, compiled, chunked loss", 1.33),
-    ("ours fp8-tensorwise-8bit, fp8 head", "lightning bf16-mixed, compiled, chunked loss", 1.51),
     ("ours fp8-tensorwise-remainder, chunked loss", "lightning bf16-mixed, compiled, chunked loss", 1.36),
 ]
 
@@ -157,7 +158,7 @@ def test_what_the_roofline_predicts(ours, over, least):
 COUNTED_HERE = {*EVERYONE, *TORCHAO.values(), *BY_HAND.values(), *(key for pair in PREDICTED for key in pair[:2])}
 
 
-@pytest.mark.parametrize("contender", sorted(COUNTED_HERE.intersection(COMMITTED)))
+@pytest.mark.parametrize("contender", with_marks(sorted(COUNTED_HERE.intersection(COMMITTED))))
 def test_the_committed_ledger_is_that_of_this_code(contender):
     """If a row differs, `make ledger` counts anew, and its files replace those of benchmarks/results.
 

@@ -1,5 +1,7 @@
 """What users do around a step runs on CUDA tensors to its end: control flow, not values."""
 
+import inspect
+
 import lightning as L
 import pytest
 import torch
@@ -16,6 +18,8 @@ from tests.toys import Block
 SYNONYMS = {name for name in TABLE if name.startswith(("fp8-hybrid-torchao", "fp8-e4m3")) or without_backend(name)}
 NAMES = sorted({*representatives()} - SYNONYMS - {"mxfp8-te", "mxfp8-torchao", "nvfp4", "nvfp4-torchao"})
 """Each plugin, recipe and base dtype once."""
+COMPILED = {"fp8-tensorwise", "fp8-rowwise-master", "fp8-block-torchao", "fp8-lean", "int8-mixed", "msamp-o2"}
+"""Each backend, scales per tensor and per row, masters, and updates during the backward once with compiled blocks."""
 WIDTH, CLASSES = 32, 16
 
 
@@ -57,27 +61,43 @@ def loader(batches=4, rows=16):
     return DataLoader(data, batch_size=rows)
 
 
-def precision(name):
-    """By name; MS-AMP at O1 and O3 without compiled blocks, which take a minute and are those of O2."""
+def precision(name, compiled):
+    """By name, or the same plugin without compiled blocks."""
     row = TABLE[name]
-    compiled = row.plugin.__name__ != "MSAMP" or name == "msamp-o2"
     return {"precision": name} if compiled else {"plugins": row.plugin(**row.options, compile=False)}
 
 
-def trainer(name, folder, **options):
+def compiles(name):
+    """Whether the plugin of a name compiles blocks by default."""
+    return "compile" in inspect.signature(TABLE[name].plugin).parameters
+
+
+def each_once():
+    """(name, whether its default is left): the blocks of most names are compiled in `make rehearse` only."""
+    for name in NAMES:
+        if not compiles(name) or name in COMPILED:
+            yield pytest.param(name, True, id=name)
+        else:
+            yield pytest.param(name, False, id=f"{name}, eager")
+            yield pytest.param(name, True, id=name, marks=pytest.mark.rehearsed)
+
+
+def trainer(name, folder, compiled=True, **options):
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    return L.Trainer(accelerator="cuda", devices=1, **precision(name), default_root_dir=folder, **quiet, **options)
+    return L.Trainer(
+        accelerator="cuda", devices=1, **precision(name, compiled), default_root_dir=folder, **quiet, **options
+    )
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_fit_evaluate_save_and_resume(name, tmp_path):
+@pytest.mark.parametrize(("name", "compiled"), list(each_once()))
+def test_fit_evaluate_save_and_resume(name, compiled, tmp_path):
     """With clipping, accumulation and, where the precision allows it, checkpoints of activations in the first run."""
     plugin = TABLE[name].plugin.__name__
     delayed = plugin == "FP8TE" and TABLE[name].options["recipe"] == "delayed"
     model = Classifier(checkpointing=not delayed and plugin != "MSAMP")
     lean = updates_in_backward(name)  # it refuses both
     options = {} if lean else {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0}
-    first = trainer(name, tmp_path, max_epochs=2, **options)
+    first = trainer(name, tmp_path, compiled, max_epochs=2, **options)
     first.fit(model, loader(), loader())
     assert (model.steps, first.global_step) == (8, 8 if lean else 4)
     first.validate(model, loader())
@@ -86,7 +106,7 @@ def test_fit_evaluate_save_and_resume(name, tmp_path):
     assert [a.shape for a in answers] == [(16,)] * 4
     first.save_checkpoint(tmp_path / "last.ckpt")
     again = Classifier()
-    second = trainer(name, tmp_path, max_epochs=3)
+    second = trainer(name, tmp_path, compiled, max_epochs=3)
     second.fit(again, loader(), ckpt_path=tmp_path / "last.ckpt")
     assert (again.steps, second.global_step) == (4, 12 if lean else 8)
     assert {p.device.type for p in again.parameters()} == {"cpu"}  # as the Trainer leaves any model
@@ -97,7 +117,7 @@ def test_fit_evaluate_save_and_resume(name, tmp_path):
 )
 def test_the_learning_rate_finder_runs_and_restores(name, tmp_path):
     model = Classifier()
-    run = trainer(name, tmp_path, max_epochs=1)
+    run = trainer(name, tmp_path, name in COMPILED or not compiles(name), max_epochs=1)
     found = Tuner(run).lr_find(model, loader(), num_training=4, update_attr=False, early_stop_threshold=None)
     assert len(found.results["lr"]) == 4
     run.fit(model, loader())
@@ -112,7 +132,7 @@ def test_a_hugging_face_model_decodes_token_by_token(name):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    fabric = L.Fabric(accelerator="cuda", devices=1, **precision(name))
+    fabric = L.Fabric(accelerator="cuda", devices=1, **precision(name, name in COMPILED or not compiles(name)))
     with fabric.init_module():
         model = LlamaForCausalLM(LlamaConfig(vocab_size=128, **sizes))
     model = fabric.setup_module(model)
