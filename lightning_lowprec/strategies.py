@@ -12,6 +12,7 @@ from types import new_class
 from typing import Any, Final
 
 from lightning_lowprec.fsdp2.fabric import FabricFSDP2Strategy, ForFabric
+from lightning_lowprec.fsdp2.from_fsdp import FSDP1
 from lightning_lowprec.fsdp2.strategy import FSDP2Base
 from lightning_lowprec.fsdp2.trainer import ForTrainer, FSDP2Strategy
 from lightning_lowprec.precision.base import LowPrecision
@@ -21,7 +22,6 @@ from lightning_lowprec.private.either import fabric_strategies as fabric
 from lightning_lowprec.private.either import trainer_strategies as trainer
 from lightning_lowprec.zero.engine import DEEPSPEED, check_plugin
 
-_FSDP1: Final = (fabric.FSDPStrategy, trainer.FSDPStrategy)
 _FSDP1_NAMES: Final = ("fsdp", "fsdp_cpu_offload")
 _HALF: Final = {"16-mixed": "fp16", "16": "fp16", 16: "fp16", "bf16-mixed": "bf16", "bf16": "bf16"}
 
@@ -49,10 +49,9 @@ def fsdp2_class(package: Package, *, for_trainer: bool) -> Any:
 
 
 def resolve_strategy(strategy: Any, names: Collection[str], package: Package, for_trainer: bool) -> Any:
-    """The strategy for one of our precisions: "fsdp" becomes FSDP2, ours for another part of Lightning one for this.
+    """The strategy for one of our precisions: FSDP becomes FSDP2, and ours for another part of Lightning one for this.
 
-    Checkpoints of "fsdp" stay what they are under FSDP: one file in the Trainer, folders in Fabric. An object of FSDP
-    raises ValueError.
+    Checkpoints stay what they are under FSDP: one file in the Trainer, folders in Fabric, unless the user says so.
     """
     ours = fsdp2_class(package, for_trainer=for_trainer)
     if isinstance(strategy, FSDP2Base) and not isinstance(strategy, ours):
@@ -60,14 +59,8 @@ def resolve_strategy(strategy: Any, names: Collection[str], package: Package, fo
     if isinstance(strategy, str) and strategy.lower() in _FSDP1_NAMES and strategy.lower() in names:
         state_dict_type: Any = "full" if for_trainer else "sharded"
         return ours(state_dict_type=state_dict_type, cpu_offload="offload" in strategy.lower())
-    if isinstance(strategy, both(*_FSDP1)):
-        raise ValueError(
-            f"`{type(strategy).__name__}` is Lightning's FSDP, which does not run with this precision. Write"
-            " `lightning_lowprec.FSDP2Strategy(...)`, in Fabric `lightning_lowprec.FabricFSDP2Strategy(...)`: `wrap=`"
-            " for `auto_wrap_policy=`, `activation_checkpointing=` for `activation_checkpointing_policy=`,"
-            " `reshard_after_forward=False` for 'SHARD_GRAD_OP', `replicate='nodes'` for 'HYBRID_SHARD', `param_dtype=`"
-            " and `reduce_dtype=` for `mixed_precision=`. Without options, the name 'fsdp' is enough."
-        )
+    if isinstance(strategy, both(*FSDP1)):
+        return ours.from_fsdp(strategy)
     return strategy
 
 

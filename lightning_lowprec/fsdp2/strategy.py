@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, ClassVar, Final, Literal, NamedTuple, Unpack, final
+from typing import Any, ClassVar, Final, Literal, NamedTuple, Self, Unpack, final
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from lightning_lowprec.checkpoints import optimizer_state
 from lightning_lowprec.conversion.options import shows
 from lightning_lowprec.fsdp2.forward_hooks import ForwardHooks, reshard
+from lightning_lowprec.fsdp2.from_fsdp import translate
 from lightning_lowprec.fsdp2.meshes import data_ranks, make_mesh, shards
 from lightning_lowprec.fsdp2.options import ShardChoices, ShardOptions
 from lightning_lowprec.fsdp2.shard import Sharded, shard
@@ -28,6 +29,8 @@ from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.host import in_trainer
 from lightning_lowprec.private import either
 from lightning_lowprec.private import lightning as names
+from lightning_lowprec.private.either import fabric_strategies as fabric
+from lightning_lowprec.private.either import trainer_strategies as trainer
 from lightning_lowprec.private.torch import FSDP2, check
 
 OFFLOADING: Final = "cpu:gloo,cuda:nccl"
@@ -105,6 +108,14 @@ class FSDP2Base:
         self.cluster_environment = cluster_environment
         if checkpoint_io is not None:
             self.checkpoint_io = checkpoint_io
+
+    @classmethod
+    def from_fsdp(cls, strategy: fabric.FSDPStrategy | trainer.FSDPStrategy) -> Self:
+        """Translate Lightning's ``FSDPStrategy``, of the Trainer or of Fabric, to FSDP2; a log line says the result.
+
+        It raises for choices that FSDP2 has no equal for, and for classes that derive from ``FSDPStrategy``.
+        """
+        return cls(**translate(strategy))
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:

@@ -124,6 +124,12 @@ def forget_gathered(record: Any) -> None:
     vars(record).pop("_unsharded_param", None)
 
 
+def classes_of(policy: Any) -> set[type[nn.Module]]:
+    """Return the classes that a ``ModuleWrapPolicy`` of FSDP1 wraps."""
+    classes: set[type[nn.Module]] = policy._module_classes
+    return classes
+
+
 def default_store() -> Any:
     """Return the key-value store by which the ranks of the default process group found each other."""
     from torch.distributed import distributed_c10d

@@ -19,6 +19,22 @@ DDP_NAMES: Final = ("_register_ddp_hooks", "_ddp_comm_hook", "_ddp_comm_state", 
 """Attributes of the Trainer's DDPStrategy. The first registers the others at DDP, on CUDA only."""
 TUNER_NAME: Final = "_early_exit"
 """Attribute of the callbacks that search for the Tuner: whether the Trainer stops after the search."""
+FSDP_NAMES: Final = {
+    "state_dict_type": "_state_dict_type",
+    "process_group_backend": "_process_group_backend",
+    "timeout": "_timeout",
+    "cluster_environment": "cluster_environment",
+    "activation_checkpointing": "_activation_checkpointing_kwargs",
+    "cpu_offload": "cpu_offload",
+    "mixed_precision": "mixed_precision",
+    "sharding_strategy": "sharding_strategy",
+}
+"""Attributes of FSDPStrategy, in Fabric and in the Trainer, by the choices that they hold."""
+FABRIC_FSDP_NAMES: Final = {"precision": "_precision", "fsdp": "_fsdp_kwargs"}
+TRAINER_FSDP_NAMES: Final = {"precision": "_precision_plugin", "fsdp": "kwargs", "checkpoint_io": "_checkpoint_io"}
+"""More of them; "fsdp" holds the arguments of ``FullyShardedDataParallel``."""
+
+
 COMPILED_NAME: Final = "_compiler_ctx"
 """Attribute of a LightningModule: how the user compiled it."""
 UNWRAPPED_NAME: Final = "compile_kwargs"
@@ -33,6 +49,8 @@ def moved() -> list[str]:
     used: dict[str, tuple[type, Iterable[str]]] = {
         "ModelParallelStrategy": (trainer.ModelParallelStrategy, MODEL_PARALLEL_NAMES),
         "Fabric's ModelParallelStrategy": (fabric.ModelParallelStrategy, MODEL_PARALLEL_NAMES),
+        "FSDPStrategy": (trainer.FSDPStrategy, (FSDP_NAMES | TRAINER_FSDP_NAMES).values()),
+        "Fabric's FSDPStrategy": (fabric.FSDPStrategy, (FSDP_NAMES | FABRIC_FSDP_NAMES).values()),
         "_SignalConnector": (signals, SIGNAL_NAMES),
         "Precision": (either.TrainerPrecision, PRECISION_NAMES),
         "LightningModule": (either.LightningModule, (COMPILED_NAME,)),
@@ -77,6 +95,18 @@ def set_names(owner: Any, **values: Any) -> None:
     """Set attributes of a ModelParallelStrategy or LightningModule, by their names without the first underscore."""
     for name, value in values.items():
         setattr(owner, f"_{name}", value)
+
+
+def fsdp_choices(strategy: Any, *, in_fabric: bool) -> dict[str, Any]:
+    """Return what an FSDPStrategy of Fabric or of the Trainer was made with, by the keys of :data:`FSDP_NAMES`.
+
+    Raises:
+        ImportError: this Lightning keeps the arguments under other names.
+    """
+    names = FSDP_NAMES | (FABRIC_FSDP_NAMES if in_fabric else TRAINER_FSDP_NAMES)
+    instead = "write `lightning_lowprec.FSDP2Strategy(...)` (in Fabric `FabricFSDP2Strategy`) instead."
+    _check(strategy, names.values(), f"FSDPStrategy, so it cannot be translated; {instead}")
+    return {choice: getattr(strategy, name) for choice, name in names.items()}
 
 
 def note_sigterm(trainer: Any) -> None:

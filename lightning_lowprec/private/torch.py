@@ -74,6 +74,7 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
         "torch.distributed.tensor._utils.compute_local_shape_and_global_offset",
         "torch.distributed.checkpoint.filesystem._StorageInfo",
         "torch.distributed.fsdp.FSDPModule._get_fsdp_state",
+        "torch.distributed.fsdp.wrap.ModuleWrapPolicy()._module_classes",
         f"{FSDP}._fsdp_common.FSDPMeshInfo",
         f"{FSDP}._fsdp_common.TrainingState.PRE_BACKWARD",
         f"{FSDP}._fsdp_param_group.FSDPParamGroup().gradient_divide_factor",

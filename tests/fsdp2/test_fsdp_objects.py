@@ -1,4 +1,4 @@
-"""Objects of FSDP2Strategy and FabricFSDP2Strategy on two gloo ranks: either trains alike, in Trainer and Fabric."""
+"""Lightning's FSDPStrategy objects on two gloo ranks: what they become trains as the same choices made with ours."""
 
 import contextlib
 import inspect
@@ -6,8 +6,10 @@ import inspect
 import lightning as L
 import pytest
 import torch
+from lightning.fabric.strategies import FSDPStrategy as FabricFSDP
+from lightning.pytorch.strategies import FSDPStrategy as TrainerFSDP
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecision
 from torch.distributed.tensor import DTensor
 
 from lightning_lowprec import FabricFSDP2Strategy, FSDP2Strategy
@@ -19,7 +21,14 @@ from tests.toys import QUIET
 pytestmark = pytest.mark.distributed
 STEPS = 3
 QUIET = {**QUIET, "use_distributed_sampler": False}
-CHOICES = {"wrap": [Block], "activation_checkpointing": [Block], "reshard_after_forward": False}
+FACTORIES = {
+    "fsdp": {
+        "auto_wrap_policy": {Block},
+        "activation_checkpointing_policy": {Block},
+        "sharding_strategy": "SHARD_GRAD_OP",
+    },
+    "ours": {"wrap": [Block], "activation_checkpointing": [Block], "reshard_after_forward": False},
+}
 
 
 def model(seed=0):
@@ -76,26 +85,28 @@ def sharded_as(net):
 
 
 def flavours(seen):
-    """The same choices as an object of either flavour, in Trainer and Fabric."""
+    """The same choices as Lightning's object and as ours, of either flavour, in Trainer and Fabric."""
     for loop in (by_trainer, by_fabric):
-        for make in (FSDP2Strategy, FabricFSDP2Strategy):
+        for make in (TrainerFSDP, FabricFSDP, FSDP2Strategy, FabricFSDP2Strategy):
             net = model()
-            losses, _ = loop(make(**CHOICES), net)
-            seen[f"{loop.__name__} {make.__name__}"] = {"losses": losses, **sharded_as(net)}
+            choices = FACTORIES["fsdp" if make in (TrainerFSDP, FabricFSDP) else "ours"]
+            losses, _ = loop(make(**choices), net)
+            seen[f"{loop.__name__} {make.__module__.split('.')[1]} {make.__name__}"] = {
+                "losses": losses,
+                **sharded_as(net),
+            }
 
 
 def hybrid(seen):
-    for name, choices in {
-        "(2, 1)": {"replicate": 2, "shards": 1},
-        "(1, 2)": {"replicate": 1, "shards": 2},
-        "nodes": {"replicate": "nodes", "wrap": [Block]},
-    }.items():
+    meshes = {"(2, 1)": (2, 1), "(1, 2)": (1, 2), "nodes": None}
+    for name, mesh in meshes.items():
         net = model()
-        by_trainer(FSDP2Strategy(**choices), net)
+        given = {"device_mesh": mesh} if mesh else {"auto_wrap_policy": {Block}}
+        by_trainer(TrainerFSDP(sharding_strategy="HYBRID_SHARD", **given), net)
         seen[f"hybrid {name}"] = sharded_as(net)
     with contextlib.suppress(ValueError):
         try:
-            by_trainer(FSDP2Strategy(replicate=2, shards=4), model())
+            by_trainer(TrainerFSDP(sharding_strategy="HYBRID_SHARD", device_mesh=(2, 4)), model())
         except ValueError as error:
             seen["mesh of 8"] = str(error)
             raise
@@ -103,8 +114,8 @@ def hybrid(seen):
 
 def dtypes(seen):
     net = model()
-    mixed = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32, "buffer_dtype": torch.bfloat16}
-    by_trainer(FSDP2Strategy(wrap=[Block], **mixed), net, "half-auto")
+    mixed = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.bfloat16)
+    by_trainer(TrainerFSDP(mixed_precision=mixed, auto_wrap_policy={Block}), net, "half-auto")
     seen["mixed precision"] = {**sharded_as(net), "buffer": str(net.turn.dtype)}
 
 
@@ -115,8 +126,9 @@ def synced(seen):
         net = model(seed=rank)
         net.turn.add_(rank)
         first = model(seed=0)
-        strategy = FabricFSDP2Strategy(sync_module_states=asked)
-        fabric = L.Fabric(accelerator="cpu", devices=2, strategy=strategy, precision="fp8-hybrid")
+        fabric = L.Fabric(
+            accelerator="cpu", devices=2, strategy=FabricFSDP(sync_module_states=asked), precision="fp8-hybrid"
+        )
         fabric.launch()
         fabric.setup(net, net.configure_optimizers()["optimizer"])
         same = all(
@@ -168,19 +180,22 @@ def seen(tmp_path_factory):
     return run(worker, 2, tmp_path_factory.mktemp("fsdp"))
 
 
-MADE = ["FSDP2Strategy", "FabricFSDP2Strategy"]
+MADE = [
+    "pytorch FSDPStrategy",
+    "fabric FSDPStrategy",
+    "fsdp2 FSDP2Strategy",
+    "fsdp2 FabricFSDP2Strategy",
+]
 
 
 @pytest.mark.parametrize("loop", ["by_trainer", "by_fabric"])
-def test_objects_of_either_flavour_train_alike(seen, loop):
+def test_lightnings_object_and_ours_of_either_flavour_train_alike(seen, loop):
     for rank in seen:
-        one, other = [rank[f"{loop} {made}"] for made in MADE]
-        assert other == one
+        one, *others = [rank[f"{loop} {made}"] for made in MADE]
+        assert others == [one] * 3
         assert one["groups"] == ["", "blocks.0", "blocks.1"]
         assert one["layouts"] == ["(Shard(dim=0),)"]
-        assert one["gathers"] == {"": STEPS, "blocks.0": STEPS, "blocks.1": STEPS}, (
-            "weights that are kept are gathered once a step"
-        )
+        assert one["gathers"] == {"": STEPS, "blocks.0": STEPS, "blocks.1": STEPS}, "SHARD_GRAD_OP gathers once a step"
         assert "torch.uint8" in one["dtypes"], "the wire dtype of groups with FP8 weights"
     losses = [rank[f"{loop} {MADE[0]}"]["losses"] for rank in seen]
     assert losses[0] != losses[1], "the ranks saw the same data"
@@ -192,7 +207,7 @@ def test_hybrid_sharding(seen):
         assert (two_copies["meshes"], two_copies["layouts"]) == ([(2, 1)], ["(Replicate(), Shard(dim=0))"])
         for one_copy in (rank["hybrid (1, 2)"], rank["hybrid nodes"]):  # there is one node
             assert (one_copy["meshes"], one_copy["layouts"]) == ([(2,)], ["(Shard(dim=0),)"])
-            assert one_copy["gathers"]["blocks.0"] == 2 * STEPS, "weights are freed after forward"
+            assert one_copy["gathers"]["blocks.0"] == 2 * STEPS, "HYBRID_SHARD frees weights after forward"
 
 
 def test_what_only_the_run_shows_is_refused_then(seen):

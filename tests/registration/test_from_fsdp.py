@@ -1,0 +1,273 @@
+"""Lightning's FSDPStrategy becomes ours: every choice carried over, or an error with the remedy. One process."""
+
+import logging
+from datetime import timedelta
+from functools import partial
+
+import lightning as L
+import pytest
+import torch
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.fabric.plugins.precision import FSDPPrecision as FabricFSDPPrecision
+from lightning.fabric.strategies import FSDPStrategy as FabricFSDP
+from lightning.pytorch.plugins import TorchCheckpointIO
+from lightning.pytorch.plugins.precision import FSDPPrecision as TrainerFSDPPrecision
+from lightning.pytorch.strategies import FSDPStrategy as TrainerFSDP
+from torch import nn
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp.wrap import (
+    CustomPolicy,
+    ModuleWrapPolicy,
+    always_wrap_policy,
+    lambda_auto_wrap_policy,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
+
+import lightning_lowprec
+from lightning_lowprec import FabricFSDP2Strategy, FP8TorchAO, FSDP2Strategy
+from lightning_lowprec.private.lightning import FABRIC_FSDP_NAMES, FSDP_NAMES, TRAINER_FSDP_NAMES
+from tests.toys import QUIET
+
+CPU = {"accelerator": "cpu", "devices": 2}
+ALL = [(a, b) for a in (TrainerFSDP, FabricFSDP) for b in (FSDP2Strategy, FabricFSDP2Strategy)]
+HYBRID = {"sharding_strategy": "HYBRID_SHARD", "auto_wrap_policy": {nn.Linear}}
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+
+def model():
+    return nn.Sequential(nn.Embedding(4, 4), nn.ModuleList([Block(), Block()]), nn.Dropout(), nn.LayerNorm(4))
+
+
+def options(source=TrainerFSDP, target=FSDP2Strategy, **choices):
+    return target.from_fsdp(source(**choices)).sharding.options
+
+
+def chosen(choice):
+    """Which modules of the model a `wrap` means, by the code that shards."""
+    from lightning_lowprec.fsdp2.options import chosen
+
+    return list(chosen(model(), choice, "wrap"))
+
+
+@pytest.mark.parametrize(("source", "target"), ALL)
+def test_every_choice_at_once_in_every_direction(source, target):
+    environment = LightningEnvironment()
+    ours = target.from_fsdp(
+        source(
+            auto_wrap_policy={Block},
+            activation_checkpointing_policy={nn.Linear},
+            cpu_offload=True,
+            sharding_strategy="SHARD_GRAD_OP",
+            device_mesh=(4,),
+            state_dict_type="full",
+            mixed_precision=MixedPrecision(torch.bfloat16, torch.float32, torch.float16),
+            process_group_backend="gloo",
+            timeout=timedelta(seconds=7),
+            cluster_environment=environment,
+            sync_module_states=True,
+        )
+    )
+    got = ours.sharding.options
+    assert type(ours) is target
+    assert (got.wrap, got.activation_checkpointing, got.cpu_offload) == ((Block,), (nn.Linear,), True)
+    assert (got.reshard_after_forward, got.replicate, got.shards) == (False, 1, 4)
+    assert (got.param_dtype, got.reduce_dtype, got.buffer_dtype) == (torch.bfloat16, torch.float32, torch.float16)
+    assert got.sync_module_states is True
+    assert ours.state_dict_type == "full"
+    assert ours.process_group_backend == "gloo"
+    assert ours.arguments["timeout"] == timedelta(seconds=7)
+    assert ours.cluster_environment is environment
+
+
+@pytest.mark.parametrize(("source", "target"), ALL)
+def test_nothing_chosen_leaves_our_defaults(source, target):
+    ours = target.from_fsdp(source())
+    assert ours.sharding.options == target().sharding.options
+    assert ours.state_dict_type == ("full" if source is TrainerFSDP else "sharded"), "as it was under FSDP"
+    assert ours.arguments["timeout"] == target().arguments["timeout"]
+
+
+@pytest.mark.parametrize(
+    ("name", "reshard", "replicate"),
+    [
+        ("FULL_SHARD", None, 1),
+        ("SHARD_GRAD_OP", False, 1),
+        ("HYBRID_SHARD", None, "nodes"),
+        ("_HYBRID_SHARD_ZERO2", False, "nodes"),
+    ],
+)
+def test_sharding_strategies(name, reshard, replicate):
+    for value in (name, ShardingStrategy[name]):
+        got = options(sharding_strategy=value, auto_wrap_policy={nn.Linear})
+        assert (got.reshard_after_forward, got.replicate, got.shards) == (reshard, replicate, None)
+
+
+def test_hybrid_sharding_by_a_mesh():
+    got = options(sharding_strategy="HYBRID_SHARD", device_mesh=(2, 4))
+    assert (got.replicate, got.shards, got.reshard_after_forward) == (2, 4, None)
+
+
+@pytest.mark.parametrize(("name", "mesh"), [("FULL_SHARD", (2, 4)), ("HYBRID_SHARD", (8,))])
+def test_a_mesh_that_does_not_go_with_the_sharding_strategy(name, mesh):
+    with pytest.raises(ValueError, match=rf"`device_mesh=.*` does not go with `sharding_strategy='{name}'`"):
+        options(sharding_strategy=name, device_mesh=mesh)
+
+
+BY_CLASS = [
+    {Block},
+    ModuleWrapPolicy([Block]),
+    partial(transformer_auto_wrap_policy, transformer_layer_cls={Block}),
+    partial(lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, Block)),
+]
+
+
+@pytest.mark.parametrize("policy", BY_CLASS)
+def test_policies_by_class(policy):
+    got = options(auto_wrap_policy=policy, activation_checkpointing_policy=policy)
+    assert chosen(got.wrap) == chosen(got.activation_checkpointing) == ["1.0", "1.1"]
+
+
+def test_always_wrap_takes_every_module_that_has_parameters():
+    assert chosen(options(auto_wrap_policy=always_wrap_policy).wrap) == ["0", "1.0.layer", "1.1.layer", "3"]
+
+
+def test_policies_that_look_at_sizes_are_refused():
+    remedy = r"does not ask a policy about sizes.*pass classes or a function \(fqn, module\) -> bool by `wrap=`"
+    for policy in (size_based_auto_wrap_policy, partial(size_based_auto_wrap_policy, min_num_params=100)):
+        with pytest.raises(ValueError, match=remedy):
+            options(auto_wrap_policy=policy)
+    with pytest.raises(ValueError, match="by `activation_checkpointing=`"):
+        options(activation_checkpointing_policy=size_based_auto_wrap_policy)
+
+
+def test_policies_without_an_equal_are_refused():
+    of_ones_own = lambda module, recurse, nonwrapped_numel: recurse or isinstance(module, Block)  # noqa: E731
+    for policy in (of_ones_own, CustomPolicy(lambda module: True)):
+        with pytest.raises(ValueError, match=r"`auto_wrap_policy=<.*has no equal.*\(fqn, module\) -> bool by `wrap=`"):
+            options(auto_wrap_policy=policy)
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated")
+def test_lightnings_deprecated_activation_checkpointing():
+    assert chosen(options(activation_checkpointing=[Block]).activation_checkpointing) == ["1.0", "1.1"]
+
+
+@pytest.mark.parametrize(("given", "carried"), [(None, False), (False, False), (CPUOffload(True), True)])
+def test_cpu_offload(given, carried):
+    assert options(cpu_offload=given).cpu_offload is carried
+
+
+def test_gradients_are_reduced_in_the_parameters_dtype_unless_said_otherwise_as_in_fsdp1():
+    got = options(mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
+    assert (got.param_dtype, got.reduce_dtype, got.buffer_dtype) == (torch.bfloat16, torch.bfloat16, None)
+
+
+@pytest.mark.parametrize(
+    ("choices", "message"),
+    [
+        ({"sharding_strategy": "NO_SHARD"}, "shards nothing; use `strategy='ddp'`"),
+        ({"mixed_precision": MixedPrecision(keep_low_precision_grads=True)}, "keep_low_precision_grads.*bf16-master"),
+        ({"mixed_precision": MixedPrecision(_module_classes_to_ignore=(nn.Linear,))}, "_module_classes_to_ignore"),
+        ({"ignored_modules": [nn.Linear(1, 1)]}, r"ignored_modules=...\)` has no equal in FSDP2: .*parallelize"),
+        ({"ignored_states": [nn.Parameter()]}, r"ignored_states=...\)` has no equal"),
+        ({"param_init_fn": print}, r"param_init_fn=.*`reset_parameters\(\)`"),
+        ({"process_group": object(), **HYBRID}, r"process_group=.*`replicate=`"),
+        ({"surprise": 1}, r"surprise=...\)` has no equal in FSDP2: leave it out"),
+        ({"parallel_devices": [torch.device("cpu")]}, "pass `devices=` to Trainer or Fabric"),
+    ],
+)
+@pytest.mark.parametrize(("source", "target"), ALL)
+def test_what_has_no_equal_raises_and_names_the_remedy(source, target, choices, message):
+    with pytest.raises(ValueError, match=message):
+        target.from_fsdp(source(**choices))
+
+
+def test_a_precision_inside_the_strategy_is_refused():
+    for strategy in (
+        TrainerFSDP(precision_plugin=TrainerFSDPPrecision("bf16-mixed")),
+        FabricFSDP(precision=FabricFSDPPrecision("bf16-mixed")),
+    ):
+        with pytest.raises(ValueError, match="pass `precision=` to Trainer or Fabric"):
+            FSDP2Strategy.from_fsdp(strategy)
+
+
+def test_a_checkpoint_io_is_carried_into_the_trainer_and_refused_in_fabric():
+    io = TorchCheckpointIO()
+    assert FSDP2Strategy.from_fsdp(TrainerFSDP(checkpoint_io=io)).checkpoint_io is io
+    with pytest.raises(ValueError, match=r"`checkpoint_io=.*` is not possible in Fabric.*use the Trainer"):
+        FabricFSDP2Strategy.from_fsdp(TrainerFSDP(checkpoint_io=io))
+
+
+def test_it_says_once_what_became_of_it(caplog):
+    policy = {"auto_wrap_policy": {Block}}
+    dropped = {"limit_all_gathers": True, "forward_prefetch": True, "device_id": 0, "use_orig_params": False}
+    with caplog.at_level(logging.INFO):
+        options(**policy, **dropped, backward_prefetch=BackwardPrefetch.BACKWARD_PRE)
+    assert caplog.messages == [
+        "FSDPStrategy became FSDP2Strategy(state_dict_type='full', wrap=[Block]); dropped, as FSDP2 has its own way:"
+        " backward_prefetch, device_id, forward_prefetch, limit_all_gathers, use_orig_params."
+    ]
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        options(**policy, use_orig_params=True)
+    assert caplog.messages == ["FSDPStrategy became FSDP2Strategy(state_dict_type='full', wrap=[Block])."]
+
+
+@pytest.mark.parametrize("base", [TrainerFSDP, FabricFSDP])
+def test_derived_classes_and_strangers_are_refused(base):
+    class Mine(base):
+        pass
+
+    with pytest.raises(TypeError, match=r"`Mine` derives from FSDPStrategy.*pass the choices themselves"):
+        FSDP2Strategy.from_fsdp(Mine())
+    with pytest.raises(TypeError, match=r"`str` is no FSDPStrategy"):
+        FSDP2Strategy.from_fsdp("fsdp")
+    with pytest.raises(TypeError, match="`Mine` derives from FSDPStrategy"):
+        L.Trainer(strategy=Mine(), precision="fp8-hybrid", **CPU, **QUIET)
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [(TrainerFSDP, n) for n in (FSDP_NAMES | TRAINER_FSDP_NAMES).values()]
+    + [(FabricFSDP, n) for n in (FSDP_NAMES | FABRIC_FSDP_NAMES).values()],
+)
+def test_a_lightning_that_has_moved_a_name(source, name):
+    strategy = source()
+    if name not in vars(strategy):
+        pytest.fail(f"{name} is not where the guard looks")
+    delattr(strategy, name)
+    with pytest.raises(ImportError, match=rf"has moved .*{name}.* of FSDPStrategy.*write `lightning_lowprec.FSDP2S"):
+        FSDP2Strategy.from_fsdp(strategy)
+
+
+@pytest.mark.parametrize("how", [{"precision": "fp8-hybrid"}, {"plugins": "FP8TorchAO"}, {"precision": "bf16-master"}])
+@pytest.mark.parametrize("source", [TrainerFSDP, FabricFSDP])
+def test_trainer_and_fabric_turn_the_object_into_ours_on_cpu_too(source, how):
+    how = {"plugins": FP8TorchAO()} if "plugins" in how else how
+    trainer = L.Trainer(strategy=source(auto_wrap_policy={Block}), **how, **CPU, **QUIET)
+    assert type(trainer.strategy) is FSDP2Strategy
+    fabric = L.Fabric(strategy=source(auto_wrap_policy={Block}), **how, **CPU)
+    assert type(fabric.strategy) is FabricFSDP2Strategy
+    assert trainer.strategy.sharding.options.wrap == fabric.strategy.sharding.options.wrap == (Block,)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "32-true", None])
+def test_with_lightnings_own_precisions_fsdp_stays_lightnings(precision):
+    for make, source in ((L.Trainer, TrainerFSDP), (L.Fabric, FabricFSDP)):
+        with pytest.raises((ValueError, L.fabric.utilities.exceptions.MisconfigurationException), match="GPU"):
+            make(strategy=source(), precision=precision, **CPU)
+
+
+def test_unregistered_nothing_is_translated():
+    lightning_lowprec.unregister()
+    try:
+        with pytest.raises((ValueError, TypeError, L.fabric.utilities.exceptions.MisconfigurationException)):
+            L.Trainer(strategy=TrainerFSDP(), plugins=FP8TorchAO(), **CPU, **QUIET)
+    finally:
+        lightning_lowprec.register()
