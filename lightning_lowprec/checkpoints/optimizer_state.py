@@ -16,6 +16,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.optim import Optimizer
 
 from lightning_lowprec.masters.moments import EXPONENTS
+from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.private.torch import local_tensor, tree_map_only, with_local_tensor
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
@@ -140,13 +141,19 @@ def load(optimizer: Optimizer, state_dict: StateDict) -> None:
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
-    """Raise ValueError for an optimizer of torchao whose state is codes, which cannot be cut like the parameters."""
+    """Raise ValueError for an optimizer of torchao that cannot train the shards of FSDP2, or be saved with them."""
     kinds = [cls.__name__ for cls in type(optimizer).__mro__ if cls.__module__.startswith("torchao.optim")]
+    reason = None
     if any(name.endswith(_QUANTISED) for name in kinds):
+        reason = "whose checkpoints cannot cut its codes"
+    elif "CPUOffloadOptimizer" in kinds and any(
+        param.dtype in HALF_DTYPES for group in optimizer.param_groups for param in group["params"]
+    ):
+        reason = "where it does not update half-precision weights"
+    if reason:
         raise ValueError(
-            f"`{type(optimizer).__name__}` of torchao does not run under 'fsdp2', whose checkpoints cannot cut its"
-            " codes. Use AdamW of torch with `precision='bf16-8bit'` or `precision='fp8-hybrid-8bit'`, whose moments"
-            " have 8 bits."
+            f"`{type(optimizer).__name__}` of torchao does not run under 'fsdp2', {reason}. Use AdamW of torch with"
+            " `precision='bf16-8bit'` or `precision='fp8-hybrid-8bit'`, whose moments have 8 bits."
         )
 
 

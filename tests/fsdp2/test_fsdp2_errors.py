@@ -128,6 +128,19 @@ def test_optimizers_of_torchao_that_keep_their_state_as_codes(name):
         FSDP2Strategy().sharding.follow(optimizer)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_an_optimizer_of_torchao_that_offloads(dtype):
+    from torchao.optim import CPUOffloadOptimizer
+
+    optimizer = CPUOffloadOptimizer.__new__(CPUOffloadOptimizer)  # its constructor asks for a GPU
+    optimizer.optim_dict, optimizer.d_param_groups = {}, [{"params": list(nn.Linear(4, 4, dtype=dtype).parameters())}]
+    if dtype is torch.float32:
+        check_optimizer(optimizer)
+        return
+    with pytest.raises(ValueError, match="does not run under 'fsdp2', where it does not update half-precision weights"):
+        check_optimizer(optimizer)
+
+
 def test_sizes_must_divide_the_world():
     with pytest.raises(ValueError, match=r"`replicate=3` times `tensor_parallel_size=1` does not divide .* \(4\)"):
         shards(4, 3, 1)
