@@ -34,6 +34,7 @@ def measure(contender: str, setup: Setup, shape: Shape, *, batch: int = 2, compi
     triton_bytes.start(f"{shape} {batch}")
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
+    gc.collect()  # what compiled code of the last contender held goes with it
     running = setup(Job(shape=shape, device=device, compile=compile, tokens=batch * shape.sequence))
     data = models.batches(shape, batch, device, count=1)
     for _ in range(WARM_STEPS):
