@@ -129,6 +129,7 @@ def _peaks(running: Running, batch: Batch) -> dict[str, int]:
         found[f"peak in {phase}"] = torch.cuda.max_memory_allocated()
         return result
 
+    gc.collect()  # what the compiler held while it traced is no part of a step
     losses = [measured("forward", lambda: running.forward(batch))]
     measured("backward", lambda: running.backward(losses.pop()))
     measured("optimizer", running.optimizer.step)
