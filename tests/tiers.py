@@ -43,6 +43,7 @@ FILES = (
     "fsdp2/test_precisions_crossed.py",
     "fsdp2/test_resume_*.py",
     "fsdp2/test_volume.py",
+    "msamp/test_levels.py",
     "msamp/test_msamp_ddp.py",
     "msamp/test_msamp_fsdp2.py",
     "msamp/test_scaled_fsdp.py",

@@ -39,7 +39,7 @@ from lightning_lowprec.fsdp2.fp8_gather import GatherScales, check_even, gather_
 from lightning_lowprec.fsdp2.options import ShardOptions, chosen
 from lightning_lowprec.fsdp2.traffic import Traffic, reduce_in_fp8
 from lightning_lowprec.private.fsdp2 import add_group, has_several_groups
-from lightning_lowprec.private.torch_modules import is_batch_norm
+from lightning_lowprec.private.torch_modules import is_batch_or_instance_norm
 
 Origin = Literal["every rank", "rank 0", "nowhere"]
 _SHARDED_TYPES: Final = (FSDPModule, DTensor)
@@ -214,7 +214,9 @@ def _fully_shard(
     )
     norms: dict[str, nn.Module] = {}
     if dtypes["param_dtype"] is not None:
-        norms = {fqn: m for fqn, m in model.named_modules() if fqn and is_batch_norm(m) and list(m.parameters())}
+        norms = {
+            fqn: m for fqn, m in model.named_modules() if fqn and is_batch_or_instance_norm(m) and list(m.parameters())
+        }
     for fqn in [fqn for fqn in norms if fqn not in wrapped]:  # one group each: they stay float32, like their statistics
         policy = MixedPrecisionPolicy(reduce_dtype=dtypes["reduce_dtype"], cast_forward_inputs=False)
         shard_group(norms[fqn], mp_policy=policy)

@@ -36,7 +36,7 @@ from lightning_lowprec.numerics.fp8_blocks import decode_sum_, row_bytes, to_byt
 from lightning_lowprec.numerics.wire_format import reads_values, wired_weights
 from lightning_lowprec.private.fsdp2 import first_group, gathered_parameters, reduce_copies_by
 from lightning_lowprec.private.torch import local_tensor
-from lightning_lowprec.private.torch_modules import is_batch_norm
+from lightning_lowprec.private.torch_modules import is_batch_or_instance_norm
 from lightning_lowprec.references import WeakList
 
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
@@ -182,7 +182,7 @@ class Traffic:
     def __init__(self, groups: Mapping[str, FSDPModule], reductions: Mapping[str, Reductions]) -> None:
         self.gathers: dict[str, ByteGather] = {}
         self.reductions = reductions
-        self._norms = {fqn for fqn, module in groups.items() if is_batch_norm(cast(nn.Module, module))}
+        self._norms = {fqn for fqn, module in groups.items() if is_batch_or_instance_norm(cast(nn.Module, module))}
         for fqn, group in groups.items():
             module = cast(nn.Module, group)
             params = [record.sharded_param for record, _ in gathered_parameters(module)]

@@ -25,7 +25,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from lightning_lowprec.conversion.recipe_map import nearest_fqns
 from lightning_lowprec.conversion.selection import matches, router
 from lightning_lowprec.private import transformers
-from lightning_lowprec.private.torch_modules import is_batch_norm
+from lightning_lowprec.private.torch_modules import is_batch_or_instance_norm
 
 KNOWN: Final = ("A_log", "dt_bias", "e_score_correction_bias", "expert_bias", "inv_freq", "original_inv_freq")
 """Last components of the fqns of tensors that every reference implementation keeps in float32."""
@@ -84,17 +84,17 @@ class Coupled(NamedTuple):
 
     params: list[nn.Parameter]
     buffers: list[Tensor]
-    is_batch_norm: bool
+    is_batch_or_instance_norm: bool
 
 
 def coupled(module: nn.Module) -> Iterator[Coupled]:
     """Yield parameters and buffers of batch norms, instance norms and both kinds of spectral_norm in ``module``."""
     for part in module.modules():
         params, buffers = dict(part.named_parameters(recurse=False)), dict(part.named_buffers(recurse=False))
-        if is_batch_norm(part) or isinstance(part, ParametrizationList):
+        if is_batch_or_instance_norm(part) or isinstance(part, ParametrizationList):
             floating = [buffer for buffer in part.buffers() if buffer.is_floating_point()]
-            yield Coupled(list(params.values()), floating, is_batch_norm(part))
+            yield Coupled(list(params.values()), floating, is_batch_or_instance_norm(part))
         for name in [name.removesuffix("_orig") for name in params if name.endswith("_orig")]:
             if {f"{name}_u", f"{name}_v"} <= buffers.keys():  # `torch.nn.utils.spectral_norm`, which is a hook
                 vectors = [buffers[f"{name}_u"], buffers[f"{name}_v"]]
-                yield Coupled([params[f"{name}_orig"]], vectors, is_batch_norm=False)
+                yield Coupled([params[f"{name}_orig"]], vectors, is_batch_or_instance_norm=False)

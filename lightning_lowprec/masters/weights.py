@@ -87,7 +87,9 @@ class HalfWeights:
 
     def _with_buffers(self, module: Module) -> set[str]:
         """Return the names of the parameters that stay as they are: for float32 buffers, or because they are codes."""
-        groups = [g for g in coupled(module) if g.is_batch_norm or (g.buffers and self.buffer_dtype is None)]
+        groups = [
+            g for g in coupled(module) if g.is_batch_or_instance_norm or (g.buffers and self.buffer_dtype is None)
+        ]
         ids = {id(p) for group in groups for p in group.params}
         kept = {fqn for fqn, p in module.named_parameters() if id(p) in ids}
         return kept if self.not_cast is None else kept.union(self.not_cast(module))

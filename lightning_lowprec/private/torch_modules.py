@@ -72,7 +72,7 @@ def remove_forward_hook(module: nn.Module, function: Callable[..., Any]) -> None
         del module._forward_hooks[key]
 
 
-def is_batch_norm(module: nn.Module) -> bool:
+def is_batch_or_instance_norm(module: nn.Module) -> bool:
     """Return whether ``module`` is a batch or instance norm, which refuses float32 beside half-precision weights."""
     return isinstance(module, torch.nn.modules.batchnorm._NormBase)
 

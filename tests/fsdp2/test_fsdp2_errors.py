@@ -20,7 +20,6 @@ from lightning_lowprec import (
     MXFP8TorchAO,
     parallelize,
 )
-from lightning_lowprec.checkpoints.optimizer_state import check_optimizer
 from lightning_lowprec.fsdp2.forward_hooks import reshard
 from lightning_lowprec.fsdp2.meshes import data_ranks, make_mesh, shards
 from lightning_lowprec.fsdp2.options import ShardOptions, blocks, chosen
@@ -114,31 +113,6 @@ def test_parts_of_gathered_weights_are_kept_in_high_precision_only():
         gathers_fp8(plugin, ShardOptions(**some, fp8_all_gather=True))
     with pytest.raises(ValueError, match=r"gathers its weights as codes, and `reshard_after_forward=2`"):
         gathers_fp8(MSAMP("O3"), ShardOptions(**some))
-
-
-@pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "AdamWFp8", "Adam8bit", "_AdamW"])
-def test_optimizers_of_torchao_that_keep_their_state_as_codes(name):
-    from torchao import optim
-
-    optimizer = type("Own", (getattr(optim, name),), {})(nn.Linear(4, 4).parameters())
-    if name == "_AdamW":  # its state is float32
-        check_optimizer(optimizer)
-        return
-    with pytest.raises(ValueError, match=r"`Own` of torchao does not run under 'fsdp2'.*`precision='bf16-8bit'`"):
-        FSDP2Strategy().sharding.follow(optimizer)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_an_optimizer_of_torchao_that_offloads(dtype):
-    from torchao.optim import CPUOffloadOptimizer
-
-    optimizer = CPUOffloadOptimizer.__new__(CPUOffloadOptimizer)  # its constructor asks for a GPU
-    optimizer.optim_dict, optimizer.d_param_groups = {}, [{"params": list(nn.Linear(4, 4, dtype=dtype).parameters())}]
-    if dtype is torch.float32:
-        check_optimizer(optimizer)
-        return
-    with pytest.raises(ValueError, match="does not run under 'fsdp2', where it does not update half-precision weights"):
-        check_optimizer(optimizer)
 
 
 def test_sizes_must_divide_the_world():

@@ -22,7 +22,7 @@ from transformers.core_model_loading import build_glob_alternation
 
 from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.masters.weights import HalfWeights
-from lightning_lowprec.private.torch_modules import is_batch_norm
+from lightning_lowprec.private.torch_modules import is_batch_or_instance_norm
 from tests.families.tiny import classes, config, families
 
 BY_NAME = ("A_log", "dt_bias", "e_score_correction_bias", "expert_bias")
@@ -46,7 +46,10 @@ def reasons(model: transformers.PreTrainedModel) -> set[str]:
     vectors = {fqn for fqn in vectors if model.get_parameter(fqn).ndim < 2}
     by_name = {fqn for fqn, _ in model.named_parameters() if fqn.rpartition(".")[2] in BY_NAME}
     norms = {
-        f"{fqn}.{name}" for fqn, m in model.named_modules() if is_batch_norm(m) for name, _ in m.named_parameters()
+        f"{fqn}.{name}"
+        for fqn, m in model.named_modules()
+        if is_batch_or_instance_norm(m)
+        for name, _ in m.named_parameters()
     }
     routers = {fqn for fqn, p in model.named_parameters() if fqn.endswith(("gate.bias", "router.bias")) and p.ndim == 1}
     parts = ("router.", "_router.", "gate.")
@@ -84,7 +87,7 @@ def more_bytes(cls: type[transformers.PreTrainedModel]) -> float:
     with torch.device("meta"):
         model = cls(cls.config_class())
     cast(model)
-    norms = {id(p) for module in model.modules() if is_batch_norm(module) for p in module.parameters()}
+    norms = {id(p) for module in model.modules() if is_batch_or_instance_norm(module) for p in module.parameters()}
     kept = sum(p.numel() for p in model.parameters() if p.dtype == torch.float32 and id(p) not in norms)
     return kept * 2 / (BYTES * sum(p.numel() for p in model.parameters()))
 
