@@ -54,6 +54,7 @@ OPTIONS: dict[str, dict[str, Any]] = {  # where options depend on each other
         "mamba_expand": 2,
     },
     "HunYuanMoEV1Config": {"num_experts": 4, "moe_topk": 2, "head_dim": 16, "num_key_value_heads": 2},
+    "HYV4VLTextConfig": {"qk_rope_head_dim": 64, "index_head_dim": 128},
     "JambaConfig": {
         "attn_layer_period": 2,
         "attn_layer_offset": 1,
