@@ -15,14 +15,14 @@ Shape = tuple[int, int, int]
 Row = Iterable[object]
 
 
-def times(row: Figures, field: str = "ms") -> dict[str, float]:
+def times(row: Figures) -> dict[str, float]:
     """Milliseconds by contender of one row of the linear table."""
-    return {name: run[field] for name, run in row["runs"].items() if run.get("status") == OK}
+    return {name: run["ms"] for name, run in row["runs"].items() if run.get("status") == OK}
 
 
-def ratios(row: Figures, field: str = "ms") -> dict[str, float]:
+def ratios(row: Figures) -> dict[str, float]:
     """How many times faster than bf16 with weights of the same dtype, by contender."""
-    found = times(row, field)
+    found = times(row)
     base = {name: BF16 + FLOAT32 if name.endswith(FLOAT32) else BF16 for name in found}
     return {name: found[base[name]] / ms for name, ms in found.items() if base[name] in found}
 
@@ -33,63 +33,39 @@ def linear_rows(data: Figures) -> dict[Shape, Figures]:
 
 
 def gains(data: Figures) -> list[dict[str, Any]]:
-    """The linear table as ``layers/gains.py`` wants it: one entry per recipe and shape.
-
-    ``ratio`` is by device time, ``loop_ratio`` by a loop over the layer alone, host included; for small layers the
-    truth in a model lies between them.
-    """
+    """The linear table as ``conversion/gains.py`` wants it: one entry per recipe and shape, by device time."""
     run = data["runs"][-1]
     origin = {"device": run["machine"].get("device"), "date": run["date"], "smoke": bool(means_nothing(run))}
     found = []
     for (m, k, n), row in linear_rows(data).items():
-        loops = ratios(row, "loop_ms")
         for name, ratio in ratios(row).items():
             backend, _, recipe = name.partition(" ")
             if backend in ("torchao", "te") and not name.endswith(FLOAT32):
                 found.append(
                     {
                         **origin, "backend": backend, "recipe": recipe, "tokens": m, "in_features": k,
-                        "out_features": n, "ratio": round(ratio, 4), "loop_ratio": round(loops[name], 4),
+                        "out_features": n, "ratio": round(ratio, 4),
                     }
                 )  # fmt: skip
     return found
 
 
-def amdahl_by_time(step: Figures, baseline_ms: float, rows: Mapping[Shape, Figures]) -> float | None:
+def amdahl(step: Figures, baseline_ms: float, rows: Mapping[Shape, Figures]) -> float | None:
     """Speed over the baseline if each FP8 layer took exactly its time in the linear table, and the rest stayed.
 
     The baseline is ``counterpart(step)``: bf16 with weights of the same dtype. None if the table has not all shapes of
     this step, or not this recipe with weights of that dtype.
     """
-    found = _of_layers(step, rows)
-    if found is None:
-        return None
-    saved = sum(bf16 - fp8 for bf16, fp8 in found)
-    return baseline_ms / (baseline_ms - saved) if step["fp8_shapes"] and saved < baseline_ms else None
-
-
-def amdahl_by_flops(step: Figures, rows: Mapping[Shape, Figures]) -> float | None:
-    """1 / (1 - s + s / r): s the FP8 share of matrix FLOPs, r how much faster the table's layers are together."""
-    found = _of_layers(step, rows)
-    if not found:
-        return None
-    bf16, fp8 = map(sum, zip(*found, strict=True))
-    share = step["fp8_share"]
-    return 1.0 / (1.0 - share + share * fp8 / bf16)
-
-
-def _of_layers(step: Figures, rows: Mapping[Shape, Figures]) -> list[tuple[float, float]] | None:
-    """Milliseconds in bf16 and in FP8 of the step's layers by shape, times their number; None if one is not known."""
     weights = step.get("weights", "float32")
     bf16, fp8 = column(BF16, weights), column(step.get("linear") or "", weights)
-    pairs = []
+    saved = 0.0
     for shape, count in step["fp8_shapes"].items():
         k, n = map(int, shape.split("x"))
         found = times(rows[step["tokens"], k, n]) if (step["tokens"], k, n) in rows else {}
         if bf16 not in found or fp8 not in found:
             return None
-        pairs.append((count * found[bf16], count * found[fp8]))
-    return pairs
+        saved += count * (found[bf16] - found[fp8])
+    return baseline_ms / (baseline_ms - saved) if step["fp8_shapes"] and saved < baseline_ms else None
 
 
 def counterpart(step: Figures) -> str:

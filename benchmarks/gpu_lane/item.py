@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
-import json
 import os
+import signal
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
+from benchmarks.gpu_lane.results import clean
 from benchmarks.gpu_lane.settings import Settings
 
-PROTOCOL_FD = "GPU_LANE_FD"
-"""Environment variable of a worker process: where its results go."""
+PR_SET_PDEATHSIG = 1
+_parents: list[Connection] = []
+"""In a worker process: the pipe to its parent."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,11 +66,21 @@ def missing_library(needs: Iterable[str]) -> str | None:
 
 def stage(name: str, **figures: Any) -> None:
     """Say how far an item is, with the figures so far: what is left of it if it is killed."""
-    fd = os.environ.get(PROTOCOL_FD)
-    if fd is not None:
-        send(int(fd), {"stage": name, "figures": figures})
+    for pipe in _parents:
+        pipe.send({"stage": name, "figures": clean(figures)})
 
 
-def send(fd: int, message: dict[str, Any]) -> None:
-    """One line of JSON to the process that started this worker."""
-    os.write(fd, (json.dumps(message, default=str) + "\n").encode())
+def begin(pipe: Connection, log: str) -> None:
+    """In a worker process: lead a group of processes, end with the parent, write to the file ``log``; send stages."""
+    os.setsid()
+    _end_with_the_parent()
+    file = os.open(log, os.O_WRONLY | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    _parents.append(pipe)
+
+
+def _end_with_the_parent() -> None:
+    """A parent that is killed at a time limit must not leave a process on the GPU beside the next call's."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -58,37 +58,16 @@ def sleep_ms(host: float) -> float:
 
 def one(run: Callable[[], Any], device: torch.device, host: float = 0.0) -> float:
     """Milliseconds that the device takes for one run, which the host launches in ``host`` milliseconds when warm."""
-    return device_and_host(run, device, host)[0]
-
-
-def device_and_host(run: Callable[[], Any], device: torch.device, host: float = 0.0) -> tuple[float, float]:
-    """Milliseconds that the device takes for one run, and that the host takes to launch it.
-
-    ``host`` is what the host took for a warm run before; the GPU sleeps longer than that.
-    """
     if device.type != "cuda":
-        ms = seconds(run, device) * 1e3
-        return ms, ms
+        return seconds(run, device) * 1e3
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize(device)
     torch.cuda._sleep(int(sleep_ms(host) * 1e-3 * CLOCK_HZ))
     start.record()
-    launching = time.perf_counter()
     run()
-    launched = (time.perf_counter() - launching) * 1e3
     stop.record()
     torch.cuda.synchronize(device)
-    return float(start.elapsed_time(stop)), launched
-
-
-def back_to_back(run: Callable[[], Any], device: torch.device, count: int) -> float:
-    """Milliseconds per run of ``count`` runs in a row, host included: what a loop over this alone would take."""
-
-    def all_of_them() -> None:
-        for _ in range(count):
-            run()
-
-    return seconds(all_of_them, device) * 1e3 / count
+    return float(start.elapsed_time(stop))
 
 
 def in_turn(

@@ -108,7 +108,7 @@ def measure_shape(m: int, k: int, n: int, settings: Settings) -> dict[str, Any]:
 
 
 def _time(runs: dict[str, Any], rows: dict[str, dict[str, Any]], settings: Settings) -> None:
-    """Device time in turn, then the time of a loop, host included."""
+    """Device time, in turn."""
     device = settings.torch_device
     slowest = max((rows[name]["warm_ms"] for name in runs), default=1.0)
     rounds = 3 if settings.smoke else measure.rounds_within(slowest, SAMPLE_SECONDS, 10, 40)
@@ -119,7 +119,6 @@ def _time(runs: dict[str, Any], rows: dict[str, dict[str, Any]], settings: Setti
     for name, taken in samples.items():
         rows[name] |= {"status": OK, **measure.summary(taken)}
         rows[name] |= {"host_ms": hosts[name], "sleep_ms": measure.sleep_ms(hosts[name])}
-        rows[name]["loop_ms"] = measure.back_to_back(runs[name], device, rounds)
 
 
 def _headline(rows: dict[str, dict[str, Any]]) -> str:

@@ -134,16 +134,16 @@ def _steps(data: Data) -> str:
     best, rows = figures.best_bf16(steps), figures.linear_rows(data)
     lines = [_step_line(name, step, steps, best, rows) for name, step in steps.items()]
     head = (
-        "contender", "tokens/s", "ms", "over bf16-mixed, compiled", "over the best bf16", "bound by time",
-        "bound by FLOPs", f"loss after {any_step['steps']}", "peak GB", "FP8 share", "matrix TFLOP/s", "first step s",
+        "contender", "tokens/s", "ms", "over bf16-mixed, compiled", "over the best bf16", "bound",
+        f"loss after {any_step['steps']}", "peak GB", "FP8 share", "matrix TFLOP/s", "first step s",
     )  # fmt: skip
     others = [f"{name} (layers, tokens: {figures.size(f)})" for name, f in everyone.items() if name not in steps]
     return "\n\n".join(filter(None, (
         f"{any_step['layers']} layers, {any_step['parameters'] / 1e9:.2f} billion parameters, {any_step['tokens']}"
         f" tokens per step (batch {any_step['batch']}): forward, loss, backward, fused AdamW; median of the timed"
         " steps, compilation apart (in the first step, from the compiler's cache where an earlier contender had the"
-        f" same code). The best bf16 of Lightning's own: {best}. The bounds say what the linear table of the same run"
-        " allows over bf16-mixed, compiled (of FP8 with bf16 weights: over bf16-true, compiled); they need every shape"
+        f" same code). The best bf16 of Lightning's own: {best}. The bound says what the linear table of the same run"
+        " allows over bf16-mixed, compiled (of FP8 with bf16 weights: over bf16-true, compiled); it needs every shape"
         " of the step in that table, with weights of the same dtype. `FP8 share` is of the FLOPs of all matrix"
         " products, attention included.",
         table(head, lines),
@@ -153,11 +153,10 @@ def _steps(data: Data) -> str:
 
 def _step_line(name: str, step: Data, steps: dict[str, Data], best: str | None, rows: Any) -> Row:
     base = steps.get(figures.counterpart(step))
-    by_time = None if base is None else figures.amdahl_by_time(step, base["ms"], rows)
+    bound = None if base is None else figures.amdahl(step, base["ms"], rows)
     return (
         name, f"{step['tokens_per_s']:.0f}", number(step["ms"]), number(figures.speedups(steps).get(name)),
-        number(figures.speedups(steps, best or "").get(name)), number(by_time),
-        number(figures.amdahl_by_flops(step, rows)), number(step["losses"][-1], 4),
+        number(figures.speedups(steps, best or "").get(name)), number(bound), number(step["losses"][-1], 4),
         number(step["peak_bytes"] / 1e9 if "peak_bytes" in step else None, 1), number(step["fp8_share"]),
         number(step["matrix_tflops"], 1), number(step["first_step_s"], 1),
     )  # fmt: skip

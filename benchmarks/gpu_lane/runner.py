@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
+import multiprocessing
 import os
-import queue
 import signal
-import subprocess
-import sys
-import threading
+import tempfile
 import time
-from collections import deque
 from contextlib import suppress
 from dataclasses import replace
+from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_lane import measure
-from benchmarks.gpu_lane.item import PROTOCOL_FD, Item, Part
-from benchmarks.gpu_lane.machine import ROOT
+from benchmarks.gpu_lane import measure, worker
+from benchmarks.gpu_lane.item import Item, Part
 from benchmarks.gpu_lane.results import FAILED, MISSING, NOT_REACHED, OK, Results
 from benchmarks.gpu_lane.settings import Settings
 from benchmarks.gpu_lane.values import left_as_found, time_limit
@@ -70,84 +67,59 @@ class Isolated:
 
 
 class Worker:
-    """One process of ``module``."""
+    """One process that runs items of a part; what it prints goes to a file."""
 
-    module = "benchmarks.gpu_lane.worker"
+    serve = staticmethod(worker.serve)
 
     def __init__(self, part: str, settings: Settings, needs: tuple[str, ...]) -> None:
-        reading, writing = os.pipe()
-        command = [sys.executable, "-m", self.module, part, settings.to_json(), *needs]
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, pass_fds=(writing,),
-            env={**os.environ, PROTOCOL_FD: str(writing)}, cwd=ROOT, start_new_session=True,
-        )  # fmt: skip
-        os.close(writing)
-        self.messages: queue.Queue[dict[str, Any] | None] = queue.Queue()
-        self.log: deque[str] = deque(maxlen=LOG_LINES)
-        self._readers = [
-            threading.Thread(target=self._listen, args=(reading,), daemon=True),
-            threading.Thread(target=self._keep_log, daemon=True),
-        ]
-        for reader in self._readers:
-            reader.start()
-
-    def _listen(self, fd: int) -> None:
-        with os.fdopen(fd) as lines:
-            for line in lines:
-                with suppress(ValueError):
-                    self.messages.put(json.loads(line))
-        self.messages.put(None)
-
-    def _keep_log(self) -> None:
-        assert self.process.stdout is not None
-        with self.process.stdout as lines:
-            for line in lines:
-                self.log.append(line.decode(errors="replace").rstrip()[:300])
+        context = multiprocessing.get_context("spawn")
+        self._log = tempfile.NamedTemporaryFile()  # noqa: SIM115  (closed by `close`)
+        self._pipe, theirs = context.Pipe()
+        self.process = context.Process(target=self.serve, args=(part, settings, needs, theirs, self._log.name))
+        self.process.start()
+        theirs.close()  # without our copy the pipe ends with the process
 
     def run(self, key: str, timeout: float) -> dict[str, Any]:
         """The entry of one item: what the worker sends, or how far it came."""
         deadline = time.monotonic() + timeout
         reached: dict[str, Any] = {"stage": "start", "figures": {}}
         with suppress(OSError):
-            assert self.process.stdin is not None
-            self.process.stdin.write((json.dumps({"key": key}) + "\n").encode())
-            self.process.stdin.flush()
-        while True:
-            try:
-                message = self.messages.get(timeout=max(deadline - time.monotonic(), 0.0))
-            except queue.Empty:
-                return self._lost(f"stopped after {timeout:.0f} s", reached)
+            self._pipe.send(key)
+        while wait([self._pipe, self.process.sentinel], max(deadline - time.monotonic(), 0.0)):
+            message = self._message()
             if message is None:
-                return self._lost(f"the process ended (exit status {self._ended()})", reached)
+                self.process.join(10)
+                return self._lost(f"the process ended (exit status {self.process.exitcode})", reached)
             if "status" in message:
                 if message["status"] != OK:
-                    message |= {"stage": reached["stage"], "figures": reached["figures"], "log": list(self.log)}
+                    message |= {"stage": reached["stage"], "figures": reached["figures"], "log": self._last_lines()}
                 return message
             reached = {"stage": message["stage"], "figures": {**reached["figures"], **message["figures"]}}
+        return self._lost(f"stopped after {timeout:.0f} s", reached)
+
+    def _message(self) -> dict[str, Any] | None:
+        """What the worker sent; None if it has ended, though a child of its may keep the pipe open."""
+        try:
+            return self._pipe.recv() if self._pipe.poll() else None
+        except (EOFError, OSError):
+            return None
 
     def _lost(self, what: str, reached: dict[str, Any]) -> dict[str, Any]:
         reason = f"{what} in stage {reached['stage']!r}"
-        return {"status": FAILED, "reason": reason, "figures": reached["figures"], "log": list(self.log)}
+        return {"status": FAILED, "reason": reason, "figures": reached["figures"], "log": self._last_lines()}
 
-    def _ended(self) -> int | None:
-        """The exit status; what the process printed last has been read by then, unless a child keeps the pipe open."""
-        with suppress(subprocess.TimeoutExpired):
-            status = self.process.wait(timeout=10)
-            self._readers[-1].join(timeout=5)
-            return status
-        return None
+    def _last_lines(self) -> list[str]:
+        lines = Path(self._log.name).read_text(errors="replace").splitlines()
+        return [line.rstrip()[:300] for line in lines[-LOG_LINES:]]
 
     def close(self) -> None:
         """End the process and everything it started."""
-        with suppress(OSError):
-            assert self.process.stdin is not None
-            self.process.stdin.close()
+        self._pipe.close()
         with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(timeout=20)
-        for reader in self._readers:
-            reader.join(timeout=5)
+            os.killpg(self.process.pid or 0, signal.SIGKILL)
+        self.process.kill()  # if it did not lead a group yet
+        self.process.join(20)
+        self._log.close()
 
 
 def run_part(part: Part, settings: Settings, results: Results, *, isolate: bool, deadline: float) -> None:

@@ -1,12 +1,12 @@
-"""What one call was asked to do; travels to the worker processes as JSON."""
+"""What one call was asked to do; travels to the worker processes."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,9 @@ class Settings:
 
     @property
     def torch_device(self) -> torch.device:
-        """``device`` as torch's own type."""
+        """``device`` as torch's own type; who only starts workers need not import torch."""
+        import torch
+
         return torch.device(self.device)
 
     @property
@@ -39,14 +41,6 @@ class Settings:
         """Whether there is anything to time in earnest."""
         return self.torch_device.type == "cuda"
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
     def recorded(self) -> dict[str, Any]:
         """What the results keep: everything but where they lie on that machine."""
         return {name: value for name, value in asdict(self).items() if name != "out"}
-
-    @classmethod
-    def from_json(cls, text: str) -> Settings:
-        fields = json.loads(text)
-        return cls(**{**fields, "only": tuple(fields["only"])})

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.gpu_lane.models import Llama, Loss
+from benchmarks.gpu_lane.models import Loss
 from benchmarks.gpu_lane.running import Job, Running, compile_blocks
 from benchmarks.gpu_lane.values import stand_in_for_nccl
 
@@ -184,8 +184,3 @@ def bf16_between_blocks(job: Job, *, name: str, options: dict[str, Any] | None =
     model.embed.register_forward_hook(lambda module, args, out: out.bfloat16())
     model.norm.register_forward_pre_hook(lambda module, args: (args[0].float(),))
     return running
-
-
-def linears_of(model: Llama) -> dict[str, tuple[int, int]]:
-    """(in, out) of every Linear by name, before anything converts."""
-    return {fqn: (m.in_features, m.out_features) for fqn, m in model.named_modules() if isinstance(m, nn.Linear)}

@@ -33,7 +33,7 @@ def of_the_stack(data: Data, ours: str) -> list[Target]:
 
     bound = None
     if ours in steps and BASELINE in steps:
-        bound = figures.amdahl_by_time(steps[ours], steps[BASELINE]["ms"], rows)
+        bound = figures.amdahl(steps[ours], steps[BASELINE]["ms"], rows)
     reached = over(BASELINE)
     share = None if bound is None or reached is None else reached / bound
     wanted = [

@@ -1,32 +1,24 @@
-"""A worker process: imports, then runs the items whose keys come on its input, until one fails.
-
-Results go through a pipe of their own, so that nothing a library prints gets between them.
-"""
+"""A worker process: imports, then runs the items whose keys come through its pipe, until one fails."""
 
 from __future__ import annotations
 
-import ctypes
-import json
 import os
-import signal
 import sys
 import traceback
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
 from typing import Any
 
-from benchmarks.gpu_lane.item import PROTOCOL_FD, missing_library, send
+from benchmarks.gpu_lane.item import begin, missing_library
 from benchmarks.gpu_lane.measure import describe, start_afresh
 from benchmarks.gpu_lane.results import FAILED, OK, clean
 from benchmarks.gpu_lane.settings import Settings
 from benchmarks.gpu_lane.values import left_as_found, use_what_the_device_has, values_exist
 
-PR_SET_PDEATHSIG = 1
 
-
-def main() -> None:
-    _end_with_the_parent()
-    name, settings, needs = sys.argv[1], Settings.from_json(sys.argv[2]), sys.argv[3:]
-    fd = int(os.environ[PROTOCOL_FD])
-    os.set_inheritable(fd, False)  # what this process starts must not hold the pipe open
+def serve(part: str, settings: Settings, needs: Sequence[str], pipe: Connection, log: str) -> None:
+    """Run items of a part until the parent closes the pipe, or a failed item has left the device broken."""
+    begin(pipe, log)
     from benchmarks.gpu_lane.parts import PARTS
 
     use_what_the_device_has()
@@ -35,20 +27,21 @@ def main() -> None:
         import torch
 
         torch.set_num_threads(1)
-    for line in sys.stdin:
-        order = json.loads(line)
-        entry = _run(PARTS[name], order["key"], settings)
-        send(fd, entry)
+    while (key := _next(pipe)) is not None:
+        entry = _run(PARTS[part], key, settings)
+        pipe.send(entry)
         if entry["status"] != OK and not entry["reusable"]:
             break
     sys.stdout.flush()
     os._exit(0)  # no teardown of a CUDA context that may be broken
 
 
-def _end_with_the_parent() -> None:
-    """A parent that is killed at a time limit must not leave a process on the GPU beside the next call's."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+def _next(pipe: Connection) -> str | None:
+    """The key of the next item, or None at the end."""
+    try:
+        return str(pipe.recv())
+    except EOFError:
+        return None
 
 
 def _run(part: Any, key: str, settings: Settings) -> dict[str, Any]:
@@ -71,7 +64,3 @@ def _still_works(settings: Settings) -> bool:
         return found == 2.0 or not values_exist()
     except BaseException:
         return False
-
-
-if __name__ == "__main__":
-    main()

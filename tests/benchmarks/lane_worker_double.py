@@ -1,33 +1,24 @@
 """Stands in for a worker process of the GPU lane: the item's key says how it ends."""
 
-import json
 import os
-import sys
 import time
 
+from benchmarks.gpu_lane import item
 
-def main() -> None:
-    batch = json.loads(sys.argv[2])["batch"]
-    fd = int(os.environ["GPU_LANE_FD"])
 
-    def send(**message: object) -> None:
-        os.write(fd, (json.dumps(message) + "\n").encode())
-
-    for line in sys.stdin:
-        key = json.loads(line)["key"]
-        send(stage="warm-up", figures={"batch": batch, "first_step_s": 1.5})
+def serve(part, settings, needs, pipe, log):
+    item.begin(pipe, log)
+    while True:
+        key = pipe.recv()
+        item.stage("warm-up", batch=settings.batch, first_step_s=1.5)
         if key == "crash":
             print("a library's last words", flush=True)
             os._exit(17)
         if key == "hang":
             time.sleep(60)
-        if key == "large" and batch == 4:
-            send(status="failed", reason="OutOfMemoryError: CUDA out of memory")
+        if key == "large" and settings.batch == 4:
+            pipe.send({"status": "failed", "reason": "OutOfMemoryError: CUDA out of memory"})
         elif key == "error":
-            send(status="failed", reason="ValueError: no", reusable=True)
+            pipe.send({"status": "failed", "reason": "ValueError: no", "reusable": True})
         else:
-            send(status="ok", figures={"pid": os.getpid(), "batch": batch})
-
-
-if __name__ == "__main__":
-    main()
+            pipe.send({"status": "ok", "figures": {"pid": os.getpid(), "batch": settings.batch}})

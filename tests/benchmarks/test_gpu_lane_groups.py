@@ -59,7 +59,7 @@ def test_a_group_that_was_there_stays():
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux to do it")
 def test_a_worker_dies_with_a_parent_that_is_killed():
     """In the middle of an item: it would go on beside the next call's on the GPU."""
-    working = "from benchmarks.gpu_lane.worker import _end_with_the_parent as e; e(); print('ready', flush=True); "
+    working = "from benchmarks.gpu_lane.item import _end_with_the_parent as e; e(); print('ready', flush=True); "
     child = f"{working}import time; time.sleep(120)"
     parent = (
         "import subprocess, sys, time; "

@@ -14,6 +14,7 @@ from benchmarks.gpu_lane.part_linear import shapes
 from benchmarks.gpu_lane.results import Results, clean, merge
 from benchmarks.gpu_lane.running import Job
 from benchmarks.gpu_lane.settings import Settings
+from tests.benchmarks import lane_worker_double
 
 RUN = {"date": "2030-01-02", "commit": "abc", "smoke": False, "parts": ["x"], "machine": {"device": "NVIDIA H200"}}
 
@@ -101,7 +102,7 @@ def test_a_part_without_items_does_not_stop_the_others(tmp_path):
 
 @pytest.fixture
 def double(monkeypatch):
-    monkeypatch.setattr(runner.Worker, "module", "tests.benchmarks.lane_worker_double")
+    monkeypatch.setattr(runner.Worker, "serve", staticmethod(lane_worker_double.serve))
 
 
 @pytest.mark.usefixtures("double")
@@ -215,8 +216,9 @@ def test_the_linear_table_has_every_shape_of_the_steps(batch):
     assert len(listed) == len(set(listed))
     shape, fitting = models.step_size(settings)
     with torch.device("meta"):
-        linears = setups.linears_of(models.Llama(shape))
-    wanted = {(fitting * 4096, *dims) for fqn, dims in linears.items() if fqn != setups.HEAD}
+        model = models.Llama(shape)
+    linears = {fqn: module for fqn, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    wanted = {(fitting * 4096, m.in_features, m.out_features) for fqn, m in linears.items() if fqn != setups.HEAD}
     assert len(wanted) == 4
     assert wanted <= set(listed[:9]), "the first, so that they are reached"
     assert {(8192, 8192, 8192), (8192, 8192, 28672)} <= set(listed[:9]), "the 8192 class"

@@ -23,7 +23,7 @@ def load(path, name):
 
 
 def entry(recipe, tokens, k, n, ratio, **other):
-    known = {"device": "NVIDIA H200", "date": "2030-01-02", "smoke": False, "backend": "torchao", "loop_ratio": 0.1}
+    known = {"device": "NVIDIA H200", "date": "2030-01-02", "smoke": False, "backend": "torchao"}
     shape = {"recipe": recipe, "tokens": tokens, "in_features": k, "out_features": n}
     return {**known, **shape, "ratio": ratio, **other}
 
