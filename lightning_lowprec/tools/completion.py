@@ -6,10 +6,7 @@ A script is made once from the parsers of the commands and is then static: press
 from __future__ import annotations
 
 import argparse
-import ast
 import re
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
 from lightning_lowprec import names as precisions
@@ -24,8 +21,11 @@ _FILE: Final = {
     "source", "run", "html", "markdown", "checkpoint", "out", "script", "config", "model", "tokenizer",
     "adapter_config", "check_text",
 }  # fmt: skip
-_FIT: Final = ("model", "data", "optimizer", "lr_scheduler", "seed_everything", "ckpt_path", "weights_only")
-"""Options of LightningCLI's ``fit``, beside ``--config`` and those of the Trainer."""
+_FIT: Final = (
+    *("config", "model", "data", "optimizer", "lr_scheduler", "seed_everything", "ckpt_path", "print_config"),
+    *(f"trainer.{name}" for name in ("precision", "accelerator", "devices", "strategy", "max_epochs", "max_steps")),
+)
+"""The most used options of ``lowprec fit``."""
 
 
 def script(shell: Shell) -> str:
@@ -46,28 +46,11 @@ def script(shell: Shell) -> str:
 
 
 def _fit() -> argparse.ArgumentParser:
-    """Return a parser with the options of LightningCLI, whose own parser takes seconds to import and to build."""
+    """Return a parser with a few options of LightningCLI, whose own parser takes seconds to build."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("-c", "--config", help="path to a configuration file")
-    parser.add_argument("--print_config", nargs="?", help="print the configuration and end")
     for name in _FIT:
         parser.add_argument(f"--{name}")
-    for name, is_switch in _trainer_options().items():
-        parser.add_argument(f"--trainer.{name}", choices=("true", "false") if is_switch else None)
     return parser
-
-
-def _trainer_options() -> dict[str, bool]:
-    """Return the arguments of Lightning's Trainer, read from its source, and whether each is True or False."""
-    packages = {"lightning": "pytorch/trainer", "pytorch_lightning": "trainer"}
-    folder = next(
-        Path(found.origin or "").parent / part for name, part in packages.items() if (found := find_spec(name))
-    )
-    source = (folder / "trainer.py").read_text(encoding="utf-8")
-    (trainer,) = (part for part in ast.parse(source).body if isinstance(part, ast.ClassDef) and part.name == "Trainer")
-    init = next(part for part in trainer.body if isinstance(part, ast.FunctionDef) and part.name == "__init__")
-    hints = {arg.arg: ast.unparse(arg.annotation) if arg.annotation else "" for arg in init.args.kwonlyargs}
-    return {name: "bool" in hint.split("[") for name, hint in hints.items()}
 
 
 def _complete(action: Any, *, dashes: bool, file: Any) -> None:
