@@ -19,7 +19,7 @@ import nbformat
 from nbclient import NotebookClient
 from nbformat import NotebookNode
 
-from lightning_lowprec.tools.doctor_report import without_owner
+from lightning_lowprec.tools.doctor_report import without_folders
 
 ROOT: Final = Path(__file__).parents[1]
 NOTEBOOK: Final = ROOT / "examples" / "first_steps.ipynb"
@@ -86,13 +86,13 @@ def code_cells(notebook: NotebookNode) -> list[NotebookNode]:
 
 
 def complaints(notebook: NotebookNode) -> list[str]:
-    """Return what must not be published: errors, warnings and the like on stderr, names and paths of this machine."""
+    """Return what must not be published: errors, warnings and the like on stderr, paths of this machine."""
     found = []
     for cell in code_cells(notebook):
         for output in cell.outputs:
             for text in (output.get("text", ""), *output.get("data", {}).values()):
                 shown = re.sub(r"base64,[\w+/=]+", "", text)
-                if without_owner(shown) != shown:
+                if without_folders(shown) != shown:
                     found.append(f"{cell.source!r} tells about this machine: {shown}")
             said = output.get("text", "") if output.get("name") == "stderr" else ""
             if output.output_type == "error" or re.search(r"warn|error|traceback|fail", said, flags=re.IGNORECASE):

@@ -1,15 +1,10 @@
-"""``lowprec doctor --report``: what a bug report needs to know about a machine, and nothing about its owner."""
+"""``lowprec doctor --report``: what a bug report needs to know about a machine, without the folders of paths."""
 
 from __future__ import annotations
 
-import getpass
-import os
 import platform
 import re
-import socket
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from pathlib import Path
 from typing import Any, Final
 
 from lightning_lowprec.conversion.name_suffixes import in_words
@@ -20,15 +15,6 @@ _PATH: Final = re.compile(r"(?<![\w.>/\\])(?:~|[A-Za-z]:)?[/\\](?:[^\s'\"`:;,()<
 """The folders of an absolute path, without the last part."""
 _QUOTED: Final = re.compile(r"(?<=['\"`])(?:~|[A-Za-z]:)?[/\\][^'\"`\n]*[/\\](?=[^'\"`/\\\n]+['\"`])")
 """The same in quotes, where folders may have spaces."""
-_SECRET: Final = re.compile(r"TOKEN|SECRET|PASS|KEY|CREDENTIAL", re.IGNORECASE)
-_TOO_SHORT: Final = 2  # letters: a name of one letter would be found everywhere
-_NO_SECRET: Final = 6  # letters: a shorter value, such as KEYMAP=us, is no secret, and would be found inside of words
-_OWN_WORDS: Final = re.compile(
-    "cpu|cuda|gpu|cublas|driver|linux|python|cpython|torch|torchao|triton|lightning|transformer|transformers|engine"
-    "|jsonargparse|matplotlib|system|device|backend|user|host|yes|no|not|none",
-    re.IGNORECASE,
-)
-"""Words that every report has. A user or host of such a name is not named by them, and the report stays readable."""
 
 
 def markdown(facts: Mapping[str, Any], verdicts: Sequence[tuple[str, str, str]]) -> str:
@@ -51,7 +37,7 @@ def markdown(facts: Mapping[str, Any], verdicts: Sequence[tuple[str, str, str]])
     ]
     rows = [(word, names, " ".join(reason.split())) for word, names, reason in by_reason(verdicts)]
     tables = [*format_table(machine, markdown=True), "", *format_table(rows, markdown=True)]
-    return without_owner("\n".join(["### `lowprec doctor --report`", "", *tables]))
+    return without_folders("\n".join(["### `lowprec doctor --report`", "", *tables]))
 
 
 def by_reason(verdicts: Sequence[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
@@ -62,18 +48,6 @@ def by_reason(verdicts: Sequence[tuple[str, str, str]]) -> list[tuple[str, str, 
     return rows
 
 
-def without_owner(text: str) -> str:
-    """Return a text without folders of paths, user name, host name, home folder, and values of secret variables."""
-    for name, value in os.environ.items():
-        if _SECRET.search(name) and len(value) >= _NO_SECRET and not _OWN_WORDS.fullmatch(value):
-            text = text.replace(value, "SECRET")
-    for folder in {str(Path.home()), str(Path.home().resolve())} - {"/"}:
-        text = text.replace(folder, "~")
-    text = _PATH.sub(".../", _QUOTED.sub(".../", text))
-    host, user = socket.gethostname(), ""
-    with suppress(OSError, KeyError):  # a container whose user has no name
-        user = getpass.getuser()
-    for name, placeholder in ((host, "HOST"), (host.partition(".")[0], "HOST"), (user, "USER")):
-        if len(name) >= _TOO_SHORT and not _OWN_WORDS.fullmatch(name):
-            text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", placeholder, text)
-    return text
+def without_folders(text: str) -> str:
+    """Return a text whose absolute paths have their last part only: folders name users and projects."""
+    return _PATH.sub(".../", _QUOTED.sub(".../", text))

@@ -96,8 +96,7 @@ def _doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--report",
         action="store_true",
-        help="print what a bug report needs, as Markdown: versions, device, backends, precisions; no host name, user"
-        " name, home folder or environment variable",
+        help="print what a bug report needs, as Markdown: versions, device, backends, precisions; no folders",
     )
 
 
