@@ -45,13 +45,9 @@ HOW_MEASURED = (
 )
 HOW_COMPARED = (
     "Each run is compared with the baseline's run of the same seed, which begins with the same weights and reads the"
-    " same batches. The gap is the mean of these relative differences. ± after a gap or after steps is the 95 %"
-    " confidence interval of the mean (Student's t); ± after a loss is the standard deviation over the seeds. A"
-    " precision passes if the whole interval of its gap is within the bound.\n\nMore steps: how much longer the"
-    " precision must train to reach the baseline's training loss. The baseline's loss is smoothed by a straight line"
-    " over the logarithm of the step, through the second half of the run; the difference is that of the mean loss of"
-    " the last tenth of the steps. Not measured where this line falls by less than two standard errors, and for"
-    " differences larger than the fall of this line in the second half."
+    " same batches. The gap is the mean of these relative differences. ± after a gap is the 95 % confidence interval of"
+    " the mean (Student's t); ± after a loss is the standard deviation over the seeds. A precision passes if the whole"
+    " interval of its gap is within the bound."
 )
 Runs = Mapping[str, Sequence[PrecisionResult]]
 """For each precision, its runs in the order of the seeds."""
@@ -222,38 +218,28 @@ def _cost(cost: Cost, metric: str) -> str:
     if not any(cost.gaps):
         return f"ends with the baseline's {metric} with every seed."
     if cost.gap.holds_zero:
-        said = f"cannot be told apart from the baseline: {cost.gap.percent()} of {metric}"
-    else:
-        said = f"{'costs' if cost.gap.mean > 0 else 'saves'} {cost.gap.percent(sign=False)} of {metric}"
-    if cost.more_steps is None:
-        return f"{said}. Its cost in steps is not measured: {cost.no_steps}."
-    if cost.gap.holds_zero:
-        return f"{said}, and {cost.more_steps.percent(1)} steps."
-    kind = "more" if cost.more_steps.mean >= 0 else "fewer"
-    return f"{said}, or {cost.more_steps.percent(1, sign=False)} {kind} steps."
+        return f"cannot be told apart from the baseline: {cost.gap.percent()} of {metric}."
+    return f"{'costs' if cost.gap.mean > 0 else 'saves'} {cost.gap.percent(sign=False)} of {metric}."
 
 
 def rows(comparison: Comparison) -> tuple[list[tuple[str, ...]], range]:
     """Return the cells of the table, header first, and the columns that are aligned to the right.
 
-    With several seeds, losses have their spread, gaps their interval, and there is a column more.
+    With several seeds, losses have their spread and gaps their interval.
     """
-    seeds = comparison.spec.seeds > 1
-    steps = ("more steps",) if seeds else ()
-    header = ("precision", comparison.spec.val_metric, "gap", *steps, "train loss", "step time", "peak memory")
+    header = ("precision", comparison.spec.val_metric, "gap", "train loss", "step time", "peak memory")
     cells: list[tuple[str, ...]] = [(*header, "verdict")]
     for (name, runs), verdict in zip(comparison.runs.items(), comparison.verdicts, strict=True):
         cost = comparison.costs.get(name)
         gap = "-" if verdict.gap is None else f"{verdict.gap:+.2%}"
-        if seeds:
+        if comparison.spec.seeds > 1:
             gap = "-" if cost is None else cost.gap.percent()
-            steps = ("-" if cost is None or cost.more_steps is None else cost.more_steps.percent(1),)
         times = [run.step_time for run in runs if run.step_time is not None]
         memory = [run.peak_memory for run in runs if run.peak_memory is not None]
         time = f"{1e3 * statistics.median(times):.1f} ms" if times else "-"
         peak = f"{max(memory) * 2**-20:.0f} MiB" if memory else "-"
         val, train = _spread([run.final_val for run in runs]), _spread([run.final_train for run in runs])
-        cells.append((name, val, gap, *steps, train, time, peak, verdict.text))
+        cells.append((name, val, gap, train, time, peak, verdict.text))
     return cells, range(1, len(header))
 
 

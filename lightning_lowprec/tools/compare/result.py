@@ -3,15 +3,6 @@
 Over several seeds each run has a partner, the baseline's run with the same seed. Runs of one seed begin with the same
 weights and read the same batches. The differences within the pairs are therefore smaller than those between seeds, and
 an interval over the pairs (Student's t) tells smaller differences apart.
-
-The cost in optimizer steps is how many more steps reach the baseline's training loss. That loss is noisy; its smoothed
-curve is the least-squares line of the loss over the logarithm of the step, through the second half of the run:
-
-    loss = a - b ln(step)        a precision that ends d higher is where the baseline was at step S exp(-d / b),
-                                 so the precision needs exp(d / b) - 1 more steps
-
-The difference d is that of the mean loss of the last tenth of the steps. Both runs read the same batches there, so the
-noise of the batches is in no difference.
 """
 
 from __future__ import annotations
@@ -28,10 +19,6 @@ WARMUP_STEPS = 5
 CONFIDENCE = 0.95
 """The share of experiments whose interval holds the true mean, if the differences are normal and independent."""
 _STEPS = 2**60  # in the interval from 0 to pi / 2: the width of one is below that of a float64
-FEWEST_STEPS = 20
-"""Training batches that a run needs for a line."""
-_STANDARD_ERRORS = 2.0  # a curve that falls by less is flat
-_LONGEST = math.log(2)  # the line covers the second half of the run
 
 
 @dataclass(kw_only=True)
@@ -129,10 +116,6 @@ class Cost:
     """For each seed, the relative difference of the final metric from the baseline's."""
     gap: Interval
     """The mean of ``gaps``."""
-    more_steps: Interval | None = None
-    """The share of steps that the precision needs beyond the baseline's; None: not measured."""
-    no_steps: str | None = None
-    """Why ``more_steps`` is not measured."""
 
 
 def judge_seeds(
@@ -153,19 +136,9 @@ def judge_seeds(
         return Verdict(ok=False, text=text), None
     if runs[0] is baseline[0]:
         return Verdict(ok=True, text="baseline", gap=0.0), None
-    cost = _cost(gaps, runs, baseline)
+    cost = Cost(gaps=gaps, gap=Interval.of(gaps))
     ok = cost.gap.is_within(max_loss_gap)
     return Verdict(ok=ok, text=_words(cost, max_loss_gap), gap=cost.gap.mean), cost
-
-
-def _cost(gaps: list[float], runs: Sequence[PrecisionResult], baseline: Sequence[PrecisionResult]) -> Cost:
-    steps = []
-    for run, partner in zip(runs, baseline, strict=True):
-        try:
-            steps.append(more_steps(run, partner))
-        except NoStepsError as error:
-            return Cost(gaps=gaps, gap=Interval.of(gaps), no_steps=f"with seed {run.seed} {error}")
-    return Cost(gaps=gaps, gap=Interval.of(gaps), more_steps=Interval.of(steps))
 
 
 def _words(cost: Cost, bound: float) -> str:
@@ -207,10 +180,10 @@ class Interval:
         """Return whether every value of the interval is between ``-bound`` and ``bound``."""
         return abs(self.mean) + self.half_width <= bound
 
-    def percent(self, digits: int = 2, *, sign: bool = True) -> str:
+    def percent(self, *, sign: bool = True) -> str:
         """Return the interval in percent: ``+0.20% ± 0.10%``; without ``sign`` the absolute mean."""
-        mean = f"{self.mean:+.{digits}%}" if sign else f"{abs(self.mean):.{digits}%}"
-        return f"{mean} ± {self.half_width:.{digits}%}"
+        mean = f"{self.mean:+.2%}" if sign else f"{abs(self.mean):.2%}"
+        return f"{mean} ± {self.half_width:.2%}"
 
 
 def student_t(degrees: int, confidence: float = CONFIDENCE) -> float:
@@ -230,37 +203,3 @@ def _probability(degrees: int, angle: float) -> float:
         term *= cos * cos * (power - 1) / power
         total += term
     return 2 / math.pi * (angle + sin * total) if odd else sin * total
-
-
-# ---- the cost in steps
-
-
-@final
-class NoStepsError(ValueError):
-    """The cost in steps cannot be measured; the message says why."""
-
-
-def more_steps(result: PrecisionResult, baseline: PrecisionResult) -> float:
-    """Return the share of steps that a precision needs beyond the baseline's: 0.008 is 0.8 % more steps."""
-    ours, theirs = result.final_train, baseline.final_train
-    count = len(baseline.train_losses)
-    if count < FEWEST_STEPS or ours is None or theirs is None:
-        raise NoStepsError(f"the runs have {count} steps, and {FEWEST_STEPS} are needed")
-    slope, error = fall(baseline.train_losses)
-    if slope <= _STANDARD_ERRORS * error:
-        raise NoStepsError("the baseline's training loss is flat: over the second half it falls by less than its noise")
-    exponent = (ours - theirs) / slope
-    if abs(exponent) > _LONGEST:
-        raise NoStepsError("the training losses differ by more than the baseline's loss falls in the second half")
-    return math.expm1(exponent)
-
-
-def fall(losses: list[float]) -> tuple[float, float]:
-    """Return how fast the loss falls with the logarithm of the step in the second half, and the standard error."""
-    first = len(losses) // 2
-    x = [math.log(step) for step in range(first + 1, len(losses) + 1)]
-    y = losses[first:]
-    slope, start = statistics.linear_regression(x, y)
-    residual = sum((b - start - slope * a) ** 2 for a, b in zip(x, y, strict=True))
-    spread = statistics.variance(x) * (len(x) - 1)
-    return -slope, math.sqrt(residual / (len(x) - 2) / spread)
