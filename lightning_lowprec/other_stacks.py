@@ -94,6 +94,7 @@ OPTIONS: Final[Mapping[str, str]] = {
     "trace-nonfinite": "It is gone: repeat the run with `Trainer(detect_anomaly=True)` and `NumericsMonitor(every=1)`.",
     "shadow-loss": "It is gone: run `trainer.validate` with 'bf16-mixed' too, or `lowprec compare`.",
     "fp8-group": "It is gone: all ranks share the scales of delayed scaling. Leave it out.",
+    "fp8-reduce": "It is gone: gradients are reduced in float32, or with `reduce_dtype=torch.bfloat16` in bf16.",
     "grad-reduce-dtype": "It is gone: `strategy='fsdp2'` reduces gradients in float32.",
     "config": "Of `FP8TorchAO` it is gone: write torchao's name of the recipe, `FP8TorchAO('rowwise')`, gradients in"
     " e4m3 as `fp8_format='e4m3'`, and GEMMs in high precision as `FP8TorchAO({'*': {'grad_weight': 'bf16'}})`.",

@@ -49,7 +49,6 @@ KINDS = {
     "all_gather_into_tensor": "all_gather",
     "_reduce_scatter_base_": "reduce_scatter",
     "reduce_scatter_tensor": "reduce_scatter",
-    "alltoall_base_": "all_to_all",
     "allreduce_": "all_reduce",
     "all_reduce": "all_reduce",
     "all_reduce_": "all_reduce",
@@ -66,7 +65,7 @@ class Collective:
 
     stage: str
     kind: str
-    """all_gather, reduce_scatter, all_reduce or all_to_all."""
+    """all_gather, reduce_scatter or all_reduce."""
     dtype: str
     size: int
     """Bytes of the whole: what an all-gather returns, what others take or change."""
@@ -74,7 +73,7 @@ class Collective:
 
     @property
     def sent(self) -> float:
-        """Bytes that this rank sends in a ring; of an all-to-all, all but its own part."""
+        """Bytes that this rank sends in a ring."""
         ring = all_reduce if self.kind == "all_reduce" else all_gather
         return ring(self.size, self.ranks)
 

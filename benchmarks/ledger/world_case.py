@@ -52,8 +52,6 @@ class Case:
     """Ranks of one tensor-parallel group."""
     tokens: int = 4096
     """Tokens of this rank's only sequence."""
-    fp8_reduce: bool = False
-    """Whether gradients are reduced in float8."""
 
     @property
     def shards(self) -> int:
@@ -118,7 +116,6 @@ def promised(case: Case, model: nn.Module) -> dict[str, Any]:
         copies=case.copies,
         parts=_parts(case),
         tensor_parallel=case.tensor,
-        fp8_reduce=case.fp8_reduce,
     )
     rank = next((rank for rank in ranks if rank.precision == case.precision), None)
     return {} if rank is None else {"state": rank.state, "in_flight": rank.in_flight, **asdict(rank.sent)}
@@ -162,7 +159,6 @@ def fabric_for(case: Case) -> L.Fabric:
         dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.world)
     options: dict[str, Any] = {"activation_checkpointing": True, "replicate": case.copies}
-    options["fp8_reduce"] = case.fp8_reduce
     if case.tensor > 1:
         options |= {"tensor_parallel": tensor_plan(case.size), "tensor_parallel_size": case.tensor}
     strategy = FabricFSDP2Strategy(cluster_environment=OneOfMany(case.world), **options)
@@ -220,17 +216,16 @@ def _held() -> int:
 def _counts(case: Case, counts: Counts) -> dict[str, Any]:
     reduced = [c.stage for c in counts.collectives if c.kind == "all_reduce"]
     outside = ("else",) if case.precision.startswith("msamp") else ()  # reduces its scales in the optimizer's step
-    codes = counts.sent("all_to_all") + counts.sent("all_gather", "reduce")  # of gradients that are sent as float8
     wire = {
-        "all_gather": counts.sent("all_gather") - counts.sent("all_gather", "reduce"),
-        "reduce_scatter": counts.sent("reduce_scatter") + (codes if case.copies == 1 else 0),
-        "all_reduce": counts.sent("all_reduce", "reduce") + (codes if case.copies > 1 else 0),
+        "all_gather": counts.sent("all_gather"),
+        "reduce_scatter": counts.sent("reduce_scatter"),
+        "all_reduce": counts.sent("all_reduce", "reduce"),
         "scales": counts.sent("all_reduce", "scales", "copy in", *outside),
         "other": 0 if outside else counts.sent("all_reduce", "else"),
     }
     return {
         "wire": wire,
-        "dtypes": {kind: counts.dtypes(kind) for kind in ("all_gather", "reduce_scatter", "all_to_all")},
+        "dtypes": {kind: counts.dtypes(kind) for kind in ("all_gather", "reduce_scatter")},
         "collectives": {
             "all_gather": sum(c.kind == "all_gather" for c in counts.collectives),
             "reduce_scatter": sum(c.kind == "reduce_scatter" for c in counts.collectives),

@@ -47,8 +47,6 @@ class ShardOptions:
         fp8_all_gather: gather the weights of FP8 layers as float8; ``"auto"``: where the recipe allows it.
         param_dtype: the dtype in which weights are gathered and computed with; None: the precision's.
         reduce_dtype: the dtype in which gradients are reduced; None: float32.
-        fp8_reduce: send gradients as float8_e4m3fn with a scale per 128 values, and add them in float32. With copies
-            of the model, gradients are sent so between the copies, and within a copy in ``reduce_dtype``.
         sync_module_states: send the weights and buffers of rank 0 to all ranks before they are sharded. False: each
             rank shards what it has, so the ranks must build the same model (from one seed, or from one checkpoint).
         buffer_dtype: the dtype that floating-point buffers are cast to; None: they are not cast.
@@ -67,7 +65,6 @@ class ShardOptions:
     fp8_all_gather: Literal["auto"] | bool = "auto"
     param_dtype: FloatingDtype | None = None
     reduce_dtype: FloatingDtype | None = None
-    fp8_reduce: bool = False
     sync_module_states: bool = False
     buffer_dtype: FloatingDtype | None = None
     output_dtype: FloatingDtype | None = None
@@ -97,7 +94,6 @@ class ShardChoices(TypedDict, total=False):
     fp8_all_gather: Literal["auto"] | bool
     param_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None
-    fp8_reduce: bool
     sync_module_states: bool
     buffer_dtype: torch.dtype | None
     output_dtype: torch.dtype | None

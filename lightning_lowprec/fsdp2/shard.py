@@ -37,7 +37,7 @@ from lightning_lowprec.fsdp2 import meshes
 from lightning_lowprec.fsdp2.forward_hooks import ForwardHooks, install_hooks
 from lightning_lowprec.fsdp2.fp8_gather import GatherScales, check_even, gather_in_fp8
 from lightning_lowprec.fsdp2.options import ShardOptions, chosen
-from lightning_lowprec.fsdp2.traffic import Traffic, reduce_in_fp8
+from lightning_lowprec.fsdp2.traffic import Traffic
 from lightning_lowprec.private.fsdp2 import add_group, has_several_groups
 from lightning_lowprec.private.torch_modules import is_batch_or_instance_norm
 
@@ -95,7 +95,6 @@ def shard(
         for module in wrapped.values() or [model]:
             module.compile(**(options.compile if isinstance(options.compile, Mapping) else {}))
     groups = _fully_shard(model, wrapped, data_mesh, options, param_dtype, device, float32)
-    reductions = reduce_in_fp8(groups, data_mesh) if options.fp8_reduce else {}
     fill(model, torch.device("cpu") if options.cpu_offload else device, source, values)
     if options.buffer_dtype is not None:
         for fqn, buffer in model.named_buffers():
@@ -106,7 +105,7 @@ def shard(
     for finish in after_sharding:
         finish(data_mesh)
     hooks = install_hooks(model, scales, options.output_dtype, methods)
-    return Sharded(traffic=Traffic(groups, reductions), scales=scales, hooks=hooks)
+    return Sharded(traffic=Traffic(groups), scales=scales, hooks=hooks)
 
 
 def check_model(model: nn.Module) -> None:

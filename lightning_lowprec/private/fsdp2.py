@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -82,39 +81,19 @@ def add_group(
     state._fsdp_param_groups.append(FSDPParamGroup(params, first.modules, *meshes, first.device, None, policy, offload))
 
 
-@contextmanager
-def first_group(module: nn.Module) -> Iterator[FSDPModule]:
-    """Hide the groups of :func:`add_group`: FSDP2 refuses a collective of ours for a module with several groups."""
-    state: Any = cast(FSDPModule, module)._get_fsdp_state()
-    groups = vars(state).get(PARAM_GROUPS[0], [])
+def gather_by(module: nn.Module, gather: Any) -> None:
+    """Let ``gather`` gather the parameters of ``module``, except those of :func:`add_group`.
+
+    FSDP2 refuses a gather of ours for a module with several groups, so the second group is hidden meanwhile. FSDP2
+    calls ``gather``, and its method ``allocate``.
+    """
+    sharded = cast(FSDPModule, module)
+    groups = vars(sharded._get_fsdp_state()).get(PARAM_GROUPS[0], [])
     added, groups[1:] = groups[1:], []
     try:
-        yield cast(FSDPModule, module)
+        sharded.set_custom_all_gather(gather)
     finally:
         groups += added
-
-
-def reduce_copies_by(module: nn.Module, reduce: Callable[[Tensor, bool], None]) -> None:
-    """Let ``reduce(shards, averages)`` reduce gradients between copies of the model, in place of FSDP2's all-reduce.
-
-    FSDP2 has a hook, but runs it after an all-reduce of its own. So the groups of parameters get a mesh that has shards
-    and no copies. The parameters keep the mesh with copies. ``averages`` is False if the user has set a factor by which
-    gradients are divided (``set_gradient_divide_factor``): then FSDP2 divides, and ``reduce`` adds.
-    """
-    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
-
-    with first_group(module) as alone:
-        for group in _parameter_groups(module):
-            before = group.mesh_info
-            group.mesh_info = FSDPMeshInfo(before.mesh, shard_mesh_dim=before.shard_mesh_dim)
-            if group.post_forward_mesh_info is before:
-                group.post_forward_mesh_info = group.mesh_info
-            hook = partial(_reduce_copies, group, reduce)
-            alone.set_all_reduce_hook(hook)
-
-
-def _reduce_copies(group: Any, reduce: Callable[[Tensor, bool], None], shards: Tensor) -> None:
-    reduce(shards, group.gradient_divide_factor is None)
 
 
 def forget_gathered(record: Any) -> None:

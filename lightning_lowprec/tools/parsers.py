@@ -245,9 +245,6 @@ def _plan(parser: ArgumentParser) -> None:
         help="print what one rank of `strategy='fsdp2'` holds and sends, with so many ranks per copy of the model",
     )
     parser.add_argument("--copies", type=int, default=1, help="copies of the model (`replicate`), with --shards")
-    parser.add_argument(
-        "--fp8_reduce", action="store_true", help="gradients are sent as float8 codes (`fp8_reduce`), with --shards"
-    )
     _add_fits(parser)
     parser.add_argument("--all", action="store_true", help="print one line per layer, not one per kind of block")
     parser.add_argument("--json", action="store_true", help="print JSON, with a row for every layer")

@@ -73,7 +73,6 @@ SHARDS = [
     ("reshard_after_forward", -1, "None, True, False or an integer of at least 1"),
     ("reshard_after_forward", "abc", "None, True, False or an integer of at least 1"),
     ("fp8_all_gather", 1, "'auto', True or False"),
-    ("fp8_reduce", 1, "True or False"),
     ("param_dtype", "bf16", "None or a floating-point torch.dtype"),
     ("reduce_dtype", torch.int8, "None or a floating-point torch.dtype"),
     ("sync_module_states", "no", TRUE_OR_FALSE),

@@ -1,4 +1,4 @@
-"""FP8 layers in torch's pipelines, of whole and of sharded stages, on two gloo ranks: the bits of one process."""
+"""FP8 layers in torch's pipelines, of whole and of sharded stages, on gloo ranks: the bits of one process."""
 
 import pytest
 import torch
@@ -81,6 +81,14 @@ def worker(rank):
     }
 
 
+def stages_by_data(rank):
+    """Two stages of a pipeline, each sharded over two ranks; the gradients of this rank's stage."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stages", "data"))
+    number, data_rank = mesh.get_coordinate()
+    options = {"group": mesh["stages"].get_group(), "data_rank": data_rank, "param_dtype": torch.float32}
+    return pipeline(number, "bf16", "Schedule1F1B", mesh["data"], **options)[1]
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     return run(worker, 2, tmp_path_factory.mktemp("pipelines"))
@@ -98,3 +106,12 @@ def test_a_pipeline_computes_the_bits_of_one_process(results, precision, sharded
         names |= grads.keys()
     assert names == expected.keys()
     assert results[1][precision, schedule, sharded][0][0] == expected_losses
+
+
+def test_sharded_stages_average_over_their_data_ranks(tmp_path):
+    one, other = (pipeline_of_one("bf16", data_rank=rank)[1] for rank in range(2))
+    names = set()
+    for grads in run(stages_by_data, 4, tmp_path):
+        assert all(torch.equal(grad, (one[name] + other[name]) / 2) for name, grad in grads.items())
+        names |= grads.keys()
+    assert names == one.keys()

@@ -18,7 +18,6 @@ from lightning_lowprec.tools.planning.costs import (
     Weights,
     all_gather,
     all_reduce,
-    codes_in_flight,
     gathered,
     in_flight,
     step,
@@ -214,19 +213,6 @@ def test_a_ring_played_through(ranks):
             holds[rank].add(got)
     assert all_gather(size, ranks) == sent
     assert all_reduce(size, ranks) == 2 * sent, "a reduce-scatter, then an all-gather"
-
-
-def test_gradients_in_float8():
-    """1 + 4 / 128 bytes: within the only copy, or between copies."""
-    blocks = Weights(other=1280, frozen=1024)
-    alone = step(blocks, Weights(), shards=4, fp8_reduce=True)
-    assert (alone.reduce_scatter, alone.all_reduce) == (264 * 3 / 4, 0)
-    copies = step(blocks, Weights(), shards=4, copies=2, fp8_reduce=True)
-    assert (copies.reduce_scatter, copies.all_reduce) == (4 * 256 * 3 / 4, 264 / 4)
-    # two buffers of codes; between copies of 4 shards also half of the sums in float32, and their codes
-    assert codes_in_flight(4, 1) == 2 * 1.03125
-    assert codes_in_flight(4, 2) == (2 * 1.03125 + (4 + 1.03125) / 2) / 4
-    assert in_flight(blocks, Weights(), codes=2.0) == 2 * 1280 + 256 * (6 + 2)
 
 
 def test_frozen_weights_are_gathered_and_have_no_gradients():

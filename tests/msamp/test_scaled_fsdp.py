@@ -66,7 +66,7 @@ def sharded(kind="adamw", seed=0):
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    traffic = Traffic({**{f"blocks.{i}": block for i, block in enumerate(model.blocks)}, "": model}, {})
+    traffic = Traffic({**{f"blocks.{i}": block for i, block in enumerate(model.blocks)}, "": model})
     collect(model, mesh)
     return model, OPTIMIZERS[kind](model.parameters(), compile=kind == "sgd"), traffic
 

@@ -113,11 +113,6 @@ def test_what_one_rank_holds_and_sends(tmp_path, capsys):
     assert sent["all_gather_forward"] == (2 * (linears + 2 * 2 * 4096) + 2 * root) * 7 / 8
     assert sent["all_gather_backward"] == 2 * (linears + 2 * 2 * 4096) * 7 / 8
     assert (sent["reduce_scatter"], sent["all_reduce"]) == (4 * everything * 7 / 8, 2 * 4 * everything / 8 * 3 / 4)
-    words = ("--precision", "fp8-tensorwise", "--fp8_reduce", "--shards", 8)
-    for copies, reduced in ((1, (1.03125 * 7 / 8, 0)), (4, (4 * 7 / 8, 2 * 1.03125 / 8 * 3 / 4))):
-        row = run_json(capsys, config, *words, "--copies", copies)["per_rank"][-1]
-        assert (row["sent"]["reduce_scatter"], row["sent"]["all_reduce"]) == tuple(x * everything for x in reduced)
-        assert row["sent"]["all_gather_backward"] == sent["all_gather_backward"]
     lean = run_json(capsys, config, "--precision", "fp8-lean", "--shards", 8)["per_rank"][-1]
     assert (lean["precision"], lean["state"] * 8) == ("fp8-lean", 6 * everything)
     assert lean["sent"]["all_gather_backward"] == sent["all_gather_backward"]
@@ -139,7 +134,6 @@ def test_what_one_rank_holds_as_text_and_what_is_refused(tmp_path, capsys):
     assert "in flight: at most so much more" in text
     for words, message in (
         (["--copies", "2"], "`copies=2` is not valid without `--shards`"),
-        (["--fp8_reduce"], "`fp8_reduce=True` is not valid without `--shards`"),
         (["--shards", "0"], "`shards=0` is not valid; expected an integer of at least 1"),
         (["--shards", "3"], "4096 output features, which do not divide into equal shards"),
     ):

@@ -37,9 +37,8 @@ def run(args: Any) -> int:
         rows = [widths(name) for name in all_names()]
         print(dumps(rows) if args.json else widths_page(rows))
         return 0
-    for option, value, default in (("fp8_reduce", args.fp8_reduce, False), ("copies", args.copies, 1)):
-        if args.shards is None and value != default:
-            raise ValueError(f"`{option}={value}` is not valid without `--shards`: say how many ranks share one copy.")
+    if args.shards is None and args.copies != 1:
+        raise ValueError(f"`copies={args.copies}` is not valid without `--shards`: say how many ranks share one copy.")
     name = converting_name(args.precision)
     with working("building the model and planning its layers"), prints_to_stderr(wanted=args.json):
         source = load(args.source, args.args or {})
@@ -49,7 +48,7 @@ def run(args: Any) -> int:
     per_token = flops(plan, attention_width=source.attention_width, sequence_length=args.sequence_length)
     sizes, ranks = footprints(source.model, plan, args.precision), []
     if args.shards is not None:
-        ranks = per_rank(source.model, plan, sizes, shards=args.shards, copies=args.copies, fp8_reduce=args.fp8_reduce)
+        ranks = per_rank(source.model, plan, sizes, shards=args.shards, copies=args.copies)
     write = partial(plan_page, source.origin, plan, per_token, sizes, ranks, forward=forward, all_rows=args.all)
     if args.markdown is not None:
         Path(args.markdown).write_text(f"{write(markdown=True)}\n", encoding="utf-8")

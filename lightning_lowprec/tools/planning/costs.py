@@ -7,9 +7,6 @@ With n shards, c copies, and P bytes of some weights in the dtype in which they 
     all-reduce       2 (c - 1) / c * P / n    # HSDP: the shards of gradients, over the copies
     scales           2 (n - 1) / n * 4 k      # one float32 per FP8 weight, all k in one all-reduce
 
-With ``fp8_reduce`` a gradient has 1 + 4 / 128 bytes: in the all-reduce if there are copies, else in the reduce-scatter.
-Rows are multiples of 16 bytes, and their last blocks are shorter, which adds less than 20 bytes per group and rank.
-
 The root (embeddings, head, last norm) stays gathered between forward and backward unless ``reshard_after_forward`` is
 True. A dimension that n does not divide is padded, which is counted. Not counted: buffers, what tensor parallelism
 sends, gradient accumulation (each micro-batch gathers and reduces again). Algorithms other than rings, such as NCCL's
@@ -18,10 +15,8 @@ trees, send other amounts for the same call.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from typing import Final
 
 import torch
@@ -36,7 +31,6 @@ from lightning_lowprec.conversion.plan import Plan, PlanRow
 from lightning_lowprec.conversion.recipe_map import ALL_GEMMS, NO_GEMM, InBF16
 from lightning_lowprec.fsdp2.options import blocks as blocks_of
 from lightning_lowprec.masters.in_backward import WAITING
-from lightning_lowprec.numerics.fp8_blocks import BYTES_PER_VALUE
 
 SEQUENCE_LENGTH = 4096
 COMPARED = (
@@ -293,7 +287,6 @@ def step(
     reduce_dtype: torch.dtype = torch.float32,
     reshard_after_forward: bool | None = None,
     tensor_parallel: int = 1,
-    fp8_reduce: bool = False,
 ) -> Volume:
     """Return the volume of one step of one micro-batch, of the weights below the root and of the root.
 
@@ -306,39 +299,28 @@ def step(
     forward = gathered(blocks, param_dtype) + gathered(root, param_dtype)
     again = 0 if reshard_after_forward is False else gathered(blocks, param_dtype)
     again += gathered(root, param_dtype) if reshard_after_forward is True else 0
-    trained = blocks.trained + root.trained
-    within = BYTES_PER_VALUE if fp8_reduce and copies == 1 else reduce_dtype.itemsize
-    between = BYTES_PER_VALUE if fp8_reduce else reduce_dtype.itemsize
+    gradients = (blocks.trained + root.trained) * reduce_dtype.itemsize
     scales = 4 * (blocks.fp8_weights + root.fp8_weights)
     return Volume(
         all_gather_forward=all_gather(forward, shards),
         all_gather_backward=all_gather(again, shards),
-        reduce_scatter=all_gather(trained * within, shards),
-        all_reduce=all_reduce(trained * between / shards, copies),
+        reduce_scatter=all_gather(gradients, shards),
+        all_reduce=all_reduce(gradients / shards, copies),
         scales=all_reduce(scales, shards) + all_reduce(scales, tensor_parallel),
     )
 
 
-def in_flight(block: Weights, root: Weights, *, param_dtype: torch.dtype = torch.bfloat16, codes: float = 0.0) -> int:
+def in_flight(block: Weights, root: Weights, *, param_dtype: torch.dtype = torch.bfloat16) -> int:
     """Return an upper bound of the bytes beside state and activations that a rank holds at once in a backward pass.
 
     The root's weights stay gathered, and its gradients wait for the last one. Meanwhile a block's gradients and their
     buffer exist, and the next block is gathered. At the end the root's weights are freed, and the root's gradients and
     their buffer exist. ``block`` is the largest group below the root.
     """
-    gradient = param_dtype.itemsize + _FLOAT32 + codes
-    during: float = gathered(root, param_dtype) + root.trained * param_dtype.itemsize
+    gradient = param_dtype.itemsize + _FLOAT32
+    during = gathered(root, param_dtype) + root.trained * param_dtype.itemsize
     during += gathered(block, param_dtype) + block.trained * gradient
-    return math.ceil(max(during, root.trained * gradient))
-
-
-def codes_in_flight(shards: int, copies: int) -> float:
-    """Return the bytes per gradient that ``fp8_reduce`` needs at once: codes to send, and codes that arrived.
-
-    Between copies, each copy also holds its part of the float32 sums, and the codes of that part.
-    """
-    both = 2 * BYTES_PER_VALUE
-    return both if copies == 1 else (both + (_FLOAT32 + BYTES_PER_VALUE) / copies) / shards
+    return max(during, root.trained * gradient)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -363,7 +345,6 @@ def per_rank(
     copies: int = 1,
     parts: Callable[[str], int] = lambda fqn: 1,
     tensor_parallel: int = 1,
-    fp8_reduce: bool = False,
 ) -> list[Rank]:
     """Return the bytes of a rank for every precision of ``sizes`` that runs under FSDP2; the plan is of the last one.
 
@@ -371,8 +352,6 @@ def per_rank(
     equal parts raise ValueError.
     """
     check_integer("shards", shards, least=1)
-    codes = codes_in_flight(shards, copies) if fp8_reduce else 0.0
-    send = partial(step, shards=shards, copies=copies, tensor_parallel=tensor_parallel, fp8_reduce=fp8_reduce)
     elements = sum(p.numel() for p in model.parameters())
     ranks = []
     for row in sizes:
@@ -391,17 +370,20 @@ def per_rank(
         if name is not None and (name.keeps_codes or name.options.get("weight_codes") == "per_gemm"):
             keeps = 0
         largest = max(below, key=lambda weights: weights.total, default=Weights())
-        flying = in_flight(largest, root, param_dtype=param_dtype, codes=codes)
+        flying = in_flight(largest, root, param_dtype=param_dtype)
         if _formats(row.precision).frees_gradients:
             # on a GPU they wait until they are enough for a launch; the last one may be the largest
             most = WAITING + max(p.numel() for p in model.parameters()) // shards
             flying += param_dtype.itemsize * min(most, (together.trained + root.trained) // shards)
+        sent = step(
+            together, root, shards=shards, copies=copies, param_dtype=param_dtype, tensor_parallel=tensor_parallel
+        )
         ranks.append(
             Rank(
                 precision=row.precision,
                 state=(_state(row, plan) * (together.total + root.total) / elements + keeps) / shards,
                 in_flight=flying,
-                sent=send(together, root, param_dtype=param_dtype),
+                sent=sent,
             )
         )
     return ranks
