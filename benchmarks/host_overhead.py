@@ -47,9 +47,7 @@ def make(key: str, job: Job) -> Running:
         return setups.ours(job, name=what)
     from lightning_lowprec import FP8TE
 
-    recipe, _, option = what.partition(", ")
-    options: dict[str, Any] = {"no norms": {"norms": False}}.get(option, {})
-    return setups.lightning(job, plugin=FP8TE(recipe, **options), compiled=False)
+    return setups.lightning(job, plugin=FP8TE(what), compiled=False)
 
 
 def least_ms(steps: Sequence[Callable[[], Any]], repeats: int) -> list[float]:

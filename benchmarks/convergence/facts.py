@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import platform
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import Tensor
 from benchmarks.convergence.digits import CLASSES
 from benchmarks.convergence.subjects import Subject
 from benchmarks.convergence.text import parts
+from benchmarks.gpu_lane.machine import versions
 
 PACKAGES = (
     "lightning-lowprec", "torch", "lightning", "torchao", "transformers", "peft", "numpy", "pillow", "matplotlib",
@@ -27,7 +27,7 @@ def machine_facts() -> dict[str, Any]:
     return {
         "cpu": f"{cpu_model()} ({platform.machine()})",
         "python": platform.python_version(),
-        "versions": {package: _version(package) for package in PACKAGES},
+        "versions": versions(PACKAGES),
     }
 
 
@@ -57,10 +57,3 @@ def frequency_loss(train: Tensor, val: Tensor) -> float:
     counts = torch.bincount(train, minlength=256).double() + 1
     share = torch.bincount(val, minlength=256).double() / len(val)
     return float(-(share * (counts / counts.sum()).log()).sum())
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

@@ -7,7 +7,7 @@ enter. A name that this machine cannot run is missing, with the reason that a us
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -47,6 +47,8 @@ BETWEEN_BF16 = "bf16 between blocks"
 TE_LAYERS = "te layers"
 """Transformer Engine's own blocks."""
 TE = "transformer_engine.pytorch"
+BACKENDS = {"FP8TorchAO": ("torchao", "torchao.float8", "tensorwise"), "FP8TE": ("te", TE, "delayed")}
+"""By plugin: how columns of the linear table begin, what must be installed, the recipe if a name has none."""
 WITH_MASTERS = (
     "fp8-tensorwise-remainder", "fp8-tensorwise-master", "fp8-tensorwise-8bit", "fp8-tensorwise-sr",
     "fp8-rowwise-remainder", "fp8-hybrid-te-remainder", "fp8-current-remainder",
@@ -120,78 +122,57 @@ A call of a few minutes comes as far as the fifteenth or so, the next call goes 
 
 
 def _rivals() -> list[Contender]:
-    found = [
-        Contender(
-            key=f"lightning {precision}{', compiled' if compiled else ''}",
-            setup=partial(setups.lightning, precision=precision, compiled=compiled),
-            needs=("lightning",),
-        )
-        for precision in ("bf16-mixed", "bf16-true")
-        for compiled in (True, False)
-    ]
-    found.append(
-        Contender(
-            key="lightning transformer-engine",
-            setup=partial(setups.lightning, precision="transformer-engine", compiled=False),
-            needs=("lightning", TE),
-            cuda_only=True,
-            linear="te delayed",
-        )
-    )
     whole = partial(setups.whole_model, precision="bf16-mixed")
-    found.append(Contender(key=LIGHTNING_BF16[-1], setup=whole, needs=("lightning",)))
-    return [*found, *_beside_lightning()]
-
-
-def _beside_lightning() -> list[Contender]:
-    found = [
-        Contender(
-            key="accelerate te",
-            setup=partial(setups.accelerate, backend="te"),
-            needs=("accelerate", TE),
-            cuda_only=True,
-            linear="te delayed",
-        ),
+    return [
+        *(_lightning(precision, compiled) for precision in ("bf16-mixed", "bf16-true") for compiled in (True, False)),
+        _by_te("lightning transformer-engine", setups.lightning, precision="transformer-engine", compiled=False),
+        Contender(key=LIGHTNING_BF16[-1], setup=whole, needs=("lightning",)),
+        _by_te("accelerate te", setups.accelerate, backend="te"),
         Contender(
             key="accelerate torchao, compiled",
             setup=partial(setups.accelerate, backend="torchao"),
             needs=("accelerate", "torchao.float8"),
             linear="torchao tensorwise",
         ),
+        *(
+            Contender(
+                key=f"torchao {recipe}, compiled",
+                setup=partial(setups.torchao, recipe=recipe),
+                needs=("torchao.float8",),
+                linear=f"torchao {recipe}",
+            )
+            for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+        ),
+        *(
+            _by_te(f"te {recipe}", setups.transformer_engine, recipe=recipe)
+            for recipe in ("delayed", "current", "block")
+        ),
+        _by_te(f"{TE_LAYERS} delayed", te_layers.te_layers, recipe="delayed"),
+        _by_te(f"{TE_LAYERS} current", te_layers.te_layers, recipe="current"),
+        _by_te(f"{TE_LAYERS} delayed, compiled", te_layers.te_layers, recipe="delayed", compiled=True),
+        _by_te(f"{TE_LAYERS} delayed, fp8 attention", te_layers.te_layers, recipe="delayed", fp8_attention=True),
     ]
-    found += [
-        Contender(
-            key=f"torchao {recipe}, compiled",
-            setup=partial(setups.torchao, recipe=recipe),
-            needs=("torchao.float8",),
-            linear=f"torchao {recipe}",
-        )
-        for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp")
-    ]
-    found += [
-        Contender(
-            key=f"te {recipe}", setup=partial(setups.transformer_engine, recipe=recipe), needs=(TE,), cuda_only=True,
-            linear=f"te {recipe}",
-        )
-        for recipe in ("delayed", "current", "block")
-    ]  # fmt: skip
-    return [*found, *_te_layers()]
 
 
-def _te_layers() -> list[Contender]:
-    forms: dict[str, dict[str, Any]] = {
-        f"{TE_LAYERS} delayed": {"recipe": "delayed"},
-        f"{TE_LAYERS} current": {"recipe": "current"},
-        f"{TE_LAYERS} delayed, compiled": {"recipe": "delayed", "compiled": True},
-        f"{TE_LAYERS} delayed, fp8 attention": {"recipe": "delayed", "fp8_attention": True},
-    }
-    return [
-        Contender(
-            key=key, setup=partial(te_layers.te_layers, **form), needs=(TE,), cuda_only=True,
-            linear=f"te {form['recipe']}", cudnn_attention=form.get("fp8_attention", False),
-        )
-        for key, form in forms.items()
-    ]  # fmt: skip
+def _lightning(precision: str, compiled: bool) -> Contender:
+    return Contender(
+        key=f"lightning {precision}{', compiled' if compiled else ''}",
+        setup=partial(setups.lightning, precision=precision, compiled=compiled),
+        needs=("lightning",),
+    )
+
+
+def _by_te(key: str, setup: Callable[..., Running], **options: Any) -> Contender:
+    """Whose layers are Transformer Engine's, with delayed scales if ``options`` name no recipe."""
+    library = key.partition(" ")[0]
+    return Contender(
+        key=key,
+        setup=partial(setup, **options),
+        needs=(library, TE) if library in ("lightning", "accelerate") else (TE,),
+        cuda_only=True,
+        linear=f"te {options.get('recipe', 'delayed')}",
+        cudnn_attention=options.get("fp8_attention", False),
+    )
 
 
 def _ours() -> list[Contender]:
@@ -203,85 +184,44 @@ def _ours() -> list[Contender]:
         if suffix in MASTERS and stem in TABLE and name not in WITH_MASTERS:
             continue
         identity = f"{entry.plugin.__name__} {sorted(entry.options.items())}"
-        found.setdefault(
-            identity,
-            Contender(
-                key=f"ours {name}", setup=partial(setups.ours, name=name), needs=_needs(entry.plugin.__name__),
-                linear=_linear(entry.plugin.__name__, entry.options), name=name,
-            ),
-        )  # fmt: skip
-    by_gain = Contender(
-        key="ours fp8-tensorwise, min_gain=auto",
-        setup=partial(setups.ours, name="fp8-tensorwise", options={"min_gain": "auto"}),
-        needs=("torchao.float8",),
-    )
-    inside = Contender(
-        key=SCALED_INSIDE,
-        setup=partial(setups.ours, name="fp8-rowwise", options={"rowwise_backward": "scaled_inside"}),
-        needs=("torchao.float8",), linear="torchao rowwise", name="fp8-rowwise",
-    )  # fmt: skip
-    return [*found.values(), by_gain, inside, *_of_fp8_hybrid(), _sharded(), *_with_losses()]
-
-
-def _of_fp8_hybrid() -> list[Contender]:
-    """Other forms of what ``fp8-hybrid`` means."""
+        found.setdefault(identity, _named(f"ours {name}", name))
     te, torchao = MAIN_TE.removeprefix("ours "), MAIN.removeprefix("ours ")
-    by_te: dict[str, Any] = {"needs": (TE,), "linear": "te delayed", "name": te}
-    compiled = partial(setups.lightning, precision=te, compiled=True)
-    kept = partial(setups.ours, name=torchao, options={"weights": "keep"})
-    by_torchao: dict[str, Any] = {"needs": ("torchao.float8",), "linear": "torchao tensorwise", "name": torchao}
-    between = partial(setups.bf16_between_blocks, name=torchao)
-    return [
-        Contender(key=TE_COMPILED, setup=compiled, **by_te),
-        Contender(key=BF16_WEIGHTS, setup=kept, **by_torchao),
-        Contender(key=f"{MAIN}, {BETWEEN_BF16}", setup=between, **by_torchao),
+    compiled = _named(TE_COMPILED, te)
+    forms = [
+        _named("ours fp8-tensorwise, min_gain=auto", torchao, options={"min_gain": "auto"}),
+        _named(SCALED_INSIDE, "fp8-rowwise", options={"rowwise_backward": "scaled_inside"}),
+        replace(compiled, setup=partial(setups.lightning, precision=te, compiled=True)),
+        _named(BF16_WEIGHTS, torchao, options={"weights": "keep"}),
+        _named(f"{MAIN}, {BETWEEN_BF16}", torchao, setup=setups.bf16_between_blocks),
+        _named(SHARDED, torchao, strategy="fsdp2"),
     ]
+    return [*found.values(), *forms, *_with_losses(torchao)]
 
 
-def _with_losses() -> list[Contender]:
+def _with_losses(torchao: str) -> list[Contender]:
     """The head and the loss of ours, under bf16 too: any user of bf16 may have it."""
-    torchao = MAIN.removeprefix("ours ")
-    exact, eight = (partial(setups.ours, name=torchao, options={"master_weights": w}) for w in ("remainder", "8bit"))
-    kept = partial(setups.ours, name=torchao, options={"weights": "keep"})
-    all_fast = {"recipe": {"*": {"grad_input": "fast", "grad_weight": "fast"}}, "master_weights": "8bit"}
-    fast = partial(setups.ours, name=torchao, options=all_fast)
-    bf16: dict[str, partial[Running]] = {
-        BASELINE: partial(setups.lightning, precision="bf16-mixed", compiled=True),
-        BF16_TRUE: partial(setups.lightning, precision="bf16-true", compiled=True),
-    }
-    fp8 = {
-        MAIN: partial(setups.ours, name=torchao),
-        BF16_WEIGHTS: kept,
-        REMAINDER: exact,
-        EIGHT_BITS: eight,
-        FAST_BACKWARD: fast,
-    }
-    ours: dict[str, Any] = {"needs": ("torchao.float8",), "linear": "torchao tensorwise", "name": torchao}
-    with_bf16_head = bf16 | {key: fp8[key] for key in (MAIN, REMAINDER)}
-    chunked = {key: partial(setups.with_loss, setup=setup, loss="chunked") for key, setup in with_bf16_head.items()}
-    in_fp8 = {key: partial(setups.with_loss, setup=setup, loss="fp8") for key, setup in fp8.items()}
+    main, remainder = _named(MAIN, torchao), _named(REMAINDER, torchao, options={"master_weights": "remainder"})
+    fast = {"recipe": {"*": {"grad_input": "fast", "grad_weight": "fast"}}, "master_weights": "8bit"}
+    fp8 = [
+        main,
+        _named(BF16_WEIGHTS, torchao, options={"weights": "keep"}),
+        remainder,
+        _named(EIGHT_BITS, torchao, options={"master_weights": "8bit"}),
+        _named(FAST_BACKWARD, torchao, options=fast),
+    ]
+    chunked = [_lightning("bf16-mixed", compiled=True), _lightning("bf16-true", compiled=True), main, remainder]
     return [
-        *(Contender(key=f"{k}, {CHUNKED}", setup=s, **(ours if k in fp8 else {})) for k, s in chunked.items()),
-        *(Contender(key=f"{k}, {FP8_HEAD}", setup=s, **ours) for k, s in in_fp8.items()),
+        replace(c, key=f"{c.key}, {words}", setup=partial(setups.with_loss, setup=c.setup, loss=loss))
+        for words, loss, contenders in ((CHUNKED, "chunked", chunked), (FP8_HEAD, "fp8", fp8))
+        for c in contenders
     ]
 
 
-def _sharded() -> Contender:
-    """FP8 under FSDP2 with one process: all of its work but what goes over the wire."""
-    return Contender(
-        key=SHARDED,
-        setup=partial(setups.ours, name=MAIN.removeprefix("ours "), strategy="fsdp2"),
-        needs=("torchao.float8",),
-        linear="torchao tensorwise",
-    )
-
-
-def _needs(plugin: str) -> tuple[str, ...]:
-    return {"FP8TorchAO": ("torchao.float8",), "FP8TE": (TE,)}.get(plugin, ())
-
-
-def _linear(plugin: str, options: Any) -> str | None:
-    backend = {"FP8TorchAO": "torchao", "FP8TE": "te"}.get(plugin)
-    if backend is None:
-        return None
-    return f"{backend} {options.get('recipe', 'tensorwise' if backend == 'torchao' else 'delayed')}"
+def _named(key: str, name: str, setup: Callable[..., Running] = setups.ours, **options: Any) -> Contender:
+    """A name of our table, or another form of it."""
+    entry, made = TABLE[name], partial(setup, name=name, **options)
+    if entry.plugin.__name__ not in BACKENDS:
+        return Contender(key=key, setup=made, name=name)
+    backend, module, usual = BACKENDS[entry.plugin.__name__]
+    recipe = entry.options.get("recipe", usual)
+    return Contender(key=key, setup=made, needs=(module,), linear=f"{backend} {recipe}", name=name)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import subprocess
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Sequence
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ def facts(device: torch.device) -> dict[str, Any]:
     from lightning_lowprec.tools.doctor import machine
 
     found = machine(device)
-    found["versions"] |= {package: _version(package) for package in FURTHER}
+    found["versions"] |= versions(FURTHER)
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         found["device"] = torch.cuda.get_device_name(device)
@@ -49,8 +50,7 @@ def _git(*args: str) -> str:
     return result.stdout.strip()
 
 
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+def versions(packages: Sequence[str]) -> dict[str, str | None]:
+    """Return the versions of packages, None for one that is not installed."""
+    installed = {name: found.version for name in packages for found in distributions(name=name)}
+    return {name: installed.get(name) for name in packages}
