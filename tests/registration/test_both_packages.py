@@ -5,6 +5,7 @@ import tomllib
 
 import lightning_lowprec_autoload as autoload
 from lightning_lowprec.callbacks import NumericsMonitor
+from tests.once import once
 from tests.registration.test_cli import ROOT, python
 
 MODEL = """
@@ -88,59 +89,101 @@ train(second, "fp8-hybrid")
 print("all of", FIRST_NAME)
 """
 )
-WITHOUT_IMPORT = (
+IN_A_COPY = """
+import os, sys, traceback
+
+def in_a_copy(case, *arguments, name=None):
+    # Runs the case in a copy of this process. What it says is in files.
+    if os.fork():
+        return os.wait()
+    for stream, kind in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(f"{name or case.__name__}.{kind}", os.O_WRONLY | os.O_CREAT), stream)
+    try:
+        case(*arguments)
+        print("ended with 0")
+    except SystemExit as end:
+        print("ended with", end.code)
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+"""
+PER_PACKAGE = (
     MODEL
+    + IN_A_COPY
     + """
 import lightning_lowprec_autoload as autoload
 autoload.install()  # as torch does, by the entry point
-import PACKAGE as pl
-import PACKAGE.cli
-train(pl, "bf16-mixed")
-assert "lightning_lowprec" not in sys.modules, "nobody asked for it"
-train(pl, "fp8-hybrid")
-import lightning_lowprec
-assert ("lightning.pytorch" in sys.modules) == (pl.__name__ == "lightning.pytorch"), "the other one stays out"
-assert autoload.installed_by_torch
-print("without an import")
-"""
-)
-FROM_THE_COMMAND_LINE = MODEL + (
-    """
-import lightning_lowprec_autoload as autoload
-autoload.install()
-from PACKAGE.cli import LightningCLI
-import PACKAGE as pl
-from PACKAGE.demos.boring_classes import BoringModel
-sys.argv = ["train.py", "fit", "--trainer.precision=PRECISION", "--trainer.fast_dev_run=1", "--trainer.accelerator=cpu"]
-class Model(BoringModel):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(32, 16)
-cli = LightningCLI(Model)
-print(cli.trainer.precision)
-"""
-)
-FABRIC_RUN = """
-import lightning_lowprec_autoload as autoload, sys, click
-autoload.install()
+
+def nobody_asked():
+    assert "lightning_lowprec" not in sys.modules, "nobody asked for it"
+
+def without_import():
+    train(pl, "bf16-mixed")
+    nobody_asked()
+    train(pl, "fp8-hybrid")
+    import lightning_lowprec
+    assert ("lightning.pytorch" in sys.modules) == (pl.__name__ == "lightning.pytorch"), "the other one stays out"
+    assert autoload.installed_by_torch
+    print("without an import")
+
+def command_line(precision):
+    class Model(BoringModel):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(32, 16)
+    nobody_asked()
+    sys.argv = ["train.py", "fit", f"--trainer.precision={precision}", "--trainer.fast_dev_run=1",
+        "--trainer.accelerator=cpu"]
+    cli = LightningCLI(Model)
+    print(cli.trainer.precision)
+
+def launcher():
+    import click
+    options = {option.name: option for option in _run.params}
+    def read(name, value):
+        return options[name].type.convert(value, options[name], None)
+    assert (read("precision", "bf16-mixed"), read("strategy", "ddp")) == ("bf16-mixed", "ddp")
+    nobody_asked()
+    assert (read("precision", "fp8-hybrid"), read("strategy", "fsdp2")) == ("fp8-hybrid", "fsdp2")
+    for name, wrong in (("precision", "fp8-hybird"), ("strategy", "fsdp3"), ("accelerator", "fp8-hybrid")):
+        try:
+            print(wrong, "is taken as", read(name, wrong))
+        except click.BadParameter:
+            print("refused")
+
 from FABRIC.cli import _run
-options = {option.name: option for option in _run.params}
-def read(name, value):
-    return options[name].type.convert(value, options[name], None)
-assert (read("precision", "bf16-mixed"), read("strategy", "ddp")) == ("bf16-mixed", "ddp")
-assert "lightning_lowprec" not in sys.modules, "nobody asked for it"
-assert (read("precision", "fp8-hybrid"), read("strategy", "fsdp2")) == ("fp8-hybrid", "fsdp2")
-for name, wrong in (("precision", "fp8-hybird"), ("strategy", "fsdp3"), ("accelerator", "fp8-hybrid")):
-    try:
-        print(wrong, "is taken as", read(name, wrong))
-    except click.BadParameter:
-        print("refused")
+in_a_copy(launcher)  # before the Trainer is imported, where that has a package of its own
+import PACKAGE as pl
+from PACKAGE.cli import LightningCLI
+from PACKAGE.demos.boring_classes import BoringModel
+in_a_copy(without_import)
+in_a_copy(command_line, "fp8-hybrid")
+in_a_copy(command_line, "fp8-hybird", name="wrong")
 """
-BROKEN = (
-    "import torch, lightning_lowprec_autoload as autoload; autoload.install(); import pytorch_lightning as pl\n"
-    "for _ in range(2):\n"
-    "    try:\n        pl.Trainer(precision='fp8-hybrid')\n"
-    "    except ValueError as error:\n        print(error)\n"
+)
+WITHOUT_THE_NAMES = (
+    IN_A_COPY
+    + """
+import torch, lightning_lowprec_autoload as autoload, pytorch_lightning as pl
+
+def ask_twice():
+    for _ in range(2):
+        try:
+            pl.Trainer(precision="fp8-hybrid")
+        except ValueError as error:
+            print(error)
+
+def broken(folder):
+    del os.environ["LOWPREC_AUTOLOAD"]
+    sys.path.insert(0, folder)
+    autoload.install()
+    ask_twice()
+
+in_a_copy(ask_twice)
+in_a_copy(broken, "FOLDER")
+"""
 )
 
 
@@ -153,42 +196,46 @@ def test_both_in_one_process_give_the_same_bits_and_resume_from_each_other(tmp_p
     assert f"all of {first}" in ran.stdout
 
 
-@pytest.mark.parametrize("package", ["pytorch_lightning", "lightning.pytorch"])
-def test_names_are_known_without_an_import(tmp_path, package):
-    code = WITHOUT_IMPORT.replace("PACKAGE", package)
-    ran = python("-W", "ignore", "-c", code, cwd=tmp_path, from_nothing=True)
-    assert "without an import" in ran.stdout
+@pytest.fixture(scope="module", params=["pytorch_lightning", "lightning.pytorch"])
+def said(request, tmp_path_factory):
+    """What each case of PER_PACKAGE said: ``stdout`` and ``stderr`` by name. One process imports the package."""
+    package = request.param
+    fabric = {"pytorch_lightning": "lightning_fabric", "lightning.pytorch": "lightning.fabric"}[package]
+    with once(tmp_path_factory.mktemp("package"), f"copies-of-{package}") as (folder, missing):
+        if missing:
+            code = PER_PACKAGE.replace("PACKAGE", package).replace("FABRIC", fabric)
+            python("-W", "ignore", "-c", code, cwd=folder, from_nothing=True)
+        return {file.name: file.read_text() for file in folder.glob("*.std*")}
 
 
-@pytest.mark.parametrize("fabric", ["lightning_fabric", "lightning.fabric"])
-def test_the_launcher_of_fabric_takes_the_names(tmp_path, fabric):
-    ran = python("-W", "ignore", "-c", FABRIC_RUN.replace("FABRIC", fabric), cwd=tmp_path, from_nothing=True)
-    assert ran.stdout.split() == ["refused", "refused", "refused"]
+def test_names_are_known_without_an_import(said):
+    assert said["without_import.stdout"].endswith("without an import\nended with 0\n"), said["without_import.stderr"]
 
 
-@pytest.mark.parametrize("package", ["pytorch_lightning", "lightning.pytorch"])
-def test_the_command_line_of_both(tmp_path, package):
-    code = FROM_THE_COMMAND_LINE.replace("PACKAGE", package)
-    ran = python("-c", code.replace("PRECISION", "fp8-hybrid"), cwd=tmp_path, from_nothing=True)
-    assert ran.stdout.splitlines()[-1] == "fp8-hybrid"
-    wrong = python("-c", code.replace("PRECISION", "fp8-hybird"), cwd=tmp_path, from_nothing=True, check=False)
-    assert wrong.returncode == 2
-    assert "did you mean 'fp8-hybrid'" in wrong.stderr.lower()
+def test_the_launcher_of_fabric_takes_the_names(said):
+    assert said["launcher.stdout"] == 3 * "refused\n" + "ended with 0\n", said["launcher.stderr"]
 
 
-def test_the_switch_leaves_lightning_alone(tmp_path):
-    ran = python("-c", BROKEN, cwd=tmp_path, from_nothing=True, LOWPREC_AUTOLOAD="0")
-    assert ran.stdout.count("Precision 'fp8-hybrid' is invalid") == 2
-    assert "lightning_lowprec" not in ran.stderr
+def test_the_command_line_of_both(said):
+    assert said["command_line.stdout"].endswith("fp8-hybrid\nended with 0\n"), said["command_line.stderr"]
+    assert said["wrong.stdout"].endswith("ended with 2\n"), said["wrong.stderr"]
+    assert "did you mean 'fp8-hybrid'" in said["wrong.stderr"].lower()
 
 
-def test_a_package_that_cannot_be_imported_is_said_once_and_breaks_nothing(tmp_path):
+def test_the_switch_leaves_lightning_alone_and_a_broken_package_is_said_once_and_breaks_nothing(tmp_path):
     (tmp_path / "lightning_lowprec").mkdir()
     (tmp_path / "lightning_lowprec" / "__init__.py").write_text("raise OSError('half a disk')")
-    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{BROKEN}"
-    ran = python("-c", code, cwd=tmp_path, from_nothing=True)
-    assert ran.stdout.count("Precision 'fp8-hybrid' is invalid") == 2
-    assert ran.stderr.count("lightning_lowprec cannot be imported, so its names are unknown: OSError") == 1
+    folder = tmp_path / "said"
+    folder.mkdir()
+    code = WITHOUT_THE_NAMES.replace("FOLDER", str(tmp_path))
+    python("-c", code, cwd=folder, from_nothing=True, LOWPREC_AUTOLOAD="0")
+    switched, broken = ((folder / f"{case}.stdout").read_text() for case in ("ask_twice", "broken"))
+    for said in (switched, broken):
+        assert said.count("Precision 'fp8-hybrid' is invalid") == 2
+        assert said.endswith("ended with 0\n")
+    switched, broken = ((folder / f"{case}.stderr").read_text() for case in ("ask_twice", "broken"))
+    assert "lightning_lowprec" not in switched
+    assert broken.count("lightning_lowprec cannot be imported, so its names are unknown: OSError") == 1
 
 
 def test_the_variable_of_the_monitor(monkeypatch):

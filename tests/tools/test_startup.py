@@ -47,8 +47,8 @@ def lowprec(tmp_path_factory):
     script = tmp_path_factory.mktemp("bin") / "lowprec"
     script.write_text(COMMAND)
 
-    def call(*arguments):
-        environ = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+    def call(*arguments, path=str(ROOT)):
+        environ = {"PYTHONPATH": path, "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
         command = [sys.executable, str(script), *arguments]
         ran = subprocess.run(
             command, cwd=script.parent, env=environ, capture_output=True, text=True, timeout=240, check=False
@@ -59,18 +59,72 @@ def lowprec(tmp_path_factory):
     return call
 
 
+EACH = """
+import json, os, sys
+from lightning_lowprec.tools.cli import main
+heavy = [m for m in ("torch", "lightning") if m in sys.modules]
+for number, arguments in enumerate(json.load(sys.stdin)):
+    sys.stdout.flush()
+    if os.fork() == 0:
+        stdout, stderr = (os.open(f"{number}.{name}", os.O_WRONLY | os.O_CREAT) for name in ("out", "err"))
+        os.dup2(stdout, 1), os.dup2(stderr, 2)
+        sys.argv[1:] = arguments
+        status = 70
+        try:
+            status = main()
+        except SystemExit as end:
+            status = end.code
+        finally:
+            sys.stdout.flush()
+            heavy = [m for m in ("torch", "lightning") if m in sys.modules]
+            with open(f"{number}.ended", "w") as file:
+                json.dump([status, heavy], file)
+            os._exit(0)
+    os.wait()
+print(json.dumps(heavy))
+"""
+"""A console script that has imported the command and nothing else, and a copy of it for each line of arguments."""
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    """What `lowprec` answered to each of LIGHT: as of the fixture `lowprec`, from copies of one process."""
+    folder = tmp_path_factory.mktemp("answers")
+    (folder / "lowprec").write_text(EACH)
+    environ = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+    command, given = [sys.executable, str(folder / "lowprec")], json.dumps(LIGHT)
+    ran = subprocess.run(
+        command, cwd=folder, env=environ, input=given, capture_output=True, text=True, timeout=240, check=True
+    )
+    assert json.loads(ran.stdout) == [], "the import of the command"
+    found = {}
+    for number, arguments in enumerate(LIGHT):
+        out, err, ended = (folder / f"{number}.{name}" for name in ("out", "err", "ended"))
+        status, imported = json.loads(ended.read_text())
+        found[" ".join(arguments)] = status, out.read_text() + err.read_text(), imported
+    return found
+
+
+def test_a_console_script_imports_neither_torch_nor_lightning(lowprec):
+    status, said, imported = lowprec("plan", "llama", "--precision", "fp8-hybird")
+    assert status == 2, said
+    assert imported == []
+
+
 @pytest.mark.parametrize("arguments", LIGHT, ids=" ".join)
-def test_help_and_wrong_options_import_neither_torch_nor_lightning(lowprec, arguments):
-    status, said, imported = lowprec(*arguments)
+def test_help_and_wrong_options_import_neither_torch_nor_lightning(answers, arguments):
+    status, said, imported = answers[" ".join(arguments)]
     wrong = arguments[1:] not in ([], ["bash"], ["--help"]) or arguments == ["nope"]
     assert status == (2 if wrong else 0), said
     assert "Traceback" not in said
     assert imported == []
 
 
-def test_this_test_can_fail(lowprec):
-    status, said, imported = lowprec("doctor", "--device", "cpu", "--for", "bf16-mixed")
-    assert status == 0, said
+def test_this_test_can_fail(lowprec, tmp_path):
+    """An empty `torch` is imported in no time."""
+    (tmp_path / "torch.py").write_text("")
+    status, said, imported = lowprec("doctor", path=f"{tmp_path}:{ROOT}")
+    assert status != 0, said
     assert "torch" in imported
 
 

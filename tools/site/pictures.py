@@ -5,6 +5,7 @@ python -m tools.site.pictures docs/pictures
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -84,6 +85,7 @@ def draw_errors(path: Path) -> None:
     _save(figure, path)
 
 
+@functools.cache
 def lost_on_hopper(data: str, k: int) -> tuple[float, float, float, float]:
     """Return signal to noise in dB of the rounding to e4m3 with one scale, of fast and of promoted sums on Hopper.
 
