@@ -45,10 +45,16 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
+@functools.cache
+def nodes_of(tree: ast.AST) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(tree))
+
+
+@functools.cache
 def imported(tree: ast.AST) -> set[str]:
     """Every dotted name that a module imports; `from a import b` counts as `a.b`."""
     names = set()
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -126,7 +132,7 @@ def test_no_module_imports_in_a_circle():
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_files_and_functions_stay_small(path):
     assert path.read_text().count("\n") <= 450
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(tree_of(path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name != "__init__":
             assert node.end_lineno - node.lineno < 60, node.name
 
@@ -140,7 +146,7 @@ def own_private_names() -> set[str]:
     """Every private name that the package itself defines: functions, classes, attributes, fields, arguments."""
     names = set()
     for path in MODULES:
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(tree_of(path)):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 names.add(node.name)
             elif isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
@@ -156,8 +162,8 @@ def private(name: str) -> bool:
 
 def foreign_private_names(tree: ast.AST, own: set[str]) -> set[str]:
     """Private names of other libraries that a module reads: by attribute, by import, or by a string for `getattr`."""
-    found = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and private(node.attr)}
-    for node in ast.walk(tree):
+    found = {node.attr for node in nodes_of(tree) if isinstance(node, ast.Attribute) and private(node.attr)}
+    for node in nodes_of(tree):
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr", "setattr"):
             name = node.args[1]
             if isinstance(name, ast.Constant) and isinstance(name.value, str) and private(name.value):
@@ -190,7 +196,7 @@ MEANT_TO_BE_EXTENDED = {"MasterOptimizer", "StdlibText", "ByteGPT", "Block"}
 
 def classes_without_final() -> set[str]:
     """Classes that are neither extended in the package, nor final, nor abstract, nor plain values."""
-    classes = [node for path in MODULES for node in ast.walk(tree_of(path)) if isinstance(node, ast.ClassDef)]
+    classes = [node for path in MODULES for node in nodes_of(tree_of(path)) if isinstance(node, ast.ClassDef)]
     extended = {getattr(base, "id", getattr(base, "attr", "")) for node in classes for base in node.bases}
     values = {"Protocol", "TypedDict", "IntEnum", "NamedTuple"}
     return {
