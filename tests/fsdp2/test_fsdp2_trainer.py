@@ -132,7 +132,7 @@ def fitted(precision, model=None, strategy="fsdp2", **kwargs):
 def every_precision(rank):
     results = {}
     for precision in PRECISIONS:
-        model, trainer = fitted(precision, gradient_clip_val=0.5)
+        model, trainer = fitted(precision, gradient_clip_val=0.5, limit_val_batches=3)
         dtypes = {p.dtype for p in model.parameters()}
         gathered = {d for g in wire(model).gathers.values() for d in g.sent}
         results[precision] = (model.losses, model.evaluated, dtypes, gathered, trainer.global_step)
@@ -147,11 +147,15 @@ def wire(model):
 
 def places(rank):
     """The same model, defined in every place Lightning knows."""
-    weights = {"__init__": fitted("fp8-hybrid")[0]}
-    weights["configure_model"] = fitted("fp8-hybrid", InConfigureModel())[0]
-    weights["optimizer in __init__"] = fitted("fp8-hybrid", Module(early_optimizer=True))[0]
-    weights["parallelize"] = fitted("fp8-hybrid", ByHand(ours=True), parallel())[0]
-    return {name: full(model.net) for name, model in weights.items()}
+    models = {
+        "__init__": (Module(), "fsdp2"),
+        "configure_model": (InConfigureModel(), "fsdp2"),
+        "optimizer in __init__": (Module(early_optimizer=True), "fsdp2"),
+        "parallelize": (ByHand(ours=True), parallel()),
+    }
+    for model, strategy in models.values():
+        fitted("fp8-hybrid", model, strategy, limit_val_batches=1)
+    return {name: full(model.net) for name, (model, _) in models.items()}
 
 
 def parallel():
@@ -230,16 +234,17 @@ def compiled(rank):
 
     aot = {"backend": "aot_eager"}
     results = {}
-    for name, by_strategy, by_plugin in (
-        ("eager", {}, False),
-        ("compiled", {"compile": aot}, False),
-        ("compiled and recomputed", {"compile": aot, "activation_checkpointing": True}, False),
-        ("compiled by the plugin", {"activation_checkpointing": True}, aot),
+    for name, by_strategy, by_plugin, evaluations in (
+        ("eager", {}, False, 0),
+        ("compiled", {"compile": aot}, False, 1),
+        ("compiled and recomputed", {"compile": aot, "activation_checkpointing": True}, False, 0),
+        ("compiled by the plugin", {"activation_checkpointing": True}, aot, 1),
     ):
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         plugin = FP8TorchAO(compile=by_plugin)
-        model, _ = fitted(None, strategy=FSDP2Strategy(**by_strategy), plugins=plugin, limit_train_batches=3)
+        limits = {"limit_train_batches": 3, "limit_val_batches": evaluations}
+        model, _ = fitted(None, strategy=FSDP2Strategy(**by_strategy), plugins=plugin, **limits)
         gathered = {d for g in wire(model).gathers.values() for d in g.sent}
         counters = torch._dynamo.utils.counters
         results[name] = model.losses, gathered, counters["stats"]["unique_graphs"], dict(counters["graph_break"])
@@ -279,7 +284,9 @@ def scheduled(rank):
 
 def manual(rank):
     return {
-        (precision, strategy, through_forward): fitted(precision, Manual(through_forward), strategy)[0].losses
+        (precision, strategy, through_forward): fitted(
+            precision, Manual(through_forward), strategy, limit_val_batches=0
+        )[0].losses
         for precision, strategy, through_forward in (
             ("fp8-hybrid", "fsdp2", True),
             ("fp8-hybrid", "fsdp2", False),
@@ -352,7 +359,7 @@ def test_every_precision_trains(results, precision):
     assert steps == 8
     assert losses == pytest.approx(reference, rel=0.05)
     assert (losses != reference) == (precision != "32-true")
-    assert len(evaluated) == 2 + 8
+    assert len(evaluated) == 2 + 3
     half_weights = precision in ("bf16-true", "bf16-remainder", "bf16-8bit", "bf16-sr", "fp8-hybrid-remainder")
     assert dtypes == {torch.bfloat16 if half_weights else torch.float32}
     expected = torch.float16 if precision == "16-mixed" or "fp16" in precision else torch.bfloat16

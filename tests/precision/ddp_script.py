@@ -2,6 +2,7 @@
 
 import os
 import sys
+from functools import cache
 
 import lightning as L
 import torch
@@ -15,6 +16,7 @@ SIZES = {"depth": 1, "width": 32, "heads": 2, "block_size": 32}
 STEPS = 12
 
 
+@cache
 def batches(rank: int) -> list[torch.Tensor]:
     data = StdlibText(block_size=32, batch_size=8, max_bytes=200_000, train_windows=256, seed=rank)
     data.setup("fit")
