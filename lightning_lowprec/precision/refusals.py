@@ -12,13 +12,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_lowprec.conversion.experts import cut_by_expert
 from lightning_lowprec.hardware import caution
-from lightning_lowprec.masters.config import ACCUMULATES, MasterConfig
+from lightning_lowprec.masters.config import ACCUMULATES, IN_THE_STEP, MasterConfig
 from lightning_lowprec.masters.in_backward import clipping_refused
 from lightning_lowprec.masters.weights import HalfWeights
 from lightning_lowprec.precision.host import callbacks_of, trainer_of
 from lightning_lowprec.precision.loss_scale import LossScaler
 from lightning_lowprec.precision.state import check_ranks_agree
 from lightning_lowprec.private.either import MisconfigurationException, both, trainer_callbacks
+from lightning_lowprec.private.lightning import sees_gradients
 
 AVERAGING: Final = ("StochasticWeightAveraging", "WeightAveraging")  # lightning 2.6 added the second one
 
@@ -117,6 +118,13 @@ def check_trainer(model: Any, config: MasterConfig, precision: str) -> None:
         what = clipping_refused(f"`gradient_clip_val={trainer.gradient_clip_val}` clips gradients")
     if what is not None:
         raise MisconfigurationException(f"`precision={precision!r}`: {what}")
+    if sees_gradients(model):
+        rank_zero_warn(
+            f"`precision={precision!r}`: your module or a callback has `configure_gradient_clipping` or"
+            " `on_before_optimizer_step`, which run when gradients are used and freed: `p.grad` is None, and"
+            " `torch.nn.utils.clip_grad_norm_` clips nothing. `self.clip_gradients` clips by the norm so far. Use"
+            f" {IN_THE_STEP}."
+        )
 
 
 def say_updates_in_step(module: Any, config: MasterConfig, precision: str) -> None:

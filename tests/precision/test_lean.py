@@ -46,6 +46,7 @@ class Scheduled(Net):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
+@pytest.mark.filterwarnings("ignore:.*run when gradients are used and freed")  # so the watcher says too
 @every_name
 def test_the_trainer_counts_schedules_and_calls_hooks(name):
     model, watcher = Scheduled(), Watcher()
@@ -234,6 +235,7 @@ def test_a_fabric_model_under_another_precision_has_no_hooks():
         new.zero_grad()
 
 
+@pytest.mark.filterwarnings("ignore:.*run when gradients are used and freed")  # so the watcher says too
 def test_a_second_fit_with_the_same_optimizer_updates_in_the_backward_again():
     class Keeps(Net):
         def configure_optimizers(self):

@@ -89,3 +89,17 @@ def test_clipping_by_hand_in_the_trainer_is_refused():
 
     with pytest.raises(RuntimeError, match=r"gradients were to be clipped.*clip_tensor=1.0"):
         fit(Clips(), "bf16-lean")
+
+
+@pytest.mark.parametrize("hook", ["configure_gradient_clipping", "on_before_optimizer_step"])
+def test_hooks_that_run_when_gradients_are_gone_are_warned_of(hook):
+    class Hooked(Net):
+        seen = False
+
+    def reads(self, *args, **options):
+        Hooked.seen = all(p.grad is None for p in self.parameters())
+
+    setattr(Hooked, hook, reads)
+    with pytest.warns(UserWarning, match=r"`p.grad` is None, and .* clips nothing.*`precision='bf16-8bit'`"):
+        fit(Hooked(), "bf16-lean")
+    assert Hooked.seen, "the warning says the truth"
