@@ -23,8 +23,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Do not import the files of the second tier for a run of the first."""
-    return True if config.option.tier == 1 and tiers.of_file(collection_path) == 2 else None
+    """Do not import the files of the second tier for a run of the first, and the other way round."""
+    other = {1: 2, 2: 1}.get(config.option.tier)
+    return True if other is not None and tiers.all_tests_of(collection_path) == other else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

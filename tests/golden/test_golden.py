@@ -32,11 +32,10 @@ def test_one_process(name):
 
 
 @pytest.mark.distributed
-def test_two_ranks(tmp_path):
-    by_rank = ranks.run(runs.worlds, 2, tmp_path, goldens.TWO_RANKS)
-    for rank, found in enumerate(by_rank):
-        for (name, strategy), run in zip(goldens.TWO_RANKS, found, strict=True):
-            check(f"{name}, {strategy}, rank {rank}", run)
+@pytest.mark.parametrize(("name", "strategy"), goldens.TWO_RANKS)
+def test_two_ranks(name, strategy, tmp_path):
+    for rank, (run,) in enumerate(ranks.run(runs.worlds, 2, tmp_path, [(name, strategy)])):
+        check(f"{name}, {strategy}, rank {rank}", run)
 
 
 def test_every_run_has_a_golden():
