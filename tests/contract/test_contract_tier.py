@@ -1,6 +1,6 @@
 """The plugins of which `make test` runs the contract stand for all plugins."""
 
-from plugins_under_test import DISTINCT, make
+from plugins_under_test import DISTINCT, SHOWN_BY_OTHERS, UNDER_TEST, make
 
 from lightning_lowprec.names import TABLE
 from tests import tiers
@@ -24,6 +24,18 @@ def test_they_have_every_trait_of_the_others():
 
     assert set(tiers.CONTRACT) <= set(DISTINCT)
     assert seen(name for name in DISTINCT if not name.startswith("FP8TE")) == seen(tiers.CONTRACT)
+
+
+def test_what_others_show_has_no_trait_and_no_recipe_of_its_own():
+    def recipe(name):
+        plugin = make(name)
+        return type(plugin), *(getattr(plugin, option, None) for option in ("recipe", "fp8_format", "weight_codes"))
+
+    shown = {recipe(name) for name in UNDER_TEST}
+    together = {tuple(traits(make(name)).items()) for name in UNDER_TEST}
+    for name in SHOWN_BY_OTHERS:
+        assert tuple(traits(make(name)).items()) in together, name
+        assert recipe(name) in shown, name
 
 
 def test_formats_that_make_test_versions_adds_are_names():
