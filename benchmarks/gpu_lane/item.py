@@ -70,14 +70,13 @@ def stage(name: str, **figures: Any) -> None:
         pipe.send({"stage": name, "figures": clean(figures)})
 
 
-def begin(pipe: Connection, log: str) -> None:
-    """In a worker process: lead a group of processes, end with the parent, write to the file ``log``; send stages."""
-    os.setsid()
+def begin() -> Connection:
+    """In a worker process: end with the parent, and return the pipe to it, through which stages go from now on."""
     _end_with_the_parent()
-    file = os.open(log, os.O_WRONLY | os.O_APPEND)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    _parents.append(pipe)
+    fd = int(sys.argv[1])
+    os.set_inheritable(fd, False)  # what this process starts must not hold the pipe open
+    _parents.append(Connection(fd))
+    return _parents[0]
 
 
 def _end_with_the_parent() -> None:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from contextlib import suppress
 from dataclasses import replace
-from multiprocessing.connection import wait
+from multiprocessing.connection import Pipe
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_lane import measure, worker
+from benchmarks.gpu_lane import measure
 from benchmarks.gpu_lane.item import Item, Part
+from benchmarks.gpu_lane.machine import ROOT
 from benchmarks.gpu_lane.results import FAILED, MISSING, NOT_REACHED, OK, Results
 from benchmarks.gpu_lane.settings import Settings
 from benchmarks.gpu_lane.values import left_as_found, time_limit
@@ -67,17 +69,22 @@ class Isolated:
 
 
 class Worker:
-    """One process that runs items of a part; what it prints goes to a file."""
+    """One process of ``module``; what it prints goes to a file."""
 
-    serve = staticmethod(worker.serve)
+    module = "benchmarks.gpu_lane.worker"
 
     def __init__(self, part: str, settings: Settings, needs: tuple[str, ...]) -> None:
-        context = multiprocessing.get_context("spawn")
         self._log = tempfile.NamedTemporaryFile()  # noqa: SIM115  (closed by `close`)
-        self._pipe, theirs = context.Pipe()
-        self.process = context.Process(target=self.serve, args=(part, settings, needs, theirs, self._log.name))
-        self.process.start()
+        self._pipe, theirs = Pipe()
+        fd = theirs.fileno()
+        command = [sys.executable, "-m", self.module, str(fd)]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT, pass_fds=(fd,), cwd=ROOT,
+            start_new_session=True,
+        )  # fmt: skip
         theirs.close()  # without our copy the pipe ends with the process
+        with suppress(OSError):
+            self._pipe.send((part, settings, needs))
 
     def run(self, key: str, timeout: float) -> dict[str, Any]:
         """The entry of one item: what the worker sends, or how far it came."""
@@ -85,11 +92,11 @@ class Worker:
         reached: dict[str, Any] = {"stage": "start", "figures": {}}
         with suppress(OSError):
             self._pipe.send(key)
-        while wait([self._pipe, self.process.sentinel], max(deadline - time.monotonic(), 0.0)):
-            message = self._message()
-            if message is None:
-                self.process.join(10)
-                return self._lost(f"the process ended (exit status {self.process.exitcode})", reached)
+        while self._pipe.poll(max(deadline - time.monotonic(), 0.0)):
+            try:
+                message = self._pipe.recv()
+            except (EOFError, OSError):
+                return self._lost(f"the process ended (exit status {self._ended()})", reached)
             if "status" in message:
                 if message["status"] != OK:
                     message |= {"stage": reached["stage"], "figures": reached["figures"], "log": self._last_lines()}
@@ -97,12 +104,10 @@ class Worker:
             reached = {"stage": message["stage"], "figures": {**reached["figures"], **message["figures"]}}
         return self._lost(f"stopped after {timeout:.0f} s", reached)
 
-    def _message(self) -> dict[str, Any] | None:
-        """What the worker sent; None if it has ended, though a child of its may keep the pipe open."""
-        try:
-            return self._pipe.recv() if self._pipe.poll() else None
-        except (EOFError, OSError):
-            return None
+    def _ended(self) -> int | None:
+        with suppress(subprocess.TimeoutExpired):
+            return self.process.wait(timeout=10)
+        return None
 
     def _lost(self, what: str, reached: dict[str, Any]) -> dict[str, Any]:
         reason = f"{what} in stage {reached['stage']!r}"
@@ -116,9 +121,9 @@ class Worker:
         """End the process and everything it started."""
         self._pipe.close()
         with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid or 0, signal.SIGKILL)
-        self.process.kill()  # if it did not lead a group yet
-        self.process.join(20)
+            os.killpg(self.process.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout=20)
         self._log.close()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -16,9 +15,10 @@ from benchmarks.gpu_lane.settings import Settings
 from benchmarks.gpu_lane.values import left_as_found, use_what_the_device_has, values_exist
 
 
-def serve(part: str, settings: Settings, needs: Sequence[str], pipe: Connection, log: str) -> None:
+def main() -> None:
     """Run items of a part until the parent closes the pipe, or a failed item has left the device broken."""
-    begin(pipe, log)
+    pipe = begin()
+    part, settings, needs = pipe.recv()
     from benchmarks.gpu_lane.parts import PARTS
 
     use_what_the_device_has()
@@ -64,3 +64,7 @@ def _still_works(settings: Settings) -> bool:
         return found == 2.0 or not values_exist()
     except BaseException:
         return False
+
+
+if __name__ == "__main__":
+    main()

@@ -6,8 +6,9 @@ import time
 from benchmarks.gpu_lane import item
 
 
-def serve(part, settings, needs, pipe, log):
-    item.begin(pipe, log)
+def main():
+    pipe = item.begin()
+    _, settings, _ = pipe.recv()
     while True:
         key = pipe.recv()
         item.stage("warm-up", batch=settings.batch, first_step_s=1.5)
@@ -22,3 +23,7 @@ def serve(part, settings, needs, pipe, log):
             pipe.send({"status": "failed", "reason": "ValueError: no", "reusable": True})
         else:
             pipe.send({"status": "ok", "figures": {"pid": os.getpid(), "batch": settings.batch}})
+
+
+if __name__ == "__main__":
+    main()

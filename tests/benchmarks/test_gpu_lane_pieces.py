@@ -14,7 +14,6 @@ from benchmarks.gpu_lane.part_linear import shapes
 from benchmarks.gpu_lane.results import Results, clean, merge
 from benchmarks.gpu_lane.running import Job
 from benchmarks.gpu_lane.settings import Settings
-from tests.benchmarks import lane_worker_double
 
 RUN = {"date": "2030-01-02", "commit": "abc", "smoke": False, "parts": ["x"], "machine": {"device": "NVIDIA H200"}}
 
@@ -102,7 +101,7 @@ def test_a_part_without_items_does_not_stop_the_others(tmp_path):
 
 @pytest.fixture
 def double(monkeypatch):
-    monkeypatch.setattr(runner.Worker, "serve", staticmethod(lane_worker_double.serve))
+    monkeypatch.setattr(runner.Worker, "module", "tests.benchmarks.lane_worker_double")
 
 
 @pytest.mark.usefixtures("double")
