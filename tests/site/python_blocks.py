@@ -140,7 +140,7 @@ EXTRA: dict[str, Callable[[], dict[str, Any]]] = {
     "checkpoints-3": _in_fabric,
     "getting-started-2": _not_set_up,
     "head-and-loss-2": _with_a_head,
-    "many-machines-2": _with_ddp,
+    "many-machines-1": _with_ddp,
     "monitor-2": _in_fabric,
     "torchao-7": _with_schedule,
 }
