@@ -176,7 +176,13 @@ def overview(results: Results) -> list[str]:
     names = list(dict.fromkeys(name for key in keys for name in by_key[key] if name != BASELINE))
     table = [["precision", *(results.titles[key] for key in keys)]]
     table += [[name, *(_cell(results, key, by_key[key].get(name)) for key in keys)] for name in names]
-    return [line.replace("\\*\\*", "**") for line in format_table(table, right=range(1, len(keys) + 1), markdown=True)]
+    return _table(table)
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a table of figures, some of them bold."""
+    lines = format_table(rows, right=range(1, len(rows[0])), markdown=True)
+    return [line.replace("\\*\\*", "**") for line in lines]
 
 
 def sums(results: Results) -> list[str]:
@@ -189,7 +195,7 @@ def sums(results: Results) -> list[str]:
             table.append([results.titles[key], *cells])
     if len(table) == 1:
         return []
-    return ["### Sums of a GPU", "", *format_table(table, right=(1, 2, 3), markdown=True)]
+    return ["### Sums of a GPU", "", *_table(table)]
 
 
 def left_out(results: Results) -> list[str]:
