@@ -284,10 +284,8 @@ def scheduled(rank):
 
 def manual(rank):
     return {
-        (precision, strategy, through_forward): fitted(
-            precision, Manual(through_forward), strategy, limit_val_batches=0
-        )[0].losses
-        for precision, strategy, through_forward in (
+        case: fitted(case[0], Manual(case[2]), case[1], limit_val_batches=0)[0].losses
+        for case in (
             ("fp8-hybrid", "fsdp2", True),
             ("fp8-hybrid", "fsdp2", False),
             ("32-true", "fsdp2", False),
