@@ -12,6 +12,8 @@ CLIENTS_VENV := .venv-clients
 CLIENTS_NEEDS := chemprop darts 'gluonts[torch]' litgpt neuralforecast pytorch-forecasting scvi-tools sentence-transformers timm
 DOCS := .site-docs
 RUN := OMP_NUM_THREADS=1 $(VENV)/bin
+# of pytest, in each command that runs tests side by side
+WORKERS ?= 2
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 
 # tests that other people wrote; about half an hour, not a part of CI
@@ -21,7 +23,7 @@ PEERS ?= ../shared/peers
 # tests/registration/test_both_packages.py trains and resumes such plugins over both packages
 OVER := not (half-auto or fp16-master or fp8-rowwise-gw-hp-sr)
 
-.PHONY: help demo test test-more test-all test-versions check format package test-faults test-dtypes test-peers test-clients test-gpu gpu-lane test-floor test-te test-deepspeed test-ledger ledger ledger-score rehearse bench evidence notebook docs docs-test clean
+.PHONY: help demo test test-more test-all lanes environments test-versions check format package test-faults test-dtypes test-peers test-clients test-gpu gpu-lane test-floor test-te test-deepspeed test-ledger ledger ledger-score rehearse bench evidence notebook docs docs-test clean
 .DEFAULT_GOAL := help
 
 help:
@@ -90,10 +92,10 @@ demo: $(VENV)/.installed
 	@$(VENV)/bin/lowprec compare --precisions 32-true,bf16-mixed,fp8-hybrid --out lowprec-compare --force
 
 test: $(VENV)/.installed
-	$(RUN)/python -m pytest -n 2 --dist worksteal --tier 1
+	$(RUN)/python -m pytest -n $(WORKERS) --dist worksteal --tier 1
 
 test-more: $(VENV)/.installed
-	$(RUN)/python -m pytest -n 2 --dist worksteal --tier 2
+	$(RUN)/python -m pytest -n $(WORKERS) --dist worksteal --tier 2
 	$(RUN)/python -m pytest --tier 1 -p tests.over_pytorch_lightning tests/contract -k "$(OVER)"
 
 test-all: test test-more
@@ -117,7 +119,7 @@ gpu-lane: $(VENV)/.installed
 	$(VENV)/bin/python -m benchmarks.gpu_lane --out gpu-lane-out
 
 test-floor: $(FLOOR)/.installed
-	OMP_NUM_THREADS=1 $(FLOOR)/bin/python -m pytest -n 2 --dist loadfile --tier 1 tests/registration tests/contract tests/masters tests/numerics tests/conversion/test_membership.py tests/torchao/test_fp8_linear.py tests/torchao/test_prototypes.py tests/precision/test_loss_scale*.py tests/msamp/test_scaled_[acgs]*.py tests/fsdp2/test_fsdp2_shards_shown.py
+	OMP_NUM_THREADS=1 $(FLOOR)/bin/python -m pytest -n $(WORKERS) --dist loadfile --tier 1 tests/registration tests/contract tests/masters tests/numerics tests/conversion/test_membership.py tests/torchao/test_fp8_linear.py tests/torchao/test_prototypes.py tests/precision/test_loss_scale*.py tests/msamp/test_scaled_[acgs]*.py tests/fsdp2/test_fsdp2_shards_shown.py
 
 # the newest of constraints.txt with another torch
 .venv-2.%/.installed: pyproject.toml constraints.txt
@@ -134,8 +136,8 @@ test-versions: $(VENV)/.installed $(FLOOR)/.installed .venv-2.14.1/.installed .v
 	$$python -m pytest tests/ledger/test_float8_stores.py || exit 1; done
 
 test-te: $(TE)/.installed
-	OMP_NUM_THREADS=1 $(TE)/bin/python -m pytest -n 2 --dist loadfile tests/te tests/triton tests/registration/test_names.py tests/migration/test_our_side.py tests/benchmarks/test_gpu_lane_te.py
-	OMP_NUM_THREADS=1 $(TE)/bin/python -m pytest -n 2 --dist loadfile tests/contract -k FP8TE
+	OMP_NUM_THREADS=1 $(TE)/bin/python -m pytest -n $(WORKERS) --dist loadfile tests/te tests/triton tests/registration/test_names.py tests/migration/test_our_side.py tests/benchmarks/test_gpu_lane_te.py
+	OMP_NUM_THREADS=1 $(TE)/bin/python -m pytest -n $(WORKERS) --dist loadfile tests/contract -k FP8TE
 
 test-deepspeed: $(DEEPSPEED)/.installed
 	PYTHONPATH=$(CURDIR):$(CURDIR)/$(DEEPSPEED) DS_ACCELERATOR=cpu $(RUN)/python -m pytest tests/deepspeed
@@ -144,10 +146,10 @@ test-deepspeed: $(DEEPSPEED)/.installed
 	else echo "left out: tests/deepspeed/test_zero_te.py, which needs the environment of make test-te"; fi
 
 test-ledger: $(TE)/.installed
-	$(TE)/bin/python -m benchmarks.ledger.launch $(TE)/bin/python -m pytest -n 2 --dist loadfile -m 'not rehearsed' tests/ledger tests/gpu
+	$(TE)/bin/python -m benchmarks.ledger.launch $(TE)/bin/python -m pytest -n $(WORKERS) --dist loadfile -m 'not rehearsed' tests/ledger tests/gpu
 
 rehearse: $(TE)/.installed
-	$(TE)/bin/python -m benchmarks.ledger.launch $(TE)/bin/python -m pytest -n 2 --dist loadfile -m rehearsed tests/ledger tests/gpu
+	$(TE)/bin/python -m benchmarks.ledger.launch $(TE)/bin/python -m pytest -n $(WORKERS) --dist loadfile -m rehearsed tests/ledger tests/gpu
 	$(TE)/bin/python -m benchmarks.ledger.launch $(TE)/bin/python -m benchmarks.gpu_lane --smoke --out rehearsal-out
 
 ledger: $(TE)/.installed
@@ -155,6 +157,23 @@ ledger: $(TE)/.installed
 
 ledger-score: $(VENV)/.installed
 	$(RUN)/python -m benchmarks.ledger.score
+
+# what .ci/run runs after `make test`, two lanes side by side: make -j 2 --output-sync=recurse lanes
+# The longest come first; while the tests of test-more run, the environments of the others are set up one after another.
+LANES := test-more test-ledger test-te test-floor docs-test package test-deepspeed demo check
+
+lanes: $(LANES:%=lane-%)
+
+lane-test-ledger lane-test-te lane-test-floor lane-docs-test lane-test-deepspeed: | environments
+
+# without a Chromium this lane fails
+lane-docs-test: export CI := true
+
+environments: $(TE)/.installed $(FLOOR)/.installed $(DEEPSPEED)/.installed $(DOCS)/.installed
+
+$(LANES:%=lane-%): lane-%: $(VENV)/.installed
+	@echo "=== make $*"; start=$$(date +%s); $(MAKE) --no-print-directory $* && end=passed || end=FAILED; \
+	echo "=== make $* $$end after $$(($$(date +%s) - start)) seconds"; [ $$end = passed ]
 
 test-faults: $(VENV)/.installed
 	$(RUN)/python -m tests.faults

@@ -8,6 +8,7 @@ setuptools and the dependencies are those of the Python that runs this.
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -37,11 +38,23 @@ optimizer.step()
 """
 
 
-def build_sdist(folder: Path) -> Path:
-    """Build the sdist in a process of its own, by setuptools' build hook; return its path."""
-    (ROOT / f"{PACKAGE}.egg-info" / "SOURCES.txt").unlink(missing_ok=True)  # files of an earlier build would go along
+def files(*places: str) -> list[str]:
+    """Return the paths of the files of the project, those that are not committed yet too."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", *places]
+    listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    return [name for name in listed.splitlines() if (ROOT / name).is_file()]
+
+
+def build_sdist(folder: Path, scratch: Path) -> Path:
+    """Build the sdist from a copy of the project, by setuptools' build hook in a process of its own; return its path.
+
+    Setuptools writes the names of our plugins into the folder that it builds from, and other lanes may read them there.
+    """
+    for name in files():
+        (scratch / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / name, scratch / name)
     hook = f"from setuptools import build_meta; print('built', build_meta.build_sdist({str(folder)!r}))"
-    said = subprocess.run([sys.executable, "-c", hook], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    said = subprocess.run([sys.executable, "-c", hook], cwd=scratch, check=True, capture_output=True, text=True).stdout
     return folder / said.split()[-1]
 
 
@@ -61,11 +74,7 @@ def pip(*arguments: str) -> None:
 
 def missing_and_foreign(wheel: Path) -> tuple[set[str], set[str]]:
     """Return the files of the package that the wheel lacks, and the files of the wheel that are not the package's."""
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", PACKAGE, f"{PACKAGE}_autoload.py"],
-        cwd=ROOT, check=True, capture_output=True, text=True,
-    ).stdout  # fmt: skip
-    expected = {name for name in listed.splitlines() if (ROOT / name).is_file()}
+    expected = set(files(PACKAGE, f"{PACKAGE}_autoload.py"))
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if ".dist-info/" not in name}
     return expected - held, held - expected
@@ -88,7 +97,7 @@ def main() -> int:
     for old in [*DIST.glob("*.whl"), *DIST.glob("*.tar.gz")]:
         old.unlink()
     with tempfile.TemporaryDirectory() as scratch:
-        sdist = build_sdist(DIST)
+        sdist = build_sdist(DIST, Path(scratch) / "copy")
         wheel = build_wheel(sdist, DIST, Path(scratch))
         missing, foreign = missing_and_foreign(wheel)
         if missing or foreign:
