@@ -34,7 +34,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         mine = [item for item in items if tiers.of_test(item, also) == config.option.tier]
         if config.option.tier == 1 and (lost := tiers.without_a_case(items, mine)):
             raise pytest.UsageError(f"`CASES` of tests/tiers.py names cases that are not there: of {sorted(lost)}")
-        config.hook.pytest_deselected(items=[item for item in items if item not in set(mine)])
+        chosen = set(mine)
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = mine
 
 

@@ -7,6 +7,7 @@ them. A new test is in the first tier until it stands here. ``tests/test_tiers.p
 
 from collections.abc import Collection
 from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -162,11 +163,13 @@ CONTRACT = (
 """The plugins of which the first tier runs the contract. They have each value of what a contract can see."""
 
 
+@cache
 def of_file(path: Path) -> int:
     """Return the tier of a file; a file of the first tier may have tests of the second."""
     if ROOT not in path.parents:
         return 1
-    return 2 if any(fnmatchcase(path.relative_to(ROOT).as_posix(), pattern) for pattern in FILES) else 1
+    file = path.relative_to(ROOT).as_posix()
+    return 2 if any(fnmatchcase(file, pattern) for pattern in FILES) else 1
 
 
 def all_tests_of(path: Path) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from html import escape
@@ -34,7 +35,8 @@ WORDS = 5
 """A string of fewer words is a message only if it ends with a full stop."""
 
 
-def messages(path: Path) -> list[str]:
+@functools.cache
+def messages(path: Path) -> tuple[str, ...]:
     """Return the messages of one file, in order, each once: what is raised, warned, or returned as a reason."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     found: dict[str, None] = {}
@@ -42,7 +44,7 @@ def messages(path: Path) -> list[str]:
         for text in _texts(node):
             if _is_sentence(text):
                 found[" ".join(text.split())] = None
-    return list(found)
+    return tuple(found)
 
 
 def _is_sentence(text: str) -> bool:
