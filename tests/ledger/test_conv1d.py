@@ -64,7 +64,9 @@ def step(plugin, conv1d):
 
 
 @pytest.mark.filterwarnings("ignore:.*are expected to be slower in FP8")
-@pytest.mark.parametrize("way", PLUGINS)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=pytest.mark.rehearsed if way == "compiled" else ()) for way in PLUGINS]
+)
 def test_products_and_launches_are_those_of_linears(way):
     (launches, products), (expected, of_linears) = (step(PLUGINS[way](), conv1d) for conv1d in (True, False))
     assert products == of_linears

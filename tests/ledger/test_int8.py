@@ -38,13 +38,24 @@ def step(module, x):
     output.sum().backward()
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+OPTIONS = {
+    "int8": ({}, 3),
+    "two-gemms": ({"recipe": {"*": {"grad_weight": "bf16"}}}, 2),
+    "stochastic": ({"stochastic_rounding": True}, 3),
+}
+
+
 @pytest.mark.parametrize(
-    ("options", "products"),
-    [({}, 3), ({"recipe": {"*": {"grad_weight": "bf16"}}}, 2), ({"stochastic_rounding": True}, 3)],
-    ids=["int8", "two-gemms", "stochastic"],
+    ("name", "compiled"),
+    [
+        *(pytest.param(name, False, id=f"{name}-eager") for name in OPTIONS),
+        pytest.param("int8", True, id="int8-compiled", marks=pytest.mark.rehearsed),
+        pytest.param("two-gemms", True, id="two-gemms-compiled", marks=pytest.mark.rehearsed),
+        pytest.param("stochastic", True, id="stochastic-compiled"),  # with random numbers, and all that the others do
+    ],
 )
-def test_products_by_torchaos_kernel(options, products, compiled):
+def test_products_by_torchaos_kernel(name, compiled):
+    options, products = OPTIONS[name]
     model = nn.Sequential(nn.Linear(IN, OUT, bias=False)).cuda()
     plugin = Int8TorchAO(compile=False, **options)
     plugin.bind_device(torch.device("cuda"))

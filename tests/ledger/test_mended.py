@@ -248,7 +248,7 @@ def test_norms_without_their_compiler_raise_transformer_engines_error():
     "name",
     [
         "fp8-tensorwise",
-        "fp8-rowwise",
+        pytest.param("fp8-rowwise", marks=pytest.mark.rehearsed),
         "fp8-hybrid-te",
         pytest.param("fp8-current", marks=pytest.mark.rehearsed),
         "msamp-o3",
