@@ -9,7 +9,8 @@ TE_NEEDS := onnx onnxscript pydantic einops packaging importlib-metadata nvdlfw-
 DEEPSPEED := .site-deepspeed
 DEEPSPEED_NEEDS := deepspeed==0.19.8 hjson py-cpuinfo msgpack einops ninja
 CLIENTS_VENV := .venv-clients
-CLIENTS_NEEDS := chemprop darts 'gluonts[torch]' litgpt neuralforecast pytorch-forecasting scvi-tools sentence-transformers timm
+CLIENTS_NEEDS := anemoi-training chemprop darts 'gluonts[torch]' litgpt neuralforecast pytorch-forecasting scvi-tools \
+	sentence-transformers timm torchgeo
 DOCS := .site-docs
 RUN := OMP_NUM_THREADS=1 $(VENV)/bin
 # of pytest, in each command that runs tests side by side

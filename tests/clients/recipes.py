@@ -23,6 +23,8 @@ from typing import Any, Final
 
 import numpy as np
 
+from tests.clients.weather import anemoi_training
+
 Run = tuple[float, Any, Any]
 """The training loss, the predictions, and the predictions of the client that was read from its file."""
 QUIET: Final = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_progress_bar": False}
@@ -168,6 +170,25 @@ def timm(precision: str, folder: Path) -> Run:
     return trainer.callback_metrics["train_loss"], before.float(), after.float()
 
 
+def torchgeo(precision: str, folder: Path) -> Run:
+    """A SegFormer of torchgeo's own task, which labels each pixel by its brightness; fitted by the user's Trainer."""
+    import lightning.pytorch as pl
+    import torch
+    from torchgeo.trainers import SemanticSegmentationTask
+
+    images = torch.rand(16, 3, 64, 64)
+    scenes = [{"image": image, "mask": (image.mean(0) * 16).long()} for image in images]
+    loader = torch.utils.data.DataLoader(scenes, batch_size=8)
+    client = SemanticSegmentationTask(model="segformer", backbone="mit_b0", num_classes=16)
+    trainer = pl.Trainer(precision=precision, max_epochs=3, **QUIET)
+    trainer.fit(client, loader, loader)
+    loss = trainer.callback_metrics["train_loss"]
+    trainer.save_checkpoint(folder / "model.ckpt")
+    again = SemanticSegmentationTask.load_from_checkpoint(folder / "model.ckpt")
+    before, after = (torch.cat(trainer.predict(model, loader)) for model in (client, again))
+    return loss, before.float(), after.float()
+
+
 def sentence_transformers(precision: str, folder: Path) -> Run:
     """A small BERT with in-batch negatives in a user's LightningModule; it encodes without a Trainer."""
     from sentence_transformers import SentenceTransformer
@@ -286,6 +307,8 @@ CLIENTS: Final[Mapping[str, Callable[[str, Path], Run]]] = {
     "gluonts": gluonts,
     "scvi-tools": scvi_tools,
     "timm": timm,
+    "torchgeo": torchgeo,
+    "anemoi-training": anemoi_training,
     "sentence-transformers": sentence_transformers,
     "litgpt": litgpt,
     "litgpt-lora": litgpt_lora,
@@ -293,7 +316,7 @@ CLIENTS: Final[Mapping[str, Callable[[str, Path], Run]]] = {
 """The recipes by the name of the package that `pip` installs."""
 PACKAGES: Final = {"litgpt-lora": "litgpt"}
 """The packages of recipes that have another name."""
-MODULES: Final = {"scvi-tools": "scvi", "litgpt-lora": "litgpt"}
+MODULES: Final = {"scvi-tools": "scvi", "litgpt-lora": "litgpt", "anemoi-training": "anemoi.training.train.train"}
 """The modules to import, where a package does not have its own name."""
 SECONDS: Final = 120
 """The time limit of a run, which takes 2 to 15 seconds on a quiet core."""
