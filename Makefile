@@ -13,7 +13,7 @@ CLIENTS_NEEDS := anemoi-training chemprop darts 'gluonts[torch]' litgpt neuralfo
 	sentence-transformers timm torchgeo
 DOCS := .site-docs
 RUN := OMP_NUM_THREADS=1 $(VENV)/bin
-# of pytest, in each command that runs tests side by side
+# the processes that share the tests of a command
 WORKERS ?= 2
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 
@@ -137,8 +137,7 @@ test-versions: $(VENV)/.installed $(FLOOR)/.installed .venv-2.14.1/.installed .v
 	$$python -m pytest tests/ledger/test_float8_stores.py || exit 1; done
 
 test-te: $(TE)/.installed
-	OMP_NUM_THREADS=1 $(TE)/bin/python -m pytest -n $(WORKERS) --dist loadfile tests/te tests/triton tests/registration/test_names.py tests/migration/test_our_side.py tests/benchmarks/test_gpu_lane_te.py
-	OMP_NUM_THREADS=1 $(TE)/bin/python -m pytest -n $(WORKERS) --dist loadfile tests/contract -k FP8TE
+	OMP_NUM_THREADS=1 $(TE)/bin/python -m pytest -n $(WORKERS) --dist loadfile -k 'FP8TE or not contract' tests/te tests/triton tests/registration/test_names.py tests/migration/test_our_side.py tests/benchmarks/test_gpu_lane_te.py tests/contract
 
 test-deepspeed: $(DEEPSPEED)/.installed
 	PYTHONPATH=$(CURDIR):$(CURDIR)/$(DEEPSPEED) DS_ACCELERATOR=cpu $(RUN)/python -m pytest tests/deepspeed
@@ -159,7 +158,7 @@ ledger: $(TE)/.installed
 ledger-score: $(VENV)/.installed
 	$(RUN)/python -m benchmarks.ledger.score
 
-# what .ci/run runs after `make test`, two lanes side by side: make -j 2 --output-sync=recurse lanes
+# what .ci/run runs after `make test`, two lanes side by side: make -j 2 --output-sync=recurse WORKERS=1 lanes
 # The longest come first; while the tests of test-more run, the environments of the others are set up one after another.
 LANES := test-more test-ledger test-te test-floor docs-test package test-deepspeed demo check
 
