@@ -88,6 +88,7 @@ TESTS = {
         "test_stock_lightning_cli_yaml_written_by_print_config",
     ),
     "site/test_how_it_works.py": ("test_the_pictures_are_drawn_anew",),
+    "test_examples.py": ("test_example_runs",),
     "tools/test_command_line.py": ("test_json_is_all_of_stdout[plan --fits]",),
     "tools/test_compare.py": ("test_the_command_trains_the_demo", "test_what_fails_is_shown_and_leaves_the_others"),
     "tools/test_doctor.py": ("test_it_is_short_and_ends_with_a_recommendation_and_nothing_else_is_printed",),
@@ -136,7 +137,6 @@ CASES = {
     "msamp/test_scaled_compiled.py": {"test_a_compiled_step_has_the_bits_of_an_eager_one": ["O1-momentum-False"]},
     "msamp/test_scaled_linear.py": {"test_training_comes_near_float32": ["O2"]},
     "precision/test_emulation.py": {"test_a_scale_per_row": ["scaled_after"], "test_one_scale_per_tensor": ["hopper"]},
-    "test_examples.py": {"test_example_runs": ["trainer_script.py"]},
     "torchao/test_fp8_linear.py": {
         "test_inference_mode_is_as_good_as_no_grad": [
             f"{tokens}-{autocast}-{compiled}-{recipe}"

@@ -20,12 +20,12 @@ def main() -> int:
     """Return 1 if any name does otherwise on a device that does not refuse it."""
     names = [name for name in once(representatives()) if of_masters(name)]
     outcomes = {}
-    for device in ("h200", "b200", "rtx5090", "rtx4090"):
+    for device in ("h200", "b200", "rtx5090", "rtx4090", "a100"):
         command = [sys.executable, "-m", names_on.__name__, *names]
         ended = subprocess.run(command, env=launch.environment(device), text=True, capture_output=True, check=True)
         outcomes[device] = json.loads(ended.stdout.splitlines()[-1])
     others = 0
-    for device in ("b200", "rtx5090", "rtx4090"):
+    for device in ("b200", "rtx5090", "rtx4090", "a100"):
         run = [name for name in names if name not in REFUSES[device]]
         apart = [name for name in run if outcomes[device][name] != outcomes["h200"][name]]
         others += len(apart)

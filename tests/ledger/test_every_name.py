@@ -56,10 +56,10 @@ def tried_on(device, everything=False):
     """Return all names that the device refuses and, of the others, each plugin once.
 
     The steps of weights in half precision, of masters and of fp16 have no kernels that depend on the device: two names
-    stand for all of them. An A100 runs little else. `tests.ledger.same_on_devices` trains all on every device.
+    stand for all of them. `tests.ledger.same_on_devices` trains all on every device.
     """
     trained = once(name for name in representatives() if name not in REFUSES[device])
-    if device not in ("h200", "a100"):
+    if device != "h200":
         trained = [name for name in trained if name in STAND_FOR_ALL or not (of_masters(name) or "fp16" in name)]
     if device in COMPILED_ON and not everything:
         trained = [name for name in trained if name in COMPILED_ON[device] or name not in COMPILES_LONG]
