@@ -30,8 +30,9 @@ OVER := not (half-auto or fp16-master or fp8-rowwise-gw-hp-sr)
 help:
 	@echo "make demo        train a small GPT in fp32, bf16 and FP8 and compare them (report in lowprec-compare/)"
 	@echo "make test        run the tests that show a fault soon (at most 4 minutes on 2 quiet cores)"
-	@echo "make test-more   every name, more processes, examples, the benchmarks in toy sizes (at most 11 minutes on 2 quiet cores)"
+	@echo "make test-more   every name, more processes, examples, the benchmarks in toy sizes (about a quarter of an hour on 2 quiet cores)"
 	@echo "make test-all    both"
+	@echo "make lanes       what CI runs after make test: all lanes, with -j 2 two of them side by side (12 GB on disk)"
 	@echo "make check       lint and types"
 	@echo "make package     build sdist and wheel in dist/, install the wheel in an empty environment and try it"
 	@echo "make test-floor  registration, contract and numerics of the first tier on the oldest supported versions (5 GB on disk)"
@@ -90,7 +91,7 @@ $(DOCS)/.installed: pyproject.toml $(VENV)/.installed
 	@touch $@
 
 demo: $(VENV)/.installed
-	@$(VENV)/bin/lowprec compare --precisions 32-true,bf16-mixed,fp8-hybrid --out lowprec-compare --force
+	@$(VENV)/bin/lowprec compare --precisions 32-true,bf16-mixed,fp8-hybrid $(DEMO) --out lowprec-compare --force
 
 test: $(VENV)/.installed
 	$(RUN)/python -m pytest -n $(WORKERS) --dist worksteal --tier 1
@@ -164,10 +165,13 @@ LANES := test-more test-ledger test-te test-floor docs-test package test-deepspe
 
 lanes: $(LANES:%=lane-%)
 
-lane-test-ledger lane-test-te lane-test-floor lane-docs-test lane-test-deepspeed: | environments
+$(filter-out lane-test-more,$(LANES:%=lane-%)): | environments
 
 # without a Chromium this lane fails
 lane-docs-test: export CI := true
+
+# a tenth of the steps; in test-more, tests/precision/test_main_job.py trains the same model for all of them
+lane-demo: export DEMO := --max-steps 20
 
 environments: $(TE)/.installed $(FLOOR)/.installed $(DEEPSPEED)/.installed $(DOCS)/.installed
 
