@@ -165,9 +165,10 @@ def timm(precision: str, folder: Path) -> Run:
     client, trainer = _in_a_module(
         lambda: timm.create_model("vit_tiny_patch16_224", **sizes), loss_of, loader, precision, folder
     )
+    loss = trainer.callback_metrics["train_loss"]
     again = type(client).load_from_checkpoint(folder / "model.ckpt")
     before, after = (torch.cat(trainer.predict(model, loader)) for model in (client, again))
-    return trainer.callback_metrics["train_loss"], before.float(), after.float()
+    return loss, before.float(), after.float()
 
 
 def torchgeo(precision: str, folder: Path) -> Run:
