@@ -104,7 +104,8 @@ def from_one_device(rank, ranks, folder):
 
 
 def loads_all(rank, ranks, folder):
-    for precision, kind in CASES[1:]:
+    """On four ranks every second one; Fabric loads the others there, in test_resume_fabric.py."""
+    for precision, kind in CASES[1:] if ranks == 1 else CASES[1::2]:
         path = folder / f"{precision}.{kind}.ckpt"
         truth = torch.load(path.with_suffix(".truth"), weights_only=True)
         _, _, look = fit(precision, ranks, 2, kind, seed=9, path=path, limit_train_batches=1)

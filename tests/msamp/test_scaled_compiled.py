@@ -9,7 +9,7 @@ from lightning_lowprec import MSAMP
 from lightning_lowprec.msamp import step as msamp_step
 from lightning_lowprec.msamp.adamw_sgd import ScaledAdamW, ScaledSGD
 from lightning_lowprec.msamp.gradient import ScaledGradient
-from tests.msamp.scaled_cases import LEVELS, OPTIONS, bits, run, same, scaled_params
+from tests.msamp.scaled_cases import OPTIONS, bits, run, same, scaled_params
 
 
 def adam(params, **options):
@@ -45,12 +45,12 @@ def trained(form, level, steps=5, **options):
     return bits(params), [optimizer.state[p] for p in params]
 
 
+# O1 has the passes of O2; momentum shows O3 without stochastic rounding
 @pytest.mark.parametrize(
     ("level", "form", "stochastic"),
     [
-        *((level, "adamw", True) for level in LEVELS),
+        *((level, "adamw", True) for level in ("O2", "O3")),
         ("O2", "adam", False),
-        ("O3", "adamw", False),
         ("O2", "sgd", False),
         *((level, "momentum", False) for level in ("O1", "O3")),
     ],
@@ -116,7 +116,6 @@ def trained_blocks(level, compile, **options):
 @pytest.mark.parametrize(
     ("level", "options", "kind"),
     [
-        ("O1", {}, ScaledGradient),
         ("O2", {"base": "fp16", "stochastic_rounding": True}, ScaledGradient),
         ("O3", {"fp8_eval": False}, ScaledGradient),
         ("O2", {"grad_accumulation_dtype": torch.float32}, torch.Tensor),
