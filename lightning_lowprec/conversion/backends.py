@@ -67,7 +67,7 @@ class PrecisionName:
     gains: Recipe = "tensorwise"
     """The recipe of :mod:`~lightning_lowprec.conversion.gains` that says which shapes gain from FP8."""
     gathers_fp8: bool = False
-    """Whether FSDP2 gathers converted weights as float8, one byte each; the plugin's ``gathers`` gives the reason."""
+    """Whether FSDP2 gathers converted weights as codes (``formats.fsdp2``); the plugin's ``gathers`` says why."""
     conv1d: Literal["kept", "converted", "gathered"] = "kept"
     """What becomes of a ``Conv1D`` of transformers, whose weight is [in, out]; ``"gathered"``: converted, and gathered
     as a Linear's weight is. A plugin that converts Conv1Ds passes ``conv1d=True`` where it makes its plan."""
@@ -133,7 +133,7 @@ class Backend:
     """The end of the names that always mean this backend, such as ``"-te"``."""
     recipes: Mapping[str, bool] = field(default_factory=dict)
     """The recipes that a layer may have where layers have recipes of their own, and for each whether FSDP2 gathers the
-    weight as float8; the first is the plugin's default."""
+    weight as codes; the first is the plugin's default."""
     module: str | None = None
     """The module to import before the backend can run; None: the backend needs no other package."""
     distribution: str | None = None

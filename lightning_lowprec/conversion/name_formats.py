@@ -8,7 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Final, final
 
-BYTES: Final = {"e4m3": 1, "e5m2": 1, "e5m3": 1, "int8": 1, "bf16": 2, "fp16": 2, "int16": 2, "fp32": 4, "-": 0}
+BYTES: Final[dict[str, float]] = {
+    "e2m1": 0.5, "e4m3": 1, "e5m2": 1, "e5m3": 1, "int8": 1, "bf16": 2, "fp16": 2, "int16": 2, "fp32": 4, "-": 0,
+}  # fmt: skip
 _STATE: Final = ("weight", "gradient", "master", "moments", "ddp", "frees_gradients")
 
 
@@ -38,7 +40,7 @@ class Formats:
     """Whether a gradient is used and freed in the backward: one parameter has one at a time."""
 
     @property
-    def bytes_per_parameter(self) -> tuple[int, int, int, int]:
+    def bytes_per_parameter(self) -> tuple[float, float, float, float]:
         """Bytes of the weight, of its gradient, of master and moments, and of the weight as FSDP2 sends it."""
         moments = self.moments.split(", ") * (1 if "," in self.moments else 2)
         kept = BYTES[self.master] + sum(BYTES[moment] for moment in moments)

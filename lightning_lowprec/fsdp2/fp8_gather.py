@@ -1,4 +1,4 @@
-"""Gather weights as float8 under FSDP2: shards in float32 or bf16, codes and one scale per weight in the all-gather.
+"""Gather weights as codes under FSDP2: shards in float32 or bf16, float8 or 4-bit codes in the all-gather.
 
 The life of such a weight, on one rank:
 
@@ -9,10 +9,10 @@ The life of such a weight, on one rank:
       |           GatherScales.refresh: scale = FMAX / max|weight| over all ranks, one all-reduce for all weights;
       |           of a format with a scale per tile, the largest values of all tiles are reduced
       v           fsdp_pre_all_gather: codes = saturate(shard * scale).to(float8)
-    codes       float8, one byte per element, sent as uint8 (traffic.ByteGather), and kept for the gathers that follow
+    codes       a byte per element, or per two, sent as uint8 (traffic.ByteGather), and kept for the gathers that follow
       |           all-gather
       v           fsdp_post_all_gather: codes and scale as the tensor that the layer's backend computes with
-    gathered    the whole weight in float8
+    gathered    the whole weight in codes
       |           forward and backward
       v
     GEMM        output, and the gradient of the whole weight
@@ -25,7 +25,7 @@ The life of such a weight, on one rank:
 
 Every write to a shard makes the scales stale: by an optimizer, by a checkpoint or by hand, to the shard or to a view of
 it. So a scale of older weights is never used. While the scales are stale, every weight reduces its own maximum when it
-is gathered. Ranks may cut a tile: every rank knows the scales of all tiles, four bytes for each.
+is gathered. Ranks may cut a tile: every rank knows the scales of all tiles, four bytes for each (NVFP4: two).
 
 A shard is encoded once per optimizer step, and all micro-batches send these codes, in forward and backward. The first
 refresh allocates the memory of the codes of all weights, which later codes take again. A shard that CPU offloading
@@ -166,7 +166,7 @@ class GatherScales:
 
 @final
 class KeptCodes:
-    """The codes of a shard under one scale, 1 byte per element; on CUDA further codes take the same memory.
+    """The codes of a shard under one scale; on CUDA further codes take the same memory.
 
     Construct on the stream that computes, before the gathers of a forward begin. Memory of the stream that copies would
     lie between the buffers of gathers, and the allocator could not use the memory of two neighbouring buffers as one.
@@ -179,8 +179,9 @@ class KeptCodes:
     """
 
     def __init__(self, values: Tensor, dtype: torch.dtype) -> None:
+        shape = values[..., ::2].shape if dtype is torch.uint8 else values.shape  # uint8: two codes in each
         with torch.inference_mode(False):  # a training step writes to memory that an evaluation has allocated
-            self.codes = torch.empty(values.shape, dtype=dtype, device=values.device)
+            self.codes = torch.empty(shape, dtype=dtype, device=values.device)
         self._scale: Tensor | None = None
         self._stream = _stream(self.codes)
 
@@ -211,7 +212,7 @@ def _stream(codes: Tensor) -> torch.cuda.Stream | None:
 
 @final
 class Fp8GatherShard(Tensor):
-    """A shard that is gathered as float8; it shares the values of ``tensor`` in high precision."""
+    """A shard that is gathered as codes; it shares the values of ``tensor`` in high precision."""
 
     _tensor: Tensor
     _scales: GatherScales
@@ -231,6 +232,7 @@ class Fp8GatherShard(Tensor):
     def __init__(self, tensor: Tensor, scales: GatherScales) -> None:
         self._tensor = tensor
         self._scales = scales
+        self.sent_as = scales.format.dtype
         self._scale = None
         self._kept = None
 
@@ -242,7 +244,7 @@ class Fp8GatherShard(Tensor):
     def allocate_codes(self) -> None:
         """Allocate the memory of the codes, if the shard has none."""
         if self._kept is None:
-            self._kept = KeptCodes(self._tensor, self._scales.format.dtype)
+            self._kept = KeptCodes(self._tensor, self.sent_as)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch passes `func` first
@@ -344,7 +346,7 @@ class Fp8GatherShard(Tensor):
         return self._tensor.data_ptr()
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"{type(self).__name__}({self._tensor}, gathered as {self._scales.format.dtype})"
+        return f"{type(self).__name__}({self._tensor}, gathered as {self.sent_as})"
 
 
 def _first_row(shard: Tensor, mesh: DeviceMesh) -> int:
@@ -378,7 +380,7 @@ def _plain_weight(name: str, layer: nn.Module, state_dict: dict[str, Any], prefi
 
 
 def check_even(model: nn.Module, shards: int) -> None:
-    """Raise ValueError if a weight that would be gathered as float8 does not divide into equal parts."""
+    """Raise ValueError if a weight that would be gathered as codes does not divide into equal parts."""
     fqns = {id(module): fqn for fqn, module in model.named_modules()}
     for wired in _gathered_weights(model):
         rows = wired.weight.shape[0]
@@ -390,7 +392,7 @@ def check_even(model: nn.Module, shards: int) -> None:
                 what = f"{'output' if rows == wired.layer.out_features else 'input'} features"
             raise ValueError(
                 f"{fqn!r} has {rows} {what}, which do not divide into {shards} equal"
-                " shards, and uneven shards cannot be gathered in float8. Keep it out of FP8 (`keep=[...]`), shard over"
+                " shards, and uneven shards cannot be gathered as codes. Keep it in bf16 (`keep=[...]`), shard over"
                 " a divisor (`replicate=`), or gather in high precision (`fp8_all_gather=False`)."
             )
 

@@ -42,9 +42,9 @@ class ShardOptions:
             compiles by its own option.
         cpu_offload: keep shards, gradients and optimizer state in CPU memory.
         reshard_after_forward: free gathered weights after the forward pass; None: yes, but for the root. An int keeps
-            parts of them, which FSDP2 cannot do in float8: weights are then gathered in high precision. See
+            parts of them, which FSDP2 cannot do with codes: weights are then gathered in high precision. See
             ``fully_shard``.
-        fp8_all_gather: gather the weights of FP8 layers as float8; ``"auto"``: where the recipe allows it.
+        fp8_all_gather: gather the weights of converted layers as codes; ``"auto"``: where the recipe allows it.
         param_dtype: the dtype in which weights are gathered and computed with; None: the precision's.
         reduce_dtype: the dtype in which gradients are reduced; None: float32.
         sync_module_states: send the weights and buffers of rank 0 to all ranks before they are sharded. False: each

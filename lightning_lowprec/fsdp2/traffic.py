@@ -1,4 +1,4 @@
-"""The all-gathers of a sharded model: weights in float8, and one log line that says what was sent.
+"""The all-gathers of a sharded model: weights as codes, and one log line that says what was sent.
 
 FSDP2 gathers a group of parameters as one tensor. If their dtypes differ, FSDP2 sends uint8. If all of them are float8,
 FSDP2 sends float8, which gloo does not know. :class:`ByteGather` sends one-byte floats as uint8, which changes no bit.
@@ -33,12 +33,13 @@ class ByteGather:
         self._layers = WeakList(layers)
         self.elements = sum(shard.numel() for shard in shards)
         self._has_fp8 = any(hasattr(shard, "fsdp_pre_all_gather") for shard in shards)
+        self.has_fp4 = any(getattr(shard, "sent_as", None) is torch.uint8 for shard in shards)
         self.calls: Counter[torch.dtype] = Counter()  # of this rank
         self.sent: Counter[torch.dtype] = Counter()  # bytes
 
     @property
     def has_fp8(self) -> bool:
-        """Whether a weight of the group is gathered as float8 now, and not in high precision (a phase, a demotion)."""
+        """Whether a weight of the group is gathered as codes now, and not in high precision (a phase, a demotion)."""
         return self._has_fp8 and not (self._layers and all(map(reads_values, self._layers)))
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -90,7 +91,8 @@ class Traffic:
         sent = sum(gather.sent.total() for gather in blocks)
         in_bf16 = sum(2 * gather.elements * gather.calls.total() for gather in blocks)
         dtype = " and ".join(sorted({_name(dtype) for gather in blocks for dtype in gather.calls}))
-        dtype = "float8" if any(gather.has_fp8 for gather in self.gathers.values()) else dtype
+        if coded := [gather for gather in self.gathers.values() if gather.has_fp8]:
+            dtype = "float4" if any(gather.has_fp4 for gather in coded) else "float8"
         # a rank that has nothing of a group sends padding only
         return f"all-gather: {dtype}, {_size(sent / calls)} per {unit} and rank, {sent / max(in_bf16, 1):.2f}x of bf16"
 

@@ -1,6 +1,6 @@
-"""The arithmetic of an all-gather in float8: ranks exchange codes, and know the scale of a weight, or of its tiles.
+"""The arithmetic of an all-gather of codes: ranks exchange codes, and know the scale of a weight, or of its tiles.
 
-A layer whose weight can be gathered in float8 has a ``wire_format``.
+A layer whose weight can be gathered as codes has a ``wire_format``.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ class WireFormat(Protocol):
     """The arithmetic of a backend; gathered weights equal the weights that its layers would quantise themselves."""
 
     dtype: torch.dtype
+    """A float8, or uint8: two codes of 4 bits in each."""
     least_amax: float
     """The lower bound of the largest absolute value: a smaller one is replaced."""
     tile: Tile | None
@@ -30,7 +31,7 @@ class WireFormat(Protocol):
     def scales(self, amax: Tensor) -> Tensor:
         """Return the scales of weights from their largest absolute values: (...) any float -> (...) float32.
 
-        With tiles: of all tiles of one weight, [rows, columns].
+        With tiles: of all tiles of one weight, [rows, columns]; any float from which the format derives scales.
         """
 
     def encode(self, values: Tensor, scale: Tensor, *, first: int = 0, out: Tensor | None = None) -> Tensor:

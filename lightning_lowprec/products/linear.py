@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_lowprec.numerics.kernel_operands import cut_rows, pad_rows
-from lightning_lowprec.products.arithmetic import Arithmetic, Operand, Products, Transposable, serves
+from lightning_lowprec.products.arithmetic import Products, Role, Transposable, serves
 from lightning_lowprec.products.coded_weight import CodedWeight
 from lightning_lowprec.products.shared_input import Entry, codes_of, forget
 from lightning_lowprec.products.transforms import check_backward
@@ -65,12 +65,10 @@ class _Linear(torch.autograd.Function):
         if (how := by.forward) is None:
             output = _in_high_precision(input, weight.to(input.dtype), bias, by.in_by_out)
         else:
-            x = _operand(how, input, *of_input[1:])
-            if (keeper := by.keeper_of_weight) is None:
-                w = how.operand(weight, "weight", input.dtype)
-            else:
+            x = _operand(how, "input", input.dtype, input, *of_input[1:])
+            if (keeper := by.keeper_of_weight) is not None and not isinstance(weight, CodedWeight):
                 of_weight = weight, *keeper.encoded(weight, "weight")
-                w = keeper.of_codes(*of_weight[1:])
+            w = _operand(how, "weight", input.dtype, *of_weight)
             output = how.multiply(x.rows(), w.columns() if by.in_by_out else w.rows(), input.dtype, "forward")
             output = cut_rows(output if bias is None else output + bias, input)
         ctx.save_for_backward(*(of_input if to_weight else NOTHING), *(of_weight if to_input else NOTHING))
@@ -94,8 +92,7 @@ class _Linear(torch.autograd.Function):
             grad_input = g @ (w.t() if by.in_by_out else w)
         elif to_input and by_input is not None:
             grad = by_input.operand(pad_rows(g, by_input.tokens), "gradient", g.dtype)
-            kept = by.keeper_of_weight
-            w = by_input.operand(weight, "weight", g.dtype) if kept is None else kept.of_codes(*of_weight[1:])
+            w = _operand(by_input, "weight", g.dtype, *of_weight)
             columns = w.rows() if by.in_by_out else w.columns()
             grad_input = by_input.multiply(grad.rows(), columns, g.dtype, "grad_input")[: g.shape[0]]
         if to_weight and by_weight is None:
@@ -104,7 +101,7 @@ class _Linear(torch.autograd.Function):
         elif to_weight and by_weight is not None:
             if grad is None or not serves(by_input, by_weight, "gradient"):
                 grad = by_weight.operand(pad_rows(g, by_weight.tokens), "gradient", g.dtype)
-            x = _operand(by_weight, *of_input)
+            x = _operand(by_weight, "input", ctx.dtype, *of_input)
             a, b = (x, grad) if by.in_by_out else (grad, x)
             grad_weight = by_weight.multiply(a.columns(), b.columns(), g.dtype, "grad_weight")
         if ctx.entry is not None:
@@ -138,12 +135,13 @@ def _shared_codes(given: Tensor, input: Tensor, how: Transposable) -> tuple[Tens
     return codes_of(given, (input.dtype, how.coding("input")), encode)
 
 
-def _operand(how: Arithmetic, input: Any, codes: Tensor | None, scale: Tensor | None) -> Operand:
-    """Return the operand of an input [*, K], or of its codes."""
-    if codes is None or scale is None:
-        return how.operand(pad_rows(input, how.tokens), "input", input.dtype)
-    assert isinstance(how, Transposable)
-    return how.of_codes(codes, scale)
+def _operand(how: Any, role: Role, dtype: torch.dtype, matrix: Any, codes: Tensor | None, scale: Tensor | None) -> Any:
+    """Return the operand of an input [*, K] or a weight, or of codes that were kept, or that FSDP2 has gathered."""
+    if isinstance(matrix, CodedWeight):
+        codes, scale = matrix.codes_and_scale()
+    if codes is not None:
+        return how.of_codes(codes, scale)
+    return how.operand(matrix if role == "weight" else pad_rows(matrix, how.tokens), role, dtype)
 
 
 def _in_high_precision(input: Tensor, weight: Tensor, bias: Tensor | None, in_by_out: bool) -> Tensor:

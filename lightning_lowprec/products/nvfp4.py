@@ -21,9 +21,11 @@ from typing import Any, ClassVar, Final, Literal, NamedTuple, final
 import torch
 from torch import Tensor
 
-from lightning_lowprec.numerics.one_pass import rows_in_one_pass
+from lightning_lowprec.numerics.one_pass import compiled_on_cuda, rows_in_one_pass
+from lightning_lowprec.numerics.tiles import Tile, largest, spread
 from lightning_lowprec.private.torch_products import fp4_product
-from lightning_lowprec.products.arithmetic import Arithmetic, Operand, Product, Role
+from lightning_lowprec.products.arithmetic import Operand, Product, Role
+from lightning_lowprec.products.tiled import Tiled
 
 Reference = Literal["transformer_engine", "torchao"]
 """Whose order of float32 operations scales follow: their last bits decide ties, and torchao has no subnormal scales."""
@@ -50,7 +52,7 @@ class Codes(NamedTuple):
 
     def decoded(self) -> Tensor:
         """Return codes times scales, exact: [A, B] float32. Their unit is ``amax / 2688``."""
-        bits = torch.stack((self.codes & 15, self.codes >> 4), -1).float()  # [A, B / 2, 2]
+        bits = _apart(self.codes).float()
         size = bits % 8
         size = torch.where(size < 4, size / 2, torch.where(size < 6, size - 2, 2 * size - 8))
         values = torch.where(bits < 8, size, -size).view(*self.scale.shape, BLOCK)
@@ -59,7 +61,7 @@ class Codes(NamedTuple):
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class NVFP4(Arithmetic):
+class NVFP4(Tiled):
     """Codes of e2m1 with a scale per 16 values, of weights per 16 x 16."""
 
     emulate: bool
@@ -70,6 +72,36 @@ class NVFP4(Arithmetic):
     """Whether gradients are rounded stochastically."""
     reference: Reference = "transformer_engine"
     tokens: ClassVar[int] = 32
+    tile: ClassVar[Tile] = (BLOCK, BLOCK)
+    dtype: ClassVar[torch.dtype] = torch.uint8
+
+    def coding(self, role: Role) -> NVFP4 | None:
+        """Return the coding of weights."""
+        return self if role == "weight" else None
+
+    @staticmethod
+    def scales(amax: Tensor) -> Tensor:
+        """Return the largest values of all tiles, which all scales follow from, in bf16 as the values."""
+        return amax.to(torch.bfloat16)
+
+    def encoded(self, matrix: Tensor, role: Role) -> tuple[Tensor, Tensor]:
+        """Return the codes of a weight and the largest values of its tiles."""
+        maxima = self.scales(largest(matrix.detach(), self.tile))
+        return self.encode_rows(matrix.detach(), maxima, 0), maxima
+
+    def encode_rows(self, values: Tensor, scale: Tensor, first: int) -> Tensor:
+        """[A, B] any float -> [A, B / 2] uint8, of the values in bf16, which is the dtype of autocast."""
+        return _encode_rows(values, scale, False, self.reference, first)[0]
+
+    def of_codes(self, codes: Tensor, scale: Tensor) -> Operand:
+        """Return the operand of codes that exist."""
+        how = codes, scale, self.tile, self.reference
+        return Operand(lambda: Codes(*_laid_out(*how, False)), lambda: Codes(*_laid_out(*how, True)))
+
+    def decode(self, codes: Tensor, scale: Tensor) -> Tensor:
+        """[A, B / 2] -> [A, B] float32."""
+        rows: Codes = self.of_codes(codes, scale).rows()
+        return rows.decoded() * (rows.amax / _LARGEST)
 
     def operand(self, matrix: Tensor, role: Role, dtype: torch.dtype) -> Operand:
         """Return an operand of the values in the dtype of autocast."""
@@ -109,14 +141,23 @@ def transformed(rows: Tensor) -> Tensor:
         return (rows.reshape(-1, BLOCK) @ matrix).view(rows.shape)
 
 
-def encode(rows: Tensor, tiles: bool, stochastic: bool, reference: Reference) -> tuple[Tensor, Tensor, Tensor]:
-    """[A, B] float, B a multiple of 32 -> the fields of :class:`Codes`; with ``tiles``, A is a multiple of 16."""
-    blocks = rows.float().view(rows.shape[0], -1, BLOCK)
-    largest = blocks.abs().amax(2)  # [A, B / 16]
-    amax = largest.amax()
-    if tiles:
-        largest = largest.view(-1, BLOCK, largest.shape[1]).amax(1).repeat_interleave(BLOCK, 0)
-    scale, factor = _scales(largest, amax, reference)
+def encode(
+    rows: Tensor, tiles: bool | Tensor, stochastic: bool, reference: Reference, first: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """[A, B] float, B a multiple of 32 -> the fields of :class:`Codes`; with ``tiles``, A is a multiple of 16.
+
+    Or ``tiles`` are the largest values of all tiles of a matrix, in the dtype that is encoded, and ``rows`` a part of
+    the matrix from the row ``first`` on.
+    """
+    values = rows.to(tiles.dtype) if isinstance(tiles, Tensor) else rows
+    blocks = values.float().view(rows.shape[0], -1, BLOCK)
+    maxima = blocks.abs().amax(2)  # [A, B / 16]
+    amax = maxima.amax()
+    if isinstance(tiles, Tensor):
+        maxima, amax = spread(tiles.float(), (BLOCK, 1), maxima.shape, first), tiles.float().amax()
+    elif tiles:
+        maxima = maxima.view(-1, BLOCK, maxima.shape[1]).amax(1).repeat_interleave(BLOCK, 0)
+    scale, factor = _scales(maxima, amax, reference)
     values = (blocks * factor.unsqueeze(2)).clamp(-_E2M1_MAX, _E2M1_MAX)
     size = values.abs()
     step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))  # between neighbours of e2m1
@@ -124,9 +165,31 @@ def encode(rows: Tensor, tiles: bool, stochastic: bool, reference: Reference) ->
     low = steps.floor()
     steps = low + (torch.rand_like(steps) < steps - low) if stochastic else steps.round()
     codes = (steps + torch.where(size < 2, 0, torch.where(size < 4, 2, 4)) + 8 * (values < 0)).to(torch.uint8)
-    pairs = codes.view(rows.shape[0], -1, 2)
+    return _paired(codes.flatten(1)), scale.contiguous(), amax
+
+
+_encode_rows: Final = compiled_on_cuda(encode)
+
+
+def _paired(codes: Tensor) -> Tensor:
+    """[A, B] -> [A, B / 2]: two codes in a byte."""
+    pairs = codes.reshape(codes.shape[0], -1, 2)
     # kernels read rows; of a transposed matrix, compiled code would write columns
-    return (pairs[..., 0] | pairs[..., 1] << 4).contiguous(), scale.contiguous(), amax
+    return (pairs[..., 0] | pairs[..., 1] << 4).contiguous()
+
+
+def _apart(codes: Tensor) -> Tensor:
+    """[A, B / 2] -> [A, B]: a code in each byte."""
+    return torch.stack((codes & 15, codes >> 4), -1).flatten(1)
+
+
+@compiled_on_cuda
+def _laid_out(codes: Tensor, maxima: Tensor, tile: Tile, reference: Reference, across: bool) -> tuple[Tensor, ...]:
+    """Return the fields of :class:`Codes` from codes and the largest values of tiles; ``across``: of the transpose."""
+    if across:
+        codes, maxima = _paired(_apart(codes).t()), maxima.t()
+    amax = maxima.float().amax()
+    return codes, _scales(maxima.float().repeat_interleave(tile[0], 0), amax, reference)[0].contiguous(), amax
 
 
 def _scales(largest: Tensor, amax: Tensor, reference: Reference) -> tuple[Tensor, Tensor]:

@@ -27,7 +27,6 @@ from lightning_lowprec.numerics.kernel_operands import check_operands
 from lightning_lowprec.numerics.weight_rounding import WeightRounding
 from lightning_lowprec.private.torch_products import scaled_product
 from lightning_lowprec.products.arithmetic import Codes, Operand, Product, Role, Transposable
-from lightning_lowprec.products.coded_weight import CodedWeight
 
 LEAST_AMAX: Final = 1e-12
 """A smaller largest value is replaced by this one: a matrix of zeros has a finite scale."""
@@ -66,9 +65,7 @@ class Scaled(Transposable):
     tokens: ClassVar[int] = 16
 
     def operand(self, matrix: Tensor, role: Role, dtype: torch.dtype) -> Operand:
-        """Return an operand; codes that FSDP2 has gathered are taken as they are."""
-        if isinstance(matrix, CodedWeight):
-            return self.of_codes(*matrix.codes_and_scale())
+        """Return an operand."""
         return _operand(matrix, getattr(self, role))
 
     def coding(self, role: Role) -> Coding | None:
@@ -78,8 +75,6 @@ class Scaled(Transposable):
 
     def encoded(self, matrix: Tensor, role: Role) -> tuple[Tensor, Tensor]:
         """Return codes and scale, once, of a matrix with one scale."""
-        if isinstance(matrix, CodedWeight):
-            return matrix.codes_and_scale()
         codes: Codes = _operand(matrix, getattr(self, role)).rows()
         return codes
 

@@ -15,7 +15,6 @@ from lightning_lowprec.numerics.formats import encode
 from lightning_lowprec.numerics.one_pass import compiled_on_cuda
 from lightning_lowprec.numerics.tiles import Tile, largest, spread
 from lightning_lowprec.products.arithmetic import Codes, Role, Transposable
-from lightning_lowprec.products.coded_weight import CodedWeight
 
 
 class Tiled(Transposable):
@@ -25,10 +24,16 @@ class Tiled(Transposable):
     """Rows and columns of a tile, equal."""
 
     def encoded(self, matrix: Tensor, role: Role) -> tuple[Tensor, Tensor]:
-        """Return the codes and the scales of a weight, once; codes that FSDP2 has gathered are taken as they are."""
-        if isinstance(matrix, CodedWeight):
-            return matrix.codes_and_scale()
+        """Return the codes and the scales of a weight."""
         return encode_tiles(matrix.detach(), self.tile, self.coding("weight"))  # no Parameter: one kernel on CUDA
+
+    def encode_rows(self, values: Tensor, scale: Tensor, first: int) -> Tensor:
+        """Return the codes of some rows of a weight, from the row ``first`` on, by the scales of all tiles."""
+        return _encode_rows(values, scale, self.tile, first, self.coding("weight").dtype)
+
+    def decode(self, codes: Tensor, scale: Tensor) -> Tensor:
+        """Return the values of codes and the scales of all tiles, float32."""
+        return codes.float() * spread(scale.reciprocal(), self.tile, codes.shape)
 
 
 @compiled_on_cuda
@@ -39,6 +44,5 @@ def encode_tiles(values: Tensor, tile: Tile, coding: Any) -> Codes:
 
 
 @compiled_on_cuda
-def encode_rows(values: Tensor, scale: Tensor, tile: Tile, first: int, dtype: torch.dtype) -> Tensor:
-    """Return the codes of some rows of a matrix, from the row ``first`` on, by the scales of all tiles."""
+def _encode_rows(values: Tensor, scale: Tensor, tile: Tile, first: int, dtype: torch.dtype) -> Tensor:
     return encode(values, spread(scale, tile, values.shape, first), dtype)

@@ -101,10 +101,11 @@ _ONE_FORMAT: Final = {
         lacks={FP16: "its kernels return bf16"},
         alignment=32,
         last_blocks=LAST_BLOCKS,
-        conv1d="converted",
+        gathers_fp8=True,
+        conv1d="gathered",
         layer_recipes=("nvfp4",),
         hardware_recipe="torchao-nvfp4",
-        formats=all_in("e2m1", samples=ONE_SCALE),
+        formats=all_in("e2m1", samples=ONE_SCALE, fsdp2="e2m1"),
     ),
 }
 
@@ -119,7 +120,7 @@ BACKEND: Final = Backend(
         "block": True,
         "int8": False,
         "mxfp8": True,
-        "nvfp4": False,
+        "nvfp4": True,
     },
     module="torchao.float8",
     distribution="torchao",

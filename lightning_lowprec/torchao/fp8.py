@@ -82,6 +82,7 @@ class FP8TorchAO(TorchAO):
         RuntimeError: the device has no FP8 and ``emulate`` is not set.
     """
 
+    own = "weight_codes", "saved_inputs", "round_scales_to_power_of_2", "rowwise_backward", "experts", "pad_inner_dim"
     advice: ClassVar[str] = (
         "FP8 is slow without `torch.compile`: compile the model yourself, or use 'fp8-hybrid-te' (Transformer Engine),"
         " which needs no compiler."
@@ -171,11 +172,6 @@ class FP8TorchAO(TorchAO):
         if "tensorwise" not in self.kinds:
             return f"`recipe={self.recipe!r}` has a scale per row, and only one per tensor can be gathered"
         return None if self.fp8_eval else "`fp8_eval=False` evaluates with the weights in high precision"
-
-    @override
-    def sharded_identity(self) -> tuple[Any, ...]:
-        kept = self.weight_codes, self.saved_inputs, self.round_scales_to_power_of_2, self.rowwise_backward
-        return *super().sharded_identity(), self.experts, self.pad_inner_dim, *kept
 
     @override
     def plan_options(self, device: torch.device) -> dict[str, Any]:

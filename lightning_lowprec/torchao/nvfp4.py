@@ -10,7 +10,6 @@ from typing_extensions import Unpack, override
 
 from lightning_lowprec.checks import Rule
 from lightning_lowprec.conversion.options import LayerOptions, shows, take
-from lightning_lowprec.precision import fp8
 from lightning_lowprec.precision.options import FP8Options
 from lightning_lowprec.precision.schedule import Schedule
 from lightning_lowprec.private.torchao import prototype_refusal
@@ -39,8 +38,8 @@ class NVFP4TorchAO(OneFormatTorchAO):
 
     Codes have 4 bits (e2m1), with an e4m3 scale per 16 values, of weights per 16 x 16, and a float32 scale per tensor.
     torch's kernels for these products run on Blackwell; elsewhere NVFP4 can be emulated. Features are multiples of 32.
-    Stacked experts stay in bf16. FSDP2 gathers weights in bf16. As the paper trained, the last blocks of the model and
-    the forward at the end of the run are in bf16 (arXiv 2509.25149).
+    Stacked experts stay in bf16. FSDP2 gathers the codes. As the paper trained, the last blocks of the model and the
+    forward at the end of the run are in bf16 (arXiv 2509.25149).
 
     Args:
         recipe: ``"nvfp4"``, or recipes per layer as in :class:`~lightning_lowprec.FP8TorchAO`:
@@ -50,7 +49,7 @@ class NVFP4TorchAO(OneFormatTorchAO):
             none. A ``schedule`` takes its place. A run whose number of steps is not known has no finish; in Fabric
             ``plugin.set_step(step, total=N)`` tells it.
         gemms: the format of the forward and of both GEMMs of the backward: ``{"forward": "nvfp4", "backward":
-            "mxfp8"}``, for example; None: all in NVFP4.
+            "mxfp8"}``, for example, of which FSDP2 gathers bf16; None: all in NVFP4.
         hadamard: multiply the operands of the weight gradient with a Hadamard matrix of random signs.
         stochastic_rounding: round the codes of gradients stochastically. The random numbers are torch's, which no
             checkpoint of Lightning holds.
@@ -67,6 +66,7 @@ class NVFP4TorchAO(OneFormatTorchAO):
     kind: ClassVar[str] = "nvfp4"
     name: ClassVar[str] = "nvfp4-torchao"
     alignment: ClassVar[int] = 32
+    own = "last_blocks_bf16", "gemms", "hadamard", "stochastic_rounding", "reference"
 
     def __init__(
         self,
@@ -82,6 +82,7 @@ class NVFP4TorchAO(OneFormatTorchAO):
     ) -> None:
         self.last_blocks_bf16, self.gemms = last_blocks_bf16, {"forward": "nvfp4", "backward": "nvfp4", **(gemms or {})}
         self.hadamard, self.stochastic_rounding, self.reference = hadamard, stochastic_rounding, reference
+        self.one_code = self.gemms["forward"] == self.gemms["backward"]
         if "nvfp4" not in self.gemms.values():
             raise ValueError(f"`gemms={gemms!r}` computes nothing in NVFP4. Use `MXFP8TorchAO()`.")
         running = take(FP8Options, options)
@@ -97,13 +98,7 @@ class NVFP4TorchAO(OneFormatTorchAO):
             return missing
         if isinstance(self.emulate, str):
             return f"`emulate={self.emulate!r}` is not valid: sums of NVFP4 are not modelled; expected True"
-        if device.type == "cpu" and not self.emulates(device):
-            return "cpu has no NVFP4 kernels. Leave `emulate=False` out"
-        return fp8.kernel_refusal("torchao-nvfp4", self.emulate, device, "NVFP4TorchAO(emulate=True)")
-
-    @override
-    def gathers(self, options: Any) -> str | None:
-        return f"`precision={self.precision!r}` has codes of 4 bits, two in a byte, and FSDP2 gathers codes of 8 bits"
+        return self.refusal_of_kernels(device)
 
     @override
     def plan_options(self, device: torch.device) -> dict[str, Any]:
@@ -130,8 +125,3 @@ class NVFP4TorchAO(OneFormatTorchAO):
             stochastic=self.stochastic_rounding,
             reference=self.reference,
         )
-
-    @override
-    def sharded_identity(self) -> tuple[Any, ...]:
-        own = self.last_blocks_bf16, tuple(self.gemms.values()), self.hadamard, self.stochastic_rounding, self.reference
-        return *super().sharded_identity(), *own

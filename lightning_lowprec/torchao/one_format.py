@@ -77,6 +77,14 @@ class OneFormatTorchAO(TorchAO):
     def refusal(self, device: torch.device) -> str | None:
         return super().refusal(device) or prototype_refusal(self.kind)
 
+    def refusal_of_kernels(self, device: torch.device) -> str | None:
+        """Return why a format that can be emulated does not run; None if it does."""
+        if device.type == "cpu" and not self.emulates(device):
+            return f"cpu has no {self.format} kernels. Leave `emulate=False` out"
+        assert self.hardware_recipe is not None
+        constructor = f"{type(self).__name__}(emulate=True)"
+        return fp8.kernel_refusal(self.hardware_recipe, self.emulate, device, constructor)
+
     @override
     def plan_options(self, device: torch.device) -> dict[str, Any]:
         recipe = self.recipes if isinstance(self.recipes, RecipeMap) else "tensorwise"
@@ -86,7 +94,7 @@ class OneFormatTorchAO(TorchAO):
     def gathers(self, options: Any) -> str | None:
         """FSDP2 gathers codes that serve all products of a weight, else values."""
         if not self.one_code:
-            return f"`precision={self.precision!r}` encodes a weight along its rows and along its columns, in bf16"
+            return f"`precision={self.precision!r}` encodes a weight for the forward and once more for the backward"
         return None if self.low_eval else "`fp8_eval=False` evaluates with the weights in high precision"
 
 
@@ -116,6 +124,7 @@ class Int8TorchAO(OneFormatTorchAO):
     format: ClassVar[str] = "int8"
     kind: ClassVar[str] = "int8"
     name: ClassVar[str] = "int8-mixed"
+    own = ("stochastic_rounding",)
 
     def __init__(
         self,
@@ -140,10 +149,6 @@ class Int8TorchAO(OneFormatTorchAO):
         from lightning_lowprec.products.int8 import Int8
 
         return Int8(stochastic=self.stochastic_rounding)
-
-    @override
-    def sharded_identity(self) -> tuple[Any, ...]:
-        return *super().sharded_identity(), self.stochastic_rounding
 
 
 class Choices(SharedChoices, EmulationChoices, total=False):
@@ -184,11 +189,7 @@ class BlockTorchAO(OneFormatTorchAO):
     def refusal(self, device: torch.device) -> str | None:
         from lightning_lowprec.products.block import by_cublas
 
-        if device.type == "cpu" and not self.emulates(device):
-            return "cpu has no FP8 kernels with a scale per block. Leave `emulate=False` out"
-        refused = super().refusal(device) or fp8.kernel_refusal(
-            "torchao-block", self.emulate, device, "BlockTorchAO(emulate=True)"
-        )
+        refused = super().refusal(device) or self.refusal_of_kernels(device)
         by_triton = not self.emulates(device) and not by_cublas(device)
         return refused or (prototype_refusal("block-triton") if by_triton else None)
 
@@ -233,6 +234,7 @@ class MXFP8TorchAO(OneFormatTorchAO):
     format: ClassVar[str] = "MXFP8"
     kind: ClassVar[str] = "mxfp8"
     name: ClassVar[str] = "mxfp8-torchao"
+    own = ("weight_scales",)
     alignment: ClassVar[int] = 32
 
     def __init__(
@@ -248,18 +250,10 @@ class MXFP8TorchAO(OneFormatTorchAO):
 
     @override
     def refusal(self, device: torch.device) -> str | None:
-        if (missing := super().refusal(device)) is not None:
-            return missing
-        if device.type == "cpu" and not self.emulates(device):
-            return "cpu has no MXFP8 kernels. Leave `emulate=False` out"
-        return fp8.kernel_refusal("torchao-mxfp8", self.emulate, device, "MXFP8TorchAO(emulate=True)")
+        return super().refusal(device) or self.refusal_of_kernels(device)
 
     @override
     def arithmetic(self, device: torch.device) -> Arithmetic:
         from lightning_lowprec.products.mxfp8 import MXFP8
 
         return MXFP8(emulate=self.emulates(device), tiles=self.one_code)
-
-    @override
-    def sharded_identity(self) -> tuple[Any, ...]:
-        return *super().sharded_identity(), self.weight_scales

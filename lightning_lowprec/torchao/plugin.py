@@ -50,6 +50,8 @@ class TorchAO(Scheduled):
     """
 
     backend: ClassVar[str | None] = NAME
+    own: ClassVar[tuple[str, ...]] = ()
+    """The options of the subclass, by attribute, that are built into a model when it is sharded."""
     advice: ClassVar[str] = "Encoding is slow without `torch.compile`: compile the model yourself."
 
     def __init__(
@@ -100,7 +102,8 @@ class TorchAO(Scheduled):
     @override
     def sharded_identity(self) -> tuple[Any, ...]:
         schedule = None if self.phases is None else self.phases.schedule
-        return self.precision, self.recipes, self.layers, self.low_eval, self.emulate, schedule
+        own = (getattr(self, name) for name in self.own)
+        return self.precision, self.recipes, self.layers, self.low_eval, self.emulate, schedule, *own
 
     @override
     def _prepare(self, module: Module, device: torch.device) -> None:

@@ -15,6 +15,7 @@ from lightning_lowprec.conversion.gains import Recipe
 from lightning_lowprec.conversion.recipe_map import ACCUMULATION, NO_GEMM, Gemm, InBF16, LayerRecipe
 from lightning_lowprec.numerics.tensor_cores import FNUZ, Emulation
 from lightning_lowprec.products.arithmetic import Arithmetic, Products, Transposable
+from lightning_lowprec.products.nvfp4 import NVFP4
 from lightning_lowprec.products.scaled import Coding, Scaled
 from lightning_lowprec.products.tiled import Tiled
 from lightning_lowprec.torchao.wire_format import TorchAOWire
@@ -80,7 +81,7 @@ class LayerSettings:
         if not isinstance(forward, Transposable) or (coding := forward.coding("weight")) is None:
             return None
         if isinstance(forward, Tiled):
-            return TorchAOWire(None, coding, self.products.saves_weight, forward.tile)
+            return TorchAOWire(None, coding, True, forward.tile, forward)
         return TorchAOWire(self.mm_config, coding, self.products.saves_weight)
 
     @property
@@ -182,5 +183,6 @@ class OneFormat:
                 f" whole run; expected {self.name!r}, 'bf16', or a mapping such as {{'forward': 'bf16'}}."
             )
         by, backward = self.arithmetic, self.backward or self.arithmetic
-        products = Products(forward=by, grad_input=backward, grad_weight=backward, saves_weight=True)
+        saves = not isinstance(by, NVFP4)  # whose backward encodes the weight again
+        products = Products(forward=by, grad_input=backward, grad_weight=backward, saves_weight=saves)
         return LayerSettings(products=products, in_bf16=recipe.in_bf16, others=self).accumulating(recipe.accumulation)

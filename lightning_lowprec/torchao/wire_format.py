@@ -16,12 +16,11 @@ from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInpu
 
 from lightning_lowprec.numerics.formats import encode
 from lightning_lowprec.numerics.one_pass import in_one_pass
-from lightning_lowprec.numerics.tiles import Tile, spread
+from lightning_lowprec.numerics.tiles import Tile
 from lightning_lowprec.private.torch import MOVING_OPERATIONS, inference_mode_of, tree_map_only
 from lightning_lowprec.private.torchao import codes_of, constructor_arguments, set_scale
 from lightning_lowprec.products.coded_weight import CodedWeight
-from lightning_lowprec.products.scaled import LEAST_AMAX
-from lightning_lowprec.products.tiled import encode_rows
+from lightning_lowprec.products.tiled import Tiled
 
 _aten: Any = torch.ops.aten
 _VIEWS: Final = {
@@ -77,13 +76,13 @@ class GatheredTiles(CodedWeight):
 
     codes: Tensor
     scale: Tensor
-    by_tile: Tile
+    by: Tiled
 
     @staticmethod
-    def __new__(cls, codes: Tensor, scale: Tensor, tile: Tile, dtype: torch.dtype) -> GatheredTiles:
+    def __new__(cls, codes: Tensor, scale: Tensor, by: Tiled, dtype: torch.dtype) -> GatheredTiles:
         """Make a tensor without memory, and hang codes and scales at it."""
-        weight = cls.showing(codes, dtype)
-        weight.codes, weight.scale, weight.by_tile = codes, scale, tile
+        weight = cls.showing(codes, dtype, per_element=2 if codes.dtype is torch.uint8 else 1)
+        weight.codes, weight.scale, weight.by = codes, scale, by
         return weight
 
     def codes_and_scale(self) -> tuple[Tensor, Tensor]:
@@ -92,19 +91,19 @@ class GatheredTiles(CodedWeight):
 
     def decode(self) -> Tensor:
         """Return the values."""
-        return (self.codes.float() * spread(self.scale.reciprocal(), self.by_tile, self.shape)).to(self.dtype)
+        return self.by.decode(self.codes, self.scale).to(self.dtype)
 
     @classmethod
     def on_codes(cls, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Keep codes for aliases of the whole weight."""
-        if func not in _ALIASES:
+        weight: Any = args[0]
+        if func not in _ALIASES or args[1:3] not in ((), ([*weight.shape],), ([*weight.shape], [*weight.stride()])):
             return NotImplemented
-        weight = args[0]
-        return cls(func(weight.codes, *args[1:], **kwargs), weight.scale, weight.by_tile, weight.dtype)
+        return cls(weight.codes.detach(), weight.scale, weight.by, weight.dtype)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """Return the names of the inner tensors, and what else makes this one; called by compilers."""
-        return ["codes", "scale"], (self.by_tile, self.dtype)
+        return ["codes", "scale"], (self.by, self.dtype)
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], metadata: Any, size: Any, stride: Any) -> GatheredTiles:
@@ -120,11 +119,13 @@ class TorchAOWire:
     coding: Any
     per_step: bool
     tile: Tile | None = None
-    least_amax: ClassVar[float] = LEAST_AMAX
+    by: Tiled | None = None
+    """The arithmetic of weights with a scale per tile."""
+    least_amax: ClassVar[float] = 0.0  # `scales` has a bound
 
     @property
     def dtype(self) -> torch.dtype:
-        """The float8 format."""
+        """The format of codes."""
         dtype: torch.dtype = self.coding.dtype
         return dtype
 
@@ -134,16 +135,16 @@ class TorchAOWire:
         return scales
 
     def encode(self, values: Tensor, scale: Tensor, *, first: int = 0, out: Tensor | None = None) -> Tensor:
-        """(...) any float -> (...) float8; inf becomes the largest value."""
-        if self.tile is None:
+        """(...) any float -> (...) codes; inf becomes the largest value."""
+        if self.by is None:
             return in_one_pass(encode, values, scale, self.dtype, out=out)
-        codes: Tensor = encode_rows(values, scale, self.tile, first, self.dtype)
+        codes = self.by.encode_rows(values, scale, first)
         return codes if out is None else out.copy_(codes)
 
     def whole(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the gathered weight."""
-        if self.tile is not None:
-            return GatheredTiles(codes, scale, self.tile, dtype)
+        if self.by is not None:
+            return GatheredTiles(codes, scale, self.by, dtype)
         whole: Tensor = GatheredWeight(codes, scale, dtype, self.mm_config, gemm_input_role=GemmInputRole.WEIGHT)
         return whole
 

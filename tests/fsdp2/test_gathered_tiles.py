@@ -1,4 +1,4 @@
-"""Codes with a scale per tile under FSDP2: two ranks compute the bits of one, and send one byte per parameter."""
+"""Codes with a scale per tile under FSDP2: two ranks compute the bits of one, and send a byte per parameter or half."""
 
 import itertools
 
@@ -13,12 +13,18 @@ from lightning_lowprec.fsdp2 import fp8_gather
 from lightning_lowprec.fsdp2 import strategy as sharding
 from lightning_lowprec.numerics.tiles import largest, largest_of_rows, spread
 from lightning_lowprec.private.torchao import prototype_refusal
+from lightning_lowprec.products.nvfp4 import NVFP4
 from tests.fsdp2.ranks import run
 
 STEPS = 3
 SIZES = (96, 320, 160, 64)
 """Of the layers: two ranks have 160, 80 and 32 rows, which cut tiles of 128 x 128, and some of 32 x 32."""
-TILES = {"fp8-block-torchao": 128, **({} if prototype_refusal("mxfp8") else {"mxfp8-torchao": 32})}
+TILES = {
+    "fp8-block-torchao": (128, 1),
+    **({} if prototype_refusal("mxfp8") else {"mxfp8-torchao": (32, 1)}),
+    "nvfp4-torchao": (16, 2),
+}
+"""Rows and columns of a tile, and parameters per byte."""
 
 
 class Block(nn.Module):
@@ -65,6 +71,7 @@ CASES = {
     **{name: (name, {}) for name in TILES},
     "copies": ("fp8-block-torchao", {"replicate": 2}),
     "compiled": ("fp8-block-torchao", {"compile": {"backend": "aot_eager"}}),
+    "compiled, 4 bits": ("nvfp4-torchao", {"compile": {"backend": "aot_eager"}}),
 }
 
 
@@ -75,13 +82,15 @@ def sharded(rank):
     for case, (precision, options) in CASES.items():
         strategy = FabricFSDP2Strategy(wrap=[Block], **options)
         net, losses = train(L.Fabric(accelerator="cpu", devices=2, precision=precision, strategy=strategy))
-        gathers = sharding._sharded[net].sharded.traffic.gathers.values()
+        traffic = sharding._sharded[net].sharded.traffic
+        gathers = traffic.gathers.values()
         found[case] = {
             "losses": losses,
             "weights": {name: p.full_tensor() for name, p in net.named_parameters()},
             "sent": sum(gather.sent.total() for gather in gathers),
             "calls": [gather.calls.total() for gather in gathers if gather.calls],
             "reduced": reduced.copy(),
+            "said": traffic.report(),
         }
         reduced.clear()
     return found
@@ -102,15 +111,39 @@ def test_two_ranks_compute_the_bits_of_one(ranks, case):
             assert torch.equal(found[case]["weights"][name], weight), name
 
 
-@pytest.mark.parametrize(("precision", "tile"), TILES.items())
-def test_a_gather_sends_a_byte_per_parameter_and_a_step_reduces_the_tiles(ranks, precision, tile):
+@pytest.mark.parametrize("precision", TILES)
+def test_a_gather_sends_the_codes_and_a_step_reduces_the_tiles(ranks, precision):
+    """Half a byte per parameter in NVFP4, else a byte; of two ranks each has half of the parameters."""
+    tile, per_byte = TILES[precision]
     shapes = [(rows, columns) for columns, rows in itertools.pairwise(SIZES)]
     elements = [rows * columns for rows, columns in shapes]
     tiles = sum(-(-rows // tile) * -(-columns // tile) for rows, columns in shapes)
     for found in (by_rank[precision] for by_rank in ranks):
         assert min(found["calls"]) >= 2 * 2 * STEPS, "forward and backward of each micro-batch"
-        assert found["sent"] == sum(n * count // 2 for n, count in zip(elements, found["calls"], strict=True))
+        gathered = sum(n * count for n, count in zip(elements, found["calls"], strict=True))
+        assert found["sent"] == gathered / 2 / per_byte
+        assert found["said"].startswith(f"all-gather: float{8 // per_byte}, ")
+        assert found["said"].endswith(f"{1 / 2 / per_byte:.2f}x of bf16")
         assert found["reduced"] == (STEPS + 1) * [4 * tiles], "once per write to the weights"
+
+
+@pytest.mark.parametrize("reference", ["transformer_engine", "torchao"])
+@pytest.mark.parametrize("cut", [1, 16, 24, 100])
+def test_ranks_that_cut_tiles_of_4_bit_codes_encode_the_codes_of_the_whole(cut, reference):
+    """In both layouts they are those of a weight that is encoded for each product."""
+    by = NVFP4(emulate=True, reference=reference)
+    whole = torch.randn(160, 96, generator=torch.Generator().manual_seed(0))
+    whole[32:64], whole[64:96, :32] = 0, 1e-8
+    grids = [largest_of_rows(part, by.tile, 160, first) for part, first in ((whole[:cut], 0), (whole[cut:], cut))]
+    maxima = by.coding("weight").scales(torch.stack(grids).amax(0))
+    codes = torch.cat([by.encode_rows(whole[:cut], maxima, 0), by.encode_rows(whole[cut:], maxima, cut)])
+    once, each = by.of_codes(codes, maxima), by.operand(whole, "weight", torch.bfloat16)
+    for found, expected in ((once.rows(), each.rows()), (once.columns(), each.columns())):
+        assert torch.equal(found.codes, expected.codes)
+        assert torch.equal(found.scale.float(), expected.scale.float())
+        assert torch.equal(found.amax, expected.amax)
+    assert torch.equal(by.decode(codes, maxima), each.rows().decoded() * (each.rows().amax / (6 * 448)))
+    assert [t.tolist() for t in by.encoded(whole, "weight")] == [codes.tolist(), maxima.tolist()]
 
 
 @pytest.mark.parametrize("tile", [(128, 128), (32, 32), (1, 32), (16, 16)])

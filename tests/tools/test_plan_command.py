@@ -79,6 +79,7 @@ def test_the_all_gather_column_knows_which_recipes_gather_float8(tmp_path, capsy
             "fp8-current",
             "fp8-block-te",
             "fp8-block-torchao",
+            "nvfp4-torchao",
         )
     }
     linears = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336
@@ -86,6 +87,7 @@ def test_the_all_gather_column_knows_which_recipes_gather_float8(tmp_path, capsy
     assert gathered["fp8-hybrid-te"] == gathered["fp8-current"] == gathered["fp8-hybrid"]
     assert gathered["fp8-block-te"] == gathered["fp8-rowwise"]
     assert gathered["fp8-block-torchao"] == gathered["fp8-hybrid"]
+    assert gathered["fp8-hybrid"] - gathered["nvfp4-torchao"] == linears / 2, "two parameters in a byte"
     recipes = ["--recipe", "*.o_proj=rowwise", '*.q_proj={"grad_input": "bf16"}', "*=tensorwise"]
     data = run_json(capsys, config, "--precision", "fp8-hybrid", *recipes, "--shards", 8)
     assert data["bytes"][-1]["gathered"] - gathered["fp8-hybrid"] == 2 * 4096 * 4096, "bf16 takes a byte more"
@@ -116,6 +118,9 @@ def test_what_one_rank_holds_and_sends(tmp_path, capsys):
     lean = run_json(capsys, config, "--precision", "fp8-lean", "--shards", 8)["per_rank"][-1]
     assert (lean["precision"], lean["state"] * 8) == ("fp8-lean", 6 * everything)
     assert lean["sent"]["all_gather_backward"] == sent["all_gather_backward"]
+    nvfp4 = run_json(capsys, config, "--precision", "nvfp4-torchao", "--shards", 8)["per_rank"][-1]
+    assert nvfp4["state"] * 8 == 16 * everything + linears, "half a byte of each parameter is kept"
+    assert nvfp4["sent"]["all_gather_backward"] == 2 * (linears / 2 + 2 * 2 * 4096) * 7 / 8
     # MS-AMP under FSDP2: codes are gathered, gradients are float32; O2 does not run there
     data = run_json(capsys, config, "--precision", "msamp-o3", "--shards", 8)
     o3 = data["per_rank"][-1]

@@ -130,7 +130,7 @@ def trained(name):
         master=next(map(short, held), "-"),
         moments=pair(short(state["exp_avg"]), short(state["exp_avg_sq"])),
         ddp=gradient,
-        fsdp2=gathered(name, plugin, weight),
+        fsdp2=gathered(name, plugin, module.body),
     )
     return {"precision": name, **{column: seen[column] for column in COLUMNS}}
 
@@ -149,11 +149,14 @@ def _stored_masters(optimizer):
     return [tensor for tensor in buffers_of(optimizer) if tensor.untyped_storage().nbytes()]
 
 
-def gathered(name, plugin, weight):
+def gathered(name, plugin, layer):
+    weight, wire = layer.weight, getattr(layer, "wire_format", None)
     if getattr(plugin, "keeps_codes", False):
         return short(weight) if plugin.shards_codes else "-"
     ours = plugin if isinstance(plugin, LowPrecision) else half_under_fsdp2(name) or plugin
-    return "e4m3" if gathers_fp8(ours, ShardOptions()) else SHORT[param_dtype(ours) or weight.dtype]
+    if not gathers_fp8(ours, ShardOptions()):
+        return SHORT[param_dtype(ours) or weight.dtype]
+    return "e2m1" if wire is not None and wire.dtype == torch.uint8 else "e4m3"  # two codes in a byte
 
 
 def short(tensor):

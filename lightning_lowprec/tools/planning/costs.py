@@ -126,7 +126,7 @@ def footprints(model: nn.Module, plan: Plan, precision: str) -> list[Bytes]:
     rows = [_bytes(name, _formats(name), total, trained) for name in COMPARED]
     mixed, formats = rows[-1], _formats(precision)
     coded = gathered_rows(plan, precision)
-    gathered = mixed.gathered - sum(row.elements for row in coded)
+    gathered = mixed.gathered - int(sum(row.elements for row in coded) * (2 - _code_size(precision)))
     if not formats.keeps_codes:
         row = _bytes(precision, formats, total, trained)
         return [*rows, replace(row, gathered=gathered) if precision not in COMPARED else row]
@@ -153,19 +153,23 @@ def _formats(precision: str) -> Formats:
     return formats_of(precision) or LIGHTNINGS["bf16-mixed"]
 
 
+def _code_size(precision: str) -> float:
+    return min(_formats(precision).bytes_per_parameter[-1], 1)
+
+
 def _bytes(precision: str, formats: Formats, total: int, trained: int) -> Bytes:
     weight, gradient, kept, sent = formats.bytes_per_parameter
     return Bytes(
         precision=precision,
-        weights=weight * total,
-        gradients=gradient * trained,
-        optimizer=kept * trained,
-        gathered=sent * total,
+        weights=int(weight * total),
+        gradients=int(gradient * trained),
+        optimizer=int(kept * trained),
+        gathered=int(sent * total),
     )
 
 
 def gathered_rows(plan: Plan, precision: str) -> list[PlanRow]:
-    """Return the rows whose weights FSDP2 gathers as float8: by the name, or with recipes per layer by the recipe."""
+    """Return the rows whose weights FSDP2 gathers as codes: by the name, or with recipes per layer by the recipe."""
     name = names.TABLE.get(precision)
     if name is None or name.backend is None:
         return []
@@ -190,7 +194,9 @@ class Weights:
     """Numbers of parameters that are gathered."""
 
     fp8: int = 0
-    """As float8."""
+    """As codes, one byte each but for those in ``paired``."""
+    paired: int = 0
+    """Among ``fp8``: codes of 4 bits, two in a byte."""
     fp8_weights: int = 0
     """Tensors that hold the parameters in ``fp8``; each tensor has a scale."""
     other: int = 0
@@ -236,11 +242,13 @@ def weights_of(
     blocks: Collection[str],
     shards: int,
     parts: Callable[[str], int] = lambda fqn: 1,
+    code_size: float = 1,
 ) -> dict[str, Weights]:
     """Return what each of the groups gathers, by fqn, with the padding of ``shards`` parts; the root is ``""``.
 
-    ``fp8`` has the layers, and Parameters of stacked experts, that are gathered as float8; ``blocks`` the modules that
-    gather their own weights, none in another. Tensor parallelism cuts the parameter of an fqn into ``parts``.
+    ``fp8`` has the layers, and Parameters of stacked experts, that are gathered as codes of ``code_size`` bytes, 1
+    or 0.5; ``blocks`` the modules that gather their own weights, none in another. Tensor parallelism cuts the parameter
+    of an fqn into ``parts``.
     """
     groups = dict.fromkeys(["", *blocks], Weights())
     coded = {*fp8, *(f"{fqn}.weight" for fqn in fp8)}
@@ -249,6 +257,7 @@ def weights_of(
         size, is_coded = padded(p, shards) // parts(fqn), fqn in coded
         groups[group] += Weights(
             fp8=size if is_coded else 0,
+            paired=size if is_coded and code_size < 1 else 0,
             fp8_weights=int(is_coded),
             other=0 if is_coded else size,
             frozen=0 if p.requires_grad else size,
@@ -263,8 +272,8 @@ def padded(tensor: Tensor, shards: int) -> int:
 
 
 def gathered(weights: Weights, param_dtype: torch.dtype) -> int:
-    """Return the bytes of whole weights as FSDP2 gathers them: FP8 parameters take 1 byte each."""
-    return weights.fp8 + weights.other * param_dtype.itemsize
+    """Return the bytes of whole weights as FSDP2 gathers them: codes take 1 byte each, or two of 4 bits take one."""
+    return weights.fp8 - weights.paired // 2 + weights.other * param_dtype.itemsize
 
 
 def all_gather(size: float, ranks: int) -> float:
@@ -361,14 +370,15 @@ def per_rank(
         param_dtype = torch.float32 if row.gathered == _FLOAT32 * elements else torch.bfloat16
         as_codes = row is sizes[-1] and row.gathered < param_dtype.itemsize * elements
         fp8 = _coded(gathered_rows(plan, row.precision), shards) if as_codes else []
-        groups = weights_of(model, fp8, blocks=blocks_of(model), shards=shards, parts=parts)
+        blocks, size = blocks_of(model), _code_size(row.precision)
+        groups = weights_of(model, fp8, blocks=blocks, shards=shards, parts=parts, code_size=size)
         root, below = groups.pop(""), list(groups.values())
         together = sum(below, Weights())
-        keeps = together.fp8 + root.fp8  # codes of shards in high precision, from gather to gather, 1 byte each
+        keeps = size * (together.fp8 + root.fp8)  # codes of shards in high precision, from gather to gather
         if name is not None and name.keeps_codes:  # the step reduces the scales of codes and moments
             together = replace(together, fp8_weights=_SCALES_OF_CODES * together.fp8_weights)
         if name is not None and (name.keeps_codes or name.options.get("weight_codes") == "per_gemm"):
-            keeps = 0
+            keeps = 0.0
         largest = max(below, key=lambda weights: weights.total, default=Weights())
         flying = in_flight(largest, root, param_dtype=param_dtype)
         if _formats(row.precision).frees_gradients:
@@ -390,15 +400,15 @@ def per_rank(
 
 
 def _coded(rows: Sequence[PlanRow], shards: int) -> list[str]:
-    """Return the fqns of weights that are gathered as float8; raise ValueError if one has no equal shards."""
+    """Return the fqns of weights that are gathered as codes; raise ValueError if one has no equal shards."""
     for row in rows:
         if row.parts % shards:
             kinds = {STACKED: "experts", CONV1D: "input features"}
             parts = f"{row.parts} {kinds.get(row.kind, 'output features')}"
             raise ValueError(
                 f"`shards={shards}` is not possible: {row.fqn!r} has {parts}, which do not"
-                " divide into equal shards, and uneven shards cannot be gathered in float8. Keep the layer out of FP8"
-                " (`--keep`), or take a divisor (`--shards`)."
+                " divide into equal shards, and uneven shards cannot be gathered as codes. Keep the layer in high"
+                " precision (`--keep`), or take a divisor (`--shards`)."
             )
     return [row.fqn for row in rows]
 

@@ -14,12 +14,12 @@ from lightning_lowprec.tools.output import format_table
 from lightning_lowprec.tools.planning.costs import Bytes, Flops, Rank, formats_of
 
 GATHER_NOTE = (
-    "all-gather: all weights once, in the dtype in which strategy='fsdp2' gathers them (tensorwise FP8: one byte per"
-    " converted weight). Under Lightning's own FSDP2 strategy, bf16-mixed gathers 4 bytes. docs/many-machines.md has"
+    "all-gather: all weights once, as strategy='fsdp2' gathers them (a scale per tensor or tile: one byte per converted"
+    " weight, NVFP4 half). Under Lightning's own FSDP2 strategy, bf16-mixed gathers 4 bytes. docs/many-machines.md has"
     " the bytes of a step. Gradients of 0: each is used and freed during the backward pass (docs/memory.md)."
 )
 RANK_NOTE = (
-    "state: weights, gradients, masters and moments of one rank, and the float8 codes that it keeps of its shards until"
+    "state: weights, gradients, masters and moments of one rank, and the codes that it keeps of its shards until"
     " the next step. in flight: at most so much more, for gathered weights and gradients on their way; activations come"
     " on top. The last three columns: what a rank sends in one step of one micro-batch, in rings."
 )
