@@ -158,14 +158,21 @@ def encode(
     elif tiles:
         maxima = maxima.view(-1, BLOCK, maxima.shape[1]).amax(1).repeat_interleave(BLOCK, 0)
     scale, factor = _scales(maxima, amax, reference)
-    values = (blocks * factor.unsqueeze(2)).clamp(-_E2M1_MAX, _E2M1_MAX)
+    # each half of a byte has its own chain of operations, so that compiled code writes nothing between values and codes
+    halves = (blocks[..., half::2] * factor.unsqueeze(2) for half in range(2))
+    low, high = (_rounded(values.clamp(-_E2M1_MAX, _E2M1_MAX), stochastic) for values in halves)
+    # kernels read rows; of a transposed matrix, compiled code would write columns
+    return (low | high << 4).flatten(1).contiguous(), scale.contiguous(), amax
+
+
+def _rounded(values: Tensor, stochastic: bool) -> Tensor:
+    """Return the codes of values within the range of e2m1: (...) float32 -> (...) uint8."""
     size = values.abs()
     step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))  # between neighbours of e2m1
     steps = size / step
     low = steps.floor()
     steps = low + (torch.rand_like(steps) < steps - low) if stochastic else steps.round()
-    codes = (steps + torch.where(size < 2, 0, torch.where(size < 4, 2, 4)) + 8 * (values < 0)).to(torch.uint8)
-    return _paired(codes.flatten(1)), scale.contiguous(), amax
+    return (steps + torch.where(size < 2, 0, torch.where(size < 4, 2, 4)) + 8 * (values < 0)).to(torch.uint8)
 
 
 _encode_rows: Final = compiled_on_cuda(encode)

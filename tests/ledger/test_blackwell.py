@@ -28,3 +28,30 @@ def test_three_products_of_codes_compile():
     done = subprocess.run(command, env=launch.environment("b200"), text=True, capture_output=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.splitlines()[-1] == str(["bfloat16"] * 2 + ["float4_e2m1fn"] * 3)
+
+
+ENCODED = """
+import torch
+from benchmarks.ledger import triton_bytes
+from benchmarks.ledger.recorder import recording
+from benchmarks.ledger.untuned import take_first_variant
+from lightning_lowprec.products.nvfp4 import encode
+
+take_first_variant()
+triton_bytes.start()
+compiled = torch.compile(encode, fullgraph=True, dynamic=False)
+rows = torch.randn(2048, 4096, device="cuda", dtype=torch.bfloat16)
+with recording() as log:
+    compiled(rows, False, True, "transformer_engine")
+kernels = [record.name for record in log.of("kernel") if record.name in triton_bytes.KERNELS]
+print(sum(triton_bytes.KERNELS[name] for name in kernels) / rows.numel())
+"""
+
+
+def test_nothing_is_written_between_values_and_codes():
+    """Per value, in bytes: 2 read for the largest values and 2 for the codes, 1 / 2 written; per 16 values, the largest
+    one is written, read for that of the matrix, and read for the scale (float32 each), which is written."""
+    command = [sys.executable, "-W", "ignore", "-c", ENCODED]
+    done = subprocess.run(command, env=launch.environment("b200"), text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert 4.5 < float(done.stdout.splitlines()[-1]) < 2 + 2 + 1 / 2 + (4 + 4 + 4 + 4 + 1) / 16
