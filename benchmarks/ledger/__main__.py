@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.ledger import counting, report, roofline
+from benchmarks.ledger import counting, report, roofline, score
 from benchmarks.ledger.build import CannotBuild
 from benchmarks.ledger.entry import Entry
 from benchmarks.ledger.launch import DEVICES, environment
@@ -62,7 +62,11 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--shape", default="8b", help="a model of the GPU lane")
     parser.add_argument("--layers", type=int, help="instead of the model's own number")
     parser.add_argument("--batch", type=int, default=2, help="sequences per step")
-    parser.add_argument("--rates", help="'middle', 'optimistic', 'pessimistic', or a JSON file of measured rates")
+    parser.add_argument(
+        "--rates",
+        help="'middle', 'optimistic' or 'pessimistic' (an H200), a device that docs/benchmarks.md has rates of (B200),"
+        " or a JSON file of measured rates",
+    )
     parser.add_argument("--out", type=Path, default=Path("ledger-out"))
     parser.add_argument("--keep", dest="fresh", action="store_false", help="keep what an earlier call has counted")
     return parser.parse_args(arguments)
@@ -85,6 +89,11 @@ def chosen_rates(options: argparse.Namespace) -> roofline.Rates | None:
     """Return the rates that ``--rates`` names; without it those of an H200, and none for other devices."""
     if options.rates is None:
         return roofline.assumed() if options.device == "h200" else None
+    if options.rates in score.DATA["devices"]:
+        values = {**score.rates(options.rates).values, "gap": roofline.COMMON["gap"]}
+        formats = ("float8", "mxfp8", "float4")
+        both = {f"{name} {sums}": values[name] for name in formats if name in values for sums in ("fast", "exact")}
+        return roofline.Rates(f"published, {options.rates}", {**values, **both})
     return (
         roofline.assumed(options.rates) if options.rates in roofline.H200 else roofline.from_file(Path(options.rates))
     )
