@@ -178,13 +178,6 @@ def _rounded(values: Tensor, stochastic: bool) -> Tensor:
 _encode_rows: Final = compiled_on_cuda(encode)
 
 
-def _paired(codes: Tensor) -> Tensor:
-    """[A, B] -> [A, B / 2]: two codes in a byte."""
-    pairs = codes.reshape(codes.shape[0], -1, 2)
-    # kernels read rows; of a transposed matrix, compiled code would write columns
-    return (pairs[..., 0] | pairs[..., 1] << 4).contiguous()
-
-
 def _apart(codes: Tensor) -> Tensor:
     """[A, B / 2] -> [A, B]: a code in each byte."""
     return torch.stack((codes & 15, codes >> 4), -1).flatten(1)
@@ -194,7 +187,8 @@ def _apart(codes: Tensor) -> Tensor:
 def _laid_out(codes: Tensor, maxima: Tensor, tile: Tile, reference: Reference, across: bool) -> tuple[Tensor, ...]:
     """Return the fields of :class:`Codes` from codes and the largest values of tiles; ``across``: of the transpose."""
     if across:
-        codes, maxima = _paired(_apart(codes).t()), maxima.t()
+        apart = _apart(codes).t()
+        codes, maxima = (apart[:, ::2] | apart[:, 1::2] << 4).contiguous(), maxima.t()
     amax = maxima.float().amax()
     return codes, _scales(maxima.float().repeat_interleave(tile[0], 0), amax, reference)[0].contiguous(), amax
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_lowprec import names
 from lightning_lowprec.checkpoints.weights import Shape, Source, open_weights
@@ -20,12 +20,14 @@ from lightning_lowprec.conversion.options import LayerOptions
 from lightning_lowprec.extras import require
 from lightning_lowprec.numerics.weight_rounding import spread
 from lightning_lowprec.private.either import Fabric
+from lightning_lowprec.products.block import Block
 from lightning_lowprec.serving.export import served_model
 from lightning_lowprec.serving.sources import LiveModel
 from lightning_lowprec.tools.export import tensors_of_model
 from lightning_lowprec.tools.export_check import build, refuse_unchecked, tokens_of
 from lightning_lowprec.tools.output import dumps, prints_to_stderr, working
 from lightning_lowprec.tools.planning.source import load
+from lightning_lowprec.torchao.wire_format import GatheredTiles
 
 
 def run(args: Any) -> int:
@@ -55,10 +57,12 @@ def _compared(args: Any, folder: Path) -> tuple[int, dict[str, dict[str, float]]
     refuse_unchecked(skeleton, "hf", args.text)
     text, wanted = tokens_of(folder, args.text, skeleton.config), LiveModel(skeleton).shapes
     known = {*skeleton.state_dict(), *(name for name, _ in skeleton.named_buffers())}
+    stored = Decoded(open_weights(folder))
     models = [
         _converted(build(skeleton, tensors_of_model(source, wanted, known, None)[0]), args)
-        for source in (open_weights(Path(args.checkpoint), args.key), Decoded(open_weights(folder)))
+        for source in (open_weights(Path(args.checkpoint), args.key), stored)
     ]
+    stored.multiply_by_codes(models[1].module)
     read = require("transformers", "lowprec parity").AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     trained, *others = (
         torch.log_softmax(model(text).logits[0, :-1].double(), -1).gather(1, text[0, 1:, None])
@@ -94,6 +98,15 @@ class Decoded(Source):
                     del self.shapes[hidden]
                 self.shapes[name] = Shape(shape.size, torch.float32)
                 self._scales[name] = codes, scales
+
+    def multiply_by_codes(self, model: nn.Module) -> None:
+        """Give layers with a scale per block the stored codes: their values, encoded again, get other scales."""
+        for name, (codes, scales) in self._scales.items():
+            layer: Any = model.get_submodule(name.rpartition(".")[0])
+            by = getattr(getattr(layer, "products", None), "forward", None)
+            if isinstance(by, Block):
+                blocks = self._stored.whole(codes), self._stored.whole(scales).reciprocal()
+                layer.weight = nn.Parameter(GatheredTiles(*blocks, by, torch.float32), requires_grad=False)
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Return rows of values."""

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import lightning_lowprec
-from lightning_lowprec import FP8TorchAO
+from lightning_lowprec import FP8TorchAO, names
 from lightning_lowprec.tools.cli import main
 from tests.serving.models import llama
 
@@ -37,8 +37,8 @@ def exported(tmp_path_factory):
     return folder
 
 
-def converted(model):
-    plugin = FP8TorchAO("rowwise")
+def converted(model, plugin=None):
+    plugin = plugin or FP8TorchAO("rowwise")
     plugin.bind_device(torch.device("cpu"))
     plugin.convert_module(model)
     return model.eval()
@@ -60,6 +60,16 @@ def test_the_codes_of_the_last_step_give_the_forward_that_trained(exported, form
     said = capsys.readouterr().out
     assert "log-probabilities of 127 tokens" in said
     assert [line.split()[-2:] for line in said.splitlines() if line.startswith("weights:")] == [["0", "0"]]
+
+
+def test_the_codes_of_blocks_give_the_forward_that_trained(tmp_path, capsys):
+    model = llama()
+    torch.save(model.state_dict(), tmp_path / "last.ckpt")
+    converted(model, names.create("fp8-block-torchao"))
+    lightning_lowprec.export(model, tmp_path / "out", format="hf-fp8-block", dtype="fp32", progress=False)
+    command = ["parity", str(tmp_path / "last.ckpt"), str(tmp_path / "out"), "--precision=fp8-block-torchao", "--json"]
+    assert main(command) == 0
+    assert json.loads(capsys.readouterr().out)["weights"] == {"mean": 0.0, "max": 0.0}
 
 
 def test_both_differences_are_those_computed_by_hand(exported, capsys):
