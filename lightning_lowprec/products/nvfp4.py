@@ -107,7 +107,7 @@ class NVFP4(Tiled):
         """Return an operand of the values in the dtype of autocast."""
         matrix = matrix.to(dtype)
         mixes = self.hadamard and role != "weight"
-        how = role == "weight", self.stochastic and role == "gradient", self.reference
+        how = role == "weight", self.stochastic and role == "gradient", self.reference, 0
         return Operand(
             lambda: _encoded(matrix, *how),
             lambda: _encoded(transformed(matrix.t()) if mixes else matrix.t(), *how),
