@@ -13,6 +13,7 @@ from benchmarks.convergence.digits import CLASSES, SIDE, pictures
 from benchmarks.convergence.facts import frequency_loss
 from benchmarks.convergence.gaps import Row, holm, rows
 from benchmarks.convergence.models import share
+from benchmarks.convergence.pictures import FAMILIES
 from benchmarks.convergence.precisions import BASELINE, on_cpu
 from benchmarks.convergence.report import sums
 from benchmarks.convergence.results import Results
@@ -209,3 +210,7 @@ def test_the_learning_rate_rises_and_falls_to_zero():
     assert shares[70] == pytest.approx(0.5)
     assert shares[120] == 0.0
     assert min(share(step, 6) for step in range(6)) > 0
+
+
+def test_the_picture_has_a_colour_for_every_plugin_that_runs_on_a_cpu():
+    assert {row.plugin.__name__ for row in TABLE.values()} - {"FP8TE"} == set(FAMILIES)
