@@ -200,3 +200,10 @@ def test_the_page_has_the_predicted_steps_of_the_lanes_small_model():
     said = f"takes {times['lightning bf16-mixed, compiled']:.0f} ms with bf16-mixed"
     said += f" and {times['ours fp8-tensorwise']:.0f} ms with `fp8-tensorwise`"
     assert said in " ".join((ROOT / "docs/speed.md").read_text().split())
+
+
+def test_published_rates_of_a_device_are_those_of_the_page():
+    """The figures of a B200 in docs/benchmarks.md, in TFLOP/s."""
+    rates = command.chosen_rates(command.parsed(["--device", "b200", "--rates", "B200"]))
+    found = [rates.of_product(which) for which in ("bfloat16", "float8 fast", "mxfp8 exact", "float4 exact")]
+    assert found == [1745.0e12, 3432.5e12, 3265.2e12, 5370.0e12]
