@@ -24,7 +24,7 @@ REPRESENTATIVE = "fp8-hybrid"
 FAST, PROMOTED = f"{REPRESENTATIVE}@{ON}", f"{REPRESENTATIVE}@{ON}-promoted"
 """Names that :mod:`~benchmarks.convergence.devices` adds: products summed as on this GPU, fast or promoted."""
 NO_FINISH = "nvfp4-torchao@no-finish"
-"""Another such name, for ``--names``: NVFP4 from the first step to the last, without the forwards in bf16 at the end."""
+"""Another such name, for ``--names``: NVFP4 from the first step to the last, without forwards in bf16 at the end."""
 
 
 @dataclass(frozen=True, kw_only=True)
