@@ -2,6 +2,7 @@
 
 import ctypes
 import json
+import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -62,6 +63,43 @@ def test_memory_ends_at_the_size_of_the_device():
     assert torch.cuda.mem_get_info()[0] == pytest.approx(free - held.numel(), abs=4 << 20)
     del held
     torch.cuda.empty_cache()
+
+
+EXPANDABLE = """
+import torch
+free = torch.cuda.mem_get_info()[0]
+held = [torch.empty(3 << 30, dtype=torch.uint8, device="cuda") for _ in range(2)]
+taken = free - torch.cuda.mem_get_info()[0]
+assert 6 << 30 <= taken < (6 << 30) + (64 << 20), taken
+assert held[1].data_ptr() - held[0].data_ptr() == 3 << 30  # one segment, which grew
+held[0].zero_()
+assert held[0].is_cuda and held[0][:5].tolist() == [0] * 5
+del held
+torch.cuda.empty_cache()
+assert free - torch.cuda.mem_get_info()[0] < 64 << 20
+try:
+    torch.empty(free + (64 << 20), dtype=torch.uint8, device="cuda")
+except torch.OutOfMemoryError:
+    print("ended")
+"""
+
+
+def test_expandable_segments_take_and_give_back_what_is_used():
+    environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    done = subprocess.run([sys.executable, "-c", EXPANDABLE], env=environment, text=True, capture_output=True)
+    assert done.stdout == "ended\n", done.stderr
+
+
+@pytest.mark.rehearsed
+def test_28_billion_parameters_are_trained_on_an_h200():
+    """5 bytes per parameter are 140 GB; 16 bits of masters more would be 196."""
+    environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    command = [sys.executable, "-m", "benchmarks.ledger.frontier", "28b:remainder8"]
+    done = subprocess.run(command, env=environment, text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    count, _, used, taken, device = done.stdout.splitlines()[-1].strip("| ").split(" | ")[1:]
+    assert float(count) > 28
+    assert 5 * float(count) < float(used) < float(taken) < float(device) < 151
 
 
 def test_waiting_in_a_capture_is_an_error_as_in_cuda():

@@ -3,6 +3,7 @@
 #include "nullgpu.hpp"
 
 #include <dlfcn.h>
+#include <sys/mman.h>
 
 #include <cstdio>
 #include <cstring>
@@ -10,7 +11,7 @@
 #include <unordered_map>
 
 typedef int CUresult;
-constexpr CUresult OK = 0, NOT_FOUND = 500;
+constexpr CUresult OK = 0, OUT_OF_MEMORY = 2, NOT_FOUND = 500;
 
 namespace {
 
@@ -19,6 +20,12 @@ long handles = 0x1000;
 
 std::unordered_map<void*, std::string>& functions() {
   static auto* map = new std::unordered_map<void*, std::string>;
+  return *map;
+}
+
+// memory without an address, by its handle: bytes
+std::unordered_map<unsigned long long, size_t>& blocks() {
+  static auto* map = new std::unordered_map<unsigned long long, size_t>;
   return *map;
 }
 
@@ -169,6 +176,42 @@ NULLGPU_API CUresult cuPointerGetAttribute(void* value, int which, unsigned long
 }
 NULLGPU_API CUresult cuStreamSynchronize(void* stream) { return cudaStreamSynchronize((cudaStream_t)stream); }
 NULLGPU_API CUresult cuMemGetInfo_v2(size_t* free_bytes, size_t* total) { return cudaMemGetInfo(free_bytes, total); }
+
+// memory of expandable segments: pieces of 2 MiB that are mapped into reserved addresses
+NULLGPU_API CUresult cuMemGetAllocationGranularity(size_t* bytes, const void*, int) {
+  *bytes = 2u << 20;
+  return OK;
+}
+NULLGPU_API CUresult cuMemAddressReserve(void** pointer, size_t bytes, size_t, void*, unsigned long long) {
+  *pointer = nullgpu::reserve(bytes);
+  return *pointer ? OK : OUT_OF_MEMORY;
+}
+NULLGPU_API CUresult cuMemAddressFree(void* pointer, size_t) {
+  nullgpu::release_addresses(pointer);
+  return OK;
+}
+NULLGPU_API CUresult cuMemCreate(unsigned long long* handle, size_t bytes, const void*, unsigned long long) {
+  if (!nullgpu::take(bytes)) {
+    nullgpu::record("refused", "cuMemCreate", nullgpu::text("bytes=%zu reason=out_of_memory", bytes));
+    return OUT_OF_MEMORY;
+  }
+  std::lock_guard<std::mutex> lock(mutex);
+  *handle = (unsigned long long)fresh();
+  blocks()[*handle] = bytes;
+  return OK;
+}
+NULLGPU_API CUresult cuMemRelease(unsigned long long handle) {
+  std::lock_guard<std::mutex> lock(mutex);
+  nullgpu::give_back(blocks()[handle]);
+  blocks().erase(handle);
+  return OK;
+}
+NULLGPU_API CUresult cuMemUnmap(void* pointer, size_t bytes) {
+  madvise(pointer, bytes, MADV_DONTNEED);
+  return OK;
+}
+DOES_NOTHING(cuMemMap)
+DOES_NOTHING(cuMemSetAccess)
 
 NULLGPU_API CUresult cuGetErrorString(int error, const char** text) {
   *text = cudaGetErrorString((cudaError_t)error);

@@ -23,9 +23,19 @@ constexpr std::size_t LARGEST_REAL_COPY = 1u << 20;
 std::mutex mutex;
 std::size_t used = 0;
 
+// what of the address space belongs to the device
 std::map<char*, std::size_t>& allocations() {
   static auto* map = new std::map<char*, std::size_t>;
   return *map;
+}
+
+void* map_pages(std::size_t bytes) {
+  void* address =
+      mmap(nullptr, bytes + GUARD, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (address == MAP_FAILED) return nullptr;
+  madvise(address, bytes, MADV_NOHUGEPAGE);
+  allocations()[(char*)address] = bytes;
+  return address;
 }
 
 std::map<char*, std::size_t>& pinned() {
@@ -53,11 +63,8 @@ cudaError_t allocate(void** pointer, std::size_t bytes) {
     record("refused", "cudaMalloc", text("bytes=%zu used=%zu reason=out_of_memory", bytes, used));
     return failed(cudaErrorMemoryAllocation);
   }
-  void* address =
-      mmap(nullptr, rounded + GUARD, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (address == MAP_FAILED) return failed(cudaErrorMemoryAllocation);
-  madvise(address, rounded, MADV_NOHUGEPAGE);
-  allocations()[(char*)address] = rounded;
+  void* address = map_pages(rounded);
+  if (!address) return failed(cudaErrorMemoryAllocation);
   used += rounded;
   *pointer = address;
   record("malloc", "cudaMalloc", text("bytes=%zu", bytes));
@@ -90,6 +97,32 @@ cudaError_t copy(void* to, const void* from, std::size_t bytes, bool waits, cons
 }
 
 }  // namespace
+
+namespace nullgpu {
+
+void* reserve(std::size_t bytes) {
+  std::lock_guard<std::mutex> lock(mutex);
+  return map_pages(bytes);
+}
+void release_addresses(void* pointer) {
+  std::lock_guard<std::mutex> lock(mutex);
+  auto found = allocations().find((char*)pointer);
+  if (found == allocations().end()) return;
+  munmap(pointer, found->second + GUARD);
+  allocations().erase(found);
+}
+bool take(std::size_t bytes) {
+  std::lock_guard<std::mutex> lock(mutex);
+  if (used + bytes > device().memory) return false;
+  used += bytes;
+  return true;
+}
+void give_back(std::size_t bytes) {
+  std::lock_guard<std::mutex> lock(mutex);
+  used -= bytes;
+}
+
+}  // namespace nullgpu
 
 NULLGPU_API cudaError_t cudaMalloc(void** pointer, size_t bytes) { return allocate(pointer, bytes); }
 NULLGPU_API cudaError_t cudaMallocAsync(void** pointer, size_t bytes, cudaStream_t) { return allocate(pointer, bytes); }

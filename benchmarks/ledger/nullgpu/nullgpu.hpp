@@ -33,6 +33,12 @@ int attribute(int which);  // by the numbers of cudaDeviceAttr, which are CUdevi
 // ---- runtime.cpp: errors as CUDA keeps them
 cudaError_t failed(cudaError_t error);  // remembers an error for cudaGetLastError
 
+// ---- memory.cpp: addresses without memory, and memory without addresses, which the driver puts together
+void* reserve(std::size_t bytes);
+void release_addresses(void* pointer);
+bool take(std::size_t bytes);  // false: the device has not as much left
+void give_back(std::size_t bytes);
+
 // ---- streams.cpp: what a stream under capture forbids
 cudaError_t forbidden_in_capture(const char* call);  // cudaSuccess, or the error of a call that would wait for the GPU
 bool capturing();
