@@ -116,7 +116,6 @@ def _same(choice: Any, value: Any) -> bool:
 
 
 def _expected(hint: Any) -> str:
-    """Return the values that a type hint allows, as the end of a sentence."""
     arms, choices = _arms(hint), _choices(hint)
     none = [None] if NoneType in arms else []
     if all(arm is NoneType or get_origin(arm) is Literal for arm in arms) and all(isinstance(c, str) for c in choices):

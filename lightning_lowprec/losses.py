@@ -207,7 +207,6 @@ def _listed(results: Results, like: Tensor) -> list[Tensor]:
 def _fake(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, fp8: bool, rows: int, of: list[bool], *_: object
 ) -> list[Tensor]:
-    """Return tensors of the shapes and dtypes of the results, which the other arguments do not change."""
     return _listed(empty_results(hidden, weight, of, rows or None, fp8=fp8), hidden)
 
 
@@ -221,14 +220,12 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, parameter: DTensor) -> Tensor:
-        """Return the whole parameter."""
         ctx.mesh, ctx.placements = parameter.device_mesh, parameter.placements
         whole: Tensor = parameter.full_tensor()
         return whole
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> DTensor:
-        """Return the shard of the average over all ranks."""
         everyone = [Partial()] * ctx.mesh.ndim
         total = DTensor.from_local(gradient.float() / ctx.mesh.size(), ctx.mesh, everyone, run_check=False)
         shard: Any = total.redistribute(placements=ctx.placements).to(gradient.dtype)
@@ -262,7 +259,6 @@ def _checked(
     fp8: bool,
     rows: int | None,
 ) -> torch.dtype:
-    """Check the arguments; return the dtype of the matrix products."""
     if isinstance(input, DTensor) or isinstance(target, DTensor):
         raise ValueError("`input` and `target` must be the tensors of this rank, got a DTensor; pass `.to_local()`.")
     if weight.ndim != 2 or input.shape[-1:] != weight.shape[1:] or input.shape[:-1] != target.shape:

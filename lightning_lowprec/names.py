@@ -134,7 +134,6 @@ def no_plugin(word: str, also_allowed: Sequence[object] = ()) -> ValueError:
 
 
 def _nemo_recipe(name: object) -> str | None:
-    """Return the argument that makes the plugin of a NeMo recipe, or None if ``name`` is no recipe."""
     from lightning_lowprec import recipes
 
     function = "fp16_mixed" if name == "16-mixed" else str(name).replace("-", "_")
@@ -187,7 +186,6 @@ def _fill_table() -> None:
 
 
 def _of_te(rows: Mapping[str, PrecisionName]) -> dict[str, PrecisionName]:
-    """Return the rows of ``_OF_TE``, with the suffixes that both backends have."""
     here = TORCHAO_BACKEND if find_spec("transformer_engine") is None else TE_BACKEND
     chosen = {}
     for name in _OF_TE:

@@ -6,46 +6,42 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, NoReturn
 
-_FP8: Final = "Write 'fp8-hybrid': FP8 linear layers by torchao, bf16 elsewhere."
-_DELAYED: Final = "Write 'fp8-hybrid-te': Transformer Engine with delayed scaling."
 _HALF: Final = (
     "Write '{}-mixed' (float32 weights, as in torch and Accelerate) or '{}-master' (half weights with float32 masters,"
     " as in NeMo and DeepSpeed)."
 )
-_FP16: Final = _HALF.format("16", "fp16")
-_BF16: Final = _HALF.format("bf16", "bf16")
-_FULL: Final = "Write 'bf16-true', or 'bf16-master', which loses no small updates."
-_AUTO: Final = "Write 'half-auto': bf16 where the device has bf16, else fp16 with loss scaling."
-
-PRECISIONS: Final[Mapping[str, str]] = {
-    **dict.fromkeys(
-        ("fp8", "float8", "fp8-mixed", "fp8-true", "8", "8-mixed", "hybrid", "fp8-auto", "bf16-fp8", "fp8-bf16"), _FP8
+_WORDS: Final[Mapping[str, tuple[str, ...]]] = {
+    "Write 'fp8-hybrid': FP8 linear layers by torchao, bf16 elsewhere.": (
+        *("fp8", "float8", "fp8-mixed", "fp8-true", "fp8: true", "8", "8-mixed", "hybrid"),
+        *("fp8-auto", "bf16-fp8", "fp8-bf16"),
     ),
-    "fp8: true": _FP8,
-    **dict.fromkeys(("delayed", "fp8-delayed", "te", "fp8-te", "transformer engine"), _DELAYED),
-    **dict.fromkeys(
-        ("ao", "torchao", "fp8-torchao", "fp8-ao", "tensorwise", "float8-tensorwise"), "Write 'fp8-tensorwise'."
+    "Write 'fp8-hybrid-te': Transformer Engine with delayed scaling.": (
+        *("delayed", "fp8-delayed", "te", "fp8-te", "transformer engine"),
     ),
-    "fp8-master": "Write 'fp8-hybrid-master': bf16 weights, FP8 linear layers.",
-    "fp8-remainder": "Write 'fp8-hybrid-remainder': bf16 weights, FP8 linear layers.",
-    "fp8-8bit": "Write 'fp8-hybrid-8bit': bf16 weights, moments of 8 bits, FP8 linear layers.",
-    **dict.fromkeys(("fp8-sr", "fp8-stochastic"), "Write 'fp8-hybrid-sr': bf16 weights, FP8 linear layers."),
-    **dict.fromkeys(("rowwise", "float8-rowwise"), "Write 'fp8-rowwise'."),
-    "rowwise-with-gw-hp": "Write 'fp8-rowwise-gw-hp'.",
-    **dict.fromkeys(("current", "current-scaling"), "Write 'fp8-current'."),
-    **dict.fromkeys(("block", "blockwise", "subchannel"), "Write 'fp8-block'."),
-    **dict.fromkeys(("int8", "int8-true", "int8_mixed_precision_training"), "Write 'int8-mixed'."),
-    "e4m3": "Write 'fp8-e4m3'.",
-    **dict.fromkeys(("fp16-mixed", "fp16", "float16", "torch.float16", "fp16: true", "amp"), _FP16),
-    **dict.fromkeys(("bfloat16", "torch.bfloat16", "bfloat16-mixed", "bf16: true"), _BF16),
-    **dict.fromkeys(("bf16: full", "bf16-full", "full"), _FULL),
-    **dict.fromkeys(("auto", "bf16: auto", "bf16:auto", "bf16-auto", "bf16 auto", "half"), _AUTO),
-    **dict.fromkeys(("o1", "msamp: o1"), "Write 'msamp-o1' for MS-AMP's level, or '16-mixed' for apex's."),
-    **dict.fromkeys(("o2", "msamp: o2"), "Write 'msamp-o2' for MS-AMP's level, or 'fp16-master' for apex's."),
-    **dict.fromkeys(("o3", "msamp: o3"), "Write 'msamp-o3' for MS-AMP's level, or '16-true' for apex's."),
-    **dict.fromkeys(("msamp", "ms-amp"), "Write 'msamp-o2', or 'msamp-o1', 'msamp-o3': the level is part of the name."),
-    **dict.fromkeys(("no", "fp32", "float32", "torch.float32", "fp32-true", "none"), "Write '32-true'."),
+    "Write 'fp8-tensorwise'.": ("ao", "torchao", "fp8-torchao", "fp8-ao", "tensorwise", "float8-tensorwise"),
+    "Write 'fp8-hybrid-master': bf16 weights, FP8 linear layers.": ("fp8-master",),
+    "Write 'fp8-hybrid-remainder': bf16 weights, FP8 linear layers.": ("fp8-remainder",),
+    "Write 'fp8-hybrid-8bit': bf16 weights, moments of 8 bits, FP8 linear layers.": ("fp8-8bit",),
+    "Write 'fp8-hybrid-sr': bf16 weights, FP8 linear layers.": ("fp8-sr", "fp8-stochastic"),
+    "Write 'fp8-rowwise'.": ("rowwise", "float8-rowwise"),
+    "Write 'fp8-rowwise-gw-hp'.": ("rowwise-with-gw-hp",),
+    "Write 'fp8-current'.": ("current", "current-scaling"),
+    "Write 'fp8-block'.": ("block", "blockwise", "subchannel"),
+    "Write 'int8-mixed'.": ("int8", "int8-true", "int8-mixed-precision-training"),
+    "Write 'fp8-e4m3'.": ("e4m3",),
+    _HALF.format("16", "fp16"): ("fp16-mixed", "fp16", "float16", "torch.float16", "fp16: true", "amp"),
+    _HALF.format("bf16", "bf16"): ("bfloat16", "torch.bfloat16", "bfloat16-mixed", "bf16: true"),
+    "Write 'bf16-true', or 'bf16-master', which loses no small updates.": ("bf16: full", "bf16-full", "full"),
+    "Write 'half-auto': bf16 where the device has bf16, else fp16 with loss scaling.": (
+        *("auto", "bf16: auto", "bf16:auto", "bf16-auto", "bf16 auto", "half"),
+    ),
+    "Write 'msamp-o1' for MS-AMP's level, or '16-mixed' for apex's.": ("o1", "msamp: o1"),
+    "Write 'msamp-o2' for MS-AMP's level, or 'fp16-master' for apex's.": ("o2", "msamp: o2"),
+    "Write 'msamp-o3' for MS-AMP's level, or '16-true' for apex's.": ("o3", "msamp: o3"),
+    "Write 'msamp-o2', or 'msamp-o1', 'msamp-o3': the level is part of the name.": ("msamp", "ms-amp"),
+    "Write '32-true'.": ("no", "fp32", "float32", "torch.float32", "fp32-true", "none"),
 }
+PRECISIONS: Final = {word: answer for answer, words in _WORDS.items() for word in words}
 """Words for ``precision=``, except the names of this package and of Lightning."""
 
 NEMO: Final[Mapping[str, str]] = {

@@ -140,7 +140,6 @@ def _fp8(base: Base, kind: str, arguments: Mapping[str, Any], **values: Any) -> 
 
 
 def _common(base: Base, arguments: Mapping[str, Any]) -> tuple[torch.dtype, dict[str, Any]]:
-    """Return ``reduce_dtype``, and options of the plugin; arguments for FP8 keep NeMo's names."""
     others = {name: value for name, value in arguments.items() if (name, value) != ("fp8", None)}
     here = {
         "precision": ("bf16-mixed",) if base == "bf16" else ("16-mixed", "16"),

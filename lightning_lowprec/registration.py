@@ -238,7 +238,6 @@ def _register_on_cpu(original: Callable[[Any], None], self: Any) -> None:
 
 
 def _stock_precisions(part: str) -> list[Any]:
-    """Return the classes of precision plugins in a part of Lightning that define ``convert_module``."""
     classes: list[Any] = list(both(FabricPrecision))
     for cls in classes:
         classes.extend(sub for sub in cls.__subclasses__() if sub not in classes)
@@ -327,7 +326,6 @@ def _patch(owner: type | ModuleType, name: str, function: Callable[..., Any], **
 
 
 def _widen_annotations() -> None:
-    """Add the names of the table to the annotation of ``precision``, which LightningCLI and ``--help`` read."""
     ours = Literal[tuple(names.TABLE)]  # type: ignore[valid-type]
     for owner in _met.values():
         function: Any = owner.__init__

@@ -167,7 +167,6 @@ _TE: Final[Row] = {
 
 
 def _te_from(first: str, check: str, reason: str) -> Row:
-    """Return the cells of a recipe that Transformer Engine's own check takes from an architecture on."""
     known = [key for key in _NVIDIA if key not in (*_NO_FP8, "sm_130")]
     begins = known.index(first)
     return {**_TE, **_cells(_no(reason, check), *known[:begins]), **_cells(_yes(check), *known[begins:])}

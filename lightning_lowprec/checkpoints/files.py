@@ -161,7 +161,6 @@ def refused_object(path: Path, error: Exception, weights_only: bool | None) -> U
 
 
 def _starts_like_zip(path: Path) -> bool:
-    """Return whether a file is a zip archive; raise if it cannot be a file of ``torch.save``."""
     if path.is_dir():
         raise ValueError(f"{str(path)!r} is a folder; expected the file of a checkpoint.")
     if not path.is_file():

@@ -166,7 +166,6 @@ class ShardFolder:
                 yield chunk, _box(first, last, offsets), _box(first, last, chunk.offsets)
 
     def _load(self, entry: str, chunk: ChunkStorageMetadata | None, runs_code: bool = False) -> Any:
-        """Return a piece of a tensor, or a value; an error names the file."""
         place = _place(self._table, entry, None if chunk is None else chunk.offsets)
         path = self._path / place.relative_path
         try:
@@ -280,7 +279,6 @@ def check_save(path: Path, stored: object, save: str) -> None:
 
 
 def _save_of(shard: Path) -> str | None:
-    """Return the identity of the save that a shard file belongs to; None if the file does not say."""
     with shard.open("rb") as file:
         start = file.read(HEADER_BYTES)
     complete = len(start) == HEADER_BYTES and start.startswith(HEADER)
@@ -288,7 +286,6 @@ def _save_of(shard: Path) -> str | None:
 
 
 def _check_file(path: Path, record: FileRecord, save: str, *, verify: bool) -> None:
-    """Raise if a file of a folder is missing, is of another save, or (``verify``) has another checksum."""
     if not path.is_file():
         raise FileNotFoundError(
             f"{str(path)!r} is missing: the manifest of the checkpoint lists the file. Copy the whole folder, or load"

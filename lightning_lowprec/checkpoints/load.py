@@ -122,7 +122,6 @@ class StoredFolder(StoredCheckpoint):
         return by_fqn({"state": {}, **nested}, model, optimizer, key)
 
     def _memory(self, entry: str, like: Tensor | None) -> Tensor:
-        """Return a tensor to read into; ``like`` is the parameter, if the entry is its state."""
         stored = self._folder.tensors[entry]
         name = entry.rpartition(".")[2]
         placements = None if like is None else optimizer_state.placements_of(name, stored.size, like)

@@ -178,7 +178,6 @@ def _unwrapped(tensor: Tensor) -> Tensor:
 
 
 def _by_number(groups: list[Any], fqns: list[list[str]]) -> dict[Any, str]:
-    """Return the fqn of every number in stored parameter groups."""
     numbers = [number for group in groups for number in group["params"]]
     return dict(zip(numbers, (fqn for group in fqns for fqn in group), strict=True))
 
@@ -248,5 +247,4 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def _viewed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the bytes of a tensor as another dtype of the same size."""
     return with_local_tensor(local_tensor(tensor).view(dtype), tensor)

@@ -214,7 +214,6 @@ def _fail(path: Path, here: BaseException | None, failed: dict[int, _Reason], *,
 
 
 def _clean_up(path: Path) -> bool:
-    """Delete the incomplete checkpoint as far as possible; return whether there is an earlier one."""
     if aside(path).is_dir():
         shutil.rmtree(aside(path), ignore_errors=True)
     else:

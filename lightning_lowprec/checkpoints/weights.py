@@ -105,8 +105,6 @@ def rows_of(tensor: Tensor, start: int, stop: int) -> Tensor:
 
 @final
 class _TorchFile(Source):
-    """A file of ``torch.save``."""
-
     def __init__(self, path: Path, key: str | None) -> None:
         self.content = files.read(path, None)
         self._tensors = find_weights(self.content, key)
@@ -161,8 +159,6 @@ def _safetensors(file: Path) -> Iterator[Any]:
 
 @final
 class _Folder(Source):
-    """A folder of shards."""
-
     def __init__(self, path: Path, key: str | None) -> None:
         self._folder = ShardFolder(find(path))
         self.content = self._folder.rest

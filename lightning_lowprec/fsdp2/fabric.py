@@ -33,13 +33,11 @@ class ForFabric(FSDP2Base, _Parent):
 
     @override
     def setup_module(self, module: Module) -> Module:
-        """Shard a module that the precision plugin has converted."""
         self.sharding.apply(module, self.device_mesh, self.precision, self.root_device)
         return module
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Let an optimizer, built before or after sharding, update the shards."""
         self.sharding.follow(optimizer)
         if isinstance(self.precision, LowPrecision):
             self.precision.see_optimizer(optimizer)
@@ -62,7 +60,6 @@ class ForFabric(FSDP2Base, _Parent):
 
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Step; after the first step, check and log what was gathered."""
         output = super().optimizer_step(optimizer, **kwargs)
         self.sharding.after_step()
         return output
@@ -135,7 +132,6 @@ class FabricFSDP2Strategy(ForFabric, fabric_strategies.ModelParallelStrategy):
 
 
 def _one_model(state: Mapping[str, Any], verb: str) -> tuple[str, Module]:
-    """Return the sharded model in a Fabric state, with its key."""
     models = {key: value for key, value in state.items() if isinstance(value, Module) and is_sharded(value)}
     if len(models) == 1:
         return next(iter(models.items()))

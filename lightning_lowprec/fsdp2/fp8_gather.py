@@ -250,7 +250,6 @@ class Fp8GatherShard(Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch passes `func` first
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run ``func`` on the values; mark the scales as stale if ``func`` writes to the values."""
         kwargs = kwargs or {}
         scales: list[GatherScales] = []
 
@@ -324,7 +323,6 @@ class Fp8GatherShard(Tensor):
         return None
 
     def __tensor_flatten__(self) -> tuple[list[str], GatherScales]:
-        """Return the names of the inner tensors, and what else makes this one; called by compilers."""
         return ["_tensor"], self._scales
 
     @staticmethod
@@ -338,7 +336,6 @@ class Fp8GatherShard(Tensor):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle the values as a plain tensor."""
         return self._tensor.detach().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def data_ptr(self) -> int:

@@ -70,7 +70,6 @@ class ShardOptions:
     output_dtype: FloatingDtype | None = None
 
     def __post_init__(self) -> None:
-        """Check every field; nothing is changed here."""
         check_fields(self)
         if (self.tensor_parallel is None) != (self.tensor_parallel_size == 1):
             raise ValueError(

@@ -63,7 +63,6 @@ class FSDP2Base:
     in_fabric: ClassVar[bool]
 
     def __init_subclass__(cls) -> None:
-        """Show the options in the docstrings of both strategies."""
         _, title, options = (FSDP2Base.__doc__ or "").partition("\n\nArgs:\n")
         cls.__doc__ = f"{cls.__doc__}{title}{options}"
 

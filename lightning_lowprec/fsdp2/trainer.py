@@ -36,7 +36,6 @@ class ForTrainer(FSDP2Base, _Parent):
 
     @override
     def setup_environment(self) -> None:
-        """Start the processes and make their mesh, which the LightningModule gets too."""
         super().setup_environment()
         set_names(self.lightning_module, device_mesh=self.device_mesh)
 
@@ -93,7 +92,6 @@ class ForTrainer(FSDP2Base, _Parent):
         model: either.LightningModule | Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Step; after the first step, check and log what was gathered."""
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         self.sharding.after_step()
         hooks_of(self.model).show_shards()
@@ -101,7 +99,6 @@ class ForTrainer(FSDP2Base, _Parent):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return whole tensors on rank 0 and nothing elsewhere, or the shards of this rank."""
         assert self.model is not None
         return model_state(self.model, full=self.is_full)
 
@@ -115,7 +112,6 @@ class ForTrainer(FSDP2Base, _Parent):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        """Save a checkpoint completely, or not at all."""
         check_storage_options(storage_options)
         shards: dict[str, Any] = {}
         if not self.is_full:
@@ -152,7 +148,6 @@ class ForTrainer(FSDP2Base, _Parent):
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Delete a checkpoint and the leftovers of killed runs, on rank 0."""
         if self.is_global_zero:
             remove(Path(filepath))
 

@@ -155,7 +155,6 @@ def _autocast() -> Iterator[None]:
 
 
 def _with_casts(operation: Any, name: str, *args: Any, **kwargs: Any) -> Any:
-    """Call an operation as autocast does."""
     tensors = [value for value in tensors_of((args, kwargs)) if _is_cast(value)]
     arguments = [argument.name for argument in operation._schema.arguments]
     half = torch.get_autocast_dtype(FAKE.type)

@@ -55,7 +55,6 @@ def gathered_parameters(module: nn.Module) -> Iterator[tuple[Any, list[nn.Module
 
 
 def _parameter_groups(module: nn.Module) -> list[Any]:
-    """Return FSDP2's records of the parameters that ``module`` gathers as one."""
     state: Any = cast(FSDPModule, module)._get_fsdp_state()
     many, one = PARAM_GROUPS
     groups = getattr(state, many) if hasattr(state, many) else [getattr(state, one)]

@@ -68,13 +68,11 @@ def moved() -> list[str]:
 
 
 def _has(cls: Any, name: str) -> bool:
-    """Return whether a class has an attribute, or sets the attribute in ``__init__``."""
     codes = [getattr(base.__init__, "__code__", None) for base in cls.__mro__]
     return hasattr(cls, name) or any(name in code.co_names for code in codes if code is not None)
 
 
 def _check(owner: Any, names: Iterable[str], consequence: str) -> None:
-    """Raise ImportError if ``owner`` lacks one of the names."""
     missing = [name for name in names if not hasattr(owner, name)]
     if missing:
         raise ImportError(
@@ -225,7 +223,6 @@ def is_compiled_whole(module: Any) -> bool:
 
 
 def _fabric_setups() -> list[Any]:
-    """Return the code of Fabric's methods that set a module up."""
     return [method.__code__ for cls in both(either.Fabric) for method in (cls.setup, cls.setup_module)]
 
 

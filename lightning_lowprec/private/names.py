@@ -7,6 +7,7 @@ import dis
 import functools
 import importlib
 import inspect
+import pkgutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import CodeType
@@ -17,26 +18,18 @@ def missing(names: Iterable[str]) -> list[str]:
     """Return the names that do not exist, of names such as ``"library.module.Class.method"``.
 
     ``"library.module.Class().attribute"`` is an attribute that only instances have: the code of the class must assign
-    it. A function may be there in place of a class.
+    it. A function may be there in place of a class. A library that does not import raises ImportError.
     """
     return [name for name in names if not _exists(name)]
 
 
 def _exists(name: str) -> bool:
     dotted, _, attribute = name.partition("().")
-    path, *parts = dotted.split(".")
-    value: Any = importlib.import_module(path)
-    for part in parts:
-        path = f"{path}.{part}"
-        if inspect.ismodule(value) and not hasattr(value, part):
-            try:
-                value = importlib.import_module(path)  # torch.optim deletes the names of its modules
-            except ImportError:
-                return False
-            continue
-        if not hasattr(value, part):
-            return False
-        value = getattr(value, part)
+    importlib.import_module(dotted.partition(".")[0])
+    try:
+        value = pkgutil.resolve_name(dotted)
+    except (ImportError, AttributeError):
+        return False
     return not attribute or attribute in _assigned(value)
 
 

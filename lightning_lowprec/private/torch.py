@@ -21,10 +21,6 @@ MASTERS: Final = "float32 masters"
 LOSS_SCALING: Final = "loss scaling"
 MSAMP: Final = "MS-AMP"
 TRANSFORMER_ENGINE: Final = "FP8TE"
-COMPILATION: Final = "compiled models"
-FIRST_FORWARDS: Final = "the watch over the first training forwards"
-MONITOR: Final = "NumericsMonitor"
-FP8_LAYERS: Final = "FP8 layers"
 FSDP2: Final = "'fsdp2'"
 EXPORT: Final = "`lightning_lowprec.export` of a model that every rank has"
 SIMULATED_MEMORY: Final = "`lowprec plan --fits`"
@@ -95,7 +91,7 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
         "torch._C._autograd._top_saved_tensors_default_hooks",
         "torch._foreach_copy_",
     ),
-    FP8_LAYERS: (
+    "FP8 layers": (
         "torch._scaled_mm",
         "torch._scaled_grouped_mm",
         "torch._int_mm",
@@ -128,9 +124,11 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
         "torch.nn.utils.stateless._reparametrize_module",
         "torch.utils.checkpoint._checkpoint_without_reentrant_generator",
     ),
-    FIRST_FORWARDS: ("torch.utils._python_dispatch.TorchDispatchMode.ignore_compile_internals",),
-    MONITOR: ("torch.utils._python_dispatch._disable_current_modes", "torch.Tensor._base"),
-    COMPILATION: (
+    "the watch over the first training forwards": (
+        "torch.utils._python_dispatch.TorchDispatchMode.ignore_compile_internals",
+    ),
+    "NumericsMonitor": ("torch.utils._python_dispatch._disable_current_modes", "torch.Tensor._base"),
+    "compiled models": (
         "torch.nn.Module()._compiled_call_impl",
         "torch.nn.Module._slow_forward",
         "torch._dynamo.OptimizedModule()._orig_mod",

@@ -59,7 +59,6 @@ def steps_alone(optimizer: Optimizer, plain: type) -> bool:
 
 
 def _has_step_hooks(optimizer: Any) -> bool:
-    """Return whether a hook runs before or after the steps of ``optimizer``, or of every optimizer."""
     from torch.optim import optimizer as module
 
     hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)

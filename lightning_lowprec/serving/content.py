@@ -102,7 +102,6 @@ class Content:
     """The linear layers in high precision, and the reasons."""
 
     def __post_init__(self) -> None:
-        """Find out what becomes of every tensor."""
         self._shapes = self.source.shapes
         self._modules = {model_name(fqn): module for fqn, module in self.model.named_modules()}
         self.kept.update(self.weights.kept)

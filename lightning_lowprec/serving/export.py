@@ -57,7 +57,6 @@ class Options:
     progress: bool = True
 
     def __post_init__(self) -> None:
-        """Check the values."""
         find_format(self.format)
         check_choice("dtype", self.dtype, DTYPES)
 
@@ -158,7 +157,6 @@ def export(
 
 
 def _rounded_weights(model: nn.Module, format: FormatName) -> RoundedWeights:
-    """Return the weights of a live model that become codes; raise ValueError if no layer is converted."""
     if find_format(format).scale_per is None:
         return NOTHING
     weights = of_layers(model)
@@ -242,7 +240,6 @@ def write(
 
 @contextmanager
 def _new_files(out: Path, content: Content, options: Options) -> Iterator[ShardFiles]:
-    """Yield files for the content, whose folder becomes ``out`` at the end; after an error nothing is left."""
     if options.files_from is not None and not options.files_from.is_dir():
         raise ValueError(f"`tokenizer={str(options.files_from)!r}` is no folder; expected one with a tokenizer.")
     stored = content.stored()
@@ -288,7 +285,6 @@ def _config(model: Any, content: Content, options: Options) -> dict[str, Any]:
 def _write_beside(
     folder: Path, model: Any, config: Mapping[str, Any], options: Options, tokenizer: Any, done: Exported
 ) -> None:
-    """Write the config and a report, and copy tokenizer and generation files."""
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     generation = getattr(model, "generation_config", None)
     if generation is not None:

@@ -82,7 +82,6 @@ class ServedWeight:
         return values
 
     def _matrices(self, tensor: Tensor) -> Sequence[Tensor]:
-        """Return the matrices that a tensor of the weight's shape holds, as views."""
         return tensor.view(len(self._shapes), *self._shapes[0]).unbind()
 
     @cached_property

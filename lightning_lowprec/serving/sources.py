@@ -72,7 +72,6 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _plain_class(tensor: Tensor) -> Tensor:
-    """Return a tensor of torch's own class with the same values."""
     if type(tensor) in (Tensor, nn.Parameter):
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)

@@ -113,7 +113,6 @@ class _Complete(argparse.Action):
     """Print the completion script and end."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: Any = None) -> None:
-        """Write to stdout; without shtab, say what to install."""
         try:
             print(completion.script(values))
         except ImportError as error:

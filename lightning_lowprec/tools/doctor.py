@@ -104,7 +104,6 @@ class Diagnosis:
         return advice(self.precisions, self.facts["bf16"])
 
     def __repr__(self) -> str:
-        """Show what ``lowprec doctor`` prints."""
         facts = self.facts
         lines = [
             f"device    {facts['device']}",
@@ -127,7 +126,6 @@ class Diagnosis:
         return "\n".join([*lines, *(f"    $ {command}" for command in commands(self.recommended))])
 
     def _repr_html_(self) -> str:
-        """Show the device, what to try first, and one row per reason."""
         parts = [
             html.paragraph(f"device: {self.facts['device']}", bold=True),
             html.table([("try first", "why"), *self.recommended]),
@@ -211,7 +209,6 @@ def versions() -> dict[str, str | None]:
 
 
 def _names() -> str:
-    """Say how Lightning gets to know the names."""
     if autoload.installed_by_torch:
         return f"known without an import, in both packages of Lightning (`{autoload.SWITCH}=0` switches this off)"
     return "known after `import lightning_lowprec`; torch did not call the entry point of this package"
@@ -226,7 +223,6 @@ def _driver() -> str | None:
 
 
 def _status(backend: Backend) -> str:
-    """Say whether a backend's library is installed and imports; if not, the reason and what to install."""
     if backend.module is None:
         return "needs nothing beside torch"
     library = backend.module.partition(".")[0]
@@ -246,7 +242,6 @@ def doctor(device: torch.device | str | None = None) -> Diagnosis:
 
 
 def _diagnosis(device: torch.device, advance: Callable[[], None] = lambda: None) -> Diagnosis:
-    """Judge every name, in the order of the table, and call ``advance`` after each."""
     verdicts = []
     with quiet():
         for name in precisions.TABLE:
@@ -299,7 +294,6 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def _device(name: str) -> torch.device | Architecture:
-    """Return a device that is here, or else the architecture of this name."""
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:

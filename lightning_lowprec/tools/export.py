@@ -80,7 +80,6 @@ def _write(weights: dict[str, Tensor], out: Path) -> None:
 
 
 def _read(checkpoint: Path, key: str | None, prefix: str) -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint by name without a prefix, on CPU."""
     source = open_weights(checkpoint, key)
     outside = [name for name in source.shapes if not name.startswith(prefix)]
     if outside:
@@ -95,7 +94,6 @@ def _read(checkpoint: Path, key: str | None, prefix: str) -> dict[str, Tensor]:
 
 
 def _export_folder(args: Any) -> int:
-    """Write the folder, print what was written, and with ``--check`` compare; return 1 if a bound is not held."""
     out, named = Path(args.out), Path(args.model)
     beside = named.parent if named.is_file() else None
     options = Options(

@@ -76,7 +76,6 @@ def _why(cell: Cell) -> str:
 
 
 def _recipe_of(name: str) -> RecipeKey:
-    """Return the recipe of a precision, or the recipe itself; raise ValueError if the name is neither."""
     for recipe in RECIPES:
         if recipe == name:
             return recipe

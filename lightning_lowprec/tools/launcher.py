@@ -67,13 +67,11 @@ def _call(self: Any, function: Callable[..., Any] | None = None, *args: Any, **k
 
 
 def _launch_nothing(user: Any) -> None:
-    """Take a Trainer or Fabric class: Fabric has nothing left to launch."""
     if user.__name__ == "Fabric":
         user.launch = _call
 
 
 def _start() -> None:
-    """Register the names, and run the user's command as Python would."""
     load_package()
     from lightning_lowprec import registration
 

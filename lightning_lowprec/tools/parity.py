@@ -73,7 +73,6 @@ def _compared(args: Any, folder: Path) -> tuple[int, dict[str, dict[str, float]]
 
 
 def _converted(model: Any, args: Any) -> Any:
-    """Return a model as the precision evaluates it."""
     chosen = {name: value for name, value in asdict(args.layers).items() if value != getattr(LayerOptions(), name)}
     how: dict[str, Any] = {"precision": args.precision}
     if args.precision in names.TABLE:

@@ -266,7 +266,6 @@ def _plan(parser: ArgumentParser) -> None:
 
 
 def _add_layers(parser: ArgumentParser, keep: str, only: str, first_last: str) -> None:
-    """Add the options of layers; the words are the help of three of them."""
     parser.add_argument("--keep", default=(), help=keep, **_NAMES)
     parser.add_argument("--only", help=only, **_NAMES)
     parser.add_argument("--first_last_layers_bf16", action="store_true", help=first_last)

@@ -182,7 +182,6 @@ def _get(config: Mapping[str, Any], field: str) -> Any:
 
 
 def _set(config: dict[str, Any], options: ZeroOptions, field: str, value: Any) -> None:
-    """Write a field; raise if the user has set it to another value."""
     before = _get(config, field)
     if before not in (None, "auto", value):
         raise _contradiction(options, field, value, "the DeepSpeed config has", f"{field}={before!r}")
@@ -277,7 +276,6 @@ class ZeroEngine(Engine):
         self._autocast.pop().__exit__(None, None, None)
 
     def __getstate__(self) -> dict[str, object]:
-        """Leave out the engine, which cannot move to another process."""
         return {**self.__dict__, "_engine": None, "_autocast": [], "_hooks": []}
 
 

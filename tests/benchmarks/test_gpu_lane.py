@@ -218,7 +218,7 @@ def test_losses_are_judged_by_the_engine_of_compare(data, out):
     compared = part_loss.comparison(data)
     assert [result.name for result in compared.results] == [key.rpartition(", seed ")[0] for key in found]
     section = (out / "report.md").read_text().split("## Losses")[1].split("\n## ")[0]
-    for verdict, result in zip(compared.verdicts, compared.results, strict=True):
+    for verdict, result in zip(compared.verdicts.values(), compared.results, strict=True):
         gap = result.final_val / base["val_losses"][-1] - 1
         assert f"{gap:+.2%}" in next(line for line in section.splitlines() if line.startswith(f"| {result.name} "))
         assert verdict.gap == pytest.approx(gap)
@@ -233,7 +233,7 @@ def test_seeds_are_compared_in_pairs(data):
         items[f"{key}, seed 1"] = entry
     compared = part_loss.comparison(more)
     assert compared.spec.precisions == ("bf16-mixed", "fp8-tensorwise"), "those that have every seed of the baseline"
-    assert len(compared.costs["fp8-tensorwise"].gaps) == 2
+    assert len(compared.verdicts["fp8-tensorwise"].cost.gaps) == 2
     assert "not told apart" in part_loss.section(more)
 
 

@@ -283,7 +283,7 @@ def test_the_verdict_is_relative_and_has_two_sides(last, ok):
 def test_a_failed_baseline_judges_nobody():
     failed, other = result(error="Traceback\nBoom: it broke"), result("bf16-mixed")
     comparison = Comparison(spec=CompareSpec(precisions=["32-true", "bf16-mixed"]), results=[failed, other])
-    assert [v.text for v in comparison.verdicts] == [
+    assert [v.text for v in comparison.verdicts.values()] == [
         "failed: Boom: it broke",
         "not judged: the baseline 32-true has no finite result",
     ]

@@ -9,7 +9,7 @@ import pytest
 
 from lightning_lowprec.tools.cli import main
 from lightning_lowprec.tools.compare import runner
-from lightning_lowprec.tools.compare.comparison import Comparison, markdown, picture, text
+from lightning_lowprec.tools.compare.comparison import Comparison, markdown, picture
 from lightning_lowprec.tools.compare.result import (
     Interval,
     PrecisionResult,
@@ -154,27 +154,27 @@ def of_gaps(*gaps, name="x"):
     ],
 )
 def test_the_whole_interval_counts(gaps, ok, words):
-    verdict, cost = judge_seeds(of_gaps(*gaps), runs(BASELINE), 0.01)
+    verdict = judge_seeds(of_gaps(*gaps), runs(BASELINE), 0.01)
     assert (verdict.ok, verdict.text) == (ok, words)
     assert verdict.gap == pytest.approx(sum(gaps) / 3)
-    assert cost.gaps == pytest.approx(gaps)
+    assert verdict.cost.gaps == pytest.approx(gaps)
 
 
 def test_one_seed_that_fails_fails_the_precision():
     failed = of_gaps(0.0, 0.0, 0.0)
     failed[1].error = "Traceback\nBoom: it broke"
-    assert judge_seeds(failed, runs(BASELINE), 0.01)[0].text == "seed 1: failed: Boom: it broke"
-    verdict, cost = judge_seeds(of_gaps(0.0, 0.0, 0.0), failed, 0.01)
+    assert judge_seeds(failed, runs(BASELINE), 0.01).text == "seed 1: failed: Boom: it broke"
+    verdict = judge_seeds(of_gaps(0.0, 0.0, 0.0), failed, 0.01)
     assert verdict.text == "seed 1: not judged: the baseline x has no finite result"
-    assert cost is None
-    assert judge_seeds(runs((2.0, math.nan, 2.0)), runs(BASELINE), 0.01)[0].text.startswith("seed 1: final validation")
+    assert verdict.cost is None
+    assert judge_seeds(runs((2.0, math.nan, 2.0)), runs(BASELINE), 0.01).text.startswith("seed 1: final validation")
 
 
 def test_seeds_without_effect_are_no_evidence():
-    verdict, cost = judge_seeds(runs((2.0, 2.0), "y"), runs((2.0, 2.0)), 0.01)
+    verdict = judge_seeds(runs((2.0, 2.0), "y"), runs((2.0, 2.0)), 0.01)
     assert not verdict.ok
     assert "neither weights nor batches depend on the seed" in verdict.text
-    assert cost is None
+    assert verdict.cost is None
 
 
 # ---- what is shown
@@ -192,7 +192,7 @@ def three(gaps=(0.001, 0.002, 0.003)):
 
 def test_the_table_and_the_sentence():
     """The interval of 0.1 % apart is 0.25 % wide on each side: 4.303 * 0.1 / sqrt(3)."""
-    shown = text(three(gaps=(0.004, 0.005, 0.006)))
+    shown = str(three(gaps=(0.004, 0.005, 0.006)))
     assert "bf16-mixed costs 0.50% ± 0.25% of val_loss." in shown
     row = next(line for line in shown.splitlines() if line.startswith("bf16-mixed  "))
     for cell in ("+0.50% ± 0.25%", "within 1%"):
@@ -202,7 +202,7 @@ def test_the_table_and_the_sentence():
 
 
 def test_a_cost_below_the_spread():
-    assert "bf16-mixed cannot be told apart from the baseline: +0.20% ± 0.25% of val_loss." in text(three())
+    assert "bf16-mixed cannot be told apart from the baseline: +0.20% ± 0.25% of val_loss." in str(three())
     page = markdown(three())
     assert "\n| 1    |  4.0000 |     4.0080 |\n" in page
     assert "Every precision trained" in page

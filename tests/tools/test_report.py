@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_lowprec.tools.compare.comparison import Comparison, smooth, text, write_report
+from lightning_lowprec.tools.compare.comparison import Comparison, smooth, write_report
 from lightning_lowprec.tools.compare.result import PrecisionResult
 from lightning_lowprec.tools.compare.spec import CompareSpec
 from lightning_lowprec.tools.output import format_table
@@ -76,7 +76,7 @@ def test_it_says_what_was_measured_where_and_how(tmp_path):
 )
 def test_remarks_about_the_cpu(tmp_path, names, device, emulated, cpu):
     page, comparison = report(tmp_path, [trained(name, on_cpu=device == "cpu") for name in names])
-    for said in (page, text(comparison)):
+    for said in (page, str(comparison)):
         assert ("FP8 is emulated" in said) is emulated
         assert ("say nothing about a GPU" in said) is cpu
 
@@ -89,7 +89,7 @@ def test_failures_are_shown(tmp_path):
     assert "    Traceback\n    ValueError: <b>bad</b> | worse\n" in page, "as a block of code"
     assert "\\<b>bad\\</b> \\| worse |" in page, "in the table"
     assert "off by more than 1%" in page
-    assert "failed: ValueError" in text(comparison)
+    assert "failed: ValueError" in str(comparison)
 
 
 @pytest.mark.parametrize(
@@ -105,12 +105,12 @@ def test_failures_are_shown(tmp_path):
 def test_odd_results_still_draw(tmp_path, results):
     _, comparison = report(tmp_path, results)
     assert drawn(tmp_path).width >= 1000
-    assert len(text(comparison).splitlines()) > len(results)
+    assert len(str(comparison).splitlines()) > len(results)
 
 
 def test_the_table_lines_up():
     spec = CompareSpec(precisions=["32-true", "bf16-mixed"], val_metric="score")
-    lines = text(Comparison(spec=spec, results=[trained("32-true"), trained("bf16-mixed")])).splitlines()
+    lines = str(Comparison(spec=spec, results=[trained("32-true"), trained("bf16-mixed")])).splitlines()
     assert lines[0].split() == [
         "precision",
         "score",

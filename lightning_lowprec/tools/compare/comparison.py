@@ -71,51 +71,40 @@ class Comparison:
         """For each precision, its runs in the order of the seeds."""
         return {name: [run for run in self.results if run.name == name] for name in self.spec.precisions}
 
-    @property
-    def verdicts(self) -> list[Verdict]:
-        """One verdict per precision."""
-        return [verdict for verdict, _ in self._judged.values()]
-
-    @property
-    def costs(self) -> dict[str, Cost]:
-        """For each precision that was judged over several seeds, but the baseline: its cost."""
-        return {name: cost for name, (_, cost) in self._judged.items() if cost is not None}
-
     @cached_property
-    def _judged(self) -> dict[str, tuple[Verdict, Cost | None]]:
+    def verdicts(self) -> dict[str, Verdict]:
+        """The verdict on each precision."""
         bound = self.spec.max_loss_gap
         if self.spec.seeds == 1:
-            return {result.name: (judge(result, self.results[0], bound), None) for result in self.results}
+            return {result.name: judge(result, self.results[0], bound) for result in self.results}
         baseline = self.runs[self.spec.baseline]
         return {name: judge_seeds(runs, baseline, bound) for name, runs in self.runs.items()}
 
     @property
     def ok(self) -> bool:
         """Whether every precision trained, stayed finite and ended near the baseline."""
-        return all(verdict.ok for verdict in self.verdicts)
+        return all(verdict.ok for verdict in self.verdicts.values())
 
     def to_json(self) -> str:
         """Return every raw figure as strict JSON; a value that is not finite becomes null."""
         figures: dict[str, Any] = {"ok": self.ok, "spec": asdict(self.spec)}
-        verdicts = [asdict(verdict) for verdict in self.verdicts]
+        verdicts = {name: asdict(verdict) for name, verdict in self.verdicts.items()}
+        of_runs: dict[str, Any] = {}
         if self.spec.seeds > 1:
-            figures["precisions"] = [
-                {"name": name, **asdict(verdict), "cost": None if cost is None else asdict(cost)}
-                for name, (verdict, cost) in self._judged.items()
-            ]
-            verdicts = [{}] * len(self.results)
+            figures["precisions"] = [{"name": name, **verdict} for name, verdict in verdicts.items()]
+        else:
+            of_runs = {name: {key: verdict[key] for key in ("ok", "text", "gap")} for name, verdict in verdicts.items()}
         figures["results"] = [
-            asdict(result) | verdict | {"final_val": result.final_val, "step_time": result.step_time}
-            for result, verdict in zip(self.results, verdicts, strict=True)
+            asdict(run) | of_runs.get(run.name, {}) | {"final_val": run.final_val, "step_time": run.step_time}
+            for run in self.results
         ]
         return dumps(figures) + "\n"
 
     def __repr__(self) -> str:
-        """Show the table and the remarks."""
-        return text(self)
+        cells, right = rows(self)
+        return "\n".join([*format_table(cells, right=right), *remarks(self)])
 
     def _repr_html_(self) -> str:
-        """Show the verdict, the table, the remarks, the errors and the picture."""
         cells, right = rows(self)
         parts = [
             html.paragraph(verdict_on_all(self), bold=True),
@@ -130,7 +119,6 @@ class Comparison:
 
 
 def _picture(comparison: Comparison) -> str:
-    """Return the picture of the losses, or a sentence that says how to get one."""
     refusal = import_refusal("matplotlib", "The picture of the losses")
     if refusal is not None:
         return html.paragraph(refusal)
@@ -144,12 +132,6 @@ def write_report(comparison: Comparison) -> None:
     (out / "results.json").write_text(comparison.to_json(), encoding="utf-8")
     (out / "loss.png").write_bytes(png(comparison.spec, comparison.runs))
     (out / REPORT).write_text(markdown(comparison), encoding="utf-8")
-
-
-def text(comparison: Comparison) -> str:
-    """Return the table for a terminal, with the remarks below."""
-    cells, right = rows(comparison)
-    return "\n".join([*format_table(cells, right=right), *remarks(comparison)])
 
 
 def markdown(comparison: Comparison) -> str:
@@ -193,7 +175,8 @@ def remarks(comparison: Comparison) -> list[str]:
     """Return sentences to read before the figures, the most important first."""
     spec = comparison.spec
     on_cpu = [result.name for result in comparison.results if result.on_cpu]
-    sentences = [f"{name} {_cost(cost, spec.val_metric)}" for name, cost in comparison.costs.items()]
+    costs = {name: verdict.cost for name, verdict in comparison.verdicts.items()}
+    sentences = [f"{name} {_cost(cost, spec.val_metric)}" for name, cost in costs.items() if cost is not None]
     if spec.monitor:
         folders = ", ".join(str(spec.readings(name, seed)) for seed, name in spec.runs if name in spec.monitored)
         sentences.append(f"`lowprec monitor FOLDER` draws what FP8 took from every layer; the folders: {folders}.")
@@ -214,7 +197,6 @@ def remarks(comparison: Comparison) -> list[str]:
 
 
 def _cost(cost: Cost, metric: str) -> str:
-    """Return one sentence on the cost of a precision, without its subject."""
     if not any(cost.gaps):
         return f"ends with the baseline's {metric} with every seed."
     if cost.gap.holds_zero:
@@ -229,11 +211,11 @@ def rows(comparison: Comparison) -> tuple[list[tuple[str, ...]], range]:
     """
     header = ("precision", comparison.spec.val_metric, "gap", "train loss", "step time", "peak memory")
     cells: list[tuple[str, ...]] = [(*header, "verdict")]
-    for (name, runs), verdict in zip(comparison.runs.items(), comparison.verdicts, strict=True):
-        cost = comparison.costs.get(name)
+    for name, runs in comparison.runs.items():
+        verdict = comparison.verdicts[name]
         gap = "-" if verdict.gap is None else f"{verdict.gap:+.2%}"
         if comparison.spec.seeds > 1:
-            gap = "-" if cost is None else cost.gap.percent()
+            gap = "-" if verdict.cost is None else verdict.cost.gap.percent()
         times = [run.step_time for run in runs if run.step_time is not None]
         memory = [run.peak_memory for run in runs if run.peak_memory is not None]
         time = f"{1e3 * statistics.median(times):.1f} ms" if times else "-"
@@ -259,7 +241,7 @@ def verdict_on_all(comparison: Comparison) -> str:
         rule += f" (the whole 95 % confidence interval over {spec.seeds} seeds)"
     if comparison.ok:
         return f"Every precision trained and ended with {rule}."
-    failed = [name for name, v in zip(spec.precisions, comparison.verdicts, strict=True) if not v.ok]
+    failed = [name for name, verdict in comparison.verdicts.items() if not verdict.ok]
     return f"Not every precision ended with {rule}: {', '.join(failed)}."
 
 

@@ -78,6 +78,8 @@ class Verdict:
     ok: bool
     text: str
     gap: float | None = None
+    cost: Cost | None = None
+    """Over several seeds, unless a run failed, and not of the baseline."""
 
 
 def judge(result: PrecisionResult, baseline: PrecisionResult, max_loss_gap: float) -> Verdict:
@@ -118,27 +120,22 @@ class Cost:
     """The mean of ``gaps``."""
 
 
-def judge_seeds(
-    runs: Sequence[PrecisionResult], baseline: Sequence[PrecisionResult], max_loss_gap: float
-) -> tuple[Verdict, Cost | None]:
-    """Judge a precision over seeds, and return its cost; None if a run failed, or for the baseline.
-
-    A precision passes if its whole interval is within ``max_loss_gap``.
-    """
+def judge_seeds(runs: Sequence[PrecisionResult], baseline: Sequence[PrecisionResult], max_loss_gap: float) -> Verdict:
+    """Judge a precision over seeds: its whole interval must be within ``max_loss_gap``."""
     gaps = []
     for run, partner in zip(runs, baseline, strict=True):
         verdict = judge(run, partner, max_loss_gap)
         if verdict.gap is None:
-            return Verdict(ok=False, text=f"seed {run.seed}: {verdict.text}"), None
+            return Verdict(ok=False, text=f"seed {run.seed}: {verdict.text}")
         gaps.append(verdict.gap)
     if len({partner.final_val for partner in baseline}) == 1:
         text = "not judged: the baseline ends alike with every seed, so neither weights nor batches depend on the seed"
-        return Verdict(ok=False, text=text), None
+        return Verdict(ok=False, text=text)
     if runs[0] is baseline[0]:
-        return Verdict(ok=True, text="baseline", gap=0.0), None
+        return Verdict(ok=True, text="baseline", gap=0.0)
     cost = Cost(gaps=gaps, gap=Interval.of(gaps))
     ok = cost.gap.is_within(max_loss_gap)
-    return Verdict(ok=ok, text=_words(cost, max_loss_gap), gap=cost.gap.mean), cost
+    return Verdict(ok=ok, text=_words(cost, max_loss_gap), gap=cost.gap.mean, cost=cost)
 
 
 def _words(cost: Cost, bound: float) -> str:

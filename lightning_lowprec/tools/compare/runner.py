@@ -21,7 +21,7 @@ from lightning_lowprec.extras import require
 from lightning_lowprec.names import validate_name
 from lightning_lowprec.other_stacks import unknown_option
 from lightning_lowprec.tools.class_path import load_class
-from lightning_lowprec.tools.compare.comparison import REPORT, Comparison, text, write_report
+from lightning_lowprec.tools.compare.comparison import REPORT, Comparison, write_report
 from lightning_lowprec.tools.compare.result import PrecisionResult
 from lightning_lowprec.tools.compare.spec import DEFAULT_PRECISIONS, CompareSpec
 from lightning_lowprec.tools.compare.training import train
@@ -41,7 +41,7 @@ def run(args: Any) -> int:
     if args.json:
         print(comparison.to_json(), end="")
     else:
-        print(text(comparison))
+        print(comparison)
         print(comparison.spec.out / REPORT)
     return 0 if comparison.ok else 1
 
@@ -86,7 +86,6 @@ def compare(
 
 
 def _path(name: str, cls: str | type) -> str:
-    """Return the class path of a class that another process can import."""
     if isinstance(cls, str):
         return cls
     if not inspect.isclass(cls):
@@ -123,7 +122,6 @@ def train_all(spec: CompareSpec, *, progress: bool = True) -> Comparison:
 
 
 def _locked(out: Path, *, force: bool) -> AbstractContextManager[Any]:
-    """Make the folder and lock it. Raise if another comparison runs there, or has left a report."""
     out.mkdir(parents=True, exist_ok=True)
     try:
         lock = FileLock(out / ".lowprec-compare.lock").acquire(blocking=False)

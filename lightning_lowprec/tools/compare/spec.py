@@ -59,7 +59,6 @@ class CompareSpec:
     force: bool = False
 
     def __post_init__(self) -> None:
-        """Check what can be checked before anything trains."""
         check_fields(self)
         twice = sorted({name for name in self.precisions if self.precisions.count(name) > 1})
         if twice:

@@ -400,7 +400,6 @@ def per_rank(
 
 
 def _coded(rows: Sequence[PlanRow], shards: int) -> list[str]:
-    """Return the fqns of weights that are gathered as codes; raise ValueError if one has no equal shards."""
     for row in rows:
         if row.parts % shards:
             kinds = {STACKED: "experts", CONV1D: "input features"}

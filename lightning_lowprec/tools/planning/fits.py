@@ -157,7 +157,6 @@ def fits(
 
 
 def _verdict(simulator: Simulator, setting: Setting, size: int, change: str = "") -> Verdict:
-    """Simulate one setting, and without a ``change`` look for the largest batch."""
     verdict = Verdict(precision=setting.precision, change=change, refused=refusal(setting.precision))
     if verdict.refused is not None:
         return verdict

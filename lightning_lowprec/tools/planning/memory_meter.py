@@ -71,7 +71,6 @@ class MemoryMeter(DispatchMode):  # type: ignore[misc]
         self._storages[key] = reference, category, size
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and count what the operation has made."""
         self.operation = str(func)
         out = func(*args, **(kwargs or {}))
         if not self._pauses:

@@ -69,7 +69,6 @@ class Setting:
     """Ranks of ``strategy="fsdp2"``; :func:`simulate` simulates one GPU with the whole model."""
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
         check_fields(self)
 
 

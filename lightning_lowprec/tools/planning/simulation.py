@@ -98,7 +98,6 @@ class Simulator:
 
 
 def _cut(model: nn.Module, run: Run, depth: int) -> nn.Module:
-    """Return a copy of the model with ``depth`` blocks of the run."""
     cut = slice(run.start + depth, run.start + run.length)
     stack: Any = model.get_submodule(run.fqn)
     left_out = {id(block): None for block in stack[cut]}
