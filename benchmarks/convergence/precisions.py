@@ -23,8 +23,8 @@ ON = "hopper"
 REPRESENTATIVE = "fp8-hybrid"
 FAST, PROMOTED = f"{REPRESENTATIVE}@{ON}", f"{REPRESENTATIVE}@{ON}-promoted"
 """Names that :mod:`~benchmarks.convergence.devices` adds: products summed as on this GPU, fast or promoted."""
-NO_FINISH = "nvfp4-torchao@no-finish"
-"""Another such name, for ``--names``: NVFP4 from the first step to the last, without forwards in bf16 at the end."""
+NO_FINISH, MX_BACKWARD = "nvfp4-torchao@no-finish", "nvfp4-torchao@mxfp8-backward"
+"""Others, for ``--names``: NVFP4 without forwards in bf16 at the end of a run, and such with backwards in MXFP8."""
 
 
 @dataclass(frozen=True, kw_only=True)
