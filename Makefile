@@ -216,4 +216,4 @@ bench: $(VENV)/.installed
 	$(RUN)/python -m benchmarks.hook_overhead
 
 clean:
-	rm -rf dist $(VENV) $(FLOOR) $(TE) $(CLIENTS_VENV) $(DEEPSPEED) $(DOCS) site .nullgpu .pytest_cache .mypy_cache .ruff_cache
+	rm -rf dist .venv-2.* $(VENV) $(FLOOR) $(TE) $(CLIENTS_VENV) $(DEEPSPEED) $(DOCS) site .nullgpu .pytest_cache .mypy_cache .ruff_cache
