@@ -5,8 +5,6 @@ for 12.0 and 12.1. A device is described by three facts (its type, its compute c
 that an answer for a device needs no such device.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from typing import Final, Literal

@@ -9,8 +9,6 @@ The type hint of an option says what the option takes. :func:`check_fields` chec
 * ``Annotated[int, at_least(1)]`` adds a :class:`Rule`, whose words stand in the message.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields

@@ -1,7 +1,5 @@
 """Import optional and heavy dependencies on demand, and say how to install them."""
 
-from __future__ import annotations
-
 import importlib
 import logging
 from collections.abc import Iterable, Iterator

@@ -3,8 +3,6 @@
 A *refusal* is a clause that names the reason; ``None`` means that the device can.
 """
 
-from __future__ import annotations
-
 import torch
 
 from lightning_lowprec import runs_where

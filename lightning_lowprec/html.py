@@ -3,8 +3,6 @@
 Without colours the pieces follow the theme of the notebook, light or dark.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from html import escape
 from typing import Final

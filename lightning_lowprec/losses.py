@@ -9,8 +9,6 @@ many times. This loss holds the logits of a part of the tokens and computes thei
 products, and nothing is computed twice. See :mod:`~lightning_lowprec.numerics.linear_cross_entropy`.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, Final, Literal, final, get_args

@@ -1,7 +1,5 @@
 """Words of other stacks, in lower case with ``-`` for ``_``, and answers: sentences that end an error message."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, NoReturn

@@ -17,8 +17,6 @@ for softmax, norms and losses, so autocast stays on here. Under FSDP2 gradients 
 reduces them: float32, or fp16 in the fp16 recipes. DDP runs with ``grad_reduce_in_fp32=False`` only.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any, Final

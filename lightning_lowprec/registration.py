@@ -24,8 +24,6 @@ If Lightning has moved one of the first two parts, importing warns that ``plugin
 any word that Lightning does not know.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import warnings

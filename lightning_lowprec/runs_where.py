@@ -8,8 +8,6 @@ NVIDIA/TransformerEngine. A source in words is a function or a file, behind the 
 A reason is a predicate: the device is its subject.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final, Literal, get_args

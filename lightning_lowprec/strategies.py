@@ -4,8 +4,6 @@ A precision under a strategy that this package does not know is refused, since L
 a word.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from functools import cache
 from types import new_class

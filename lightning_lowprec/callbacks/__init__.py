@@ -1,7 +1,5 @@
 """Callbacks for Trainer and Fabric."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 

@@ -1,7 +1,5 @@
 """A callback that says how much FP8 takes from every layer, every few steps, and runs in bf16 what loses too much."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field

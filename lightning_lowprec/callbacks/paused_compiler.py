@@ -4,8 +4,6 @@ Nothing is compiled anew, neither then nor afterwards. An optimizer's step runs 
 and its results must not depend on a monitor.
 """
 
-from __future__ import annotations
-
 import sys
 from contextlib import ExitStack
 from typing import Any, final

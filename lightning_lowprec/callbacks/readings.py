@@ -8,8 +8,6 @@ A run that is resumed appends to its file. A line of a step makes earlier lines 
 these lines are of a run that ended, and whose checkpoint was older.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence

@@ -9,8 +9,6 @@
 Between `disarm` and the next `arm` nothing of this exists.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager

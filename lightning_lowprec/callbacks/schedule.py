@@ -1,7 +1,5 @@
 """Give the precision plugin of a Trainer a schedule, so that a name in ``precision=`` can have one."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 

@@ -1,7 +1,5 @@
 """Let all ranks of the default process group have one outcome: all return, or all raise."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pickle import UnpicklingError
 from typing import Any, Final, TypeVar, cast

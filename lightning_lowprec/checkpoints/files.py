@@ -7,8 +7,6 @@ larger changes. It is no protection against an attacker, who can write a new che
 these checksums, :func:`check_records` does.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import re

@@ -24,8 +24,6 @@ name. The pickle never sees torch's classes but classes of one pickle, which bui
 the attributes of the classes that it sees.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import pathlib

@@ -7,8 +7,6 @@ If the weights are half precision, a float32 ``master_param`` is stored beside t
 the masters become the weights. Loaded into an optimizer that keeps masters, float32 weights become the masters.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from pathlib import Path

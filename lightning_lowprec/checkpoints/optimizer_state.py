@@ -4,8 +4,6 @@ torch's functions for this initialise empty state by a step with zero gradients 
 has effects: on stochastic rounding, on schedulers and hooks, and with optimizers that ignore the learning rate.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 

@@ -17,8 +17,6 @@ Only rank 0 renames. All ranks enter :func:`replacing`, and all leave it with th
 incomplete checkpoint is deleted, the old one stays, and all ranks raise.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterator, Mapping

@@ -3,8 +3,6 @@
 Files are mapped into memory, so a row is read from disk when it is used.
 """
 
-from __future__ import annotations
-
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """FSDP2 for Fabric."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final

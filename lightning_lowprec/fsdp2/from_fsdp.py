@@ -1,7 +1,5 @@
 """Translate Lightning's ``FSDPStrategy`` to FSDP2: the same choices, or an error that says what to write instead."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, Final

@@ -1,7 +1,5 @@
 """Device meshes: copies x shards x tensor parallel."""
 
-from __future__ import annotations
-
 from typing import Any, Final
 
 import torch

@@ -1,7 +1,5 @@
 """Options of sharding: every choice a user has, checked when it is made, and the modules that a choice means."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal, TypedDict

@@ -6,8 +6,6 @@ Conversion after ``fully_shard`` would mix tensors and DTensors; compiling befor
 function. Everything happens in place: module objects and fqns stay, parameters are replaced by DTensors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Share one half between the FSDP2 strategies of Trainer and Fabric, and keep what sharding has made of a model."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Collection, Mapping
 from dataclasses import replace

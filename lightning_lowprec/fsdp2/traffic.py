@@ -5,8 +5,6 @@ FSDP2 sends float8, which gloo does not know. :class:`ByteGather` sends one-byte
 Parameters that stay float32 beside others are a second group of their module, with torch's own all-gather.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, cast, final

@@ -1,7 +1,5 @@
 """FSDP2 for the Trainer."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

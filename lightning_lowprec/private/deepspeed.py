@@ -1,7 +1,5 @@
 """Private names of DeepSpeed, and of Lightning's strategy for it. DeepSpeed is imported inside the functions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from importlib.metadata import version as installed_version
 from importlib.util import find_spec

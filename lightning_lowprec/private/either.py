@@ -5,8 +5,6 @@ the main one: the one that is imported already; ``lightning`` if neither is, or 
 the main one; :func:`both` adds the class of the other.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from functools import cache

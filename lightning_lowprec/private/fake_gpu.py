@@ -15,8 +15,6 @@ run on fake tensors. A value of an element-wise operation has no memory where on
 it: a compiler computes the value as it reads. Equal modules share graphs: a graph takes parameters as inputs.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext

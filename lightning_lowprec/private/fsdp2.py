@@ -1,7 +1,5 @@
 """Private names of torch's FSDP2, its checkpoints and process groups; `torch.py` has the list of these names."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """Compiled kernels that store float8: a fault of Triton from torch 2.14 on, and what avoids it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeVar
 

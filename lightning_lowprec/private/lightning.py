@@ -1,7 +1,5 @@
 """Private names of Lightning that this package uses."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterable
 from typing import Any, Final, get_args

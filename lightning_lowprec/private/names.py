@@ -1,7 +1,5 @@
 """Find out whether the installed libraries still have the names that this package uses, and read or replace names."""
 
-from __future__ import annotations
-
 import argparse
 import dis
 import functools

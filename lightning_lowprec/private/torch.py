@@ -1,7 +1,5 @@
 """Private names of PyTorch that this package uses, by the part of the package that needs them."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext

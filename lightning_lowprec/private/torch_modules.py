@@ -1,7 +1,5 @@
 """How torch's modules keep their hooks and compiled calls; `torch.py` has the list of these names."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, final
 from weakref import WeakKeyDictionary, ref

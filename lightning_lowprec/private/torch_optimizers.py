@@ -1,7 +1,5 @@
 """What optimizers allow, and how their step hooks and schedulers notice steps; `torch.py` lists the private names."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, Final, TypeVar

@@ -6,8 +6,6 @@ for it: so it is in 2.11.0, 2.13.0, 2.14.1 and 2.15.0. Use the public function f
 changed (``_functorch/partitioners.py``, ``utils/flop_counter.py``, ``distributed/tensor/_ops/_matrix_ops.py``).
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from typing import Any
 

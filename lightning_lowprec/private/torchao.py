@@ -1,7 +1,5 @@
 """Private names of torchao that this package uses. torchao is imported inside the functions."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any, Final

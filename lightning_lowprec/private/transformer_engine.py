@@ -3,8 +3,6 @@
 Transformer Engine is imported inside the functions. :func:`moved` also looks for names that our classes override.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import version

@@ -1,7 +1,5 @@
 """Private names of transformers (4.57 to 5) that this package uses. transformers is imported inside the functions."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager

@@ -1,7 +1,5 @@
 """Choose the weights of a model that become codes, and say why the others stay in high precision."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, final

@@ -13,8 +13,6 @@ Other codes have the run's arithmetic with the format's amax; how far their valu
 multiplied by is noted in a :class:`Tally`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Evaluate, during training, in the precision that will serve: the loss of the exported model, before the export."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, final

@@ -3,8 +3,6 @@
 See docs/serving.md.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """The model card of an exported folder: ``README.md`` with the front matter that the Hugging Face Hub reads."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from pathlib import Path

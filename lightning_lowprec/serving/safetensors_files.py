@@ -11,8 +11,6 @@ Rank 0 writes, and an error of rank 0 is raised on every rank. A sharded model i
 the result (:func:`first_writes`).
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

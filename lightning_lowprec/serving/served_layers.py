@@ -9,8 +9,6 @@ stacked experts          their products: the same
 Parameters, optimizers, kept codes, scales and histories of the run are not touched.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial

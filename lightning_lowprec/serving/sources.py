@@ -10,8 +10,6 @@ model.layers.0.self_attn.q_proj.lora_B.default.weight      [N, r]
 merged = weight + scaling * lora_B @ lora_A                scaling = lora_alpha / r, with rsLoRA lora_alpha / sqrt(r)
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Import the class that a path names: ``package.module.Class`` or ``path/to/file.py:Class``."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import os

@@ -3,8 +3,6 @@
 This file imports neither torch nor Lightning.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import os

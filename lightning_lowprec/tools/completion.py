@@ -3,8 +3,6 @@
 A script is made once from the parsers of the commands and is then static: pressing TAB does not start Python.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 from typing import Any, Final, Literal, get_args

@@ -1,7 +1,5 @@
 """``lowprec doctor``, from a shell and from Python: the precisions that run on this machine, and why others do not."""
 
-from __future__ import annotations
-
 import argparse
 import platform
 import shutil

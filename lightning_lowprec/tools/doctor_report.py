@@ -1,7 +1,5 @@
 """``lowprec doctor --report``: what a bug report needs to know about a machine, without the folders of paths."""
 
-from __future__ import annotations
-
 import platform
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """``lowprec export``: a plain checkpoint, with weights only; with ``--format`` a folder for servers."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Collection, Mapping
 from contextlib import suppress

@@ -4,8 +4,6 @@ The checkpoint runs in float32, the folder as transformers loads it. The referen
 folder's model then reads this continuation once, so both models see the same tokens at every place.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass

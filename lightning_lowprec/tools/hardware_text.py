@@ -1,7 +1,5 @@
 """Print the table of what runs where: a column, the whole table, or the answer for one precision."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict
 from textwrap import wrap

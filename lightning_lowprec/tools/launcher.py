@@ -3,8 +3,6 @@
 Lightning's launcher starts this file in every process, with the user's command and its arguments behind it.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import runpy

@@ -5,8 +5,6 @@ one byte: 0 for no number, 1 to 255 for the place between the least and the larg
 layers x 500 samplings x 13 maps take 1.8 MB.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import math

@@ -1,7 +1,5 @@
 """What a command prints: tables, strict JSON, and on a terminal colours and progress."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -5,8 +5,6 @@ folder ----codes x scales--> the same forward                  "weights": differ
 folder ----> transformers on CPU, as a server would read it    "served": differs by the server's arithmetic too
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, final

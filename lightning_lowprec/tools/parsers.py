@@ -4,8 +4,6 @@ This file imports no torch, and the module of a command is imported when the arg
 answers to ``--help``, to a wrong option and to an unknown precision come at once.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 from collections.abc import Callable, Mapping, Sequence

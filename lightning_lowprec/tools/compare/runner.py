@@ -1,7 +1,5 @@
 """``lowprec compare``, from a shell and from Python: train the precisions, each in a fresh process, and report."""
 
-from __future__ import annotations
-
 import inspect
 import multiprocessing
 import os

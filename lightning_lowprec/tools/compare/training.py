@@ -3,8 +3,6 @@
 Every precision has its own process, so that the allocator, caches and patches of one do not affect the next.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import platform

@@ -1,7 +1,5 @@
 """``lowprec plan``, from a shell and from Python: the layers that run in FP8, why others do not, FLOPs and bytes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import asdict

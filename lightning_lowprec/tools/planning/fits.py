@@ -1,7 +1,5 @@
 """``lowprec plan MODEL --fits 141GB``: which precisions train the model within the memory of a GPU, by simulation."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace

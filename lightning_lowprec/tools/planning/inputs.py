@@ -1,7 +1,5 @@
 """The batch and the loss with which a model on the meta device makes a step: of the data, or of the model itself."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial

@@ -4,8 +4,6 @@ torch's ``MemTracker`` counts the same. This meter also keeps the peak of every 
 `simulation.py` needs.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The pages that ``lowprec plan`` prints, for a terminal or as Markdown: a plan, and the formats of every name."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from typing import Final, NamedTuple
 

@@ -5,8 +5,6 @@ Trainer: gradients live until the next backward. There are two steps, because Ad
 so that state and activations meet in the second. What is allocated before the first step does not count.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 import warnings

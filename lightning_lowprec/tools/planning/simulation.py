@@ -7,8 +7,6 @@ number of blocks. Two depths give the lines.
 Of one rank of ``strategy="fsdp2"``, weights, gradients and state are computed and activations simulated.
 """
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from itertools import groupby

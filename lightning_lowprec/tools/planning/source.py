@@ -1,7 +1,5 @@
 """Build a model on the meta device from a class path, a transformers config or a checkpoint."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping
