@@ -68,8 +68,7 @@ ARCHITECTURES: Final[dict[str, Architecture]] = {
 def classify(type: str, capability: tuple[int, int] | None = None, gcn: str | None = None) -> Architecture:
     """Return the architecture of a device of a ``type`` of torch: ROCm's GPUs are ``"cuda"`` too.
 
-    ``gcn`` is ROCm's name of the GPU, such as ``"gfx90a:sramecc+:xnack-"``; None without ROCm. With it the
-    ``capability`` says nothing: MI200 reports 9.0, as Hopper does.
+    ``gcn`` is ROCm's name of the GPU, such as ``"gfx90a:sramecc+:xnack-"``, and counts before the ``capability``.
     """
     if type != "cuda":
         return next((other for other in _OTHERS if other.key == type), OTHER)

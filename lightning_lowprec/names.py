@@ -91,11 +91,7 @@ def without_backend(name: str) -> bool:
 
 
 def create(name: str) -> LowPrecision:
-    """Return a new plugin for a name of the table.
-
-    Raises:
-        ImportError: a package that the name needs is not installed, or does not import.
-    """
+    """Return a new plugin for a name of the table; raise ImportError if a package that it needs does not import."""
     row = TABLE[name]
     plugin: LowPrecision = row.plugin(**row.options)
     plugin.precision = name
@@ -110,10 +106,7 @@ def validate_name(name: object) -> None:
 
 
 def unknown_name(name: object, also_allowed: Sequence[object] = ()) -> ValueError:
-    """Return the error for an unknown name: first what to write instead, then what is allowed, Lightning's names first.
-
-    The message lists families with their suffixes, not every member.
-    """
+    """Return the error for an unknown name: what to write instead, then the families that are allowed."""
     recipe = _nemo_recipe(name) if "_" in str(name) else None
     hint = suffix_refusal(str(name), TABLE) if recipe is None else f"NeMo's recipe is a plugin: write {recipe}."
     hint = hint or pointer(name, PRECISIONS, [*also_allowed, *TABLE])

@@ -32,11 +32,7 @@ Share = Annotated[float, Rule("a number above 0 and at most 1", lambda value: bo
 @final
 @dataclass
 class Demoter:
-    """Counts bad readings, and gives layers back to bf16 by readings, which are the same on all ranks.
-
-    What was decided is state of the monitor: a run that is resumed goes on with the same layers demoted. Nothing is
-    promoted back.
-    """
+    """Counts bad readings, the same on all ranks, and gives layers back to bf16 for the rest of the run."""
 
     limits: Demotion
     bad: dict[str, int] = field(default_factory=dict)

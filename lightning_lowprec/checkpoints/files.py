@@ -1,10 +1,7 @@
 """Write and read the files of a checkpoint; an error names the file and says what is wrong with the file.
 
-Files are written with a checksum, the CRC-32 of ``zlib``. It finds every flipped bit, and all but one in 2**32 of
-larger changes. It is no protection against an attacker, who can write a new checksum.
-
-``torch.save`` writes a zip archive with a CRC-32 per record (one record per tensor). ``torch.load`` does not compare
-these checksums, :func:`check_records` does.
+Files are written with a checksum, the CRC-32 of ``zlib``, which is no protection against an attacker. ``torch.save``
+writes a zip archive with a CRC-32 per tensor. ``torch.load`` does not compare them, :func:`check_records` does.
 """
 
 import io

@@ -216,10 +216,7 @@ class Manifest:
             file.write(text + CHECKSUM + f'"{zlib.crc32(text):08x}"}}'.encode())
 
     def check(self, folder: Path, *, verify: bool) -> None:
-        """Check the files of the folder, each on one rank; all ranks raise if one file is not as it was saved.
-
-        The ranks that wrote a folder check what they wrote and, most often, read next.
-        """
+        """Check the files of the folder, each on one rank; all ranks raise if one file is not as it was saved."""
         rank, ranks = rank_and_ranks()
 
         def check_part() -> None:
@@ -230,10 +227,7 @@ class Manifest:
 
 
 def read_manifest(folder: Path, *, verify: bool) -> Manifest | None:
-    """Return the manifest of a folder; None for a folder that this package did not write, or not by this version.
-
-    A damaged manifest, or one of a later version, raises; so does, with ``verify``, one that is missing.
-    """
+    """Return the manifest of a folder; None for a folder that this package did not write, or not by this version."""
     path = folder / MANIFEST
     if not path.is_file():
         shards = sorted(folder.glob(f"*{SHARD}")) if verify else []

@@ -1,8 +1,7 @@
 """Save a sharded model and its optimizers so that a checkpoint is complete or absent, and the old one stays until then.
 
 A checkpoint is a file of whole tensors, written by rank 0, or a folder of every rank's shards. Both hold a model under
-the names and in the dtypes of its state dict, and optimizer state by the name (or position) of the parameter. A folder
-has the shards, torch's table of contents, everything else in ``meta.pt``, and the manifest.
+the names and in the dtypes of its state dict, and optimizer state by the name (or position) of the parameter.
 
     .NAME.saving                      written first, by all ranks
     NAME -> NAME.kept-while-saving    only for a folder; a file is replaced by one rename
@@ -12,9 +11,6 @@ has the shards, torch's table of contents, everything else in ``meta.pt``, and t
 A run may be killed at any moment: one complete checkpoint is always there, and :func:`find` says where. The next save
 or removal of the same name deletes what a killed run has left. The name of the kept checkpoint begins and ends like
 the checkpoint's name, so ``ckpt_path="last"`` of the Trainer finds the kept checkpoint too.
-
-Only rank 0 renames. All ranks enter :func:`replacing`, and all leave it with the same outcome: if one rank fails, the
-incomplete checkpoint is deleted, the old one stays, and all ranks raise.
 """
 
 import os
@@ -137,8 +133,8 @@ def replacing(path: Path, *, folder: bool) -> Iterator[Path]:
     """Yield a path to write a checkpoint to; when all ranks are done, rename that path to ``path``.
 
     All ranks of the default process group enter and leave this context together, with the same path. All of them write
-    into a ``folder``, which exists already, or rank 0 writes a file. If a rank fails, that rank raises its exception,
-    and the others an OSError or a RuntimeError with the rank and the reason.
+    into a ``folder``, which exists already, or rank 0 writes a file. If a rank fails, the old checkpoint stays; that
+    rank raises its exception, and the others an OSError or a RuntimeError with the rank and the reason.
     """
     is_rank_zero = rank_and_ranks()[0] == 0
     on_rank_zero(lambda: _check_folder(path))

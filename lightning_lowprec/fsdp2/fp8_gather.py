@@ -123,10 +123,7 @@ class GatherScales:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Compute the scales of all weights with one all-reduce per mesh, if a weight has changed.
-
-        The first call allocates memory for the codes, unless the format keeps none, or the shards are offloaded.
-        """
+        """Compute the scales of all weights with one all-reduce per mesh, if a weight has changed."""
         if not self.stale or not self.weights:
             return
         for weights in grouped(self._sent_as_codes(), mesh_of):
@@ -186,11 +183,7 @@ class KeptCodes:
         self._stream = _stream(self.codes)
 
     def of(self, scale: Tensor, encode: Callable[..., Tensor]) -> Tensor:
-        """Return the codes, ready for the current stream.
-
-        ``encode(out=...)`` makes them if ``scale`` is not that of the last call. Every write to the shard is followed
-        by another scale.
-        """
+        """Return the codes, ready for the current stream; ``encode(out=...)`` makes them for another ``scale``."""
         stream = _stream(self.codes)
         if stream is not None and self._stream is not None and stream != self._stream:
             stream.wait_stream(self._stream)
@@ -353,8 +346,8 @@ def _first_row(shard: Tensor, mesh: DeviceMesh) -> int:
 def gather_in_fp8(model: nn.Module) -> GatherScales | None:
     """Replace the weights of FP8 layers by :class:`Fp8GatherShard` tensors; call this before ``fully_shard``.
 
-    A weight that a layer without FP8 shares (tied embeddings) does not change, and neither does a weight that is no
-    parameter. Call :meth:`GatherScales.collect` after ``fully_shard``. The result is None if there is no such weight.
+    Weights that a layer without FP8 shares (tied embeddings), or that are no parameters, stay; None if all do. Call
+    :meth:`GatherScales.collect` after ``fully_shard``.
     """
     weights = _gathered_weights(model)
     if not weights:

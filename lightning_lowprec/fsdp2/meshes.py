@@ -52,10 +52,7 @@ def tensor_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
 
 
 def data_ranks(mesh: DeviceMesh) -> dict[str, Any]:
-    """Return ``num_replicas`` and ``rank`` for a distributed sampler.
-
-    The ranks of one tensor-parallel group read the same data.
-    """
+    """Return the arguments of a distributed sampler: the ranks of a tensor-parallel group read the same data."""
     copies = mesh[REPLICATE].size() if REPLICATE in (mesh.mesh_dim_names or ()) else 1
     copy = mesh.get_local_rank(REPLICATE) if copies > 1 else 0
     size = mesh[SHARD].size()

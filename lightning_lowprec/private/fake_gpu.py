@@ -1,18 +1,14 @@
 """Let torch compute shapes and lifetimes of CUDA tensors on a machine without a GPU: private names of fake tensors.
 
-torch's fake tensors have a shape, a dtype and a device, and no values. Two parts of torch's C++ code ask for more of a
-fake CUDA tensor than a machine without a GPU can answer:
-
-* autograd asks for the current stream of the tensor's device, and raises where no CUDA device exists;
-* autocast takes part only where the device is CUDA.
-
-So Python code sees the device CUDA, and C++ code the device "lazy", whose stream does nothing. Autocast for CUDA is
-done in Python, by torch's lists: C++ code would find no tensor of its device. Attention is that of CUDA.
+torch's fake tensors have a shape, a dtype and a device, and no values. Two parts of torch's C++ code ask for more:
+autograd asks for the current stream of the tensor's device, and raises where no CUDA device exists; autocast takes part
+only where the device is CUDA. So Python code sees the device CUDA, and C++ code the device "lazy", whose stream does
+nothing. Autocast for CUDA is done in Python, by torch's lists. Attention is that of CUDA.
 
 A compiler keeps less for the backward than eager code: torch's partitioner decides which values are kept and which are
 computed again. For compiled modules the partitioner decides here too, and no kernel is compiled; the two graphs then
 run on fake tensors. A value of an element-wise operation has no memory where only such operations and reductions read
-it: a compiler computes the value as it reads. Equal modules share graphs: a graph takes parameters as inputs.
+it: a compiler computes the value as it reads.
 """
 
 import importlib
@@ -55,7 +51,7 @@ _IN_WIDEST: Final = {
 def fake_gpu(capability: tuple[int, int]) -> Iterator[None]:
     """Make fake CUDA tensors within the context, with autograd and autocast; nothing is computed.
 
-    No other code of the process may train meanwhile. ``capability`` is that of the simulated GPU, such as ``(9, 0)``.
+    No other code of the process may train meanwhile.
     """
     check(SIMULATED_MEMORY)
     importlib.import_module("torch._dynamo")  # compares signatures of what is replaced below, so it comes before

@@ -23,9 +23,6 @@ def store_float8_right() -> None:
     Beside them Triton stores float8 values of a transposed tensor wrongly, in about a quarter of runs
     (github.com/triton-lang/triton/issues/11111). The values are the same: NaN wins over a number. torchao does the same
     in ``convert_to_float8_training``, which only its own layers go through. Code that is compiled already stays.
-
-    Raises:
-        ImportError: inductor has moved the class that writes them.
     """
     version: Any = torch.__version__  # compares with tuples
     if version < _FIRST or not torch.cuda.is_available():

@@ -94,11 +94,7 @@ def set_names(owner: Any, **values: Any) -> None:
 
 
 def fsdp_choices(strategy: Any, *, in_fabric: bool) -> dict[str, Any]:
-    """Return what an FSDPStrategy of Fabric or of the Trainer was made with, by the keys of :data:`FSDP_NAMES`.
-
-    Raises:
-        ImportError: this Lightning keeps the arguments under other names.
-    """
+    """Return what an FSDPStrategy of Fabric or of the Trainer was made with, by the keys of :data:`FSDP_NAMES`."""
     names = FSDP_NAMES | (FABRIC_FSDP_NAMES if in_fabric else TRAINER_FSDP_NAMES)
     instead = "write `lightning_lowprec.FSDP2Strategy(...)` (in Fabric `FabricFSDP2Strategy`) instead."
     _check(strategy, names.values(), f"FSDPStrategy, so it cannot be translated; {instead}")
@@ -110,7 +106,7 @@ def note_sigterm(trainer: Any) -> None:
 
     Lightning 2.6 broadcasts inside the handler. Ranks that are in another collective then wait for each other for ever.
     Lightning ends a run after the batch if a signal was noted, as 2.5 does. To be removed when Lightning's handler
-    calls no collective any more. If Lightning has moved the names, its own handler stays.
+    calls no collective any more.
     """
     connector: Any = getattr(trainer, "_signal_connector", None)
     if not all(hasattr(connector, name) for name in SIGNAL_NAMES):

@@ -73,9 +73,8 @@ def sees_no_masters(hook: F) -> F:
 def refuse_copies(optimizer: Optimizer, what: str) -> None:
     """Raise if ``optimizer`` is torchao's ``CPUOffloadOptimizer``, which steps copies of the parameters in CPU memory.
 
-    It goes with float32 weights that are stepped with the gradients of the backward pass as they are. Masters, loss
-    scaling and clipping would see the copies, or change gradients that were copied before. FSDP2 offloads too, on one
-    device as well, and goes with all of them. ``what`` is the middle of the message.
+    Masters, loss scaling and clipping would see the copies, or change gradients that were copied before. ``what`` is
+    the middle of the message.
     """
     if parameters_of_copies(optimizer) is not None:
         raise TypeError(

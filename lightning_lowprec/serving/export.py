@@ -194,8 +194,7 @@ def write(
 ) -> Exported:
     """Write the tensors of ``source``, which have the names of a ``model`` of transformers, to the folder ``out``.
 
-    The model may be on the meta device. ``adapter`` is the config of a LoRA adapter among the tensors, ``precision``
-    the name of the run's, for the model card.
+    ``adapter`` is the config of a LoRA adapter among the tensors, ``precision`` the name of the run's.
     """
     adapted = WithoutAdapter(source, adapter, merge=options.merge_adapters)
     merged = {name: None if name in adapted.merged else rounding for name, rounding in weights.roundings.items()}

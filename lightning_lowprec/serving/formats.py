@@ -1,13 +1,7 @@
 """The formats of a served model: names and shapes of codes and scales, and what config and files say about them.
 
-To add a format, write its :class:`Format` at the end of this file, and its name in :data:`FormatName`.
-
-    hf                   as `save_pretrained` of transformers writes weights, in high precision
-    hf-fp8-block         DeepSeek's and Hugging Face's fine-grained FP8: a scale per 128 x 128 values
-    compressed-tensors   vLLM's and llm-compressor's FP8: a scale per output channel, activations per token
-    torchao              the `Float8Tensor` of `torchao.quantization`: a scale per row, in safetensors
-
-All codes are e4m3, and all stored scales are float32, by which codes are multiplied.
+To add a format, write its :class:`Format` at the end of this file, and its name in :data:`FormatName`. All codes are
+e4m3, and all stored scales are float32, by which codes are multiplied.
 """
 
 from __future__ import annotations

@@ -33,10 +33,7 @@ Written by lightning_lowprec.{license}
 def write(
     folder: Path, title: str, model: Any, report: Mapping[str, Any], files_from: Path | None, precision: str | None
 ) -> None:
-    """Write the card of a folder from the export's ``report``; ``precision`` is the name of the run's, None: not known.
-
-    The license is that of the card in ``files_from``, beside the tokenizer; no config of a model holds it.
-    """
+    """Write the card of a folder from the export's ``report``, with the license of the card in ``files_from``."""
     hub = require("huggingface_hub", "a model card")
     coded, format, dtype = report["weights_in_fp8"], report["format"], report["dtype"]
     path = str(model.config.name_or_path)

@@ -108,10 +108,7 @@ class SafetensorsFile:
 
 @contextmanager
 def new_folder(out: Path, size: int) -> Iterator[Path]:
-    """Yield a folder to write to, which becomes ``out`` at the end; after an error or Ctrl-C nothing is left.
-
-    It raises if ``out`` exists, now or at the end, or if its disk has not enough space for ``size`` bytes.
-    """
+    """Yield a folder to write to, which becomes ``out`` at the end; after an error or Ctrl-C nothing is left."""
     check_out(out)
     free = shutil.disk_usage(out.parent).free
     if size > free:
@@ -142,8 +139,7 @@ def check_out(out: Path) -> None:
 class ShardFiles:
     """The files of an empty folder and, of several files, their index; a context that closes what is open.
 
-    The tensors come in their order. A tensor larger than ``shard_bytes`` has a file of its own. ``progress`` is called
-    with the number of bytes after each write.
+    The tensors come in their order. ``progress`` is called with the number of bytes after each write.
     """
 
     def __init__(
@@ -201,8 +197,8 @@ class ShardFiles:
 def first_writes(name: str, action: Callable[[], T]) -> T:
     """Run ``action`` on rank 0 and return its result, or raise its error, on every rank that calls this.
 
-    This is no collective, because rank 0 may be the only rank that exports. The outcome is pickled and goes through the
-    store of the process group, under the ``name`` of what is written.
+    This is no collective, because rank 0 may be the only rank that exports: the outcome goes through the store of the
+    process group, under the ``name`` of what is written.
     """
     rank, ranks = rank_and_ranks()
     if ranks == 1:
@@ -246,8 +242,7 @@ class OneWriter:
     ) -> None:
         """Read all chunks, the same names and shapes on every rank, and hand each to ``write`` on the rank that writes.
 
-        Reading a chunk is a collective of all ranks. So after an error of ``write`` its rank reads on without writing,
-        until all ranks ask each other, after ``agree_after`` bytes, and then all ranks raise.
+        Reading is a collective: after an error of ``write`` its rank reads on, until all ranks agree.
         """
         failure: Exception | None = None
         left = agree_after

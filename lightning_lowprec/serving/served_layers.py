@@ -55,8 +55,7 @@ class ServedWeight:
     """A weight in the place of the model's ``parameter``: codes, made when they are first used, or values.
 
     Of a weight that FSDP2 shards, every rank keeps its part of the codes, and gathers the codes at each forward.
-    ``shapes``, each [N, K], are those of the matrices that the server has of a coded weight: of stacked experts
-    several, else one. None: the server has the weight in high precision.
+    ``shapes``, each [N, K], are those of the matrices of a coded weight: of stacked experts several, else one.
     """
 
     def __init__(
@@ -110,10 +109,9 @@ class ServedWeight:
 
 
 def rounded(values: Tensor, format: Format) -> Tensor:
-    """Round activations to e4m3 as servers do, with scales from the values at hand: [*, K] any float -> the same.
+    """Round activations to e4m3 as servers do: [*, K] any float -> the same.
 
-    Where weights of the ``format`` have a scale per row, activations have one per token; where weights have one per
-    128 x 128, activations have one per token and 128 values.
+    They have a scale per token where weights have one per row; one per token and 128 values where weights have blocks.
     """
     width, groups = values.shape[-1], values
     if format.scale_per == "block":
@@ -133,8 +131,7 @@ def rounded(values: Tensor, format: Format) -> Tensor:
 class ServedLayers:
     """The layers of one model in the precision of a server; codes are made at the first forward and kept here.
 
-    The model may be wrapped by Fabric, DDP or ``torch.compile``. ``options`` choose layers if none of the model runs in
-    low precision.
+    ``options`` choose layers if none of the model runs in low precision.
     """
 
     def __init__(self, model: nn.Module, format: Format, *, weights_only: bool, options: LayerOptions | None) -> None:

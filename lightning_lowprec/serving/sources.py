@@ -105,8 +105,7 @@ def is_of_adapter(name: str) -> bool:
 class WithoutAdapter(Source):
     """The weights of a model with an adapter, by the names of the model without it; ``merge`` adds the adapter.
 
-    ``config`` is PEFT's, as ``adapter_config.json`` has it; None: there is no adapter. An adapter without a config, two
-    adapters, or one that is no plain LoRA raise ValueError.
+    ``config`` is PEFT's, as ``adapter_config.json`` has it; None: there is no adapter.
     """
 
     def __init__(self, source: Source, config: Mapping[str, Any] | None, *, merge: bool) -> None:

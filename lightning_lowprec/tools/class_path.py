@@ -18,10 +18,7 @@ def import_from_working_folder() -> None:
 
 
 def load_package() -> None:
-    """Import all of this package, which registers the names with Lightning, as ``import lightning_lowprec`` does.
-
-    The process of ``lowprec`` begins without that; user code that imports the package finds it registered.
-    """
+    """Import all of this package, which the process of ``lowprec`` has not done, for the user's code to find it."""
     package = sys.modules["lightning_lowprec"]
     if not hasattr(package, "register"):
         importlib.reload(package)

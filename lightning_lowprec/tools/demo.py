@@ -1,13 +1,10 @@
-"""The default model and text of ``lowprec compare``: a small real GPT, and text that every machine has.
+"""The default model and text of ``lowprec compare``: a small byte-level GPT, and the sources of the standard library.
 
-The model is a byte-level GPT, small enough to train on two CPU cores in under a minute. The dimensions of every Linear
-are multiples of 16, so FP8 converts every Linear except the output head.
+The dimensions of every Linear are multiples of 16, so FP8 converts every Linear except the output head.
 
 Rotary positions, a short warm-up and a modest learning rate make the model a fair subject for a comparison. Without
 them the loss stays on the plateau of the bigram loss for a hundred steps. Any rounding moves the step at which the loss
 leaves the plateau, and then the final losses of two precisions differ by luck.
-
-The text is the sources of Python's own standard library, as bytes.
 """
 
 import os

@@ -196,8 +196,7 @@ def tensors_of_model(
     """Return the tensors of a checkpoint that a model has, by the model's names, and the number of the others.
 
     ``wanted`` are the tensors of the model; ``known`` has all its names, also of tied ones and of buffers that no state
-    dict holds. Names without the ``prefix`` are of other modules; None: the prefix is found. A checkpoint of another
-    model, or with codes of low precision, raises ValueError.
+    dict holds. Names without the ``prefix`` are of other modules; None: the prefix is found.
     """
     names = {clean(name): name for name in source.shapes}
     _check_high_precision(source)

@@ -1,8 +1,7 @@
 """``lowprec monitor RUN``: draw the readings of a run as one HTML file, and print the layers that FP8 serves worst.
 
-The page has a heat map, layers x samplings, of every number that a monitor has written. It loads nothing. Every cell is
-one byte: 0 for no number, 1 to 255 for the place between the least and the largest number of its map, so that 200
-layers x 500 samplings x 13 maps take 1.8 MB.
+The page has a heat map, layers x samplings, of every number that a monitor has written. Every cell is one byte: 0 for
+no number, 1 to 255 for the place between the least and the largest number of its map.
 """
 
 import base64

@@ -7,10 +7,7 @@ zero.Init, if the user's ``configure_model`` creates weights cut
 convert_module              layers are converted, in place
 optimizer made              its membership is checked
 deepspeed.initialize        casts the weights, makes float32 masters, cuts
-attach                      autocast inside of the engine
-
-DeepSpeed switches autocast off that was entered outside of its engine. So autocast is entered inside, by hooks of the
-model that the engine calls.
+attach                      autocast inside of the engine, by hooks of the model: DeepSpeed switches others off
 
 The options of the plugin become fields of the config (:func:`translated`; docs/deepspeed.md has the table). A field
 that the user has set already must have the same value, or be ``"auto"``.
@@ -105,8 +102,7 @@ def check_plugin(plugin: LowPrecision, strategy: str) -> None:
 def translated(source: Mapping[str, Any], options: ZeroOptions, arguments: Mapping[str, float]) -> dict[str, Any]:
     """Return a copy of ``source``, the config of the user or the strategy, with the plugin's options in it.
 
-    ``arguments`` are :data:`SCALE_FIELDS` as the strategy was given them. A ValueError names a field of the config, or
-    an argument, that has another value than the plugin, and a loss scale that DeepSpeed cannot carry out.
+    ``arguments`` are :data:`SCALE_FIELDS` as the strategy was given them. Contradictions raise ValueError.
     """
     config = copy.deepcopy(dict(source))
     if "bfloat16" in config:  # DeepSpeed's own older name
@@ -149,8 +145,7 @@ def _scale_loss(config: dict[str, Any], options: ZeroOptions, arguments: Mapping
 def scale_fields(scale: LossScale, precision: str) -> dict[str, float]:
     """Return a loss scale as the fields of DeepSpeed's ``fp16`` section; a ValueError names ``precision``.
 
-    DeepSpeed's scale doubles, halves, starts at a power of two, and has a floor that is an integer, at which it stops
-    the run at once.
+    DeepSpeed's scale doubles, halves, starts at a power of two, and stops the run at its floor, an integer, at once.
     """
     if scale.growth_factor == scale.backoff_factor == 1.0:
         return {"loss_scale": scale.initial}

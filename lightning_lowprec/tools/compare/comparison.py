@@ -205,10 +205,7 @@ def _cost(cost: Cost, metric: str) -> str:
 
 
 def rows(comparison: Comparison) -> tuple[list[tuple[str, ...]], range]:
-    """Return the cells of the table, header first, and the columns that are aligned to the right.
-
-    With several seeds, losses have their spread and gaps their interval.
-    """
+    """Return the cells of the table, header first, and the columns that are aligned to the right."""
     header = ("precision", comparison.spec.val_metric, "gap", "train loss", "step time", "peak memory")
     cells: list[tuple[str, ...]] = [(*header, "verdict")]
     for name, runs in comparison.runs.items():

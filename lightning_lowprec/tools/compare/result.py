@@ -1,8 +1,7 @@
 """The figures of one training, and the verdict on a precision beside the baseline: of one run, or over several seeds.
 
-Over several seeds each run has a partner, the baseline's run with the same seed. Runs of one seed begin with the same
-weights and read the same batches. The differences within the pairs are therefore smaller than those between seeds, and
-an interval over the pairs (Student's t) tells smaller differences apart.
+Over several seeds each run has a partner, the baseline's run with the same seed: the differences within the pairs are
+smaller than those between seeds, and an interval over the pairs (Student's t) tells smaller differences apart.
 """
 
 from __future__ import annotations

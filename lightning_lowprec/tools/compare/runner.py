@@ -100,11 +100,7 @@ def _path(name: str, cls: str | type) -> str:
 
 
 def train_all(spec: CompareSpec, *, progress: bool = True) -> Comparison:
-    """Train every precision of ``spec``, and write ``report.md``, ``loss.png``, ``results.json`` and the logs.
-
-    A precision that fails does not stop the others: its result says why, and ``Comparison.ok`` is False. The errors
-    of :func:`compare` are raised before anything trains.
-    """
+    """Train every precision of ``spec``, and write ``report.md``, ``loss.png``, ``results.json`` and the logs."""
     for name in spec.precisions:
         validate_name(name)
     with working("importing the model and the data"):
@@ -137,10 +133,7 @@ def _locked(out: Path, *, force: bool) -> AbstractContextManager[Any]:
 
 
 def run_one(spec: CompareSpec, name: str, seed: int, *, progress: bool = True) -> PrecisionResult:
-    """Train one precision in a fresh process, whose stderr goes to ``<out>/<name>.log``.
-
-    With several seeds, stderr goes to ``<out>/<name>-seed<seed>.log``.
-    """
+    """Train one precision in a fresh process, whose stderr goes to ``<out>/<name>.log`` (``<name>-seed<seed>.log``)."""
     title, log = name, spec.out / f"{spec.stem(name, seed)}.log"
     if spec.seeds > 1:
         title = f"{name}, seed {seed} ({spec.runs.index((seed, name)) + 1} of {len(spec.runs)})"

@@ -1,6 +1,6 @@
 """Train one precision in a fresh process, and send the figures to the parent as they arise.
 
-Every precision has its own process, so that the allocator, caches and patches of one do not affect the next.
+So the allocator, caches and patches of one precision do not affect the next.
 """
 
 import math

@@ -1,16 +1,7 @@
 """What a plan costs: FLOPs, the bytes of a model with AdamW, and what a rank of ``strategy="fsdp2"`` holds and sends.
 
-With n shards, c copies, and P bytes of some weights in the dtype in which they are sent, ring collectives send per rank
-
-    all-gather       (n - 1) / n * P          # in forward, and again in backward where weights were freed
-    reduce-scatter   (n - 1) / n * P          # P: the gradients, in the reduce dtype
-    all-reduce       2 (c - 1) / c * P / n    # HSDP: the shards of gradients, over the copies
-    scales           2 (n - 1) / n * 4 k      # one float32 per FP8 weight, all k in one all-reduce
-
-The root (embeddings, head, last norm) stays gathered between forward and backward unless ``reshard_after_forward`` is
-True. A dimension that n does not divide is padded, which is counted. Not counted: buffers, what tensor parallelism
-sends, gradient accumulation (each micro-batch gathers and reduces again). Algorithms other than rings, such as NCCL's
-trees, send other amounts for the same call.
+docs/many-machines.md has the formulas of the collectives, which are rings. A dimension that the shards do not divide is
+padded, which is counted. Not counted: buffers, what tensor parallelism sends, gradient accumulation.
 """
 
 from __future__ import annotations
@@ -246,9 +237,8 @@ def weights_of(
 ) -> dict[str, Weights]:
     """Return what each of the groups gathers, by fqn, with the padding of ``shards`` parts; the root is ``""``.
 
-    ``fp8`` has the layers, and Parameters of stacked experts, that are gathered as codes of ``code_size`` bytes, 1
-    or 0.5; ``blocks`` the modules that gather their own weights, none in another. Tensor parallelism cuts the parameter
-    of an fqn into ``parts``.
+    ``fp8`` has the layers, and Parameters of stacked experts, that are gathered as codes of ``code_size`` bytes;
+    ``blocks`` the modules that gather their own weights. Tensor parallelism cuts a parameter into ``parts``.
     """
     groups = dict.fromkeys(["", *blocks], Weights())
     coded = {*fp8, *(f"{fqn}.weight" for fqn in fp8)}
@@ -300,8 +290,7 @@ def step(
     """Return the volume of one step of one micro-batch, of the weights below the root and of the root.
 
     ``shards`` are the ranks per copy of the model, ``tensor_parallel`` those that reduce the scales too. The other
-    options are those of :class:`~lightning_lowprec.fsdp2.options.ShardOptions`; with 32-true, ``param_dtype`` is
-    float32. ``shards`` or ``copies`` below 1 raises ValueError.
+    options are those of :class:`~lightning_lowprec.fsdp2.options.ShardOptions`.
     """
     check_integer("shards", shards, least=1)
     check_integer("copies", copies, least=1)
@@ -357,8 +346,7 @@ def per_rank(
 ) -> list[Rank]:
     """Return the bytes of a rank for every precision of ``sizes`` that runs under FSDP2; the plan is of the last one.
 
-    The options are those of :func:`step` and :func:`weights_of`. Float8 weights that do not divide into ``shards``
-    equal parts raise ValueError.
+    The options are those of :func:`step` and :func:`weights_of`; uneven shards of codes raise ValueError.
     """
     check_integer("shards", shards, least=1)
     elements = sum(p.numel() for p in model.parameters())

@@ -121,10 +121,8 @@ def fits(
 ) -> Report:
     """Simulate training steps with AdamW of a ``model`` on the meta device, and say which precisions fit.
 
-    The ``options`` are those of :class:`Setting`, such as ``batch`` and ``sequence``. ``data`` is a batch of the
-    user's, on CPU; None if the model reads tokens, or has an ``example_input_array``. ``progress`` is called with each
-    precision before its simulation. An unknown size, name or number, or a missing length of sequences raises
-    ValueError.
+    The ``options`` are those of :class:`Setting`. ``data`` is a batch of the user's, on CPU; None if the model reads
+    tokens, or has an ``example_input_array``. ``progress`` is called with each precision before its simulation.
     """
     size = read_gpu(gpu)
     setting = Setting(precision="", capability=size.capability, **options)
@@ -170,10 +168,7 @@ def _verdict(simulator: Simulator, setting: Setting, size: int, change: str = ""
 
 
 def _largest_batch(simulator: Simulator, setting: Setting, size: int) -> int:
-    """Return the largest batch that fits: where straight lines through the peaks of two batches meet the memory.
-
-    The second lines go through batches that are near.
-    """
+    """Return where straight lines through the peaks of two batches, in the second pass near ones, meet the memory."""
     limit, least, largest = (size - MARGIN) / (1 + MARGIN_SHARE), setting.batch, 0
     for _ in range(2):
         fewer, more = (simulator.peaks(replace(setting, batch=rows)) for rows in (least, 2 * least))

@@ -87,8 +87,7 @@ def refusal(precision: str) -> str | None:
 def simulate(model: nn.Module, inputs: Inputs, setting: Setting) -> Peaks:
     """Return the peak of every stretch of the training steps: bytes by category, as torch's allocator counts them.
 
-    The model is on the meta device, and stays as it is. An operation that needs values raises ValueError; a private
-    name that torch has moved ImportError.
+    The model is on the meta device, and stays as it is. An operation that needs values raises ValueError.
     """
     meter, resize = MemoryMeter(), torch.UntypedStorage.resize_
     with ExitStack() as stack:

@@ -32,9 +32,7 @@ class Source:
 def load(source: str, arguments: Mapping[str, Any]) -> Source:
     """Build the model that ``source`` names, without downloads and without memory for weights.
 
-    ``source`` is a class path (``my.Model``, ``file.py:Model``), a transformers ``config.json`` or the folder that
-    holds one, a model type that transformers knows (``llama``), or a checkpoint of torch, Lightning or safetensors.
-    The ``arguments`` are those of the class, or change fields of the config.
+    ``source`` is what ``lowprec plan`` takes. The ``arguments`` are those of the class, or change fields of the config.
     """
     path = Path(source)
     if path.is_dir() and (path / "config.json").is_file():
