@@ -4,15 +4,14 @@ Files are mapped into memory, so a row is read from disk when it is used.
 """
 
 import json
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from lightning_lowprec.checkpoints import files
 from lightning_lowprec.checkpoints.folder import META, ShardFolder
@@ -33,19 +32,17 @@ class Shape(NamedTuple):
     dtype: torch.dtype
 
 
-class Source(ABC):
+@dataclass
+class Source:
     """Tensors by the names of the model's state dict, read some rows at a time."""
 
     shapes: Mapping[str, Shape]
     """All tensors."""
+    rows: Callable[[str, int, int], Tensor]
+    """Returns ``tensor[start:stop]``, values; a tensor without dimensions is one row. Valid until the next call."""
     content: Any = None
     """What the checkpoint holds beside or around the tensors."""
 
-    @abstractmethod
-    def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Return ``tensor[start:stop]``, values; a tensor without dimensions is one row. Valid until the next call."""
-
-    @final
     def whole(self, name: str) -> Tensor:
         """Return all rows, in the shape of the tensor."""
         size = self.shapes[name].size
@@ -60,13 +57,13 @@ def open_weights(path: Path, key: str | None = None) -> Source:
     """
     if path.is_dir():
         is_sharded = (path / META).is_file() or not any(path.glob(f"*{SAFETENSORS}"))
-        return _Folder(path, key) if is_sharded else _Safetensors(path, key)
+        return _from_folder(path, key) if is_sharded else _from_safetensors(path, key)
     if not path.is_file():
         raise ValueError(f"`checkpoint={str(path)!r}` is no file and no folder; expected a checkpoint.")
     if path.suffix == SAFETENSORS:
-        return _Safetensors(path, key)
+        return _from_safetensors(path, key)
     files.check_records(path)
-    return _TorchFile(path, key)
+    return _from_torch(path, key)
 
 
 def check_file(field: str, path: Path) -> None:
@@ -101,46 +98,37 @@ def rows_of(tensor: Tensor, start: int, stop: int) -> Tensor:
     return tensor[start:stop] if tensor.dim() else tensor.reshape(1)
 
 
-@final
-class _TorchFile(Source):
-    def __init__(self, path: Path, key: str | None) -> None:
-        self.content = files.read(path, None)
-        self._tensors = find_weights(self.content, key)
-        self.shapes = shapes_of(self._tensors)
-        if not self._tensors:
-            is_dict = isinstance(self.content, Mapping)
-            raise _no_weights(path, key, ", ".join(map(repr, self.content)) if is_dict else type(self.content).__name__)
-
-    @override
-    def rows(self, name: str, start: int, stop: int) -> Tensor:
-        return rows_of(self._tensors[name].detach(), start, stop)
+def _from_torch(path: Path, key: str | None) -> Source:
+    content = files.read(path, None)
+    tensors = find_weights(content, key)
+    if not tensors:
+        is_dict = isinstance(content, Mapping)
+        raise _no_weights(path, key, ", ".join(map(repr, content)) if is_dict else type(content).__name__)
+    return Source(shapes_of(tensors), lambda name, *span: rows_of(tensors[name].detach(), *span), content)
 
 
-@final
-class _Safetensors(Source):
-    """Files of safetensors, which are closed after each read: pages that were read count as memory of the process."""
+def _from_safetensors(path: Path, key: str | None) -> Source:
+    """Open files of safetensors, which are closed after each read: pages that were read count as memory."""
+    shapes: dict[str, Shape] = {}
+    file_of: dict[str, Path] = {}
+    index = path / INDEX
+    names = json.loads(index.read_text())["weight_map"].values() if index.is_file() else ["model.safetensors"]
+    for file in [path / name for name in sorted(set(names))] if path.is_dir() else [path]:
+        with _safetensors(file) as content:
+            for name in content.keys():  # noqa: SIM118  # no mapping
+                part = content.get_slice(name)
+                size = torch.Size(part.get_shape())
+                shapes[name] = Shape(size, (part[0:0] if size else content.get_tensor(name)).dtype)
+                file_of[name] = file
+    if key is not None:
+        raise _no_weights(path, key, ", ".join(map(repr, shapes)))
 
-    def __init__(self, path: Path, key: str | None) -> None:
-        self.shapes: dict[str, Shape] = {}
-        self._file_of: dict[str, Path] = {}
-        index = path / INDEX
-        names = json.loads(index.read_text())["weight_map"].values() if index.is_file() else ["model.safetensors"]
-        for file in [path / name for name in sorted(set(names))] if path.is_dir() else [path]:
-            with _safetensors(file) as content:
-                for name in content.keys():  # noqa: SIM118  # no mapping
-                    part = content.get_slice(name)
-                    size = torch.Size(part.get_shape())
-                    self.shapes[name] = Shape(size, (part[0:0] if size else content.get_tensor(name)).dtype)
-                    self._file_of[name] = file
-        if key is not None:
-            raise _no_weights(path, key, ", ".join(map(repr, self.shapes)))
+    def rows(name: str, start: int, stop: int) -> Tensor:
+        with _safetensors(file_of[name]) as content:
+            read = content.get_slice(name)[start:stop] if shapes[name].size else content.get_tensor(name).reshape(1)
+            return read.clone()  # type: ignore[no-any-return]
 
-    @override
-    def rows(self, name: str, start: int, stop: int) -> Tensor:
-        with _safetensors(self._file_of[name]) as content:
-            has_rows = len(self.shapes[name].size) > 0
-            rows: Tensor = content.get_slice(name)[start:stop] if has_rows else content.get_tensor(name).reshape(1)
-            return rows.clone()
+    return Source(shapes, rows)
 
 
 @contextmanager
@@ -155,23 +143,16 @@ def _safetensors(file: Path) -> Iterator[Any]:
         raise ValueError(f"{str(file)!r} is no file of safetensors, or is damaged ({error}).") from error
 
 
-@final
-class _Folder(Source):
-    def __init__(self, path: Path, key: str | None) -> None:
-        self._folder = ShardFolder(find(path))
-        self.content = self._folder.rest
-        roots = {str(keys[0]) for keys in self._folder.paths.values()}
-        root = key if key is not None else next((name for name in WEIGHT_KEYS if name in roots), "")
-        names = self._folder.names(root)
-        self._entries = {name: entry for entry, name in names.items() if entry in self._folder.tensors}
-        if not self._entries:
-            raise _no_weights(path, key, ", ".join(sorted(roots)))
-        stored = {name: self._folder.tensors[entry] for name, entry in self._entries.items()}
-        self.shapes = {name: Shape(tensor.size, tensor.properties.dtype) for name, tensor in stored.items()}
-
-    @override
-    def rows(self, name: str, start: int, stop: int) -> Tensor:
-        return self._folder.rows(self._entries[name], start, stop)
+def _from_folder(path: Path, key: str | None) -> Source:
+    folder = ShardFolder(find(path))
+    roots = {str(keys[0]) for keys in folder.paths.values()}
+    root = key if key is not None else next((name for name in WEIGHT_KEYS if name in roots), "")
+    entries = {name: entry for entry, name in folder.names(root).items() if entry in folder.tensors}
+    if not entries:
+        raise _no_weights(path, key, ", ".join(sorted(roots)))
+    stored = {name: folder.tensors[entry] for name, entry in entries.items()}
+    shapes = {name: Shape(tensor.size, tensor.properties.dtype) for name, tensor in stored.items()}
+    return Source(shapes, lambda name, *span: folder.rows(entries[name], *span), folder.rest)
 
 
 def _no_weights(path: Path, key: str | None, keys: str) -> ValueError:

@@ -27,7 +27,7 @@ from lightning_lowprec.serving.choice import NOTHING, RoundedWeights, of_layers
 from lightning_lowprec.serving.content import Content, Tally
 from lightning_lowprec.serving.formats import DtypeName, FormatName, find_format
 from lightning_lowprec.serving.safetensors_files import SHARD_BYTES, OneWriter, ShardFiles, first_writes, new_folder
-from lightning_lowprec.serving.sources import FOLDER, LiveModel, WithoutAdapter, config_of
+from lightning_lowprec.serving.sources import FOLDER, WithoutAdapter, config_of, live_model
 
 DTYPES: Final[Mapping[str, torch.dtype]] = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 BESIDE: Final = (
@@ -149,7 +149,7 @@ def export(
     precision = getattr(precision_plugin_of(model), "precision", None)
 
     def writes() -> Exported:
-        return write(LiveModel(inner), inner, weights, Path(out), options, config_of(inner), saved, precision)
+        return write(live_model(inner), inner, weights, Path(out), options, config_of(inner), saved, precision)
 
     return writes() if _is_sharded(inner) else first_writes(str(out), writes)
 
@@ -336,7 +336,7 @@ def fp8_state(
     inner = served_model(model) if any(map(is_model, model.modules())) else unwrapped(model)
     check_choice("dtype", dtype, DTYPES)
     weights = _rounded_weights(inner, format)
-    source = WithoutAdapter(LiveModel(inner), config_of(inner), merge=merge_adapters)
+    source = WithoutAdapter(live_model(inner), config_of(inner), merge=merge_adapters)
     content = Content(source=source, model=inner, weights=weights, format=find_format(format), dtype=DTYPES[dtype])
     return _tensors(content)
 

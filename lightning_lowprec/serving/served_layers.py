@@ -44,7 +44,7 @@ from lightning_lowprec.serving.choice import RoundedWeights, of_layers, of_names
 from lightning_lowprec.serving.content import Content, coded, largest
 from lightning_lowprec.serving.export import served_model
 from lightning_lowprec.serving.formats import Format
-from lightning_lowprec.serving.sources import LiveModel, WithoutAdapter, config_of, is_of_adapter, model_name
+from lightning_lowprec.serving.sources import WithoutAdapter, config_of, is_of_adapter, live_model, model_name
 
 _WHO: Final = "`LowPrecisionEval`"
 _SMALLEST: Final = torch.finfo(torch.float32).tiny
@@ -142,7 +142,7 @@ class ServedLayers:
         inner = unwrapped(model)
         inner = served_model(inner) if any(map(is_model, inner.modules())) else inner
         self.content = Content(
-            source=WithoutAdapter(LiveModel(inner), config_of(inner), merge=False),
+            source=WithoutAdapter(live_model(inner), config_of(inner), merge=False),
             model=inner,
             weights=_choose(inner, options),
             format=format,

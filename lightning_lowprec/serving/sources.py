@@ -20,7 +20,6 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from typing_extensions import override
 
 from lightning_lowprec.checkpoints.optimizer_state import clean
 from lightning_lowprec.checkpoints.weights import Source, rows_of, shapes_of
@@ -36,26 +35,23 @@ _REFUSED: Final = ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save
 # ---- live models
 
 
-@final
-class LiveModel(Source):
-    """A model; of a sharded one, all ranks read the same rows in the same order, and each gathers whole tensors."""
+def live_model(model: nn.Module) -> Source:
+    """Return a model's tensors; of a sharded one, all ranks read the same rows in the same order, and gather them."""
+    tensors = named_tensors(model)
+    gathered: dict[str, Tensor] = {}
 
-    def __init__(self, model: nn.Module) -> None:
-        self._tensors = named_tensors(model)
-        self.shapes = shapes_of(self._tensors)
-        self._gathered: tuple[str, Tensor] | None = None
-
-    @override
     @torch.no_grad()
-    def rows(self, name: str, start: int, stop: int) -> Tensor:
-        tensor = self._tensors[name].detach()
+    def rows(name: str, start: int, stop: int) -> Tensor:
+        tensor = tensors[name].detach()
         if isinstance(tensor, DTensor):
-            if self._gathered is None or self._gathered[0] != name:
-                self._gathered = None  # frees the last one first
+            if name not in gathered:
+                gathered.clear()  # frees the last one first
                 plain: Any = with_local_tensor(_plain_class(tensor.to_local()), tensor)
-                self._gathered = name, plain.full_tensor()
-            tensor = self._gathered[1]
+                gathered[name] = plain.full_tensor()
+            tensor = gathered[name]
         return _plain_class(rows_of(tensor, start, stop))
+
+    return Source(shapes_of(tensors), rows)
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -75,17 +71,10 @@ def _plain_class(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
-@final
-class Renamed(Source):
-    """Some tensors of a source, under other names: ``names`` has the stored name by the new one."""
-
-    def __init__(self, source: Source, names: Mapping[str, str]) -> None:
-        self._source, self._names = source, names
-        self.shapes = {name: source.shapes[stored] for name, stored in names.items()}
-
-    @override
-    def rows(self, name: str, start: int, stop: int) -> Tensor:
-        return self._source.rows(self._names[name], start, stop)
+def renamed(source: Source, names: Mapping[str, str]) -> Source:
+    """Return some tensors of a source under other names: ``names`` has the stored name by the new one."""
+    shapes = {name: source.shapes[stored] for name, stored in names.items()}
+    return Source(shapes, lambda name, *span: source.rows(names[name], *span))
 
 
 # ---- adapters
@@ -110,8 +99,8 @@ class WithoutAdapter(Source):
 
     def __init__(self, source: Source, config: Mapping[str, Any] | None, *, merge: bool) -> None:
         self._source = source
-        self._weights = Renamed(source, {model_name(n): n for n in source.shapes if not is_of_adapter(n)})
-        self.shapes = self._weights.shapes
+        self._weights = renamed(source, {model_name(n): n for n in source.shapes if not is_of_adapter(n)})
+        super().__init__(self._weights.shapes, self._rows)
         self._matrices: dict[str, dict[str, str]] = {}
         """By weight of the model: the names of the two matrices."""
         adapters, others = set(), []
@@ -148,8 +137,7 @@ class WithoutAdapter(Source):
                     " the adapter by PEFT before."
                 )
 
-    @override
-    def rows(self, name: str, start: int, stop: int) -> Tensor:
+    def _rows(self, name: str, start: int, stop: int) -> Tensor:
         values = self._weights.rows(name, start, stop)
         if name not in self.merged:
             return values

@@ -21,7 +21,7 @@ from lightning_lowprec.serving.choice import NOTHING, WITHOUT_FP8, RoundedWeight
 from lightning_lowprec.serving.export import DTYPES, Options, dtype_name, report, served_model, write
 from lightning_lowprec.serving.formats import find_format
 from lightning_lowprec.serving.safetensors_files import check_out
-from lightning_lowprec.serving.sources import LiveModel, Renamed, WithoutAdapter, is_of_adapter, model_name
+from lightning_lowprec.serving.sources import WithoutAdapter, is_of_adapter, live_model, model_name, renamed
 from lightning_lowprec.tools.export_check import check, refuse_unchecked
 from lightning_lowprec.tools.output import dumps, prints_to_stderr, working
 from lightning_lowprec.tools.planning.source import load, read_json
@@ -108,7 +108,7 @@ def _export_folder(args: Any) -> int:
             model.tie_weights()
             stored = open_weights(Path(args.checkpoint), args.key)
             known = {*model.state_dict(), *(name for name, _ in model.named_buffers())}
-            source, left_out = tensors_of_model(stored, LiveModel(model).shapes, known, args.strip_prefix)
+            source, left_out = tensors_of_model(stored, live_model(model).shapes, known, args.strip_prefix)
             adapter = None if args.adapter_config is None else read_config(Path(args.adapter_config))
         if args.check:
             refuse_unchecked(model, args.format, args.check_text)
@@ -213,7 +213,7 @@ def tensors_of_model(
     ]
     if missing or wrong or strange:
         raise ValueError(_another_model(missing, strange, wrong))
-    return Renamed(source, chosen), len(names) - len(inside)
+    return renamed(source, chosen), len(names) - len(inside)
 
 
 def _prefix(names: Mapping[str, str], wanted: Mapping[str, Shape]) -> str:

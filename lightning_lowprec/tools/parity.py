@@ -20,7 +20,7 @@ from lightning_lowprec.numerics.weight_rounding import spread
 from lightning_lowprec.private.either import Fabric
 from lightning_lowprec.products.block import Block
 from lightning_lowprec.serving.export import served_model
-from lightning_lowprec.serving.sources import LiveModel
+from lightning_lowprec.serving.sources import live_model
 from lightning_lowprec.tools.export import tensors_of_model
 from lightning_lowprec.tools.export_check import build, refuse_unchecked, tokens_of
 from lightning_lowprec.tools.output import dumps, prints_to_stderr, working
@@ -53,7 +53,7 @@ def _compared(args: Any, folder: Path) -> tuple[int, dict[str, dict[str, float]]
     skeleton = served_model(load(args.model or str(folder), {}).model)
     skeleton.tie_weights()
     refuse_unchecked(skeleton, "hf", args.text)
-    text, wanted = tokens_of(folder, args.text, skeleton.config), LiveModel(skeleton).shapes
+    text, wanted = tokens_of(folder, args.text, skeleton.config), live_model(skeleton).shapes
     known = {*skeleton.state_dict(), *(name for name, _ in skeleton.named_buffers())}
     stored = Decoded(open_weights(folder))
     models = [
@@ -84,7 +84,8 @@ class Decoded(Source):
     """The tensors of an exported folder under the model's names; codes are multiplied with their scales."""
 
     def __init__(self, stored: Source) -> None:
-        self._stored, self.shapes = stored, dict(stored.shapes)
+        self._stored, shapes = stored, dict(stored.shapes)
+        super().__init__(shapes, self._rows)
         self._scales: dict[str, tuple[str, str]] = {}  # by the name of the weight: the names of codes and scales
         for codes, shape in stored.shapes.items():
             if shape.dtype == torch.float8_e4m3fn:
@@ -92,8 +93,8 @@ class Decoded(Source):
                 name = codes if stem == codes else stem.replace("._", ".")
                 scales = next(stem + end for end in ("_scale", "_scale_inv") if stem + end in stored.shapes)
                 for hidden in (codes, scales):
-                    del self.shapes[hidden]
-                self.shapes[name] = Shape(shape.size, torch.float32)
+                    del shapes[hidden]
+                shapes[name] = Shape(shape.size, torch.float32)
                 self._scales[name] = codes, scales
 
     def multiply_by_codes(self, model: nn.Module) -> None:
@@ -105,8 +106,7 @@ class Decoded(Source):
                 blocks = self._stored.whole(codes), self._stored.whole(scales).reciprocal()
                 layer.weight = nn.Parameter(GatheredTiles(*blocks, by, torch.float32), requires_grad=False)
 
-    def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Return rows of values."""
+    def _rows(self, name: str, start: int, stop: int) -> Tensor:
         codes, scales = self._scales.get(name, (name, None))
         rows = self._stored.rows(codes, start, stop)
         if scales is None:

@@ -14,7 +14,7 @@ import lightning_lowprec
 from lightning_lowprec.serving import content, safetensors_files
 from lightning_lowprec.serving.choice import of_layers
 from lightning_lowprec.serving.export import Options, write
-from lightning_lowprec.serving.sources import LiveModel
+from lightning_lowprec.serving.sources import live_model
 from tests.serving.models import (
     FP8_FORMATS,
     codes_name,
@@ -236,7 +236,7 @@ def test_several_files_written_in_parts_hold_what_one_holds(tmp_path, monkeypatc
     whole = export(model, tmp_path / "one", format)
     monkeypatch.setattr(content, "_ELEMENTS", 1)  # 128 rows at a time, of 256
     options = Options(format=format, dtype="fp32", shard_bytes=100_000, progress=False)
-    parts = write(LiveModel(model), model, of_layers(model), tmp_path / "more", options)
+    parts = write(live_model(model), model, of_layers(model), tmp_path / "more", options)
     files = sorted((tmp_path / "more").glob("*.safetensors"))
     assert len(files) > 2
     assert all(file.stat().st_size < 130_000 for file in files)

@@ -19,7 +19,7 @@ from lightning_lowprec.serving.choice import NOTHING
 from lightning_lowprec.serving.export import Options, write
 from lightning_lowprec.serving.formats import find_format
 from lightning_lowprec.serving.served_layers import ServedLayers
-from lightning_lowprec.serving.sources import LiveModel, Source
+from lightning_lowprec.serving.sources import Source, live_model
 from lightning_lowprec.tools.cli import main
 from tests.fsdp2.ranks import run
 from tests.serving.models import Module, config, decoded, llama, tensors
@@ -101,21 +101,10 @@ def _refused(rank, module, folder):
     return found
 
 
-class Counted(Source):
-    """A model that counts the tensors that are read."""
-
-    def __init__(self, model):
-        self._model, self.read = LiveModel(model), {}
-        self.shapes = self._model.shapes
-
-    def rows(self, name, start, stop):
-        self.read[name] = True
-        return self._model.rows(name, start, stop)
-
-
 def _full_disk(rank, model, folder):
     """Rank 0 may write 40 kB to a file; the first tensor has 49 kB. Return the error, and what was read."""
-    source = Counted(model)
+    plain, read = live_model(model), set()
+    source = Source(plain.shapes, lambda name, *span: read.add(name) or plain.rows(name, *span))
     options = Options(format="hf", dtype="fp32", shard_bytes=60_000, progress=False)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     if rank == 0:
@@ -125,12 +114,12 @@ def _full_disk(rank, model, folder):
             write(source, model, NOTHING, Path(f"{folder}/full"), options)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    read = len(source.read)
+    until_then = len(read)
     dist.barrier()  # rank 0 has deleted its folder then
     left = [path.name for path in Path(folder).iterdir() if "full" in path.name]
     dist.barrier()  # every rank has looked, before rank 0 begins a new folder
     done = write(source, model, NOTHING, Path(f"{folder}/full"), options)
-    return str(error.value), read, done.tensors, left
+    return str(error.value), until_then, done.tensors, left
 
 
 def _with_adapter(folder):
