@@ -62,7 +62,6 @@ OTHER: Final = Architecture(key="other", title="a device that the table does not
 ARCHITECTURES: Final[dict[str, Architecture]] = {
     found.key: found for found in (*(found for _, found in _NVIDIA), *(found for _, found in _AMD), *_OTHERS, OTHER)
 }
-"""Every architecture by its key, in the order of the table."""
 
 
 def classify(type: str, capability: tuple[int, int] | None = None, gcn: str | None = None) -> Architecture:

@@ -37,9 +37,7 @@ def at_least(bound: int) -> Rule:
 
 
 Count = Annotated[int, at_least(1)]
-"""An integer of at least 1."""
 Size = Annotated[int, at_least(0)]
-"""An integer of at least 0."""
 PositiveOrNone = Annotated[float | None, Rule("None, or a number above 0", lambda value: value is None or value > 0)]
 CompileOptions = Annotated[Mapping[str, Any], Rule("a mapping of torch.compile options")]
 

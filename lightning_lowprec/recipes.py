@@ -85,7 +85,6 @@ def fp16_with_fp8_subchannel_scaling_mixed(**arguments: Any) -> FP8TE:
 
 
 NAMES: Final = tuple(name for name in globals() if name.endswith("_mixed"))
-"""Every recipe of this file."""
 _DELAYED: Final = {"fp8_params": True, "margin": 0, "amax_history_len": 1024, "amax_compute_algo": "max"}
 _MEGATRON_SCALE: Final = LossScale(initial=2.0**32, floor=1.0, growth_interval=1000, hysteresis=2)
 _SCALE_FIELDS: Final = {

@@ -16,7 +16,6 @@ _FROM: Final = {
     "PrecisionSchedule": "schedule",
     "Reading": "readings",
 }
-"""The module of each public name; a module is imported when its name is asked for."""
 
 __all__ = ["Demotion", "NumericsMonitor", "PrecisionSchedule", "Reading"]
 

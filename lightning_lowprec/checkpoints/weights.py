@@ -37,7 +37,6 @@ class Source:
     """Tensors by the names of the model's state dict, read some rows at a time."""
 
     shapes: Mapping[str, Shape]
-    """All tensors."""
     rows: Callable[[str, int, int], Tensor]
     """Returns ``tensor[start:stop]``, values; a tensor without dimensions is one row. Valid until the next call."""
     content: Any = None

@@ -229,7 +229,6 @@ class Group(NamedTuple):
     """Tensors of a model that become tensors of a published checkpoint together."""
 
     names: tuple[str, ...]
-    """In the model."""
     is_renamed: bool
     """Whether there is one tensor, whose values stay."""
 

@@ -26,11 +26,9 @@ class RoundedWeights:
     roundings: Mapping[str, WeightRounding | None]
     """By name of the tensor; None: the forward's scales have no place in any format, or there was no such forward."""
     kept: Mapping[str, str] = field(default_factory=dict)
-    """The names of the other linear layers, and the reasons."""
 
 
 NOTHING: Final = RoundedWeights(roundings={})
-"""For formats without codes."""
 
 
 def of_layers(model: nn.Module) -> RoundedWeights:

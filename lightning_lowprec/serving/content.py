@@ -97,7 +97,6 @@ class Content:
     """Whether NaN and inf raise, and other codes than the run's are compared; for both, the device is waited for."""
     tally: Tally = field(default_factory=Tally)
     kept: dict[str, str] = field(default_factory=dict)
-    """The linear layers in high precision, and the reasons."""
 
     def __post_init__(self) -> None:
         self._shapes = self.source.shapes

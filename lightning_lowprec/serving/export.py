@@ -51,7 +51,6 @@ class Options:
     files_from: Path | None = None
     """The folder from which tokenizer and generation files are copied; rank 0 alone must have the folder."""
     shard_bytes: int = SHARD_BYTES
-    """The largest size of a file."""
     progress: bool = True
 
     def __post_init__(self) -> None:
@@ -76,7 +75,6 @@ class Exported(Tally):
     coded: tuple[str, ...]
     """The weights in FP8, by their names in the folder."""
     kept: Mapping[str, str]
-    """The linear layers in high precision, and the reasons."""
     adapter_layers: int
     """Layers whose LoRA adapter is in the folder ``adapter``."""
 
@@ -220,7 +218,16 @@ def write(
         writer.take(content.chunks(), None if files is None else files.write, agree_after=options.shard_bytes)
         kept_adapter = adapted.layers if not options.merge_adapters else 0
         matrices = adapted.tensors(DTYPES[options.dtype]) if kept_adapter else {}
-        done = _exported(out, content, kept_adapter)
+        stored = content.stored()
+        done = Exported(
+            **vars(content.tally),
+            out=out,
+            tensors=len(stored),
+            size=sum(tensor.size for tensor in stored),
+            coded=tuple(content.coded),
+            kept=dict(content.kept),
+            adapter_layers=kept_adapter,
+        )
 
         def finish() -> None:
             assert files is not None
@@ -251,19 +258,6 @@ def _new_files(out: Path, content: Content, options: Options) -> Iterator[ShardF
 
 def _is_sharded(model: nn.Module) -> bool:
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
-
-
-def _exported(out: Path, content: Content, adapter_layers: int) -> Exported:
-    stored = content.stored()
-    return Exported(
-        **vars(content.tally),
-        out=out,
-        tensors=len(stored),
-        size=sum(tensor.size for tensor in stored),
-        coded=tuple(content.coded),
-        kept=dict(content.kept),
-        adapter_layers=adapter_layers,
-    )
 
 
 def _config(model: Any, content: Content, options: Options) -> dict[str, Any]:

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 _BLOCK: Final = 128
 """Rows and columns of a block of ``hf-fp8-block``, as ``numerics.weight_rounding`` rounds them."""
 DtypeName = Literal["bf16", "fp32", "fp16"]
-"""The dtype of weights that are no codes."""
 FormatName = Literal["hf", "hf-fp8-block", "compressed-tensors", "torchao"]
 
 

@@ -43,7 +43,6 @@ GUIDE: Final = (
     ("Does a server compute what I trained?", "lowprec parity last.ckpt served --precision fp8-rowwise"),
     ("Report a bug", "lowprec doctor --report"),
 )
-"""What a user wants, and the command for it."""
 STOPPED: Final = 130
 READER_ENDED: Final = 141
 EXIT_CODES: Final = {

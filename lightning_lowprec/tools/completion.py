@@ -23,7 +23,6 @@ _FIT: Final = (
     *("config", "model", "data", "optimizer", "lr_scheduler", "seed_everything", "ckpt_path", "print_config"),
     *(f"trainer.{name}" for name in ("precision", "accelerator", "devices", "strategy", "max_epochs", "max_steps")),
 )
-"""The most used options of ``lowprec fit``."""
 
 
 def script(shell: Shell) -> str:

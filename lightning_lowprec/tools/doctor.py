@@ -89,7 +89,6 @@ class Diagnosis:
     facts: Mapping[str, Any]
     """Device, driver, versions and backends."""
     precisions: Sequence[Availability]
-    """The verdict on every name."""
 
     @property
     def judged(self) -> list[tuple[str, str, str]]:
@@ -250,8 +249,6 @@ def _diagnosis(device: torch.device, advance: Callable[[], None] = lambda: None)
 
 def run(args: argparse.Namespace) -> int:
     """Print the verdict on every name, on one name, or the table of hardware; return 1 if the one does not run."""
-    if args.report:
-        return _report(args)
     data, said, refused = _answer(args)
     if args.json:
         print(dumps(data))
@@ -262,6 +259,14 @@ def run(args: argparse.Namespace) -> int:
 
 def _answer(args: argparse.Namespace) -> tuple[Any, object, bool]:
     """Return the answer for JSON and for people, and whether it is that a precision does not run."""
+    if args.report:
+        options = {"--for": args.name, "--device": args.device, "--all": args.all, "--json": args.json}
+        if others := [option for option, value in options.items() if value]:
+            raise ValueError(
+                f"`--report` does not go with {' or '.join(others)}: the report is about all of this machine."
+            )
+        diagnosis = _asked(default_device())
+        return None, doctor_report.markdown(diagnosis.facts, diagnosis.judged), False
     if args.all:
         return {key: hardware_text.as_json(it) for key, it in ARCHITECTURES.items()}, hardware_text.whole(), False
     device = _device(args.device) if args.device else default_device()
@@ -279,16 +284,6 @@ def _answer(args: argparse.Namespace) -> tuple[Any, object, bool]:
 def _asked(device: torch.device) -> Diagnosis:
     with working("asking the backends", total=len(precisions.TABLE)) as shown:
         return _diagnosis(device, shown.advance)
-
-
-def _report(args: argparse.Namespace) -> int:
-    options = {"--for": args.name, "--device": args.device, "--all": args.all, "--json": args.json}
-    others = [option for option, value in options.items() if value]
-    if others:
-        raise ValueError(f"`--report` does not go with {' or '.join(others)}: the report is about all of this machine.")
-    diagnosis = _asked(default_device())
-    print(doctor_report.markdown(diagnosis.facts, diagnosis.judged))
-    return 0
 
 
 def _device(name: str) -> torch.device | Architecture:

@@ -15,8 +15,6 @@ from typing import Any
 
 from lightning_lowprec.tools.class_path import load_package
 
-TRAINER_DEFAULTS = ("accelerator", "strategy", "devices", "num_nodes", "precision")
-
 
 def run(args: argparse.Namespace) -> int:
     """Launch a command with Lightning's own launcher; the Trainer gets the same defaults as Fabric."""
@@ -35,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     if args.precision is not None:
         os.environ[LAUNCHED_PRECISION] = args.precision
         os.environ.pop("LT_PRECISION", None)
-    for name in TRAINER_DEFAULTS:
+    for name in ("accelerator", "strategy", "devices", "num_nodes", "precision"):
         if getattr(args, name) is not None:
             os.environ[f"PL_TRAINER_{name.upper()}"] = str(getattr(args, name))
     command = [args.script, *args.arguments]

@@ -24,7 +24,6 @@ class Worst:
     """What a run has seen of one layer at its last reading, and since when the layer is beyond a limit."""
 
     fqn: str
-    """The layer."""
     output_db: float | None
     """Signal to noise of the output, dB."""
     underflow: Mapping[str, float]
@@ -32,7 +31,6 @@ class Worst:
     beyond: int
     """The number of last readings in a row that were beyond a limit."""
     reason: str | None
-    """Why the last reading is beyond a limit, or None."""
 
 
 def run(args: Any) -> int:
@@ -123,7 +121,6 @@ class Statistic:
     low_is_bad: bool = False
     """Whether small numbers are drawn dark."""
     unit: str = ""
-    """Behind the number."""
 
 
 STATISTICS: Final = (

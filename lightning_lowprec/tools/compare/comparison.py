@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 REPORT = "report.md"
-"""The name of the report in its folder."""
 HOW_MEASURED = (
     "Step time: the median wall time of a training batch, from its start until its loss is read: forward, backward and"
     " optimizer step, without loading the data. The first few batches are left out. Peak memory: the most bytes that"
@@ -50,7 +49,6 @@ HOW_COMPARED = (
     " interval of its gap is within the bound."
 )
 Runs = Mapping[str, Sequence[PrecisionResult]]
-"""For each precision, its runs in the order of the seeds."""
 COLOURS = ("#3b3b3b", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 """Grey for the baseline, then the colours of Okabe and Ito, which most colour-blind people can tell apart."""
 SMOOTHING_SHARE = 20

@@ -116,7 +116,6 @@ class Cost:
     gaps: list[float]
     """For each seed, the relative difference of the final metric from the baseline's."""
     gap: Interval
-    """The mean of ``gaps``."""
 
 
 def judge_seeds(runs: Sequence[PrecisionResult], baseline: Sequence[PrecisionResult], max_loss_gap: float) -> Verdict:

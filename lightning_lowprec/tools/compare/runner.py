@@ -29,7 +29,6 @@ ERROR_LINES = 12
 START = "spawn"
 """How a process starts: from nothing, as the figures of a precision must not depend on the one before."""
 DEMO = "lightning_lowprec.tools.demo"
-"""The module of the model and the data that are compared if none are given."""
 
 
 def run(args: Any) -> int:

@@ -25,7 +25,6 @@ from lightning_lowprec.tools.class_path import build
 from lightning_lowprec.tools.compare.spec import CompareSpec
 
 Send = Callable[[dict[str, Any]], object]
-"""Takes the figures of a training, one message at a time."""
 SAMPLINGS = 10
 """Samplings of a monitor in a run. They are few, so that the median time of a step does not contain them."""
 

@@ -191,7 +191,6 @@ class Weights:
     fp8_weights: int = 0
     """Tensors that hold the parameters in ``fp8``; each tensor has a scale."""
     other: int = 0
-    """In high precision."""
     frozen: int = 0
     """Among ``fp8`` and ``other``: do not train, so they have no gradients."""
 
@@ -331,7 +330,6 @@ class Rank:
     in_flight: int
     """An upper bound of gathered weights and of gradients on their way, at once; no activations."""
     sent: Volume
-    """In one step of one micro-batch, in rings."""
 
 
 def per_rank(

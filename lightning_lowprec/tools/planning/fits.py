@@ -80,11 +80,9 @@ class Verdict:
     at: str = ""
     """The part of the step in which that is."""
     fits: bool = False
-    """Whether the peak and the margin are within the memory."""
     largest_batch: int | None = None
     """The largest batch that fits, by straight lines through simulated ones; 0 if none does; None if not looked for."""
     refused: str | None = None
-    """Why the precision was not simulated, or None."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +98,6 @@ class Report:
     """If nothing fits: what the step would need with one change after the other."""
     parameters: int
     inputs: str
-    """The batch and the loss, in words."""
     extrapolated: str
     """Which blocks were simulated, in words."""
 

@@ -18,7 +18,6 @@ class Inputs:
     """The batch and the loss of a model."""
 
     words: str
-    """The batch and the loss, in words."""
     batch: Callable[[int, int | None, torch.device], Any]
     """Returns a batch without values: of so many rows, of so many tokens each."""
     loss: Callable[[nn.Module, Any], Tensor]

@@ -50,7 +50,6 @@ class Setting:
     """How a model trains; a number below 1 raises ValueError."""
 
     precision: str
-    """A name for ``precision=``."""
     batch: Count = 1
     """Sequences, images or rows of a step."""
     sequence: Count | None = None
@@ -62,7 +61,6 @@ class Setting:
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of the plugin, such as ``{"head": "chunked"}``."""
     capability: tuple[int, int] = (9, 0)
-    """The compute capability of the GPU."""
     devices: Count = 1
     """Ranks of ``strategy="fsdp2"``; :func:`simulate` simulates one GPU with the whole model."""
 

@@ -24,7 +24,6 @@ class Source:
 
     model: nn.Module
     origin: str
-    """In words."""
     attention_width: int = 0
     """Heads x head_dim x layers; 0 if the model's attention is not known."""
 
