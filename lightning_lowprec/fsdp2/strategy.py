@@ -348,9 +348,6 @@ def gathers_fp8(plugin: Any, options: ShardOptions) -> bool:
     return wanted is not False and reason is None
 
 
-# ---- users who keep Lightning's ModelParallelStrategy
-
-
 def parallelize(model: Module, mesh: DeviceMesh, plugin: LowPrecision, **options: Unpack[ShardChoices]) -> Module:
     """Convert and shard ``model`` in place, in ``configure_model`` or in a ``parallelize_fn``.
 

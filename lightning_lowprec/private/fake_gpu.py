@@ -192,9 +192,6 @@ class _Devices(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
 
-# ---- attention
-
-
 def attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **options: Any
 ) -> Any:

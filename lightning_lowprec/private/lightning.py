@@ -220,9 +220,6 @@ def _fabric_setups() -> list[Any]:
     return [method.__code__ for cls in both(either.Fabric) for method in (cls.setup, cls.setup_module)]
 
 
-# ---- the Tuner
-
-
 def is_tuning(trainer: Any) -> bool:
     """Return whether the Trainer runs for a search of the Tuner, and not for the training itself."""
     finders = both(either.trainer_callbacks.BatchSizeFinder, either.trainer_callbacks.LearningRateFinder)

@@ -146,9 +146,6 @@ def activate(experts: Any, doubled: Tensor) -> Tensor:
     return activated
 
 
-# ---- tensors that a model declares float32
-
-
 def declares_float32(model: Any, *, strict: bool) -> Callable[[str], bool]:
     """Return whether ``model`` declares a tensor of this fqn float32, as transformers 5 searches its patterns.
 
@@ -194,9 +191,6 @@ def set_loss(model: Any, loss: Callable[..., Tensor] | None) -> None:
 def loss_of(model: Any) -> Any:
     """Return what :func:`set_loss` has set, or None."""
     return vars(model).get(_LOSS)
-
-
-# ---- models on tensors without values
 
 
 @contextmanager

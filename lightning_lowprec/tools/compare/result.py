@@ -149,9 +149,6 @@ def _words(cost: Cost, bound: float) -> str:
     return f"{'worse' if gap.mean > 0 else 'better'} by {gap.percent(sign=False)}"
 
 
-# ---- the interval
-
-
 @final
 @dataclass(frozen=True, kw_only=True)
 class Interval:

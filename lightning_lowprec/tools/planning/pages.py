@@ -57,9 +57,6 @@ def page(parts: Sequence[Table | Sequence[str]], *, markdown: bool = False) -> s
     return "\n\n".join(texts)
 
 
-# ---- a plan
-
-
 def plan_page(
     origin: str,
     plan: Plan,
