@@ -4,19 +4,15 @@ Both packages of Lightning are met (see :mod:`~lightning_lowprec.private.either`
 imported later as soon as its first Trainer, Fabric or LightningCLI is made (see ``lightning_lowprec_autoload``). Nine
 parts are patched, if Lightning has them (see :mod:`~lightning_lowprec.private.lightning`):
 
-* the check of arguments in the connectors of Trainer and Fabric, which runs after ``LT_PRECISION`` and
-  ``PL_TRAINER_PRECISION`` are read. A name of this package becomes ``precision=None`` and a plugin among ``plugins``;
-* the creation of the strategy in both connectors. The plugin gets its device, or the pair of plugin and strategy is
-  refused. In Fabric, ``setup_optimizer`` and ``setup_module`` of the strategy then give the optimizers and the wrapped
-  module to the plugin. The Trainer gives them by ``connect``;
+* the check of arguments in both connectors: a name of this package becomes ``precision=None`` and a plugin;
+* the creation of the strategy in both connectors: the plugin gets its device, or the pair is refused. In Fabric the
+  strategy then gives the optimizers and the wrapped module to the plugin. The Trainer gives them by ``connect``;
 * the ``precision`` annotation of ``Trainer.__init__`` and ``Fabric.__init__``, which LightningCLI and ``--help`` read;
-* the registration of communication hooks in DDPStrategy, which leaves them out on CPU without a word: there
-  ``fp8_gradient_hook`` is registered too;
+* the registration of communication hooks in DDPStrategy, which leaves ``fp8_gradient_hook`` out on CPU without a word;
 * the errors of LightningCLI's parser, which then say what to write instead of an unknown precision;
-* ``convert_module`` of Lightning's own precision plugins, which then warn of layers that this package has left in a
-  model;
-* ``clip_gradients_norm`` of Fabric's strategies, which then clips without writing float32 copies of the gradients
-  where :mod:`~lightning_lowprec.masters.deferred` allows it;
+* ``convert_module`` of Lightning's plugins, which then warn of layers that this package has left in a model;
+* ``clip_gradients_norm`` of Fabric's strategies, which then writes no float32 copies of the gradients where
+  :mod:`~lightning_lowprec.masters.deferred` allows it;
 * ``ModelSummary``, which then counts the bytes of parameters under these precisions;
 * the throughput monitors, which then know the peak rates of these precisions.
 

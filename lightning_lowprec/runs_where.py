@@ -312,7 +312,7 @@ def cell(recipe: RecipeKey, architecture: Architecture) -> Cell:
 def instead(recipe: RecipeKey, architecture: Architecture) -> str:
     """Return what to use in place of a recipe that does not run: names that run there, such as ``"'fp8-hybrid'"``.
 
-    A name whose kernels run there comes first; without one, half precision, and the name that is emulated there.
+    A name whose kernels run there comes first; else half precision, and the name that is emulated there.
     """
     if recipe == "te-nvfp4" and cell("te-nvfp4-plain", architecture).runs:
         options = "{'recipe': 'nvfp4', 'disable_rht': True, 'disable_stochastic_rounding': True}"

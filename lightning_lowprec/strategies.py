@@ -49,7 +49,7 @@ def fsdp2_class(package: Package, *, for_trainer: bool) -> Any:
 def resolve_strategy(strategy: Any, names: Collection[str], package: Package, for_trainer: bool) -> Any:
     """The strategy for one of our precisions: FSDP becomes FSDP2, and ours for another part of Lightning one for this.
 
-    Checkpoints stay what they are under FSDP: one file in the Trainer, folders in Fabric, unless the user says so.
+    Checkpoints stay what they are under FSDP: one file in the Trainer, folders in Fabric.
     """
     ours = fsdp2_class(package, for_trainer=for_trainer)
     if isinstance(strategy, FSDP2Base) and not isinstance(strategy, ours):

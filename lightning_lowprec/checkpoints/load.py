@@ -129,9 +129,9 @@ class StoredFolder(StoredCheckpoint):
 def open_checkpoint(path: Path, weights_only: bool | None = None, *, verify: bool = True) -> StoredCheckpoint:
     """Open the checkpoint that is called ``path`` on rank 0, on all ranks.
 
-    If a run was killed while it replaced the checkpoint, the old checkpoint may be used; a log line says so.
-    ``verify`` compares checksums before anything is loaded; what has none is not compared. ``weights_only`` and the
-    errors are those of :func:`lightning_lowprec.checkpoints.files.read`.
+    If a run was killed while it replaced the checkpoint, the old checkpoint may be used. ``verify`` compares checksums
+    before anything is loaded. ``weights_only`` and the errors are those of
+    :func:`lightning_lowprec.checkpoints.files.read`.
     """
     complete = on_rank_zero(lambda: find(path))
     if complete != path:

@@ -74,7 +74,7 @@ def numbered(state_dict: StateDict, model: nn.Module) -> StateDict:
 def by_fqn(stored: Mapping[str, Any], model: nn.Module, optimizer: Optimizer, key: str) -> StateDict:
     """Return a stored state dict by fqn, with the parameter groups that ``optimizer`` has now.
 
-    The stored parameters have names or numbers. Numbers count along the groups, as everywhere in torch.
+    Stored parameters have names, or numbers that count along the groups.
     """
     fqns = _fqns(model, optimizer)
     groups = stored["param_groups"]

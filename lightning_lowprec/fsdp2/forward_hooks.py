@@ -4,9 +4,8 @@ At the beginning, the scales of FP8 weights are refreshed by one reduction. Infe
 FSDP2 makes tensors that live on (gathered weights, streams), and a tensor made in inference mode can never train.
 
 At the end of a computation without gradients, all gathered weights are freed. FSDP2 keeps the root gathered for a
-backward pass, which does not come here. Until the next one ``parameters()`` would show gathered copies. An EMA callback
-that restores its weights after validation would then write to the copies and change nothing, and so would a checkpoint
-that is loaded then.
+backward pass, which does not come here: ``parameters()`` would show copies, and an EMA callback or a checkpoint would
+write to the copies and change nothing.
 
 In manual optimization a ``training_step`` holds whole backward passes and steps. It sees the shards and their
 gradients: user code clips, edits and averages after a step. So the root's weights are freed after each backward pass
@@ -160,11 +159,10 @@ class ForwardHooks:
                 p.requires_grad_(self._shards[fqn].requires_grad)
 
     def before_backward(self, loss: Tensor) -> None:
-        """Prepare a backward pass within a computation (manual optimization).
+        """Let FSDP2 prepare a backward pass within a computation when the gradient of ``loss`` arrives.
 
-        FSDP2 waits for the gradient of the computation's output, which does not exist yet, so let FSDP2 wait for the
-        gradient of ``loss``. Otherwise the root's gradients are lost if no block, and no call of the model itself, is
-        between the root's weights and the loss.
+        By itself it waits for the gradient of the computation's output, which does not exist yet. Without this the
+        gradients of the root are lost if no block, and no call of the model, is between the root's weights and the loss.
         """
         model = self._model()
         if self._open and model is not None:
@@ -173,7 +171,7 @@ class ForwardHooks:
     def show_shards(self) -> None:
         """Free the root's weights, after a backward pass or a step within a computation (manual optimization).
 
-        The root is gathered again when the rest of ``training_step`` calls a module that uses its weights.
+        They are gathered again when the rest of ``training_step`` calls a module that uses them.
         """
         model: Any = self._model()
         if not self._open or model is None:

@@ -168,11 +168,10 @@ class KeptCodes:
     Construct on the stream that computes, before the gathers of a forward begin. Memory of the stream that copies would
     lie between the buffers of gathers, and the allocator could not use the memory of two neighbouring buffers as one.
 
-    Two rules keep every access in order. A stream that comes after another stream waits for all its work: so no stream
-    reads unfinished codes, and no stream writes to memory that a copy, or an earlier owner of the memory, still reads.
-    And the allocator knows every stream (``record_stream``): after the shard is freed, no tensor gets the memory before
-    the last copy has read the codes. A gather needs no order, because FSDP2 copies the codes into the buffer that is
-    sent, on the stream that asks for the codes.
+    A stream that comes after another stream waits for all its work: so no stream reads unfinished codes, and no stream
+    writes to memory that a copy, or an earlier owner, still reads. And the allocator knows every stream
+    (``record_stream``): after the shard is freed, no tensor gets the memory before the last copy has read the codes.
+    FSDP2 copies the codes into the buffer that is sent, on the stream that asks for the codes.
     """
 
     def __init__(self, values: Tensor, dtype: torch.dtype) -> None:
@@ -273,10 +272,9 @@ class Fp8GatherShard(Tensor):
     ) -> tuple[tuple[Tensor, ...], Any]:
         """Return the codes to send, and the scale, which every rank knows; called by FSDP2.
 
-        A weight that a layer reads in high precision is sent in the dtype of ``mp_policy``, without a scale.
-        Codes are kept for further gathers if the format says so, and if their scale is the one of all weights.
-        :meth:`fsdp_post_all_gather` gets the scale, and whether the memory of the scale belongs to the stream of this
-        call, on which FSDP2 copies, instead of the stream that computes.
+        A weight that a layer reads in high precision is sent in the dtype of ``mp_policy``, without a scale. Codes are
+        kept if the format says so, and if their scale is the one of all weights. :meth:`fsdp_post_all_gather` also gets
+        whether the memory of the scale belongs to the stream of this call, on which FSDP2 copies.
         """
         format, values, scale = self._scales.format, self._tensor, self._scale
         place: dict[str, Any] = {} if format.tile is None else {"first": _first_row(values, mesh)}

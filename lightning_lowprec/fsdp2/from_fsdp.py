@@ -114,10 +114,7 @@ def _dtypes(chosen: MixedPrecision | None) -> dict[str, Any]:
 
 
 def _modules(policy: Any, argument: str, option: str) -> Modules | None:
-    """Return classes, or a predicate of fqn and module, that choose the same modules as an FSDP1 policy.
-
-    Messages name the ``argument`` of FSDPStrategy and the ``option`` of FSDP2.
-    """
+    """Return classes, or a predicate of fqn and module, that choose the same modules as an FSDP1 policy."""
     if policy is None:
         return None
     remedy = f"pass classes or a function (fqn, module) -> bool by `{option}=`"

@@ -99,7 +99,7 @@ class ShardChoices(TypedDict, total=False):
 def blocks(model: nn.Module) -> dict[str, nn.Module]:
     """Return repeated blocks by fqn: the children of the outermost ModuleLists and Sequentials, if all have one class.
 
-    A child without parameters is no block, and neither is a child without children, such as a Linear.
+    A block has parameters and children.
     """
     repeated: dict[str, nn.Module] = {}
     for fqn, module in model.named_modules():

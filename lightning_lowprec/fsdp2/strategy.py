@@ -169,10 +169,7 @@ class ReplacedParameters:
         self._new = {number: (old, new[fqn]) for fqn, (number, old) in self._old.items()}
 
     def put_into(self, optimizer: Optimizer) -> None:
-        """Replace old parameters in an optimizer's groups and state; gradients are left behind.
-
-        State with the shape of a parameter is sharded as the new parameter is.
-        """
+        """Replace old parameters in the groups of an optimizer, and in its state; gradients are left behind."""
         replaced = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._new]
         new_of = {id(p): self._new[id(p)][1] for p in replaced if self._new[id(p)][0]() is p}
         for group in optimizer.param_groups:

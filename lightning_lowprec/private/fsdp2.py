@@ -20,8 +20,7 @@ def reset_shards(module: nn.Module) -> None:
 def without_root_hooks(module: nn.Module) -> Iterator[None]:
     """Let FSDP2 take the forward of the root ``module`` for a part of a forward pass that is under way.
 
-    FSDP2 gathers the root's weights if they are not gathered, and does nothing else: as if a checkpoint recomputed the
-    forward within a backward pass.
+    FSDP2 gathers the root's weights if they are not gathered, as if a checkpoint recomputed the forward.
     """
     state: Any = cast(FSDPModule, module)._get_fsdp_state()
     before = state._training_state
@@ -81,8 +80,7 @@ def add_group(
 def gather_by(module: nn.Module, gather: Any) -> None:
     """Let ``gather`` gather the parameters of ``module``, except those of :func:`add_group`.
 
-    FSDP2 refuses a gather of ours for a module with several groups, so the second group is hidden meanwhile. FSDP2
-    calls ``gather``, and its method ``allocate``.
+    FSDP2 refuses a gather of ours for a module with several groups, so the second group is hidden meanwhile.
     """
     sharded = cast(FSDPModule, module)
     groups = vars(sharded._get_fsdp_state()).get(PARAM_GROUPS[0], [])

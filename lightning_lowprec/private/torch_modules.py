@@ -41,7 +41,7 @@ def without_compiled_wrapper(model: nn.Module) -> nn.Module:
 class CompiledCall:
     """A function that runs before each call of a module that ``module.compile()`` compiled, until it is removed.
 
-    Hooks of such a module are a part of what is compiled, so a hook that comes later would not run.
+    A hook that comes later would not run, as hooks are a part of what is compiled.
     """
 
     def __init__(self, module: nn.Module, function: Callable[[], None]) -> None:

@@ -154,8 +154,7 @@ def buffer_places() -> set[str]:
 def copied_attributes(layer: Any) -> dict[str, Any]:
     """Return the attributes that a copy of ``layer`` needs in the place of the layer's own.
 
-    The copy has the same scales, and registers them at its first forward; a copy that counted as registered would never
-    renew its scales. It has no quantised weight.
+    The copy has the same scales, and registers them at its first forward, as it would never renew them otherwise.
     """
     from transformer_engine.common.recipe import CustomRecipe
 

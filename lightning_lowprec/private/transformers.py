@@ -195,10 +195,7 @@ def loss_of(model: Any) -> Any:
 
 @contextmanager
 def as_with_values() -> Iterator[None]:
-    """Let models take tensors without values for tensors of a training step, one sequence per row, without padding.
-
-    transformers takes such tensors for those of a compiler, and then makes masks for the case of packed sequences.
-    """
+    """Let models take tensors without values for those of a training step, not for those of a compiler."""
     if find_spec("transformers") is None:
         yield
         return

@@ -178,10 +178,7 @@ class Content:
     # ---- their values
 
     def chunks(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield a name, and the next elements of the tensor of this name; several tensors may grow at once.
-
-        The caller's autocast does not reach the arithmetic.
-        """
+        """Yield a name, and the next elements of the tensor of this name, without the caller's autocast."""
         chunks = self._all_chunks()
         while True:
             with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
@@ -276,7 +273,7 @@ def coded(
     """Yield the codes and the reciprocal scales of a weight, [N, K], some rows at a time, and fill the ``tally``.
 
     ``rounding`` is that of the forward, or None; ``amax``, [1, 1], that of the whole weight if the rounding has one
-    scale. ``checks``: NaN and inf raise ValueError, and other codes are compared; for both, the device is waited for.
+    scale. ``checks``: NaN and inf raise ValueError, and other codes are compared.
     """
     same = rounding is not None and rounding.scale_per in ("tensor", scale_per)
     for start, stop in spans(shape):

@@ -70,8 +70,8 @@ class LowPrecisionEval(Callback):
     def on(self, model: nn.Module) -> Iterator[None]:
         """Evaluate ``model``, what ``fabric.setup`` returned or any module, as the server, without gradients.
 
-        Afterwards every module is in the mode of before, also after an exception. Do not change weights within. Of a
-        model that FSDP2 shards, all ranks enter this; a model that is sharded otherwise raises RuntimeError.
+        Afterwards every module is in the mode of before. Do not change weights within. Of a model that FSDP2 shards,
+        all ranks enter this; a model that is sharded otherwise raises RuntimeError.
         """
         modes = {module: module.training for module in model.modules()}
         layers = self._served(model)

@@ -1,7 +1,7 @@
 """Compare an exported folder with its checkpoint: both models run by transformers on CPU, one after the other.
 
-The checkpoint runs in float32, the folder as transformers loads it. The reference continues a prompt greedily. The
-folder's model then reads this continuation once, so both models see the same tokens at every place.
+The checkpoint, in float32, continues a prompt greedily. The folder's model then reads this continuation once, so both
+models see the same tokens at every place.
 """
 
 import math

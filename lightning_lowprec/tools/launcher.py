@@ -1,4 +1,4 @@
-"""``lowprec run --precision=NAME SCRIPT``: launch a script or a console command in processes that know our names.
+"""``lowprec run --precision=NAME SCRIPT``: launch a command in processes that know our names.
 
 Lightning's launcher starts this file in every process, with the user's command and its arguments behind it.
 """

@@ -49,8 +49,8 @@ def prints_to_stderr(*, wanted: bool = True) -> Iterator[None]:
 class working:  # is used like a function
     """Show on stderr what is being done, from the moment on that the block has taken two seconds.
 
-    On a terminal this is one line with the time, and with a bar if ``total`` is given; the line is cleared at the end.
-    Elsewhere only what ``say`` is given is written, one line each.
+    On a terminal this is one line with the time, and with a bar if ``total`` is given. Elsewhere only what ``say`` is
+    given is written.
     """
 
     def __init__(self, words: str, total: int | None = None) -> None:

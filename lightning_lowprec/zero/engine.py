@@ -242,10 +242,7 @@ class ZeroEngine(Engine):
     def optimizer_step(
         self, optimizer: Any, model: either.LightningModule | None, closure: Callable[[], Any] | None, **kwargs: Any
     ) -> Any:
-        """Call the engine, which counts micro-batches and skipped steps.
-
-        Lightning's Fabric passes ZeRO's optimizer, whose own ``step`` would count neither.
-        """
+        """Call the engine, which counts micro-batches and skipped steps: ``step`` of ZeRO's optimizer would not."""
         engine = None if self._engine is None else self._engine()
         if engine is None:
             raise RuntimeError(

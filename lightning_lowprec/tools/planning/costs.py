@@ -68,7 +68,7 @@ def _of(row: PlanRow, without: InBF16 = NO_GEMM) -> float:
 def forward_share(model: nn.Module, plan: Plan) -> tuple[float | None, str]:
     """Return the share of the FLOPs of a forward of ``example_input_array`` that is low, and a line about the share.
 
-    Nothing is computed: the model is on the meta device. None: not known; the line is empty without an example.
+    None: not known; the line is empty without an example.
     """
     example = getattr(model, "example_input_array", None)
     if example is None:
@@ -311,8 +311,7 @@ def in_flight(block: Weights, root: Weights, *, param_dtype: torch.dtype = torch
     """Return an upper bound of the bytes beside state and activations that a rank holds at once in a backward pass.
 
     The root's weights stay gathered, and its gradients wait for the last one. Meanwhile a block's gradients and their
-    buffer exist, and the next block is gathered. At the end the root's weights are freed, and the root's gradients and
-    their buffer exist. ``block`` is the largest group below the root.
+    buffer exist, and the next block is gathered; ``block`` is the largest. At the end the root's weights are freed.
     """
     gradient = param_dtype.itemsize + _FLOAT32
     during = gathered(root, param_dtype) + root.trained * param_dtype.itemsize

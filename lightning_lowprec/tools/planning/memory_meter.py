@@ -1,7 +1,6 @@
-"""Count the memory of tensors that are made while a step runs, by what the memory is for.
+"""Count the memory of tensors that are made while a step runs, by what it is for, with the peak of every stretch.
 
-torch's ``MemTracker`` counts the same. This meter also keeps the peak of every stretch of a step, which
-`simulation.py` needs.
+torch's ``MemTracker`` counts the same, and keeps no peaks of stretches.
 """
 
 import weakref
@@ -22,10 +21,7 @@ Peaks = dict[str, dict[Category, int]]
 
 @final
 class MemoryMeter(DispatchMode):  # type: ignore[misc]
-    """Count the bytes of all tensors that live, while active.
-
-    A tensor that is made belongs to the category ``making``, until :meth:`mark` says otherwise.
-    """
+    """Count the bytes of all tensors that live, while active; what is made belongs to ``making`` until :meth:`mark`."""
 
     def __init__(self) -> None:
         super().__init__()

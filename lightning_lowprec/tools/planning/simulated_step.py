@@ -1,8 +1,7 @@
 """Simulate the first training steps of a model on a GPU that is not there, and count the memory.
 
-The model, the plugin of the precision, autograd and AdamW run on tensors that have no values, in the order of the
-Trainer: gradients live until the next backward. There are two steps, because AdamW makes its state in the first step,
-so that state and activations meet in the second. What is allocated before the first step does not count.
+The model, the plugin of the precision, autograd and AdamW run on tensors that have no values. There are two steps,
+because AdamW makes its state in the first, so that state and activations meet in the second.
 """
 
 import copy
