@@ -102,10 +102,10 @@ def create(name: str) -> LowPrecision:
 def validate_name(name: object) -> None:
     """Raise a ValueError for an unknown name; the message says what to write instead, and has every name."""
     if name not in (*TABLE, *OF_LIGHTNING):
-        raise unknown_name(name, OF_LIGHTNING)
+        raise unknown_name(name)
 
 
-def unknown_name(name: object, also_allowed: Sequence[object] = ()) -> ValueError:
+def unknown_name(name: object, also_allowed: Sequence[object] = OF_LIGHTNING) -> ValueError:
     """Return the error for an unknown name: what to write instead, then the families that are allowed."""
     recipe = _nemo_recipe(name) if "_" in str(name) else None
     hint = suffix_refusal(str(name), TABLE) if recipe is None else f"NeMo's recipe is a plugin: write {recipe}."
@@ -116,13 +116,13 @@ def unknown_name(name: object, also_allowed: Sequence[object] = ()) -> ValueErro
     return ValueError(" ".join(filter(None, words)))
 
 
-def no_plugin(word: str, also_allowed: Sequence[object] = ()) -> ValueError:
+def no_plugin(word: str) -> ValueError:
     """Return the error for a string in ``plugins=``: a precision goes to ``precision=``."""
-    if word in (*TABLE, *also_allowed):
+    if word in (*TABLE, *OF_LIGHTNING):
         remedy = f"Write `precision={word!r}`"
         remedy += "." if (recipe := _nemo_recipe(word)) is None else f"; NeMo's precision of this name is {recipe}."
     else:
-        remedy = str(unknown_name(word, also_allowed))
+        remedy = str(unknown_name(word))
     return ValueError(f"`plugins={word!r}` is a string, expected a plugin. {remedy}")
 
 
@@ -167,15 +167,13 @@ def _fill_table() -> None:
         for name, summary in _WITHOUT_BACKEND.items()
         if f"{name}{TORCHAO_BACKEND.suffix}" in rows
     }
-    TABLE.clear()
     if tensorwise := rows.get("fp8-tensorwise"):
         options = {**tensorwise.options, "master_weights": LEAN, "weight_codes": "per_gemm"}
         formats = HYBRID.with_state_of(HALF["bf16-lean"])
         lean = replace(tensorwise, options=options, hardware_recipe="tensorwise-per-gemm", formats=formats)
-        chosen_lean = {"fp8-lean": replace(lean, summary=_FP8_LEAN, fp16=False, masters=False)}
-    else:
-        chosen_lean = {}
-    TABLE.update({**_HALF, **dict(_rows(chosen)), **chosen_lean, **_of_te(rows), **rows})
+        chosen["fp8-lean"] = replace(lean, summary=_FP8_LEAN, fp16=False, masters=False)
+    TABLE.clear()
+    TABLE.update({**_HALF, **dict(_rows(chosen)), **_of_te(rows), **rows})
 
 
 def _of_te(rows: Mapping[str, PrecisionName]) -> dict[str, PrecisionName]:

@@ -160,7 +160,7 @@ def _resolve_name(
     given = [] if plugins is None else list(plugins) if several else [plugins]
     for plugin in given:
         if isinstance(plugin, str):
-            raise names.no_plugin(plugin, private.precision_names())
+            raise names.no_plugin(plugin)
         if type(plugin).__module__.startswith("accelerate."):
             raise TypeError(
                 f"`plugins={type(plugin).__name__}(...)` is an object of Accelerate. Write `FP8TorchAO(recipe=...)`,"
@@ -263,7 +263,7 @@ def _say_names(original: Callable[..., None], self: Any, message: str, *args: An
     key = re.match(r'Parser key "([\w.]*\bprecision)"', message)
     value = re.search(r"Given value: (.*)$", message)
     if key and value:
-        message = f"{key[1]}: {names.unknown_name(value[1], private.precision_names())}"
+        message = f"{key[1]}: {names.unknown_name(value[1])}"
     original(self, message, *args, **kwargs)
 
 

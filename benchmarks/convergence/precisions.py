@@ -12,8 +12,7 @@ import lightning as L
 import torch
 
 from lightning_lowprec.conversion.name_suffixes import split
-from lightning_lowprec.names import TABLE
-from lightning_lowprec.private.lightning import precision_names
+from lightning_lowprec.names import OF_LIGHTNING, TABLE
 from lightning_lowprec.tools.doctor import availability
 
 BASELINE = "32-true"
@@ -56,7 +55,7 @@ def _of_lightning() -> Iterator[tuple[str, str | None]]:
 
     On a CPU, Lightning runs ``16-mixed`` as ``bf16-mixed``, with a warning.
     """
-    for name in dict.fromkeys(map(str, precision_names())):
+    for name in dict.fromkeys(map(str, OF_LIGHTNING)):
         if name in FINER:
             yield name, "Rounds less than the baseline."
             continue

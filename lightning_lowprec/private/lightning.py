@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Iterable
-from typing import Any, Final, get_args
+from typing import Any, Final
 
 from lightning_lowprec.private import either
 from lightning_lowprec.private.either import MAIN, Package, both, namesake
@@ -129,7 +129,6 @@ LAZY_INIT: Final = "_lazy_init_strategy"
 COMPUTE_DTYPE: Final = "_plugin_to_compute_dtype"
 """Function of the two throughput modules: the dtype whose peak rate bounds a precision plugin."""
 _CONFIG_ARGUMENTS: Final = {"strategy", "accelerator", "precision", "plugins"}
-_INPUTS: Final = ("_PRECISION_INPUT_STR", "_PRECISION_INPUT_INT", "_PRECISION_INPUT_STR_ALIAS")
 
 
 def connector(package: Package, *, for_trainer: bool) -> Any:
@@ -152,16 +151,7 @@ def moved_connectors(package: Package) -> list[str]:
                 problems.append(f"{name}.{CHECK_CONFIG}")
             if not hasattr(cls, LAZY_INIT):
                 problems.append(f"{name}.{LAZY_INIT}")
-    return problems if hasattr(_inputs(package), _INPUTS[0]) else [*problems, _INPUTS[0]]
-
-
-def _inputs(package: Package) -> Any:
-    return package.module("fabric.plugins.precision.precision")
-
-
-def precision_names() -> tuple[str | int, ...]:
-    """Return everything that Lightning itself accepts after ``precision=``."""
-    return tuple(value for group in _INPUTS for value in get_args(getattr(_inputs(MAIN), group, None)))
+    return problems
 
 
 def strategy_registry(package: Package, *, for_trainer: bool) -> Any:

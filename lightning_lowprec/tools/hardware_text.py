@@ -78,7 +78,7 @@ def _recipe_of(name: str) -> RecipeKey:
         if recipe == name:
             return recipe
     if name not in names.TABLE:
-        raise ValueError(f"{names.unknown_name(name)} Recipes are allowed too: {', '.join(RECIPES)}.")
+        raise ValueError(f"{names.unknown_name(name, ())} Recipes are allowed too: {', '.join(RECIPES)}.")
     of_name = names.TABLE[name].hardware_recipe
     if of_name is None:
         raise ValueError(f"`precision={name!r}` has no row in the table of what runs where; its backend gives none.")

@@ -20,8 +20,7 @@ from benchmarks.convergence.results import Results
 from benchmarks.convergence.runs import Runs
 from benchmarks.convergence.subjects import CONTROL, committed
 from benchmarks.convergence.text import MAX_BYTES, HeaderText, facts, headers, parts
-from lightning_lowprec.names import TABLE, create
-from lightning_lowprec.private.lightning import precision_names
+from lightning_lowprec.names import OF_LIGHTNING, TABLE, create
 
 
 def test_a_number_of_steps_is_that_of_every_model_and_of_its_data():
@@ -55,7 +54,7 @@ def names():
 
 def test_every_name_is_trained_or_has_a_reason(names):
     groups = [set(names.names), set(names.left_out), set(names.same)]
-    assert set.union(*groups) == {*TABLE, *map(str, precision_names())}
+    assert set.union(*groups) == {*TABLE, *map(str, OF_LIGHTNING)}
     assert all(not a & b for a, b in itertools.combinations(groups, 2))
     assert names.names[0] == BASELINE
     assert {"bf16-mixed", "bf16-true", "16-true", "fp8-hybrid", "fp8-lean", "int8-mixed-sr", "msamp-o3"} <= groups[0]

@@ -9,9 +9,8 @@ import torch
 
 from lightning_lowprec import FP8TE, MSAMP, FP8TorchAO, FSDP2Strategy, HalfEval, HalfMixed, recipes
 from lightning_lowprec.masters.config import MasterConfig
-from lightning_lowprec.names import TABLE
+from lightning_lowprec.names import OF_LIGHTNING, TABLE
 from lightning_lowprec.precision.loss_scale import LossScale
-from lightning_lowprec.private.lightning import precision_names
 from tests.migration.quoted import PAGES, ROOT, SOURCES, known, sections
 
 TEXT = "\n".join(re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL) for page in PAGES)
@@ -64,7 +63,7 @@ def test_names_and_recipes_exist():
     for name in re.findall(r'`precision="([\w-]+)"`', " ".join(ours)):
         assert name in TABLE, name
     for name in re.findall(r"Lightning's `([\w-]+)`(?: and `([\w-]+)`)?", TEXT):
-        assert {part for part in name if part} <= set(precision_names()), name
+        assert {part for part in name if part} <= set(OF_LIGHTNING), name
 
 
 def test_every_stack_has_a_section_with_a_table_and_their_config_beside_ours():

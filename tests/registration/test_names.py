@@ -19,10 +19,10 @@ from lightning_lowprec import FP8TE, FP8TorchAO, HalfMixed
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.name_suffixes import families
 from lightning_lowprec.fsdp2.options import ShardOptions
-from lightning_lowprec.names import TABLE, create, register_own_backends
+from lightning_lowprec.names import OF_LIGHTNING, TABLE, create, register_own_backends
 from lightning_lowprec.other_stacks import PRECISIONS
 from lightning_lowprec.precision.base import LowPrecision
-from lightning_lowprec.private.lightning import moved, precision_names
+from lightning_lowprec.private.lightning import moved
 from tests.toys import ON_CPU
 
 TE_NAMES = [name for name, entry in TABLE.items() if entry.plugin is FP8TE]
@@ -153,7 +153,7 @@ def test_unknown_name_lists_all_and_suggests_the_nearest(make):
     with pytest.raises(ValueError, match=r"Precision 'fp8-hybird' is invalid") as caught:
         make(precision="fp8-hybird", accelerator="cpu")
     message = str(caught.value)
-    assert all(repr(name) in message for name in (*next(iter(families(TABLE).values())), *precision_names()))
+    assert all(repr(name) in message for name in (*next(iter(families(TABLE).values())), *OF_LIGHTNING))
     start = "Precision 'fp8-hybird' is invalid. Did you mean 'fp8-hybrid'? Allowed precision values: "
     assert message.startswith(start)
     with pytest.raises(ValueError, match="Did you mean 'bf16-mixed'"):
@@ -207,8 +207,8 @@ def test_every_answer_names_what_is_there():
     for answer in PRECISIONS.values():
         quoted = re.findall(r"'([^']+)'", answer.replace("MS-AMP's", "").replace("apex's", ""))
         assert quoted, answer
-        assert set(quoted) <= {*TABLE, *precision_names()}, answer
-    known = {str(name).lower() for name in (*TABLE, *precision_names())}
+        assert set(quoted) <= {*TABLE, *OF_LIGHTNING}, answer
+    known = {str(name).lower() for name in (*TABLE, *OF_LIGHTNING)}
     assert not known & PRECISIONS.keys(), "a name of Lightning keeps its meaning"
 
 

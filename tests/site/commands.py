@@ -11,8 +11,7 @@ import pytest
 import tomllib
 from packaging.requirements import Requirement
 
-from lightning_lowprec.names import TABLE
-from lightning_lowprec.private.lightning import precision_names
+from lightning_lowprec.names import OF_LIGHTNING, TABLE
 from lightning_lowprec.tools import cli
 from lightning_lowprec.tools.completion import SHELLS
 from tests.site.pages import ROOT
@@ -39,7 +38,7 @@ def check_lowprec(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     if command == "fit":  # LightningCLI would import the reader's classes
         names = [word.partition("=")[2] for word in arguments if word.startswith("--trainer.precision=")]
         assert names
-        assert set(names) <= {*TABLE, *precision_names()}
+        assert set(names) <= {*TABLE, *OF_LIGHTNING}
         return
     for cls in (argparse.ArgumentParser, jsonargparse.ArgumentParser):
         monkeypatch.setattr(cls, "parse_args", _ending(cls.parse_args))
@@ -52,7 +51,7 @@ def _ending(parse_args: Callable) -> Callable:
     def parse_and_end(*args, **kwargs):
         parsed = parse_args(*args, **kwargs)
         for name in _precisions(vars(parsed)):
-            assert name in {*TABLE, *precision_names()}, name
+            assert name in {*TABLE, *OF_LIGHTNING}, name
         raise ParsedError
 
     return parse_and_end

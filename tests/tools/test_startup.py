@@ -4,12 +4,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 import lightning_lowprec
 from lightning_lowprec.names import OF_LIGHTNING
-from lightning_lowprec.private.lightning import precision_names
+from lightning_lowprec.private.either import MAIN
 
 ROOT = Path(lightning_lowprec.__file__).parents[1]
 COMMAND = """
@@ -137,7 +138,9 @@ def test_a_wrong_name_is_answered_as_by_the_trainer(lowprec):
 
 
 def test_the_names_of_lightning_are_those_of_lightning():
-    assert set(OF_LIGHTNING) == set(precision_names())
+    theirs = MAIN.module("fabric.plugins.precision.precision")
+    inputs = theirs._PRECISION_INPUT_STR, theirs._PRECISION_INPUT_INT, theirs._PRECISION_INPUT_STR_ALIAS
+    assert set(OF_LIGHTNING) == {name for group in inputs for name in get_args(group)}
 
 
 MODEL = """
