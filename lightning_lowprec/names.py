@@ -167,13 +167,14 @@ def _fill_table() -> None:
         for name, summary in _WITHOUT_BACKEND.items()
         if f"{name}{TORCHAO_BACKEND.suffix}" in rows
     }
+    names = {**_HALF, **dict(_rows(chosen))}
     if tensorwise := rows.get("fp8-tensorwise"):
         options = {**tensorwise.options, "master_weights": LEAN, "weight_codes": "per_gemm"}
         formats = HYBRID.with_state_of(HALF["bf16-lean"])
         lean = replace(tensorwise, options=options, hardware_recipe="tensorwise-per-gemm", formats=formats)
-        chosen["fp8-lean"] = replace(lean, summary=_FP8_LEAN, fp16=False, masters=False)
+        names["fp8-lean"] = replace(lean, summary=_FP8_LEAN, fp16=False, masters=False)
     TABLE.clear()
-    TABLE.update({**_HALF, **dict(_rows(chosen)), **_of_te(rows), **rows})
+    TABLE.update({**names, **_of_te(rows), **rows})
 
 
 def _of_te(rows: Mapping[str, PrecisionName]) -> dict[str, PrecisionName]:

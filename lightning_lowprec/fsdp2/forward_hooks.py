@@ -161,8 +161,8 @@ class ForwardHooks:
     def before_backward(self, loss: Tensor) -> None:
         """Let FSDP2 prepare a backward pass within a computation when the gradient of ``loss`` arrives.
 
-        By itself it waits for the gradient of the computation's output, which does not exist yet. Without this the root's
-        gradients are lost if no block, and no call of the model, is between the root's weights and the loss.
+        By itself it waits for the gradient of the computation's output, which does not exist yet. Without this the
+        gradients of the root are lost if no block, and no call of the model, is between its weights and the loss.
         """
         model = self._model()
         if self._open and model is not None:
