@@ -1,5 +1,7 @@
 """The settings of a comparison."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
