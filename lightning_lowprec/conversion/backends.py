@@ -203,8 +203,7 @@ def register(backend: Backend) -> None:
 
 def unregister(name: str) -> None:
     """Forget a backend and its precision names."""
-    get(name)
-    del _registered[name]
+    del _registered[get(name).name]
     for listener in _listeners:
         listener()
 
@@ -234,12 +233,8 @@ def owner(module: nn.Module) -> Backend | None:
 def reconfigure(layer: nn.Module, recipe: str | Mapping[str, str]) -> None:
     """Give one converted layer another recipe, in place: Parameters, optimizer, hooks and compiled modules stay.
 
-    Call this between two optimizer steps, and on all ranks before the same forward.
-
-    Args:
-        layer: a layer of a backend.
-        recipe: a recipe of the backend, ``"bf16"``, or a mapping such as ``{"forward": "bf16"}``, which keeps the
-            layer's recipe for the other products.
+    ``recipe`` is one of the backend, ``"bf16"``, or a mapping such as ``{"forward": "bf16"}``, which keeps the layer's
+    recipe for the other products. Call this between two optimizer steps, and on all ranks before the same forward.
 
     Raises:
         ValueError: ``layer`` is no converted layer, or its backend does not know the recipe or cannot change layers.
@@ -271,9 +266,7 @@ def revert_all(model: nn.Module, *, except_for: str | None = None) -> None:
 
     head.restore_heads(model)
     experts.stop_following_autocast(model)
-    module_dtypes.stop_float32(model)
-    module_dtypes.release_half_norms(model)
-    module_dtypes.stop_float32_on_cpu(model)
+    module_dtypes.release(model)
     for backend in _owners_of({type(module) for module in model.modules()}, except_for):
         backend.revert(model)
 

@@ -42,14 +42,11 @@ def expected_gain(
 ) -> float | None:
     """Return the gain of the nearest shape (in log space); None if FP8 is slower than bf16.
 
-    A recipe without figures counts as tensorwise.
-
-    If this recipe was measured, the gain is a measured one; for a shape smaller than all measured shapes, the published
-    thresholds decide whether FP8 is slower. If the recipe was not measured, the gain is a published tensorwise one, and
-    the thresholds decide too. The gain is a coarse figure: it orders layers and separates gain from loss, and it does
-    not predict the time of a step.
+    A recipe without figures counts as tensorwise. If the recipe was not measured, the gain is a published tensorwise
+    one; then, and for a shape smaller than all measured ones, the published thresholds decide whether FP8 is slower.
+    The gain is a coarse figure: it orders layers, and it does not predict the time of a step.
     """
-    name = recipe if recipe is not None and recipe in get_args(Recipe) else "tensorwise"
+    name = recipe if recipe in get_args(Recipe) else "tensorwise"
     measured = measured_gains.GAINS.get(name)
     wanted = (tokens, in_features, out_features)
     if measured is None:

@@ -50,7 +50,7 @@ NOT_USED: Final = (
     " `lightning_lowprec.losses.linear_cross_entropy`."
 )
 Task = Literal["logits"] | dict[str, Any] | None
-"""Of a head: to compute logits, or a loss from these arguments of ``linear_cross_entropy``; None: the mode decides."""
+"""To compute logits, or a loss from these arguments of ``linear_cross_entropy``; None: the mode of the head decides."""
 
 
 @final
@@ -70,7 +70,7 @@ class LossHead(nn.Linear):
 
     def _compute(self, input: Tensor, task: Task) -> Any:
         if task is None and self.training and torch.is_grad_enabled():
-            return LazyLogits(self, input, self.kind)
+            return LazyLogits(self, input)
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
         if self.kind == "fp32":
@@ -156,14 +156,12 @@ class LazyLogits:
     """What a head returns in training in place of logits: whatever reads them gets the tensor, computed then.
 
     The tensor is the one that the Linear would have returned, with its graph. It can be read until the backward pass
-    under FSDP2, which frees the weight then, and at any time elsewhere. ``hidden``, (..., K), is the input of the head,
-    and ``option`` the option of the plugin, for a warning.
+    under FSDP2, which frees the weight then, and at any time elsewhere. ``hidden``, (..., K), is the input of the head.
     """
 
-    def __init__(self, head: nn.Module, hidden: Tensor, option: str) -> None:
+    def __init__(self, head: LossHead, hidden: Tensor) -> None:
         self.head = head
         self.hidden = hidden
-        self.option = option
         self.has_loss = False
         device = hidden.device.type
         self._autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
@@ -173,7 +171,7 @@ class LazyLogits:
     @property
     def shape(self) -> torch.Size:
         """(..., V)."""
-        return torch.Size((*self.hidden.shape[:-1], int(self.head.out_features)))  # type: ignore[arg-type]
+        return torch.Size((*self.hidden.shape[:-1], self.head.out_features))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -205,7 +203,7 @@ class LazyLogits:
         """Return the logits, computed at the first call."""
         if self._computed is None:
             if not self.has_loss and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-                warnings.warn(NOT_USED.format(self.option), stacklevel=3)
+                warnings.warn(NOT_USED.format(self.head.kind), stacklevel=3)
             enabled = self._autocast is not None
             with torch.autocast(self.device.type, dtype=self._autocast, enabled=enabled):
                 logits: Tensor = self.head(self.hidden, task="logits")

@@ -28,10 +28,20 @@ from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.private.torch import tree_map_only
 from lightning_lowprec.private.torch_modules import remove_forward_hook
 
+_NORMS: Final = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+_REFUSING: Final = (nn.LayerNorm, nn.GroupNorm, nn.LSTM)
+
+
+def release(model: nn.Module) -> None:
+    """Undo all that this file does, in place; weights stay float32."""
+    for module in model.modules():
+        remove_forward_hook(module, _as_input)
+        if getattr(vars(module).get("forward"), "func", None) in (_run, _as_on_cuda):
+            del module.forward
+
 
 def run_in_float32(model: nn.Module, plan: Plan) -> None:
     """Let the modules that ``plan`` runs in float32 do so, in place; their class, parameters and hooks stay."""
-    stop_float32(model)
     rows = (row for row in plan.rows if row.recipe == FLOAT32)
     fqns = {row.fqn.rpartition(".")[0] if row.kind == STACKED else row.fqn for row in rows}
     for fqn in fqns:
@@ -42,13 +52,6 @@ def run_in_float32(model: nn.Module, plan: Plan) -> None:
                 parameter.data = parameter.data.float()
 
 
-def stop_float32(model: nn.Module) -> None:
-    """Undo :func:`run_in_float32`, in place; weights stay float32."""
-    for module in model.modules():
-        if getattr(vars(module).get("forward"), "func", None) is _run:
-            del module.forward
-
-
 def _run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     tensors = [leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, Tensor)]
     args, kwargs = tree_map_only(Tensor, lambda t: t.float() if t.dtype in HALF_DTYPES else t, (args, kwargs))
@@ -56,21 +59,11 @@ def _run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return type(module).forward(module, *args, **kwargs)
 
 
-_NORMS: Final = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
-
-
 def hold_half_norms(model: nn.Module) -> None:
     """Have torch's own norms in ``model`` return the dtype of their input while input and weight are half precision."""
-    release_half_norms(model)
     for module in model.modules():
         if type(module) in _NORMS:
             module.register_forward_hook(_as_input)
-
-
-def release_half_norms(model: nn.Module) -> None:
-    """Undo :func:`hold_half_norms`."""
-    for module in model.modules():
-        remove_forward_hook(module, _as_input)
 
 
 def _as_input(norm: Any, args: tuple[Any, ...], output: Tensor) -> Tensor:
@@ -82,20 +75,9 @@ def _as_input(norm: Any, args: tuple[Any, ...], output: Tensor) -> Tensor:
 
 def take_float32_on_cpu(model: nn.Module) -> None:
     """Have norms and LSTMs in ``model`` take float32 inputs beside half-precision weights, as on CUDA, in place."""
-    stop_float32_on_cpu(model)
     for module in model.modules():
         if type(module) in _REFUSING and "forward" not in vars(module):
             module.forward = partial(_as_on_cuda, module)
-
-
-def stop_float32_on_cpu(model: nn.Module) -> None:
-    """Undo :func:`take_float32_on_cpu`, in place."""
-    for module in model.modules():
-        if getattr(vars(module).get("forward"), "func", None) is _as_on_cuda:
-            del module.forward
-
-
-_REFUSING: Final = (nn.LayerNorm, nn.GroupNorm, nn.LSTM)
 
 
 def _as_on_cuda(module: Any, *args: Any, **kwargs: Any) -> Any:

@@ -212,12 +212,9 @@ class PlanRequest:
 
 
 def make_plan(model: nn.Module, options: LayerOptions | None = None, request: PlanRequest | None = None) -> Plan:
-    """Return the plan for ``model``. Read names, shapes and dtypes only: a model on the meta device works.
+    """Return the plan for ``model``, which may be a single Linear, or on the meta device.
 
-    Args:
-        model: any module, also a single Linear.
-        options: the user's choices beside the built-in rules.
-        request: what the precision asks for; None: what tensorwise FP8 does.
+    ``options`` are the user's choices beside the built-in rules; ``request`` None is what tensorwise FP8 asks for.
 
     Raises:
         ValueError: a name or pattern matches no Linear, or the options ask for blocks in a model without blocks.

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_lowprec.masters.gradients import multiply
-from lightning_lowprec.masters.registry import MasterRegistry, all_registries, registry_of
+from lightning_lowprec.masters.registry import MasterRegistry, registries, registry_of
 from lightning_lowprec.numerics.parameters import grouped, mesh_of, over_ranks, together
 from lightning_lowprec.private.torch import float32_norms
 from lightning_lowprec.private.torch_optimizers import steps_alone
@@ -63,7 +63,7 @@ def unscale(optimizer: Optimizer, inv_scale: float) -> Tensor:
 
 def multiply_waiting() -> None:
     """Before a backward: multiply gradients that wait for a step, which the new gradients must not share."""
-    for registry in all_registries():
+    for registry in registries:
         if registry.gradients.waits:
             registry.move_grads()
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, final
+from typing import Any, Final, Literal, NamedTuple, final
 
 import torch
 from torch import Tensor, optim
@@ -46,18 +46,16 @@ STATE: Final[Mapping[Rule, tuple[str, ...]]] = {
 """The optimizer's state that has the shape of a parameter; Adam's has a `step` too."""
 
 
-@final
-@dataclass(frozen=True)
-class Variant:
-    """What one compiled form of the kernel is for."""
+class Variant(NamedTuple):
+    """The constants of one compiled form of the kernel, in the order in which the kernel takes them."""
 
     rule: str
     form: str
     weight: str
     grad: str
     moment: str
-    aligned: bool
-    group: int = 1  # elements that share an exponent, where moments have 8 bits
+    align: int  # bytes
+    group: int  # elements that share an exponent, where moments have 8 bits
 
 
 @final
@@ -182,8 +180,8 @@ def _row(registry: MasterRegistry, group: Any, rule: Rule, store: Store, index: 
     aligned = all(
         t is None or t.data_ptr() % (_VECTOR if t.dtype != torch.int8 else _VECTOR // 2) == 0 for t in tensors
     )
-    kind = "8bit" if block and moments else "fp32"
-    variant = Variant(rule, store.form, KINDS[weight.dtype], KINDS[grad.dtype], kind, aligned, block or 1)
+    align, kind = _VECTOR if aligned else 1, "8bit" if block and moments else "fp32"
+    variant = Variant(rule, store.form, KINDS[weight.dtype], KINDS[grad.dtype], kind, align, block or 1)
     exponents = [local_tensor(state[f"{name}{EXPONENTS}"]) for name in STATE[rule]] if block else []
     largest = asked(param)
     filled = (*[*tensors, None, None][:5], *exponents, None, None)[:7]
@@ -242,15 +240,12 @@ def launch(rows: Sequence[Row], numbers: Tensor, factor: Tensor, seed: int, step
     for row, size, hint in zip(rows, sizes, hints, strict=True):
         *addresses, largest = [0 if t is None else t.data_ptr() for t in (*row.tensors, hint)]
         table += [*addresses, size, row.position, largest]
-    variant, device = rows[0].variant, numbers.device
-    tiles = _tiles(sizes, device, kernel.TILE.value)
+    device, measure = numbers.device, any(hint is not None for hint in hints)
+    tiles, addresses_there = _tiles(sizes, device, kernel.TILE.value), tensor_on(device, table, torch.int64)
     with on_device(device):
         kernel.step_parameters[(len(tiles),)](
-            tiles, tensor_on(device, table, torch.int64), numbers, factor, seed, step, RULE=variant.rule,
-            FORM=variant.form, WEIGHT=variant.weight, GRAD=variant.grad, MOMENT=variant.moment,
-            ALIGN=_VECTOR if variant.aligned else 1, GROUP=variant.group,
-            MEASURE=any(hint is not None for hint in hints), num_warps=8,
-        )  # fmt: skip
+            tiles, addresses_there, numbers, factor, seed, step, *rows[0].variant, measure, num_warps=8
+        )
 
 
 @functools.lru_cache(maxsize=16)

@@ -31,7 +31,7 @@ SEVERAL_EVALUATIONS: Final = (
     " `torch.optim.AdamW`."
 )
 """The error for an optimizer such as LBFGS."""
-_registries: WeakList[MasterRegistry] = WeakList()
+registries: WeakList[MasterRegistry] = WeakList()
 """Every registry that still exists, in the order in which they were made."""
 
 
@@ -53,7 +53,7 @@ class MasterRegistry:
         self.add_missing(values)
         if config.rounds:
             optimizer.param_groups[0].setdefault(ROUNDING_STEP, 0)
-        _registries.add(self)
+        registries.add(self)
 
     # ---- membership
 
@@ -328,14 +328,9 @@ def registry_of(optimizer: Optimizer) -> MasterRegistry | None:
     return registry
 
 
-def all_registries() -> list[MasterRegistry]:
-    """Return every registry whose optimizer still exists."""
-    return list(_registries)
-
-
 def optimizers_with_masters() -> list[Optimizer]:
     """Return the optimizers that have masters and still exist; a registry may be that of earlier masters."""
-    pairs = [(registry, registry.optimizer()) for registry in all_registries() if registry.stores]
+    pairs = [(registry, registry.optimizer()) for registry in registries if registry.stores]
     return [optimizer for registry, optimizer in pairs if optimizer is not None and registry_of(optimizer) is registry]
 
 
@@ -347,7 +342,7 @@ def existing_masters(params: Iterable[Tensor]) -> dict[int, Tensor]:
     """
     wanted = {id(p): p for p in params}
     masters: dict[int, Tensor] = {}
-    for registry in all_registries():
+    for registry in registries:
         for store in registry.stores:
             members = [p for p in store.params if wanted.get(id(p)) is p]
             if members and registry.config.form != "stochastic" and all(p.dtype == store.dtype for p in store.params):

@@ -145,10 +145,6 @@ class HalfWeights:
         self._originals = {}
         self._counted = set()
 
-    def __repr__(self) -> str:
-        dtypes = f"buffer_dtype={self.buffer_dtype}, grad_accumulation_dtype={self.accumulation}"
-        return f"{type(self).__name__}({self.config}, {dtypes})"
-
     def __getstate__(self) -> dict[str, object]:
         """Leave out the weights, which cannot move to another process."""
         return {**self.__dict__, "_originals": {}, "_counted": set()}
@@ -216,9 +212,6 @@ class Float32Weights:
         for p in [p for p in params if p in optimizer.state]:
             optimizer.state[p] = float32_state(optimizer.state[p])
         decode_on_load(optimizer)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}()"
 
 
 def _is_made_float32(parameter: Tensor) -> bool:

@@ -1,13 +1,8 @@
 """MS-AMP under DDP: equal codes on every rank, and FP8 gradients that are averaged by one call per step.
 
 DDP's buckets and broadcasts do not know scales, and DDP refuses a gradient of another dtype than its parameter. So DDP
-ignores the parameters of codes. :class:`DDPModels` does the rest for the plugin; without Lightning:
-
-    prepare_for_ddp(model)                      # before DistributedDataParallel(model)
-    ...
-    loss.backward()                             # any number of micro-batches; no communication for these parameters
-    average_scaled_gradients(model.parameters())     # every rank, once per step
-    optimizer.step()
+ignores the parameters of codes. :class:`DDPModels` does the rest for the plugin; docs/msamp.md shows the calls without
+Lightning.
 """
 
 from __future__ import annotations

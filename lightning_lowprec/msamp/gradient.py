@@ -199,11 +199,6 @@ def _zero_(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 _COPIES: Final = (_aten.copy_.default, private.ATEN_FOREACH_COPY)
-_MULTIPLICATIONS: Final = (
-    *(_aten.mul_.Tensor, _aten.mul_.Scalar, _aten.div_.Tensor, _aten.div_.Scalar),
-    *private.ATEN_FOREACH_MULTIPLY,
-    private.ATEN_UNSCALE,
-)
 _HANDLERS: Final = {
     _aten.detach.default: _on_codes_and_scale,
     _aten.clone.default: _on_codes_and_scale,
@@ -213,5 +208,6 @@ _HANDLERS: Final = {
     private.ATEN_FOREACH_ZERO: _zero_,
     _aten.linalg_vector_norm.default: _norm,
     private.ATEN_FOREACH_NORM: _norm,
-    **dict.fromkeys(_MULTIPLICATIONS, _multiply_),
+    **dict.fromkeys((_aten.mul_.Tensor, _aten.mul_.Scalar, _aten.div_.Tensor, _aten.div_.Scalar), _multiply_),
+    **dict.fromkeys((*private.ATEN_FOREACH_MULTIPLY, private.ATEN_UNSCALE), _multiply_),
 }

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, final
+from functools import partial
+from typing import Any, ClassVar, Final, final
 
 import torch
 from torch.nn import Module
@@ -15,12 +16,11 @@ from lightning_lowprec.conversion.invariants import unchanged
 from lightning_lowprec.conversion.options import LayerChoices, LayerOptions, shows, take
 from lightning_lowprec.conversion.plan import PlanRequest
 from lightning_lowprec.msamp.adamw_sgd import convert_optimizer_
-from lightning_lowprec.msamp.averages import let_average
 from lightning_lowprec.msamp.backend import NAME
 from lightning_lowprec.msamp.ddp import DDPModels
 from lightning_lowprec.msamp.layer import ScaledLayer
 from lightning_lowprec.msamp.linear import revert, scale_linears, scaled_linears
-from lightning_lowprec.msamp.weight import required_state_of
+from lightning_lowprec.msamp.weight import msamp_state_of, required_state_of
 from lightning_lowprec.msamp.weight_state import Level
 from lightning_lowprec.numerics.one_pass import compiles
 from lightning_lowprec.precision import fp8
@@ -102,8 +102,6 @@ class MSAMP(Converting):
     def sharded_identity(self) -> tuple[Any, ...]:
         return self.precision, self.layers, self.emulate, self.fp8_eval
 
-    # ---- conversion
-
     @override
     def bind_shards(self, reshard: Callable[[Module], None]) -> None:
         if not self.shards_codes:
@@ -143,8 +141,6 @@ class MSAMP(Converting):
             self._replicas.exclude_codes(module, will_train=self._will_train)
         fp8.take_plan(self, module, plan, *([self.how(device)] if self.emulates(device) else []))
 
-    # ---- optimizers and replicas
-
     def _convert_optimizer(self, optimizer: Any) -> None:
         raw = optimizer.optimizer if isinstance(optimizer, both(LightningOptimizer)) else optimizer
         convert_optimizer_(raw, self.level, stochastic_rounding=self.stochastic_rounding, seed=self.seed)
@@ -162,10 +158,12 @@ class MSAMP(Converting):
 
     @override
     def connect(self, model: Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
-        let_average(averaging(callbacks_of(model)))
+        for callback in averaging(callbacks_of(model)):
+            for name in _HOOKS_OF_AVERAGES:
+                hook = getattr(callback, name)
+                if getattr(hook, "func", None) is not _on_exact_values:
+                    setattr(callback, name, partial(_on_exact_values, hook, name == "on_validation_epoch_start"))
         return super().connect(model, optimizers, lr_schedulers)
-
-    # ---- step
 
     def _average_gradients(self, optimizer: Any) -> None:
         if self.modules.sharded is None:
@@ -199,8 +197,32 @@ class MSAMP(Converting):
             self._average_gradients(optimizer)
         super().clip_gradients(optimizer, clip_val, *args, **kwargs)
 
-    # ---- state
-
     @override
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), BACKEND_STATE: NAME}
+
+
+_HOOKS_OF_AVERAGES: Final = (
+    *("on_train_epoch_start", "on_train_batch_end", "on_train_epoch_end", "on_train_end"),
+    *("on_validation_epoch_start", "on_validation_epoch_end"),
+)
+"""The hooks in which Lightning's callbacks read weights into an average, or put the average into the model."""
+
+
+def _on_exact_values(
+    hook: Callable[..., None], validates: bool, trainer: Any, model: Module, *args: Any, **kwargs: Any
+) -> None:
+    """Run a hook of a callback that averages weights, whose average model is float32.
+
+    A weight of codes reads as its exact values, which are the master's at O3. An average that the hook writes becomes
+    codes and master, even if it rounds to the present codes; the float32 average stays beside them for a validation.
+    """
+    states = [state for p in model.parameters() if (state := msamp_state_of(p)) is not None]
+    for state in states:
+        state.averaging = True
+    try:
+        hook(trainer, model, *args, **kwargs)
+    finally:
+        for state in states:
+            state.averaging = False
+            state.average = state.average if validates else None

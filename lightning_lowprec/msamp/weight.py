@@ -58,7 +58,10 @@ class MsampWeight(CodedWeight):
     def decode(self) -> Tensor:
         """Return the values, (...) in the dtype that the weight shows."""
         state = self.msamp_state
-        return (state.averaged() if state.averaging else state.values()).to(self.dtype)
+        values = state.values()
+        if state.averaging:  # a callback averages the exact values, or reads the average that it wrote
+            values = state.exact_values() if state.average is None else state.average
+        return values.to(self.dtype)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -90,8 +90,6 @@ class MsampWeightState:
         }
         return replace(self, whole=None, **tensors)
 
-    # ---- values
-
     def stepped(self) -> tuple[Tensor, Tensor]:
         """Return the float16 codes that an optimizer or a write changes, and their scale: the master, or the codes."""
         if self.master is None or self.master_scale is None:
@@ -101,10 +99,6 @@ class MsampWeightState:
     def values(self) -> Tensor:
         """Return the exact values: (...) float32."""
         return self.codes.float() / self.scale
-
-    def averaged(self) -> Tensor:
-        """Return what a callback averages, (...) float32: the exact values, or the average that it wrote."""
-        return self.exact_values() if self.average is None else self.average
 
     def exact_values(self) -> Tensor:
         """Return the values of the master, or without a master those of the codes: (...) float32."""

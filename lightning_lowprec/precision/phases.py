@@ -80,8 +80,6 @@ class ScheduledPhases:
             for logger in trainer.loggers:
                 logger.log_metrics({METRIC: float(phase)}, step=trainer.global_step)
 
-    # ---- the step
-
     def _step_in_fabric(self, plugin: Any) -> int | None:
         if self._told is None:
             if self.schedule.optional:
@@ -115,8 +113,6 @@ class ScheduledPhases:
         self._ends = self.schedule.ends(total, lenient=lenient)
         self._known = length
         rank_zero_info(f"{plugin.precision}: {said(self.schedule, self._ends, total, plugin.base, plugin.format)}.")
-
-    # ---- the layers
 
     def _apply(self, plugin: Any, number: int, step: int | None) -> None:
         backend = backends.get(plugin.backend)

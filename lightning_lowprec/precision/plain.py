@@ -256,9 +256,6 @@ class AfterFit:
             backends.revert_optimizer(optimizer)
             weights.follow(optimizer)
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}()"
-
     def __reduce__(self) -> tuple[type[AfterFit], tuple[()]]:
         return type(self), ()  # tensors and optimizers stay in their process
 

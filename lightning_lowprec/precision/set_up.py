@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence, Set
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, final
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
@@ -194,29 +194,24 @@ def before_step_in_fabric(plugin: Any, optimizer: Optimizer) -> None:
 SAMPLES: Final = 64  # values of each weight that are compared
 
 
-class _Weight(NamedTuple):
-    identity: int  # torch cannot swap a tensor that has a weak reference
-    version: int
-    place: int
-    values: Tensor
+Look = tuple[int, tuple[int, int], Tensor]
+"""Of a weight: its identity (torch cannot swap a tensor that has a weak reference), version and place, and samples."""
 
 
-def _as_it_is(parameter: Tensor) -> _Weight:
+def _look(parameter: Tensor) -> Look:
     local = local_tensor(parameter).detach()
     stride = max(1, local.numel() // SAMPLES)
     values = local.view(-1)[::stride][:SAMPLES].clone() if local.is_contiguous() else local.new_empty(0)
-    return _Weight(id(parameter), version_of(parameter), local.data_ptr(), values.view(torch.int16))
+    return id(parameter), (version_of(parameter), local.data_ptr()), values.view(torch.int16)
 
 
-def _written(before: Mapping[str, _Weight], now: Mapping[str, _Weight]) -> list[str]:
+def _written(before: Mapping[str, Look], now: Mapping[str, Look]) -> list[str]:
     """Return the weights that differ; a device is waited for once."""
-    both = {
-        fqn: (before[fqn], new) for fqn, new in now.items() if fqn in before and before[fqn].identity == new.identity
-    }
-    moved = [fqn for fqn, (old, new) in both.items() if old[:3] != new[:3]]
+    both = {fqn: (before[fqn], new) for fqn, new in now.items() if fqn in before and before[fqn][0] == new[0]}
+    moved = [fqn for fqn, (old, new) in both.items() if old[1] != new[1]]
     if moved or not both:
         return moved
-    differ = [(old.values != new.values).any() for old, new in both.values()]
+    differ = [(old[2] != new[2]).any() for old, new in both.values()]
     flags = torch.stack([flag.to(differ[0].device) for flag in differ]).tolist()
     return [fqn for fqn, flag in zip(both, flags, strict=True) if flag]
 
@@ -237,7 +232,7 @@ class FrozenWrites:
 
     def __init__(self) -> None:
         self._steps = 0
-        self._weights: dict[str, _Weight] | None = {}
+        self._weights: dict[str, Look] | None = {}
 
     def is_due(self) -> bool:
         """Count a step; return whether to look before it."""
@@ -252,7 +247,7 @@ class FrozenWrites:
         parameters = {fqn: p for model in plugin.modules.prepared for fqn, p in model.named_parameters()}
         cast = {fqn: p for fqn, p in parameters.items() if p.dtype in HALF_DTYPES and is_marked(p) and not is_lazy(p)}
         frozen = {fqn: p for fqn, p in cast.items() if not p.requires_grad and id(p) not in trained}
-        before, self._weights = self._weights, {fqn: _as_it_is(p) for fqn, p in frozen.items()}
+        before, self._weights = self._weights, {fqn: _look(p) for fqn, p in frozen.items()}
         written = _written(before, self._weights)
         if not written:
             return

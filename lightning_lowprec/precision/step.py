@@ -28,8 +28,6 @@ from lightning_lowprec.precision.loss_scale import LossScaler
 from lightning_lowprec.private.either import GradClipAlgorithmType, LightningModule, MisconfigurationException
 from lightning_lowprec.private.lightning import after_closure, sees_gradients
 
-# ---- clipping
-
 
 def clip_by_norm(
     scaler: LossScaler | None, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0
@@ -80,9 +78,6 @@ def unscale_or_zero(scaler: LossScaler | None, optimizer: Optimizer) -> None:
     for param in main_params(optimizer):
         if param.grad is not None:
             param.grad.zero_()
-
-
-# ---- the step
 
 
 def scaled_step(

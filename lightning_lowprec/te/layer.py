@@ -105,8 +105,9 @@ class WeightCache:
         self.always = always
         self.used_again = False
         """Whether the weight was used more than once since the last step. A resumed run sets it."""
+        self.kept = False
+        """Whether the quantised weight is kept; one that is still stored is of no use else."""
         self._seen: Seen | None = None
-        self._kept = False
 
     def is_first_microbatch(self, weight: Tensor, *, training: bool = True) -> bool | None:
         """Return the argument for a forward with gradients, or for any forward if weights are always kept.
@@ -116,23 +117,16 @@ class WeightCache:
         now = seen(weight, training=training, steps=weight.requires_grad or not self.always)
         if now != self._seen:
             self._seen = now
-            self._kept = self.always or self.used_again
+            self.kept = self.always or self.used_again
             self.used_again = False
-            return True if self._kept else None
+            return True if self.kept else None
         self.used_again = True
-        if self._kept:
-            return False
-        self._kept = True
-        return True
+        was_kept, self.kept = self.kept, True
+        return not was_kept
 
     def forget(self) -> None:
         """Have the next forward quantise the weight anew."""
         self._seen = None
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether a weight that is still stored is of no use to this step."""
-        return not self._kept
 
 
 class TELayer(PlainFirst, te.Linear):  # type: ignore[misc]
@@ -224,12 +218,10 @@ class TELayer(PlainFirst, te.Linear):  # type: ignore[misc]
         # weight that is quantised for one call as several; forward and recomputation must save the same tensors.
         if saved_tensors_are_hooked():
             return None
-        kept = self._fp8_workspaces
-        if kept and not _is_usable(kept.get("weight"), input):
-            kept.clear()
+        stored = self._fp8_workspaces
         first = cache.is_first_microbatch(weight, training=self.training)
-        if kept and cache.is_idle:
-            kept.clear()
+        if stored and not (cache.kept and _is_usable(stored.get("weight"), input)):
+            stored.clear()
         return first
 
     def _get_weight_tensors(self) -> list[Tensor]:

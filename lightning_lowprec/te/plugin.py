@@ -13,7 +13,6 @@ from torch.nn import Module
 from typing_extensions import Unpack, override
 
 from lightning_lowprec.checks import Count
-from lightning_lowprec.conversion import module_dtypes
 from lightning_lowprec.conversion.name_formats import EXPERTS_NEED_TORCHAO
 from lightning_lowprec.conversion.name_suffixes import of_options
 from lightning_lowprec.conversion.options import LayerOptions, SelectionChoices, shows, take
@@ -216,7 +215,6 @@ class FP8TE(Scheduled):
         if self.scales is not None and self._in_trainer and module not in self.modules.prepared:
             self.scales.load({})  # those of another module
         te = support.pytorch("FP8TE")
-        module_dtypes.stop_float32(module)
         plan = choose(module, self.layers, self._request, norms=self.norms)
         convert_model(
             module,

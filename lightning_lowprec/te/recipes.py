@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from lightning_lowprec.precision.schedule import Schedule
 
 MODULE: Final = "transformer_engine.pytorch"
+_RECIPES: Final = "transformer_engine.common.recipe"
 Kind = Literal["delayed", "current", "block", "mxfp8", "nvfp4"]
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 _CLASSES: Final[dict[Kind, str]] = {
@@ -60,7 +61,7 @@ def make_recipe(recipe: Any, **options: Any) -> Any:
         ValueError: a kind, field or value that the recipe does not have.
         ImportError: Transformer Engine is not installed, or does not import.
     """
-    module = _module()
+    module = require(_RECIPES, "FP8TE")
     fields = {name: value for name, value in options.items() if value is not None}
     if isinstance(recipe, module.Recipe):
         if fields:
@@ -88,10 +89,6 @@ def make_recipe(recipe: Any, **options: Any) -> Any:
     return _checked(recipe_object)
 
 
-def _module() -> Any:
-    return require("transformer_engine.common.recipe", "FP8TE")
-
-
 def _checked(recipe: Any) -> Any:
     """Return a recipe object; raise a ValueError for a history without a step, which Transformer Engine accepts."""
     if hasattr(recipe, "amax_history_len"):
@@ -110,7 +107,7 @@ def _with_scale_flags(recipe: Any) -> Any:
 
 
 def _fields_of_kinds() -> dict[Kind, list[str]]:
-    module = _module()
+    module = require(_RECIPES, "FP8TE")
     return {kind: [field.name for field in dataclasses.fields(getattr(module, cls))] for kind, cls in _CLASSES.items()}
 
 

@@ -81,7 +81,7 @@ def code_dtypes(name: str) -> set[torch.dtype]:
     return {torch.float8_e4m3fn if plugin.level == "O3" else torch.float16} if plugin.keeps_codes else set()
 
 
-UNSET = ("precision", "backend_is_chosen", "modules", "optimizers")
+UNSET = ("precision", "backend_is_chosen", "modules", "optimizers", "after_fit")
 """Attributes that a plugin has from its name, or from what it will meet: no options."""
 
 
@@ -89,6 +89,9 @@ def _identity(name: str) -> str:
     """Two names with the same class and options are one plugin to a test that takes long."""
     plugin = make(name)
     options = {key: value for key, value in vars(plugin).items() if key not in UNSET}
+    options["weights"] = type(plugin.weights)
+    if (masters := plugin.masters) is not None:
+        options["masters"] = masters.config, masters.buffer_dtype, masters.accumulation
     return f"{type(plugin).__name__}{options}"
 
 

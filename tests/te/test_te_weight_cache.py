@@ -25,7 +25,7 @@ def test_without_accumulation_nothing_is_kept(layer):
     cache, optimizer = WeightCache(), torch.optim.SGD(layer.parameters(), lr=0.1)
     for _ in range(5):
         assert ask(cache, layer.weight) == [None]
-        assert cache.is_idle
+        assert not cache.kept
         step(optimizer, layer)
 
 
@@ -41,7 +41,7 @@ def test_accumulation_is_learned_after_one_window(layer, optimizer_class, kind):
     assert ask(cache, layer.weight) == [True]  # accumulation has ended
     step(optimizer, layer)
     assert ask(cache, layer.weight) == [None]
-    assert cache.is_idle
+    assert not cache.kept
 
 
 class Unseen(torch.optim.Optimizer):
