@@ -46,7 +46,7 @@ def expected_gain(
     one; then, and for a shape smaller than all measured ones, the published thresholds decide whether FP8 is slower.
     The gain is a coarse figure: it orders layers, and it does not predict the time of a step.
     """
-    name = recipe if recipe in get_args(Recipe) else "tensorwise"
+    name = recipe if recipe is not None and recipe in get_args(Recipe) else "tensorwise"
     measured = measured_gains.GAINS.get(name)
     wanted = (tokens, in_features, out_features)
     if measured is None:

@@ -2,7 +2,7 @@
 
     model(input_ids, labels=labels)             the model's own forward, unchanged
       |   self.lm_head(hidden)                  LossHead: in training it returns LazyLogits(hidden)
-      |   self.loss_function(logits, labels)    CausalLoss: finds LazyLogits, calls LossHead with the labels
+      |   self.loss_function(logits, labels)    _causal_loss: finds LazyLogits, calls LossHead with the labels
       |     LossHead                            losses.linear_cross_entropy(hidden, weight, labels)
       v
     loss, logits                                the logits are computed if anyone reads them
@@ -23,6 +23,7 @@ import math
 import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, Literal, final
 
 import torch
@@ -81,47 +82,40 @@ class LossHead(nn.Linear):
         return linear_cross_entropy(input.reshape(-1, input.shape[-1]), weight, **options, **task)
 
 
-@final
-class CausalLoss:
-    """The loss of causal language models, from the hidden states that :class:`LazyLogits` hold.
+def _causal_loss(
+    head: LossHead,
+    logits: Any,
+    labels: Tensor | None,
+    vocab_size: int,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = _IGNORED,
+    shift_labels: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    """Return the mean loss over tokens that are not ignored, or their sum over ``num_items_in_batch``.
 
     In evaluation the loss is that of ``transformers``.
     """
-
-    def __init__(self, head: LossHead) -> None:
-        self.head = head
-
-    def __call__(
-        self,
-        logits: Any,
-        labels: Tensor | None,
-        vocab_size: int,
-        num_items_in_batch: Tensor | int | None = None,
-        ignore_index: int = _IGNORED,
-        shift_labels: Tensor | None = None,
-        **options: Any,
-    ) -> Tensor:
-        """Return the mean loss over tokens that are not ignored, or their sum over ``num_items_in_batch``."""
-        if not isinstance(logits, LazyLogits):
-            if self.head.training and logits.requires_grad:
-                raise RuntimeError(
-                    f"`head={self.head.kind!r}`: the model has read its logits before it asked for the loss. {WAY_OUT}."
-                )
-            rest = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index, **options}
-            return transformers.causal_loss(logits, labels, vocab_size, shift_labels=shift_labels, **rest)
-        if shift_labels is None:
-            assert labels is not None
-            shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        logits.has_loss = True
-        task = {
-            "target": shift_labels.reshape(-1).to(logits.device),
-            "reduction": "mean" if num_items_in_batch is None else "sum",
-            "ignore_index": ignore_index,
-        }
-        loss: Tensor = self.head(logits.hidden, task=task)
-        if isinstance(num_items_in_batch, Tensor):
-            num_items_in_batch = num_items_in_batch.to(loss.device)
-        return loss if num_items_in_batch is None else loss / num_items_in_batch
+    if not isinstance(logits, LazyLogits):
+        if head.training and logits.requires_grad:
+            raise RuntimeError(
+                f"`head={head.kind!r}`: the model has read its logits before it asked for the loss. {WAY_OUT}."
+            )
+        rest = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index, **options}
+        return transformers.causal_loss(logits, labels, vocab_size, shift_labels=shift_labels, **rest)
+    if shift_labels is None:
+        assert labels is not None
+        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    logits.has_loss = True
+    task = {
+        "target": shift_labels.reshape(-1).to(logits.device),
+        "reduction": "mean" if num_items_in_batch is None else "sum",
+        "ignore_index": ignore_index,
+    }
+    loss: Tensor = head(logits.hidden, task=task)
+    if isinstance(num_items_in_batch, Tensor):
+        num_items_in_batch = num_items_in_batch.to(loss.device)
+    return loss if num_items_in_batch is None else loss / num_items_in_batch
 
 
 def replace_heads(model: nn.Module, kind: HeadKind, *, emulate: Emulation | None) -> list[str]:
@@ -135,14 +129,14 @@ def replace_heads(model: nn.Module, kind: HeadKind, *, emulate: Emulation | None
             )
     for _, causal, head in models:
         in_place.become(head, LossHead, {"kind": kind, "emulate": emulate})
-        transformers.set_loss(causal, CausalLoss(head))  # type: ignore[arg-type]
+        transformers.set_loss(causal, partial(_causal_loss, head))  # type: ignore[arg-type]
     return [fqn for fqn, *_ in models]
 
 
 def restore_heads(model: nn.Module) -> None:
     """Undo :func:`replace_heads`, in place."""
     for module in model.modules():
-        if isinstance(transformers.loss_of(module), CausalLoss):
+        if getattr(transformers.loss_of(module), "func", None) is _causal_loss:
             transformers.set_loss(module, None)
         if isinstance(module, LossHead):
             in_place.revert(module)

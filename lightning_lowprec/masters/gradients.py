@@ -90,7 +90,7 @@ def _as_float32(store: Store, grads: Sequence[Tensor]) -> list[Tensor]:
     """Return float32 gradients, float32 ones themselves; in few calls if every parameter has a half-precision one."""
     if len(grads) < len(store.params) or any(grad.dtype == torch.float32 or grad.is_sparse for grad in grads):
         return [grad.float() for grad in grads]
-    copies = store.buffer.tensors_on(torch.empty_like(store.buffer.flat))
+    copies = store.tensors_on(torch.empty_like(store.flat))
     copy_all_([local_tensor(copy) for copy in copies], [local_tensor(grad) for grad in grads])
     return copies
 

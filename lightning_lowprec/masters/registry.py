@@ -293,10 +293,10 @@ class MasterRegistry:
 
     def evaluated_once(self, result: Any) -> Callable[[], Any]:
         """Return a closure for the optimizer that returns ``result`` once, before a master has changed."""
-        versions: list[int] = [version_of(store.buffer.flat) for store in self.stores]
+        versions: list[int] = [version_of(store.flat) for store in self.stores]
 
         def closure() -> Any:
-            if versions != [version_of(store.buffer.flat) for store in self.stores]:
+            if versions != [version_of(store.flat) for store in self.stores]:
                 raise RuntimeError(SEVERAL_EVALUATIONS.format(self.plain.__name__))
             versions.append(-1)  # so that a second call raises
             return result

@@ -31,6 +31,9 @@ from lightning_lowprec.private.torch import copy_all_, first_element, local_tens
 class Store(ABC):
     """The masters of ``params``, which share one device and one half-precision dtype; of DTensors, of local shards.
 
+    ``masters`` are leaves on the memory of ``flat``, with the shapes and strides of the parameters, and DTensors where
+    these are. ``views`` are plain tensors on the same memory.
+
     Random bits depend on the ``seed`` of the run, the step and the position only. ``start`` is the position of the
     first element among the elements of all stores of the optimizer. Of DTensors, the whole tensors count, so that
     positions do not depend on the number of ranks.
@@ -48,16 +51,43 @@ class Store(ABC):
                 f"{type(self).__name__} keeps masters of {' or '.join(map(str, self.dtypes))} parameters, got"
                 f" {self.dtype}. Cast the model to bfloat16, or use float32 masters."
             )
-        self.buffer = FlatBuffer(self.params, torch.float32)
-        self.masters = self.buffer.tensors
+        shards = [local_tensor(p) for p in self.params]
+        *offsets, total = itertools.accumulate((aligned(t.numel()) for t in shards), initial=0)
+        # a dense tensor keeps its strides (channels_last): multi-tensor kernels need equal strides
+        strides = [torch.empty_like(t, device="meta").stride() for t in shards]
+        self._layout = [(t.shape, *place) for t, *place in zip(shards, strides, offsets, strict=True)]
+        self.flat = torch.zeros(total, dtype=torch.float32, device=self.device)
+        self.views, self.masters = self.views_on(self.flat), self.tensors_on(self.flat)
+        self.allocated = True
         *firsts, self.elements = itertools.accumulate((aligned(p.numel()) for p in self.params), initial=0)
         self._positions = [at + first_element(p) for at, p in zip(firsts, self.params, strict=True)]
-        gaps = {position - offset for position, offset in zip(self._positions, self.buffer.offsets, strict=True)}
+        gaps = {position - offset for position, offset in zip(self._positions, offsets, strict=True)}
         self._in_line = len(gaps) == 1  # the positions follow each other as the memory does
-        self._unsaved = False  # whether the buffer has values that are stored nowhere else
+        self._unsaved = False  # whether the memory has values that are stored nowhere else
         self._fingerprints: list[tuple[int, int] | None]  # of the parameters, when they last met the masters
         self.follow_edits()
         self.set_values(values)
+
+    @torch.no_grad()
+    def tensors_on(self, flat: Tensor) -> list[Tensor]:
+        """Return tensors like ``masters`` on another flat tensor of the same size."""
+        pairs = zip(self.views_on(flat), self.params, strict=True)
+        return [with_local_tensor(view, like).detach() for view, like in pairs]
+
+    def views_on(self, flat: Tensor) -> list[Tensor]:
+        """Return tensors like ``views`` on another flat tensor of the same size."""
+        return [flat.as_strided(*layout) for layout in self._layout]
+
+    def allocate(self) -> None:
+        """Allocate the memory; the content is undefined if there was none."""
+        if not self.allocated:  # torch would allocate a second time, and copy
+            self.flat.untyped_storage().resize_(self.flat.numel() * self.flat.element_size())
+            self.allocated = True
+
+    def free(self) -> None:
+        """Free the memory; the content is lost."""
+        self.flat.untyped_storage().resize_(0)
+        self.allocated = False
 
     @abstractmethod
     def _round(self, step: int) -> None:
@@ -65,13 +95,16 @@ class Store(ABC):
 
     def _round_stochastically(self, step: int, *, dropped: int) -> None:
         """Round the buffer to float32 values whose last ``dropped`` bits are zero."""
-        parts = [self.buffer.flat] if self._in_line else self.buffer.parts()
+        parts = [self.flat]
+        if not self._in_line:
+            sizes = [view.numel() for view in self.views]
+            parts = [self.flat[at : at + size] for (*_, at), size in zip(self._layout, sizes, strict=True)]
         for index, part in enumerate(parts):
             rounding.stochastic_round_(part, seed=self.seed, step=step, start=self.position(index), dropped=dropped)
 
     def _fill(self) -> None:
         """Put the float32 values of all parameters into the (allocated) buffer."""
-        copy_all_(self.buffer.views, [local_tensor(p) for p in self.params])
+        copy_all_(self.views, [local_tensor(p) for p in self.params])
 
     @torch.no_grad()
     def set_values(self, values: Mapping[int, Tensor]) -> None:
@@ -79,10 +112,10 @@ class Store(ABC):
 
         The next load checks whether a value rounds to its parameter: a checkpoint may still change the parameter.
         """
-        self.buffer.allocate()
+        self.allocate()
         if any(id(p) not in values for p in self.params):
             self._fill()
-        for p, view in zip(self.params, self.buffer.views, strict=True):
+        for p, view in zip(self.params, self.views, strict=True):
             if id(p) in values:
                 view.copy_(local_tensor(values[id(p)]))
         self.follow_edits()
@@ -90,7 +123,7 @@ class Store(ABC):
 
     def refresh(self) -> None:
         """Follow all edits of the parameters, also those without a trace; masters in memory stay where they agree."""
-        if self.buffer.allocated:
+        if self.allocated:
             self.follow_edits()
             self.load()
         else:
@@ -103,12 +136,12 @@ class Store(ABC):
     @torch.no_grad()
     def load(self) -> None:
         """Give every master its value; a master whose parameter was edited follows the edit."""
-        if self.buffer.allocated:
-            for p, view, saved in zip(self.params, self.buffer.views, self._fingerprints, strict=True):
+        if self.allocated:
+            for p, view, saved in zip(self.params, self.views, self._fingerprints, strict=True):
                 if _fingerprint(p) != saved:
                     view.copy_(rounding.reconcile(view, local_tensor(p).to(view.device)))
         else:
-            self.buffer.allocate()
+            self.allocate()
             self._fill()
         self.note_agreement()
 
@@ -116,13 +149,13 @@ class Store(ABC):
     def save(self, step: int) -> None:
         """Round the masters into the parameters and free their memory; ``step`` counts the calls."""
         self._round(step)
-        copy_all_([local_tensor(p) for p in self.params], self.buffer.views)
+        copy_all_([local_tensor(p) for p in self.params], self.views)
         self.note_agreement()
         self.release()
 
     def settle(self, step: int) -> None:
         """Make what is stored between steps current for a kernel, after which :meth:`note_agreement` must follow."""
-        if self.buffer.allocated:
+        if self.allocated:
             self.load()
             self.save(step)
 
@@ -141,16 +174,16 @@ class Store(ABC):
     def release(self) -> None:
         """Free the memory of loaded masters without saving, unless their values are stored nowhere else."""
         if not self._unsaved:
-            self.buffer.free()
+            self.free()
 
     def values(self) -> list[Tensor]:
         """Return one float32 tensor per parameter, for a state dict."""
-        loaded = self.buffer.allocated
+        loaded = self.allocated
         self.load()
-        flat = self.buffer.flat.clone()
+        flat = self.flat.clone()
         if not loaded:
             self.release()
-        return self.buffer.tensors_on(flat)
+        return self.tensors_on(flat)
 
     def moved(self) -> bool:
         """Return whether a parameter has moved to another device; raise if one has another dtype now."""
@@ -176,12 +209,12 @@ class Fp32Store(Store):
 
     def companion(self, index: int) -> Tensor | None:
         """Return the master."""
-        return self.buffer.views[index]
+        return self.views[index]
 
     def values(self) -> list[Tensor]:
         """Return the masters themselves, not copies, as all tensors in a state dict."""
         self.load()
-        return self.buffer.tensors_on(self.buffer.flat)
+        return self.tensors_on(self.flat)
 
     def _round(self, step: int) -> None:
         """Keep the exact masters; the copy into the parameters rounds to nearest even."""
@@ -205,17 +238,17 @@ class RemainderStore(Store):
 
     def set_values(self, values: Mapping[int, Tensor]) -> None:
         """Take float32 values; they stay in memory until a step has been saved."""
-        self.remainder = torch.zeros(self.buffer.flat.shape, dtype=self.kept, device=self.device)
-        self._remainders = self.buffer.views_on(self.remainder)
+        self.remainder = torch.zeros(self.flat.shape, dtype=self.kept, device=self.device)
+        self._remainders = self.views_on(self.remainder)
         if values:
             super().set_values(values)
         else:
-            self.buffer.free()
+            self.free()
             self._unsaved = False
 
     def remainders(self) -> list[Tensor]:
         """Return the remainders, sharded as the parameters."""
-        return self.buffer.tensors_on(self.remainder)
+        return self.tensors_on(self.remainder)
 
     @torch.no_grad()
     def take_remainder(self, index: int, remainder: Tensor) -> None:
@@ -225,10 +258,10 @@ class RemainderStore(Store):
 
     def _fill(self) -> None:
         super()._fill()
-        rounding.join_(self.buffer.flat, self.remainder)
+        rounding.join_(self.flat, self.remainder)
 
     def _round(self, step: int) -> None:
-        rounding.split_(self.buffer.flat, self.remainder)
+        rounding.split_(self.flat, self.remainder)
         self._unsaved = False
 
 
@@ -255,7 +288,7 @@ class StochasticStore(Store):
 
     def set_values(self, values: Mapping[int, Tensor]) -> None:
         """Take nothing: the weights are the masters."""
-        self.buffer.free()
+        self.free()
 
     def _round(self, step: int) -> None:
         self._round_stochastically(step, dropped=16)
@@ -267,59 +300,3 @@ STORES: Final = {store.form: store for store in (Fp32Store, RemainderStore, Rema
 def _fingerprint(param: Tensor) -> tuple[int, int]:
     """Return a value that changes with every edit of ``param``, except in-place edits of ``param.data``."""
     return version_of(param), local_tensor(param).data_ptr()
-
-
-# ---- the memory of a store
-
-
-@final
-class FlatBuffer:
-    """Tensors with the shapes and strides of ``like``, on one flat tensor of ``dtype`` that starts with zeros.
-
-    ``views`` are plain tensors. ``tensors`` share their memory and are leaves; where ``like`` has DTensors, they are
-    DTensors. Both are made once and stay the same objects. ``offsets`` are the first elements of the views. While the
-    buffer is freed, reading views or tensors is undefined behaviour (torch does not check it).
-    """
-
-    @torch.no_grad()
-    def __init__(self, like: Sequence[Tensor], dtype: torch.dtype) -> None:
-        shards = [local_tensor(t) for t in like]
-        sizes = [aligned(t.numel()) for t in shards]
-        *self.offsets, total = itertools.accumulate(sizes, initial=0)
-        self.flat = torch.zeros(total, dtype=dtype, device=like[0].device)
-        # a dense tensor keeps its strides (channels_last): multi-tensor kernels need equal strides
-        self._layout = [
-            (t.shape, torch.empty_like(t, device="meta").stride(), offset)
-            for t, offset in zip(shards, self.offsets, strict=True)
-        ]
-        self._like = like
-        self.views = self.views_on(self.flat)
-        self.tensors = self.tensors_on(self.flat)
-        self.allocated = True
-
-    @torch.no_grad()
-    def tensors_on(self, flat: Tensor) -> list[Tensor]:
-        """Return new ``tensors`` on another flat tensor of the same size."""
-        pairs = zip(self.views_on(flat), self._like, strict=True)
-        return [with_local_tensor(view, like).detach() for view, like in pairs]
-
-    def views_on(self, flat: Tensor) -> list[Tensor]:
-        """Return new ``views`` on another flat tensor of the same size."""
-        return [flat.as_strided(*layout) for layout in self._layout]
-
-    def parts(self) -> list[Tensor]:
-        """Return the elements of every view, in the order of the memory: views of ``flat``."""
-        sizes = [view.numel() for view in self.views]
-        return [self.flat[at : at + size] for at, size in zip(self.offsets, sizes, strict=True)]
-
-    def allocate(self) -> None:
-        """Allocate the memory; the content is undefined if the buffer had none."""
-        if self.allocated:  # torch would allocate a second time, and copy
-            return
-        self.flat.untyped_storage().resize_(self.flat.numel() * self.flat.element_size())
-        self.allocated = True
-
-    def free(self) -> None:
-        """Free the memory; the content is lost."""
-        self.flat.untyped_storage().resize_(0)
-        self.allocated = False

@@ -1,29 +1,25 @@
 """MS-AMP under DDP: equal codes on every rank, and FP8 gradients that are averaged by one call per step.
 
 DDP's buckets and broadcasts do not know scales, and DDP refuses a gradient of another dtype than its parameter. So DDP
-ignores the parameters of codes. :class:`DDPModels` does the rest for the plugin; docs/msamp.md shows the calls without
-Lightning.
+ignores the parameters of codes. The plugin calls the functions below; docs/msamp.md shows them without Lightning.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterable
-from typing import Any, Final, final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from lightning_lowprec.msamp.gradient import ScaledGradient, Stage
 from lightning_lowprec.msamp.weight import msamp_state_of
 from lightning_lowprec.numerics.fp8_average import average_
 from lightning_lowprec.numerics.one_pass import tensor_on
-from lightning_lowprec.numerics.parameters import chunks, parameters_of
+from lightning_lowprec.numerics.parameters import chunks
 from lightning_lowprec.private.torch import ignore_in_ddp, train_in_ddp
-from lightning_lowprec.references import WeakList
 
 _EXCLUDING: Final[weakref.WeakSet[nn.Module]] = weakref.WeakSet()
 """The models whose weights of codes DDP ignores; DDP reads their names in the model that it gets."""
@@ -35,7 +31,7 @@ def prepare_for_ddp(model: nn.Module, group: Any = None) -> None:
 
     Call before ``DistributedDataParallel(model)``. At least one other parameter must be left for DDP to train.
     """
-    _exclude(model)
+    exclude_codes(model)
     broadcast_codes(model, group)
 
 
@@ -46,7 +42,7 @@ def include_again(model: nn.Module, reverted: Collection[int]) -> None:
         train_in_ddp(holder, {name for name, p in named if id(p) in reverted})
 
 
-def _exclude(model: nn.Module) -> set[str]:
+def exclude_codes(model: nn.Module) -> set[str]:
     """Let DDP ignore the parameters of codes, and return their names."""
     coded = {name for name, p in model.named_parameters() if msamp_state_of(p) is not None}
     ignore_in_ddp(model, coded)
@@ -109,50 +105,6 @@ def _average(bucket: list[Tensor], group: Any) -> None:
         p.grad = ScaledGradient.of(part.view(p.shape), Stage.AVERAGED)
 
 
-# ---- under Lightning
-
-
-@final
-class DDPModels:
-    """The DDP modules of one precision plugin, whose weights of codes and gradients stay equal on all ranks."""
-
-    def __init__(self, precision: str) -> None:
-        self._precision = precision
-        self._modules: WeakList[DistributedDataParallel] = WeakList()
-
-    def exclude_codes(self, module: nn.Module, *, will_train: bool) -> None:
-        """Let DDP ignore the weights of codes of ``module``; raise ValueError if no weight is left for DDP to train."""
-        coded = _exclude(module)
-        trained = [name for name, p in module.named_parameters() if p.requires_grad]
-        if will_train and _ranks() and trained and coded.issuperset(trained):
-            fqn = trained[-1].rpartition(".")[0]
-            raise ValueError(
-                f"`precision={self._precision!r}`: every trainable parameter of {type(module).__name__} would be kept"
-                " as codes, and DDP wants at least one that is not. Keep a layer in high precision:"
-                f" `MSAMP(..., keep=[{fqn!r}])`."
-            )
-
-    def synchronize(self, module: nn.Module) -> None:
-        """Give all ranks the codes of rank 0, and register ``module`` if it is a DDP module."""
-        if isinstance(module, DistributedDataParallel):
-            self._modules.add(module)
-            broadcast_codes(module, module.process_group)
-        elif _ranks() > 1:
-            broadcast_codes(module)
-
-    def average_gradients(self, optimizer: Optimizer) -> None:
-        """Average the gradients of the optimizer's weights of codes over the ranks; averaged gradients stay."""
-        coded = {id(p) for p in parameters_of(optimizer) if msamp_state_of(p) is not None and p.requires_grad}
-        if coded and _ranks() > 1 and not self._modules:
-            raise RuntimeError(
-                f"`precision={self._precision!r}` needs to see the DDP module, and did not. In Fabric, `import"
-                " lightning_lowprec` before it is made and set the model up with `fabric.setup`."
-            )
-        for module in self._modules:
-            if dist.get_world_size(module.process_group) > 1:
-                average_scaled_gradients([p for p in module.parameters() if id(p) in coded], module.process_group)
-
-
-def _ranks() -> int:
+def ranks() -> int:
     """Return the number of ranks; 0 without a process group."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 0

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Final, final
 
 import torch
 from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import Unpack, override
 
@@ -17,12 +18,13 @@ from lightning_lowprec.conversion.options import LayerChoices, LayerOptions, sho
 from lightning_lowprec.conversion.plan import PlanRequest
 from lightning_lowprec.msamp.adamw_sgd import convert_optimizer_
 from lightning_lowprec.msamp.backend import NAME
-from lightning_lowprec.msamp.ddp import DDPModels
+from lightning_lowprec.msamp.ddp import average_scaled_gradients, broadcast_codes, exclude_codes, ranks
 from lightning_lowprec.msamp.layer import ScaledLayer
 from lightning_lowprec.msamp.linear import revert, scale_linears, scaled_linears
 from lightning_lowprec.msamp.weight import msamp_state_of, required_state_of
 from lightning_lowprec.msamp.weight_state import Level
 from lightning_lowprec.numerics.one_pass import compiles
+from lightning_lowprec.numerics.parameters import parameters_of
 from lightning_lowprec.precision import fp8
 from lightning_lowprec.precision.fp8 import BlockChoices, BlockOptions, Converting, compile_blocks
 from lightning_lowprec.precision.host import callbacks_of
@@ -36,6 +38,7 @@ from lightning_lowprec.precision.options import (
 from lightning_lowprec.precision.refusals import averaging
 from lightning_lowprec.precision.state import BACKEND_STATE
 from lightning_lowprec.private.either import LightningOptimizer, both
+from lightning_lowprec.references import WeakList
 from lightning_lowprec.runs_where import RecipeKey
 
 
@@ -92,7 +95,7 @@ class MSAMP(Converting):
         self.grad_accumulation_dtype = grad_accumulation_dtype
         self.compile = take(BlockOptions, options).compile
         self.precision = f"msamp-{level.lower()}" + ("-fp16" if self.base == "fp16" else "")
-        self._replicas = DDPModels(self.precision)
+        self._ddp_modules: WeakList[DistributedDataParallel] = WeakList()
 
     @override
     def refusal(self, device: torch.device) -> str | None:
@@ -138,8 +141,20 @@ class MSAMP(Converting):
             advice="FP8 is slow without `torch.compile`: compile the model yourself.",
         )
         if self.modules.sharded is None:
-            self._replicas.exclude_codes(module, will_train=self._will_train)
+            self._exclude_codes(module)
         fp8.take_plan(self, module, plan, *([self.how(device)] if self.emulates(device) else []))
+
+    def _exclude_codes(self, module: Module) -> None:
+        """Let DDP ignore the weights of codes; raise ValueError if no weight is left for DDP to train."""
+        coded = exclude_codes(module)
+        trained = [name for name, p in module.named_parameters() if p.requires_grad]
+        if self._will_train and ranks() and trained and coded.issuperset(trained):
+            fqn = trained[-1].rpartition(".")[0]
+            raise ValueError(
+                f"`precision={self.precision!r}`: every trainable parameter of {type(module).__name__} would be kept"
+                " as codes, and DDP wants at least one that is not. Keep a layer in high precision:"
+                f" `MSAMP(..., keep=[{fqn!r}])`."
+            )
 
     def _convert_optimizer(self, optimizer: Any) -> None:
         raw = optimizer.optimizer if isinstance(optimizer, both(LightningOptimizer)) else optimizer
@@ -153,8 +168,11 @@ class MSAMP(Converting):
     @override
     def see_module(self, module: Module) -> None:
         super().see_module(module)
-        if self.modules.sharded is None:
-            self._replicas.synchronize(module)
+        if isinstance(module, DistributedDataParallel):
+            self._ddp_modules.add(module)
+            broadcast_codes(module, module.process_group)
+        elif self.modules.sharded is None and ranks() > 1:
+            broadcast_codes(module)
 
     @override
     def connect(self, model: Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
@@ -166,8 +184,18 @@ class MSAMP(Converting):
         return super().connect(model, optimizers, lr_schedulers)
 
     def _average_gradients(self, optimizer: Any) -> None:
-        if self.modules.sharded is None:
-            self._replicas.average_gradients(optimizer)
+        """Average the gradients of the optimizer's weights of codes over the ranks; averaged gradients stay."""
+        if self.modules.sharded is not None:
+            return
+        coded = {id(p) for p in parameters_of(optimizer) if msamp_state_of(p) is not None and p.requires_grad}
+        if coded and ranks() > 1 and not self._ddp_modules:
+            raise RuntimeError(
+                f"`precision={self.precision!r}` needs to see the DDP module, and did not. In Fabric, `import"
+                " lightning_lowprec` before it is made and set the model up with `fabric.setup`."
+            )
+        for module in self._ddp_modules:
+            if module.process_group.size() > 1:
+                average_scaled_gradients([p for p in module.parameters() if id(p) in coded], module.process_group)
 
     @override
     def optimizer_step(self, optimizer: Any, model: Any = None, closure: Any = None, **kwargs: Any) -> Any:

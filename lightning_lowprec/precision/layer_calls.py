@@ -21,7 +21,7 @@ import inspect
 import math
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from itertools import pairwise
 from types import CodeType
@@ -61,17 +61,20 @@ def _converts(module: Module) -> bool:
 
 
 @final
-class LayerCalls:
-    """The layers that one forward of ``models`` calls, and its matrix FLOPs."""
+class LayerCalls(Operations):
+    """The layers of ``models`` that are called within this context, and the matrix FLOPs of a forward."""
 
     def __init__(self, models: Iterable[Module], converts: Callable[[Module], bool] = _converts) -> None:
+        super().__init__()
         self.models = list(models)
-        self.layers = {id(m): m for model in self.models for m in model.modules() if converts(m)}
+        modules = [module for model in self.models for module in model.modules()]
+        self.layers = {id(m): m for m in modules if converts(m)}
         self.called: set[int] = set()  # the ids of the layers that ran
         self.converted = 0  # the FLOPs of converted layers
         self.others: Counter[str] = Counter()  # the FLOPs of all other products, by kind
-        self.compiled: set[int] = set()
+        self.compiled = {id(m) for m in modules if is_compiled(m)}
         """The ids of the modules that are compiled: which layers they call is not seen."""
+        self._ids = set(map(id, modules))
         self._counted: set[int] = set()
         self._read: set[int] = set()
         self._inside: dict[int, list[Module]] = defaultdict(list)  # the layers that a module's code can call, by its id
@@ -80,19 +83,57 @@ class LayerCalls:
                 if id(layer) in self.layers and is_linear(layer) and not isinstance(layer, RoleModule):
                     self._inside[id(_around(model, fqn))].append(layer)
 
-    def note(self, operation: str, args: Sequence[Any], flops: int, module: int | None, is_ours: bool) -> None:
-        """Note an operation, the id of the module that runs it, and whether this package computes it."""
+    @override
+    def see(self, operation: Any, args: tuple[Any, ...], out: Any) -> None:
+        name = str(operation.overloadpacket)
+        formula = _FLOPS.get(name)
+        tensors = [arg for arg in args if isinstance(arg, Tensor)]
+        sized = all(not t.is_nested and all(isinstance(size, int) for size in t.shape) for t in tensors)
+        flops = formula(args, out) if formula is not None and sized else 0
+        module, is_ours = self._innermost()
         if module in self.layers:
             self.called.add(module)
             self.converted += flops
             self._counted |= {module} if flops else set()
         elif flops:
-            self.others[next((words for part, words in _KINDS.items() if part in operation), "other products")] += flops
+            self.others[next((words for part, words in _KINDS.items() if part in name), "other products")] += flops
         if is_ours:
             return
-        for layer in self._inside.get(module or 0, ()) if operation in _TO_PRODUCTS else ():
+        for layer in self._inside.get(module or 0, ()) if name in _TO_PRODUCTS else ():
             if any(arg is layer._parameters.get("weight") for arg in args):
                 self._read.add(id(layer))
+
+    def _innermost(self) -> tuple[int | None, bool]:
+        """Return the id of the innermost module that runs, and whether this package computes the operation."""
+        frame: Any = inspect.currentframe()
+        ours, in_compiled, calls_made = False, False, False
+        while frame is not None:
+            where = str(frame.f_globals.get("__name__"))
+            if where in _WATCHES:
+                frame = frame.f_back
+                continue
+            ours |= where.startswith(_OURS)
+            module = self._module_of(frame)
+            if module is not None and (in_compiled or calls_made):
+                self.compiled.add(module)
+                return None, False
+            if module is not None:
+                return module, ours
+            in_compiled |= where.startswith(_COMPILED) or frame.f_code.co_name.startswith("torch_dynamo_resume")
+            calls_made = where == _DISABLED and _is_made(frame.f_locals.get("fn"))  # f_locals keeps a frame's variables
+            frame = frame.f_back
+        return None, ours
+
+    def _module_of(self, frame: Any) -> int | None:
+        """Return the id of the module of which the frame is a method.
+
+        Of converted layers only calls count: they also encode weights outside of them.
+        """
+        code = frame.f_code
+        if not code.co_argcount or code.co_varnames[0] != "self":
+            return None
+        key = id(frame.f_locals.get("self"))
+        return key if key in self._ids and (key not in self.layers or code.co_name in _CALLS) else None
 
     @property
     def share(self) -> float | None:
@@ -259,60 +300,6 @@ _COMPILED: Final = ("torch._inductor.", "torch._functorch.", "torch.fx.")
 """Modules whose frames lie between an operation of compiled code and the module that was compiled."""
 
 
-@final
-class WatchedForward(Operations):
-    """Tell ``calls`` of every operation: the module that runs it, and the FLOPs of a product."""
-
-    def __init__(self, calls: LayerCalls) -> None:
-        super().__init__()
-        self._calls = calls
-        modules = [module for model in calls.models for module in model.modules()]
-        self._ids = set(map(id, modules))
-        calls.compiled.update(id(module) for module in modules if is_compiled(module))
-
-    @override
-    def see(self, operation: Any, args: tuple[Any, ...], out: Any) -> None:
-        name = str(operation.overloadpacket)
-        formula = _FLOPS.get(name)
-        tensors = [arg for arg in args if isinstance(arg, Tensor)]
-        sized = all(not t.is_nested and all(isinstance(size, int) for size in t.shape) for t in tensors)
-        flops = formula(args, out) if formula is not None and sized else 0
-        self._calls.note(name, args, flops, *self._innermost())
-
-    def _innermost(self) -> tuple[int | None, bool]:
-        """Return the id of the innermost module that runs, and whether this package computes the operation."""
-        frame: Any = inspect.currentframe()
-        ours, in_compiled, calls_made = False, False, False
-        while frame is not None:
-            where = str(frame.f_globals.get("__name__"))
-            if where in _WATCHES:
-                frame = frame.f_back
-                continue
-            ours |= where.startswith(_OURS)
-            module = self._module_of(frame)
-            if module is not None and (in_compiled or calls_made):
-                self._calls.compiled.add(module)
-                return None, False
-            if module is not None:
-                return module, ours
-            in_compiled |= where.startswith(_COMPILED) or frame.f_code.co_name.startswith("torch_dynamo_resume")
-            calls_made = where == _DISABLED and _is_made(frame.f_locals.get("fn"))  # f_locals keeps a frame's variables
-            frame = frame.f_back
-        return None, ours
-
-    def _module_of(self, frame: Any) -> int | None:
-        """Return the id of the module of which the frame is a method.
-
-        Of converted layers only calls count: they also encode weights outside of them.
-        """
-        code = frame.f_code
-        if not code.co_argcount or code.co_varnames[0] != "self":
-            return None
-        key = id(frame.f_locals.get("self"))
-        is_layer = key in self._calls.layers
-        return key if key in self._ids and (not is_layer or code.co_name in _CALLS) else None
-
-
 def _is_made(function: Any) -> bool:
     """Return whether the compiler made a function that it skips; it also skips others, such as Lightning's ``log``."""
     module = str(getattr(function, "__module__", None))
@@ -329,7 +316,6 @@ def watched(plugin: Any, autocast: AbstractContextManager[Any]) -> AbstractConte
 @contextmanager
 def _watch(plugin: Any, autocast: AbstractContextManager[Any]) -> Iterator[None]:
     plugin.modules.watched_forwards -= 1
-    calls = LayerCalls(plugin.modules.prepared)
-    with autocast, WatchedForward(calls):
+    with autocast, LayerCalls(plugin.modules.prepared) as calls:
         yield
     calls.report(plugin)

@@ -1,10 +1,5 @@
 """A schedule: phases of a run, and the matrix products that each phase computes in high precision.
 
-    schedule=[{"until": 0.1, "gemms": "bf16"}, {"until": 0.95}, {"gemms": {"forward": "bf16"}}]
-
-    step   0 ............. 100 ........................... 950 ............... 1000
-           all in bf16     as the recipe says              forward in bf16
-
 This file says what a schedule is, without torch, for the command line; `phases.py` applies a schedule to layers.
 """
 

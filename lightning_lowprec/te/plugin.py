@@ -121,7 +121,7 @@ class FP8TE(Scheduled):
         }
         self.per_layer = recipes.make_layer_recipes(recipe, fields) if recipes.is_per_layer(recipe) else None
         """The recipes per layer; None: one recipe for all."""
-        self.recipe: Any = recipes.make_recipe(recipe, **fields) if self.per_layer is None else self.per_layer.first
+        self.recipe: Any = self._all_recipes[0] if self.per_layer else recipes.make_recipe(recipe, **fields)
         """The recipe object of Transformer Engine: that of all layers, or of those that have no other."""
         self.kind = recipes.kind_of(self.recipe)
         self.layers = take(LayerOptions, options)
@@ -198,15 +198,7 @@ class FP8TE(Scheduled):
     @override
     def sharded_identity(self) -> tuple[Any, ...]:
         schedule = None if self.phases is None else self.phases.schedule
-        return (
-            self.precision,
-            self.recipe,
-            self.layers,
-            self.fp8_eval,
-            self.norms,
-            schedule,
-            self.per_layer and self.per_layer.identity,
-        )
+        return self.precision, self.recipe, self.layers, self.fp8_eval, self.norms, schedule, self.per_layer
 
     @override
     def _prepare(self, module: Module, device: torch.device) -> None:

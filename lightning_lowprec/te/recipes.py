@@ -205,16 +205,6 @@ class LayerRecipes:
     """Recipe objects of Transformer Engine; the first is that of the plugin's context."""
 
     @property
-    def first(self) -> Any:
-        """The recipe of the plugin's context."""
-        return self.by_name[self.patterns.names[0]]
-
-    @property
-    def identity(self) -> object:
-        """A value that can be compared."""
-        return self.patterns, tuple(map(str, self.by_name.values()))
-
-    @property
     def alignments(self) -> dict[str, int]:
         """By name, the number of which the features of a layer must be multiples."""
         return {name: ALIGNMENT.get(kind_of(recipe), 16) for name, recipe in self.by_name.items()}

@@ -92,7 +92,7 @@ def buffers_of(optimizer: Any) -> list[torch.Tensor]:
     if not hasattr(optimizer, "_masters"):
         return []
     stores = optimizer._masters.stores
-    return [*(store.remainder for store in stores if hasattr(store, "remainder")), *(s.buffer.flat for s in stores)]
+    return [*(store.remainder for store in stores if hasattr(store, "remainder")), *(s.flat for s in stores)]
 
 
 def through_file(state: Any) -> Any:

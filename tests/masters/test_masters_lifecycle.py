@@ -116,7 +116,7 @@ def test_wrapping_after_half_precision_steps_keeps_the_state(make, form):
 def test_memory_goes_with_the_optimizer_without_the_garbage_collector(form):
     model, optimizer = wrapped(ADAMW, form)
     train(model, optimizer, range(2))
-    flat = weakref.ref(optimizer._masters.stores[0].buffer.flat)
+    flat = weakref.ref(optimizer._masters.stores[0].flat)
     gc.disable()
     try:
         del optimizer

@@ -9,7 +9,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.utils.flop_counter import FlopCounterMode
 
 import lightning_lowprec  # noqa: F401  # registers the names
-from lightning_lowprec.precision.layer_calls import LayerCalls, WatchedForward
+from lightning_lowprec.precision.layer_calls import LayerCalls
 
 TOKENS, WIDTH = 32, 64
 
@@ -28,10 +28,9 @@ class Everything(nn.Module):
 def test_the_flops_are_those_of_torchs_counter():
     model, shape = Everything(), (2, 4, 16, 16)
     inputs = (torch.randn(32, 64), torch.randn(2, 4, 12, 12), *(torch.randn(shape) for _ in range(3)))
-    calls = LayerCalls([model])
     with (
         torch.autocast("cpu", dtype=torch.bfloat16),
-        WatchedForward(calls),
+        LayerCalls([model]) as calls,
         FlopCounterMode(display=False) as torchs,
     ):
         model(*inputs)
@@ -43,13 +42,11 @@ def test_the_flops_are_those_of_torchs_counter():
 def test_grouped_products_and_the_chunked_loss_of_torch_count():
     tokens, experts, inner = 32, 4, 128
     x, weight = torch.randn(tokens, WIDTH), torch.randn(experts, WIDTH, inner)
-    calls = LayerCalls([nn.Linear(1, 1)])
-    with WatchedForward(calls):
+    with LayerCalls([nn.Linear(1, 1)]) as calls:
         F.grouped_mm(x, weight, offs=torch.arange(8, 33, 8, dtype=torch.int32))
     assert calls.others.total() == 2 * tokens * WIDTH * inner
     options = pytest.importorskip("torch.nn.modules.linear_cross_entropy_options").LinearCrossEntropyOptions()
-    calls = LayerCalls([nn.Linear(1, 1)])
-    with WatchedForward(calls):
+    with LayerCalls([nn.Linear(1, 1)]) as calls:
         F.linear_cross_entropy(x, torch.randn(inner, WIDTH), torch.zeros(tokens, dtype=torch.long), options=options)
     assert calls.others.total() == 2 * tokens * WIDTH * inner
 
@@ -59,8 +56,7 @@ def test_grouped_products_and_the_chunked_loss_of_torch_count():
 def test_nested_tensors_run_under_the_watch(layout):
     layer = nn.Linear(64, 96)
     nested = torch.nested.nested_tensor([torch.randn(3, 64), torch.randn(5, 64)], layout=layout)
-    calls = LayerCalls([layer])
-    with torch.autocast("cpu", dtype=torch.bfloat16), WatchedForward(calls):
+    with torch.autocast("cpu", dtype=torch.bfloat16), LayerCalls([layer]) as calls:
         layer(nested)
     assert calls.share is None
 

@@ -73,7 +73,7 @@ def forward_share(model: nn.Module, plan: Plan) -> tuple[float | None, str]:
     example = getattr(model, "example_input_array", None)
     if example is None:
         return None, ""
-    from lightning_lowprec.precision.layer_calls import LayerCalls, WatchedForward
+    from lightning_lowprec.precision.layer_calls import LayerCalls
     from lightning_lowprec.private.torch import tensors_of
     from lightning_lowprec.tools.planning.inputs import inputs_of
 
@@ -85,7 +85,7 @@ def forward_share(model: nn.Module, plan: Plan) -> tuple[float | None, str]:
     calls = LayerCalls([model], lambda module: id(module) in layers)
     of = "a forward of `example_input_array`"
     try:
-        with WatchedForward(calls):
+        with calls:
             inputs.loss(model, batch)
     except (NotImplementedError, RuntimeError) as error:  # the forward reads values
         return None, f"matrix FLOPs of {of}: not known ({str(error).splitlines()[0]})"
