@@ -208,11 +208,9 @@ class LazyLogits:
     def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run a function of torch with the tensor."""
         return func(*map(_computed, args), **{name: _computed(value) for name, value in (kwargs or {}).items()})
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute or method of the tensor."""
         if name.startswith("__") or "hidden" not in vars(self):  # copying and pickling ask an empty object
             raise AttributeError(name)
         return getattr(self.tensor(), name)
@@ -224,7 +222,6 @@ class LazyLogits:
         return id(self)
 
     def __reduce__(self) -> Any:
-        """Copy and pickle the logits as a tensor."""
         return Tensor.detach, (self.tensor().detach(),)
 
     def __repr__(self) -> str:

@@ -70,6 +70,5 @@ derived: Any = functools.cache(_make_class)
 
 
 def _empty(cls: Any, own: Any) -> Any:
-    """Make a module without attributes, for copies and pickles."""
     both = derived(cls, own)
     return both.__new__(both)

@@ -60,7 +60,6 @@ def _facts(model: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def _hooks(module: nn.Module) -> dict[str, list[int]]:
-    """Return the ids of the hooks of a module, by the name of the dict that holds them (forward, backward, ...)."""
     return {
         name: [id(hook) for hook in value.values()]
         for name, value in vars(module).items()

@@ -38,7 +38,6 @@ class RefusedQConfig:
         raise AttributeError("qconfig")
 
     def __set__(self, layer: object, value: Any) -> None:
-        """Refuse ``torch.ao.quantization``."""
         _refuse("`torch.ao.quantization`", layer)
 
 
@@ -60,7 +59,6 @@ class PlainFirst(TracedModule):
         nn.Module.register_parameter(self, name, param)
 
     def __prepare_scriptable__(self) -> NoReturn:
-        """Refuse ``torch.jit.script``."""
         _refuse("`torch.jit.script`", self)
 
     def check_trace(self) -> None:

@@ -44,7 +44,6 @@ class MasterConfig:
     """The seed of stochastic rounding; the same on every rank."""
 
     def __post_init__(self) -> None:
-        """Check that the fields go together; the constructor has checked each."""
         if self.clip_tensor is not None and self.update == "step":
             raise ValueError(
                 "`clip_tensor` goes with `update='backward'` only, got `update='step'`: clip by `gradient_clip_val` of"

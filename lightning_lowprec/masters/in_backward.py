@@ -140,7 +140,6 @@ class BackwardUpdates:
         self._use([param for param in waiting if param.grad is not None])
 
     def _use(self, params: Sequence[Tensor]) -> None:
-        """Use gradients, and free them."""
         optimizer, self._uses = self._optimizer(), self._uses + 1
         if optimizer is not None:
             factor = self._factor([param.grad for param in params if param.grad is not None])

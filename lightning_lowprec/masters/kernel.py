@@ -82,7 +82,6 @@ def _bits(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _load(pointer, mask, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return float32 values."""
     x = tl.load(pointer, mask=mask)
     if KIND == "bf16":
         x = (x.to(tl.int32) << 16).to(tl.float32, bitcast=True)

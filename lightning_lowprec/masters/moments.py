@@ -169,7 +169,6 @@ def _row(param: Tensor) -> int:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Return the elements of a dense tensor in the order of the memory."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 

@@ -146,7 +146,6 @@ class HalfWeights:
         self._counted = set()
 
     def __getstate__(self) -> dict[str, object]:
-        """Leave out the weights, which cannot move to another process."""
         return {**self.__dict__, "_originals": {}, "_counted": set()}
 
 

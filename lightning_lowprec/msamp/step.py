@@ -164,7 +164,6 @@ def _write(
 
 
 def _measure_master(master: Tensor, scale: Tensor) -> Tensor:
-    """Return the largest absolute value of float16 codes."""
     return amax(master.float()) / scale
 
 

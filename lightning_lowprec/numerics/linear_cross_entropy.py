@@ -277,7 +277,6 @@ def _add_product(total: Tensor, gradient: Tensor, hidden: Tensor, *, first: bool
 
 
 def _losses(logits: Tensor, target: Tensor, *terms: Any) -> Tensor:
-    """Return losses alone: (M,) float32."""
     x = logits.float()
     return _loss(x, _log_sum_exp(x), target, *terms)
 

@@ -236,11 +236,9 @@ class LossScaler:
         self._skipped_at_floor = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the optimizers, which cannot move to another process."""
         return {key: value for key, value in self.__dict__.items() if key != "_gradients"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Start without optimizers."""
         self.__dict__.update(state, _gradients=weakref.WeakKeyDictionary())
 
     def __repr__(self) -> str:

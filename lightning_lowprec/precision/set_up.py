@@ -92,7 +92,6 @@ class Modules:
         self.need_check = False
 
     def __getstate__(self) -> dict[str, object]:
-        """Leave out the modules, which stay in their process."""
         return {**self.__dict__, "sharded": None, "ready": self.device is not None, "need_check": False}
 
 

@@ -136,7 +136,6 @@ class DelayedScales:
     @torch.inference_mode(False)
     @torch.no_grad()
     def _copy(self) -> None:
-        """Copy the scales before the first forward of a step: one multi-tensor copy."""
         if not self._count or self._count != transformer_engine.count_registered():
             self._tensors = self._registered()
             self._copies = [torch.empty_like(tensor) for tensor in self._tensors]

@@ -88,16 +88,13 @@ class Fp8Weight(CodedWeight):
         return self.codes.float() * self.inv_scale
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        """Return the names of the inner tensors, for compilers and for ``module.to``, and the dtype."""
         return ["codes", "inv_scale"], self.dtype
 
     @classmethod
     def __tensor_unflatten__(cls, inner: dict[str, Tensor], dtype: torch.dtype, size: Any, stride: Any) -> Self:
-        """Undo :meth:`__tensor_flatten__`."""
         return cls(inner["codes"], inner["inv_scale"], dtype)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        """Show the shape and the scale."""
         return f"{type(self).__name__}(shape={tuple(self.shape)}, inv_scale={self.inv_scale.item():.3e})"
 
 

@@ -312,7 +312,6 @@ class TEConv1D(TELayer):
         raise AttributeError("Conv1D has no `reset_parameters`")
 
     def __repr__(self) -> str:
-        """Show the sizes, as Conv1D does."""
         return f"TEConv1D(nf={self.out_features}, nx={self.in_features})"
 
 

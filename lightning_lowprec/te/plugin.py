@@ -230,7 +230,6 @@ class FP8TE(Scheduled):
             store_frozen_in_fp8(module, device)
 
     def _weights_in_fp8(self, module: Module) -> set[str]:
-        """The parameters of ``module``, converted or not, that are kept in FP8 and train."""
         plan = choose(module, self.layers, self._request, norms=self.norms)
         parameters = dict(module.named_parameters(remove_duplicate=False))
         names = {f"{layer}.weight".lstrip(".") for layer in plan.converted}
