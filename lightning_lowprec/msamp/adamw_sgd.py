@@ -22,8 +22,6 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
-from torch.optim.adam import adam
-from torch.optim.sgd import sgd
 from typing_extensions import override
 
 from lightning_lowprec.masters.moments import params_by_key
@@ -43,8 +41,6 @@ _SGD_MOMENTS: Final[dict[str, Format]] = {_BUFFER: FP16}
 cannot decay slowly: with 3 bits behind the point, ``0.95 * x`` rounds back to ``x`` (1.125 -> 1.069 -> 1.125). From
 momentum 0.945 on, such a buffer would push the weight for ever after its gradients are gone; a float16 buffer does so
 from 0.9995 on."""
-_ADAM_OPTIONS: Final = ("foreach", "fused", "decoupled_weight_decay", "lr", "weight_decay", "eps")
-_SGD_OPTIONS: Final = ("foreach", "fused", "lr", "momentum", "dampening", "weight_decay", "nesterov")
 SUPPORTED: Final = (
     "torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, and lightning_lowprec.msamp's ScaledAdamW and ScaledSGD"
 )
@@ -105,22 +101,6 @@ class ScaledAdamW(ScaledOptimizer, AdamW):
         denominator = torch.div(exp_avg_sq, numbers["correction2"], out=grad).sqrt_().add_(numbers["eps"])
         weight.sub_((exp_avg / numbers["correction1"]).div_(denominator).mul_(numbers["lr"]))
 
-    @override
-    def _update_plain(
-        self, group: dict[str, Any], params: list[Tensor], weights: list[Tensor], grads: list[Tensor]
-    ) -> None:
-        states = [self._state_of(p, _ADAMW_MOMENTS) for p in params]
-        for p, state in zip(params, states, strict=True):  # torch's function needs a tensor, fused on the device
-            device = p.device if group.get("fused") else None
-            step = state.get("step")
-            state["step"] = torch.zeros((), dtype=torch.float32, device=device) if step is None else step.to(device)
-        beta1, beta2 = group["betas"]
-        first, second, steps = ([state[name] for state in states] for name in (*_ADAMW_MOMENTS, "step"))
-        options: dict[str, Any] = {name: group.get(name) for name in _ADAM_OPTIONS}
-        adam(
-            weights, grads, first, second, [], steps, amsgrad=False, beta1=beta1, beta2=beta2, maximize=False, **options
-        )
-
 
 @final
 class ScaledSGD(ScaledOptimizer, SGD):
@@ -156,17 +136,6 @@ class ScaledSGD(ScaledOptimizer, SGD):
             buffer.mul_(numbers["momentum"]).add_(grad * numbers["fresh"])
             grad = grad.add_(buffer * numbers["momentum"]) if numbers["nesterov"] else buffer
         weight.sub_(grad * numbers["lr"])
-
-    @override
-    def _update_plain(
-        self, group: dict[str, Any], params: list[Tensor], weights: list[Tensor], grads: list[Tensor]
-    ) -> None:
-        buffers = [self.state[p].get(_BUFFER) if p in self.state else None for p in params]
-        options: dict[str, Any] = {name: group.get(name) for name in _SGD_OPTIONS}
-        sgd(weights, grads, buffers, maximize=False, **options)
-        if group["momentum"]:
-            for p, buffer in zip(params, buffers, strict=True):
-                self.state[p][_BUFFER] = buffer
 
 
 _CLASSES: Final[Mapping[type[Any], type[ScaledOptimizer]]] = {AdamW: ScaledAdamW, Adam: ScaledAdamW, SGD: ScaledSGD}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -91,12 +92,6 @@ class ScaledOptimizer(Optimizer):
         """Update flat tensors of codes: a :data:`~lightning_lowprec.msamp.step.Rule`."""
         raise NotImplementedError
 
-    def _update_plain(
-        self, group: dict[str, Any], params: list[Tensor], weights: list[Tensor], grads: list[Tensor]
-    ) -> None:
-        """Update the float32 ``weights`` of plain parameters in place by their float32 gradients."""
-        raise NotImplementedError
-
     # ---- the step
 
     @override
@@ -116,16 +111,29 @@ class ScaledOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._step_plain(inspect.unwrap(super().step))  # without torch's hooks, which run around this step
         for group in self.param_groups:
-            plain = [p for p in group["params"] if msamp_state_of(p) is None and p.grad is not None]
-            if plain:
-                weights = [p.float() for p in plain]  # the parameter itself if it is float32
-                self._update_plain(group, plain, weights, [p.grad.float() for p in plain])
-                half = [i for i, p in enumerate(plain) if p is not weights[i]]
-                copy_all_([plain[i] for i in half], [weights[i] for i in half])
             for alike in self._alike(group["params"]):
                 self._step_codes(group, alike)
         return loss
+
+    def _step_plain(self, torchs_step: Callable[[Optimizer], Any]) -> None:
+        """Let torch step the parameters without codes; those in half precision as float32, with float32 state."""
+        groups, state = self.param_groups, self.state
+        plain = [p for p in parameters_of(self) if msamp_state_of(p) is None and p.grad is not None]
+        shown = {p: p.float() for p in plain}  # the parameter itself if it is float32
+        for p, values in shown.items():
+            values.grad = p.grad.float()  # type: ignore[union-attr]
+        members = [[shown[p] for p in group["params"] if p in shown] for group in groups]
+        self.param_groups = [{**g, "params": own} for g, own in zip(groups, members, strict=True) if own]
+        self.state = defaultdict(dict, {shown[p]: state[p] for p in plain if p in state})
+        try:
+            torchs_step(self)
+        finally:
+            state.update((p, self.state[values]) for p, values in shown.items() if values in self.state)
+            self.param_groups, self.state = groups, state
+        half = [p for p in plain if p is not shown[p]]
+        copy_all_(half, [shown[p] for p in half])
 
     def _alike(self, params: Iterable[Tensor]) -> list[list[Tensor]]:
         """Return the parameters of codes that have gradients, in lists whose parameters may step together."""
@@ -240,11 +248,10 @@ class ScaledOptimizer(Optimizer):
             )
         weight = msamp_state_of(p)
         loaded = {key: format for key, format in moments.items() if saved.get(key) is not None}
-        self.state[p] = {}
+        by_torch = self.state.pop(p, {})
         state = self._state_of(p, loaded)
-        if "step" in saved:
-            step = float(saved["step"])
-            state["step"] = torch.as_tensor(step) if weight is None else int(step)
+        if "step" in saved:  # torch has put the step of a fused optimizer on the device
+            state["step"] = torch.as_tensor(by_torch["step"]) if weight is None else int(saved["step"])
         for key, format in loaded.items():
             values = saved[key] if weight is None else local_tensor(saved[key]).to(p.device)
             if weight is not None and f"{key}_scale" in state:
