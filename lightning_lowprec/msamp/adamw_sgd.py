@@ -3,15 +3,11 @@
     scale_weight_(linear.weight, "O2")      # from here on the weight is float16 codes: read it with values_of(weight)
     optimizer = ScaledAdamW(model.parameters(), level="O2")
 
-An AdamW, Adam or SGD that holds such weights is converted in place: the optimizer object stays.
+An AdamW, Adam or SGD that holds such weights is converted in place by :func:`convert_optimizer_`: the object stays.
 
-    scale_linears(model, ["fc"], "O2")
-    convert_optimizer_(optimizer, "O2")      # with or without a scheduler, before or after its first step
-
-A step decodes to float32, updates, and encodes with a fresh amax per tensor (arXiv 2310.18313, sec. 2.2). Bytes per
-parameter of codes between steps, gradient included, at O1, O2, O3 and in float32: AdamW 11, 6, 7, 16; SGD with momentum
-7, 5, 6, 12; SGD 3, 3, 4, 8. State dicts are those of the plain optimizer, in float32. At level O3 they also have the
-``master_param`` (float32) of weights that were stepped, a name of :mod:`~lightning_lowprec.masters.optimizer`.
+A step decodes to float32, updates, and encodes with a fresh amax per tensor (arXiv 2310.18313, sec. 2.2). State dicts
+are those of the plain optimizer, in float32. At level O3 they also have the ``master_param`` (float32) of weights that
+were stepped, a name of :mod:`~lightning_lowprec.masters.optimizer`.
 """
 
 from __future__ import annotations

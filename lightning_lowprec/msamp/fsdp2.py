@@ -1,17 +1,11 @@
 """Weights of codes under FSDP2 (MS-AMP's O3): e4m3 codes are gathered, one byte per element.
 
-    scale_linears(model, fqns, "O3")
-    code_shards(model, shards=mesh.size())     # before fully_shard
-    fully_shard(model, mesh=mesh)
-    collect(model, mesh)                       # after fully_shard, before the optimizer
-    optimizer = ScaledAdamW(model.parameters(), level="O3")
-
-``code_shards`` lets ``fully_shard`` cut codes and master of a MsampWeight together. FSDP2 gathers the codes, into a
-MsampWeight without a master. The optimizer steps the codes and the master of this rank.
+:func:`code_shards` lets ``fully_shard`` cut codes and master of a MsampWeight together; :func:`collect` comes after it,
+and before the optimizer. FSDP2 gathers the codes, into a MsampWeight without a master. The optimizer steps the codes
+and the master of this rank.
 
 The scale belongs to the whole weight, and every rank has it: a write to a shard, and loading a state dict, are
-collectives. A step takes one all-reduce for its new scales, per 16 million elements and group of parameters. With
-``param_dtype=bfloat16`` FSDP2 rounds gradients to bf16 before it reduces them. State dicts have float32 DTensors.
+collectives. A step takes one all-reduce for its new scales, per 16 million elements and group of parameters.
 """
 
 from __future__ import annotations

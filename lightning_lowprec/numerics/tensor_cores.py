@@ -7,9 +7,8 @@ A tensor core does not add in float32. For each output it takes a block of produ
     3. adds the rest up exactly,
     4. cuts the sum to ``kept`` binary places behind its first.
 
-So a product that is much smaller than the sum loses bits, or all of its value, always toward zero: long sums of one
-sign come out too small. Hopper and Ada keep 13 places. Without *fast accumulation* they begin a new sum every 128
-products, and add the finished sums up in float32. With fast accumulation a product of K = 16,384 is one such sum.
+So a product that is much smaller than the sum loses bits, or all of its value, always toward zero. Without *fast
+accumulation* Hopper and Ada begin a new sum every 128 products, and add the finished sums up in float32.
 
 MI300 adds up products of even and of odd number apart, then aligns the two sums and the sum so far, toward minus
 infinity, and rounds to the nearest float32.

@@ -8,9 +8,8 @@ FP8 alone. FSDP2 gathers weights as float8 so, and hands the codes to Transforme
     scale  = FMAX / amax           # of the whole weight, as Transformer Engine's current scaling computes it
     codes  = saturate(weight * scale).to(e4m3)
 
-The float32 shards are the masters, four bytes per element; optimizers and checkpoints see float32. (Transformer
-Engine's own FP8 parameters take five all the time: e4m3 shards next to float32 masters in the optimizer.) Each rank
-encodes its shard once per optimizer step. From the first gather to the next write it keeps the codes, one byte more.
+The float32 shards are the masters; optimizers and checkpoints see float32. Each rank encodes its shard once per
+optimizer step. From the first gather to the next write it keeps the codes, one byte more.
 
 Delayed scaling uses the same scale here: the amax is known before anything is sent, and a history or a margin could
 only make the scale worse. The history of the amax is kept, for a run that goes on without FSDP2.
