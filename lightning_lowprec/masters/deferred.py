@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_lowprec.masters.gradients import multiply
 from lightning_lowprec.masters.registry import MasterRegistry, registries, registry_of
-from lightning_lowprec.numerics.parameters import grouped, mesh_of, over_ranks, together
+from lightning_lowprec.numerics.parameters import grouped, is_one, mesh_of, multiply, over_ranks, together
 from lightning_lowprec.private.torch import float32_norms
 from lightning_lowprec.private.torch_optimizers import steps_alone
 
@@ -42,10 +41,10 @@ def clip_by_norm(optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) 
     others = [p.grad for p in registry.without_master() if p.grad is not None]
     if not deferred and not others:
         return torch.tensor(0.0)
-    parts = [norm * registry.gradients.factor for norm in norms(deferred, norm_type)] + norms(others, norm_type)
+    parts = [norm * registry.factor for norm in norms(deferred, norm_type)] + norms(others, norm_type)
     total = together(parts, norm_type)
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    registry.gradients.fold(factor, deferred)
+    registry.fold_factor(factor, deferred)
     multiply(others, factor)
     return total
 
@@ -55,7 +54,7 @@ def unscale(optimizer: Optimizer, inv_scale: float) -> Tensor:
     """Multiply the gradients of an optimizer that :func:`defers`; return 1.0 if one was not finite, else 0.0."""
     registry: MasterRegistry = optimizer._masters  # type: ignore[attr-defined]
     grads = registry.deferred_grads()
-    registry.gradients.fold(inv_scale, grads)
+    registry.fold_factor(inv_scale, grads)
     if not grads:
         return torch.zeros(())
     return (~together(norms(grads, math.inf), math.inf).isfinite()).float()
@@ -64,7 +63,7 @@ def unscale(optimizer: Optimizer, inv_scale: float) -> Tensor:
 def multiply_waiting() -> None:
     """Before a backward: multiply gradients that wait for a step, which the new gradients must not share."""
     for registry in registries:
-        if registry.gradients.waits:
+        if not is_one(registry.factor):
             registry.move_grads()
 
 

@@ -27,9 +27,8 @@ from torch.optim import Optimizer
 from lightning_lowprec.masters import kernel_step
 from lightning_lowprec.masters.config import ACCUMULATES, IN_THE_STEP, MasterConfig
 from lightning_lowprec.masters.deferred import norms
-from lightning_lowprec.masters.gradients import multiply
 from lightning_lowprec.masters.registry import registry_of
-from lightning_lowprec.numerics.parameters import chunks, parameters_of, together
+from lightning_lowprec.numerics.parameters import chunks, multiply, parameters_of, together
 from lightning_lowprec.private.torch import after_backward
 from lightning_lowprec.private.torch_optimizers import refuse_copies
 

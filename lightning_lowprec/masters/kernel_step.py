@@ -127,7 +127,7 @@ def step_in_one_pass(registry: MasterRegistry) -> None:
     """Step the parameters that the kernel can step, and drop their gradients; the others keep theirs."""
     for group in registry.live().param_groups:
         places = [registry.place_of[id(p)] for p in group["params"] if id(p) in registry.place_of]
-        _step_places(registry, group, places, registry.gradients.factor)
+        _step_places(registry, group, places, registry.factor)
 
 
 @torch.no_grad()
@@ -167,8 +167,11 @@ def _row(registry: MasterRegistry, group: Any, rule: Rule, store: Store, index: 
     state: Any = states.get(param, {})
     if block and rule == "adam" and not state:  # torch makes others
         state = states[param] = adam_state(group, param, coded=True)
-    moments = _moments(rule, state, coded=block > 0)
-    if moments is None:
+    names = [f"{name}{CODES}" if block else name for name in STATE[rule]]
+    if any(state.get(name) is None for name in names) or (rule == "adam" and "step" not in state):
+        return None  # torch's own code makes them
+    moments = [local_tensor(state[name]) for name in names]
+    if not block and any(moment.dtype != torch.float32 for moment in moments):
         return None
     weight = local_tensor(param)
     tensors = [weight, store.companion(index), local_tensor(grad), *moments]
@@ -186,17 +189,6 @@ def _row(registry: MasterRegistry, group: Any, rule: Rule, store: Store, index: 
     largest = asked(param)
     filled = (*[*tensors, None, None][:5], *exponents, None, None)[:7]
     return Row(variant, filled, store.position(index), state.get("step"), param, master, largest)
-
-
-def _moments(rule: Rule, state: Mapping[str, Any], *, coded: bool) -> list[Tensor] | None:
-    """Return the moments, or their codes; None if the kernel cannot step them, because they do not exist yet."""
-    names = [f"{name}{CODES}" if coded else name for name in STATE[rule]]
-    if any(state.get(name) is None for name in names) or (rule == "adam" and "step" not in state):
-        return None
-    moments = [state[name] for name in names]
-    if not coded and any(moment.dtype != torch.float32 for moment in moments):
-        return None
-    return [local_tensor(moment) for moment in moments]
 
 
 def _step_rows(

@@ -132,7 +132,7 @@ def move_grads_to_masters(optimizer: Optimizer) -> None:
 def show_master_grads(optimizer: Optimizer) -> None:
     """Show moved gradients at the parameters too, until the next ``step`` or ``zero_grad``; edits reach the step."""
     if (registry := registry_of(optimizer)) is not None:
-        registry.gradients.show(registry.pairs())
+        registry.show_grads()
 
 
 def main_params(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -179,7 +179,7 @@ class MasterOptimizer(Optimizer):
     def _step_apart(self, plain_step: Callable[[], Any]) -> None:
         """Step some parameters at a time, so that only their masters and float32 gradients need memory."""
         registry = self._masters
-        registry.gradients.hide(registry.pairs())
+        registry.hide_grads()
         registry.follow_moves()
         registry.deferred_grads()
         try:
@@ -215,9 +215,9 @@ class MasterOptimizer(Optimizer):
             if param.grad is not None and fold is not None:
                 registry.fold(param, factor, fold)
             elif param.grad is not None:
-                registry.gradients.fold(factor, [param.grad])
+                registry.fold_factor(factor, [param.grad])
                 with registry.stepping_only(registry.place_of[id(param)][0]):
-                    registry.gradients.factor = 1.0
+                    registry.factor = 1.0
                     registry.plain.step(self)  # type: ignore[attr-defined]
             param.grad = None
 

@@ -9,21 +9,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, final
 
+import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_lowprec.masters import moments
 from lightning_lowprec.masters.config import MasterConfig
-from lightning_lowprec.masters.gradients import MasterGradients
 from lightning_lowprec.masters.stores import STORES, RemainderStore, Store
 from lightning_lowprec.numerics.formats import HALF_DTYPES
-from lightning_lowprec.numerics.parameters import chunks, grouped, parameters_of
-from lightning_lowprec.private.torch import local_tensor, version_of
+from lightning_lowprec.numerics.parameters import chunks, grouped, is_one, multiply, parameters_of
+from lightning_lowprec.private.torch import copy_all_, local_tensor, version_of
 from lightning_lowprec.references import WeakList
 
 BUCKET: Final = 64 * 2**20
 """Masters that a step loads at a time where no kernel steps: 256 MB of float32. A larger parameter is loaded alone."""
+_FOLDED: Final = "lowprec_folded"  # an attribute of a gradient that the factor is meant for: a new one does not have it
 ROUNDING_STEP: Final = "rounding_step"  # in param_groups[0], where state dicts and pickles carry it along
 SEVERAL_EVALUATIONS: Final = (
     "{} evaluates its closure where it has moved the weights, and half-precision weights follow their float32 masters"
@@ -45,7 +46,9 @@ class MasterRegistry:
         self.param_of: dict[int, Tensor] = {}  # by id(master), in the same order
         self.stores: list[Store] = []  # of one device and dtype each, and of one bucket at most
         self.place_of: dict[int, tuple[Store, int]] = {}  # by id(parameter): its store, and its index there
-        self.gradients = MasterGradients()
+        self.factor: float | Tensor = 1.0
+        """What the step multiplies the gradients at the parameters by; a Tensor is a float32 scalar."""
+        self._shown: dict[int, torch.dtype | None] = {}  # by id(parameter): `grad_dtype` before `show_grads`
         self.plain: type = type(optimizer)  # the class that the optimizer had before it got masters
         self.optimizer = weakref.ref(optimizer)
         self._place_in_groups: dict[int, tuple[int, int]] = {}  # by id(parameter), as it was seen last
@@ -168,27 +171,72 @@ class MasterRegistry:
         entry = {name: value.to(param.device, copy=True) for name, value in coded.items()}
         self.live().state[param].update(entry if keep else moments.decoded_entry(entry, param))
 
-    # ---- gradients
+    # ---- gradients, between a backward and the step
+    # at the masters, as float32: for code that clips or looks at float32 gradients
+    # at the parameters, as the backward left them, with a factor: nothing is written, and no memory is needed
 
     def move_grads(self) -> None:
         """Move gradients to the masters."""
-        self.gradients.hide(self.pairs())
+        self.hide_grads()
         self.follow_moves()
         self.deferred_grads()
         for store in self.stores:
-            self.gradients.move(store)
-        self.gradients.factor = 1.0
+            self._move(store)
+        self.factor = 1.0
+
+    def _move(self, store: Store) -> None:
+        """Move the gradients of a store's parameters to its masters, times the folded factor."""
+        pairs = [(p, m) for p, m in zip(store.params, store.masters, strict=True) if p.grad is not None]
+        grads = _as_float32(store, [p.grad for p, _ in pairs if p.grad is not None])
+        for p, _ in pairs:
+            p.grad = None
+        multiply(grads, self.factor)
+        for (_, master), grad in zip(pairs, grads, strict=True):
+            master.grad = grad if master.grad is None else master.grad + grad
+
+    def fold_factor(self, factor: float | Tensor, grads: Iterable[Tensor]) -> None:
+        """Multiply ``grads``, all gradients that stay at the parameters, by ``factor`` when the step reads them."""
+        self.factor = factor if is_one(self.factor) else self.factor * factor
+        for grad in grads:
+            setattr(grad, _FOLDED, True)
 
     def deferred_grads(self) -> list[Tensor]:
-        """Return the gradients that are at the parameters with masters; the folded factor is meant for all of them."""
+        """Return the gradients that are at the parameters with masters; the folded factor is meant for all of them.
+
+        ``model.zero_grad()`` and another backward may have replaced some: the others are multiplied now.
+        """
         grads = [p.grad for p, _ in self.pairs() if p.grad is not None]
-        self.gradients.forget_others(grads)
+        if is_one(self.factor):
+            return grads
+        folded = [grad for grad in grads if hasattr(grad, _FOLDED)]
+        if len(folded) < len(grads):
+            multiply(folded, self.factor)
+            for grad in folded:
+                delattr(grad, _FOLDED)
+            self.factor = 1.0
         return grads
+
+    def show_grads(self) -> None:
+        """Make the masters' gradients the ``grad`` of the parameters too: one tensor, so that edits reach the step."""
+        for p, master in self.pairs():
+            if master.grad is not None and p.grad is None:
+                self._shown[id(p)] = p.grad_dtype
+                p.grad_dtype = None  # any
+                p.grad = master.grad
+
+    def hide_grads(self) -> None:
+        """Undo :meth:`show_grads`; a gradient that was assigned or dropped since then replaces the master's."""
+        shown, self._shown = self._shown, {}
+        for p, master in self.pairs() if shown else ():
+            if id(p) in shown:
+                grad, p.grad = p.grad, None
+                p.grad_dtype = shown[id(p)]
+                master.grad = None if grad is None else grad.float()
 
     def drop_grads(self) -> None:
         """Drop moved gradients; outside of a step, free the masters' memory too."""
-        self.gradients.hide(self.pairs())
-        self.gradients.factor = 1.0
+        self.hide_grads()
+        self.factor = 1.0
         for store in self.stores:
             for master in store.masters:
                 master.grad = None
@@ -229,7 +277,7 @@ class MasterRegistry:
         if self.config.moments == "8bit":
             moments.encode_state(self.live().state, store, self.step)
         if any(p.grad is not None and m.grad is not None for p, m in zip(store.params, store.masters, strict=True)):
-            self.gradients.move(store)
+            self._move(store)
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -246,7 +294,7 @@ class MasterRegistry:
     def stepping_only(self, store: Store) -> Iterator[None]:
         """Load the masters of one store, and show the optimizer nothing else; at the end save them."""
         store.load()  # first, because it takes temporary memory
-        self.gradients.move(store)
+        self._move(store)
         with self._loaded([store]), self.showing_only(store.params):
             yield
 
@@ -282,7 +330,7 @@ class MasterRegistry:
         try:
             yield
         finally:
-            self.gradients.hide(self.pairs())
+            self.hide_grads()
             for master in itertools.chain.from_iterable(store.masters for store in stores):
                 master.grad = None  # first: rounding takes temporary memory too
             self._stepping = False
@@ -320,6 +368,16 @@ class MasterRegistry:
         items = [(other.get(id(key), key), entry) for key, entry in optimizer.state.items()]
         optimizer.state.clear()
         optimizer.state.update(items)
+
+
+@torch.no_grad()
+def _as_float32(store: Store, grads: Sequence[Tensor]) -> list[Tensor]:
+    """Return float32 gradients, float32 ones themselves; in few calls if every parameter has a half-precision one."""
+    if len(grads) < len(store.params) or any(grad.dtype == torch.float32 or grad.is_sparse for grad in grads):
+        return [grad.float() for grad in grads]
+    copies = store.tensors_on(torch.empty_like(store.flat))
+    copy_all_([local_tensor(copy) for copy in copies], [local_tensor(grad) for grad in grads])
+    return copies
 
 
 def registry_of(optimizer: Optimizer) -> MasterRegistry | None:

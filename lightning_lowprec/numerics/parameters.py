@@ -16,6 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
+from lightning_lowprec.private.torch import local_tensor, multiply_all_
+
 T = TypeVar("T")
 
 
@@ -101,3 +103,21 @@ def together(norms: Sequence[Tensor], order: float = 2.0) -> Tensor:
     """Return the norm of all elements whose norms are given, on the device of the first one."""
     total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), order)
     return total
+
+
+@torch.no_grad()
+def multiply(grads: Iterable[Tensor], factor: float | Tensor) -> None:
+    """Multiply gradients in place, of DTensors the shards; ``factor`` may be a scalar on another device."""
+    if is_one(factor):
+        return
+    for members in grouped(map(local_tensor, grads), lambda grad: grad.device):
+        here = factor.to(members[0].device) if isinstance(factor, Tensor) else factor
+        multiply_all_([grad for grad in members if not grad.is_sparse], here)
+        for grad in members:
+            if grad.is_sparse:
+                grad.mul_(here)
+
+
+def is_one(factor: float | Tensor) -> bool:
+    """Return whether nothing needs to be multiplied; the value of a tensor is not read: that waits for the GPU."""
+    return not isinstance(factor, Tensor) and factor == 1.0

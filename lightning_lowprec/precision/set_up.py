@@ -103,12 +103,11 @@ def check_optimizers(plugin: Any, optimizers: list[Optimizer]) -> None:
     current = {id(p) for module in modules.prepared for p in module.parameters()}
     for module in modules.unchecked:
         converted = {id(p) for layer in plugin._converted_layers(module) for p in layer.parameters(recurse=False)}
-        if (warning := _missing(module, converted, optimizers, current)) is not None:
-            rank_zero_warn(warning)
+        _check_module(module, converted, optimizers, current)
 
 
-def _missing(module: Module, converted: Set[int], optimizers: list[Optimizer], current: Set[int]) -> str | None:
-    """Return a warning if a trainable parameter of a converted layer is in no optimizer; raise if it was replaced.
+def _check_module(module: Module, converted: Set[int], optimizers: list[Optimizer], current: Set[int]) -> None:
+    """Warn if a trainable parameter of a converted layer is in no optimizer; raise if it was replaced.
 
     A module passes if the optimizers hold no parameter of it, not even a stale one: the module may be a teacher, or get
     its optimizer later. ``converted`` and ``current`` are ids of parameters: of the converted layers of this module,
@@ -119,7 +118,7 @@ def _missing(module: Module, converted: Set[int], optimizers: list[Optimizer], c
     untrained = converted - trained.keys()
     missing = {fqn: p for fqn, p in parameters.items() if id(p) in untrained and p.requires_grad}
     if not missing:
-        return None
+        return
     fqn, parameter = next(iter(missing.items()))
     names = repr(fqn) + (f" (and {len(missing) - 1} more)" if len(missing) > 1 else "")
     if any(key not in current and p.shape == parameter.shape for key, p in trained.items()):
@@ -128,12 +127,11 @@ def _missing(module: Module, converted: Set[int], optimizers: list[Optimizer], c
             " built from parameters that have been replaced since. Build the optimizer after the last change to the"
             " model, from `model.parameters()`."
         )
-    if not any(id(p) in trained for p in parameters.values()):
-        return None
-    return (
-        f"{names} is trainable and in no optimizer: it gets gradients and never learns. Freeze it with"
-        " `requires_grad_(False)`, which saves its gradients, or add it to an optimizer."
-    )
+    if any(id(p) in trained for p in parameters.values()):
+        rank_zero_warn(
+            f"{names} is trainable and in no optimizer: it gets gradients and never learns. Freeze it with"
+            " `requires_grad_(False)`, which saves its gradients, or add it to an optimizer."
+        )
 
 
 def set_up_heads(plugin: Any, module: Module, device: torch.device) -> None:
