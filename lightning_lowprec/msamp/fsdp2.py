@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_lowprec.msamp.linear import scaled_linears
 from lightning_lowprec.msamp.weight import MsampWeight, required_state_of
-from lightning_lowprec.msamp.weight_state import Shards
 from lightning_lowprec.private.torch import local_tensor
 
 
@@ -51,7 +50,7 @@ def code_shards(model: nn.Module, shards: int) -> None:
 @torch.no_grad()
 def collect(model: nn.Module, mesh: DeviceMesh) -> None:
     """Let optimizers and state dicts find codes, masters and scales; call after ``fully_shard`` over ``mesh``."""
-    shards = Shards(mesh)
+    shards = mesh.get_group(mesh.ndim - 1)
     for fqn, layer in scaled_linears(model).items():
         weight: Any = layer.weight
         shard = local_tensor(weight)

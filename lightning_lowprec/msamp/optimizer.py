@@ -10,6 +10,7 @@ from itertools import accumulate, chain
 from typing import Any, Final, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -165,7 +166,7 @@ class ScaledOptimizer(Optimizer):
         every, shards = parameters_of(self), required_state_of(params[0]).shards
         *starts, total = accumulate((aligned(p.numel()) for p in every), initial=0)
         start_of = dict(zip(every, starts, strict=True))
-        of_rank = 0 if shards is None else shards.rank * total
+        of_rank = 0 if shards is None else dist.get_rank(shards) * total
         keys: list[tuple[int, int]] = []
         places: list[tuple[int, int]] = []
         for chunk in chunks(params, _CHUNK):

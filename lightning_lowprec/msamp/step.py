@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lightning_lowprec.msamp.gradient import ScaledGradient
 from lightning_lowprec.msamp.weight import required_state_of
-from lightning_lowprec.msamp.weight_state import MsampWeightState, Shards
+from lightning_lowprec.msamp.weight_state import MsampWeightState, maximum
 from lightning_lowprec.numerics.formats import E4M3, FP16, Format, amax, power_of_two_scale, saturating_cast
 from lightning_lowprec.numerics.one_pass import tensor_on
 from lightning_lowprec.numerics.rounding import bits_at, round_fp16
@@ -73,7 +73,7 @@ def step_codes(
     inputs = [
         _inputs(p, weight, state, moments, formats) for p, weight, state in zip(params, weights, states, strict=True)
     ]
-    amaxes = _over_shards(weights[0].shards, [run(_measure)(tensors, formats, update) for tensors in inputs])
+    amaxes = _over_shards(weights, [run(_measure)(tensors, formats, update) for tensors in inputs])
     for i, tensors in enumerate(inputs):
         bits = None if rounding is None else (rounding[0], rounding[1][i])
         run(_write)(tensors, formats, amaxes[i], bits, update)
@@ -98,8 +98,9 @@ def _inputs(
     return {name: _flat(t, stepped) for name, t in codes.items()}, scales, _flat(values, stepped), inv_scale
 
 
-def _over_shards(shards: Shards | None, amaxes: list[Tensor]) -> list[Tensor]:
-    return amaxes if shards is None else list(shards.maximum(torch.stack(amaxes)).unbind())  # one reduction
+def _over_shards(weights: Sequence[MsampWeightState], amaxes: list[Tensor]) -> list[Tensor]:
+    shards = weights[0].shards
+    return amaxes if shards is None else list(maximum(torch.stack(amaxes), shards).unbind())  # one reduction
 
 
 def _write_e4m3(run: Run, weights: Sequence[MsampWeightState], amaxes: list[Tensor] | None) -> None:
@@ -109,7 +110,7 @@ def _write_e4m3(run: Run, weights: Sequence[MsampWeightState], amaxes: list[Tens
     """
     masters = [(_flat(cast(Tensor, w.master), w.codes), cast(Tensor, w.master_scale)) for w in weights]
     if amaxes is None:  # after stochastic rounding a value may be larger than the largest one was
-        amaxes = _over_shards(weights[0].shards, [run(_measure_master)(*master) for master in masters])
+        amaxes = _over_shards(weights, [run(_measure_master)(*master) for master in masters])
     for weight, master, largest in zip(weights, masters, amaxes, strict=True):
         run(_write_weight)(*master, _flat(weight.codes, weight.codes), weight.scale, largest)
 

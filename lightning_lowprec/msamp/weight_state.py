@@ -16,30 +16,11 @@ from typing import Any, Final, Literal, final, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_lowprec.numerics.formats import E4M3, FP16, Format, amax, power_of_two_scale, saturating_cast
 
 Level = Literal["O1", "O2", "O3"]
 LEVELS: Final[tuple[Level, ...]] = get_args(Level)
-
-
-@final
-class Shards:
-    """The ranks that share weights of codes: each has one shard of every weight, and the scale of the whole.
-
-    They are the last dimension of the mesh that ``fully_shard`` got.
-    """
-
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self._group = mesh.get_group(mesh.ndim - 1)
-        self.rank: int = mesh.get_local_rank(mesh.ndim - 1)
-
-    def maximum(self, values: Tensor) -> Tensor:
-        """Return the maximum over the ranks: (...) float32; a collective. NaN becomes inf, which a maximum keeps."""
-        largest = torch.where(values.isnan(), torch.inf, values)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group)
-        return largest
 
 
 @final
@@ -57,8 +38,8 @@ class MsampWeightState:
     """Scalar float32, for the master."""
     pending_master: Tensor | None = None
     """Values of a master, (...) float32, that was loaded before its weight."""
-    shards: Shards | None = None
-    """None: the weight is whole."""
+    shards: dist.ProcessGroup | None = None
+    """The ranks that have a shard of the weight each, and the scale of the whole; None: the weight is whole."""
     whole: MsampWeightState | None = None
     """For a view: the weight that the view is a part of. A write to the view scales the whole weight anew."""
     loading: bool = False
@@ -71,7 +52,7 @@ class MsampWeightState:
     """FSDP2 cuts the weight at the moment: a part becomes a weight that has no whole."""
 
     @classmethod
-    def of(cls, values: Tensor, level: Level, shards: Shards | None = None) -> MsampWeightState:
+    def of(cls, values: Tensor, level: Level, shards: dist.ProcessGroup | None = None) -> MsampWeightState:
         """Encode values, (...) float32; of a sharded weight a collective."""
         codes, scale = encode(values, FP16, shards)
         if level != "O3":
@@ -149,7 +130,7 @@ class MsampWeightState:
     def _are_equal(self, state: MsampWeightState, other: MsampWeightState) -> bool:
         """Return whether two states of this weight have the same values on every rank."""
         differ = torch.tensor(float(not torch.equal(state.values(), other.values())), device=self.scale.device)
-        return not bool(differ if self.shards is None else self.shards.maximum(differ))
+        return not bool(maximum(differ, self.shards))
 
     def _refuse_loss(self, values: Tensor, new: MsampWeightState) -> None:
         """Raise if ``new``, the state of ``values``, has the present values where most of the values differ."""
@@ -157,7 +138,7 @@ class MsampWeightState:
         changed = (values != present) & (values != self.exact_values())
         lost = changed & (new.values() == present)
         too_many = (2 * lost.sum() > changed.sum()).float()
-        if not bool(too_many if self.shards is None else self.shards.maximum(too_many)):
+        if not bool(maximum(too_many, self.shards)):
             return
         raise RuntimeError(
             f"a write to a weight of shape {tuple(values.shape)} that is kept as codes with a scale (MS-AMP) would be"
@@ -171,8 +152,16 @@ class MsampWeightState:
         )
 
 
-def encode(values: Tensor, format: Format, shards: Shards | None = None) -> tuple[Tensor, Tensor]:
+def maximum(values: Tensor, shards: dist.ProcessGroup | None) -> Tensor:
+    """Return the maximum over the ranks: (...) float32; a collective. NaN becomes inf, which a maximum keeps."""
+    if shards is None:
+        return values
+    largest = torch.where(values.isnan(), torch.inf, values)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=shards)
+    return largest
+
+
+def encode(values: Tensor, format: Format, shards: dist.ProcessGroup | None = None) -> tuple[Tensor, Tensor]:
     """Return codes and their scale: (...) float32 -> (...) of the format, scalar float32; all shards have one scale."""
-    largest = amax(values)
-    scale = power_of_two_scale(largest if shards is None else shards.maximum(largest), format)
+    scale = power_of_two_scale(maximum(amax(values), shards), format)
     return saturating_cast(values * scale, format), scale
