@@ -54,8 +54,10 @@ class Store(ABC):
         shards = [local_tensor(p) for p in self.params]
         *offsets, total = itertools.accumulate((aligned(t.numel()) for t in shards), initial=0)
         # a dense tensor keeps its strides (channels_last): multi-tensor kernels need equal strides
-        strides = [torch.empty_like(t, device="meta").stride() for t in shards]
-        self._layout = [(t.shape, *place) for t, *place in zip(shards, strides, offsets, strict=True)]
+        self._layout = [
+            (t.shape, torch.empty_like(t, device="meta").stride(), offset)
+            for t, offset in zip(shards, offsets, strict=True)
+        ]
         self.flat = torch.zeros(total, dtype=torch.float32, device=self.device)
         self.views, self.masters = self.views_on(self.flat), self.tensors_on(self.flat)
         self.allocated = True
