@@ -155,7 +155,6 @@ def _resolve_name(
     **kwargs: Any,
 ) -> None:
     precision, plugins = _launched(precision, plugins)
-    known = private.strategy_names(self)
     several = isinstance(plugins, Iterable) and not isinstance(plugins, str)
     given = [] if plugins is None else list(plugins) if several else [plugins]
     for plugin in given:
@@ -178,9 +177,9 @@ def _resolve_name(
     if is_fsdp2(strategy) and ours is None and (ours := half_under_fsdp2(precision)) is not None:
         given, precision = [*given, ours], None
     if ours is not None or is_fsdp2(strategy):
-        strategy = resolve_strategy(strategy, known, package, for_trainer)
+        strategy = resolve_strategy(strategy, package, for_trainer)
     if ours is not None:
-        check_strategy(ours, strategy, known, private.strategy_registry(package, for_trainer=for_trainer))
+        check_strategy(ours, strategy, private.strategy_registry(package, for_trainer=for_trainer))
     original(self, precision=precision, plugins=given or None, strategy=strategy, **kwargs)
 
 
@@ -211,7 +210,7 @@ def _meet_strategy(original: Callable[..., None], self: Any, *, for_trainer: boo
         self.strategy.sharding.check(plugin)
     if not isinstance(plugin, LowPrecision):
         return
-    check_strategy(plugin, self.strategy, (), {})
+    check_strategy(plugin, self.strategy, {})
     plugin.bind_device(self.strategy.root_device)
     if isinstance(self.strategy, both(*DEEPSPEED)):
         bind(plugin, self.strategy)

@@ -4,7 +4,7 @@ A precision under a strategy that this package does not know is refused, since L
 a word.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from functools import cache
 from types import new_class
 from typing import Any, Final
@@ -46,7 +46,7 @@ def fsdp2_class(package: Package, *, for_trainer: bool) -> Any:
     return new_class(ours.__name__, bases, exec_body=lambda body: body.update(__doc__="", __module__=ours.__module__))
 
 
-def resolve_strategy(strategy: Any, names: Collection[str], package: Package, for_trainer: bool) -> Any:
+def resolve_strategy(strategy: Any, package: Package, for_trainer: bool) -> Any:
     """The strategy for one of our precisions: FSDP becomes FSDP2, and ours for another part of Lightning one for this.
 
     Checkpoints stay what they are under FSDP: one file in the Trainer, folders in Fabric.
@@ -54,7 +54,7 @@ def resolve_strategy(strategy: Any, names: Collection[str], package: Package, fo
     ours = fsdp2_class(package, for_trainer=for_trainer)
     if isinstance(strategy, FSDP2Base) and not isinstance(strategy, ours):
         return ours(**strategy.arguments)
-    if isinstance(strategy, str) and strategy.lower() in _FSDP1_NAMES and strategy.lower() in names:
+    if isinstance(strategy, str) and strategy.lower() in _FSDP1_NAMES:
         state_dict_type: Any = "full" if for_trainer else "sharded"
         return ours(state_dict_type=state_dict_type, cpu_offload="offload" in strategy.lower())
     if isinstance(strategy, both(*FSDP1)):
@@ -79,11 +79,11 @@ FSDP2_TOO = ", 'fsdp2', or 'fsdp', which becomes 'fsdp2'"
 SHARDED_TOO = f"{FSDP2_TOO}, or 'deepspeed_stage_1', '_2' and '_3'"
 
 
-def check_strategy(plugin: LowPrecision, strategy: Any, names: Collection[str], registry: Mapping[str, Any]) -> None:
+def check_strategy(plugin: LowPrecision, strategy: Any, registry: Mapping[str, Any]) -> None:
     """Raise if ``plugin`` does not run under ``strategy``, an object or a name; "auto" and unknown names pass."""
     if isinstance(strategy, str):
         name = strategy.lower()
-        if name == "auto" or name not in names:
+        if name not in registry:
             return
         cls = registry[name]["strategy"]
     else:

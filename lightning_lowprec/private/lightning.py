@@ -161,11 +161,6 @@ def strategy_registry(package: Package, *, for_trainer: bool) -> Any:
     return package.module("fabric.strategies").STRATEGY_REGISTRY
 
 
-def strategy_names(connector: Any) -> Any:
-    """Return the names of strategies that a connector knows."""
-    return getattr(connector, "_registered_strategies", ())
-
-
 def comm_hook(strategy: Any) -> Any:
     """Return what the user gave to ``DDPStrategy(ddp_comm_hook=...)``, or None."""
     return getattr(strategy, "_ddp_comm_hook", None)
