@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Final, TypeVar, cast, final
+from typing import Any, BinaryIO, Final, TypeVar, cast, final
 
 import torch
 import torch.distributed as dist
@@ -61,49 +61,23 @@ class Stored:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-@final
-class SafetensorsFile:
-    """A new file with room for all ``tensors``, open for writing; ``metadata`` goes into the header."""
-
-    def __init__(self, path: Path, tensors: Sequence[Stored], metadata: Mapping[str, str]) -> None:
-        header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
-        self._left: dict[str, list[int]] = {}
-        """By tensor: where the next elements go, and where the tensor ends."""
-        at = 0
-        for tensor in sorted(tensors, key=lambda t: (-t.dtype.itemsize, t.name)):
-            offsets = [at, at + tensor.size]
-            header[tensor.name] = {
-                "dtype": _DTYPE_NAMES[tensor.dtype],
-                "shape": list(tensor.shape),
-                "data_offsets": offsets,
-            }
-            self._left[tensor.name] = list(offsets)
-            at += tensor.size
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % _HEADER_ALIGNMENT)
-        self._begin = 8 + len(text)
-        self._file = path.open("wb")
-        self._file.write(len(text).to_bytes(8, "little") + text)
-
-    def write(self, name: str, rows: Tensor) -> None:
-        """Append elements to a tensor: (...) contiguous, on any device."""
-        content: Any = rows.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        place = self._left[name]
-        assert place[0] + content.nbytes <= place[1], name
-        self._file.seek(self._begin + place[0])
-        self._file.write(memoryview(content))
-        place[0] += content.nbytes
-
-    def close(self) -> None:
-        """Close the file, which is complete."""
-        self._file.close()
-        unfinished = [name for name, (at, end) in self._left.items() if at != end]
-        assert not unfinished, unfinished
-
-    def abandon(self) -> None:
-        """Close the file, which is not complete. That its last bytes do not fit on the disk is no second error."""
-        with suppress(OSError):
-            self._file.close()
+def header(tensors: Sequence[Stored], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
+    """Return the beginning of a file, and the position in the file at which each tensor begins."""
+    entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    begins: dict[str, int] = {}
+    at = 0
+    for tensor in sorted(tensors, key=lambda t: (-t.dtype.itemsize, t.name)):
+        entries[tensor.name] = {
+            "dtype": _DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [at, at + tensor.size],
+        }
+        begins[tensor.name] = at
+        at += tensor.size
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _HEADER_ALIGNMENT)
+    start = len(text).to_bytes(8, "little") + text
+    return start, {name: len(start) + begin for name, begin in begins.items()}
 
 
 @contextmanager
@@ -161,25 +135,35 @@ class ShardFiles:
         self._metadata = {"format": "pt", **metadata}
         self._tensors = dict(zip(names if count > 1 else ["model.safetensors"], groups, strict=True))
         self._file_of = {tensor.name: name for name, group in self._tensors.items() for tensor in group}
-        self._left = {name: sum(tensor.size for tensor in group) for name, group in self._tensors.items()}
+        self._left = {tensor.name: tensor.size for tensor in tensors}
         self._total = sum(self._left.values())
-        self._open: dict[str, SafetensorsFile] = {}
+        self._at: dict[str, int] = {}
+        """By tensor of a file that was begun: the position of the next elements."""
+        self._open: dict[str, BinaryIO] = {}
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
         for unfinished in self._open.values():
-            unfinished.abandon()
+            with suppress(OSError):  # that the last bytes do not fit on the disk is no second error
+                unfinished.close()
 
     def write(self, name: str, rows: Tensor) -> None:
-        """Append the next elements to a tensor, and close the file that is complete with them."""
+        """Append the next elements, (...) on any device, to a tensor; close the file that is complete with them."""
         file = self._file_of[name]
         if file not in self._open:
-            self._open[file] = SafetensorsFile(self.folder / file, self._tensors[file], self._metadata)
-        self._open[file].write(name, rows)
-        self._left[file] -= rows.nbytes
-        if not self._left[file]:
+            start, begins = header(self._tensors[file], self._metadata)
+            self._at |= begins
+            self._open[file] = (self.folder / file).open("wb")
+            self._open[file].write(start)
+        content: Any = rows.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        assert content.nbytes <= self._left[name], name
+        self._open[file].seek(self._at[name])
+        self._open[file].write(memoryview(content))
+        self._at[name] += content.nbytes
+        self._left[name] -= content.nbytes
+        if not any(self._left[tensor.name] for tensor in self._tensors[file]):
             self._open.pop(file).close()
         self._progress(rows.nbytes)
 
