@@ -114,7 +114,9 @@ def _compiled_for_rows(function: Any, *kind: Any) -> Callable[..., Any]:
 
 def _copied(function: Any) -> Any:
     """Return a copy of ``function`` with a code object of its own: the compiler allows few graphs per code object."""
-    return types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+    copy = types.FunctionType(function.__code__.replace(), function.__globals__, argdefs=function.__defaults__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
 
 
 # ---- kernels of our own, by Triton
