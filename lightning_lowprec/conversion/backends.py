@@ -68,6 +68,8 @@ class PrecisionName:
     """The recipe of :mod:`~lightning_lowprec.conversion.gains` that says which shapes gain from FP8."""
     gathers_fp8: bool = False
     """Whether FSDP2 gathers converted weights as codes (``formats.fsdp2``); the plugin's ``gathers`` says why."""
+    tile: int = 0
+    """Rows and columns of what has a scale of its own in a gathered weight; 0: the weight has one scale."""
     conv1d: Literal["kept", "converted", "gathered"] = "kept"
     """What becomes of a ``Conv1D`` of transformers, whose weight is [in, out]; ``"gathered"``: converted, and gathered
     as a Linear's weight is. A plugin that converts Conv1Ds passes ``conv1d=True`` where it makes its plan."""

@@ -51,7 +51,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from lightning_lowprec.numerics.parameters import grouped, mesh_of
-from lightning_lowprec.numerics.tiles import largest_of_rows
+from lightning_lowprec.numerics.tiles import Tile, largest_of_rows
 from lightning_lowprec.numerics.wire_format import WiredWeight, WireFormat, on_wire_change, reads_values, wired_weights
 from lightning_lowprec.private import torch as private
 from lightning_lowprec.private.fsdp2 import forget_gathered, gathered_parameters
@@ -144,11 +144,7 @@ class GatherScales:
             amax: Any = private.largest_absolute_values(weights)  # partial values of the ranks, which `clamp` reduces
             amax = torch.clamp(amax.to(mesh.device_type), min=format.least_amax)
             return format.scales(amax.to_local()).unbind()
-        shards = [local_tensor(weight) for weight in weights]
-        grids = [
-            largest_of_rows(shard, tile, len(weight), _first_row(shard, mesh)).to(mesh.device_type)
-            for weight, shard in zip(weights, shards, strict=True)
-        ]
+        grids = [_largest(local_tensor(weight), tile, weight.shape, mesh).to(mesh.device_type) for weight in weights]
         amax = torch.cat([grid.flatten() for grid in grids])
         dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=mesh.get_group(mesh.ndim - 1))
         parts = amax.clamp_(min=format.least_amax).split([grid.numel() for grid in grids])
@@ -284,7 +280,7 @@ class Fp8GatherShard(Tensor):
             if format.tile is None:
                 amax = values.abs().amax().float()
             else:
-                amax = largest_of_rows(values, format.tile, outer_size[0], place["first"])
+                amax = _largest(values, format.tile, outer_size, mesh)
             dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=mesh.get_group())
             scale = format.scales(amax.clamp(min=format.least_amax))
             return (format.encode(values, scale, **place),), (scale, True)
@@ -338,7 +334,13 @@ class Fp8GatherShard(Tensor):
 
 
 def _first_row(shard: Tensor, mesh: DeviceMesh) -> int:
-    return mesh.get_local_rank(mesh.ndim - 1) * len(shard)  # a mesh may have copies, and then shards
+    rows = shard.shape[:-1].numel()  # of stacked experts those of all matrices
+    return mesh.get_local_rank(mesh.ndim - 1) * rows  # a mesh may have copies, and then shards
+
+
+def _largest(shard: Tensor, tile: Tile, shape: torch.Size, mesh: DeviceMesh) -> Tensor:
+    """Return the largest values of all tiles of a weight, 0 in tiles of other ranks."""
+    return largest_of_rows(shard.flatten(0, -2), tile, shape[:-1].numel(), _first_row(shard, mesh))
 
 
 def gather_in_fp8(model: nn.Module) -> GatherScales | None:

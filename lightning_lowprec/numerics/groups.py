@@ -14,7 +14,7 @@ memory without meaning there. :func:`collect` and the backward pass of :func:`sp
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
@@ -35,6 +35,14 @@ class Groups:
     expert: Tensor
     absent: Tensor | None
     """[S] bool: the pairs whose expert is on another rank; None if all experts are here."""
+
+    on_host: list[Tensor] = field(default_factory=list)  # what `ends_on_host` has returned
+
+    def ends_on_host(self) -> Tensor:
+        """Return ``ends`` on CPU; the host waits for the device, the first time."""
+        if not self.on_host:
+            self.on_host.append(self.ends.cpu())
+        return self.on_host[0]
 
 
 def group(top_k_index: Tensor, experts: int, alignment: int, *, some_absent: bool = False) -> Groups:

@@ -28,12 +28,14 @@ class Tiled(Transposable):
         return encode_tiles(matrix.detach(), self.tile, self.coding("weight"))  # no Parameter: one kernel on CUDA
 
     def encode_rows(self, values: Tensor, scale: Tensor, first: int) -> Tensor:
-        """Return the codes of some rows of a weight, from the row ``first`` on, by the scales of all tiles."""
-        return _encode_rows(values, scale, self.tile, first, self.coding("weight").dtype)
+        """Return the codes of some rows of a weight, or of a stack, from the row ``first`` on, by all tiles' scales."""
+        codes = _encode_rows(values.flatten(0, -2), scale, self.tile, first, self.coding("weight").dtype)
+        return codes.view(values.shape)
 
     def decode(self, codes: Tensor, scale: Tensor) -> Tensor:
         """Return the values of codes and the scales of all tiles, float32."""
-        return codes.float() * spread(scale.reciprocal(), self.tile, codes.shape)
+        rows = codes.flatten(0, -2).float()
+        return (rows * spread(scale.reciprocal(), self.tile, rows.shape)).view(codes.shape)
 
 
 @compiled_on_cuda

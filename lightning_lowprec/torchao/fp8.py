@@ -21,7 +21,7 @@ from lightning_lowprec.precision.options import EmulationChoices, FP8Choices, FP
 from lightning_lowprec.precision.schedule import Schedule
 from lightning_lowprec.runs_where import RecipeKey
 from lightning_lowprec.torchao.backend import NAMES, FP8Format
-from lightning_lowprec.torchao.plugin import SHARED, SharedChoices, TorchAO
+from lightning_lowprec.torchao.plugin import EXPERTS_IN_BF16, SHARED, Experts, SharedChoices, TorchAO
 
 if TYPE_CHECKING:
     from lightning_lowprec.torchao.settings import Recipes
@@ -32,7 +32,6 @@ RecipePerLayer = Annotated[
 RowwiseBackward = Literal["scaled_after", "scaled_inside"]
 WeightCodes = Literal["auto", "per_forward", "per_gemm"]
 SavedInputs = Literal["values", "codes"]
-Experts = Literal["auto", "fp8", "bf16"]
 CPU_SCALES_TENSORWISE = torch.__version__ < "2.13"
 """Whether ``torch._scaled_mm`` on CPU takes one scale per tensor only; given more, it fails an internal assert."""
 
@@ -180,7 +179,7 @@ class FP8TorchAO(TorchAO):
     def _experts_kept(self, device: torch.device) -> str | None:
         """Return why stacked experts stay in the base dtype; None: they convert."""
         if self.experts == "bf16":
-            return "stacked experts (experts='bf16')"
+            return EXPERTS_IN_BF16
         reason, emulate = None, self.emulates(device)
         if self.base == "fp16":
             reason = GROUPED_ROUND_TO_BF16

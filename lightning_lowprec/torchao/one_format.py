@@ -22,7 +22,7 @@ from lightning_lowprec.precision.options import Base, EmulationChoices, FP8Optio
 from lightning_lowprec.private.torchao import prototype_refusal
 from lightning_lowprec.products.arithmetic import Arithmetic
 from lightning_lowprec.runs_where import RecipeKey
-from lightning_lowprec.torchao.plugin import SHARED, SharedChoices, TorchAO
+from lightning_lowprec.torchao.plugin import EXPERTS_IN_BF16, SHARED, Experts, SharedChoices, TorchAO
 
 if TYPE_CHECKING:
     from lightning_lowprec.torchao.settings import Recipes
@@ -164,11 +164,14 @@ class BlockTorchAO(OneFormatTorchAO):
 
     Codes are e4m3, with a scale per 128 values of inputs and gradients, and per 128 x 128 of weights. Sums of 128
     products are scaled and added up in float32. On Hopper cuBLASLt multiplies (CUDA 12.9), on other GPUs torchao's
-    Triton kernels; on a CPU it is emulated. Stacked experts stay in bf16. FSDP2 gathers the codes.
+    Triton kernels; on a CPU it is emulated. FSDP2 gathers the codes.
 
     Args:
         recipe: ``"block"``, or recipes per layer as in :class:`~lightning_lowprec.FP8TorchAO`:
             ``{"blocks.0.*": "bf16", "*": {"grad_weight": "bf16"}}`` computes one of the GEMMs in high precision.
+        experts: the stacked experts of mixtures. ``"auto"`` and ``"fp8"``: each computes as a Linear with its weight
+            does, a product per expert. On a GPU the host waits, once per call of the experts, to learn how many rows
+            each has. ``"bf16"`` keeps experts in bf16.
 
     Raises:
         ValueError: an unknown or contradictory option, or a model in which nothing converts.
@@ -180,8 +183,16 @@ class BlockTorchAO(OneFormatTorchAO):
     kind: ClassVar[str] = "block"
     one_code = True
     name: ClassVar[str] = "fp8-block-torchao"
+    own = ("experts",)
 
-    def __init__(self, recipe: Literal["block"] | ProductsPerLayer = "block", **options: Unpack[Choices]) -> None:
+    def __init__(
+        self,
+        recipe: Literal["block"] | ProductsPerLayer = "block",
+        *,
+        experts: Experts = "auto",
+        **options: Unpack[Choices],
+    ) -> None:
+        self.experts: Experts = experts
         running = take(FP8Options, options)
         super().__init__(recipe, low_eval=running.fp8_eval, emulate=running.emulation, options=options)
 
@@ -201,6 +212,10 @@ class BlockTorchAO(OneFormatTorchAO):
             return super().how(device)
         kernels = "cuBLASLt" if by_cublas(device) else "torchao's Triton kernels"
         return f"FP8 GEMMs with a scale per block by {kernels} on {describe(device)}"
+
+    @override
+    def plan_options(self, device: torch.device) -> dict[str, Any]:
+        return {**super().plan_options(device), "experts": EXPERTS_IN_BF16 if self.experts == "bf16" else None}
 
     @override
     def arithmetic(self, device: torch.device) -> Arithmetic:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from lightning_lowprec.torchao.settings import Recipes
 
 
+Experts = Literal["auto", "fp8", "bf16"]
+EXPERTS_IN_BF16: Final = "stacked experts (experts='bf16')"
 SHARED: Final = (BlockOptions, TrainingOptions, MasterOptions, ScheduleOptions)
 """The options of every plugin of torchao's formats, beside those that choose layers."""
 

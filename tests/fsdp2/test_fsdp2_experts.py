@@ -14,25 +14,28 @@ WAYS = {
     "float32 gathered": ({}, False),
     "rowwise": ({"recipe": "rowwise"}, False),
     "up to step 3 in bf16": ({"schedule": [{"until": 3, "gemms": "bf16"}, {}]}, True),
+    "block": ({"plugin": "BlockTorchAO", "hidden_size": 128}, True),
+    "block, sides that 128 does not divide": ({"plugin": "BlockTorchAO"}, True),
 }
 
 
-def mixture():
+def mixture(hidden_size=32):
     from transformers import MixtralConfig, MixtralForCausalLM
 
     torch.manual_seed(0)
     config = MixtralConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, num_local_experts=4,
+        vocab_size=64, hidden_size=hidden_size, intermediate_size=2 * hidden_size, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, num_local_experts=4,
     )  # fmt: skip
     return MixtralForCausalLM(config)
 
 
 def converted(options):
-    from lightning_lowprec import FP8TorchAO
+    import lightning_lowprec
 
-    plugin = FP8TorchAO(emulate=True, **options)
-    model = mixture()
+    options = dict(options)
+    model = mixture(options.pop("hidden_size", 32))
+    plugin = getattr(lightning_lowprec, options.pop("plugin", "FP8TorchAO"))(emulate=True, **options)
     plugin.bind_device(torch.device("cpu"))
     plugin.convert_module(model)
     return model, plugin
@@ -90,6 +93,8 @@ def test_the_weights_of_experts_are_gathered_as_float8(trained):
     assert gathered["float8 gathered"] == (6, 6)
     assert gathered["float8 gathered, encoded at every gather"] == (6, 0)
     assert gathered["float32 gathered"] == (0, 0)
+    assert gathered["block"] == (6, 6)
+    assert gathered["block, sides that 128 does not divide"] == (4, 4)
 
 
 def test_experts_that_do_not_divide_say_so():

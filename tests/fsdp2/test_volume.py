@@ -153,7 +153,7 @@ LINEARS = 12 * WIDTH * WIDTH  # qkv 3, proj 1, fc_in 4, fc_out 4
 REST = 3 * WIDTH + WIDTH + 4 * WIDTH + WIDTH + 4 * WIDTH  # their biases, and two norms
 ROOT_WEIGHTS = Weights(other=2 * VOCABULARY * WIDTH + 2 * WIDTH)  # embedding, head, norm
 WIRE = {
-    "fp8-hybrid": (Weights(fp8=DEPTH * LINEARS, fp8_weights=4 * DEPTH, other=DEPTH * REST), torch.bfloat16),
+    "fp8-hybrid": (Weights(fp8=DEPTH * LINEARS, scales=4 * DEPTH, other=DEPTH * REST), torch.bfloat16),
     "fp8-rowwise-gw-hp": (Weights(other=DEPTH * (LINEARS + REST)), torch.bfloat16),
     "bf16-mixed": (Weights(other=DEPTH * (LINEARS + REST)), torch.bfloat16),
     "32-true": (Weights(other=DEPTH * (LINEARS + REST)), torch.float32),
@@ -236,13 +236,15 @@ def test_the_weights_of_groups_with_padding_and_parts():
         shards=4,
         parts=lambda fqn: 2 if fqn == "body.1.weight" else 1,
     )
-    assert groups["body.0"] == Weights(fp8=8 * 8, fp8_weights=1, other=8), "6 rows in 4 parts of 2"
+    assert groups["body.0"] == Weights(fp8=8 * 8, scales=1, other=8), "6 rows in 4 parts of 2"
     assert groups["body.1"] == Weights(other=8 * 8 // 2 + 8)
     assert groups[""] == Weights(other=8 * 6 + 4, frozen=8 * 6)
+    tiled = weights_of(model, ["body.0"], blocks=["body.0"], shards=1, tile=4)
+    assert tiled["body.0"] == Weights(fp8=8 * 6, scales=2 * 2, other=6), "6 rows and 8 columns of tiles of 4"
 
 
 def test_what_is_in_flight():
-    block, root = Weights(fp8=100, fp8_weights=1, other=10), Weights(other=30)
+    block, root = Weights(fp8=100, scales=1, other=10), Weights(other=30)
     # root: gathered, and gradients that wait; block: codes and the rest gathered, gradients in bf16 and float32
     assert in_flight(block, root) == 4 * 30 + (100 + 2 * 10) + 6 * 110
     assert in_flight(Weights(), root) == 6 * 30, "the end: gradients in bf16 and float32"
@@ -250,7 +252,7 @@ def test_what_is_in_flight():
 
 
 def test_one_rank_sends_nothing():
-    assert step(Weights(fp8=16, fp8_weights=1), Weights(other=16), shards=1).total == 0
+    assert step(Weights(fp8=16, scales=1), Weights(other=16), shards=1).total == 0
 
 
 @pytest.mark.parametrize("name", ["shards", "copies"])

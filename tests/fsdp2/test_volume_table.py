@@ -17,7 +17,7 @@ HIGH = Weights(other=LINEARS + NORMS)
 PRECISIONS = {
     "32-true": (HIGH, torch.float32),
     "bf16-mixed": (HIGH, torch.bfloat16),
-    "fp8-hybrid": (Weights(fp8=LINEARS, fp8_weights=7 * LAYERS, other=NORMS), torch.bfloat16),
+    "fp8-hybrid": (Weights(fp8=LINEARS, scales=7 * LAYERS, other=NORMS), torch.bfloat16),
 }
 RUNS = [(8, 1), (64, 1), (64, 8), (512, 1), (512, 64)]
 
@@ -79,6 +79,6 @@ def test_the_shape_is_that_of_transformers_llama():
     assert sum(p.numel() for p in model.parameters()) == HIGH.total + ROOT.total
     converted = [row for row in make_plan(model).rows if row.kept_because is None]
     assert sum(row.in_features * row.out_features for row in converted) == LINEARS
-    assert len(converted) == PRECISIONS["fp8-hybrid"][0].fp8_weights
+    assert len(converted) == PRECISIONS["fp8-hybrid"][0].scales
     in_root = [p.numel() for fqn, p in model.named_parameters() if ".layers." not in fqn]
     assert sum(in_root) == ROOT.total

@@ -121,6 +121,11 @@ def test_what_one_rank_holds_and_sends(tmp_path, capsys):
     nvfp4 = run_json(capsys, config, "--precision", "nvfp4-torchao", "--shards", 8)["per_rank"][-1]
     assert nvfp4["state"] * 8 == 16 * everything + linears, "half a byte of each parameter is kept"
     assert nvfp4["sent"]["all_gather_backward"] == 2 * (linears / 2 + 2 * 2 * 4096) * 7 / 8
+    # largest values of weights, or of their tiles, are reduced over 8 ranks in float32: 7 Linears in each of 2 blocks
+    assert sent["scales"] == 2 * 7 / 8 * 4 * 2 * 7
+    for name, tile in (("fp8-block-torchao", 128), ("mxfp8-torchao", 32), ("nvfp4-torchao", 16)):
+        of_tiles = run_json(capsys, config, "--precision", name, "--shards", 8)["per_rank"][-1]["sent"]
+        assert of_tiles["scales"] == 2 * 7 / 8 * 4 * 2 * linears / tile**2
     # MS-AMP under FSDP2: codes are gathered, gradients are float32; O2 does not run there
     data = run_json(capsys, config, "--precision", "msamp-o3", "--shards", 8)
     o3 = data["per_rank"][-1]
@@ -149,7 +154,10 @@ def test_what_one_rank_holds_as_text_and_what_is_refused(tmp_path, capsys):
 def test_a_mixture_counts_what_a_token_uses(capsys):
     config = {"num_hidden_layers": 1, "num_local_experts": 8, "num_experts_per_tok": 2}
     of_experts, of_attention = 6 * 2 * 3 * 4096 * 14336, 6 * (2 * 4096 + 2 * 1024) * 4096
-    for precision, in_fp8 in (("fp8-hybrid", of_attention + of_experts), ("fp8-hybrid-te", of_attention)):
+    everything = of_attention + of_experts
+    for precision, in_fp8 in (
+        ("fp8-hybrid", everything), ("fp8-block-torchao", everything), ("fp8-hybrid-te", of_attention)
+    ):  # fmt: skip
         data = run_json(capsys, "mixtral", "--args", json.dumps(config), "--precision", precision)
         experts = [row for row in data["plan"] if row["kind"] == "stacked experts"]
         assert [(row["stored"], row["per_token"]) for row in experts] == [(8, 2.0), (8, 2.0)]

@@ -20,7 +20,7 @@ from lightning_lowprec.conversion.recipe_map import LayerRecipe
 from lightning_lowprec.numerics.groups import group, spread
 from lightning_lowprec.tools.planning.costs import flops
 from lightning_lowprec.tools.planning.source import load
-from lightning_lowprec.torchao.experts import fp8_experts, grouped_matmul, high_of, scaled
+from lightning_lowprec.torchao.experts import format_of, fp8_experts, grouped_matmul, high_of
 from lightning_lowprec.torchao.settings import Settings
 from tests.quality import expect_db, sqnr
 
@@ -112,7 +112,7 @@ def test_one_product_is_near_to_the_exact_one(recipe, transposed):
     expected = F.grouped_mm(rows, weight if transposed else weight.mT, offs=groups.ends)
     expected = expected, *torch.autograd.grad(expected, (rows, weight), grad)
     found = grouped_matmul(
-        rows, weight, groups.ends, scaled(settings.products), high_of(settings), transposed=transposed
+        rows, weight, groups.ends, format_of(settings.products), high_of(settings), transposed=transposed
     )
     found = found.detach(), *torch.autograd.grad(found, (rows, weight), grad)
     expected = expected[0].detach(), *expected[1:]

@@ -169,6 +169,8 @@ def gathered_rows(plan: Plan, precision: str) -> list[PlanRow]:
     def as_codes(row: PlanRow) -> bool:
         if row.kept_because is not None or (row.kind == CONV1D and name.conv1d != "gathered"):
             return False
+        if row.kind == STACKED and name.tile and (row.in_features % name.tile or row.out_features % name.tile):
+            return False  # a tile would belong to two experts
         if not plan.recipes:
             return name.gathers_fp8
         recipe = plan.recipes[row.fqn]
@@ -188,8 +190,8 @@ class Weights:
     """As codes, one byte each but for those in ``paired``."""
     paired: int = 0
     """Among ``fp8``: codes of 4 bits, two in a byte."""
-    fp8_weights: int = 0
-    """Tensors that hold the parameters in ``fp8``; each tensor has a scale."""
+    scales: int = 0
+    """Scales of the parameters in ``fp8``: one per tensor, or one per tile."""
     other: int = 0
     frozen: int = 0
     """Among ``fp8`` and ``other``: do not train, so they have no gradients."""
@@ -233,11 +235,13 @@ def weights_of(
     shards: int,
     parts: Callable[[str], int] = lambda fqn: 1,
     code_size: float = 1,
+    tile: int = 0,
 ) -> dict[str, Weights]:
     """Return what each of the groups gathers, by fqn, with the padding of ``shards`` parts; the root is ``""``.
 
-    ``fp8`` has the layers, and Parameters of stacked experts, that are gathered as codes of ``code_size`` bytes;
-    ``blocks`` the modules that gather their own weights. Tensor parallelism cuts a parameter into ``parts``.
+    ``fp8`` has the layers, and Parameters of stacked experts, that are gathered as codes of ``code_size`` bytes, with a
+    scale per ``tile`` rows and columns, or 0: one; ``blocks`` the modules that gather their own weights. Tensor
+    parallelism cuts a parameter into ``parts``.
     """
     groups = dict.fromkeys(["", *blocks], Weights())
     coded = {*fp8, *(f"{fqn}.weight" for fqn in fp8)}
@@ -247,11 +251,16 @@ def weights_of(
         groups[group] += Weights(
             fp8=size if is_coded else 0,
             paired=size if is_coded and code_size < 1 else 0,
-            fp8_weights=int(is_coded),
+            scales=scales_of(p, tile) if is_coded else 0,
             other=0 if is_coded else size,
             frozen=0 if p.requires_grad else size,
         )
     return groups
+
+
+def scales_of(weight: Tensor, tile: int) -> int:
+    """Return the number of scales of a weight, (..., rows, columns): one per ``tile`` rows and columns, or 0: one."""
+    return -(-weight.shape[:-1].numel() // tile) * -(-weight.shape[-1] // tile) if tile else 1
 
 
 def padded(tensor: Tensor, shards: int) -> int:
@@ -297,7 +306,7 @@ def step(
     again = 0 if reshard_after_forward is False else gathered(blocks, param_dtype)
     again += gathered(root, param_dtype) if reshard_after_forward is True else 0
     gradients = (blocks.trained + root.trained) * reduce_dtype.itemsize
-    scales = 4 * (blocks.fp8_weights + root.fp8_weights)
+    scales = _FLOAT32 * (blocks.scales + root.scales)
     return Volume(
         all_gather_forward=all_gather(forward, shards),
         all_gather_backward=all_gather(again, shards),
@@ -356,12 +365,13 @@ def per_rank(
         as_codes = row is sizes[-1] and row.gathered < param_dtype.itemsize * elements
         fp8 = _coded(gathered_rows(plan, row.precision), shards) if as_codes else []
         blocks, size = blocks_of(model), _code_size(row.precision)
-        groups = weights_of(model, fp8, blocks=blocks, shards=shards, parts=parts, code_size=size)
+        tile = 0 if name is None else name.tile
+        groups = weights_of(model, fp8, blocks=blocks, shards=shards, parts=parts, code_size=size, tile=tile)
         root, below = groups.pop(""), list(groups.values())
         together = sum(below, Weights())
         keeps = size * (together.fp8 + root.fp8)  # codes of shards in high precision, from gather to gather
         if name is not None and name.keeps_codes:  # the step reduces the scales of codes and moments
-            together = replace(together, fp8_weights=_SCALES_OF_CODES * together.fp8_weights)
+            together = replace(together, scales=_SCALES_OF_CODES * together.scales)
         if name is not None and (name.keeps_codes or name.options.get("weight_codes") == "per_gemm"):
             keeps = 0.0
         largest = max(below, key=lambda weights: weights.total, default=Weights())
