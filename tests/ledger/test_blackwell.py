@@ -1,9 +1,13 @@
 """Compiled layers in NVFP4, on a B200 that computes nothing."""
 
+import json
 import subprocess
 import sys
 
+import pytest
+
 from benchmarks.ledger import launch
+from tests.ledger.test_worlds import LAYERS, LINEARS, NORMS, ROOT, ring
 
 COMPILED = """
 import torch
@@ -55,3 +59,28 @@ def test_nothing_is_written_between_values_and_codes():
     done = subprocess.run(command, env=launch.environment("b200"), text=True, capture_output=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert 4.5 < float(done.stdout.splitlines()[-1]) < 2 + 2 + 1 / 2 + (4 + 4 + 4 + 4 + 1) / 16
+
+
+GATHERED = """
+import json
+from benchmarks.ledger.world_case import Case, run
+
+row = run(Case(shape="8b", world=8, precision="nvfp4-torchao", layers=2, tokens=64))
+print(json.dumps(row, default=str))
+"""
+
+
+@pytest.mark.rehearsed
+def test_a_rank_of_fsdp2_gathers_half_a_byte_per_parameter_of_nvfp4():
+    """Rank 0 of 8: codes of both blocks in forward and again in backward; norms, and the root once, in bf16."""
+    command = [sys.executable, "-W", "ignore", "-c", GATHERED]
+    done = subprocess.run(command, env=launch.environment("b200"), text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    row = json.loads(done.stdout.splitlines()[-1])
+    assert row["outcome"] == "ok", row
+    codes, norms, root = 0.5 * LAYERS * LINEARS, LAYERS * 2 * NORMS, 2 * ROOT
+    assert row["wire"]["all_gather"] == ring(2 * (codes + norms) + root, 8)
+    assert row["dtypes"]["all_gather"] == ["bfloat16", "uint8"]
+    promised = row["promised"]
+    assert row["wire"]["all_gather"] == promised["all_gather_forward"] + promised["all_gather_backward"]
+    assert row["wire"]["scales"] == promised["scales"] == 2 * ring(4 * LAYERS * LINEARS / 16**2, 8), "float32 per tile"
