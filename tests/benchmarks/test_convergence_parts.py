@@ -32,12 +32,12 @@ def test_a_number_of_steps_is_that_of_every_model_and_of_its_data():
 # ---- names
 
 
-def test_the_page_on_memory_shows_the_gaps_of_moments_of_8_bits():
-    report = (page.ROOT / "benchmarks/results/cpu-2026-11-24/eight-bits/report.md").read_text()
-    gaps = re.findall(r"^\| (\S+-8bit) +\| +(\S+ ± \S+) \| +(\S+ ± \S+) \|$", report, re.MULTILINE)
-    assert [name for name, *_ in gaps] == ["bf16-8bit", "fp8-hybrid-8bit"]
-    shown = (page.ROOT / "docs/memory.md").read_text()
-    assert all(f"| `{name}` | {gpt} | {llama} |" in shown for name, gpt, llama in gaps)
+@pytest.mark.parametrize(("folder", "shown", "rows"), [("eight-bits", "memory", 2), ("formats", "evidence", 7)])
+def test_a_page_shows_the_gaps_of_a_run_apart(folder, shown, rows):
+    (report,) = (page.ROOT / "benchmarks/results").glob(f"*/{folder}/report.md")
+    table = re.search(r"### The gaps\n\n((\|.*\n)+)", report.read_text())[1]
+    assert table.count("±") == 4 * rows
+    assert table in (page.ROOT / f"docs/{shown}.md").read_text()
 
 
 def test_the_page_shows_the_gaps_of_sums_of_a_gpu():
