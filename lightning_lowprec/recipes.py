@@ -1,5 +1,7 @@
 """NeMo's precision recipes under NeMo's names. Each returns a plugin of this package with NeMo's values.
 
+    from lightning_lowprec import recipes
+
     trainer = L.Trainer(plugins=recipes.bf16_with_fp8_mixed(fp8_margin=2, keep=["lm_head"]))
 
 Every recipe takes the arguments of NeMo's ``MegatronMixedPrecision``, and the options of the plugin that it returns. An

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_lowprec import MSAMP, FP8TorchAO, HalfMixed, LossScale, recipes
+from lightning_lowprec import MSAMP, FP8TE, FP8TorchAO, HalfMixed, LossScale, recipes
 from lightning_lowprec.fsdp2.options import ShardOptions
 from lightning_lowprec.fsdp2.strategy import Sharding
 
@@ -82,7 +82,7 @@ def test_every_knob(name):
 
 def test_these_are_all_recipes():
     functions = [name for name, value in vars(recipes).items() if inspect.isfunction(value) and name[0] != "_"]
-    through_te = {name for name in functions if inspect.signature(getattr(recipes, name)).return_annotation == "FP8TE"}
+    through_te = {name for name in functions if inspect.signature(getattr(recipes, name)).return_annotation is FP8TE}
     assert sorted(set(functions) - through_te) == sorted(NEMO)
     kinds = ("fp8_mixed", "mxfp8_mixed", "fp8_current_scaling_mixed", "fp8_subchannel_scaling_mixed")
     assert through_te == {f"{base}_with_{kind}" for base in ("bf16", "fp16") for kind in kinds}  # see tests/te
