@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_lowprec import MSAMP, FP8TE, FP8TorchAO, HalfMixed, LossScale, recipes
+from lightning_lowprec import FP8TE, MSAMP, FP8TorchAO, HalfMixed, LossScale, recipes
 from lightning_lowprec.fsdp2.options import ShardOptions
 from lightning_lowprec.fsdp2.strategy import Sharding
 
