@@ -5,7 +5,6 @@ import dis
 import functools
 import importlib
 import inspect
-import pkgutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import CodeType
@@ -22,12 +21,20 @@ def missing(names: Iterable[str]) -> list[str]:
 
 
 def _exists(name: str) -> bool:
-    dotted, _, attribute = name.partition("().")
-    importlib.import_module(dotted.partition(".")[0])
-    try:
-        value = pkgutil.resolve_name(dotted)
-    except (ImportError, AttributeError):
-        return False
+    dotted, _, attribute = name.partition("().")  # by hand: pkgutil.resolve_name looks for files at each call
+    path, *parts = dotted.split(".")
+    value: Any = importlib.import_module(path)
+    for part in parts:
+        path = f"{path}.{part}"
+        if inspect.ismodule(value) and not hasattr(value, part):
+            try:
+                value = importlib.import_module(path)  # torch.optim deletes the names of its modules
+            except ImportError:
+                return False
+            continue
+        if not hasattr(value, part):
+            return False
+        value = getattr(value, part)
     return not attribute or attribute in _assigned(value)
 
 
