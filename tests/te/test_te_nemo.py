@@ -30,7 +30,9 @@ def test_recipe(base, name):
     assert (layers.num_layers_at_start_in_bf16, layers.num_layers_at_end_in_bf16) == (1, 1)
     half = {"bf16": recipes.bf16_mixed, "fp16": recipes.fp16_mixed}[base]()
     assert plugin.autocast_dtype is half.autocast_dtype is {"bf16": torch.bfloat16, "fp16": torch.float16}[base]
-    assert repr(plugin.masters) == repr(half.masters)
+    assert type(plugin.masters) is type(half.masters)
+    for field in ("config", "buffer_dtype", "accumulation"):
+        assert getattr(plugin.masters, field) == getattr(half.masters, field)
     assert (plugin.scaler is None) == (half.scaler is None) == (base == "bf16")
     if half.scaler is not None:
         assert plugin.scaler.config == half.scaler.config
