@@ -27,6 +27,9 @@ OVER := not (half-auto or fp16-master or fp8-rowwise-gw-hp-sr)
 .PHONY: help demo test test-more test-all lanes environments test-versions check format package test-faults test-dtypes test-peers test-clients test-gpu gpu-lane test-floor test-te test-deepspeed test-ledger ledger ledger-score rehearse bench evidence notebook docs docs-test clean
 .DEFAULT_GOAL := help
 
+# the tests start many processes: each would compile the package and its tests anew
+unexport PYTHONDONTWRITEBYTECODE
+
 help:
 	@echo "make demo        train a small GPT in fp32, bf16 and FP8 and compare them (report in lowprec-compare/)"
 	@echo "make test        run the tests that show a fault soon (about 5 minutes on 2 cores)"

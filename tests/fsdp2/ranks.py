@@ -33,8 +33,11 @@ PRELOAD = [
     "torch.distributed.checkpoint", "pytest", "transformers.pytorch_utils",
 ]  # fmt: skip
 """What takes seconds to import. Not this package: a script shows what its own import of this package does."""
-IN_WORLDS = [f"lightning_lowprec.{name}" for name in ("callbacks", "fsdp2.strategy", "msamp", "tools.demo", "torchao")]
-"""What the host of worlds imports of this package."""
+IN_WORLDS = [
+    *(f"lightning_lowprec.{name}" for name in ("callbacks", "fsdp2.strategy", "msamp", "tools.demo", "torchao.plugin")),
+    "torch._inductor.compile_fx", "torchao.prototype.mx_formats", "transformers.models.mixtral.modeling_mixtral",
+]  # fmt: skip
+"""What the host of worlds imports too: this package, and what most worlds would import one by one."""
 SECONDS = 240
 
 
@@ -77,7 +80,7 @@ def launch(body, ranks: int, folder: Path, *args, seconds: float = SECONDS) -> N
     """
     errors = [folder / f"{body.__name__}.{ranks}.{rank}.error" for rank in range(ranks)]
     task = pickle.dumps((body, args)), dict(os.environ), sys.path, os.getcwd()
-    host = _host()
+    host, _ = _host()
     try:
         host.send((task, free_port(), errors, seconds))
         codes, hung = host.recv()
@@ -103,19 +106,22 @@ def _in_group(rank: int, ranks: int, worker, folder: Path, args) -> None:
 
 
 @functools.cache
-def _host() -> Connection:
+def _host() -> tuple[Connection, multiprocessing.process.BaseProcess]:
     ours, theirs = multiprocessing.Pipe()
-    server().Process(target=_fork_worlds, args=(theirs,)).start()
+    process = server().Process(target=_fork_worlds, args=(theirs,))
+    process.start()
     theirs.close()
-    return ours
+    return ours, process
 
 
 @atexit.register
 def _stop_host() -> None:
-    """Close the pipe, with which the host ends: multiprocessing waits for it."""
+    """Close the pipe, with which the host ends, and wait for it: else nobody counts the time of its worlds."""
     if _host.cache_info().currsize:
-        _host().close()
+        pipe, process = _host()
         _host.cache_clear()
+        pipe.close()
+        process.join()
 
 
 def _fork_worlds(pipe: Connection) -> None:
