@@ -2,8 +2,6 @@
 
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -37,7 +35,6 @@ SAYS = {
 
 LOWPREC = ["-m", "lightning_lowprec.tools.cli"]
 LAUNCHER = [*LOWPREC, "run", "--precision=bf16-mixed", "--main-port=29484"]
-SEVERAL_PROCESSES = ("fsdp2.py",)
 
 
 def run(name: str, cwd: Path, *more: str, launcher: Sequence[str] = ()) -> str:
@@ -45,11 +42,7 @@ def run(name: str, cwd: Path, *more: str, launcher: Sequence[str] = ()) -> str:
     start = [*launcher, path] if name.endswith(".py") else [*LOWPREC, "fit", "--config", path]
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MASTER_PORT": "29483"}
     arguments = [*start, *RUNS[name], *more]
-    if launcher or name in SEVERAL_PROCESSES:
-        command = [sys.executable, *arguments]
-        result = subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=240, check=False)
-    else:
-        result = forked.python(*arguments, cwd=cwd, environ=environ)
+    result = forked.python(*arguments, cwd=cwd, environ=environ)
     assert result.returncode == 0, result.stderr[-3000:]
     return result.stdout + result.stderr
 

@@ -2,8 +2,6 @@
 
 import math
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import lightning as L
@@ -89,7 +87,7 @@ def test_cli_trains_the_gpt(tmp_path):
 
 
 @pytest.mark.distributed
-def test_ddp_on_two_processes():
+def test_ddp_on_two_processes(tmp_path):
     names = (
         "fp8-hybrid",
         "fp8-hybrid-fp16",
@@ -101,7 +99,7 @@ def test_ddp_on_two_processes():
         "int8-mixed",
     )
     script = str(Path(__file__).with_name("ddp_script.py"))
-    command = [sys.executable, *COMMAND, "run", "--devices=2", "--main-port=29437", script, *names]
-    result = subprocess.run(command, env=ENVIRON, capture_output=True, text=True, timeout=240, check=False)
+    command = [*COMMAND, "run", "--devices=2", "--main-port=29437", script, *names]
+    result = forked.python(*command, cwd=tmp_path, environ=ENVIRON)
     assert result.returncode == 0, result.stderr[-4000:]
     assert result.stdout.count("DDP-OK") == 2 * len(names)

@@ -198,9 +198,7 @@ def main():
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: trainer-tool\nVersion: 1.0\n")
     (installed / "entry_points.txt").write_text("[console_scripts]\ntrainer-tool = training:main\n")
     args = ["--precision=fp8-hybrid", "--strategy", "ddp", "--devices=2", "--accelerator=cpu", "--main-port=29411"]
-    ran = python(
-        "-m", "lightning_lowprec.tools.cli", "run", *args, "trainer-tool", "--lr", "3", cwd=project, from_nothing=True
-    )
+    ran = python("-m", "lightning_lowprec.tools.cli", "run", *args, "trainer-tool", "--lr", "3", cwd=project)
     for rank in (0, 1):
         assert (project / f"said-{rank}.txt").read_text() == "fp8-hybrid 20 --lr 3 fp8-hybrid"
     assert ran.stderr.count("`--precision=fp8-hybrid` wins over `precision='bf16-true'` of the script.") == 1

@@ -2,9 +2,9 @@
 
 import copy
 import logging
+import os
 import pickle
-import subprocess
-import sys
+from pathlib import Path
 
 import lightning as L
 import pytest
@@ -15,7 +15,9 @@ from lightning_lowprec import FP8TorchAO
 from lightning_lowprec.precision.loss_scale import LossScale
 from lightning_lowprec.tools.cli import main
 from lightning_lowprec.torchao.linear import FP8Linear, coded_layers
-from tests import toys
+from tests import forked, toys
+
+ROOT = Path(__file__).parents[2]
 
 
 class Stack(toys.Stack):
@@ -247,8 +249,12 @@ def test_an_optimizer_built_before_setup_trains_the_converted_layers():
     assert not any(torch.equal(before[name], p) for name, p in model.named_parameters())
 
 
-MISSING = """
+NOT_IMPORTED = """
 import sys
+for name in [name for name in sys.modules if name.partition(".")[0] == "torchao"]:  # which the server imports
+    del sys.modules[name]
+"""
+MISSING = """
 sys.modules["torchao"] = None  # what an absent distribution looks like to an import
 import lightning as L, lightning_lowprec
 try:
@@ -264,8 +270,14 @@ assert main(["doctor", "--for", "half-auto"]) == 0
 """
 
 
-def test_without_torchao():
-    result = subprocess.run([sys.executable, "-c", MISSING], capture_output=True, text=True, check=False)
+def python(code, folder):
+    """Run it in a process that has imported Lightning and no torchao; ``folder`` comes first on its path."""
+    environ = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
+    return forked.python("-c", NOT_IMPORTED + code, cwd=folder, environ=environ)
+
+
+def test_without_torchao(tmp_path):
+    result = python(MISSING, tmp_path)
     assert result.returncode == 0, result.stderr
     assert "needs torchao" in result.stderr
 
@@ -273,8 +285,7 @@ def test_without_torchao():
 def test_with_a_broken_torchao(tmp_path):
     (tmp_path / "torchao").mkdir()
     (tmp_path / "torchao" / "__init__.py").write_text("import torch\ntorch.no_such_thing")
-    code = "import sys; sys.path.insert(0, sys.argv[1]); import lightning_lowprec; lightning_lowprec.FP8TorchAO()"
-    result = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)
+    result = python("import lightning_lowprec; lightning_lowprec.FP8TorchAO()", tmp_path)
     assert "torchao, which is installed but does not import (AttributeError: module 'torch'" in result.stderr
 
 
