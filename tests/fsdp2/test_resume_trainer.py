@@ -37,7 +37,7 @@ def fit(precision, ranks, epochs, strategy="fsdp2", seed=0, path=None, folder=No
         callbacks=callbacks, enable_checkpointing=len(callbacks) > 1, default_root_dir=folder, **QUIET, **kwargs,
     )  # fmt: skip
     model = Toy(seed, make=make)
-    dataset = torch.utils.data.TensorDataset(X, Y)
+    dataset = torch.utils.data.TensorDataset(X[:32], Y[:32])  # four steps of eight rows an epoch
     loader = torch.utils.data.DataLoader(dataset, batch_size=8 // ranks if ranks < 8 else 1)
     trainer.fit(model, loader, ckpt_path=path)
     return trainer, model, look
@@ -68,9 +68,9 @@ def keeps_two_folders(rank, ranks, folder):
         trainer, _, _ = fit("bf16-mixed", ranks, 3, kind, callbacks=[callback])
         trainer.strategy.barrier()
         names = sorted(f.name for f in place.iterdir())
-        assert names == ["epoch=2-step=24.ckpt", "last.ckpt"], names
+        assert names == ["epoch=2-step=12.ckpt", "last.ckpt"], names
         _, resumed, _ = fit("bf16-mixed", ranks, 4, kind, path=place / "last.ckpt")
-        assert len(resumed.losses) == 8
+        assert len(resumed.losses) == 4
 
 
 def resumes_from_elsewhere(rank, ranks, folder):

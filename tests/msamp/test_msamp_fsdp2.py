@@ -13,8 +13,8 @@ from lightning_lowprec.msamp.weight import codes_of
 from lightning_lowprec.private.torch_modules import is_compiled
 from tests.fsdp2.models import Net
 from tests.fsdp2.ranks import run
-from tests.fsdp2.test_fsdp2_trainer import Module, loader, trainer_for, wire
 from tests.fsdp2.toy import X, Y, differences, everything, full, setup, train
+from tests.fsdp2.trained import Module, loader, trainer_for, wire
 
 GRAPHS = {"backend": "aot_eager"}
 pytestmark = pytest.mark.distributed

@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_lowprec.private import fake_gpu
 from lightning_lowprec.tools.cli import main
-from lightning_lowprec.tools.planning.fits import fits, needed, read_gpu
+from lightning_lowprec.tools.planning import simulation
+from lightning_lowprec.tools.planning.fits import _verdict, fits, needed, read_gpu
 from lightning_lowprec.tools.planning.inputs import inputs_of
 from lightning_lowprec.tools.planning.simulated_step import Setting, simulate
 from lightning_lowprec.tools.planning.simulation import Simulator, longest_run
@@ -54,6 +55,12 @@ class Square(nn.Module):
 class AsksForValues(Square):
     def forward(self, x):
         return self.linear(x[x[:, 0].nonzero()[:, 0]])
+
+
+@pytest.fixture
+def shallow(monkeypatch):
+    """One and two blocks are simulated, for tests that compare no bytes with those of all blocks."""
+    monkeypatch.setattr(simulation, "DEPTHS", (1, 2))
 
 
 def on_meta(make, *args, **kwargs):
@@ -160,14 +167,15 @@ def test_extrapolation_is_the_simulation_of_all_blocks(precision):
     assert sum(few.values()) == pytest.approx(sum(every.values()), rel=0.002)
 
 
-def test_the_largest_batch_fits_and_one_more_does_not():
+def test_the_largest_batch_fits_and_one_more_does_not(shallow):
     size = 400 * 10**6 + 10**9
     report = fits(on_meta(Stack), f"{size // 10**6}MB", names=["bf16-mixed", "bf16-sr"], batch=64)
     assert [verdict.fits for verdict in report.verdicts] == [True, True]
     first, second = report.verdicts
     assert (first.precision, first.largest_batch > second.largest_batch) == ("bf16-sr", True)
+    simulator = Simulator(on_meta(Stack), inputs_of(on_meta(Stack)))
     for rows, enough in ((first.largest_batch, True), (first.largest_batch + first.largest_batch // 49 + 1, False)):
-        again = fits(on_meta(Stack), f"{size // 10**6}MB", names=["bf16-sr"], batch=rows).verdicts[0]
+        again = _verdict(simulator, Setting(precision="bf16-sr", batch=rows), size, "another batch")
         assert again.fits is enough
         assert (needed(again.total) <= size) is enough
 
@@ -204,7 +212,7 @@ def config(tmp_path):
     return str(path)
 
 
-def test_the_command(tmp_path, capsys):
+def test_the_command(shallow, tmp_path, capsys):
     words = ["plan", config(tmp_path), "--fits", "2GB", "--seq", "128", "--batch", "2", "--json"]
     page = tmp_path / "page.md"
     assert main([*words, "--precisions", "bf16-sr,msamp-o2,fp8-current", "--markdown", str(page)]) == 0
@@ -257,7 +265,7 @@ def test_metrics_of_torchmetrics_are_simulated(tmp_path, capsys, monkeypatch):
     assert "not simulated" not in text
 
 
-def test_remedies_where_nothing_fits(tmp_path, capsys):
+def test_remedies_where_nothing_fits(shallow, tmp_path, capsys):
     words = ["plan", config(tmp_path), "--fits", "1.16GB", "--seq", "512", "--batch", "8", "--precisions", "bf16-mixed"]
     page = tmp_path / "page.md"
     assert main([*words, "--json", "--markdown", str(page)]) == 1

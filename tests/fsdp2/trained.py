@@ -1,0 +1,68 @@
+"""What the tests of ``strategy="fsdp2"`` train in the Trainer: a module around the small net, its data, its Trainer."""
+
+import lightning as L
+import torch
+
+from tests.fsdp2.models import Net, batch, loss_of
+from tests.toys import QUIET
+
+
+class Tokens(torch.utils.data.Dataset):
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, index):
+        return batch(index // 4, 9)[index % 4]
+
+
+class Module(L.LightningModule):
+    """The net as a submodule; the loss goes around `forward`."""
+
+    def __init__(self, early_optimizer=False):
+        super().__init__()
+        self.net = Net()
+        self.losses, self.evaluated = [], []
+        self.optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2) if early_optimizer else None
+
+    def training_step(self, tokens, _):
+        loss = loss_of(self.net, tokens)
+        self.losses.append(loss.item())
+        return {"loss": loss, "tokens": tokens}
+
+    def validation_step(self, tokens, _):
+        self.evaluated.append(loss_of(self.net, tokens).item())
+
+    test_step = predict_step = validation_step
+
+    def configure_optimizers(self):
+        return self.optimizer or torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class Normed(Module):
+    """Also keeps the norm of the gradients of each step."""
+
+    def on_fit_start(self):
+        self.grad_norms = []
+
+    def on_before_optimizer_step(self, optimizer):
+        grads = [p.grad for p in self.parameters() if p.grad is not None]
+        self.grad_norms.append(sum(grad.full_tensor().float().square().sum().item() for grad in grads) ** 0.5)
+
+
+def trainer_for(precision, strategy="fsdp2", **kwargs):
+    import lightning_lowprec  # noqa: F401
+
+    return L.Trainer(
+        accelerator="cpu", devices=2, strategy=strategy, precision=precision, **{**QUIET, "max_epochs": 1, **kwargs}
+    )
+
+
+def loader(steps=8):
+    """``steps`` batches of two for each of two ranks."""
+    return torch.utils.data.DataLoader(torch.utils.data.Subset(Tokens(), range(4 * steps)), batch_size=2)
+
+
+def wire(model):
+    from lightning_lowprec.fsdp2.strategy import _sharded
+
+    return _sharded[model].sharded.traffic
