@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 from torch import distributed as dist
 
+from tests.entry_points import read_once
 from tests.once import once
 
 PRELOAD = [
@@ -128,6 +129,7 @@ def _fork_worlds(pipe: Connection) -> None:
     """Fork a world for each task that the pipe brings, and answer with its exit codes and the ranks that hang."""
     for name in IN_WORLDS:
         import_module(name)
+    read_once()
     while True:
         try:
             task, port, errors, seconds = pipe.recv()
