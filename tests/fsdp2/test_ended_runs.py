@@ -1,5 +1,6 @@
 """A signal to a rank, or its death, ends a Trainer run on all ranks, with an error, within seconds."""
 
+import multiprocessing
 import os
 import signal
 import time
@@ -8,7 +9,7 @@ import lightning as L
 import pytest
 import torch
 
-from tests.fsdp2.ranks import enter, free_port, server
+from tests.fsdp2.ranks import enter, free_port, launch
 from tests.fsdp2.toy import QUIET, Toy, X, Y
 
 pytestmark = pytest.mark.distributed
@@ -29,7 +30,7 @@ def trains_for_ever(rank, ranks, port, folder):
 
     class Started(L.Callback):
         def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-            if trainer.global_step == 20:
+            if trainer.global_step == 5:
                 (folder / f"started.{rank}").write_text("")
 
     trainer = L.Trainer(
@@ -50,26 +51,31 @@ def wait_for(condition, seconds: float) -> bool:
     return condition()
 
 
-def test_a_run_ends(tmp_path):
-    context = server()
+def every_ending(rank, ranks, place):
+    """In a process that has imported what the ranks need, and that they are forked from."""
+    context = multiprocessing.get_context("fork")
     for i, (name, (number, targets)) in enumerate(ENDINGS.items()):
-        folder = tmp_path / str(i)
+        folder = place / str(i)
         folder.mkdir()
         port = free_port()
-        ranks = [context.Process(target=trains_for_ever, args=(rank, 2, port, folder)) for rank in range(2)]
-        for process in ranks:
+        processes = [context.Process(target=trains_for_ever, args=(rank, 2, port, folder)) for rank in range(2)]
+        for process in processes:
             process.start()
         try:
             assert wait_for(lambda: len(list(folder.iterdir())) == 2, 120), f"{name}: did not start"  # noqa: B023
             for target in targets:
-                os.kill(ranks[target].pid, number)
-            ended = wait_for(lambda: not any(p.is_alive() for p in ranks), SECONDS)  # noqa: B023
-            assert ended, f"{name}: {[p.is_alive() for p in ranks]} still run after {SECONDS} s"
+                os.kill(processes[target].pid, number)
+            ended = wait_for(lambda: not any(p.is_alive() for p in processes), SECONDS)  # noqa: B023
+            assert ended, f"{name}: {[p.is_alive() for p in processes]} still run after {SECONDS} s"
             raised = {file.name: file.read_text() for file in folder.glob("raised.*")}
             killed = {f"raised.{target}" for target in targets if number == signal.SIGKILL}
             assert raised.keys() == {"raised.0", "raised.1"} - killed, f"{name}: {raised}"
             if number == signal.SIGTERM:
                 assert any(raised[f"raised.{target}"].startswith("SIGTERMException") for target in targets), raised
         finally:
-            for process in ranks:
+            for process in processes:
                 process.kill()
+
+
+def test_a_run_ends(tmp_path):
+    launch(every_ending, 1, tmp_path, tmp_path)

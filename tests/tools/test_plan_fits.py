@@ -180,7 +180,7 @@ def test_the_largest_batch_fits_and_one_more_does_not(shallow):
         assert (needed(again.total) <= size) is enough
 
 
-def test_one_rank_of_fsdp2_holds_its_share():
+def test_one_rank_of_fsdp2_holds_its_share(shallow):
     model = on_meta(Stack)
     report = fits(model, "80GB", names=["bf16-remainder", "bf16-sr"], devices=4, batch=64)
     total = sum(p.numel() for p in model.parameters())
@@ -259,7 +259,8 @@ def test_metrics_of_torchmetrics_are_simulated(tmp_path, capsys, monkeypatch):
     (tmp_path / "with_metrics.py").write_text(METRICS)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    assert main(["plan", "with_metrics.Model", "--data", "with_metrics.Data", "--fits", "H200"]) == 0
+    names = ["--precisions", "bf16-mixed,bf16-lean,fp8-tensorwise"]
+    assert main(["plan", "with_metrics.Model", "--data", "with_metrics.Data", "--fits", "H200", *names]) == 0
     text = capsys.readouterr().out
     assert "Simulated, not measured" in text
     assert "not simulated" not in text
