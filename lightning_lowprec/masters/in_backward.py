@@ -98,10 +98,10 @@ class BackwardUpdates:
         for params in chunks(folded, WAITING):
             for param in params:
                 param.grad = torch.zeros_like(param)  # the step decays moments that have all of the gradients
-            self._optimizer().update(params, 1.0)
+            self._optimizer().update_early(params, 1.0)
         for param in self._params() if self._clip_tensor is not None else ():
             if param.grad is not None:
-                self._optimizer().update([param], self._factor([param.grad]))
+                self._optimizer().update_early([param], self._factor([param.grad]))
 
     @torch.no_grad()
     def _on_gradient(self, param: Tensor) -> None:
@@ -142,7 +142,7 @@ class BackwardUpdates:
         optimizer, self._uses = self._optimizer(), self._uses + 1
         if optimizer is not None:
             factor = self._factor([param.grad for param in params if param.grad is not None])
-            optimizer.update(params, factor, fold=self._uses if self._folds else None)
+            optimizer.update_early(params, factor, fold=self._uses if self._folds else None)
 
     def _factor(self, grads: Sequence[Tensor]) -> float | Tensor:
         """Return what clipping multiplies gradients by."""

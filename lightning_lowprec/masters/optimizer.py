@@ -23,7 +23,7 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -64,12 +64,13 @@ def add_masters(optimizer: T, store: Kept | MasterConfig = "fp32", *, values: Ma
         RuntimeError: ``optimizer`` has masters of another form, or its ``step`` was replaced.
     """
     config = MasterConfig.of(store)
-    if isinstance(optimizer, MasterOptimizer):
-        if optimizer._masters.config != config:
-            raise RuntimeError(f"the optimizer already has masters by {optimizer._masters.config}, asked for {config}.")
-        optimizer._masters.add_missing(values or {})
-        if optimizer._updates is not None:
-            optimizer._updates.watch()
+    registry = registry_of(optimizer)
+    if registry is not None:
+        if registry.config != config:
+            raise RuntimeError(f"the optimizer already has masters by {registry.config}, asked for {config}.")
+        registry.add_missing(values or {})
+        if (updates := vars(optimizer).get("_updates")) is not None:
+            updates.watch()
         return optimizer
     refuse_copies(optimizer, "half-precision weights, whose masters it would not see")
     if isinstance(optimizer, LBFGS):
@@ -102,11 +103,12 @@ def add_masters(optimizer: T, store: Kept | MasterConfig = "fp32", *, values: Ma
 
 def remove_masters(optimizer: Optimizer) -> None:
     """Make ``optimizer`` plain again, in place, with float32 state; read masters before (``existing_masters``)."""
-    if not isinstance(optimizer, MasterOptimizer):
+    registry = registry_of(optimizer)
+    if registry is None:
         return
-    if optimizer._updates is not None:
-        forget_updates(optimizer._updates.hooked())
-    optimizer.__class__ = optimizer._masters.plain
+    if (updates := vars(optimizer).get("_updates")) is not None:
+        forget_updates(updates.hooked())
+    optimizer.__class__ = registry.plain
     for name in ("_masters", "_updates"):
         vars(optimizer).pop(name, None)
     for param, entry in optimizer.state.items():
@@ -154,7 +156,11 @@ def held_masters(optimizer: Optimizer) -> list[Tensor]:
 
 
 class MasterOptimizer(Optimizer):
-    """Base class that :func:`add_masters` puts in front of an optimizer's class; never instantiated by itself."""
+    """The methods of an optimizer with masters: :func:`add_masters` puts them into a class derived from its own.
+
+    This class itself is no base of that class. Python lets an object change to a class derived from its own alone, but
+    of two bases the first one decides how objects lie in memory, and not all optimizers have torch's as their first.
+    """
 
     _masters: MasterRegistry
     _updates: BackwardUpdates | None = None
@@ -167,16 +173,16 @@ class MasterOptimizer(Optimizer):
         with torch.enable_grad():  # before any master is loaded: activations need the memory
             first = None if closure is None else closure()
         if not args and not kwargs and steps_alone(self, registry.plain):
-            self._step_apart(super().step)
+            self._step_apart()
             return first
         if self._updates is not None:
             raise refuse_together(self)
         with registry.stepping():
             if closure is not None:
                 args = (registry.evaluated_once(first), *args)
-            return super().step(*args, **kwargs)
+            return registry.plain.step(self, *args, **kwargs)
 
-    def _step_apart(self, plain_step: Callable[[], Any]) -> None:
+    def _step_apart(self) -> None:
         """Step some parameters at a time, so that only their masters and float32 gradients need memory."""
         registry = self._masters
         registry.hide_grads()
@@ -189,11 +195,11 @@ class MasterOptimizer(Optimizer):
             for store in registry.stores:
                 if any(t.grad is not None for t in (*store.params, *store.masters)):
                     with registry.stepping_only(store):
-                        plain_step()
+                        registry.plain.step(self)
             others = [p for p in registry.without_master() if p.grad is not None]
             if others:
                 with registry.showing_only(others):
-                    plain_step()
+                    registry.plain.step(self)
         finally:
             registry.drop_grads()
             registry.count_step()
@@ -203,7 +209,7 @@ class MasterOptimizer(Optimizer):
                 self._updates.finish()
 
     @without_own_hooks
-    def update(self, params: Sequence[Tensor], factor: float | Tensor, fold: int | None = None) -> None:
+    def update_early(self, params: Sequence[Tensor], factor: float | Tensor, fold: int | None = None) -> None:
         """Step parameters with their gradients times ``factor``, during the backward pass.
 
         With ``fold``, which counts the calls since the last step, only add the gradients to the moments of Adam.
@@ -218,17 +224,17 @@ class MasterOptimizer(Optimizer):
                 registry.fold_factor(factor, [param.grad])
                 with registry.stepping_only(registry.place_of[id(param)][0]):
                     registry.factor = 1.0
-                    registry.plain.step(self)  # type: ignore[attr-defined]
+                    registry.plain.step(self)
             param.grad = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Also drop gradients that were moved to the masters."""
-        super().zero_grad(set_to_none)
+        self._masters.plain.zero_grad(self, set_to_none)
         self._masters.drop_grads()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Also make masters of the new parameters."""
-        super().add_param_group(param_group)
+        self._masters.plain.add_param_group(self, param_group)
         self._masters.add_missing({})
         if self._updates is not None:
             self._updates.watch()
@@ -239,7 +245,7 @@ class MasterOptimizer(Optimizer):
         if self._updates is not None:
             self._updates.save_norm(self.param_groups[0])
         with registry.showing_masters():
-            state_dict = super().state_dict()
+            state_dict = registry.plain.state_dict(self)
         name, values = registry.saved()
         state = {key: moments.guarded(entry) for key, entry in state_dict["state"].items()}
         for key, param in moments.params_by_key(self, state_dict).items():
@@ -252,7 +258,7 @@ class MasterOptimizer(Optimizer):
         registry = self._masters
         plain, codes, masters = moments.taken_out(state_dict, moments.MASTER_PARAM, moments.MASTER_REMAINDER)
         with registry.showing_masters():
-            super().load_state_dict(plain)
+            registry.plain.load_state_dict(self, plain)
         if self._updates is not None:
             self._updates.load_norm(self.param_groups[0])
         params = moments.params_by_key(self, state_dict)
@@ -284,4 +290,21 @@ def _rebuild(plain: type[T], state: dict[str, Any], config: MasterConfig, values
 
 @functools.cache
 def _master_class(plain: type[Any]) -> type[Any]:
-    return type(plain.__name__, (MasterOptimizer, plain), {"__doc__": plain.__doc__})
+    methods = {name: each for name, each in vars(MasterOptimizer).items() if callable(each)}
+    moves = {name: _on_masters(getattr(plain, name), name) for name in _MOVES if hasattr(plain, name)}
+    return type(plain.__name__, (plain,), {"__doc__": plain.__doc__, "_updates": None, **methods, **moves})
+
+
+_MOVES: Final = {"train": False, "eval": False, "first_step": True, "second_step": True}
+"""Methods beside ``step`` that change weights: those of schedule-free optimizers, and of SAM, which read gradients."""
+
+
+def _on_masters(move: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Return a method of an optimizer that sees masters."""
+
+    @functools.wraps(move)
+    def moved(self: MasterOptimizer, *args: Any, **kwargs: Any) -> Any:
+        with self._masters.changing(f"{type(self).__name__}.{name}", _MOVES[name]):
+            return move(self, *args, **kwargs)
+
+    return moved

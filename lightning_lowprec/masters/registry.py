@@ -49,7 +49,7 @@ class MasterRegistry:
         self.factor: float | Tensor = 1.0
         """What the step multiplies the gradients at the parameters by; a Tensor is a float32 scalar."""
         self._shown: dict[int, torch.dtype | None] = {}  # by id(parameter): `grad_dtype` before `show_grads`
-        self.plain: type = type(optimizer)  # the class that the optimizer had before it got masters
+        self.plain: Any = type(optimizer)  # the class that the optimizer had before it got masters
         self.optimizer = weakref.ref(optimizer)
         self._place_in_groups: dict[int, tuple[int, int]] = {}  # by id(parameter), as it was seen last
         self._stepping = False
@@ -289,6 +289,34 @@ class MasterRegistry:
                 yield
         finally:
             self.count_step()
+
+    @contextmanager
+    def changing(self, method: str, reads_gradients: bool) -> Iterator[None]:
+        """Show the optimizer all masters beside its step; at the end, also after an error, save them.
+
+        Moved gradients stay, unless the optimizer's ``method`` reads them. Raises TypeError, which names the method,
+        where weights have no masters between steps.
+        """
+        if self.config.form == "stochastic":
+            raise TypeError(
+                f"`{method}` moves the weights between steps, and stochastic rounding would round them once more each"
+                " time. Use a precision with float32 masters (`bf16-master`, `bf16-remainder`) or float32 weights."
+            )
+        if self._stepping:  # called by the step
+            yield
+        elif reads_gradients:
+            with self.stepping():
+                yield
+        else:
+            self.hide_grads()
+            self.load()
+            grads = [(master, master.grad) for master in self.master_of.values()]
+            try:
+                with self._loaded(self.stores), self.showing_masters():
+                    yield
+            finally:
+                for master, grad in grads:
+                    master.grad = grad
 
     @contextmanager
     def stepping_only(self, store: Store) -> Iterator[None]:

@@ -1,0 +1,150 @@
+"""Optimizers of other packages with masters: their own arithmetic on float32 weights, to the bit.
+
+The reference is Lightning's `bf16-mixed`: the same optimizer on float32 weights, which autocast casts as masters do.
+"""
+
+import copy
+
+import lightning as L
+import pytest
+import pytorch_optimizer
+import schedulefree
+import torch
+from torch import nn
+
+from lightning_lowprec import HalfMixed
+from lightning_lowprec.masters.optimizer import main_params
+from tests.toys import Stack
+
+SCHEDULE_FREE = {
+    "AdamW": lambda params: schedulefree.AdamWScheduleFree(params, lr=1e-2, warmup_steps=3),
+    "SGD": lambda params: schedulefree.SGDScheduleFree(params, lr=0.1),
+    "RAdam": lambda params: schedulefree.RAdamScheduleFree(params, lr=1e-2),
+}
+EXACT = HalfMixed("bf16", master_weights=True, grad_accumulation_dtype=torch.float32)
+"""`bf16-master`, with gradients that are summed in float32, so that losses are those of `bf16-mixed` to the bit."""
+
+
+def set_up(precision, make):
+    asked = {"precision": precision} if isinstance(precision, str) else {"plugins": copy.deepcopy(precision)}
+    fabric = L.Fabric(accelerator="cpu", devices=1, **asked)
+    net = Stack(lambda: nn.Sequential(nn.Linear(16, 24), nn.GELU(), nn.Linear(24, 16)), seed=0)
+    return fabric, *fabric.setup(net, make(net.parameters()))
+
+
+def loss_of(model, step):
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
+    return (model(x).float() - x.roll(1, 1).tanh()).square().mean()
+
+
+def losses_of(precision, make, steps=12):
+    fabric, model, optimizer = set_up(precision, make)
+    losses = []
+    for step in range(steps):
+        loss = loss_of(model, step % 2)
+        losses.append(loss.item())
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize("name", ["lion", "lamb", "adopt", "soap", "came", "tiger", "stableadamw", "adamp", "ranger"])
+def test_a_step_is_that_of_float32_weights(name):
+    """Their first base is not torch's Optimizer, which decides how Python lays an object out."""
+    make = lambda params: pytorch_optimizer.load_optimizer(name)(params, lr=1e-2)  # noqa: E731
+    expected = losses_of("bf16-mixed", make)
+    assert expected[-2] != expected[0]
+    assert losses_of(EXACT, make) == expected
+
+
+def test_an_optimizer_around_another_is_that_of_float32_weights():
+    make = lambda params: pytorch_optimizer.Lookahead(torch.optim.AdamW(params, lr=1e-2), k=3)  # noqa: E731
+    assert losses_of(EXACT, make) == losses_of("bf16-mixed", make)
+
+
+@pytest.mark.parametrize("name", SCHEDULE_FREE)
+def test_weights_of_schedule_free_optimizers_move_between_steps(name):
+    """`eval` and `train` go to the averaged weights and back, between micro-batches too, whose gradients stay."""
+
+    def losses_of(precision):
+        fabric, model, optimizer = set_up(precision, SCHEDULE_FREE[name])
+        losses = []
+        for step in range(8):
+            optimizer.train()
+            fabric.backward(loss_of(model, 2 * step))
+            if step % 3 == 0:
+                optimizer.eval()
+                losses.append(loss_of(model, 100).item())
+                optimizer.train()
+            fabric.backward(loss_of(model, 2 * step + 1))
+            optimizer.step()
+            optimizer.zero_grad()
+            optimizer.eval()
+            losses.append(loss_of(model, 101).item())
+        return losses
+
+    expected = losses_of("bf16-mixed")
+    assert len(set(expected)) == len(expected)
+    assert losses_of(EXACT) == expected
+
+
+def test_moved_gradients_outlive_a_move_of_the_weights():
+    """As a validation between micro-batches makes it, where gradients are summed at the masters."""
+    fabric, model, optimizer = set_up(EXACT, SCHEDULE_FREE["SGD"])
+    optimizer.train()
+    fabric.backward(loss_of(model, 0))
+    inner = optimizer.optimizer
+    before = [param.grad.clone() for param in main_params(inner) if param.grad is not None]
+    optimizer.eval()
+    optimizer.train()
+    after = [param.grad for param in main_params(inner) if param.grad is not None]
+    assert len(before) == len(after)
+    assert all(map(torch.equal, before, after))
+
+
+def test_a_checkpoint_of_a_schedule_free_run_resumes_bit_for_bit():
+    fabric, model, optimizer = set_up("bf16-remainder", SCHEDULE_FREE["AdamW"])
+
+    def train(steps):
+        for step in steps:
+            optimizer.train()
+            fabric.backward(loss_of(model, step))
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.eval()
+        return loss_of(model, 100).item()
+
+    train(range(4))
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    expected = train(range(4, 8))
+    fabric, model, optimizer = set_up("bf16-remainder", SCHEDULE_FREE["AdamW"])
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    assert train(range(4, 8)) == expected
+
+
+def test_both_steps_of_sam_see_masters():
+    def losses_of(precision):
+        make = lambda params: pytorch_optimizer.SAM(params, torch.optim.SGD, lr=0.5, momentum=0.9)  # noqa: E731
+        fabric, model, optimizer = set_up(precision, make)
+        losses = []
+        for step in range(8):
+            for move in (optimizer.first_step, optimizer.second_step):
+                loss = loss_of(model, step)
+                losses.append(loss.item())
+                fabric.backward(loss)
+                move(zero_grad=True)
+        return losses
+
+    expected = losses_of("bf16-mixed")
+    assert expected[-2] < expected[0]
+    assert losses_of(EXACT) == expected
+
+
+def test_without_masters_between_steps_it_is_refused():
+    _, _, optimizer = set_up("bf16-sr", SCHEDULE_FREE["AdamW"])
+    with pytest.raises(
+        TypeError, match=r"`FabricAdamWScheduleFree\.train` moves the weights between steps.*`bf16-remainder`"
+    ):
+        optimizer.train()
