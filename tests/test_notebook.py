@@ -26,14 +26,14 @@ def cell_with(notebook, text: str):
 
 FEWER = {
     "max_steps=60": "max_steps=4", "val_every=20": "val_every=2", "val_batches=10": "val_batches=2",
-    "max_steps=30": "max_steps=3", "val_check_interval=30": "val_check_interval=3",
+    "max_steps=30": "max_steps=3", "val_check_interval=30": "val_check_interval=3", '"bf16-mixed", ': "",
 }  # fmt: skip
-"""Steps of the notebook, and those of a run in these tests; the committed outputs are those of all steps."""
+"""Steps and names of the notebook, and those of a run in these tests; the committed outputs are those of all."""
 
 
 @pytest.fixture(scope="module")
 def executed(tmp_path_factory):
-    """The notebook, with fewer steps, after a run in a folder of its own."""
+    """The notebook, with fewer steps and names, after a run in a folder of its own."""
     notebook = copy.deepcopy(COMMITTED)
     for steps, fewer in FEWER.items():
         assert any(steps in cell.source for cell in tool.code_cells(notebook)), steps

@@ -338,13 +338,12 @@ def test_most_of_a_mixture_runs_in_fp8(family, share):
         assert found == pytest.approx(expected, abs=0.005 if experts is None else 0.03)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
-def test_losses_stay_within_one_percent_of_bf16(family):
-    """200 steps of text that has something to learn."""
+def test_losses_stay_within_one_percent_of_bf16():
+    """200 steps of text that has something to learn; a Mixtral, of equal layout, trains in the goldens."""
     finals = {}
     for name, plugin in {"bf16": HalfMixed("auto"), "fp8": FP8TorchAO()}.items():
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(FAMILIES[family]())
+        model = AutoModelForCausalLM.from_config(FAMILIES["qwen3_moe"]())
         fabric = L.Fabric(accelerator="cpu", devices=1, plugins=plugin)
         wrapped, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=2e-3))
         generator, losses = torch.Generator().manual_seed(3), []
