@@ -19,8 +19,6 @@ The class of the module changes in place (:mod:`~lightning_lowprec.conversion.in
 alone: "eager" and "batched_mm" run operations that autocast knows.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from abc import abstractmethod

@@ -5,8 +5,6 @@ lane. While ``measured_gains`` is empty, torchao's published figures for one H10
 table of its README and the break-even thresholds of its automatic filter. Other devices differ.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from typing import Literal, get_args

@@ -5,8 +5,6 @@ and ``isinstance(module, Subclass)``, stay. A role (:class:`RoleModule`) gives a
 children stay children and every Parameter keeps its owner, so state dicts, optimizers, ties and sharding stay the same.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable, Mapping
 from typing import Any, Final

@@ -5,8 +5,6 @@ names. After a conversion that changes the order, an object or a name, the model
 The check walks over the modules once and touches no weight.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Find every weight that is multiplied with the tokens: Linears, and other layers that do the work of a Linear."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 The table is empty: nothing has been measured on a GPU yet, and ``gains`` uses published figures.
 """
 
-from __future__ import annotations
-
 SOURCE: str | None = None
 GAINS: dict[str, dict[tuple[int, int, int], float]] = {}
 """By recipe: (tokens, in_features, out_features) -> how many times faster than bf16, forward and backward."""

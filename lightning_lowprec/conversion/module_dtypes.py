@@ -12,8 +12,6 @@ CPU's autocast casts nothing for norms and LSTMs, which refuse float32 inputs be
 get what CUDA's autocast gives them: the norms run in float32, the LSTMs in half precision.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any, Final
 

@@ -12,8 +12,6 @@ same names and types follows each dataclass, for type checkers and editors. A co
 and jsonargparse (LightningCLI, ``--help``) look.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence

@@ -9,8 +9,6 @@
 Nothing of this runs in a step.
 """
 
-from __future__ import annotations
-
 from typing import Any, Final, NoReturn, final
 
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """The rules that keep a Linear in high precision, each with its reason."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Final

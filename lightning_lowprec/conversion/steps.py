@@ -7,8 +7,6 @@ weights, which change no version, may be in place during evaluation. The only ch
 place through ``weight.data``, between two micro-batches.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import final
 

@@ -5,8 +5,6 @@ memory per parameter. A factor costs one read of the gradients, for their norm. 
 gradient of the backward, not the clipped one. So gradients stay on GPUs only; on CPUs every step shows what it clips.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

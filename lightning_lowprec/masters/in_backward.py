@@ -10,8 +10,6 @@ as in the backward pass, but the gradients of the whole model exist. FSDP2 runs 
 With several optimizers, too, parameters are updated in the step.
 """
 
-from __future__ import annotations
-
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence

@@ -12,8 +12,6 @@ Beside them, :func:`coupled` finds parameters that are computed with buffers, an
 norm refuses two dtypes, and spectral_norm multiplies its weight by buffers in operations that autocast does not know.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Final, NamedTuple

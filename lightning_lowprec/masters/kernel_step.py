@@ -11,8 +11,6 @@ Operations and names of the update rules are those of ``torch.optim``'s ``_singl
 ``_single_tensor_sgd``.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -11,8 +11,6 @@ Float32 masters and moments of all parameters would take 12 bytes per parameter 
 decodes for an optimizer that has other masters or moments, or none.
 """
 
-from __future__ import annotations
-
 import functools
 import warnings
 from collections.abc import Mapping, MutableMapping

@@ -18,8 +18,6 @@ into the plain optimizer of a float32 model. A state dict of a plain optimizer l
 their weights follow them.
 """
 
-from __future__ import annotations
-
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -13,8 +13,6 @@ Freeing the memory is one resize of the buffer's storage; the master tensors sta
 can be keyed by them. A master must not be read between :meth:`Store.release` and :meth:`Store.load`: it has no memory.
 """
 
-from __future__ import annotations
-
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence

@@ -10,8 +10,6 @@ are those of the plain optimizer, in float32. At level O3 they also have the ``m
 were stepped, a name of :mod:`~lightning_lowprec.masters.optimizer`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Final, final
 

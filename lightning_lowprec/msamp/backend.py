@@ -1,7 +1,5 @@
 """The entry of the MS-AMP backend in the registry: everything that the rest of the package knows about it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Final
 

@@ -4,8 +4,6 @@ DDP's buckets and broadcasts do not know scales, and DDP refuses a gradient of a
 ignores the parameters of codes. The plugin calls the functions below; docs/msamp.md shows them without Lightning.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Collection, Iterable
 from typing import Any, Final

@@ -8,8 +8,6 @@ The scale belongs to the whole weight, and every rank has it: a write to a shard
 collectives. A step takes one all-reduce for its new scales, per 16 million elements and group of parameters.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

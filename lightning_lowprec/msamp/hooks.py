@@ -1,7 +1,5 @@
 """Functions of the registry entry: how a layer rounds its tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Final
 

@@ -1,7 +1,5 @@
 """Convert layers to MS-AMP's and back, in place: their weights become codes (:mod:`~lightning_lowprec.msamp.layer`)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import final
 

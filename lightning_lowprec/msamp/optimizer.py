@@ -1,7 +1,5 @@
 """The common part of ScaledAdamW and ScaledSGD: which parameters step together, state, state dicts."""
 
-from __future__ import annotations
-
 import inspect
 import weakref
 from collections import defaultdict

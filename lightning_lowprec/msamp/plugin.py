@@ -1,7 +1,5 @@
 """MS-AMP's levels: Linear weights, their gradients and their optimizer state in 8 and 16 bits, with scales."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar, Final, final

@@ -11,8 +11,6 @@ kernel per operation, with the same bits, and need float32 memory for one parame
 The passes take flat tensors of any size: one graph for all parameters of equal dtypes.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, cast

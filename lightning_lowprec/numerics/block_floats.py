@@ -17,8 +17,6 @@ ever. A positive second moment never becomes zero, because Adam would divide by 
 Encoding what was decoded gives the same numbers. Inf and NaN make a block NaN.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import gcd
 from typing import Final, final

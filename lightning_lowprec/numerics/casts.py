@@ -4,8 +4,6 @@ A value ``x`` becomes the code ``round(clamp(x * scale))``. The code is 0 if ``|
 smallest number of the format (OCP FP8, arXiv 2209.05433, table 1; a tie rounds to even, that is, to 0).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

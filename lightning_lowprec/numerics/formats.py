@@ -5,8 +5,6 @@ power of two that keeps ``amax * scale`` within the format (MS-AMP, arXiv 2310.1
 two, or by its reciprocal, rounds nothing, so all error comes from the cast.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Final

@@ -10,8 +10,6 @@ The scale is torchao's, ``448 / max(largest absolute value, 1e-12)``, with ``pow
 two. Its reciprocal is returned.
 """
 
-from __future__ import annotations
-
 from typing import Any, Final
 
 import torch

@@ -12,8 +12,6 @@ The rows behind the last expert's (and those of experts on other ranks) are neve
 memory without meaning there. :func:`collect` and the backward pass of :func:`spread` do not read it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any, final
 

@@ -5,8 +5,6 @@ by [K, N] in columns; torch checks this, the sizes and the dtypes before it call
 (aten/src/ATen/native/cuda/ScaledBlas.cpp).
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 import torch

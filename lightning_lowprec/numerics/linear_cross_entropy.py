@@ -27,8 +27,6 @@ product of the weight's gradient takes up to ``SPAN_BYTES`` of the codes of the 
 enough, it returns the dtype of the weight.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, final

@@ -8,8 +8,6 @@ for calls under autocast and one for others, and none per shape: after one train
 ``TORCHDYNAMO_DISABLE=1`` in the environment runs everything eagerly.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import shutil

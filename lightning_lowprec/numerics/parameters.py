@@ -4,8 +4,6 @@ With tensor parallelism some parameters are sharded twice and the others once; w
 are DTensors. torch's multi-tensor operations take the DTensors of one mesh at a time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 

@@ -13,8 +13,6 @@ The lower half of a NaN may have any bits, and an addition can carry into the si
 first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Final
 

@@ -19,8 +19,6 @@ Fast accumulation has an effect on Ada and Hopper only: cuBLASLt, CUBLASLT_MATMU
 cuBLASLt may split K where outputs are few.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from typing import Final, Literal, final

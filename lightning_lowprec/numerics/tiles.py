@@ -3,8 +3,6 @@
 A tile at the lower or right edge may be smaller. Tiles of one row, or of one column, are blocks of what a product sums.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -8,8 +8,6 @@ blocks. The largest absolute values of rows and blocks need those rows only, so 
 at a time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Literal, final

@@ -3,8 +3,6 @@
 A layer whose weight can be gathered as codes has a ``wire_format``.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

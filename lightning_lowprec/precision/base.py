@@ -8,8 +8,6 @@ A plugin is a thin layer of Lightning's hooks over four parts, each in a separat
 * :mod:`~lightning_lowprec.precision.host`: the differences between Trainer and Fabric.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager

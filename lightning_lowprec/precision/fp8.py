@@ -3,8 +3,6 @@
 FP8 is slow without a compiler: casting and scaling are many small kernels, which only a compiler makes cheap.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypedDict

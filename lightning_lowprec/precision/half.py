@@ -1,7 +1,5 @@
 """fp16 and bf16 by autocast: in training, with float32 or half-precision weights, or in evaluation alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final, Literal, final

@@ -10,8 +10,6 @@ Trainer and Fabric call the same hooks with different signatures:
   may call ``loss.backward()``, so the hooks pretend to be Fabric's own.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, TypeGuard, TypeVar

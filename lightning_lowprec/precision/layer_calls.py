@@ -14,8 +14,6 @@ kernels that are no operations of torch (Triton, Transformer Engine). The frames
 would make compiled code compile again.
 """
 
-from __future__ import annotations
-
 import dis
 import inspect
 import math

@@ -8,8 +8,6 @@ or after its step, so all micro-batches of a step run in one phase.
 Without a step, that is, in an evaluation before any fit, layers are in the last phase, as at the end of a run.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Errors for models that a precision would train wrongly, raised at set-up."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 

@@ -1,7 +1,5 @@
 """The state of a plugin in checkpoints: the loss scale, the backend, and the states of other plugins."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Final
 

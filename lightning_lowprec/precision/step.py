@@ -10,8 +10,6 @@ loss scaling skips every line about the scale. The hooks of
 ``skip_nonfinite``, ``scaler`` is None.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -13,8 +13,6 @@ On Hopper cuBLASLt multiplies (CUDA 12.9), elsewhere torchao's Triton kernels. T
 sizes are no multiples of 128; Triton's operands are filled up with zeros.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar, Final, final
 

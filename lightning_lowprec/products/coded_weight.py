@@ -10,8 +10,6 @@ frozen weight of Transformer Engine, a weight of MS-AMP. (A shard that FSDP2 wil
 holds values in high precision, and codes are made of them.)
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, Self

@@ -8,8 +8,6 @@ The host has to know where groups end, to multiply one by one: torch (2.11 to 2.
 codes, and torchao 0.18 has DeepGEMM's, another package, whose groups the host reads too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -8,8 +8,6 @@ are multiplied in the dtype of the operands, as torchao does; float16, which sum
 scales. Encoding takes one compiled kernel on CUDA.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from functools import partial

@@ -17,8 +17,6 @@ A weight that is stored as [K, N] changes rows for columns, and its gradient is 
 ``input.T @ grad_output``: nothing is transposed in high precision.
 """
 
-from __future__ import annotations
-
 import weakref
 from typing import Any, Final, final
 

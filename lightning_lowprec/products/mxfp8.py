@@ -10,8 +10,6 @@ values in bf16, and serve forward and backward: the gradient of the input is tha
 All scales are rounded up, so that no value saturates (arXiv 2506.08027).
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from functools import partial

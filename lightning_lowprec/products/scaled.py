@@ -12,8 +12,6 @@ emulated product divides the codes by their scales and multiplies in float32, or
 of a named GPU (:mod:`~lightning_lowprec.numerics.tensor_cores`).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, Final, final

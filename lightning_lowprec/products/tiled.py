@@ -4,8 +4,6 @@ The codes of a weight are made once, serve forward and backward, and are what FS
 and its ``coding``: the dtype of codes, and scales from largest values.
 """
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import torch

@@ -4,8 +4,6 @@ Nothing of this happens in ordinary training. Without these checks, torch's or t
 insides, and Transformer Engine returns wrong gradients of gradients without an error.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 import torch

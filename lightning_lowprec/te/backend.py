@@ -1,7 +1,5 @@
 """The entry of the Transformer Engine backend in the registry: all that the rest of the package knows about it."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Final, cast
 

@@ -1,7 +1,5 @@
 """Convert the layers of a model to Transformer Engine's, in place, also again with other options; revert them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Literal

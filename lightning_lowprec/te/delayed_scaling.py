@@ -17,8 +17,6 @@ If a step may be skipped, the first forward after a step copies all scales and h
 these copies: the renewals of its forwards are undone, and its gradients renew nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial

@@ -15,8 +15,6 @@ Delayed scaling uses the same scale here: the amax is known before anything is s
 only make the scale worse. The history of the amax is kept, for a run that goes on without FSDP2.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Final, Self, final
 

@@ -7,8 +7,6 @@ layers were torch's before. With a scale per block of values, only largest value
 measured.
 """
 
-from __future__ import annotations
-
 import copy
 import weakref
 from collections.abc import Mapping

@@ -7,8 +7,6 @@ An RMSNorm of another library is recognised by its results: a copy runs on a sma
 with the formulas of Llama (``weight``) and Gemma (``1 + weight``). A module that computes anything else is kept.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import Any, Final, Literal, final
 

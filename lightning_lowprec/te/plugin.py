@@ -1,7 +1,5 @@
 """FP8 training through Transformer Engine: its layers in place of torch's, every recipe it has."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace

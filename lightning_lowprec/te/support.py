@@ -1,7 +1,5 @@
 """Tell whether Transformer Engine imports, and which of its recipes a device runs, in the library's own words."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The entry of the torchao backend in the registry: everything that the rest of the package knows about it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial

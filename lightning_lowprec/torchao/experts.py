@@ -13,8 +13,6 @@ With a scale per block of 128 (:mod:`~lightning_lowprec.products.grouped_block`)
 a GPU the host then waits for the ends of the groups, once per call of the experts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, final
 

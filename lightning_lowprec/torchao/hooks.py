@@ -10,8 +10,6 @@ Parameters, optimizer, hooks and compiled modules stay. FSDP2 follows: a weight 
 gathered in bf16. All ranks must switch a layer before the same forward. Importing this module imports torchao.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

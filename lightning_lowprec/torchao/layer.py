@@ -9,8 +9,6 @@ product, where the kernels need multiples of 16 too.)
 Importing this module imports torchao (about 3 s).
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

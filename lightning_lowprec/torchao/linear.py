@@ -3,8 +3,6 @@
 (torchao's own swap builds a new module and loses hooks and the eval flag.) Importing this module imports torchao.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, final
 

@@ -1,7 +1,5 @@
 """The plugin of NVFP4: as the paper trained (arXiv 2509.25149), the last blocks and the end of a run in bf16."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Final, Literal, final
 

@@ -4,8 +4,6 @@ torchao's ``Float8ColwiseParallel`` and its siblings also send activations betwe
 whatever the recipe of the layer is. Importing this module imports torchao (about 3 s).
 """
 
-from __future__ import annotations
-
 from typing import Any, Final, final
 
 import torch
