@@ -1,5 +1,6 @@
 """Ranks that are killed while they save: the run resumes from the checkpoint before, and saves again."""
 
+import multiprocessing
 import os
 import signal
 import time
@@ -7,7 +8,7 @@ import time
 import pytest
 import torch
 
-from tests.fsdp2.ranks import enter, free_port, launch, server
+from tests.fsdp2.ranks import enter, free_port, launch
 from tests.fsdp2.toy import assert_same, everything, setup, train
 
 pytestmark = pytest.mark.distributed
@@ -60,21 +61,26 @@ def resumes(rank, ranks, folder):
         assert sorted(f.name for f in case.iterdir()) == ["a.ckpt", "truth"], "leftovers"
 
 
-def test_resumes_from_the_one_before(tmp_path):
-    context = server()
+def saves_die(rank, ranks, place):
+    """In a process that has imported what the ranks need, and that they are forked from."""
+    context = multiprocessing.get_context("fork")
     for kind, victims in CASES:
         port = free_port()
-        folder = tmp_path / f"{kind}.{len(victims)}.{victims[0]}"
+        folder = place / f"{kind}.{len(victims)}.{victims[0]}"
         folder.mkdir()
-        ranks = [context.Process(target=dies, args=(r, port, folder, kind, victims)) for r in range(2)]
-        for process in ranks:
+        processes = [context.Process(target=dies, args=(r, port, folder, kind, victims)) for r in range(2)]
+        for process in processes:
             process.start()
         end = time.monotonic() + 90
-        for process in ranks:
+        for process in processes:
             process.join(max(0.0, end - time.monotonic()))
-        codes = [process.exitcode for process in ranks]
-        for process in ranks:
+        codes = [process.exitcode for process in processes]
+        for process in processes:
             process.kill()
         assert all(codes[victim] == -signal.SIGKILL for victim in victims), codes
         assert all(code not in (None, 0) for code in codes), f"the other rank hangs, or saved: {codes}"
+
+
+def test_resumes_from_the_one_before(tmp_path):
+    launch(saves_die, 1, tmp_path, tmp_path)
     launch(resumes, 2, tmp_path, tmp_path)

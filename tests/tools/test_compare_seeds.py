@@ -17,14 +17,12 @@ from lightning_lowprec.tools.compare.result import (
     student_t,
 )
 from lightning_lowprec.tools.compare.spec import CompareSpec
-from tests.fsdp2.ranks import stop_server
 
 # ---- a real run
 
 
 def test_seeds_are_compared_in_pairs_and_a_schedule_is_followed(tmp_path, capfd, monkeypatch):
     """In its first phase, all in bf16, fp8-hybrid computes what bf16-mixed computes, bit for bit, with each seed."""
-    stop_server()  # one that runs already writes to the stderr of the test that started it
     monkeypatch.setattr(runner, "START", "forkserver")
     status = main(
         [
