@@ -9,12 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import DDPStrategy
 from safetensors.torch import load_file
 
 import lightning_lowprec
 from lightning_lowprec import LowPrecisionEval
 from lightning_lowprec.serving.safetensors_files import new_folder
-from tests.fsdp2.ranks import free_port
+from tests.fsdp2.ranks import free_port, server
 from tests.serving.models import Module, llama
 from tests.toys import QUIET
 
@@ -41,12 +42,14 @@ class Exports(Callback):
 @pytest.mark.distributed
 @pytest.mark.filterwarnings("ignore")
 def test_every_rank_of_ddp_may_export_and_rank_0_writes(tmp_path):
-    """By ``ddp_spawn``, which pickles the callbacks."""
+    """By processes to which the callbacks are pickled, as by ``ddp_spawn``; these are forked from one with imports."""
+    server()
     data = torch.utils.data.DataLoader(TOKENS, batch_size=1)
     callbacks = [Exports(str(tmp_path)), LowPrecisionEval()]
-    options = {"precision": "fp8-rowwise", "strategy": "ddp_spawn", "devices": 2, "accelerator": "cpu", **QUIET}
+    options = {"precision": "fp8-rowwise", "devices": 2, "accelerator": "cpu", **QUIET}
     limits = {"max_epochs": 1, "limit_train_batches": 1, "num_sanity_val_steps": 0}
-    trainer = L.Trainer(**limits, callbacks=callbacks, **options)
+    strategy = DDPStrategy(start_method="forkserver")
+    trainer = L.Trainer(**limits, callbacks=callbacks, strategy=strategy, **options)
     trainer.fit(Module(), data, data)
     assert trainer.callback_metrics["loss"].isfinite()
     (text, whole), other = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
