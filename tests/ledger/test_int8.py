@@ -9,6 +9,7 @@ from torch import nn
 from benchmarks.gpu_lane import models
 from benchmarks.gpu_lane.contenders import find
 from benchmarks.ledger import roofline
+from benchmarks.ledger.moved import Moved
 from benchmarks.ledger.recorder import recording
 from benchmarks.ledger.step import measure
 from lightning_lowprec import Int8TorchAO
@@ -20,8 +21,11 @@ TOY = replace(models.SHAPES["8b"], layers=2, hidden=256, ffn=512, heads=2, kv_he
 
 
 def test_the_ledger_counts_the_kernel_as_a_product():
-    """6 FLOPs per weight and token: all but the head's in int8, three products of seven layers per block."""
-    found = measure("", find("ours int8-mixed").setup, TOY)
+    """6 FLOPs per weight and token: all but the head's in int8, three products of seven layers per block.
+
+    ``test_products_by_torchaos_kernel`` shows that the kernel is seen in compiled code as well.
+    """
+    found = measure("", find("ours int8-mixed").setup, TOY, compile=False)
     width = TOY.kv_heads * TOY.head_dim
     weights = 2 * TOY.hidden * (TOY.hidden + width) + 3 * TOY.hidden * TOY.ffn
     tokens = 2 * TOY.sequence
@@ -64,8 +68,9 @@ def test_products_by_torchaos_kernel(name, compiled):
     x = torch.randn(TOKENS, IN, device="cuda", requires_grad=True)
     for _ in range(2):
         step(module, x)
-    with recording() as log:
+    with torch.autograd.set_multithreading_enabled(False), recording() as log, Moved() as moved:
         step(module, x)
+    assert [operation.name for operation in moved.operations if operation.kind == "product"].count("int8") == products
     kernels = [record.name for record in log.of("kernel")]
     assert sum("_scaled_int8_mm_kernel" in name for name in kernels) == products, kernels
     assert len(list(log.of("gemm"))) == 3 - products

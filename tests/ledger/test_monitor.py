@@ -14,7 +14,7 @@ from lightning_lowprec.callbacks import NumericsMonitor
 DEVICE = torch.device("cuda")
 PLUGINS = {
     "torchao": lambda: FP8TorchAO(compile=False),
-    "torchao, compiled": lambda: FP8TorchAO(compile=True),
+    "torchao, traced": lambda: FP8TorchAO(compile={"backend": "aot_eager"}),
     "torchao rowwise": lambda: FP8TorchAO("rowwise", compile=False),
     "msamp": lambda: MSAMP("O2", compile=False),
     **{f"te {recipe}": (lambda recipe=recipe: FP8TE(recipe)) for recipe in ("delayed", "current", "block")},
@@ -60,4 +60,4 @@ def test_a_sampling_costs_a_hundredth_of_a_hundred_steps(name):
     own = len(sampling[0]) - len(plain[0]) + len(log.of("kernel"))
     assert monitor.missing == {}
     # compiled blocks run one micro-batch in eager code
-    assert 0 < own <= (11 if "compiled" in name else 1) * len(plain[0])
+    assert 0 < own <= (2 if "traced" in name else 1) * len(plain[0])
