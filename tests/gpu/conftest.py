@@ -33,5 +33,6 @@ def fresh_device():
     torch._dynamo.reset()
     gc.collect()
     if not DRY:
+        gc.freeze()  # what stays is not looked at again after every test
         torch.cuda.synchronize(DEVICE)
         torch.cuda.empty_cache()
