@@ -15,7 +15,7 @@ can be keyed by them. A master must not be read between :meth:`Store.release` an
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar, Final, final
 
 import torch
@@ -210,6 +210,18 @@ class Fp32Store(Store):
     def companion(self, index: int) -> Tensor | None:
         """Return the master."""
         return self.views[index]
+
+    def unseen_edits(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield parameters without a noted edit, and whether one of 64 values differs from its master (a bool tensor).
+
+        A write in place through ``.data`` leaves no trace; the next step undoes it.
+        """
+        for p, view, saved in zip(self.params, self.views, self._fingerprints, strict=True):
+            local = local_tensor(p).detach()
+            if _fingerprint(p) == saved and local.is_contiguous() and view.is_contiguous():
+                every = max(1, local.numel() // 64)
+                weight, master = (values.view(-1)[::every][:64] for values in (local, view))
+                yield p, ((weight != master.to(weight.dtype)) & (weight == weight)).any()  # NaN is no edit
 
     def values(self) -> list[Tensor]:
         """Return the masters themselves, not copies, as all tensors in a state dict."""

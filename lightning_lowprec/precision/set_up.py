@@ -20,6 +20,8 @@ from torch.optim import Optimizer
 
 from lightning_lowprec.conversion import head
 from lightning_lowprec.hardware import caution, default_device, emulation_refusal, refusal
+from lightning_lowprec.masters.registry import registry_of
+from lightning_lowprec.masters.stores import Fp32Store
 from lightning_lowprec.masters.weights import is_marked
 from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.numerics.parameters import parameters_of
@@ -215,7 +217,7 @@ def _written(before: Mapping[str, Look], now: Mapping[str, Look]) -> list[str]:
 
 @final
 class FrozenWrites:
-    """The frozen half-precision weights of one plugin's modules, as they were at the last look, to warn of writes.
+    """The frozen half-precision weights of one plugin's modules, as they were at the last look, to warn of lost writes.
 
     A program may write to such weights: a module may average a teacher by hand.
 
@@ -230,6 +232,7 @@ class FrozenWrites:
     def __init__(self) -> None:
         self._steps = 0
         self._weights: dict[str, Look] | None = {}
+        self._said_undone = False
 
     def is_due(self) -> bool:
         """Count a step; return whether to look before it."""
@@ -237,8 +240,11 @@ class FrozenWrites:
         return self._steps & (self._steps - 1) == 0
 
     def watch(self, plugin: Any) -> None:
-        """Warn once, before a step of a plugin with masters, if the program has written to frozen weights."""
-        if self._weights is None or not self.is_due():
+        """Warn once, before a step of a plugin with masters, of writes to weights that are lost."""
+        if not self.is_due():
+            return
+        self._warn_of_undone(plugin)
+        if self._weights is None:
             return
         trained = {id(p) for o in (*plugin.optimizers, *plugin.after_fit.optimizers) for p in parameters_of(o)}
         parameters = {fqn: p for model in plugin.modules.prepared for fqn, p in model.named_parameters()}
@@ -256,6 +262,25 @@ class FrozenWrites:
             f" and which became {dtype}: small changes are rounded away. Keep such weights float32 by the option"
             f" `keep_fp32={written[:1]}` of {type(plugin).__name__}; the name of their module does too."
         )
+
+    def _warn_of_undone(self, plugin: Any) -> None:
+        """Warn once of writes in place through ``.data`` to weights that have float32 masters."""
+        registries = map(registry_of, (*plugin.optimizers, *plugin.after_fit.optimizers))
+        stores = [store for registry in registries if registry is not None for store in registry.stores]
+        edits = [edit for store in stores if isinstance(store, Fp32Store) for edit in store.unseen_edits()]
+        if self._said_undone or not edits:
+            return
+        flags = torch.stack([flag.to(edits[0][1].device) for _, flag in edits]).tolist()
+        written = {id(p) for (p, _), flag in zip(edits, flags, strict=True) if flag}
+        fqns = [fqn for module in plugin.modules.prepared for fqn, p in module.named_parameters() if id(p) in written]
+        if fqns:
+            self._said_undone = True
+            more = f" and {len(fqns) - 1} more" if len(fqns) > 1 else ""
+            rank_zero_warn(
+                f"`precision={plugin.precision!r}`: the program writes to {fqns[0]!r}{more} in place through `.data`,"
+                " which float32 masters cannot see: the next step undoes it. Write to the parameter itself under"
+                " `torch.no_grad()`, or use `master_weights='remainder'`."
+            )
 
     def __reduce__(self) -> tuple[type[FrozenWrites], tuple[()]]:
         return type(self), ()  # the weights stay in their process

@@ -84,3 +84,56 @@ def test_the_way_out_gives_the_float32_average():
 def test_looks_before_few_steps():
     writes = FrozenWrites()
     assert [step for step in range(1, 70) if writes.is_due()] == [1, 2, 4, 8, 16, 32, 64]
+
+
+class Clipped(Student):
+    """A critic as WGAN has it: its weights are clipped after each step."""
+
+    def __init__(self, clip):
+        super().__init__(None)
+        self.clip = clip
+
+    def training_step(self, batch, batch_idx):
+        return (self.student(batch) - batch).square().mean()
+
+    def on_train_batch_end(self, *_):
+        for parameter in self.student.parameters():
+            self.clip(parameter)
+
+
+def in_place(parameter):
+    with torch.no_grad():
+        parameter.clamp_(-0.05, 0.05)
+
+
+CLIPS = {
+    "data": lambda parameter: parameter.data.clamp_(-0.05, 0.05),
+    "new data": lambda parameter: setattr(parameter, "data", parameter.data.clamp(-0.05, 0.05)),
+    "in place": in_place,
+}
+
+
+@pytest.mark.parametrize("name", ["bf16-master", "bf16-remainder", "fp16-master", "bf16-mixed"])
+@pytest.mark.parametrize("clip", CLIPS)
+def test_clipped_weights_stay_clipped_or_it_is_said(name, clip):
+    module = Clipped(CLIPS[clip])
+    data = DataLoader([torch.randn(32, 64) for _ in range(5)], batch_size=None)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        L.Trainer(max_steps=5, precision=name, **ON_CPU).fit(module, data)
+    said = [str(w.message) for w in caught if "which float32 masters cannot see" in str(w.message)]
+    undone = clip == "data" and name.endswith("-master")
+    assert len(said) == undone
+    if said:
+        assert "writes to 'student.weight' and 1 more in place through `.data`" in said[0]
+    module = Clipped(CLIPS[clip])
+    fabric = L.Fabric(accelerator="cpu", precision=name)
+    model, optimizer = fabric.setup(module.student, torch.optim.SGD(module.student.parameters(), lr=0.0))
+    for change in (lambda parameter: None, CLIPS[clip]):
+        fabric.backward(model(torch.randn(4, 64)).float().mean())  # fp16 does not overflow
+        change(module.student.weight)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.step()
+    assert any("which float32 masters cannot see" in str(w.message) for w in caught) == undone
+    assert (module.student.weight.abs().max() > 0.051) == undone
