@@ -32,7 +32,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 help:
 	@echo "make demo        train a small GPT in fp32, bf16 and FP8 and compare them (report in lowprec-compare/)"
-	@echo "make test        run the tests that show a fault soon (about 5 minutes on 2 cores)"
+	@echo "make test        run the tests that show a fault soon (about 4 minutes on 2 cores)"
 	@echo "make test-more   every name, more processes, examples, the benchmarks in toy sizes (about a quarter of an hour on 2 quiet cores)"
 	@echo "make test-all    both"
 	@echo "make lanes       what CI runs after make test: all lanes, with -j 2 two of them side by side (12 GB on disk)"

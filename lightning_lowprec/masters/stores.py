@@ -191,7 +191,8 @@ class Store(ABC):
             if p.dtype != self.dtype:
                 raise RuntimeError(
                     f"a parameter of shape {tuple(p.shape)} was {self.dtype} when its optimizer got master weights and"
-                    f" is {p.dtype} now. Cast the model before its optimizer gets masters."
+                    f" is {p.dtype} now. Cast the model before its optimizer gets masters. Lightning's pruning puts"
+                    " float32 weights back. Use `ModelPruning('l1_unstructured', use_lottery_ticket_hypothesis=False)`."
                 )
         return any(p.device != self.device for p in self.params)
 

@@ -3,7 +3,7 @@
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import BackboneFinetuning, StochasticWeightAveraging
+from lightning.pytorch.callbacks import BackboneFinetuning, ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
@@ -105,6 +105,22 @@ def test_swa_and_schedulers(name):
     assert registry_of(trainer.optimizers[0]) is not None
     assert all(p.isfinite().all() for p in model.parameters())
     assert trainer.optimizers[0].param_groups[0]["lr"] != 1e-2, "the scheduler still reaches the optimizer"
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_pruning_after_an_epoch(name):
+    def fit(**how):
+        prune = ModelPruning("l1_unstructured", amount=0.5, apply_pruning=lambda epoch: epoch == 0, **how)
+        model = Net()
+        L.Trainer(plugins=as_trained(name), max_epochs=2, callbacks=[prune], **ON_CPU).fit(model)
+        return model
+
+    with pytest.raises(
+        RuntimeError, match=r"is torch\.float32 now\..*`ModelPruning\(.*use_lottery_ticket_hypothesis=False"
+    ):
+        fit()
+    model = fit(use_lottery_ticket_hypothesis=False)
+    assert all(0.4 < (layer.weight == 0).float().mean() < 0.6 for layer in (model.backbone[0], model.head))
 
 
 @pytest.mark.parametrize("name", FORMS)

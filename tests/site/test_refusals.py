@@ -4,6 +4,7 @@ import re
 
 import lightning as L
 import pytest
+import schedulefree
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
@@ -45,6 +46,11 @@ def fit(code, width=32, make=torch.optim.AdamW, **options):
     L.Trainer(**asked(code), max_epochs=1, **ON_CPU, **options).fit(Model(width, make), batches)
 
 
+class Training(L.Callback):
+    def on_train_start(self, trainer, pl_module):
+        trainer.optimizers[0].train()
+
+
 def layers(code):
     return L.Fabric(**asked(code), accelerator="cpu").setup_module(Model().layers)
 
@@ -71,6 +77,7 @@ ACTIONS = {
     "`accumulate_grad_batches`": lambda code: fit(code, accumulate_grad_batches=2),
     "`gradient_clip_algorithm": lambda code: fit(code, gradient_clip_val=1.0, gradient_clip_algorithm="value"),
     "LBFGS": lambda code: fit(code, make=torch.optim.LBFGS),
+    "schedule-free": lambda code: fit(code, make=schedulefree.AdamWScheduleFree, callbacks=[Training()]),
     "optimizers that look": lambda code: fit(code, make=type("Own", (torch.optim.SGD,), {})),
     "to skip steps": fit,
     "fp16": fit,

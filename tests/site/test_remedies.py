@@ -18,7 +18,7 @@ import lightning as L
 import pytest
 import torch
 from accelerate.utils import AORecipeKwargs
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, ModelPruning
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
@@ -51,7 +51,7 @@ SPACE: dict[str, Any] = {
     **PUBLIC,
     **{name: getattr(callbacks, name) for name in callbacks.__all__},
     "lightning_lowprec": lightning_lowprec, "torch": torch, "Trainer": L.Trainer, "Fabric": L.Fabric,
-    "LossScale": LossScale, "StateDictOptions": StateDictOptions,
+    "LossScale": LossScale, "ModelPruning": ModelPruning, "StateDictOptions": StateDictOptions,
     "get_model_state_dict": get_model_state_dict, "FSDPStrategy": FSDPStrategy,
     "cross_entropy": nn.functional.cross_entropy, "device_type": "cpu", "model": nn.Linear(1, 1),
     "layer": nn.Module, "fresh": nn.Module, "loss": torch.Tensor, "x": torch.Tensor, "optimizer": torch.optim.Optimizer,
