@@ -24,8 +24,6 @@ HEAD = '''"""Measured gains of FP8 over bf16 by shape, written by ``python -m be
 {what}
 """
 
-from __future__ import annotations
-
 SOURCE: str | None = {source}
 GAINS: dict[str, dict[tuple[int, int, int], float]] = {gains}
 """By recipe: (tokens, in_features, out_features) -> how many times faster than bf16, forward and backward."""

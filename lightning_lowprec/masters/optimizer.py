@@ -93,10 +93,27 @@ def add_masters(optimizer: T, store: Kept | MasterConfig = "fp32", *, values: Ma
     plain: Any = type(optimizer)
     optimizer.__class__ = _master_class(plain)
     vars(optimizer)["_masters"] = registry
+    for inner in vars(optimizer).values():
+        if isinstance(inner, Optimizer):
+            _refuse_alone(inner, registry)
     if config.update != "step":
         vars(optimizer)["_updates"] = updates = BackwardUpdates(optimizer, config)
         updates.watch()
     return optimizer
+
+
+def _refuse_alone(inner: Optimizer, registry: MasterRegistry) -> None:
+    """Let an optimizer inside of one with masters raise RuntimeError where it steps by itself: it would see none."""
+
+    def check(*_: Any) -> None:
+        if not registry.in_step and registry_of(registry.live()) is registry:
+            raise RuntimeError(
+                f"{registry.plain.__name__} steps the {type(inner).__name__} inside it outside of its own `step`, where"
+                " half-precision weights have no masters. Use a precision with float32 weights (`bf16-mixed`,"
+                " `fp8-hybrid`)."
+            )
+
+    inner.register_step_pre_hook(check)
 
 
 def remove_masters(optimizer: Optimizer) -> None:

@@ -52,7 +52,7 @@ class MasterRegistry:
         self.plain: Any = type(optimizer)  # the class that the optimizer had before it got masters
         self.optimizer = weakref.ref(optimizer)
         self._place_in_groups: dict[int, tuple[int, int]] = {}  # by id(parameter), as it was seen last
-        self._stepping = False
+        self.in_step = False
         self.add_missing(values)
         if config.rounds:
             optimizer.param_groups[0].setdefault(ROUNDING_STEP, 0)
@@ -240,7 +240,7 @@ class MasterRegistry:
         for store in self.stores:
             for master in store.masters:
                 master.grad = None
-            if not self._stepping:
+            if not self.in_step:
                 store.release()
 
     # ---- a step
@@ -281,7 +281,10 @@ class MasterRegistry:
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Show the optimizer all masters; at the end, also after an error, save them and drop the moved gradients."""
+        """Show the optimizer all masters; at the end, also after an error, save them and drop the moved gradients.
+
+        Raises RuntimeError if parameters got gradients meanwhile: from weights that had not followed their masters.
+        """
         self.load()
         self.move_grads()
         try:
@@ -289,6 +292,8 @@ class MasterRegistry:
                 yield
         finally:
             self.count_step()
+        if any(p.grad is not None for p, _ in self.pairs()):
+            raise RuntimeError(SEVERAL_EVALUATIONS.format(self.plain.__name__))
 
     @contextmanager
     def changing(self, method: str, reads_gradients: bool) -> Iterator[None]:
@@ -302,7 +307,7 @@ class MasterRegistry:
                 f"`{method}` moves the weights between steps, and stochastic rounding would round them once more each"
                 " time. Use a precision with float32 masters (`bf16-master`, `bf16-remainder`) or float32 weights."
             )
-        if self._stepping:  # called by the step
+        if self.in_step:  # called by the step
             yield
         elif reads_gradients:
             with self.stepping():
@@ -354,14 +359,14 @@ class MasterRegistry:
         if self.config.moments == "8bit":
             for p in itertools.chain.from_iterable(store.params for store in stores):
                 moments.decode_in_place(self.live().state.get(p, {}), p)
-        self._stepping = True
+        self.in_step = True
         try:
             yield
         finally:
             self.hide_grads()
             for master in itertools.chain.from_iterable(store.masters for store in stores):
                 master.grad = None  # first: rounding takes temporary memory too
-            self._stepping = False
+            self.in_step = False
             for store in stores:
                 store.save(self.step)
                 if self.config.moments == "8bit":

@@ -148,3 +148,43 @@ def test_without_masters_between_steps_it_is_refused():
         TypeError, match=r"`FabricAdamWScheduleFree\.train` moves the weights between steps.*`bf16-remainder`"
     ):
         optimizer.train()
+
+
+class TwoPhases(torch.optim.Optimizer):
+    """As SAM, with names of its own: the optimizer inside steps outside of `step`."""
+
+    def __init__(self, params):
+        self.inside = torch.optim.SGD(params, lr=0.1)
+        super().__init__(self.inside.param_groups, {})
+
+    def finish(self):
+        self.inside.step()
+
+
+def test_an_optimizer_that_steps_outside_is_refused():
+    fabric, model, optimizer = set_up(EXACT, TwoPhases)
+    fabric.backward(loss_of(model, 0))
+    with pytest.raises(RuntimeError, match=r"^TwoPhases steps the SGD inside .*`bf16-mixed`"):
+        optimizer.finish()
+    fabric, model, optimizer = set_up("bf16-mixed", TwoPhases)
+    fabric.backward(loss_of(model, 0))
+    optimizer.finish()
+
+
+class Evaluates(torch.optim.SGD):
+    """Moves the weights, and lets the model compute gradients there, without a closure: GSAM is such an optimizer."""
+
+    def step(self, closure=None):
+        with torch.no_grad():
+            for param in self.param_groups[0]["params"]:
+                param.add_(0.1)
+        self.evaluate()
+        return super().step()
+
+
+def test_an_optimizer_that_evaluates_in_its_step_is_refused():
+    fabric, model, optimizer = set_up(EXACT, lambda params: Evaluates(params, lr=0.1))
+    optimizer.optimizer.evaluate = lambda: fabric.backward(loss_of(model, 1))
+    fabric.backward(loss_of(model, 0))
+    with pytest.raises(RuntimeError, match=r"^Evaluates evaluates its closure where it has moved the weights"):
+        optimizer.step()
