@@ -103,14 +103,16 @@ def add_masters(optimizer: T, store: Kept | MasterConfig = "fp32", *, values: Ma
 
 
 def _refuse_alone(inner: Optimizer, registry: MasterRegistry) -> None:
-    """Let an optimizer inside of one with masters raise RuntimeError where it steps by itself: it would see none."""
+    """Let an optimizer inside of one with masters raise RuntimeError where it would step weights that have masters."""
 
     def check(*_: Any) -> None:
-        if not registry.in_step and registry_of(registry.live()) is registry:
+        outer = registry.optimizer()
+        has_masters = outer is not None and registry_of(outer) is registry
+        if has_masters and any(id(p) in registry.master_of for p in parameters_of(inner)):
             raise RuntimeError(
-                f"{registry.plain.__name__} steps the {type(inner).__name__} inside it outside of its own `step`, where"
-                " half-precision weights have no masters. Use a precision with float32 weights (`bf16-mixed`,"
-                " `fp8-hybrid`)."
+                f"{registry.plain.__name__} steps the {type(inner).__name__} inside it without the masters of its"
+                " half-precision weights, as outside of its own `step`. Use a precision with float32 weights"
+                " (`bf16-mixed`, `fp8-hybrid`)."
             )
 
     inner.register_step_pre_hook(check)

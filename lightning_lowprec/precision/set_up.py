@@ -265,10 +265,12 @@ class FrozenWrites:
 
     def _warn_of_undone(self, plugin: Any) -> None:
         """Warn once of writes in place through ``.data`` to weights that have float32 masters."""
+        if self._said_undone:
+            return
         registries = map(registry_of, (*plugin.optimizers, *plugin.after_fit.optimizers))
         stores = [store for registry in registries if registry is not None for store in registry.stores]
         edits = [edit for store in stores if isinstance(store, Fp32Store) for edit in store.unseen_edits()]
-        if self._said_undone or not edits:
+        if not edits:
             return
         flags = torch.stack([flag.to(edits[0][1].device) for _, flag in edits]).tolist()
         written = {id(p) for (p, _), flag in zip(edits, flags, strict=True) if flag}

@@ -4,6 +4,7 @@ The reference is Lightning's `bf16-mixed`: the same optimizer on float32 weights
 """
 
 import copy
+from functools import partial
 
 import lightning as L
 import pytest
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 from lightning_lowprec import HalfMixed
-from lightning_lowprec.masters.optimizer import main_params
+from lightning_lowprec.masters.optimizer import main_params, move_grads_to_masters
 from tests.toys import Stack
 
 SCHEDULE_FREE = {
@@ -21,6 +22,7 @@ SCHEDULE_FREE = {
     "SGD": lambda params: schedulefree.SGDScheduleFree(params, lr=0.1),
     "RAdam": lambda params: schedulefree.RAdamScheduleFree(params, lr=1e-2),
 }
+SAM = partial(pytorch_optimizer.SAM, base_optimizer=torch.optim.SGD, lr=0.5, momentum=0.9)
 EXACT = HalfMixed("bf16", master_weights=True, grad_accumulation_dtype=torch.float32)
 """`bf16-master`, with gradients that are summed in float32, so that losses are those of `bf16-mixed` to the bit."""
 
@@ -52,15 +54,19 @@ def losses_of(precision, make, steps=12):
 @pytest.mark.parametrize("name", ["lion", "lamb", "adopt", "soap", "came", "tiger", "stableadamw", "adamp", "ranger"])
 def test_a_step_is_that_of_float32_weights(name):
     """Their first base is not torch's Optimizer, which decides how Python lays an object out."""
-    make = lambda params: pytorch_optimizer.load_optimizer(name)(params, lr=1e-2)  # noqa: E731
+    make = partial(pytorch_optimizer.load_optimizer(name), lr=1e-2)
     expected = losses_of("bf16-mixed", make)
     assert expected[-2] != expected[0]
     assert losses_of(EXACT, make) == expected
 
 
 def test_an_optimizer_around_another_is_that_of_float32_weights():
-    make = lambda params: pytorch_optimizer.Lookahead(torch.optim.AdamW(params, lr=1e-2), k=3)  # noqa: E731
-    assert losses_of(EXACT, make) == losses_of("bf16-mixed", make)
+    def around_adamw(params):
+        return pytorch_optimizer.Lookahead(torch.optim.AdamW(params, lr=1e-2), k=3)
+
+    expected = losses_of("bf16-mixed", around_adamw)
+    assert expected != losses_of("bf16-mixed", partial(torch.optim.AdamW, lr=1e-2))
+    assert losses_of(EXACT, around_adamw) == expected
 
 
 @pytest.mark.parametrize("name", SCHEDULE_FREE)
@@ -95,11 +101,12 @@ def test_moved_gradients_outlive_a_move_of_the_weights():
     optimizer.train()
     fabric.backward(loss_of(model, 0))
     inner = optimizer.optimizer
+    move_grads_to_masters(inner)
     before = [param.grad.clone() for param in main_params(inner) if param.grad is not None]
     optimizer.eval()
     optimizer.train()
     after = [param.grad for param in main_params(inner) if param.grad is not None]
-    assert len(before) == len(after)
+    assert len(before) == len(after) == len(list(model.parameters()))
     assert all(map(torch.equal, before, after))
 
 
@@ -126,8 +133,7 @@ def test_a_checkpoint_of_a_schedule_free_run_resumes_bit_for_bit():
 
 def test_both_steps_of_sam_see_masters():
     def losses_of(precision):
-        make = lambda params: pytorch_optimizer.SAM(params, torch.optim.SGD, lr=0.5, momentum=0.9)  # noqa: E731
-        fabric, model, optimizer = set_up(precision, make)
+        fabric, model, optimizer = set_up(precision, SAM)
         losses = []
         for step in range(8):
             for move in (optimizer.first_step, optimizer.second_step):
@@ -148,6 +154,9 @@ def test_without_masters_between_steps_it_is_refused():
         TypeError, match=r"`FabricAdamWScheduleFree\.train` moves the weights between steps.*`bf16-remainder`"
     ):
         optimizer.train()
+    _, _, optimizer = set_up("bf16-sr", SAM)
+    with pytest.raises(TypeError, match=r"`FabricSAM\.first_step` moves the weights between steps.*`bf16-remainder`"):
+        optimizer.first_step()
 
 
 class TwoPhases(torch.optim.Optimizer):
