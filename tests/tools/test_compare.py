@@ -19,7 +19,7 @@ from lightning_lowprec.tools.compare.runner import train_all
 from lightning_lowprec.tools.compare.spec import CompareSpec
 from lightning_lowprec.tools.compare.training import Recorder
 from tests import forked
-from tests.fsdp2.ranks import stop_server
+from tests.tools.comparing import compare
 
 USER_FILE = '''
 import os
@@ -117,21 +117,17 @@ FAILURES = {
 }
 
 
-def test_what_fails_is_shown_and_leaves_the_others(user_file, capfd, monkeypatch):
-    stop_server()  # one that runs already writes to the stdout of the test that started it
-    # five processes that need not import torch first; the demo above runs in processes that do
-    monkeypatch.setattr(runner, "START", "forkserver")
+def test_what_fails_is_shown_and_leaves_the_others(user_file):
     out = user_file.parent / "out"
     modes = {name: mode for name, (mode, _) in FAILURES.items()}
-    status = main(
+    status, stdout, stderr = compare(
         [
-            "compare",
             *("--precisions", ",".join(["32-true", *FAILURES]), "--model", f"{user_file}:Model"),
             *("--model-args", json.dumps({"modes": modes}), "--data", f"{user_file}:Data", "--val-metric=score"),
             *("--max-steps=3", "--val-every=2", "--accelerator=cpu", f"--out={out}"),
-        ]
+        ],
+        user_file.parent,
     )
-    stdout, stderr = capfd.readouterr()
     assert status == 1
     assert "half a line" in stdout
     assert "training_step" in stderr, "the traceback is shown"

@@ -8,7 +8,6 @@ import statistics
 import pytest
 
 from lightning_lowprec.tools.cli import main
-from lightning_lowprec.tools.compare import runner
 from lightning_lowprec.tools.compare.comparison import Comparison, markdown, picture
 from lightning_lowprec.tools.compare.result import (
     Interval,
@@ -17,23 +16,22 @@ from lightning_lowprec.tools.compare.result import (
     student_t,
 )
 from lightning_lowprec.tools.compare.spec import CompareSpec
+from tests.tools.comparing import compare
 
 # ---- a real run
 
 
-def test_seeds_are_compared_in_pairs_and_a_schedule_is_followed(tmp_path, capfd, monkeypatch):
+def test_seeds_are_compared_in_pairs_and_a_schedule_is_followed(tmp_path):
     """In its first phase, all in bf16, fp8-hybrid computes what bf16-mixed computes, bit for bit, with each seed."""
-    monkeypatch.setattr(runner, "START", "forkserver")
-    status = main(
+    status, stdout, stderr = compare(
         [
-            "compare",
             *("--precisions=bf16-mixed,fp8-hybrid", "--model-args", "{depth: 1, width: 16, heads: 1, block_size: 16}"),
             *("--data-args", '{"block_size": 16, "max_bytes": 20000}', "--accelerator=cpu"),
             *("--max-steps=24", "--val-every=12", "--val-batches=2", f"--out={tmp_path}", "--seed=3", "--seeds=2"),
             *("--schedule", "[{until: 0.5, gemms: bf16}, {}]", "--max-loss-gap=1000", "--monitor"),
-        ]
+        ],
+        tmp_path,
     )
-    stdout, stderr = capfd.readouterr()
     assert status == 0, stdout + stderr
     assert "fp8-hybrid, seed 4 (4 of 4): 100%" in stderr
     figures = json.loads((tmp_path / "results.json").read_text())
