@@ -63,7 +63,8 @@ class ScaledLayer(PlainFirst):
             check_call("ScaledLinear (MS-AMP)", KEEP)
         if torch.is_autocast_enabled(input.device.type):
             input = input.to(torch.get_autocast_dtype(input.device.type))
-        fits = input.numel() // self.in_features % ALIGNMENT == 0  # a slice of all rows would be copied in backward
+        tokens = input.numel() // self.in_features  # none are padded too, since kernels refuse K = 0
+        fits = tokens % ALIGNMENT == 0 < tokens  # a slice of all rows would be copied in backward
         rows = input.reshape(-1, self.in_features) if fits else pad_rows(input, ALIGNMENT)
         options = self.emulate, self.float32_gradients, self.in_by_out
         output: Tensor = _Matmul.apply(rows, self.weight, *options)  # type: ignore[no-untyped-call]

@@ -51,12 +51,12 @@ def _fault(what: str, *operands: Tensor) -> RuntimeError:
 
 
 def pad_rows(x: Tensor, multiple: int) -> Tensor:
-    """[*, K] -> [M, K]: flatten the leading dimensions and append rows of zeros until M is a multiple of ``multiple``.
+    """[*, K] -> [M, K]: flatten the leading dimensions, append rows of zeros until M is 1, 2, 3 ... times ``multiple``.
 
     The result may be a view of ``x``.
     """
     rows = x.reshape(-1, x.shape[-1])
-    missing = -rows.shape[0] % multiple
+    missing = -rows.shape[0] % multiple if rows.shape[0] else multiple
     return torch.nn.functional.pad(rows, (0, 0, 0, missing)) if missing else rows
 
 

@@ -1,4 +1,4 @@
-"""Raise where code asks of an FP8 layer what its kernels cannot do, and name the way out.
+"""Raise where code asks of a layer in low precision what its kernels cannot do, and name the way out.
 
 Nothing of this happens in ordinary training. Without these checks, torch's or the backend's errors speak of their own
 insides, and Transformer Engine returns wrong gradients of gradients without an error.
@@ -13,8 +13,8 @@ from lightning_lowprec.private.torch import are_transforms_active, is_exporting,
 
 PLAIN_FIRST: Final = "Call `lightning_lowprec.plain(model)` first: it gives a model torch's own layers back"
 PLAIN_IN_EVALUATION: Final = (
-    "Build the plugin with `fp8_eval=False` and call `model.eval()`: the layers are plain Linears then. Or keep the"
-    " layers that need it in high precision (`keep=[...]`)."
+    "Build the plugin with `fp8_eval=False` (`int8_eval=False`) and call `model.eval()`: the layers are plain then. Or"
+    " keep the layers that need it in high precision (`keep=[...]`)."
 )
 KEEP: Final = "Keep the layers that need it in high precision (`keep=[...]`), or take another precision."
 
@@ -27,18 +27,16 @@ def check_call(layer: str, remedy: str = PLAIN_IN_EVALUATION) -> None:
     """
     if is_exporting():
         raise RuntimeError(
-            f"`torch.export` and `torch.onnx.export` cannot export {layer}, a layer that computes in FP8."
+            f"`torch.export` and `torch.onnx.export` cannot export {layer}, a layer in low precision."
             f" {PLAIN_FIRST}. Other ways: {remedy}"
         )
     if is_tracing():
         raise RuntimeError(
-            f"`torch.jit.trace` cannot trace {layer}, a layer that computes in FP8. {PLAIN_FIRST}. Other ways: {remedy}"
+            f"`torch.jit.trace` cannot trace {layer}, a layer in low precision. {PLAIN_FIRST}. Other ways: {remedy}"
         )
     if are_transforms_active():
-        raise RuntimeError(
-            f"`torch.func` (grad, vmap, jvp, jacrev, ...) does not run through {layer}, a layer that computes in FP8."
-            f" {remedy}"
-        )
+        refused = "`torch.func` (grad, vmap, jvp, jacrev, ...) does not run through"
+        raise RuntimeError(f"{refused} {layer}, a layer in low precision. {remedy}")
 
 
 def check_backward(layer: str, remedy: str = KEEP) -> None:

@@ -96,9 +96,21 @@ def test_bf16_under_autocast(level):
     assert module.weight.grad is not None
 
 
-def test_no_tokens_and_inference_mode():
+@every_level
+@pytest.mark.parametrize("shape", [(0, 32), (4, 0, 32)])
+def test_an_empty_batch_gives_an_empty_output_and_zero_gradients(level, shape):
+    module, x = linear(level), torch.zeros(shape, requires_grad=True)
+    output = module(x)
+    assert output.shape == (*shape[:-1], 48)
+    output.sum().backward()
+    assert x.grad.shape == shape
+    assert not module.weight.grad.codes.float().any()
+    assert module.weight.grad.inv_scale.isfinite()
+    assert not module.bias.grad.any()
+
+
+def test_inference_mode():
     module, x = linear("O3"), torch.randn(4, 32)
-    assert module(x[:0]).shape == (0, 48)
     with torch.inference_mode():
         output = module(x)
     assert torch.equal(output, module(x))

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_lowprec import FP8TorchAO
+from lightning_lowprec import FP8TorchAO, Int8TorchAO
 from tests.quality import expect_db, sqnr
 
 NAMES = ("fp8-tensorwise", "fp8-rowwise", "fp8-rowwise-gw-hp")
@@ -94,13 +94,17 @@ TRANSFORMS = {
 }
 
 
+@pytest.mark.parametrize(
+    ("name", "class_name", "plugin", "option"),
+    [("fp8-tensorwise", "FP8Linear", FP8TorchAO, "fp8_eval"), ("int8-mixed", "CodedLinear", Int8TorchAO, "int8_eval")],
+)
 @pytest.mark.parametrize("transform", TRANSFORMS)
-def test_torch_func_says_the_way_out_which_works(transform):
+def test_torch_func_says_the_way_out_which_works(transform, name, class_name, plugin, option):
     linear, x, _ = layer()
-    with pytest.raises(RuntimeError, match=r"`torch.func` .* does not run through FP8Linear.*fp8_eval=False"):
-        TRANSFORMS[transform](in_fp8(linear, "fp8-tensorwise").module, x)
+    with pytest.raises(RuntimeError, match=f"`torch.func` .* does not run through {class_name}.*`{option}=False`"):
+        TRANSFORMS[transform](in_fp8(linear, name).module, x)
     plain, _, _ = layer()
-    model = in_fp8(linear, "fp8-tensorwise", fp8_eval=False).module.eval()
+    model = L.Fabric(accelerator="cpu", devices=1, plugins=plugin(**{option: False})).setup_module(linear).module.eval()
     torch.testing.assert_close(TRANSFORMS[transform](model, x), TRANSFORMS[transform](plain, x))
 
 
