@@ -4,6 +4,7 @@ The tests run in a process on the null GPU (benchmarks/ledger); elsewhere they a
 nothing there, so no test reads a value that a kernel should have written.
 """
 
+import gc
 import os
 import sys
 
@@ -56,3 +57,10 @@ def own_environment_of_lightning():
     yield
     os.environ.clear()
     os.environ.update(before)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def garbage_of_this_file():
+    """Tests collect garbage before they look at memory: what was there before them is not looked at again."""
+    gc.collect()
+    gc.freeze()
