@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 from torch import distributed as dist
 
+from benchmarks.ledger.recorder import on_null_gpu
 from tests.entry_points import read_once
 from tests.once import once
 
@@ -34,6 +35,8 @@ PRELOAD = [
     "torch.distributed.checkpoint", "pytest", "transformers.pytorch_utils",
 ]  # fmt: skip
 """What takes seconds to import. Not this package: a script shows what its own import of this package does."""
+ASKS_CUDA = "torchao.float8"
+"""Its import asks CUDA for devices, which CUDA allows in the processes that are forked later or in this one."""
 IN_WORLDS = [
     *(f"lightning_lowprec.{name}" for name in ("callbacks", "fsdp2.strategy", "msamp", "tools.demo", "torchao.plugin")),
     "torch._inductor.compile_fx", "torchao.prototype.mx_formats", "transformers.models.mixtral.modeling_mixtral",
@@ -45,7 +48,7 @@ SECONDS = 240
 def server() -> multiprocessing.context.ForkServerContext:
     """The server that forks processes. It starts with the first process."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context.set_forkserver_preload([name for name in PRELOAD if not (name == ASKS_CUDA and on_null_gpu())])
     return context
 
 

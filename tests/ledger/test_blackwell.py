@@ -1,19 +1,27 @@
 """Compiled layers in NVFP4, on a B200 that computes nothing."""
 
 import json
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 
 from benchmarks.ledger import launch
+from tests import forked
 from tests.ledger.test_worlds import LAYERS, LINEARS, NORMS, ROOT, ring
+
+
+def on_a_b200(code):
+    environ = launch.environment("b200")
+    return forked.python("-c", code, cwd=Path(__file__).parents[2], environ=environ)
+
 
 COMPILED = """
 import torch
 from benchmarks.ledger.recorder import recording
+from benchmarks.ledger.untuned import take_first_variant
 from lightning_lowprec import NVFP4TorchAO
 
+take_first_variant()
 plugin = NVFP4TorchAO(compile=False, last_blocks_bf16=0.0, forward_finish=0.0)
 model = torch.nn.Sequential(torch.nn.Linear(256, 128, bias=False)).cuda()
 plugin.bind_device(torch.device("cuda"))
@@ -28,8 +36,7 @@ print(sorted(record.get("a") for record in log.of("gemm")))
 
 def test_three_products_of_codes_compile():
     """Two more products are the Hadamard transforms of both operands of the weight gradient."""
-    command = [sys.executable, "-W", "ignore", "-c", COMPILED]
-    done = subprocess.run(command, env=launch.environment("b200"), text=True, capture_output=True)
+    done = on_a_b200(COMPILED)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.splitlines()[-1] == str(["bfloat16"] * 2 + ["float4_e2m1fn"] * 3)
 
@@ -55,14 +62,14 @@ print(sum(triton_bytes.KERNELS[name] for name in kernels) / rows.numel())
 def test_nothing_is_written_between_values_and_codes():
     """Per value, in bytes: 2 read for the largest values and 2 for the codes, 1 / 2 written; per 16 values, the largest
     one is written, read for that of the matrix, and read for the scale (float32 each), which is written."""
-    command = [sys.executable, "-W", "ignore", "-c", ENCODED]
-    done = subprocess.run(command, env=launch.environment("b200"), text=True, capture_output=True)
+    done = on_a_b200(ENCODED)
     assert done.returncode == 0, done.stderr[-3000:]
     assert 4.5 < float(done.stdout.splitlines()[-1]) < 2 + 2 + 1 / 2 + (4 + 4 + 4 + 4 + 1) / 16
 
 
 GATHERED = """
 import json
+from pathlib import Path
 from benchmarks.ledger.world_case import Case, run
 
 row = run(Case(shape="8b", world=8, precision="nvfp4-torchao", layers=2, tokens=64))
@@ -73,8 +80,7 @@ print(json.dumps(row, default=str))
 @pytest.mark.rehearsed
 def test_a_rank_of_fsdp2_gathers_half_a_byte_per_parameter_of_nvfp4():
     """Rank 0 of 8: codes of both blocks in forward and again in backward; norms, and the root once, in bf16."""
-    command = [sys.executable, "-W", "ignore", "-c", GATHERED]
-    done = subprocess.run(command, env=launch.environment("b200"), text=True, capture_output=True)
+    done = on_a_b200(GATHERED)
     assert done.returncode == 0, done.stderr[-3000:]
     row = json.loads(done.stdout.splitlines()[-1])
     assert row["outcome"] == "ok", row

@@ -6,8 +6,7 @@ long, `make test-ledger` has one or two names per device, and `make rehearse` al
 
 import json
 import os
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 
@@ -15,9 +14,11 @@ from benchmarks.ledger import launch
 from lightning_lowprec import HalfMixed, runs_where
 from lightning_lowprec.architectures import ARCHITECTURES
 from lightning_lowprec.names import TABLE
+from tests import forked
 from tests.ledger import names_on
 from tests.representatives import WITH_MASTERS, once, representatives, updates_in_backward
 
+ROOT = Path(__file__).parents[2]
 TE_BLACKWELL = {"mxfp8", "mxfp8-te", "nvfp4"}
 NEEDS_BLACKWELL = {*TE_BLACKWELL, "mxfp8-torchao", "nvfp4-torchao"}
 ROWWISE = {name for name in representatives() if name.startswith("fp8-rowwise")}
@@ -80,8 +81,8 @@ def outcomes(request):
     """(device, what happened by name), of one process per device."""
     device, everything = request.param
     names = tried_on(device, everything)
-    command = [sys.executable, "-m", names_on.__name__, *names]
-    done = subprocess.run(command, env=launch.environment(device), text=True, capture_output=True)
+    environ = launch.environment(device)
+    done = forked.python("-m", names_on.__name__, *names, cwd=ROOT, environ=environ)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert set(found) == set(names)

@@ -2,8 +2,7 @@
 
 import gc
 import os
-import subprocess
-import sys
+from pathlib import Path
 
 import lightning as L
 import pytest
@@ -25,6 +24,7 @@ from lightning_lowprec.numerics.formats import amax
 from lightning_lowprec.numerics.one_pass import compiles
 from lightning_lowprec.private.torch import local_tensor
 from lightning_lowprec.te.fp8_weight import TEWireFormat
+from tests import forked
 
 DEVICE = torch.device("cuda")
 NOT_SWITCHED = torch.Size([64, 64]), (64, 1), torch.nn.Linear(1, 1), MixedPrecisionPolicy()
@@ -236,8 +236,7 @@ for options in ({"norms": False}, {}):
 def test_norms_without_their_compiler_raise_transformer_engines_error():
     """Transformer Engine reads the variable once, so in a process of its own; torch's norms run there."""
     environment = {**os.environ, "NVTE_DISABLE_NVRTC": "1"}
-    command = [sys.executable, "-c", WITHOUT_COMPILER]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = forked.python("-c", WITHOUT_COMPILER, cwd=Path(__file__).parents[2], environ=environment)
     assert done.stdout.split("\n") == ["set up", "ran", "set up", ""]
     assert "NVRTC is disabled" in done.stderr
 

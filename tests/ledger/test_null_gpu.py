@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch
 from benchmarks.ledger import build, launch
 from benchmarks.ledger.nullgpu.stubs import declared, stubs
 from benchmarks.ledger.recorder import library, mark, on_null_gpu, recording
+from tests import forked
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 
@@ -212,9 +214,7 @@ def asked(*, a=28, b=28, transpose_a=1, ld=64, scales=0):
     ],
 )  # fmt: skip
 def test_each_device_refuses_what_its_hardware_refuses(device, name, capability, answers):
-    done = subprocess.run(
-        [sys.executable, "-c", REFUSALS], env=launch.environment(device), text=True, capture_output=True
-    )
+    done = forked.python("-c", REFUSALS, cwd=Path(__file__).parents[2], environ=launch.environment(device))
     assert json.loads(done.stdout.splitlines()[-1]) == [name, capability, answers], done.stderr
 
 
