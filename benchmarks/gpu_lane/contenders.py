@@ -38,8 +38,6 @@ EIGHT_BITS = f"{MAIN}-8bit"
 FAST_BACKWARD = f"{EIGHT_BITS}, fast backward"
 """The same with moments of 8 bits."""
 SHARDED = f"{MAIN}, fsdp2"
-SCALED_INSIDE = "ours fp8-rowwise, scaled inside"
-"""What the kernel that scales by itself gains over torchao's way of scaling afterwards."""
 TE_COMPILED = f"{MAIN_TE}, blocks compiled"
 """What a compiler gains around Transformer Engine's layers, at each of which its graph breaks."""
 BETWEEN_BF16 = "bf16 between blocks"
@@ -109,7 +107,7 @@ ORDER = (
     BASELINE, MAIN, MAIN_TE, BF16_TRUE, BF16_WEIGHTS, REMAINDER, f"{REMAINDER}, {FP8_HEAD}",
     f"{EIGHT_BITS}, {FP8_HEAD}", f"{BASELINE}, {CHUNKED}", f"{BF16_TRUE}, {CHUNKED}", f"{MAIN}, {FP8_HEAD}",
     "torchao tensorwise, compiled", "te delayed", "lightning transformer-engine", "accelerate torchao, compiled",
-    "accelerate te", "ours fp8-tensorwise, min_gain=auto", TE_COMPILED, "ours fp8-rowwise", SCALED_INSIDE,
+    "accelerate te", "ours fp8-tensorwise, min_gain=auto", TE_COMPILED, "ours fp8-rowwise",
     "ours fp8-current", "te current", "ours fp8-block-te", "te block", "lightning bf16-mixed", "ours fp8-rowwise-gw-hp",
     "ours fp8-block-torchao", "lightning bf16-true", "torchao rowwise, compiled", "ours half-auto", "ours msamp-o2",
     "ours int8-mixed", f"{MAIN}, {BETWEEN_BF16}", f"{TE_LAYERS} delayed", f"{TE_LAYERS} current",
@@ -189,7 +187,6 @@ def _ours() -> list[Contender]:
     compiled = _named(TE_COMPILED, te)
     forms = [
         _named("ours fp8-tensorwise, min_gain=auto", torchao, options={"min_gain": "auto"}),
-        _named(SCALED_INSIDE, "fp8-rowwise", options={"rowwise_backward": "scaled_inside"}),
         replace(compiled, setup=partial(setups.lightning, precision=te, compiled=True)),
         _named(BF16_WEIGHTS, torchao, options={"weights": "keep"}),
         _named(f"{MAIN}, {BETWEEN_BF16}", torchao, setup=setups.bf16_between_blocks),

@@ -56,10 +56,11 @@ class Scaled(Transposable):
     gradient: Coding
     emulate: tensor_cores.Emulation
     fast: bool = False
-    """Whether the kernel may sum with fewer bits, as torchao's forward does."""
-    scaled_inside: bool = False
-    """Scales per row: whether the kernel scales before it rounds to bf16. Else, without ``fast``, it rounds first, as
-    torchao does. With powers of two both give the same values."""
+    """Whether the kernel may sum with fewer bits, as torchao's forward does.
+
+    With scales per row it scales before it rounds to bf16 then, else after, as torchao does: kernels that scale rows
+    are slow without it. With powers of two both give the same values.
+    """
     tokens: ClassVar[int] = 16
 
     def operand(self, matrix: Tensor, role: Role, dtype: torch.dtype) -> Operand:
@@ -93,10 +94,10 @@ class Scaled(Transposable):
         inverse_a, inverse_b = scale_a.reciprocal(), scale_b.reciprocal()
         if not (scale_a.ndim or scale_b.ndim):
             return multiply(rows, columns, inverse_a, inverse_b, dtype, fast=self.fast)
-        if self.fast or self.scaled_inside:
+        if self.fast:
             inverse_a = inverse_a.expand(len(rows), 1).contiguous()  # one scale of two becomes one per row
             inverse_b = inverse_b.expand(1, len(others)).contiguous()
-            return multiply(rows, columns, inverse_a, inverse_b, torch.bfloat16, fast=self.fast).to(dtype)
+            return multiply(rows, columns, inverse_a, inverse_b, torch.bfloat16, fast=True).to(dtype)
         one = inverse_a.new_ones(())
         output = multiply(rows, columns, one, one, torch.bfloat16, fast=False)
         return output.mul_(inverse_a * inverse_b).to(dtype)

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 RecipePerLayer = Annotated[
     Mapping[str, Recipe | Literal["bf16", "fp32"] | GemmChoices], Rule("a mapping of patterns of fqns to recipes")
 ]
-RowwiseBackward = Literal["scaled_after", "scaled_inside"]
 WeightCodes = Literal["auto", "per_forward", "per_gemm"]
 SavedInputs = Literal["values", "codes"]
 CPU_SCALES_TENSORWISE = torch.__version__ < "2.13"
@@ -63,10 +62,6 @@ class FP8TorchAO(TorchAO):
             element, which layers that read one input share: same results, less memory where blocks are not compiled
             (tensorwise layers). ``create_graph=True`` then raises. ``"values"`` keeps the input; compiled blocks keep
             codes by themselves.
-        rowwise_backward: how the backward products of the rowwise recipes get their scales. ``"scaled_after"`` is
-            torchao's: the product of the codes is rounded to bf16, then scaled. ``"scaled_inside"`` lets the kernel
-            scale before it rounds (cuBLASLt, Hopper and later): fewer bytes, not timed yet. Both give the same values
-            with scales that are powers of two.
         experts: the stacked experts of mixtures. ``"auto"`` runs their grouped products in FP8: e4m3, one scale per
             row; weights have one scale per Parameter with ``recipe="tensorwise"``. Where kernels or the base dtype do
             not allow it, experts run in the base dtype. ``"fp8"`` raises there. ``"bf16"`` keeps experts in the base
@@ -81,7 +76,7 @@ class FP8TorchAO(TorchAO):
         RuntimeError: the device has no FP8 and ``emulate`` is not set.
     """
 
-    own = "weight_codes", "saved_inputs", "round_scales_to_power_of_2", "rowwise_backward", "experts", "pad_inner_dim"
+    own = "weight_codes", "saved_inputs", "round_scales_to_power_of_2", "experts", "pad_inner_dim"
     advice: ClassVar[str] = (
         "FP8 is slow without `torch.compile`: compile the model yourself, or use 'fp8-hybrid-te' (Transformer Engine),"
         " which needs no compiler."
@@ -93,7 +88,6 @@ class FP8TorchAO(TorchAO):
         *,
         fp8_format: FP8Format | None = None,
         round_scales_to_power_of_2: bool | None = None,
-        rowwise_backward: RowwiseBackward = "scaled_after",
         weight_codes: WeightCodes = "auto",
         saved_inputs: SavedInputs = "values",
         experts: Experts = "auto",
@@ -109,10 +103,9 @@ class FP8TorchAO(TorchAO):
             emulate=running.emulation,
             options=options,
         )
-        _check(self.kinds, running.base, fp8_format, rowwise_backward)
+        _check(self.kinds, running.base, fp8_format)
         self.fp8_format: FP8Format = fp8_format or ("hybrid" if "tensorwise" in self.kinds else "e4m3")
         self.round_scales_to_power_of_2 = round_scales_to_power_of_2
-        self.rowwise_backward: RowwiseBackward = rowwise_backward
         one_scale = self._has_one_scale("weight_codes", weight_codes, "per_forward", "weight")
         self.weight_codes = "per_forward" if one_scale and weight_codes != "per_gemm" else "per_gemm"
         self._has_one_scale("saved_inputs", saved_inputs, "codes", "input")
@@ -201,7 +194,6 @@ class FP8TorchAO(TorchAO):
             fp8_format=self.fp8_format,
             emulate=self.emulates(device),
             round_scales_to_power_of_2=self.round_scales_to_power_of_2,
-            rowwise_backward=self.rowwise_backward,
             saves_weight_codes=self.weight_codes == "per_forward",
             saves_codes=self.saved_inputs == "codes",
         )
@@ -223,13 +215,8 @@ class FP8TorchAO(TorchAO):
             )
 
 
-def _check(kinds: tuple[str, ...], base: str, fp8_format: str | None, rowwise_backward: str) -> None:
+def _check(kinds: tuple[str, ...], base: str, fp8_format: str | None) -> None:
     rowwise = next((kind for kind in kinds if kind != "tensorwise"), None)
-    if rowwise_backward != "scaled_after" and rowwise is None:
-        raise ValueError(
-            f"`rowwise_backward={rowwise_backward!r}` is not valid with `recipe='tensorwise'`, whose products have one"
-            " scale per operand; leave it out, or use `recipe='rowwise'` or `recipe='rowwise_with_gw_hp'`."
-        )
     if rowwise is not None and base == "fp16":
         raise ValueError(
             f"`base='fp16'` is not valid with `recipe={rowwise!r}`, whose kernels round their output through bf16;"

@@ -105,7 +105,6 @@ class Settings:
     fp8_format: Literal["hybrid", "e4m3"]
     emulate: Emulation
     round_scales_to_power_of_2: bool | None = None
-    rowwise_backward: Literal["scaled_after", "scaled_inside"] = "scaled_after"
     saves_weight_codes: bool = False
     saves_codes: bool = False
 
@@ -128,7 +127,7 @@ class Settings:
         if self.round_scales_to_power_of_2 is not None:
             config = replace(config, round_scales_to_power_of_2=self.round_scales_to_power_of_2)
         products = replace(
-            products_of(config, self.emulate, scaled_inside=self.rowwise_backward == "scaled_inside" and not one_scale),
+            products_of(config, self.emulate),
             saves_weight=self.saves_weight_codes and one_scale,
             saves_input=self.saves_codes and one_scale,
         )
@@ -136,7 +135,7 @@ class Settings:
         return settings.accumulating(recipe.accumulation)
 
 
-def products_of(config: Float8LinearConfig, emulate: Emulation, *, scaled_inside: bool) -> Products:
+def products_of(config: Float8LinearConfig, emulate: Emulation) -> Products:
     """Return the products of a layer with this configuration of torchao; ``emulate`` says more than its own."""
 
     def coding(choice: Any) -> Coding:
@@ -153,7 +152,6 @@ def products_of(config: Float8LinearConfig, emulate: Emulation, *, scaled_inside
             gradient=coding(gradient),
             emulate=emulate,
             fast=kernel.use_fast_accum,
-            scaled_inside=scaled_inside,
         )
 
     input, input_again = config.cast_config_input, config.cast_config_input_for_grad_weight

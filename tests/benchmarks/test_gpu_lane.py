@@ -23,7 +23,6 @@ from benchmarks.gpu_lane.contenders import (
     FP8_HEAD,
     MAIN,
     REMAINDER,
-    SCALED_INSIDE,
     SHARDED,
     TE_COMPILED,
     WITH_MASTERS,
@@ -106,7 +105,7 @@ def test_every_name_of_ours_is_there(data):
     with_losses = [f"{key}, {CHUNKED}" for key in (MAIN, REMAINDER)]
     with_losses += [f"{key}, {FP8_HEAD}" for key in (MAIN, BF16_WEIGHTS, REMAINDER, EIGHT_BITS, FAST_BACKWARD)]
     with_losses += [f"{MAIN}, {BETWEEN_BF16}"]
-    more = [BF16_WEIGHTS, SCALED_INSIDE, SHARDED, TE_COMPILED, targets.BY_GAIN, *with_losses]
+    more = [BF16_WEIGHTS, SHARDED, TE_COMPILED, targets.BY_GAIN, *with_losses]
     assert len(ours) == len(identities) + len(more), "one per distinct plugin, and those with options"
     assert set(more) <= set(ours)
 

@@ -28,7 +28,6 @@ PLUGINS: dict[str, Any] = {
     "weight_codes='per_gemm'": lambda: FP8TorchAO(weight_codes="per_gemm"),
     "grad_weight in bf16": lambda: FP8TorchAO({"*": {"grad_weight": "bf16"}}),
     "forward in bf16": lambda: FP8TorchAO({"*": {"forward": "bf16"}}),
-    "scaled_inside": lambda: FP8TorchAO("rowwise", rowwise_backward="scaled_inside"),
 }
 """Beside the names: options that multiply by functions of their own."""
 

@@ -102,7 +102,6 @@ TORCHAO = [
     ("fp8_format", "e5m2", "one of: None, hybrid, e4m3"),
     ("compile", 1, "'auto', True, False or a mapping"),
     ("round_scales_to_power_of_2", "abc", "None, True or False"),
-    ("rowwise_backward", "exact", "one of: scaled_after, scaled_inside"),
     ("weight_codes", "per_epoch", "one of: auto, per_forward, per_gemm"),
     ("saved_inputs", "bf16", "one of: values, codes"),
     ("experts", "on", "one of: auto, fp8, bf16"),

@@ -20,7 +20,6 @@ TORCHAO = {
     "tensorwise": {},
     "codes": {"saved_inputs": "codes"},
     "rowwise": {"recipe": "rowwise"},
-    "scaled inside": {"recipe": "rowwise", "rowwise_backward": "scaled_inside"},
     "compiled": {"compile": True},
 }
 

@@ -22,7 +22,6 @@ UPDATE_OF_SCALES = ("amax_and_scale_update", "nan_to_num", "CatArrayBatchedCopy"
 """Kernels of delayed scaling's update, which ours runs after the optimizer, without amaxes that are not finite."""
 EVERYONE = sorted({*BLOCK_GB, *OPTIMIZER_BYTES, *PEAK_GB})
 REHEARSED = {
-    "ours fp8-rowwise, scaled inside",
     "ours fp8-rowwise-gw-hp",
     "torchao rowwise_with_gw_hp, compiled",
     "ours fp8-tensorwise, codes per GEMM",

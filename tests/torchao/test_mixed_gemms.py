@@ -38,7 +38,6 @@ def converted(
     in_bf16=(),
     conv1d=False,
     emulate=True,
-    rowwise_backward="scaled_after",
 ):
     layer = plain(dtype, conv1d)
     settings = Settings(
@@ -46,7 +45,6 @@ def converted(
         emulate=emulate,
         saves_weight_codes=saves_weight_codes,
         saves_codes=saves_codes,
-        rowwise_backward=rowwise_backward,
     )
     fp8.convert(layer, [""], lambda fqn: settings.of(LayerRecipe(recipe, frozenset(in_bf16))), low_eval=True)
     return layer
@@ -93,7 +91,6 @@ def test_each_gemm_is_bit_for_bit_that_of_bf16_mixed_or_of_the_recipe(recipe, ke
         ("tensorwise", {"saves_codes": True}),
         ("tensorwise", {"saves_weight_codes": True, "saves_codes": True}),
         ("rowwise", {}),
-        ("rowwise", {"rowwise_backward": "scaled_inside"}),
         ("rowwise_with_gw_hp", {}),
     ],
     ids=str,
