@@ -107,7 +107,7 @@ def _other_kind(module: nn.Module, name: str) -> str | None:
 
 def _of(model: nn.Module, fqn: str, module: nn.Module) -> list[Matmul]:
     name = type(module).__name__
-    weight = module._parameters.get("weight")
+    weight = dict(module._parameters.items()).get("weight")  # torch.jit.script's modules have items alone
     if isinstance(module, nn.Linear):
         return [Matmul(fqn=fqn, kind="Linear", in_features=module.in_features, out_features=module.out_features)]
     if is_conv1d(module):

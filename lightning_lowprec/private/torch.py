@@ -201,8 +201,7 @@ def largest_absolute_values(tensors: Tensors) -> Tensor:
 def unscale_all_(grads: Tensors, inv_scale: float) -> Tensor:
     """Multiply gradients of one device and dtype, in place; return a scalar above 0 if one of them is not finite."""
     device = grads[0].device
-    found_inf = torch.zeros((), device=device)
-    factor = torch.full((), inv_scale, device=device)
+    found_inf, factor = (torch.full((), x, dtype=torch.float32, device=device) for x in (0.0, inv_scale))
     torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, factor)
     return found_inf
 

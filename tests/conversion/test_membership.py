@@ -130,3 +130,18 @@ def test_two_stages_over_one_backbone():
         module, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
         module(torch.ones(4, 16)).sum().backward()
         optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.parametrize("name", ["fp8-hybrid", "msamp-o3", "int8-mixed", "fp8-hybrid-8bit"])
+def test_modules_of_torchscript_stay_and_train(name):
+    fabric = L.Fabric(accelerator="cpu", devices=1, precision=name)
+    model = nn.Sequential(torch.jit.script(nn.Linear(32, 32)), nn.Linear(32, 32))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    wrapped, optimizer = fabric.setup(model, optimizer)
+    before = [p.detach().float().clone() for p in model.parameters()]
+    fabric.backward(wrapped(torch.randn(16, 32)).square().sum())
+    optimizer.step()
+    assert type(model[0]) is torch.jit.RecursiveScriptModule
+    assert type(model[1]) is not nn.Linear
+    assert all((p.detach().float() != b).any() for p, b in zip(model.parameters(), before, strict=True))

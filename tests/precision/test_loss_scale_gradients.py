@@ -39,6 +39,18 @@ def test_parameters_without_gradients_and_several_dtypes() -> None:
     assert torch.equal(unused, torch.ones(2))
 
 
+def test_gradients_are_divided_under_any_default_dtype() -> None:
+    """torch divides by a float32 tensor alone."""
+    scaler, w = LossScaler(LossScale(initial=1024.0)), nn.Parameter(torch.zeros(2))
+    torch.set_default_dtype(torch.float64)
+    try:
+        scaler.scale_loss((w * X).sum()).backward()
+        scaler.step(sgd(w))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(w, -X)
+
+
 @pytest.mark.parametrize(("overflow", "factor"), [(False, 4.0), (True, 0.25)])
 def test_pending_gradients_of_another_optimizer_follow_the_scale(overflow: bool, factor: float) -> None:
     """The invariant of the module: a gradient that is not unscaled yet carries the current scale."""
