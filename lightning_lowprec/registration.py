@@ -36,6 +36,7 @@ import lightning_lowprec_autoload as autoload
 from lightning_lowprec import names
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.fsdp2.forward_hooks import reshard
+from lightning_lowprec.masters.weights import NO_PLAIN_STEP
 from lightning_lowprec.numerics.fp8_average import fp8_gradient_hook
 from lightning_lowprec.precision import plain
 from lightning_lowprec.precision.base import LowPrecision
@@ -243,6 +244,8 @@ def _warn_of_left_over(original: Callable[..., Any], self: Any, module: Any) -> 
         plain.warn_of_layers(module, run)
         if self.precision == "32-true" or str(self.precision).endswith("-mixed"):
             plain.warn_of_half_weights(module, run)
+        for p in module.parameters():
+            vars(p).pop(NO_PLAIN_STEP, None)
     return original(self, module)
 
 

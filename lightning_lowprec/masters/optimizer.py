@@ -93,29 +93,10 @@ def add_masters(optimizer: T, store: Kept | MasterConfig = "fp32", *, values: Ma
     plain: Any = type(optimizer)
     optimizer.__class__ = _master_class(plain)
     vars(optimizer)["_masters"] = registry
-    for inner in vars(optimizer).values():
-        if isinstance(inner, Optimizer):
-            _refuse_alone(inner, registry)
     if config.update != "step":
         vars(optimizer)["_updates"] = updates = BackwardUpdates(optimizer, config)
         updates.watch()
     return optimizer
-
-
-def _refuse_alone(inner: Optimizer, registry: MasterRegistry) -> None:
-    """Let an optimizer inside of one with masters raise RuntimeError where it would step weights that have masters."""
-
-    def check(*_: Any) -> None:
-        outer = registry.optimizer()
-        has_masters = outer is not None and registry_of(outer) is registry
-        if has_masters and any(id(p) in registry.master_of for p in parameters_of(inner)):
-            raise RuntimeError(
-                f"{registry.plain.__name__} steps the {type(inner).__name__} inside it without the masters of its"
-                " half-precision weights, as outside of its own `step`. Use a precision with float32 weights"
-                " (`bf16-mixed`, `fp8-hybrid`)."
-            )
-
-    inner.register_step_pre_hook(check)
 
 
 def remove_masters(optimizer: Optimizer) -> None:

@@ -6,14 +6,16 @@ model. A precision with float32 weights would train both without masters, and lo
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Final, final
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Module, Parameter
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.masters.config import MasterConfig
@@ -26,9 +28,11 @@ from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.numerics.parameters import parameters_of
 from lightning_lowprec.numerics.rounding import upper_half
 from lightning_lowprec.private.fsdp2 import reset_shards
+from lightning_lowprec.private.torch_optimizers import sees_no_masters
 from lightning_lowprec.private.torchao import parameters_of_copies
 from lightning_lowprec.references import WeakList
 
+NO_PLAIN_STEP: Final = "lowprec_no_plain_step"  # an attribute of weights that only optimizers with masters may step
 _CASTABLE: Final = (torch.float64, torch.float32, *HALF_DTYPES)  # not FP8: codes need a scale
 
 
@@ -60,6 +64,7 @@ class HalfWeights:
         Masters that an earlier run's optimizer still has become the masters of this run. Return the number of trainable
         parameters whose float32 weights are not known, because they were half precision before the first call.
         """
+        _refuse_plain_steps()
         with_buffers, named = self._with_buffers(module), kept_float32(module, dtype, self.keep_fp32)
         trained = {id(p): p for p in module.parameters() if p.requires_grad}
         changed = [p for p in module.parameters() if p.dtype != dtype]
@@ -81,6 +86,7 @@ class HalfWeights:
         for p in (*changed, *trained.values()):
             if p.dtype == dtype:
                 mark(p)
+                vars(p)[NO_PLAIN_STEP] = True
         rounded = {id(p) for p in half} - masters.keys() - self._counted
         self._counted |= rounded
         return len(rounded)
@@ -224,12 +230,30 @@ def mark(parameter: Tensor) -> None:
 
 def unmark(parameter: Tensor) -> None:
     """Forget what :func:`mark` has noted."""
-    vars(parameter).pop("lowprec_dtype", None)
+    for name in ("lowprec_dtype", NO_PLAIN_STEP):
+        vars(parameter).pop(name, None)
 
 
 def is_marked(parameter: Tensor) -> bool:
     """Return whether a plugin gave ``parameter`` the dtype that it has."""
     return getattr(parameter, "lowprec_dtype", None) == parameter.dtype
+
+
+@functools.cache
+def _refuse_plain_steps() -> None:
+    """Let optimizers without masters raise RuntimeError from now on where they would step weights that were cast."""
+
+    @sees_no_masters
+    def check(optimizer: Optimizer, *_: Any) -> None:
+        params = () if registry_of(optimizer) is not None else parameters_of(optimizer)
+        if any(NO_PLAIN_STEP in vars(p) and p.dtype in HALF_DTYPES and p.grad is not None for p in params):
+            raise RuntimeError(
+                f"{type(optimizer).__name__} steps half-precision weights without their masters. Give it to"
+                " `fabric.setup` or return it from `configure_optimizers`. An optimizer inside of another needs float32"
+                " weights (`bf16-mixed`, `fp8-hybrid`). After Lightning, `lightning_lowprec.plain(model)` makes them."
+            )
+
+    register_optimizer_step_pre_hook(check)
 
 
 def cast_parameters(

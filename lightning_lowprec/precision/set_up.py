@@ -191,8 +191,6 @@ def before_step_in_fabric(plugin: Any, optimizer: Optimizer) -> None:
 # ---- writes to frozen weights
 
 SAMPLES: Final = 64  # values of each weight that are compared
-
-
 Look = tuple[int, tuple[int, int], Tensor]
 """Of a weight: its identity (torch cannot swap a tensor that has a weak reference), version and place, and samples."""
 

@@ -13,7 +13,7 @@ import schedulefree
 import torch
 from torch import nn
 
-from lightning_lowprec import HalfMixed
+from lightning_lowprec import HalfMixed, plain
 from lightning_lowprec.masters.optimizer import main_params, move_grads_to_masters
 from tests.toys import Stack
 
@@ -23,6 +23,7 @@ SCHEDULE_FREE = {
     "RAdam": lambda params: schedulefree.RAdamScheduleFree(params, lr=1e-2),
 }
 SAM = partial(pytorch_optimizer.SAM, base_optimizer=torch.optim.SGD, lr=0.5, momentum=0.9)
+SGD = partial(torch.optim.SGD, lr=0.1)
 EXACT = HalfMixed("bf16", master_weights=True, grad_accumulation_dtype=torch.float32)
 """`bf16-master`, with gradients that are summed in float32, so that losses are those of `bf16-mixed` to the bit."""
 
@@ -173,11 +174,35 @@ class TwoPhases(torch.optim.Optimizer):
 def test_an_optimizer_that_steps_outside_is_refused():
     fabric, model, optimizer = set_up(EXACT, TwoPhases)
     fabric.backward(loss_of(model, 0))
-    with pytest.raises(RuntimeError, match=r"^TwoPhases steps the SGD inside .*`bf16-mixed`"):
+    with pytest.raises(RuntimeError, match=r"^SGD steps half-precision weights.*inside of another.*`bf16-mixed`"):
         optimizer.finish()
     fabric, model, optimizer = set_up("bf16-mixed", TwoPhases)
     fabric.backward(loss_of(model, 0))
     optimizer.finish()
+
+
+@pytest.mark.parametrize("name", ["bf16-remainder", "bf16-sr", "bf16-lean", "fp16-master", "fp8-hybrid-8bit"])
+def test_an_optimizer_that_was_not_set_up_is_refused(name):
+    """Its updates would be rounded away. The way out for the time after Fabric works."""
+    fabric = L.Fabric(accelerator="cpu", devices=1, precision=name)
+    model = fabric.setup(nn.Linear(16, 16))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    fabric.backward(loss_of(model, 0))
+    with pytest.raises(RuntimeError, match=r"^SGD steps half-precision weights without.*`fabric\.setup`.*plain\(model"):
+        optimizer.step()
+    before = [p.detach().clone() for p in plain(model.module).parameters()]
+    optimizer.step()
+    assert all(p.dtype is torch.float32 and (p - b).any() for p, b in zip(model.parameters(), before, strict=True))
+
+
+def test_a_precision_of_lightning_steps_what_an_earlier_run_has_left():
+    _, model, _ = set_up("bf16-remainder", SGD)
+    stock = L.Fabric(accelerator="cpu", devices=1, precision="bf16-true")
+    model, optimizer = stock.setup(model.module, SGD(model.parameters()))
+    before = [p.detach().clone() for p in model.parameters()]
+    stock.backward(loss_of(model, 0))
+    optimizer.step()
+    assert any((p - b).any() for p, b in zip(model.parameters(), before, strict=True))
 
 
 class Evaluates(torch.optim.SGD):
