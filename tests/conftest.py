@@ -1,6 +1,5 @@
 """What one test leaves behind must not reach the next; which tests are in which tier; how long they took."""
 
-import gc
 import os
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from tests import tiers
 from tests.cpu_time import ClosingLine
 from tests.entry_points import read_once
+from tests.garbage import leave_what_is_there
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -41,10 +41,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Have entry points read once. Hide from the garbage collector what the imports made, which it would look at."""
+    """Have entry points read once."""
     read_once()
-    gc.collect()
-    gc.freeze()
+    leave_what_is_there()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -28,6 +28,7 @@ from torch import distributed as dist
 
 from benchmarks.ledger.recorder import on_null_gpu
 from tests.entry_points import read_once
+from tests.garbage import leave_what_is_there
 from tests.once import once
 
 PRELOAD = [
@@ -48,7 +49,8 @@ SECONDS = 240
 def server() -> multiprocessing.context.ForkServerContext:
     """The server that forks processes. It starts with the first process."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([name for name in PRELOAD if not (name == ASKS_CUDA and on_null_gpu())])
+    names = [name for name in PRELOAD if not (name == ASKS_CUDA and on_null_gpu())]
+    context.set_forkserver_preload([*names, "tests.garbage"])
     return context
 
 
@@ -134,6 +136,7 @@ def _fork_worlds(pipe: Connection) -> None:
         with suppress(ImportError):  # not all environments have all of it; a world that needs it will say so
             import_module(name)
     read_once()
+    leave_what_is_there()
     while True:
         try:
             task, port, errors, seconds = pipe.recv()

@@ -4,7 +4,6 @@ The tests run in a process on the null GPU (benchmarks/ledger); elsewhere they a
 nothing there, so no test reads a value that a kernel should have written.
 """
 
-import gc
 import os
 import sys
 
@@ -15,6 +14,7 @@ from benchmarks.ledger import triton_bytes
 from benchmarks.ledger.recorder import on_null_gpu
 from benchmarks.ledger.untuned import take_first_variant
 from lightning_lowprec.private import transformer_engine
+from tests.garbage import leave_what_is_there
 
 collect_ignore_glob = [] if on_null_gpu() else ["test_*.py"]
 
@@ -62,5 +62,4 @@ def own_environment_of_lightning():
 @pytest.fixture(autouse=True, scope="module")
 def garbage_of_this_file():
     """Tests collect garbage before they look at memory: what was there before them is not looked at again."""
-    gc.collect()
-    gc.freeze()
+    leave_what_is_there()
