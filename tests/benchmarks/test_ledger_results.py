@@ -111,7 +111,8 @@ def test_sentences_with_figures_are_those_of_the_ledger():
         "docs/names.md": f"reads and writes {remainder} GB per step beside its matrix products under"
         f" `fp8-tensorwise-remainder`, and {ours} GB under `fp8-tensorwise`",
         "docs/speed.md": f"{blocks['ours fp8-rowwise']} GB instead of 13.78 (torchao by hand"
-        f" {blocks['torchao rowwise, compiled']}), of `fp8-rowwise-gw-hp` {blocks['ours fp8-rowwise-gw-hp']} instead of",
+        f" {blocks['torchao rowwise, compiled']}), of `fp8-rowwise-gw-hp` {blocks['ours fp8-rowwise-gw-hp']}"
+        " instead of",
         "README.md": f"moves {remainder} GB per step under `fp8-tensorwise-remainder`,"
         f" {blocks['lightning bf16-mixed, compiled']} GB under Lightning's compiled `bf16-mixed`, and"
         f" {blocks['torchao tensorwise, compiled']} GB under torchao by hand",
