@@ -152,6 +152,8 @@ class ShardFiles:
     def write(self, name: str, rows: Tensor) -> None:
         """Append the next elements, (...) on any device, to a tensor; close the file that is complete with them."""
         file = self._file_of[name]
+        if not rows.numel():  # the file may be closed already
+            return
         if file not in self._open:
             start, begins = header(self._tensors[file], self._metadata)
             self._at |= begins
@@ -168,8 +170,11 @@ class ShardFiles:
         self._progress(rows.nbytes)
 
     def finish(self) -> None:
-        """Write the index, after the last tensor."""
+        """Write files without a value, and the index, after the last tensor."""
         assert not any(self._left.values()), "a tensor was not written"
+        for file, tensors in self._tensors.items():
+            if not any(tensor.size for tensor in tensors):
+                (self.folder / file).write_bytes(header(tensors, self._metadata)[0])
         if len(self._tensors) > 1:
             index = {"metadata": {"total_size": self._total}, "weight_map": self._file_of}
             (self.folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")

@@ -5,6 +5,7 @@ import warnings
 import lightning as L
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torchao.float8.config import ScalingGranularity
 from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
@@ -307,3 +308,17 @@ def test_wrong_options_are_refused(tmp_path):
     with pytest.raises(ValueError, match="exists; expected a new folder"):
         export(plain, tmp_path / "out", "hf")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("shard_bytes", [1 << 20, 16])
+def test_a_tensor_without_values_is_a_part_of_its_file(tmp_path, shard_bytes):
+    """Also as the last one, and alone in a file: behind a tensor that is larger than a file may be."""
+    values = {"a": torch.arange(2.0), "b": torch.arange(8.0), "c": torch.empty(0, 3)}
+    stored = [safetensors_files.Stored(name, tuple(t.shape), t.dtype) for name, t in values.items()]
+    with safetensors_files.ShardFiles(tmp_path, stored, {}, shard_bytes, lambda count: None) as files:
+        for name, tensor in values.items():
+            files.write(name, tensor)
+        files.finish()
+    found = {name: t for path in tmp_path.glob("*.safetensors") for name, t in load_file(path).items()}
+    assert found.keys() == values.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in values.items())
