@@ -24,6 +24,7 @@ from lightning_lowprec.precision.host import Engine
 from lightning_lowprec.precision.layer_calls import not_called
 from lightning_lowprec.precision.phases import ScheduledPhases
 from lightning_lowprec.precision.schedule import Schedule
+from lightning_lowprec.private.inductor import block_options
 from lightning_lowprec.private.lightning import is_compiled_whole
 from lightning_lowprec.private.torch_modules import compile_in_place, is_compiled
 from lightning_lowprec.runs_where import RecipeKey
@@ -165,13 +166,6 @@ def nothing_converts(precision: str, none_of: str, plan: Plan, *, multiple: int)
 
 # ---- compiled blocks
 
-_INDUCTOR: Final[Mapping[str, Any]] = {"options": {"realize_opcount_threshold": 60}}
-"""Values of up to 60 operations, not 30, are computed again where they are read, instead of written and read.
-
-Per block of the 8B-shaped stack, in GB: rowwise with bf16 weights 11.0 -> 9.3, rowwise-gw-hp 11.2 -> 10.6, int8 11.9 ->
-11.3, MS-AMP 11.7 -> 10.8, NVFP4 21.0 -> 19.7; tensorwise, blocks and MXFP8 as they were (null GPU).
-"""
-
 
 def engine_refusal(engine: Engine, option: Compile) -> str | None:
     """Return why blocks cannot be compiled as the user wants under an engine, as the end of a sentence."""
@@ -195,7 +189,7 @@ def compile_blocks(
         return
     blocks = [block for stack in block_stacks(module, having=layers).values() for block in stack]
     for block in blocks:
-        compile_in_place(block, **(option if isinstance(option, Mapping) else _INDUCTOR))
+        compile_in_place(block, **(option if isinstance(option, Mapping) else block_options()))
     if blocks:
         rank_zero_info(f"{precision}: compiling blocks ({len(blocks)}); the first steps are slow.")
     elif option == "auto":
