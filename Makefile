@@ -15,8 +15,7 @@ DOCS := .site-docs
 RUN := OMP_NUM_THREADS=1 $(VENV)/bin
 # the processes that share the tests of a command
 WORKERS ?= 2
-# INSTALL_OPTIONS=--no-compile: files are compiled when they are imported, a quarter of them
-PIP_INSTALL := -m pip install --quiet --disable-pip-version-check $(INSTALL_OPTIONS)
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 
 # tests that other people wrote; about half an hour, not a part of CI
 PEERS ?= ../shared/peers

@@ -29,7 +29,7 @@ BEGIN, END = "<!-- score: written by `make ledger-score` -->", "<!-- /score -->"
 COUNTED = {
     "tensorwise": "torchao tensorwise, compiled",
     "rowwise": "torchao rowwise, compiled",
-    "rowwise_gw_hp": "ours fp8-rowwise-gw-hp",
+    "rowwise_gw_hp": "torchao rowwise_with_gw_hp, compiled",
 }
 """The contender of the ledger whose bytes above those of bf16-mixed are a recipe's."""
 ENCODED = {
