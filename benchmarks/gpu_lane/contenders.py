@@ -109,9 +109,9 @@ ORDER = (
     "torchao tensorwise, compiled", "te delayed", "lightning transformer-engine", "accelerate torchao, compiled",
     "accelerate te", "ours fp8-tensorwise, min_gain=auto", TE_COMPILED, "ours fp8-rowwise",
     "ours fp8-current", "te current", "ours fp8-block-te", "te block", "lightning bf16-mixed", "ours fp8-rowwise-gw-hp",
-    "ours fp8-block-torchao", "lightning bf16-true", "torchao rowwise, compiled", "torchao rowwise_with_gw_hp, compiled",
-    "ours half-auto", "ours msamp-o2", "ours int8-mixed", f"{MAIN}, {BETWEEN_BF16}", f"{TE_LAYERS} delayed",
-    f"{TE_LAYERS} current", f"{TE_LAYERS} delayed, compiled",
+    "ours fp8-block-torchao", "lightning bf16-true", "torchao rowwise, compiled",
+    "torchao rowwise_with_gw_hp, compiled", "ours half-auto", "ours msamp-o2", "ours int8-mixed",
+    f"{MAIN}, {BETWEEN_BF16}", f"{TE_LAYERS} delayed", f"{TE_LAYERS} current", f"{TE_LAYERS} delayed, compiled",
 )  # fmt: skip
 """The first three settle what ``fp8-hybrid`` should mean, then the targets' come.
 
