@@ -37,7 +37,7 @@ from lightning_lowprec.fsdp2.fp8_gather import GatherScales, check_even, gather_
 from lightning_lowprec.fsdp2.options import ShardOptions, chosen
 from lightning_lowprec.fsdp2.traffic import Traffic
 from lightning_lowprec.private.fsdp2 import add_group, has_several_groups
-from lightning_lowprec.private.torch_modules import is_batch_or_instance_norm
+from lightning_lowprec.private.torch_modules import compile_in_place, is_batch_or_instance_norm
 
 Origin = Literal["every rank", "rank 0", "nowhere"]
 _SHARDED_TYPES: Final = (FSDPModule, DTensor)
@@ -91,7 +91,7 @@ def shard(
     _checkpoint(model, wrapped, options)
     if options.compile is not False:
         for module in wrapped.values() or [model]:
-            module.compile(**(options.compile if isinstance(options.compile, Mapping) else {}))
+            compile_in_place(module, **(options.compile if isinstance(options.compile, Mapping) else {}))
     groups = _fully_shard(model, wrapped, data_mesh, options, param_dtype, device, float32)
     fill(model, torch.device("cpu") if options.cpu_offload else device, source, values)
     if options.buffer_dtype is not None:

@@ -1,6 +1,7 @@
 """How torch's modules keep their hooks and compiled calls; `torch.py` has the list of these names."""
 
 from collections.abc import Callable
+from types import MethodType
 from typing import Any, final
 from weakref import WeakKeyDictionary, ref
 
@@ -18,10 +19,21 @@ _compiled_here: WeakKeyDictionary[nn.Module, ref[Any]] = WeakKeyDictionary()
 
 
 def compile_in_place(module: nn.Module, **options: Any) -> None:
-    """Compile ``module`` as ``module.compile()`` does, so that :func:`undo_compile` can undo it."""
+    """Compile ``module`` as ``module.compile()`` does, so that :func:`undo_compile` can undo it.
+
+    The compiler begins at no function of torch itself, and so takes only pieces of torch's own classes, such as
+    ``nn.Sequential`` and ``nn.TransformerEncoderLayer``. For them it begins here.
+    """
+    if type(module).forward.__module__.startswith("torch."):
+        vars(module)["_call_impl"] = MethodType(_call, module)
     module.compile(**options)
+    vars(module).pop("_call_impl", None)
     if module._compiled_call_impl is not None:  # None if somebody has switched `Module.compile` off
         _compiled_here[module] = ref(module._compiled_call_impl)
+
+
+def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return nn.Module._call_impl(module, *args, **kwargs)  # type: ignore[no-untyped-call]
 
 
 def undo_compile(module: nn.Module) -> None:

@@ -186,6 +186,35 @@ def test_compile_on_request_is_equal_to_eager():
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize(
+    ("block", "operation"),
+    [
+        (lambda: nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)), "relu"),
+        (lambda: nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True), "attention"),
+    ],
+    ids=["Sequential", "TransformerEncoderLayer"],
+)
+def test_blocks_of_torchs_own_classes_are_compiled_whole(block, operation):
+    """Not in pieces: one graph for the first block, whose input needs no gradient, and one for all others."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph.code)
+        return graph.forward
+
+    net = toys.Stack(block, depth=3, seed=0)
+    eager = fabric(FP8TorchAO(compile=False)).setup(copy.deepcopy(net))
+    model = fabric(FP8TorchAO(compile={"backend": backend})).setup(net)
+    x = torch.randn(2, 8, 32)
+    for _ in range(2):
+        out = model(x)
+        out.sum().backward()
+    assert torch.equal(out, eager(x))
+    assert len(graphs) == 2
+    assert all(operation in graph for graph in graphs)
+
+
 def test_compile_on_request_needs_repeated_blocks():
     with pytest.raises(ValueError, match=r"`compile=True` found no blocks.*`compile=False`"):
         fabric(FP8TorchAO(compile=True)).setup(nn.Sequential(nn.Linear(16, 16)))
