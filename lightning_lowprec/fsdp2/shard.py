@@ -38,6 +38,7 @@ from lightning_lowprec.fsdp2.options import ShardOptions, chosen
 from lightning_lowprec.fsdp2.traffic import Traffic
 from lightning_lowprec.private.fsdp2 import add_group, has_several_groups
 from lightning_lowprec.private.torch_modules import compile_in_place, is_batch_or_instance_norm
+from lightning_lowprec.private.transformers import has_cache, train_without_cache
 
 Origin = Literal["every rank", "rank 0", "nowhere"]
 _SHARDED_TYPES: Final = (FSDPModule, DTensor)
@@ -90,8 +91,9 @@ def shard(
         _parallelize(model, tensor, options)
     _checkpoint(model, wrapped, options)
     if options.compile is not False:
+        unless = has_cache if train_without_cache(model) else None
         for module in wrapped.values() or [model]:
-            compile_in_place(module, **(options.compile if isinstance(options.compile, Mapping) else {}))
+            compile_in_place(module, options.compile if isinstance(options.compile, Mapping) else {}, unless=unless)
     groups = _fully_shard(model, wrapped, data_mesh, options, param_dtype, device, float32)
     fill(model, torch.device("cpu") if options.cpu_offload else device, source, values)
     if options.buffer_dtype is not None:

@@ -27,6 +27,7 @@ from lightning_lowprec.precision.schedule import Schedule
 from lightning_lowprec.private.inductor import block_options
 from lightning_lowprec.private.lightning import is_compiled_whole
 from lightning_lowprec.private.torch_modules import compile_in_place, is_compiled
+from lightning_lowprec.private.transformers import has_cache, train_without_cache
 from lightning_lowprec.runs_where import RecipeKey
 
 _LINEARS_ONLY: Final = PlanRequest(conv1d=False)
@@ -188,8 +189,9 @@ def compile_blocks(
     ):
         return
     blocks = [block for stack in block_stacks(module, having=layers).values() for block in stack]
+    unless = has_cache if blocks and train_without_cache(module) else None
     for block in blocks:
-        compile_in_place(block, **(option if isinstance(option, Mapping) else block_options()))
+        compile_in_place(block, option if isinstance(option, Mapping) else block_options(), unless=unless)
     if blocks:
         rank_zero_info(f"{precision}: compiling blocks ({len(blocks)}); the first steps are slow.")
     elif option == "auto":

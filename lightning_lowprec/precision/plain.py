@@ -36,6 +36,7 @@ from lightning_lowprec.private.deepspeed import refuse_zero
 from lightning_lowprec.private.either import Trainer, TrainerFn, is_wrapped
 from lightning_lowprec.private.lightning import is_tuning
 from lightning_lowprec.private.torch_modules import undo_compile, without_compiled_wrapper
+from lightning_lowprec.private.transformers import with_own_cache
 from lightning_lowprec.references import WeakList
 
 _GATHER: Final = (
@@ -105,6 +106,7 @@ def take_back(module: Module) -> None:
     backends.revert_all(module)
     for part in module.modules():
         undo_compile(part)
+        with_own_cache(part)
 
 
 def _refuse_sharded(module: Module) -> None:

@@ -1,6 +1,6 @@
 """How torch's modules keep their hooks and compiled calls; `torch.py` has the list of these names."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from types import MethodType
 from typing import Any, final
 from weakref import WeakKeyDictionary, ref
@@ -18,8 +18,12 @@ _compiled_here: WeakKeyDictionary[nn.Module, ref[Any]] = WeakKeyDictionary()
 """Modules that :func:`compile_in_place` has compiled, and their compiled calls; a call holds its module."""
 
 
-def compile_in_place(module: nn.Module, **options: Any) -> None:
+def compile_in_place(
+    module: nn.Module, options: Mapping[str, Any], *, unless: Callable[[Iterable[Any]], bool] | None = None
+) -> None:
     """Compile ``module`` as ``module.compile()`` does, so that :func:`undo_compile` can undo it.
+
+    A call for whose arguments ``unless`` is True runs uncompiled.
 
     The compiler begins at no function of torch itself, and so takes only pieces of torch's own classes, such as
     ``nn.Sequential`` and ``nn.TransformerEncoderLayer``. For them it begins here.
@@ -28,8 +32,17 @@ def compile_in_place(module: nn.Module, **options: Any) -> None:
         vars(module)["_call_impl"] = MethodType(_call, module)
     module.compile(**options)
     vars(module).pop("_call_impl", None)
-    if module._compiled_call_impl is not None:  # None if somebody has switched `Module.compile` off
-        _compiled_here[module] = ref(module._compiled_call_impl)
+    compiled: Any = module._compiled_call_impl
+    if compiled is None:  # somebody has switched `Module.compile` off
+        return
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        assert unless is not None
+        return (module._call_impl if unless((*args, *kwargs.values())) else compiled)(*args, **kwargs)
+
+    if unless is not None:
+        module._compiled_call_impl = call
+    _compiled_here[module] = ref(module._compiled_call_impl)
 
 
 def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -1,5 +1,7 @@
 """Model families of transformers: what is kept, 20 steps in FP8, and back into the plain class."""
 
+import inspect
+
 import lightning as L
 import peft
 import pytest
@@ -183,3 +185,72 @@ def test_a_trainer_trains_gpt2_as_fabric_does(precision, tmp_path):
     trainer.fit(module, torch.utils.data.DataLoader([*map(gpt2_runs.batch, range(10))], batch_size=None))
     fabric, _ = gpt2_runs.losses_by(L.Fabric(precision=precision, accelerator="cpu"), steps=10)
     assert module.losses == fabric
+
+
+@pytest.fixture(scope="module")
+def many_blocks():
+    """Two equal models of 10 blocks, more than torch compiles one by one, one of them compiled; and the graphs."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    models = []
+    for compile in (False, {"backend": backend}):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**{**ROTARY, "num_hidden_layers": 10}))
+        plugin = lightning_lowprec.FP8TorchAO(compile=compile)
+        models.append(L.Fabric(accelerator="cpu", devices=1, plugins=plugin).setup(model))
+    return *models, graphs
+
+
+IDS = torch.arange(16).view(2, 8)
+
+
+def test_all_blocks_run_one_graph_though_a_model_makes_a_cache_by_default(many_blocks):
+    """As under Lightning: a validation comes first."""
+    eager, compiled, graphs = many_blocks
+    for labels in ({"labels": IDS}, {}):
+        for model in (eager.eval(), compiled.eval()):
+            with torch.no_grad():
+                logits = model(input_ids=IDS, **labels).logits
+    assert len(graphs) == 1, "for labels; with a cache blocks run uncompiled"
+    losses = []
+    for model in (eager.train(), compiled.train()):
+        losses.append(model(input_ids=IDS, labels=IDS).loss)
+        losses[-1].backward()
+    assert len(graphs) == 2
+    assert torch.equal(*losses)
+    assert torch.isfinite(logits).all()
+    gradients = ([p.grad for p in model.parameters()] for model in (eager, compiled))
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+
+
+def test_who_asks_for_a_cache_gets_it(many_blocks):
+    _, compiled, graphs = many_blocks
+    before = len(graphs)
+    assert compiled.train()(input_ids=IDS, use_cache=True).past_key_values is not None
+    with torch.no_grad():
+        past = compiled.eval()(input_ids=IDS[:, :-1]).past_key_values
+        name = "cache" if "cache" in inspect.signature(compiled.module.forward).parameters else "past_key_values"
+        following = compiled(input_ids=IDS[:, -1:], **{name: past}).logits[:, -1]
+    assert past.get_seq_length() == 8
+    assert following.shape == (2, 96)
+    assert len(graphs) == before
+
+
+def test_generation_is_that_of_blocks_that_are_not_compiled(many_blocks):
+    eager, compiled, graphs = many_blocks
+    before = len(graphs)
+    of_both = [m.module.eval().generate(IDS, max_new_tokens=4, do_sample=False) for m in (eager, compiled)]
+    assert torch.equal(*of_both)
+    assert len(graphs) == before
+
+
+def test_a_plain_copy_makes_caches_in_training_again(many_blocks):
+    _, compiled, _ = many_blocks
+    copied = lightning_lowprec.plain(compiled, copy=True)
+    assert copied.train()(input_ids=IDS).past_key_values is not None
+    assert compiled.module.train()(input_ids=IDS).past_key_values is None
