@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
-from typing import Final
+from typing import Final, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from lightning_lowprec.conversion.recipe_map import nearest_fqns
 from lightning_lowprec.private import transformers
 from lightning_lowprec.private.transformers import has_parallel_forward
 
+Blocks = nn.ModuleList | nn.Sequential
 FEATURE_ALIGNMENT = 16
 """``torch._scaled_mm`` takes matrices whose inner dimensions are multiples of 16 (bytes of its 128-bit loads)."""
 HEAD_NAMES = ("lm_head", "output", "head", "embed_out")
@@ -166,8 +167,8 @@ def by_user(model: nn.Module, options: LayerOptions) -> dict[str, str]:
         stacks = _stacks(model, choosable)
         if not stacks:
             raise ValueError(
-                "`first_last_layers_bf16=True` needs a stack of blocks (children of one class in an nn.ModuleList), and"
-                " the model has none; name the layers with `keep=[...]` instead."
+                "`first_last_layers_bf16=True` needs a stack of blocks (children of one class in an nn.ModuleList"
+                " or nn.Sequential), and the model has none; name the layers with `keep=[...]` instead."
             )
         blocks = [block for stack in stacks for block in (*stack[:start], *stack[max(len(stack) - end, 0) :])]
         kept |= _inside(blocks, choosable, "first or last block (first_last_layers_bf16)")
@@ -215,15 +216,16 @@ def _inside(blocks: Iterable[nn.Module], choosable: Mapping[str, nn.Module], rea
     return {fqn: reason for fqn, module in choosable.items() if id(module) in inside}
 
 
-def block_stacks(model: nn.Module, having: Iterable[nn.Module], *, of_one: bool = True) -> dict[str, nn.ModuleList]:
-    """Return the outermost ModuleLists of several children of one class that hold a module of ``having``, by fqn.
+def block_stacks(model: nn.Module, having: Iterable[nn.Module], *, of_one: bool = True) -> dict[str, Blocks]:
+    """Return the outermost lists of several children of one class that hold a module of ``having``, by fqn.
 
-    With ``of_one`` also the ModuleLists of one child that neither hold such a list nor lie in one.
+    Lists are ModuleLists, and the Sequentials whose children are larger modules (timm has its blocks there). With
+    ``of_one`` also the ModuleLists of one child that neither hold such a list nor lie in one.
     """
     wanted = set(map(id, having))
-    lists = {fqn: module for fqn, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    lists = {fqn: module for fqn, module in model.named_modules() if _is_list(module)}
     lists = {fqn: stack for fqn, stack in lists.items() if any(id(inner) in wanted for inner in stack.modules())}
-    stacks: dict[str, nn.ModuleList] = {}
+    stacks: dict[str, Blocks] = {}
     for fqn, stack in lists.items():  # outer ones come before inner ones
         one_class = len(stack) > 1 and len({type(child) for child in stack}) == 1
         if one_class and not any(_is_inside(fqn, outer) for outer in stacks):
@@ -232,6 +234,13 @@ def block_stacks(model: nn.Module, having: Iterable[nn.Module], *, of_one: bool 
         if len(stack) == 1 and not any(_is_inside(fqn, other) or _is_inside(other, fqn) for other in stacks):
             stacks[fqn] = stack
     return stacks
+
+
+def _is_list(module: nn.Module) -> TypeGuard[Blocks]:
+    if isinstance(module, nn.Sequential):
+        large = (type(child) is not nn.Sequential and any(child.children()) for child in module)
+        return len(module) > 1 and all(large)
+    return isinstance(module, nn.ModuleList)
 
 
 def _is_inside(fqn: str, outer: str) -> bool:

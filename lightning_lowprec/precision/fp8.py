@@ -42,7 +42,7 @@ class BlockOptions(Group):
     Args:
         compile: ``"auto"`` compiles blocks in place on CUDA (MS-AMP's: on GPUs with FP8) unless some are compiled
             already; True compiles them on any device, False never; a mapping gives ``torch.compile`` options. Blocks
-            are the children, one or several of one class, of an ``nn.ModuleList`` that holds converted layers.
+            are the children of one class of an ``nn.ModuleList`` or ``nn.Sequential`` that holds converted layers.
     """
 
     compile: Compile = "auto"
@@ -178,7 +178,7 @@ def engine_refusal(engine: Engine, option: Compile) -> str | None:
 def compile_blocks(
     module: Module, layers: Iterable[Module], option: Compile, device: torch.device, *, precision: str, advice: str
 ) -> None:
-    """Compile the blocks of ``module`` in place: children of its ModuleLists that hold a layer of ``layers``.
+    """Compile the blocks of ``module`` in place: children of its lists that hold a layer of ``layers``.
 
     Equal blocks share code, and all fqns stay. ``advice`` ends the message where "auto" finds no blocks.
     """
@@ -195,9 +195,11 @@ def compile_blocks(
     if blocks:
         rank_zero_info(f"{precision}: compiling blocks ({len(blocks)}); the first steps are slow.")
     elif option == "auto":
-        rank_zero_info(f"{precision}: found no blocks to compile (children of an nn.ModuleList). {advice}")
+        rank_zero_info(
+            f"{precision}: found no blocks to compile (children of an nn.ModuleList or nn.Sequential). {advice}"
+        )
     else:
         raise ValueError(
-            f"`compile={option!r}` found no blocks (children of one class in an nn.ModuleList that hold FP8"
-            " layers); compile the model yourself with `torch.compile` and pass `compile=False`."
+            f"`compile={option!r}` found no blocks (children of one class in an nn.ModuleList or nn.Sequential"
+            " that hold FP8 layers); compile the model yourself with `torch.compile` and pass `compile=False`."
         )

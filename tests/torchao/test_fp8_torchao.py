@@ -146,6 +146,19 @@ class Single(Stack):
         self.stages = nn.ModuleList([Stack(2)])
 
 
+def test_blocks_of_a_sequential_are_compiled_and_small_layers_in_one_are_not(monkeypatch):
+    """timm keeps its blocks in an nn.Sequential."""
+    plugin = FP8TorchAO()
+    plugin.bind_device(on_gpu(monkeypatch, HOPPER))
+    small = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    parts = nn.Sequential(nn.Sequential(nn.LayerNorm(32)), nn.Sequential(toys.Block(), toys.Block()))
+    model = nn.ModuleDict({"blocks": nn.Sequential(toys.Block(), toys.Block()), "small": small, "parts": parts})
+    with pytest.warns(UserWarning, match="are expected to be slower"):
+        plugin.convert_module(model)
+    compiled = [fqn for fqn, module in model.named_modules() if module._compiled_call_impl is not None]
+    assert compiled == ["blocks.0", "blocks.1", "parts.1.0", "parts.1.1"]
+
+
 def test_a_single_block_is_compiled(monkeypatch):
     plugin = FP8TorchAO()
     plugin.bind_device(on_gpu(monkeypatch, HOPPER))
