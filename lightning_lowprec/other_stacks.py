@@ -92,6 +92,7 @@ OPTIONS: Final[Mapping[str, str]] = {
     "grad-reduce-dtype": "It is gone: `strategy='fsdp2'` reduces gradients in float32.",
     "config": "Of `FP8TorchAO` it is gone: write torchao's name of the recipe, `FP8TorchAO('rowwise')`, gradients in"
     " e4m3 as `fp8_format='e4m3'`, and GEMMs in high precision as `FP8TorchAO({'*': {'grad_weight': 'bf16'}})`.",
+    "rowwise-backward": "It is gone: scales of rows follow the product of codes, as in torchao. Leave it out.",
     "threads": "It is gone: set the environment variable `OMP_NUM_THREADS`.",
     "backend": "The class is the backend: `FP8TE`, `FP8TorchAO` or `MSAMP`.",
 }
