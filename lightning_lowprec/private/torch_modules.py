@@ -28,8 +28,9 @@ def compile_in_place(
     The compiler begins at no function of torch itself, and so takes only pieces of torch's own classes, such as
     ``nn.Sequential`` and ``nn.TransformerEncoderLayer``. For them it begins here.
     """
-    if type(module).forward.__module__.startswith("torch."):
-        vars(module)["_call_impl"] = MethodType(_call, module)
+    written_in: str | None = getattr(getattr(type(module), "forward", None), "__module__", None)
+    if written_in is not None and written_in.startswith("torch."):
+        vars(module)["_call_impl"] = MethodType(_call_of_torch, module)
     module.compile(**options)
     vars(module).pop("_call_impl", None)
     compiled: Any = module._compiled_call_impl
@@ -45,7 +46,7 @@ def compile_in_place(
     _compiled_here[module] = ref(module._compiled_call_impl)
 
 
-def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _call_of_torch(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return nn.Module._call_impl(module, *args, **kwargs)  # type: ignore[no-untyped-call]
 
 
