@@ -15,6 +15,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
+from lightning_lowprec.gone import missing_attribute
 from lightning_lowprec.version import __version__
 
 if TYPE_CHECKING:
@@ -85,5 +86,5 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name not in _TOOLS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise missing_attribute(__name__, name)
     return getattr(import_module(f"{__name__}.tools.{_TOOLS[name]}"), name)

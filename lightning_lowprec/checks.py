@@ -17,6 +17,7 @@ from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Annotated, Any, Final, Literal, Union, final, get_args, get_origin, get_type_hints
 
+from lightning_lowprec.gone import VALUES, gone
 from lightning_lowprec.other_stacks import nearest
 
 
@@ -56,7 +57,8 @@ def check_choice(field: str, value: Any, allowed: Iterable[Any]) -> None:
     """Raise a ValueError if ``value`` is not one of ``allowed``, for example of the ``get_args`` of a ``Literal``."""
     choices = list(allowed)
     if value not in choices:
-        raise ValueError(f"`{field}={value!r}` is not valid; expected one of: {', '.join(map(str, choices))}.")
+        hint = f" {answer}" if (answer := gone(str(value), VALUES.get(field, {}))) else ""
+        raise ValueError(f"`{field}={value!r}` is not valid; expected one of: {', '.join(map(str, choices))}.{hint}")
 
 
 def check_integer(field: str, value: Any, *, least: int) -> None:
@@ -70,6 +72,7 @@ def check_types(values: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
         if field in hints and not allows(hints[field], value):
             near = nearest(value, _choices(hints[field])) if isinstance(value, str) else None
             hint = "" if near is None else f" Did you mean {near!r}?"
+            hint = f" {answer}" if (answer := gone(str(value), VALUES.get(field, {}))) else hint
             raise ValueError(f"`{field}={value!r}` is not valid; expected {_expected(hints[field])}.{hint}")
 
 

@@ -23,6 +23,8 @@ from lightning_lowprec.conversion.name_suffixes import (
     split,
     suffix_refusal,
 )
+from lightning_lowprec.gone import PRECISIONS as GONE
+from lightning_lowprec.gone import gone
 from lightning_lowprec.masters.config import LEAN, LEAN_SR
 from lightning_lowprec.msamp.backend import BACKEND as MSAMP_BACKEND
 from lightning_lowprec.other_stacks import PRECISIONS, pointer
@@ -108,8 +110,8 @@ def validate_name(name: object) -> None:
 def unknown_name(name: object, also_allowed: Sequence[object] = OF_LIGHTNING) -> ValueError:
     """Return the error for an unknown name: what to write instead, then the families that are allowed."""
     recipe = _nemo_recipe(name) if "_" in str(name) else None
-    hint = suffix_refusal(str(name), TABLE) if recipe is None else f"NeMo's recipe is a plugin: write {recipe}."
-    hint = hint or pointer(name, PRECISIONS, [*also_allowed, *TABLE])
+    hint = f"NeMo's recipe is a plugin: write {recipe}." if recipe else gone(str(name), GONE)
+    hint = hint or suffix_refusal(str(name), TABLE) or pointer(name, PRECISIONS, [*also_allowed, *TABLE])
     theirs = ", ".join(map(repr, also_allowed))
     allowed = f"{theirs}, {in_words(TABLE, quoted=True)}" if theirs else in_words(TABLE, quoted=True)
     words = [f"Precision {name!r} is invalid.", hint, f"Allowed precision values: {allowed}."]

@@ -4,6 +4,9 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, NoReturn
 
+from lightning_lowprec.gone import OPTIONS as GONE_OPTIONS
+from lightning_lowprec.gone import gone
+
 _HALF: Final = (
     "Write '{}-mixed' (float32 weights, as in torch and Accelerate) or '{}-master' (half weights with float32 masters,"
     " as in NeMo and DeepSpeed)."
@@ -71,32 +74,12 @@ NEMO: Final[Mapping[str, str]] = {
 }
 """Arguments of NeMo's ``MegatronMixedPrecision``, which NeMo users also set as attributes of the plugin."""
 
-_EVALUATE_TWICE: Final = "Of `LowPrecisionEval` it is gone: evaluate once without and once with `LowPrecisionEval`."
 OPTIONS: Final[Mapping[str, str]] = {
     "opt-level": "Write `level=` of `MSAMP`, e.g. `MSAMP('O2')`, or `precision='msamp-o2'`.",
     **{name.replace("_", "-"): answer for name, answer in NEMO.items()},
-    "fuse": "It is gone: compile the blocks of the model, or write `te.LayerNormLinear` and `te.LayerNormMLP`"
-    " into the model, which `FP8TE` runs in FP8. For experts in FP8 use 'fp8-hybrid'.",
-    "ladder": "It is gone: a bad layer goes to bf16 at once. For a scale per row write the recipe of the layer:"
-    " `FP8TorchAO({'*.o_proj': 'rowwise', '*': 'tensorwise'})`.",
-    "on-readings": "It is gone: read `monitor.readings` after a step, or the Trainer's loggers.",
-    "bucket-bytes": "It is gone: a step that no kernel does loads 256 MB of float32 masters at a time. Leave it out.",
-    "clip-last-norm": "It is gone: clip the gradient of each parameter by `clip_tensor`, or all of them by"
-    " `gradient_clip_val` with `update='step'`.",
-    "prefix": _EVALUATE_TWICE,
-    "every": _EVALUATE_TWICE,
-    "trace-nonfinite": "It is gone: repeat the run with `Trainer(detect_anomaly=True)` and `NumericsMonitor(every=1)`.",
-    "shadow-loss": "It is gone: run `trainer.validate` with 'bf16-mixed' too, or `lowprec compare`.",
-    "fp8-group": "It is gone: all ranks share the scales of delayed scaling. Leave it out.",
-    "fp8-reduce": "It is gone: gradients are reduced in float32, or with `reduce_dtype=torch.bfloat16` in bf16.",
-    "grad-reduce-dtype": "It is gone: `strategy='fsdp2'` reduces gradients in float32.",
-    "config": "Of `FP8TorchAO` it is gone: write torchao's name of the recipe, `FP8TorchAO('rowwise')`, gradients in"
-    " e4m3 as `fp8_format='e4m3'`, and GEMMs in high precision as `FP8TorchAO({'*': {'grad_weight': 'bf16'}})`.",
-    "rowwise-backward": "It is gone: scales of rows follow the product of codes, as in torchao. Leave it out.",
-    "threads": "It is gone: set the environment variable `OMP_NUM_THREADS`.",
     "backend": "The class is the backend: `FP8TE`, `FP8TorchAO` or `MSAMP`.",
 }
-"""Names of options of other stacks, and of those that are gone."""
+"""Names of options of other stacks; `gone.py` has those that this package had."""
 
 
 def nearest(word: object, choices: Iterable[object]) -> str | None:
@@ -117,7 +100,8 @@ def pointer(word: object, answers: Mapping[str, str], choices: Iterable[object])
 def unknown_option(function: str, name: str, allowed: Iterable[str]) -> TypeError:
     """Return the error for an argument that a function does not have: Python's words, and what to write instead."""
     message = f"{function}() got an unexpected keyword argument {name!r}"
-    return TypeError(". ".join(filter(None, [message, pointer(name, OPTIONS, allowed)])))
+    hint = gone(name, GONE_OPTIONS) or pointer(name, OPTIONS, allowed)
+    return TypeError(". ".join(filter(None, [message, hint])))
 
 
 def _spelling(word: object) -> str:

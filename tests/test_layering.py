@@ -19,6 +19,7 @@ FLOORS = [
         "checks",
         "references",
         "other_stacks",
+        "gone",
         "losses",
         "html",
         "version",

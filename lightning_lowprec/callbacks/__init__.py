@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
+from lightning_lowprec.gone import missing_attribute
 from lightning_lowprec.private.either import share_bases
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ __all__ = ["Demotion", "NumericsMonitor", "PrecisionSchedule", "Reading"]
 
 def __getattr__(name: str) -> Any:
     if name not in _FROM:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise missing_attribute(__name__, name)
     value = getattr(import_module(f"{__name__}.{_FROM[name]}"), name)
     if name in ("NumericsMonitor", "PrecisionSchedule"):  # the other classes are no callbacks, and need no Lightning
         share_bases()

@@ -3,6 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
+from lightning_lowprec.gone import missing_attribute
+
 if TYPE_CHECKING:
     from lightning_lowprec.msamp.adamw_sgd import ScaledAdamW, ScaledSGD
     from lightning_lowprec.msamp.linear import scale_linears
@@ -23,5 +25,5 @@ __all__ = ["ScaledAdamW", "ScaledSGD", "scale_linears", "scale_weight_", "set_va
 
 def __getattr__(name: str) -> Any:
     if name not in _FROM:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise missing_attribute(__name__, name)
     return getattr(import_module(f"{__name__}.{_FROM[name]}"), name)

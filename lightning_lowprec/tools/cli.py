@@ -14,6 +14,8 @@ from pickle import UnpicklingError
 from typing import Any, Final, final
 
 from lightning_lowprec.extras import quiet
+from lightning_lowprec.gone import COMMANDS as GONE_COMMANDS
+from lightning_lowprec.gone import gone
 from lightning_lowprec.tools import completion
 from lightning_lowprec.tools.class_path import import_from_working_folder, load_package, module_paths
 from lightning_lowprec.tools.output import paint
@@ -100,9 +102,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--completion", choices=completion.SHELLS, action=_Complete, help="print a script that completes lowprec"
     )
-    parser.add_argument("command", choices=COMMANDS)
+    parser.add_argument("command", type=_known_command, choices=COMMANDS)
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     return parser
+
+
+def _known_command(word: str) -> str:
+    """Return a command; one that has left is an error that says what to write."""
+    if answer := gone(word, GONE_COMMANDS):
+        raise argparse.ArgumentTypeError(answer)
+    return word
 
 
 @final

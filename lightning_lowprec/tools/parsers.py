@@ -14,8 +14,8 @@ from jsonargparse import ArgumentParser
 
 from lightning_lowprec.callbacks.readings import FILE, Demotion
 from lightning_lowprec.conversion.options import LayerOptions, take
+from lightning_lowprec.gone import FLAGS, gone
 from lightning_lowprec.names import validate_name
-from lightning_lowprec.other_stacks import OPTIONS
 from lightning_lowprec.serving.formats import DtypeName, FormatName
 from lightning_lowprec.tools.compare.spec import DEFAULT_PRECISIONS, CompareSpec
 
@@ -41,8 +41,7 @@ def parse(command: str, argv: Sequence[str]) -> Any:
     """Return the arguments of a command; a precision that is unknown, or a value that does not fit, is a ValueError."""
     if command != "run":  # the arguments of a script may have any form
         argv = with_underscores(argv)
-    if command == "compare" and any(argument.partition("=")[0] == "--threads" for argument in argv):
-        raise ValueError(f"`--threads` is not valid. {OPTIONS['threads']}")
+        _refuse_gone_flags(command, argv)
     for_servers = command == "export" and any(argument.partition("=")[0] == SERVER_FORMAT for argument in argv)
     args = parsers(command)[for_servers].parse_args(argv)
     for name in _precisions(command, args):
@@ -52,6 +51,13 @@ def parse(command: str, argv: Sequence[str]) -> Any:
     if hasattr(args, "min_gain"):
         args.layers = take(LayerOptions, vars(args))
     return args
+
+
+def _refuse_gone_flags(command: str, argv: Sequence[str]) -> None:
+    for argument in argv:
+        flag = argument.partition("=")[0]
+        if answer := gone(f"{command} {flag}", FLAGS):
+            raise ValueError(f"`{flag}` is not valid: {answer}")
 
 
 def _precisions(command: str, args: Any) -> list[str]:

@@ -149,12 +149,3 @@ def test_what_cannot_be_demoted_raises(tmp_path):
     for wrong in ({"patience": 0}, {"underflow": "much"}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             Demotion(**wrong)
-
-
-def test_what_is_gone_says_the_remedy():
-    with pytest.raises(TypeError, match=r"'ladder'. It is gone: a bad layer goes to bf16 at once.*'rowwise'"):
-        Demotion(ladder=("rowwise", "bf16"))
-    with pytest.raises(TypeError, match=r"'on_readings'. It is gone: read `monitor.readings`"):
-        NumericsMonitor(on_readings=print)
-    with pytest.raises(TypeError, match=r"'trace_nonfinite'. It is gone: .*`Trainer\(detect_anomaly=True\)`"):
-        NumericsMonitor(trace_nonfinite=True)

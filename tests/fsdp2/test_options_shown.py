@@ -50,9 +50,3 @@ def test_the_help_of_a_command_line_has_every_option_with_its_docs(strategy):
 def test_a_kind_of_checkpoint_that_does_not_exist_is_refused(strategy):
     with pytest.raises(ValueError, match=r"`state_dict_type='Full'` is not valid; expected one of: sharded, full\."):
         strategy(state_dict_type="Full")
-
-
-@pytest.mark.parametrize("strategy", [FSDP2Strategy, FabricFSDP2Strategy])
-def test_an_option_that_is_gone_says_what_to_write(strategy):
-    with pytest.raises(TypeError, match=r"argument 'fp8_reduce'\. It is gone: .* `reduce_dtype=torch\.bfloat16`"):
-        strategy(fp8_reduce=True)

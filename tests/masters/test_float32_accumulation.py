@@ -264,8 +264,6 @@ def test_refusals(make):
             ValueError, match=rf"`{field}={wrong!r}` is not valid; expected one of: None.*torch.float32"
         ):
             make(master_weights=True, **{field: wrong})
-    with pytest.raises(TypeError, match=r"unexpected .* 'grad_reduce_dtype'. It is gone: `strategy='fsdp2'`"):
-        make(master_weights=True, grad_reduce_dtype=torch.float32)
     for host, options in ((L.Trainer, {"logger": False}), (L.Fabric, {})):
         with pytest.raises(ValueError, match=r"`grad_accumulation_dtype=torch.float32` does not run under .*'fsdp2'"):
             host(accelerator="cpu", strategy="ddp", plugins=make(master_weights=True, **FLOAT32), **options)

@@ -74,10 +74,6 @@ def test_errors_of_wrap():
     for moments in ("bf16", "stochastic", "fp8"):
         with pytest.raises(ValueError, match=rf"`moments='{moments}'` is not valid; expected one of: fp32, 8bit\."):
             MasterConfig(moments=moments)
-    with pytest.raises(TypeError, match=r"unexpected keyword argument 'bucket_bytes'\. It is gone: .* Leave it out\."):
-        MasterConfig(bucket_bytes=2**20)
-    with pytest.raises(TypeError, match=r"'clip_last_norm'\. It is gone: .* by `clip_tensor`, .* `update='step'`\."):
-        MasterConfig(clip_last_norm=1.0)
     for form in ("remainder", "stochastic"):
         with pytest.raises(ValueError, match=r"keeps masters of torch\.bfloat16 parameters, got torch\.float16"):
             add_masters(plain, form)

@@ -335,8 +335,6 @@ def test_wrong_options_and_gradients_are_refused():
         LowPrecisionEval("hf")
     with pytest.raises(ValueError, match=r"`weights_only=True` is not valid with `format='hf-fp8-block'`"):
         LowPrecisionEval("hf-fp8-block", weights_only=True)
-    with pytest.raises(TypeError, match=r"'prefix'. .*evaluate once without and once with `LowPrecisionEval`"):
-        LowPrecisionEval(prefix="served/")
     trainer = L.Trainer(callbacks=[LowPrecisionEval(), LowPrecisionEval("torchao")], **ON_CPU)
     with pytest.raises(ValueError, match="A Trainer takes one `LowPrecisionEval`"):
         trainer.validate(Module(), torch.utils.data.DataLoader(torch.randn(4, 64)))

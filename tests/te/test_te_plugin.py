@@ -218,10 +218,3 @@ def test_gradient_checkpointing_of_transformers(pretend_gpu):
     fabric_for(FP8TE("current")).setup(model)
     fabric_for(lightning_lowprec.FP8TorchAO()).setup(model)
     assert [layer._gradient_checkpointing_func for layer in layers] == was
-
-
-def test_what_is_gone_raises_and_the_error_names_the_way():
-    with pytest.raises(TypeError, match=r"argument 'fp8_group'. It is gone: all ranks share the scales"):
-        FP8TE(fp8_group=None)
-    with pytest.raises(TypeError, match=r"argument 'fuse'. It is gone: compile the blocks .* use 'fp8-hybrid'\."):
-        FP8TE(fuse="auto")

@@ -78,8 +78,3 @@ def test_every_gemm_is_torchaos(name):
     expected.float().square().mean().backward()
     for (fqn, mine), reference in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         assert torch.equal(mine.grad, reference.grad), fqn
-
-
-def test_a_config_of_torchao_is_refused_with_the_options_to_write():
-    with pytest.raises(TypeError, match=r"'config'. Of `FP8TorchAO` it is gone: .*`FP8TorchAO\('rowwise'\)`"):
-        FP8TorchAO(config=Float8LinearConfig())

@@ -1,0 +1,79 @@
+"""A checkpoint that was written under a word that has left loads under the word to write instead, with exact masters.
+
+``gone/NAME.ckpt`` is a Trainer's checkpoint after three steps, written by the last commit that had the word;
+``gone/NAME.expected.pt`` has the float32 weights that ``fit`` left in the model at that commit.
+"""
+
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+
+from tests import entry_points  # noqa: F401  # the names
+
+FOLDER = Path(__file__).with_name("gone")
+INSTEAD = {
+    "bf16-lean": ["bf16-8bit", "bf16-remainder"],
+    "bf16-lean-sr": ["bf16-sr"],
+    "fp8-lean": ["fp8-hybrid-8bit"],
+    "remainder8": ["bf16-8bit"],
+    "nvfp4-torchao": ["fp8-hybrid"],
+    "fp8-hybrid-master": ["fp8-hybrid-remainder"],
+    "int8-mixed-fp16": ["int8-mixed"],
+    "fp8-e4m3-fp16": ["fp8-e4m3"],
+    "fp8-tensorwise": ["fp8-hybrid"],
+    "mxfp8-torchao": ["mxfp8"],
+    "schedule": ["fp8-hybrid"],
+}
+"""For each file, the words under which a run goes on."""
+
+
+class Model(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 16)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.norm(self.up(x))))
+
+    def training_step(self, batch, _):
+        return (self(batch) - batch[:, :16].flip(1)).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    def train_dataloader(self):
+        torch.manual_seed(2)
+        return torch.utils.data.DataLoader(torch.randn(48, 64), batch_size=16)
+
+
+def go_on(name, precision, steps):
+    """Resume the file under a precision, and return the model after ``steps`` steps in all."""
+    model = Model()
+    trainer = L.Trainer(
+        max_steps=steps, max_epochs=-1, accelerator="cpu", precision=precision, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(model, ckpt_path=FOLDER / f"{name}.ckpt")
+    assert trainer.global_step == steps
+    return model
+
+
+@pytest.mark.parametrize(("name", "precision"), [(name, word) for name, words in INSTEAD.items() for word in words])
+def test_values_are_those_of_then(name, precision):
+    expected = torch.load(FOLDER / f"{name}.expected.pt", weights_only=True)
+    loaded = go_on(name, precision, steps=3).state_dict()
+    assert loaded.keys() == expected.keys()
+    for key, value in expected.items():
+        assert value.dtype == loaded[key].dtype == torch.float32
+        assert torch.equal(loaded[key], value), key
+
+
+@pytest.mark.parametrize("name", INSTEAD)
+def test_the_run_goes_on(name):
+    moved = go_on(name, INSTEAD[name][0], steps=4)
+    expected = torch.load(FOLDER / f"{name}.expected.pt", weights_only=True)
+    step = (moved.up.weight.detach() - expected["up.weight"]).abs().max()
+    assert 1e-4 < step < 5e-3  # AdamW moves a weight by about its learning rate, 1e-3
