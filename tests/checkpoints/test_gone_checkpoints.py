@@ -2,6 +2,9 @@
 
 ``gone/NAME.ckpt`` is a Trainer's checkpoint after three steps, written by the last commit that had the word;
 ``gone/NAME.expected.pt`` has the float32 weights that ``fit`` left in the model at that commit.
+
+``mxfp8-te`` was trained by the real Transformer Engine, whose name ``mxfp8`` was where it was installed: on CPU, with
+quantizers in plain torch (e4m3, a power-of-two scale per 32 values), and with torch's LayerNorm.
 """
 
 from pathlib import Path
@@ -24,6 +27,7 @@ INSTEAD = {
     "int8-mixed-fp16": ["int8-mixed"],
     "fp8-e4m3-fp16": ["fp8-e4m3"],
     "fp8-tensorwise": ["fp8-hybrid"],
+    "mxfp8-te": ["mxfp8-torchao"],
     "mxfp8-torchao": ["mxfp8"],
     "schedule": ["fp8-hybrid"],
 }
