@@ -1,11 +1,12 @@
 """Make Lightning accept the names of lightning_lowprec without an import of it.
 
-torch calls :func:`install` at the end of ``import torch``: it is an entry point of the group ``torch.backends``, and
-``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` switches all of these off, ``LOWPREC_AUTOLOAD=0`` this one. It puts a finder in
-front of the modules of Lightning that read ``precision=``, and does nothing else: lightning_lowprec is imported when
-the first Trainer or Fabric gets a word that Lightning does not know, or when the first LightningCLI is made.
+torch calls :func:`install` at the end of ``import torch``, by the entry point in ``lightning_lowprec_entry``, of the
+group ``torch.backends``: ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` switches all of these off, ``LOWPREC_AUTOLOAD=0`` this
+one. It puts a finder in front of the modules of Lightning that read ``precision=``, and does nothing else:
+lightning_lowprec is imported when the first Trainer or Fabric gets a word that Lightning does not know, or when the
+first LightningCLI is made.
 
-Lightning calls :func:`monitor` for every Trainer, by its own groups of entry points.
+Lightning calls :func:`monitor` for every Trainer, by its own groups of entry points and the same file.
 
 This file stands outside of the package, and imports neither the package nor torch, since it runs in every process that
 imports torch.
@@ -46,20 +47,16 @@ _first_use: Callable[[], None] | None = None
 
 
 def install() -> None:
-    """Entry point for torch. Nothing that goes wrong here may break ``import torch``."""
+    """Watch the modules of Lightning; for torch, whose import survives an error here (``lightning_lowprec_entry``)."""
     global installed_by_torch
     if os.environ.get(SWITCH) == "0":
         return
-    try:
-        _put_finder()
-    except Exception as error:
-        warnings.warn(f"lightning_lowprec cannot make its names known by itself, import it: {error!r}", stacklevel=2)
-    else:
-        installed_by_torch = True
+    _put_finder()
+    installed_by_torch = True
 
 
 def monitor() -> list[Any]:
-    """Entry point for Lightning: return the callbacks that every Trainer gets, by the variable :data:`MONITOR`.
+    """Return the callbacks that Lightning gives every Trainer, by the variable :data:`MONITOR`.
 
     Raises:
         ValueError: the variable is no number of steps.

@@ -74,7 +74,7 @@ def pip(*arguments: str) -> None:
 
 def missing_and_foreign(wheel: Path) -> tuple[set[str], set[str]]:
     """Return the files of the package that the wheel lacks, and the files of the wheel that are not the package's."""
-    expected = set(files(PACKAGE, f"{PACKAGE}_autoload.py"))
+    expected = set(files(PACKAGE, f"{PACKAGE}_autoload.py", f"{PACKAGE}_entry.py"))
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if ".dist-info/" not in name}
     return expected - held, held - expected

@@ -266,10 +266,10 @@ def test_the_variable_of_the_monitor(monkeypatch):
 
 def test_torch_and_lightning_find_the_entry_points():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    monitor = {"lightning_lowprec": "lightning_lowprec_autoload:monitor"}
+    monitor = {"lightning_lowprec": "lightning_lowprec_entry:monitor"}
     assert project["project"]["entry-points"] == {
-        "torch.backends": {"lightning_lowprec": "lightning_lowprec_autoload:install"},
+        "torch.backends": {"lightning_lowprec": "lightning_lowprec_entry:install"},
         "lightning.pytorch.callbacks_factory": monitor,
         "pytorch_lightning.callbacks_factory": monitor,
     }
-    assert project["tool"]["setuptools"]["py-modules"] == ["lightning_lowprec_autoload"]
+    assert project["tool"]["setuptools"]["py-modules"] == ["lightning_lowprec_autoload", "lightning_lowprec_entry"]
