@@ -50,7 +50,7 @@ help:
 	@echo "make gpu-lane    step time, products, losses, memory against what a user would pick instead, on a GPU with FP8 (25 minutes)"
 	@echo "make test-peers  Lightning's own tests, a probe and models of transformers under our names (PEERS=folder; half an hour)"
 	@echo "make test-clients  other people's packages of Lightning with only the precision changed (CLIENTS=\"darts timm\"; 7 GB on disk, a quarter of an hour)"
-	@echo "make test-faults plant faults of numerics, one at a time, and see that a test catches each (six minutes on 2 quiet cores)"
+	@echo "make test-faults plant the faults of tests/faults/table.jsonl, one at a time, and see that a test catches each (FAULTS=\"--some 30\": fewer)"
 	@echo "make test-dtypes no float32 products in a step of any mixture of transformers; what stays float32 in all of its models"
 	@echo "make evidence    four small models under every precision of a CPU, 5 seeds, against float32 (about 70 minutes on 2 quiet cores)"
 	@echo "make docs        build the docs site into site/, without network once its tools are installed (140 MB on disk)"
@@ -182,8 +182,15 @@ $(LANES:%=lane-%): lane-%: $(VENV)/.installed
 	@echo "=== make $*"; start=$$(date +%s); $(MAKE) --no-print-directory $* && end=passed || end=FAILED; \
 	echo "=== make $* $$end after $$(($$(date +%s) - start)) seconds"; [ $$end = passed ]
 
+# each lane plants the faults that its tests see; a lane without its environment is left out, with a word
 test-faults: $(VENV)/.installed
-	$(RUN)/python -m tests.faults
+	$(RUN)/python -m tests.faults --workers $(WORKERS) $(FAULTS)
+ifndef FAULTS
+	@[ ! -e $(TE)/.installed ] || OMP_NUM_THREADS=1 $(TE)/bin/python -m tests.faults --lane te --workers $(WORKERS)
+	@[ ! -e $(TE)/.installed ] || $(TE)/bin/python -m benchmarks.ledger.launch $(TE)/bin/python -m tests.faults --lane ledger --workers $(WORKERS)
+	@[ ! -e $(DEEPSPEED)/.installed ] || PYTHONPATH=$(CURDIR):$(CURDIR)/$(DEEPSPEED) DS_ACCELERATOR=cpu \
+	$(RUN)/python -m tests.faults --lane deepspeed --workers $(WORKERS)
+endif
 
 test-dtypes: $(VENV)/.installed
 	$(RUN)/python -m tests.peers.dtypes

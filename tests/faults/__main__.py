@@ -1,90 +1,185 @@
-"""Plant every fault in a copy of the repository, one at a time, and run the tests that must see it: `make test-faults`.
+"""Plants faults in a copy of the repository, one at a time, and runs the tests that see them.
 
-First the tests run without a fault: a test that fails anyway sees nothing. The exit status is 1 if a fault survives.
+    python -m tests.faults                    plant the faults of the table: a test that saw each must fail
+    python -m tests.faults --some 30          plant 30 that are seen soon, other ones for every commit
+    python -m tests.faults --draw 230         draw faults until the table has so many of the package's own
+    python -m tests.faults --see              look for tests that see the faults that were not tried yet
 
-    python -m tests.faults [words of an effect]
+The last needs what ``tests/faults/lines.py`` writes. ``--lane`` names the environment in which this runs.
 """
 
+import argparse
+import json
 import os
-import shutil
+import random
 import subprocess
 import sys
 import tempfile
-import time
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter
 from pathlib import Path
-from queue import SimpleQueue
 
-from tests.faults.planted import FAULTS, Fault
+from tests.faults import changes, forks, table
+from tests.faults.lines import ROOT, SOURCES, recorded
 
-ROOT = Path(__file__).parents[2]
-COPIES = 2
-COPIED = ("lightning_lowprec", "tests", "docs", "examples", "benchmarks", "pyproject.toml", "README.md")
-
-
-def copy(folder: Path) -> Path:
-    """Copy what the tests read into a new folder; return the folder."""
-    for name in COPIED:
-        source, target = ROOT / name, folder / name
-        if source.is_dir():
-            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copy(source, target)
-    return folder
+LANES = {"ordinary": ".venv", "te": ".venv-te", "deepspeed": ".site-deepspeed", "ledger": ".venv-te"}
+"""The environments of ``make test``, ``test-te``, ``test-deepspeed`` and ``test-ledger``."""
+ALL_OF = ("numerics", "masters")
+"""Rooms of which the table names every test that was found to see a fault; of the others two."""
+LIMIT = 180.0
+"""CPU-seconds of tests, after which a fault counts as unseen."""
+LONGER = 20.0
+"""CPU-seconds in which more tests are looked for, once one has seen the fault."""
+QUICK = 8.0
+"""CPU-seconds that a fault of ``--some`` may take."""
+SEED = 1
 
 
-def tests_fail(folder: Path, files: list[str]) -> tuple[bool, str]:
-    """Whether a test of the files fails in the copy, and the line that says which.
-
-    Raises:
-        RuntimeError: the tests cannot run at all.
-    """
-    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-    options = ["-x", "-q", "-p", "no:cacheprovider", "--no-header", "--durations=0", "--durations-min=9999"]
-    command = [sys.executable, "-m", "pytest", *options, *files]
-    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    if result.returncode not in (0, 1):
-        raise RuntimeError(f"pytest ended with {result.returncode}:\n{result.stdout[-3000:]}{result.stderr[-1000:]}")
-    failed = [line for line in result.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-    return result.returncode == 1, failed[0].split(" - ")[0] if failed else ""
+def tests_of(row: table.Row, lines: dict[str, dict]) -> list[str]:
+    """Return the tests that run the statement, the fastest first; of a test with many cases two."""
+    if "effect" in row:
+        return table.by_effect()[row["effect"]].seen_by.split()
+    change = table.change_of(row, SOURCES)
+    if change is None:
+        return []
+    file, span = change.function.partition(":")[0], range(change.line, change.last + 1)
+    tests = [test for test, line in lines.items() if not set(line["lines"].get(file, ())).isdisjoint(span)]
+    return sorted(filter(table.exists, tests), key=lambda test: lines[test]["seconds"])
 
 
-def is_caught(fault: Fault, copies: SimpleQueue[Path]) -> bool:
-    """Plant one fault in a copy that is free, run its tests, and print the result."""
-    folder = copies.get()
-    file = folder / fault.file().relative_to(ROOT)
-    whole, started = file.read_text(), time.monotonic()
-    try:
-        file.write_text(whole.replace(fault.old, fault.new))
-        caught, test = tests_fail(folder, fault.seen_by.split())
-    finally:
-        file.write_text(whole)
-        copies.put(folder)
-    print(
-        f"{'caught  ' if caught else 'SURVIVED'}  {fault.effect} ({time.monotonic() - started:.0f} s) {test}",
-        flush=True,
-    )
-    return caught
+def see(row: table.Row, lane: str, copy: forks.Copy, lines: dict[str, dict], clean: dict[str, bool]) -> None:
+    """Look for tests that see a fault, and write into the row what was found."""
+    plan, tests = table.planted(row), tests_of(row, lines)
+    wanted = len(tests) if "effect" not in row and table.room_of(row) in ALL_OF else 2
+    used, ran, failed = 0.0, 0, []
+    all_cases = list(dict.fromkeys(test.partition("[")[0] for test in tests if "[" in test))
+    for some in (tests[:12], tests[12:72], tests[72:], [] if failed else all_cases):
+        left = (LONGER if failed else LIMIT) - used
+        if some and left > 0 and len(failed) < wanted:
+            with copy.planted(*plan):
+                outcome = forks.run(copy, some, wanted - len(failed), left)
+            if outcome.error and not outcome.failed:
+                print(f"    {outcome.error}", flush=True)
+            used, ran = used + outcome.seconds, ran + len(outcome.passed) + len(outcome.failed)
+            if unknown := [test for test in outcome.failed if test not in clean]:
+                passed = forks.run(copy, unknown, len(unknown), LIMIT).passed
+                clean.update({test: test in passed for test in unknown})
+            failed += [test for test in outcome.failed if clean[test]]
+    row.setdefault("tried", {})[lane] = f"{ran} of {len(tests)} tests"
+    if failed:
+        del row["tried"]
+        one_case = {test.partition("[")[0]: test for test in reversed(failed)}
+        seen_by = list(reversed(one_case.values())) if len(one_case) > 1 else failed[:2]
+        row.update(state="seen", lane=lane, seen_by=seen_by, seconds=round(used, 1))
+    else:
+        row["state"] = "unseen"
 
 
-def main(words: str) -> int:
-    """Plant the faults whose effect has the words."""
-    faults = [fault for fault in FAULTS if words in fault.effect]
-    with tempfile.TemporaryDirectory() as temporary:
-        copies: SimpleQueue[Path] = SimpleQueue()
-        for number in range(COPIES):
-            copies.put(copy(Path(temporary, str(number))))
-        print("without a fault ...", flush=True)
-        files = sorted({file for fault in faults for file in fault.seen_by.split()})
-        fails, test = tests_fail(Path(temporary, "0"), files)
-        if fails:
-            print(f"fails without a fault: {test}")
-            return 1
-        with ThreadPoolExecutor(COPIES) as pool:
-            caught = sum(pool.map(lambda fault: is_caught(fault, copies), faults))
-    print(f"{caught} of {len(faults)} faults are caught")
-    return int(caught < len(faults))
+def see_all(lane: str, rooms: list[str]) -> int:
+    """Try the faults that this lane has not tried; the table is written after each."""
+    lines, clean = recorded(), {}
+    with tempfile.TemporaryDirectory() as folder:
+        copy = forks.Copy(Path(folder))
+        rows = table.read()
+        for row in sorted(rows, key=lambda row: "effect" in row):
+            if row["state"] not in ("untried", "unseen") or lane in row.get("tried", ()):
+                continue
+            if rooms and table.room_of(row) not in rooms:
+                continue
+            if table.planted(row) is None:
+                print(f"gone      {table.name(row)}", flush=True)
+                continue
+            see(row, lane, copy, lines, clean)
+            table.write(rows)
+            print(f"{row['state']:8}  {table.name(row)} {row.get('seconds', '')} {row.get('seen_by', '')}", flush=True)
+    print(Counter(row["state"] for row in rows))
+    return 0
+
+
+def check(row: table.Row, copy: forks.Copy) -> str:
+    """Plant a fault of the table, and return what became of it; "seen" and "gone" are right."""
+    plan = table.planted(row)
+    tests = [test for test in row["seen_by"] if table.exists(test)][:2]
+    if plan is None or not tests:
+        return "gone" if plan is None else "has no test any more"
+    with copy.planted(*plan):
+        outcome = forks.run(copy, tests)
+    if outcome.failed:
+        return "seen"
+    return f"is not seen: {outcome.error or tests}"
+
+
+def check_all(rows: list[table.Row], workers: int) -> int:
+    """Plant faults in several processes, and print what became of them; return how many are wrong."""
+    with tempfile.TemporaryDirectory() as folder:
+        pids = []
+        for number in range(workers):
+            if not (pid := os.fork()):
+                copy = forks.Copy(Path(folder, str(number)))
+                tests = sorted({test for row in rows for test in row["seen_by"][:2] if table.exists(test)})
+                outcome = forks.run(copy, tests[number::workers], len(tests), 3600)
+                results = [[f"fails without a fault {outcome.error}", test] for test in outcome.failed]
+                for row in rows[number::workers]:
+                    results.append([check(row, copy), table.name(row)])
+                    print(*results[-1], flush=True)
+                Path(folder, f"{number}.json").write_text(json.dumps(results))
+                os._exit(0)
+            pids.append(pid)
+        for pid in pids:
+            os.waitpid(pid, 0)
+        results = [
+            result for number in range(workers) for result in json.loads(Path(folder, f"{number}.json").read_text())
+        ]
+    wrong = [result for result in results if result[0] not in ("seen", "gone")]
+    for result in wrong:
+        print(*result)
+    gone = sum(result[0] == "gone" for result in results)
+    print(f"{len(rows) - gone} faults planted, {len(wrong)} of them wrong; the code of {gone} has gone")
+    return len(wrong)
+
+
+def draw(total: int) -> int:
+    """Add faults to the table until every room has its share; faults whose code has gone do not count."""
+    rows = table.read()
+    here = Counter(table.room_of(row) for row in rows if "effect" not in row and table.change_of(row))
+    known = {table.key(row)[0] for row in rows if "effect" not in row}
+    of_package = changes.all_changes()
+    for change in changes.draw([change for change in of_package if change.function not in known], SEED, total):
+        if here[change.room] < changes.shares(of_package, total)[change.room]:
+            here[change.room] += 1
+            rows.append(table.row_of(change))
+    table.write(rows)
+    print(here, here.total())
+    return 0
+
+
+def some_of(rows: list[table.Row], count: int) -> list[table.Row]:
+    """Return faults that are seen soon, chosen by the commit."""
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    quick = [row for row in rows if row["seconds"] <= QUICK and table.planted(row) is not None]
+    return random.Random(commit).sample(quick, min(count, len(quick)))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__.partition("\n")[0])
+    parser.add_argument("--lane", choices=LANES, default="ordinary")
+    parser.add_argument("--some", type=int)
+    parser.add_argument("--draw", type=int)
+    parser.add_argument("--see", action="store_true")
+    parser.add_argument("--room", action="append", default=[], help="with --see: of these rooms only")
+    parser.add_argument("--workers", type=int, default=2)
+    args = parser.parse_args()
+    if args.draw:
+        return draw(args.draw)
+    forks.preload()
+    if args.see:
+        return see_all(args.lane, args.room)
+    rows = [row for row in table.read() if row["state"] == "seen"]
+    if args.lane == "ordinary" and not args.some:
+        for lane, count in Counter(row["lane"] for row in rows if not (ROOT / LANES[row["lane"]]).exists()).items():
+            print(f"left out: {count} faults that need the environment of make test-{lane}")
+    mine = [row for row in rows if row["lane"] == args.lane]
+    return int(check_all(some_of(mine, args.some) if args.some else mine, args.workers) > 0)
 
 
 if __name__ == "__main__":
-    sys.exit(main(" ".join(sys.argv[1:])))
+    sys.exit(main())

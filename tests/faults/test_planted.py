@@ -1,15 +1,87 @@
-"""Every fault of `make test-faults` can still be planted, and names tests that exist."""
+"""Every fault of `make test-faults` can still be planted, and the table of faults says what is known of each."""
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from tests.faults import changes, table
 from tests.faults.planted import FAULTS
 
 ROOT = Path(__file__).parents[2]
+ROWS = table.read()
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.effect)
 def test_fault_can_be_planted(fault):
     assert fault.file().read_text().replace(fault.old, fault.new) != fault.file().read_text()
     assert all((ROOT / file).exists() for file in fault.seen_by.split())
+
+
+SOURCE = '''
+class Scale:
+    def of(self, amax: float | None, dtype=torch.float32) -> Tensor:
+        """Return 448 / amax."""
+        if amax <= 0 and not self.empty:
+            raise ValueError(f"{amax + 1}")
+        self.amax = amax
+        return torch.full((2,), 448.0 / -amax, dtype=torch.float32), self
+
+    def __repr__(self):
+        return str(1 + 1)
+'''
+
+
+def test_changes_of_a_function_are_named_by_its_text_and_make_another_program():
+    found = {change.change: change for change in changes.changes_of("numerics/scale.py", SOURCE)}
+    assert found.keys() == {
+        "condition: amax <= 0 and (not self.empty) -> ((amax <= 0) or (not self.empty))",
+        "branch: amax <= 0 and (not self.empty) -> not (amax <= 0 and (not self.empty))",
+        "comparison: amax <= 0 -> (amax < 0)",
+        "constant: 0 -> 1",
+        "sign: not self.empty -> (self.empty)",
+        "left out: self.amax = amax -> pass",
+        "returned: (torch.full((2,), 448.0 / -amax, dtype=torch.float32), self)"
+        " -> (self, torch.full((2,), 448.0 / -amax, dtype=torch.float32))",
+        "argument: torch.full((2,), 448.0 / -amax, dtype=torch.float32) -> torch.full((2,), 448.0 / -amax)",
+        "constant: 2 -> 3",
+        "constant: 448.0 -> 896.0",
+        "operator: 448.0 / -amax -> ((448.0) * (-amax))",
+        "sign: -amax -> (amax)",
+        "dtype: torch.float32 -> torch.bfloat16",
+    }
+    change = found["operator: 448.0 / -amax -> ((448.0) * (-amax))"]
+    assert (change.function, change.line, change.room) == ("numerics/scale.py:Scale.of", 8, "numerics")
+    assert change.planted(SOURCE) == SOURCE.replace("448.0 / -amax", "((448.0) * (-amax))")
+
+
+def test_a_fault_is_found_where_its_function_has_moved_and_not_where_it_has_gone():
+    before = {change.key: change for change in changes.changes_of("numerics/scale.py", SOURCE)}
+    moved = {change.key: change for change in changes.changes_of("numerics/formats.py", "import torch\n" + SOURCE)}
+    other = {change.key: change for change in changes.changes_of("numerics/scale.py", SOURCE.replace("of", "at"))}
+    for key, change in before.items():
+        assert changes.find(key, moved).line == change.line + 1
+        assert changes.find(key, other) is None
+
+
+def test_a_draw_takes_every_room_and_kind_and_keeps_its_faults_when_others_go():
+    every = changes.all_changes()[::3]
+    drawn = changes.draw(every, 7, 200)
+    rooms = Counter(change.room for change in drawn)
+    assert min(rooms[room] for room in changes.ROOMS) >= changes.FEWEST
+    assert len(drawn) >= 195
+    assert len({change.kind for change in drawn}) == 11
+    gone = drawn[0].function
+    again = changes.draw([change for change in every if change.function != gone], 7, 200)
+    assert len({change.key for change in drawn} & {change.key for change in again}) > 150
+
+
+def test_the_table_says_what_is_known_of_each_fault():
+    for row in ROWS:
+        assert row["state"] in ("untried", "seen", "struck", "unseen"), row
+        assert row["state"] != "seen" or row["seen_by"], row
+        assert row["state"] not in ("struck", "finding") or row["why"], row
+    names = [table.name(row) for row in ROWS]
+    assert len(set(names)) == len(names)
+    by_machine = Counter(row["state"] for row in ROWS if "effect" not in row)
+    assert by_machine["struck"] <= by_machine.total() / 5
