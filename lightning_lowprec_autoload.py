@@ -6,6 +6,9 @@ one. It puts a finder in front of the modules of Lightning that read ``precision
 lightning_lowprec is imported when the first Trainer or Fabric gets a word that Lightning does not know, or when the
 first LightningCLI is made.
 
+Clients that check ``precision`` by the type in Lightning's connector find a type there that takes our words too
+(:class:`Word`).
+
 Lightning calls :func:`monitor` for every Trainer, by its own groups of entry points and the same file.
 
 This file stands outside of the package, and imports neither the package nor torch, since it runs in every process that
@@ -17,7 +20,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from typing import TYPE_CHECKING, Any, Final, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Final, Union, get_args
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container
@@ -39,6 +42,8 @@ _READERS: Final = {
     "lightning_fabric.cli": "_run",
 }
 """The modules of Lightning that read ``precision=``, each with the class or the command that does it."""
+_TYPE: Final = "_PRECISION_INPUT"
+"""The type of ``precision`` in Fabric's connector, which clients import for their own configuration."""
 _STOCK: Final = ("_PRECISION_INPUT_STR", "_PRECISION_INPUT_STR_ALIAS", "_PRECISION_INPUT_INT")
 
 installed_by_torch = False
@@ -107,6 +112,8 @@ class _Finder:
 
 def _watch(module: ModuleType) -> None:
     """Let the module's command take our names; let every object of its class first call :data:`_first_use`, or look."""
+    if module.__name__.endswith("fabric.connector") and hasattr(module, _TYPE):
+        setattr(module, _TYPE, getattr(module, _TYPE) | Annotated[str, Word()])
     reader: Any = getattr(module, _READERS[module.__name__], None)
     for option in getattr(reader, "params", ()):
         _let_pass(option)
@@ -124,6 +131,31 @@ def _watch(module: ModuleType) -> None:
 
     __init__.__wrapped__ = original  # type: ignore[attr-defined]  # as functools.wraps does
     cls.__init__ = __init__
+
+
+class Word:
+    """The annotation of a string for ``precision=`` that is not Lightning's; pydantic asks it how to check a value."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], Any]) -> Any:
+        from pydantic_core import core_schema
+
+        return core_schema.no_info_after_validator_function(_check_word, handler(source))
+
+
+def without_word(annotation: Any) -> Any:
+    """Return the type of ``precision`` without :class:`Word`, for parsers that list all choices."""
+    stock = tuple(part for part in get_args(annotation) if not isinstance(getattr(part, "__metadata__", [0])[0], Word))
+    return Union[stock] if stock else annotation  # noqa: UP007  # several parts
+
+
+def _check_word(word: str) -> str:
+    """Return a name of this package; ValueError, with the nearest name, for every other word."""
+    _load()
+    names = sys.modules.get("lightning_lowprec.names")
+    if names is None:
+        raise ValueError("lightning_lowprec cannot be imported, so its names are unknown")
+    names.validate_name(word)
+    return word
 
 
 def _let_pass(option: Any) -> None:

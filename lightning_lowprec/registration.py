@@ -331,7 +331,7 @@ def _widen_annotations() -> None:
                 seen = next((original for known, original in _annotations if known is annotations), None)
                 if seen is None:
                     _annotations.append((annotations, annotations["precision"]))
-                original = annotations["precision"] if seen is None else seen
+                original = autoload.without_word(annotations["precision"] if seen is None else seen)
                 annotations["precision"] = Union[original, ours]  # noqa: UP007  # may be a string, which `|` refuses
             function = getattr(function, "__wrapped__", None)
 
