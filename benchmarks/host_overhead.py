@@ -30,7 +30,7 @@ from benchmarks.gpu_lane.running import Job, Running
 from lightning_lowprec.private.transformer_engine import manager
 
 WARM_STEPS = 5
-PAIRS = ("torchao tensorwise, compiled=ours fp8-tensorwise", "torchao rowwise, compiled=ours fp8-rowwise",
+PAIRS = ("torchao tensorwise, compiled=ours fp8-hybrid", "torchao rowwise, compiled=ours fp8-rowwise",
          "te delayed=ours delayed", "te delayed=ours fp8-hybrid-te", "te current=ours current")  # fmt: skip
 BLOCKS = 2
 VOCABULARY = 1024
@@ -39,7 +39,7 @@ VOCABULARY = 1024
 def make(key: str, job: Job) -> Running:
     """Set up ``te RECIPE`` (by hand), ``ours RECIPE`` (the plugin, by the recipe), ``ours NAME`` or a contender."""
     who, _, what = key.partition(" ")
-    if who == "torchao" or what in ("fp8-tensorwise", "fp8-rowwise"):
+    if who == "torchao" or what in ("fp8-hybrid", "fp8-rowwise"):
         return find(key).setup(replace(job, compile=True))
     if who == "te":
         return setups.transformer_engine(job, recipe=what)

@@ -2,7 +2,7 @@
 
     pip install '.[hf]'; pip install --no-build-isolation '.[te]'
     python examples/te_llama.py                                         # a GPU with FP8: Ada, Hopper, Blackwell
-    python examples/te_llama.py --precision=fp8-current --hidden=2048 --layers=16
+    python examples/te_llama.py --precision=fp8-current-te --hidden=2048 --layers=16
     python examples/te_llama.py --precision=fp8-hybrid                  # the same by torchao
 
 The training text is the source code of Python's standard library, as bytes.

@@ -9,8 +9,40 @@ names of precisions, calls and commands between backticks.
 from collections.abc import Mapping
 from typing import Final
 
-PRECISIONS: Final[Mapping[str, str]] = {}
-"""Names for ``precision=``, without one of the suffixes that a family had; the answer names the word of today."""
+ENDINGS: Final = ("-remainder", "-8bit", "-sr")
+"""The endings of formats of today."""
+_ONE_NAME: Final = {
+    "fp8-tensorwise": "fp8-hybrid",
+    "fp8-hybrid-torchao": "fp8-hybrid",
+    "fp8-e4m3-torchao": "fp8-e4m3",
+    "fp8-block-torchao": "fp8-block",
+    "mxfp8-torchao": "mxfp8",
+    "fp8-current": "fp8-current-te",
+}
+"""Formats that had a second name, or whose name did not say that Transformer Engine computes."""
+_FORMATS: Final = (
+    *("fp8-hybrid", "fp8-e4m3", "fp8-rowwise", "fp8-rowwise-gw-hp", "fp8-block", "mxfp8", "int8-mixed"),
+    *("fp8-hybrid-te", "fp8-e4m3-te", "fp8-current-te", "fp8-block-te"),
+)
+_IN_FP16: Final = {
+    "fp8-e4m3": "FP8TorchAO(fp8_format='e4m3', base='fp16')",
+    "int8-mixed": "Int8TorchAO(base='fp16')",
+    "fp8-e4m3-te": "FP8TE(fp8_format='e4m3', base='fp16')",
+    "fp8-current-te": "FP8TE('current', base='fp16')",
+}
+_NO_MASTER: Final = "Write '{0}-remainder': the same float32 masters in 2 bytes less. Under DeepSpeed write '{0}'."
+PRECISIONS: Final[Mapping[str, str]] = {
+    **{f"{left}{end}": f"Write '{new}{end}'." for left, new in _ONE_NAME.items() for end in ("", *ENDINGS)},
+    **{f"{name}-master": _NO_MASTER.format(_ONE_NAME.get(name, name)) for name in (*_ONE_NAME, *_FORMATS)},
+    **{
+        f"{name}-fp16": f"Write `{_IN_FP16[today]}` in `plugins=`."
+        for name in (*_ONE_NAME, *_IN_FP16)
+        if (today := _ONE_NAME.get(name, name)) in _IN_FP16
+    },
+    **dict.fromkeys(("fp8-tensorwise-fp16", "fp8-hybrid-torchao-fp16"), "Write 'fp8-hybrid-fp16'."),
+    "nvfp4": "Write 'nvfp4-te', which says that Transformer Engine computes.",
+}
+"""Names for ``precision=``, with their endings; the answer names the word of today."""
 
 OPTIONS: Final[Mapping[str, str]] = {
     "fuse": "Compile the blocks of the model, or write `te.LayerNormLinear` and `te.LayerNormMLP` into the model, which"

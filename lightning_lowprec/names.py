@@ -1,14 +1,13 @@
 """The table of names for ``precision=``, without Lightning's own names.
 
-The rows have three sources: the registry of backends; half precision, which converts no layers; and names without a
-backend, such as ``fp8-hybrid``, whose backend this package chooses: see docs/which-backend.md.
+The rows have two sources: half precision, which converts no layers, and the registry of backends, whose formats have
+endings (:mod:`~lightning_lowprec.conversion.name_suffixes`). A word means the same computation on every machine.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from lightning_lowprec.conversion import backends
@@ -17,10 +16,8 @@ from lightning_lowprec.conversion.name_formats import GROUPED_ROUND_TO_BF16, HAL
 from lightning_lowprec.conversion.name_suffixes import (
     EVERYWHERE,
     FP16,
-    MASTERS,
     OPTIONS,
     in_words,
-    split,
     suffix_refusal,
 )
 from lightning_lowprec.gone import PRECISIONS as GONE
@@ -62,13 +59,6 @@ _HALF: Final = {
     )
     for name, (masters, summary) in _HALF_ROWS.items()
 }
-_WITHOUT_BACKEND: Final = {
-    "fp8-hybrid": "FP8 linear layers, one scale per tensor, gradients in e5m2, by torchao",
-    "fp8-e4m3": "FP8 linear layers, one scale per tensor, e4m3 everywhere, by torchao",
-}
-"""Names without a backend that mean torchao's."""
-_OF_TE: Final = ("fp8-block", "mxfp8")
-"""Names without a backend, too: Transformer Engine's where Transformer Engine is installed, else torchao's."""
 _FP8_LEAN: Final = "bf16-lean with FP8 linear layers, one scale per tensor, gradients in e5m2, by torchao"
 OF_LIGHTNING: Final = (
     *("transformer-engine", "transformer-engine-float16", "16-true", "16-mixed", "bf16-true", "bf16-mixed"),
@@ -87,17 +77,11 @@ def register_own_backends() -> None:
             backends.register(backend)
 
 
-def without_backend(name: str) -> bool:
-    """Return whether a name of the table leaves the choice of the backend to this package."""
-    return split(name)[0] in (*_WITHOUT_BACKEND, *_OF_TE)
-
-
 def create(name: str) -> LowPrecision:
     """Return a new plugin for a name of the table; raise ImportError if a package that it needs does not import."""
     row = TABLE[name]
     plugin: LowPrecision = row.plugin(**row.options)
     plugin.precision = name
-    plugin.backend_is_chosen = without_backend(name)
     return plugin
 
 
@@ -164,35 +148,13 @@ def _fill_table() -> None:
         for backend in backends.registered()
         for name, row in _rows(backend.names)
     }
-    chosen = {
-        name: replace(rows[f"{name}{TORCHAO_BACKEND.suffix}"], summary=summary)
-        for name, summary in _WITHOUT_BACKEND.items()
-        if f"{name}{TORCHAO_BACKEND.suffix}" in rows
-    }
-    names = {**_HALF, **dict(_rows(chosen))}
-    if tensorwise := rows.get("fp8-tensorwise"):
-        options = {**tensorwise.options, "master_weights": LEAN, "weight_codes": "per_gemm"}
+    if hybrid := rows.get("fp8-hybrid"):
+        options = {**hybrid.options, "master_weights": LEAN, "weight_codes": "per_gemm"}
         formats = HYBRID.with_state_of(HALF["bf16-lean"])
-        lean = replace(tensorwise, options=options, hardware_recipe="tensorwise-per-gemm", formats=formats)
-        names["fp8-lean"] = replace(lean, summary=_FP8_LEAN, fp16=False, masters=False)
+        lean = replace(hybrid, options=options, hardware_recipe="tensorwise-per-gemm", formats=formats)
+        rows["fp8-lean"] = replace(lean, summary=_FP8_LEAN, fp16=False, masters=False)
     TABLE.clear()
-    TABLE.update({**names, **_of_te(rows), **rows})
-
-
-def _of_te(rows: Mapping[str, PrecisionName]) -> dict[str, PrecisionName]:
-    here = TORCHAO_BACKEND if find_spec("transformer_engine") is None else TE_BACKEND
-    chosen = {}
-    for name in _OF_TE:
-        both = [rows.get(f"{name}{backend.suffix}") for backend in (TE_BACKEND, TORCHAO_BACKEND)]
-        row = rows.get(f"{name}{here.suffix}")
-        if row is None:
-            continue
-        masters = all(one is not None and one.masters for one in both)
-        lacks = {} if masters else {suffix: f"write '{name}-torchao{suffix}'" for suffix in MASTERS}
-        summary = f"Transformer Engine's {name}-te where that is installed, else {name}-torchao"
-        lacks = {FP16: f"write '{name}-te'", **row.lacks, **lacks}
-        chosen[name] = replace(row, summary=summary, masters=masters, lacks=lacks)
-    return dict(_rows(chosen))
+    TABLE.update({**_HALF, **rows})
 
 
 backends.on_change(_fill_table)

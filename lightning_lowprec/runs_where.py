@@ -295,7 +295,7 @@ TABLE: Final[Mapping[RecipeKey, Row]] = {recipe: row for recipe, (row, _) in _RO
 """Every cell, by recipe and by the key of the architecture."""
 TITLES: Final[Mapping[RecipeKey, str]] = {recipe: title for recipe, (_, title) in _ROWS.items()}
 _NAMES: Final[Mapping[RecipeKey, str]] = {
-    "te-current": "fp8-current",
+    "te-current": "fp8-current-te",
     "te-delayed": "fp8-hybrid-te",
     "tensorwise": "fp8-hybrid",
     "rowwise": "fp8-rowwise",
@@ -316,7 +316,7 @@ def instead(recipe: RecipeKey, architecture: Architecture) -> str:
     """
     if recipe == "te-nvfp4" and cell("te-nvfp4-plain", architecture).runs:
         options = "{'recipe': 'nvfp4', 'disable_rht': True, 'disable_stochastic_rounding': True}"
-        return f"`plugins=FP8TE({options})`, or 'fp8-current'"
+        return f"`plugins=FP8TE({options})`, or 'fp8-current-te'"
     of_te = recipe.startswith("te-")
     candidates = [key for key in _NAMES if key != recipe and (of_te or not key.startswith("te-"))]
     runs = [key for key in candidates if cell(key, architecture).runs]
@@ -324,4 +324,4 @@ def instead(recipe: RecipeKey, architecture: Architecture) -> str:
     if kernels:
         return f"'{_NAMES[kernels[0]]}'"
     half = "'16-mixed'" if cell("bf16", architecture).emulated else "'bf16-mixed'"
-    return f"{half}; 'fp8-hybrid-torchao' emulates FP8 on {architecture.title}" if runs else half
+    return f"{half}; 'fp8-hybrid' emulates FP8 on {architecture.title}" if runs else half

@@ -81,8 +81,10 @@ def test_answer_can_be_called(answer):
 @pytest.mark.parametrize(("kind", "word"), [(kind, word) for kind, answers in FLAT.items() for word in answers])
 def test_page_has_the_word(kind, word):
     needle = word.partition("=")[2] if kind == "value" else word.rpartition(" ")[2]
-    word = re.escape(needle.lstrip("-"))
-    assert re.search(rf"(?<![\w-]){word}(?![\w-])", PAGE), f"docs/removed.md has no row for {kind} {needle}"
+    if kind == "precision":  # the page has a family once
+        needle = "-master" if word.endswith("-master") else re.sub(r"-(remainder|8bit|sr|fp16)$", "", needle)
+    word = re.escape(needle.removeprefix("--"))
+    assert re.search(rf"(?<![\w]){word}(?![\w-])", PAGE), f"docs/removed.md has no row for {kind} {needle}"
 
 
 @pytest.mark.parametrize("name", gone.PRECISIONS)

@@ -57,7 +57,7 @@ def test_the_bytes_are_those_of_the_page_on_speed():
     speed = dict(re.findall(r"^\| (.+?) \| ([\d.]+) \|", (ROOT / "docs" / "speed.md").read_text(), flags=re.MULTILINE))
     counted = " ".join(section("Speed and memory").split("<!-- performance: end -->")[1].split())
     figures = [speed[row] for row in (
-        "`fp8-tensorwise-remainder`", "Lightning's `bf16-mixed`, compiled", "torchao by hand, tensorwise, compiled"
+        "`fp8-hybrid-remainder`", "Lightning's `bf16-mixed`, compiled", "torchao by hand, tensorwise, compiled"
     )]  # fmt: skip
     assert re.findall(r"([\d.]+) GB", counted) == figures
 

@@ -18,7 +18,7 @@ from benchmarks.gpu_lane.item import missing_library
 from benchmarks.gpu_lane.running import Job, Running
 from benchmarks.gpu_lane.values import values_exist
 from lightning_lowprec.conversion.name_suffixes import MASTERS, split
-from lightning_lowprec.names import TABLE, without_backend
+from lightning_lowprec.names import TABLE
 from lightning_lowprec.tools.doctor import availability
 from lightning_lowprec.torchao.fp8 import CPU_SCALES_TENSORWISE
 
@@ -26,7 +26,7 @@ BASELINE = "lightning bf16-mixed, compiled"
 BF16_TRUE = "lightning bf16-true, compiled"
 LIGHTNING_BF16 = (BASELINE, BF16_TRUE, "lightning bf16-mixed", "lightning bf16-true",
                   "lightning bf16-mixed, whole model compiled")  # fmt: skip
-MAIN, MAIN_TE = "ours fp8-tensorwise", "ours fp8-hybrid-te"
+MAIN, MAIN_TE = "ours fp8-hybrid", "ours fp8-hybrid-te"
 """What ``fp8-hybrid`` means by torchao and by Transformer Engine."""
 BF16_WEIGHTS = f"{MAIN}, bf16 weights"
 """Without float32 weights, as Lightning's bf16-true: what compares with that."""
@@ -48,8 +48,8 @@ TE = "transformer_engine.pytorch"
 BACKENDS = {"FP8TorchAO": ("torchao", "torchao.float8", "tensorwise"), "FP8TE": ("te", TE, "delayed")}
 """By plugin: how columns of the linear table begin, what must be installed, the recipe if a name has none."""
 WITH_MASTERS = (
-    "fp8-tensorwise-remainder", "fp8-tensorwise-master", "fp8-tensorwise-8bit", "fp8-tensorwise-sr",
-    "fp8-rowwise-remainder", "fp8-hybrid-te-remainder", "fp8-current-remainder",
+    "fp8-hybrid-remainder", "fp8-hybrid-remainder", "fp8-hybrid-8bit", "fp8-hybrid-sr",
+    "fp8-rowwise-remainder", "fp8-hybrid-te-remainder", "fp8-current-te-remainder",
 )  # fmt: skip
 """The FP8 names with bf16 weights that are compared; the others differ from them in the recipe only."""
 
@@ -107,9 +107,9 @@ ORDER = (
     BASELINE, MAIN, MAIN_TE, BF16_TRUE, BF16_WEIGHTS, REMAINDER, f"{REMAINDER}, {FP8_HEAD}",
     f"{EIGHT_BITS}, {FP8_HEAD}", f"{BASELINE}, {CHUNKED}", f"{BF16_TRUE}, {CHUNKED}", f"{MAIN}, {FP8_HEAD}",
     "torchao tensorwise, compiled", "te delayed", "lightning transformer-engine", "accelerate torchao, compiled",
-    "accelerate te", "ours fp8-tensorwise, min_gain=auto", TE_COMPILED, "ours fp8-rowwise",
-    "ours fp8-current", "te current", "ours fp8-block-te", "te block", "lightning bf16-mixed", "ours fp8-rowwise-gw-hp",
-    "ours fp8-block-torchao", "lightning bf16-true", "torchao rowwise, compiled",
+    "accelerate te", "ours fp8-hybrid, min_gain=auto", TE_COMPILED, "ours fp8-rowwise",
+    "ours fp8-current-te", "te current", "ours fp8-block-te", "te block", "lightning bf16-mixed",
+    "ours fp8-rowwise-gw-hp", "ours fp8-block", "lightning bf16-true", "torchao rowwise, compiled",
     "torchao rowwise_with_gw_hp, compiled", "ours half-auto", "ours msamp-o2", "ours int8-mixed",
     f"{MAIN}, {BETWEEN_BF16}", f"{TE_LAYERS} delayed", f"{TE_LAYERS} current", f"{TE_LAYERS} delayed, compiled",
 )  # fmt: skip
@@ -177,8 +177,6 @@ def _ours() -> list[Contender]:
     found: dict[str, Contender] = {}
     for name, entry in TABLE.items():
         stem, suffix = split(name)
-        if without_backend(name):  # means one of the names with a backend
-            continue
         if suffix in MASTERS and stem in TABLE and name not in WITH_MASTERS:
             continue
         identity = f"{entry.plugin.__name__} {sorted(entry.options.items())}"
@@ -186,7 +184,7 @@ def _ours() -> list[Contender]:
     te, torchao = MAIN_TE.removeprefix("ours "), MAIN.removeprefix("ours ")
     compiled = _named(TE_COMPILED, te)
     forms = [
-        _named("ours fp8-tensorwise, min_gain=auto", torchao, options={"min_gain": "auto"}),
+        _named("ours fp8-hybrid, min_gain=auto", torchao, options={"min_gain": "auto"}),
         replace(compiled, setup=partial(setups.lightning, precision=te, compiled=True)),
         _named(BF16_WEIGHTS, torchao, options={"weights": "keep"}),
         _named(f"{MAIN}, {BETWEEN_BF16}", torchao, setup=setups.bf16_between_blocks),

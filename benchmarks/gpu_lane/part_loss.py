@@ -28,7 +28,7 @@ from lightning_lowprec.tools.doctor import availability
 from lightning_lowprec.tools.output import format_table
 
 NAMES = (
-    "bf16-mixed", "fp8-tensorwise", "fp8-rowwise", "fp8-hybrid-te", "fp8-current", "bf16-master", "msamp-o2",
+    "bf16-mixed", "fp8-hybrid", "fp8-rowwise", "fp8-hybrid-te", "fp8-current-te", "bf16-master", "msamp-o2",
     "int8-mixed", "fp8-block", "bf16-true",
 )  # fmt: skip
 """The baseline first, then the most valuable: a call that ends early has the first ones."""

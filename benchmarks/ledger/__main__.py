@@ -2,7 +2,7 @@
 
 make ledger                                     # the contenders that matter most, a few minutes
 python -m benchmarks.ledger --all               # all
-python -m benchmarks.ledger --contenders 'ours fp8-tensorwise' --layers 2 --device b200 --rates measured.json
+python -m benchmarks.ledger --contenders 'ours fp8-hybrid' --layers 2 --device b200 --rates measured.json
 """
 
 from __future__ import annotations

@@ -51,8 +51,8 @@ FORMATS = {"bf16": "bfloat16", "mxfp8": "mxfp8", "nvfp4": "float4", "block": "fl
 FACTORS = [2 ** (step / 20) for step in range(-40, 41)]
 """What the fit may multiply the rate of bytes by: a quarter to four times."""
 OURS = {
-    '`fp8-tensorwise-remainder`, `head="fp8"`': f"ours fp8-tensorwise-remainder, {FP8_HEAD}",
-    '`fp8-tensorwise-8bit`, `head="fp8"`': f"ours fp8-tensorwise-8bit, {FP8_HEAD}",
+    '`fp8-hybrid-remainder`, `head="fp8"`': f"ours fp8-hybrid-remainder, {FP8_HEAD}",
+    '`fp8-hybrid-8bit`, `head="fp8"`': f"ours fp8-hybrid-8bit, {FP8_HEAD}",
 }
 DATA: Mapping[str, Any] = json.loads((RESULTS / "published.json").read_text())
 LEDGER = {

@@ -34,18 +34,18 @@ WORLDS = (8, 64, 512)
 PRECISIONS = (
     "bf16-mixed",
     "bf16-true",
-    "fp8-tensorwise",
+    "fp8-hybrid",
     "fp8-rowwise",
     "fp8-hybrid-te",
-    "fp8-current",
+    "fp8-current-te",
     "bf16-master",
     "bf16-remainder",
     "bf16-sr",
     "msamp-o3",
 )
-WITH_COPIES = WITH_TENSOR_PARALLEL = ("bf16-mixed", "fp8-tensorwise")
+WITH_COPIES = WITH_TENSOR_PARALLEL = ("bf16-mixed", "fp8-hybrid")
 """Precisions that also run with a copy per 8 ranks, and with tensor parallelism over 8 ranks."""
-WITH_ALL_LAYERS = ("bf16-mixed", "bf16-true", "bf16-remainder", "fp8-tensorwise", "fp8-hybrid-te")
+WITH_ALL_LAYERS = ("bf16-mixed", "bf16-true", "bf16-remainder", "fp8-hybrid", "fp8-hybrid-te")
 ALL_LAYERS_ON = {"8b": (8,), "70b": (64,), "405b": (512,)}
 """The worlds on which all layers run."""
 FEW = 4

@@ -57,7 +57,7 @@ class PrecisionName:
     fp16: bool = False
     """Whether ``NAME-fp16`` exists too, with ``base="fp16"``: fp16 with loss scaling outside of FP8."""
     masters: bool = False
-    """Whether ``NAME`` exists with the suffixes of ``name_suffixes.MASTERS`` too: bf16 weights, ``master_weights=``."""
+    """Whether ``NAME`` exists with the endings of ``name_suffixes.ENDINGS`` too: bf16 weights, ``master_weights=``."""
     lacks: Mapping[str, str] = field(default_factory=dict)
     """For each suffix that this name does not have, the reason or the remedy, for error messages."""
     alignment: int = 16
@@ -131,8 +131,6 @@ class Backend:
     """The backend's name in messages: ``"Transformer Engine"``."""
     names: Mapping[str, PrecisionName]
     """Names for ``precision=``."""
-    suffix: str = ""
-    """The end of the names that always mean this backend, such as ``"-te"``."""
     recipes: Mapping[str, bool] = field(default_factory=dict)
     """The recipes that a layer may have where layers have recipes of their own, and for each whether FSDP2 gathers the
     weight as codes; the first is the plugin's default."""

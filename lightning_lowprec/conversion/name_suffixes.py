@@ -1,13 +1,15 @@
-"""Suffixes of names for ``precision=``: the options that each one stands for, and lists of names by their suffixes.
+"""The grammar of names for ``precision=``: a format, perhaps with an ending.
 
-``fp8-tensorwise-remainder`` is the name ``fp8-tensorwise`` with the suffix ``-remainder``. A backend says which of its
-names have suffixes (``PrecisionName.fp16`` and ``PrecisionName.masters``); a name has at most one.
+``fp8-hybrid-remainder`` is the format ``fp8-hybrid`` with the ending ``-remainder``. A backend says which of its
+formats have endings (``PrecisionName.fp16`` and ``PrecisionName.masters``); a name has at most one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final
+
+from lightning_lowprec.gone import ENDINGS
 
 if TYPE_CHECKING:
     from lightning_lowprec.conversion.backends import PrecisionName
@@ -28,12 +30,11 @@ OPTIONS: Final[Mapping[str, Mapping[str, Any]]] = {
 EVERYWHERE: Final[Mapping[str, str]] = {
     "": "; bf16 elsewhere",
     FP16: "; fp16 with loss scaling elsewhere",
-    "-master": "; bf16 weights with float32 masters, bf16 elsewhere",
     "-remainder": "; bf16 weights with the exact float32 masters in 2 more bytes, bf16 elsewhere",
     "-8bit": "; bf16 weights with the exact float32 masters in 2 more bytes, moments of 8 bits, bf16 elsewhere",
     "-sr": "; bf16 weights without masters, updates rounded stochastically, bf16 elsewhere",
 }
-"""For each suffix, the end of a name's summary."""
+"""For each ending of a format, the end of a name's summary."""
 
 
 def split(name: str) -> tuple[str, str]:
@@ -90,11 +91,13 @@ def suffix_refusal(name: str, table: Mapping[str, PrecisionName]) -> str:
     row = table.get(stem)
     if row is None or row.backend is None or not suffixes:
         return ""
-    has = {FP16: row.fp16, **dict.fromkeys(MASTERS, row.masters)}
+    has = {FP16: row.fp16, "-master": False, **dict.fromkeys(ENDINGS, row.masters)}
     lacking = next((suffix for suffix in suffixes if not has[suffix]), None)
     if lacking is not None:
         codes = "it keeps its weights as codes, with masters of its own where they are needed"
         reason = codes if row.keeps_codes and lacking in MASTERS else "its backend has no such name"
+        if lacking == "-master" and row.masters:
+            reason = f"write '{stem}-remainder', which keeps the same masters in 2 bytes less"
         return f"{stem!r} has no `{lacking}`: {row.lacks.get(lacking, reason)}."
     form = next((suffix for suffix in suffixes if suffix != FP16), None)
     if FP16 in suffixes and form is not None:

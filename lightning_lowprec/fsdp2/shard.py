@@ -163,7 +163,7 @@ def _parallelize(model: nn.Module, mesh: DeviceMesh, options: ShardOptions) -> N
         if cut and backend is not None and not backend.cuts(module):
             raise ValueError(
                 f"`tensor_parallel` cuts {fqn!r}, a layer of {backend.title} whose kernels take no DTensors. Use"
-                " 'fp8-tensorwise', or keep what is cut in high precision (`keep=[...]`)."
+                " 'fp8-hybrid', or keep what is cut in high precision (`keep=[...]`)."
             )
 
 

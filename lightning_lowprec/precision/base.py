@@ -53,7 +53,6 @@ class LowPrecision(EitherPrecision, ABC):
     precision: str = "lowprec"  # type: ignore[assignment]  # Lightning's Literal cannot be extended
     backend: ClassVar[str | None] = None
     """The name of the plugin's entry in :mod:`~lightning_lowprec.conversion.backends`; None: no layers convert."""
-    backend_is_chosen: bool = False  # whether the name in `precision=` left the choice of the backend to this package
     plan: Plan | None = None  # of the module that was set up last: converted layers, kept layers, reasons
     needs_fp8_gather: str | None = None
     """The option that makes FSDP2 gather weights as float8 or raise, such as ``"fp8_params=True"``; None: no option."""
@@ -419,7 +418,6 @@ class LowPrecision(EitherPrecision, ABC):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the loss scale if both runs scale the loss; else drop the stored scale and log a line."""
-        state.check_backend(self, state_dict)
         state.load_loss_scale(self.scaler, state_dict, self.precision)
 
     @override

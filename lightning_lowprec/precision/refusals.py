@@ -15,7 +15,6 @@ from lightning_lowprec.masters.in_backward import clipping_refused
 from lightning_lowprec.masters.weights import HalfWeights
 from lightning_lowprec.precision.host import callbacks_of, trainer_of
 from lightning_lowprec.precision.loss_scale import LossScaler
-from lightning_lowprec.precision.state import check_ranks_agree
 from lightning_lowprec.private.either import MisconfigurationException, both, trainer_callbacks
 from lightning_lowprec.private.lightning import sees_gradients
 
@@ -23,15 +22,13 @@ AVERAGING: Final = ("StochasticWeightAveraging", "WeightAveraging")  # lightning
 
 
 def check_runs(plugin: Any, device: torch.device) -> None:
-    """Raise if the precision cannot run on ``device``, or means another backend on another rank; warn if in doubt."""
+    """Raise if the precision cannot run on ``device``; warn if in doubt."""
     refusal = plugin.refusal(device)
     if refusal is not None:
         raise RuntimeError(f"`precision={plugin.precision!r}` cannot run: {refusal}.")
     recipe = plugin.hardware_recipe
     if recipe is not None and not getattr(plugin, "emulate", None) and (doubt := caution(recipe, device)) is not None:
         rank_zero_warn(f"`precision={plugin.precision!r}`: {doubt}.")
-    if plugin.backend_is_chosen and plugin.backend is not None:
-        check_ranks_agree(plugin.precision, plugin.backend)
 
 
 def note_rounded(number: int, module: Module, precision: str) -> None:

@@ -59,4 +59,4 @@ def without_second_gradient(output: Tensor) -> Tensor:
 
 
 def _refuse(grad: Tensor) -> None:
-    check_backward("a layer of Transformer Engine", f"{KEEP} torchao's layers run (`FP8TorchAO`, 'fp8-tensorwise').")
+    check_backward("a layer of Transformer Engine", f"{KEEP} torchao's layers run (`FP8TorchAO`, 'fp8-hybrid').")

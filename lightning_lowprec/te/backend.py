@@ -5,7 +5,8 @@ from typing import Final, cast
 
 from lightning_lowprec.conversion.backends import Backend, PrecisionName, imported, later
 from lightning_lowprec.conversion.name_formats import E4M3_TENSORWISE, EXPERTS_NEED_TORCHAO, HYBRID, ONE_SCALE, all_in
-from lightning_lowprec.conversion.name_suffixes import FP16, MASTERS, OPTIONS
+from lightning_lowprec.conversion.name_suffixes import FP16, OPTIONS
+from lightning_lowprec.gone import ENDINGS
 from lightning_lowprec.runs_where import RecipeKey
 from lightning_lowprec.te.recipes import ALIGNMENT, KINDS, MODULE
 
@@ -13,15 +14,15 @@ NAME: Final = "transformer_engine"
 _ROWS: Final = (
     ("fp8-hybrid-te", "delayed", "hybrid", "scales from the amax of past steps, gradients in e5m2", HYBRID),
     ("fp8-e4m3-te", "delayed", "e4m3", "scales from the amax of past steps, e4m3 everywhere", E4M3_TENSORWISE),
-    ("fp8-current", "current", "hybrid", "scales from each tensor, gradients in e5m2", HYBRID),
+    ("fp8-current-te", "current", "hybrid", "scales from each tensor, gradients in e5m2", HYBRID),
     ("fp8-block-te", "block", "e4m3", "a scale per 128 values or 128x128 weights, e4m3", all_in("e4m3")),
     ("mxfp8-te", "mxfp8", "e4m3", "a power-of-two scale per 32 values, e4m3 (Blackwell)", all_in("e4m3")),
-    ("nvfp4", "nvfp4", "e4m3", "4 bits with a scale per 16 values (Blackwell)", all_in("e2m1", samples=ONE_SCALE)),
+    ("nvfp4-te", "nvfp4", "e4m3", "4 bits with a scale per 16 values (Blackwell)", all_in("e2m1", samples=ONE_SCALE)),
 )
 """Names for ``precision=``, the kind of recipe, the format of FP8, a summary, and the formats of the tables."""
 NAMES: Final = {(kind, fp8_format): name for name, kind, fp8_format, *_ in _ROWS}
 """The name for ``precision=`` of each kind of recipe and format."""
-WITH_MASTERS: Final = frozenset(NAMES.values()) - {"mxfp8-te", "nvfp4"}
+WITH_MASTERS: Final = frozenset(NAMES.values()) - {"mxfp8-te", "nvfp4-te"}
 """The names that exist with the suffixes of bf16 weights too."""
 _ONE_SCALE: Final = ("delayed", "current")
 """The recipes with one scale per tensor."""
@@ -37,7 +38,7 @@ def _lacks(kind: str) -> dict[str, str]:
     masters = {
         suffix: f"it needs Blackwell, where bf16 weights have not been counted yet; to use them, write"
         f" `plugins=FP8TE({kind!r}, master_weights={OPTIONS[suffix]['master_weights']!r})`"
-        for suffix in MASTERS
+        for suffix in ENDINGS
     }
     return {FP16: fp16, **masters}
 
@@ -50,7 +51,7 @@ BACKEND: Final = Backend(
             plugin_class=".te.plugin:FP8TE",
             options={"recipe": kind, "fp8_format": fp8_format},
             summary=f"Transformer Engine, {summary}",
-            fp16=kind in _ONE_SCALE,
+            fp16=name == "fp8-hybrid-te",
             masters=name in WITH_MASTERS,
             lacks=_lacks(kind),
             alignment=ALIGNMENT.get(kind, 16),
@@ -63,7 +64,6 @@ BACKEND: Final = Backend(
         )
         for name, kind, fp8_format, summary, formats in _ROWS
     },
-    suffix="-te",
     module=MODULE,
     distribution="transformer-engine",
     numerics=later(".te.hooks:numerics_of"),

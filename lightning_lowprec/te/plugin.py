@@ -190,7 +190,7 @@ class FP8TE(Scheduled):
     @override
     def engine_refusal(self, engine: Engine) -> str | None:
         if engine.frees_weights:
-            return "Transformer Engine keeps weights from forward to backward. Use stage 1 or 2, or 'fp8-tensorwise'"
+            return "Transformer Engine keeps weights from forward to backward. Use stage 1 or 2, or 'fp8-hybrid'"
         return None
 
     @override

@@ -46,5 +46,5 @@ def device_refusal(kind: str, device: torch.device) -> str | None:
         return f"{str(error).splitlines()[0].rstrip('.')}. Use a machine with a driver, or 'bf16-mixed'"
     if available:
         return None
-    works = "'bf16-mixed'" if row in ("te-delayed", "te-current") else "'fp8-current'"
+    works = "'bf16-mixed'" if row in ("te-delayed", "te-current") else "'fp8-current-te'"
     return f"Transformer Engine says of {describe(device)}: {reason.rstrip('.')}. Use {works}"

@@ -352,7 +352,7 @@ def _family(name: str) -> str:
     backend = precisions.TABLE[name].backend
     if backend is None:
         return "half precision"
-    return "FP8, best backend" if precisions.without_backend(name) else backends.get(backend).title
+    return backends.get(backend).title
 
 
 def word(verdict: Availability) -> str:

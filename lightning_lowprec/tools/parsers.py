@@ -236,7 +236,7 @@ def _plan(parser: ArgumentParser) -> None:
         nargs="?",
         const="",
         help="print instead a table of the number formats of every precision: GEMMs, weight, gradient, master, moments,"
-        " communication; with --fits: the names to simulate, such as bf16-sr,fp8-tensorwise",
+        " communication; with --fits: the names to simulate, such as bf16-sr,fp8-hybrid",
     )
     parser.add_argument(
         "--args", type=Mapping[str, Any] | None, help="arguments of the class, or fields of the config, as JSON or YAML"

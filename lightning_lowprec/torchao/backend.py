@@ -15,6 +15,8 @@ FP8Format = Literal["hybrid", "e4m3"]
 LAST_BLOCKS: Final = 0.15
 """The share of blocks, at the end, that NVFP4 leaves in bf16, as its paper does (arXiv 2509.25149)."""
 
+E4M3_IN_FP16: Final = "write `plugins=FP8TorchAO(fp8_format='e4m3', base='fp16')`"
+
 
 def _name(recipe: Recipe, fp8_format: FP8Format, formats: Formats, summary: str) -> PrecisionName:
     one_scale = recipe == "tensorwise"
@@ -22,9 +24,9 @@ def _name(recipe: Recipe, fp8_format: FP8Format, formats: Formats, summary: str)
         plugin_class=".torchao.fp8:FP8TorchAO",
         options={"recipe": recipe, "fp8_format": fp8_format},
         summary=summary,
-        fp16=one_scale,
+        fp16=one_scale and fp8_format == "hybrid",
         masters=True,
-        lacks={} if one_scale else {FP16: "its kernels round their output through bf16"},
+        lacks={FP16: E4M3_IN_FP16 if one_scale else "its kernels round their output through bf16"},
         gains=recipe,
         gathers_fp8=one_scale,
         conv1d="gathered",
@@ -40,10 +42,12 @@ def _name(recipe: Recipe, fp8_format: FP8Format, formats: Formats, summary: str)
 _E4M3: Final = all_in("e4m3")
 _GW_HP: Final = replace(_E4M3, grad_weight="bf16")
 _NAMES: Final = {
-    "fp8-tensorwise": _name(
-        "tensorwise", "hybrid", HYBRID, "torchao's tensorwise recipe: one scale per tensor, gradients in e5m2"
+    "fp8-hybrid": _name(
+        "tensorwise", "hybrid", HYBRID, "FP8 linear layers by torchao, one scale per tensor, gradients in e5m2"
     ),
-    "fp8-e4m3-torchao": _name("tensorwise", "e4m3", E4M3_TENSORWISE, "torchao, one scale per tensor, e4m3 everywhere"),
+    "fp8-e4m3": _name(
+        "tensorwise", "e4m3", E4M3_TENSORWISE, "FP8 linear layers by torchao, one scale per tensor, e4m3 everywhere"
+    ),
     "fp8-rowwise": _name("rowwise", "e4m3", _E4M3, "torchao's rowwise recipe: one scale per row, e4m3 everywhere"),
     "fp8-rowwise-gw-hp": _name(
         "rowwise_with_gw_hp", "e4m3", _GW_HP, "rowwise with the weight gradient in high precision, the most accurate"
@@ -53,9 +57,8 @@ NAMES: Final[Mapping[tuple[str, str], str]] = {
     (row.options["recipe"], row.options["fp8_format"]): name for name, row in _NAMES.items()
 }
 """The name for ``precision=`` of each recipe and format."""
-_HYBRID: Final = replace(_NAMES["fp8-tensorwise"], summary="another name of fp8-tensorwise")
 _ONE_FORMAT: Final = {
-    "fp8-block-torchao": PrecisionName(
+    "fp8-block": PrecisionName(
         plugin_class=".torchao.one_format:BlockTorchAO",
         summary="torchao, a scale per 128 values or 128x128 weights, e4m3, as DeepSeek-V3",
         masters=True,
@@ -73,14 +76,14 @@ _ONE_FORMAT: Final = {
         plugin_class=".torchao.one_format:Int8TorchAO",
         format="int8",
         summary="torchao's int8 linear layers, a scale per row (prototype; Ampere, Ada, Hopper)",
-        fp16=True,
         masters=True,
+        lacks={FP16: "write `plugins=Int8TorchAO(base='fp16')`"},
         conv1d="converted",
         layer_recipes=("int8",),
         hardware_recipe="int8",
         formats=all_in("int8"),
     ),
-    "mxfp8-torchao": PrecisionName(
+    "mxfp8": PrecisionName(
         plugin_class=".torchao.one_format:MXFP8TorchAO",
         format="MXFP8",
         summary="torchao, a power-of-two scale per 32 values, e4m3 (prototype; Blackwell, else emulated)",
@@ -115,8 +118,7 @@ _ONE_FORMAT: Final = {
 BACKEND: Final = Backend(
     name=NAME,
     title="torchao",
-    names={**_NAMES, "fp8-hybrid-torchao": _HYBRID, **_ONE_FORMAT},
-    suffix="-torchao",
+    names={**_NAMES, **_ONE_FORMAT},
     recipes={
         **{recipe: recipe == "tensorwise" for recipe in get_args(Recipe)},
         "block": True,

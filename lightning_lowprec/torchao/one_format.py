@@ -182,7 +182,7 @@ class BlockTorchAO(OneFormatTorchAO):
     hardware_recipe: RecipeKey | None = "torchao-block"
     kind: ClassVar[str] = "block"
     one_code = True
-    name: ClassVar[str] = "fp8-block-torchao"
+    name: ClassVar[str] = "fp8-block"
     own = ("experts",)
 
     def __init__(
@@ -248,7 +248,7 @@ class MXFP8TorchAO(OneFormatTorchAO):
     hardware_recipe: RecipeKey | None = "torchao-mxfp8"
     format: ClassVar[str] = "MXFP8"
     kind: ClassVar[str] = "mxfp8"
-    name: ClassVar[str] = "mxfp8-torchao"
+    name: ClassVar[str] = "mxfp8"
     own = ("weight_scales",)
     alignment: ClassVar[int] = 32
 

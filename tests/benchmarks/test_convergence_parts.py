@@ -63,7 +63,7 @@ def test_every_name_is_trained_or_has_a_reason(names):
 
 def test_names_without_a_run_of_their_own_mean_what_is_said(names):
     assert names.same["16-mixed"] == "bf16-mixed", "on a CPU Lightning says so in a warning"
-    assert names.same["fp8-hybrid-torchao-sr"] == "fp8-hybrid-sr"
+    assert names.same["fp8-hybrid-sr"] == "fp8-hybrid-sr"
     for name, meant in names.same.items():
         assert meant in {*names.names, "64-true"}, name
         if name in TABLE:
@@ -75,7 +75,7 @@ def test_names_without_a_run_of_their_own_mean_what_is_said(names):
 def test_names_without_suffix_are_the_families(names):
     some = names.without_suffix
     assert {"fp8-hybrid", "fp8-rowwise", "bf16-remainder", "bf16-lean-sr", "int8-mixed", "msamp-o2"} <= set(some)
-    assert not {"fp8-hybrid-sr", "int8-mixed-fp16", "fp8-rowwise-master", "mxfp8-torchao-sr"} & set(some)
+    assert not {"fp8-hybrid-sr", "int8-mixed-fp16", "fp8-rowwise-remainder", "mxfp8-sr"} & set(some)
 
 
 # ---- data

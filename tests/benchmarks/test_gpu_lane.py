@@ -174,7 +174,7 @@ def test_the_share_of_fp8_is_counted(data):
     assert steps[MAIN]["fp8_layers"] == steps[SHARDED]["fp8_layers"] == steps[BF16_WEIGHTS]["fp8_layers"] == 14
     assert steps["accelerate torchao, compiled"]["fp8_layers"] == 13, "it keeps the first Linear too"
     assert steps[BASELINE]["fp8_share"] == 0
-    assert steps["ours fp8-tensorwise, min_gain=auto"]["fp8_layers"] == 0
+    assert steps["ours fp8-hybrid, min_gain=auto"]["fp8_layers"] == 0
 
 
 def test_memory_is_in_bytes_per_parameter(data):
@@ -208,7 +208,7 @@ def test_memory_is_in_bytes_per_parameter(data):
 
 def test_losses_are_judged_by_the_engine_of_compare(data, out):
     found = {key: row["result"] for key, row in ok(data, "loss").items()}
-    assert {f"{name}, seed 0" for name in ("bf16-mixed", "fp8-tensorwise", "msamp-o2", "int8-mixed")} <= set(found)
+    assert {f"{name}, seed 0" for name in ("bf16-mixed", "fp8-hybrid", "msamp-o2", "int8-mixed")} <= set(found)
     base = found["bf16-mixed, seed 0"]
     for run in found.values():
         assert len(run["train_losses"]) == 6
@@ -226,13 +226,13 @@ def test_losses_are_judged_by_the_engine_of_compare(data, out):
 def test_seeds_are_compared_in_pairs(data):
     more = json.loads(json.dumps(data))
     items = more["parts"]["loss"]["items"]
-    for key in ("bf16-mixed", "fp8-tensorwise"):
+    for key in ("bf16-mixed", "fp8-hybrid"):
         entry = json.loads(json.dumps(items[f"{key}, seed 0"]))
         entry["figures"]["result"] |= {"seed": 1, "val_losses": [5.0, 5.1 if key == "bf16-mixed" else 5.2]}
         items[f"{key}, seed 1"] = entry
     compared = part_loss.comparison(more)
-    assert compared.spec.precisions == ("bf16-mixed", "fp8-tensorwise"), "those that have every seed of the baseline"
-    assert len(compared.verdicts["fp8-tensorwise"].cost.gaps) == 2
+    assert compared.spec.precisions == ("bf16-mixed", "fp8-hybrid"), "those that have every seed of the baseline"
+    assert len(compared.verdicts["fp8-hybrid"].cost.gaps) == 2
     assert "not told apart" in part_loss.section(more)
 
 

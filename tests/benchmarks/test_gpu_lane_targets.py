@@ -57,12 +57,12 @@ def test_bounds_and_targets_by_hand(measured):
     saved = 2 * (11 - 7.5) + 4 * (4.5 - 3.5)
     assert figures.amdahl(ours, 100.0, rows) == pytest.approx(100 / (100 - saved))
     found = {target["target"]: target for target in targets.targets(measured)}
-    over_best = found["8B stack, fp8-tensorwise: over Lightning's best bf16"]
+    over_best = found["8B stack, fp8-hybrid: over Lightning's best bf16"]
     assert (over_best["measured"], over_best["met"]) == (pytest.approx(95 / 90), False)
-    share = found["8B stack, fp8-tensorwise: share of the Amdahl bound over bf16-mixed, compiled"]
+    share = found["8B stack, fp8-hybrid: share of the Amdahl bound over bf16-mixed, compiled"]
     assert (share["measured"], share["met"]) == (pytest.approx((100 / 90) / (100 / 89)), True)
-    assert found["8B stack, fp8-tensorwise: over raw torchao + compile"]["measured"] == pytest.approx(89.5 / 90)
-    assert found["8B stack, fp8-tensorwise: over raw TE"]["met"] is None
+    assert found["8B stack, fp8-hybrid: over raw torchao + compile"]["measured"] == pytest.approx(89.5 / 90)
+    assert found["8B stack, fp8-hybrid: over raw TE"]["met"] is None
     large = found["linears of the 8192 class, the slowest of them, by its best recipe"]
     assert (large["measured"], large["met"]) == (2.0, True)
     assert found["8B stack, min_gain='auto': over bf16-mixed, compiled"]["met"] is None
@@ -95,7 +95,7 @@ def test_transformer_engines_layers_are_judged_as_torchaos_are(measured):
     assert not [text for text in counted if "fp8-hybrid-te" in text], "shown beside, not counted"
 
 
-LIKE_FOR_LIKE = "8B stack, fp8-tensorwise, bf16 weights: over Lightning's bf16-true, compiled"
+LIKE_FOR_LIKE = "8B stack, fp8-hybrid, bf16 weights: over Lightning's bf16-true, compiled"
 
 
 def test_bf16_weights_are_judged_against_bf16_weights(measured):
@@ -125,12 +125,12 @@ def test_the_report_settles_what_fp8_hybrid_should_mean(measured):
     for entry in data["parts"]["step8b"]["items"].values():
         entry["figures"]["layers"] = 16
     assert targets.faster_backend(data) == (
-        "fp8-hybrid: Transformer Engine (ours fp8-hybrid-te) is 1.286 times as fast as torchao (ours fp8-tensorwise) on"
+        "fp8-hybrid: Transformer Engine (ours fp8-hybrid-te) is 1.286 times as fast as torchao (ours fp8-hybrid) on"
         " NVIDIA H200 (evidence: step8b, 16 layers, 8192 tokens per step, medians of 16 steps: 70.0 ms against 90.0 ms;"
         " peak memory 96.6 GB against 81.9 GB; fp8-hybrid-te, blocks compiled 65.0 ms)."
     )
     data["parts"]["step8b"]["items"][MAIN_TE]["figures"]["ms"] = 100.0
-    assert targets.faster_backend(data).startswith("fp8-hybrid: torchao (ours fp8-tensorwise) is 1.111 times as fast")
+    assert targets.faster_backend(data).startswith("fp8-hybrid: torchao (ours fp8-hybrid) is 1.111 times as fast")
     data["runs"][0]["values"] = False
     assert targets.faster_backend(data) == "fp8-hybrid: not settled on NVIDIA H200 (the figures mean nothing)."
     assert {target["met"] for target in targets.targets(data)} == {None}
@@ -140,7 +140,7 @@ def test_the_report_says_value_target_and_verdict_of_both(measured):
     text = report.render(by_te(measured)).split("## Targets")[1].split("##")[0]
     assert "| 8B stack, fp8-hybrid-te: over Lightning's best bf16 | 1.357 | >= 1.35 | reached |" in text
     assert "| 8B stack, fp8-hybrid-te: over raw TE | 0.986 | >= 0.99 | **not reached** |" in text
-    assert "| 8B stack, fp8-tensorwise: over Lightning's best bf16 | 1.056 | >= 1.35 | **not reached** |" in text
+    assert "| 8B stack, fp8-hybrid: over Lightning's best bf16 | 1.056 | >= 1.35 | **not reached** |" in text
     assert "| 8B stack, fp8-hybrid-te: over Accelerate, torchao | - | > 1 | not measured |" in text
 
 
@@ -155,7 +155,7 @@ def test_a_stack_of_fewer_layers_is_no_stack_of_16(measured):
     for entry in measured["parts"]["step8b"]["items"].values():
         entry["figures"]["layers"] = 8
     texts = [target["target"] for target in targets.of_the_stack(measured, MAIN)]
-    assert all(text.startswith("8B stack of 8 layers instead of 16, fp8-tensorwise: ") for text in texts)
+    assert all(text.startswith("8B stack of 8 layers instead of 16, fp8-hybrid: ") for text in texts)
 
 
 def test_the_linear_table_says_where_fp8_loses(measured):

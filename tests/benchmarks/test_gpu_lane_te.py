@@ -10,7 +10,7 @@ from lightning_lowprec.tools.doctor import availability
 def test_a_name_of_ours_is_missing_where_it_cannot_run():
     cpu = torch.device("cpu")
     ours = [contender for contender in contenders.contenders() if contender.name is not None]
-    assert {contender.name for contender in ours} >= {"fp8-tensorwise", "fp8-hybrid-te", "nvfp4", "msamp-o3"}
+    assert {contender.name for contender in ours} >= {"fp8-hybrid", "fp8-hybrid-te", "nvfp4-te", "msamp-o3"}
     for contender in ours:
         assert (contender.missing(cpu) is None) == availability(contender.name, cpu).runs, contender.key
     assert all(contender.missing(cpu) for contender in ours if contender.key.startswith(contenders.MAIN_TE))

@@ -20,7 +20,7 @@ AROUND_TE_LAYERS = (
     f"{TE_LAYERS} delayed, compiled",
 )  # fmt: skip
 FORMS = {
-    "`fp8-tensorwise`, the arithmetic of `fp8-hybrid-torchao`; blocks compiled": "ours fp8-tensorwise",
+    "`fp8-hybrid`; blocks compiled": "ours fp8-hybrid",
     "`fp8-hybrid-te`": "ours fp8-hybrid-te",
     "`fp8-hybrid-te`, blocks compiled by the user": "ours fp8-hybrid-te, blocks compiled",
 }
@@ -57,15 +57,15 @@ SPEED = {
     "Lightning's `bf16-mixed`, compiled": "lightning bf16-mixed, compiled",
     "Lightning's `bf16-true`, compiled": "lightning bf16-true, compiled",
     "torchao by hand, tensorwise, compiled": "torchao tensorwise, compiled",
-    "`fp8-tensorwise`": "ours fp8-tensorwise",
-    "`fp8-tensorwise-remainder`": "ours fp8-tensorwise-remainder",
+    "`fp8-hybrid`": "ours fp8-hybrid",
+    "`fp8-hybrid-remainder`": "ours fp8-hybrid-remainder",
     "`fp8-rowwise`": "ours fp8-rowwise",
     "`msamp-o2`": "ours msamp-o2",
     "`int8-mixed`": "ours int8-mixed",
     "*loss in chunks:* Lightning's `bf16-mixed`, compiled": "lightning bf16-mixed, compiled, chunked loss",
     "*loss in chunks:* Lightning's `bf16-true`, compiled": "lightning bf16-true, compiled, chunked loss",
-    '*loss in chunks:* `fp8-tensorwise-remainder`, `head="fp8"`': "ours fp8-tensorwise-remainder, fp8 head",
-    '*loss in chunks:* `fp8-tensorwise-8bit`, `head="fp8"`': "ours fp8-tensorwise-8bit, fp8 head",
+    '*loss in chunks:* `fp8-hybrid-remainder`, `head="fp8"`': "ours fp8-hybrid-remainder, fp8 head",
+    '*loss in chunks:* `fp8-hybrid-8bit`, `head="fp8"`': "ours fp8-hybrid-8bit, fp8 head",
 }
 
 
@@ -87,7 +87,7 @@ def test_the_page_on_speed_shows_the_ledger():
         loss = ", chunked loss" if "chunks" in words else ""
         by_hand = [round(times["middle"][f"{base}{loss}"] / times["middle"][key], 2) for base in (mixed, true)]
         assert list(map(float, ahead)) == by_hand
-    best = "ours fp8-tensorwise-8bit, fp8 head"
+    best = "ours fp8-hybrid-8bit, fp8 head"
     slow, fast = (
         times[rates][f"{mixed}, chunked loss"] / times[rates][best] for rates in ("pessimistic", "optimistic")
     )
@@ -99,21 +99,21 @@ def test_the_page_on_speed_shows_the_ledger():
 def test_sentences_with_figures_are_those_of_the_ledger():
     found = {entry.contender: entry for entry in entries()}
     blocks = {key: f"{entry.per_block('bytes') / 1e9:.2f}" for key, entry in found.items()}
-    ours, remainder = blocks["ours fp8-tensorwise"], blocks["ours fp8-tensorwise-remainder"]
-    torchao, te = found["ours fp8-tensorwise"], found["ours fp8-hybrid-te"]
-    mixed, best = found["lightning bf16-mixed, compiled, chunked loss"], found["ours fp8-tensorwise-8bit, fp8 head"]
+    ours, remainder = blocks["ours fp8-hybrid"], blocks["ours fp8-hybrid-remainder"]
+    torchao, te = found["ours fp8-hybrid"], found["ours fp8-hybrid-te"]
+    mixed, best = found["lightning bf16-mixed, compiled, chunked loss"], found["ours fp8-hybrid-8bit, fp8 head"]
     by_te, by_torchao, by_mixed, by_best = (
         roofline.predict(entry, roofline.assumed()).total for entry in (te, torchao, mixed, best)
     )
     for page, sentence in {
-        "CHANGELOG.md": "`fp8-tensorwise-8bit` with the FP8 head is predicted at"
+        "CHANGELOG.md": "`fp8-hybrid-8bit` with the FP8 head is predicted at"
         f" {by_mixed / by_best:.2f} times compiled `bf16-mixed` with the loss in chunks",
         "docs/names.md": f"reads and writes {remainder} GB per step beside its matrix products under"
-        f" `fp8-tensorwise-remainder`, and {ours} GB under `fp8-tensorwise`",
+        f" `fp8-hybrid-remainder`, and {ours} GB under `fp8-hybrid`",
         "docs/speed.md": f"{blocks['ours fp8-rowwise']} GB instead of 13.78 (torchao by hand"
         f" {blocks['torchao rowwise, compiled']}), of `fp8-rowwise-gw-hp` {blocks['ours fp8-rowwise-gw-hp']}"
         " instead of",
-        "README.md": f"moves {remainder} GB per step under `fp8-tensorwise-remainder`,"
+        "README.md": f"moves {remainder} GB per step under `fp8-hybrid-remainder`,"
         f" {blocks['lightning bf16-mixed, compiled']} GB under Lightning's compiled `bf16-mixed`, and"
         f" {blocks['torchao tensorwise, compiled']} GB under torchao by hand",
         "docs/which-backend.md": f"to need {1 - by_torchao / by_te:.1%} less time than `fp8-hybrid-te`, and holds"
@@ -131,23 +131,23 @@ def test_the_blocks_of_transformer_engine_gain_too_little_for_an_option():
     """Less than 5 % by any of the rates, sums in bf16 in both; a larger gain asks for an option."""
     found = {entry.contender: entry for entry in entries() if entry.contender in AROUND_TE_LAYERS}
     text = " ".join(PAGE.read_text().split())
-    ours, blocks = found["ours fp8-tensorwise"], found["te layers delayed"]
+    ours, blocks = found["ours fp8-hybrid"], found["te layers delayed"]
     gains = {}
     for rates in roofline.H200:
         times = {key: roofline.predict(entry, roofline.assumed(rates)).total for key, entry in found.items()}
         assert min(times.values()) == times["te layers delayed"]
-        assert times["te layers delayed"] >= 0.95 * times["ours fp8-tensorwise, bf16 between blocks"]
+        assert times["te layers delayed"] >= 0.95 * times["ours fp8-hybrid, bf16 between blocks"]
         gains[rates] = {key: 1 - times["te layers delayed"] / time for key, time in times.items()}
     middle = gains["middle"]
-    assert f"need {middle['ours fp8-tensorwise']:.1%} less time".replace("%", " %") in text
+    assert f"need {middle['ours fp8-hybrid']:.1%} less time".replace("%", " %") in text
     assert f"hold {(blocks.peak - ours.peak) / 1e9:.1f} GB more" in text
-    behind = middle["ours fp8-tensorwise, bf16 between blocks"]
+    behind = middle["ours fp8-hybrid, bf16 between blocks"]
     assert f"the difference is {behind:.1%}.".replace("%", " %") in text
     attention = roofline.predict(blocks, roofline.assumed()).of("attention")
     assert f"Attention takes {attention:.0f} ms" in text
     assert f"would save {attention / 2:.0f} ms" in text
     before = roofline.predict(ours, roofline.assumed()).total
-    bound = 1 - ((1 - middle["ours fp8-tensorwise"]) * before - attention / 2) / before
+    bound = 1 - ((1 - middle["ours fp8-hybrid"]) * before - attention / 2) / before
     assert f"need up to {bound:.1%} less time".replace("%", " %") in text
 
 
@@ -161,7 +161,7 @@ def test_largest_values_of_current_scaling_that_the_page_adds():
     read = 4 * weights + 2 * 2 * shape.sequence * columns
     ms = shape.layers * read / roofline.assumed().values["bandwidth"] * 1e3
     found = {e.contender: roofline.predict(e, roofline.assumed()).total for e in entries()}
-    ahead = 1 - (found["te layers current"] + ms) / found["ours fp8-tensorwise, bf16 between blocks"]
+    ahead = 1 - (found["te layers current"] + ms) / found["ours fp8-hybrid, bf16 between blocks"]
     assert f"With the 6 ms, current scaling is predicted to need {ahead:.1%} less".replace("%", " %") in " ".join(
         PAGE.read_text().split()
     )
@@ -175,8 +175,8 @@ def test_torchao_compiled_is_predicted_to_be_ahead():
     found = {entry.contender: entry for entry in entries()}
     for rates in roofline.H200:
         times = {key: roofline.predict(found[key], roofline.assumed(rates)).total for key in FORMS.values()}
-        assert min(times, key=times.get) == "ours fp8-tensorwise"
-    assert found["ours fp8-tensorwise"].peak < found["ours fp8-hybrid-te"].peak
+        assert min(times, key=times.get) == "ours fp8-hybrid"
+    assert found["ours fp8-hybrid"].peak < found["ours fp8-hybrid-te"].peak
 
 
 @pytest.mark.parametrize(("file", "options"), [("ledger", []), ("ledger-124m", ["--shape", "124m", "--batch", "32"])])
@@ -200,7 +200,7 @@ def test_the_page_has_the_predicted_steps_of_the_lanes_small_model():
     times = {name: roofline.predict(entry, roofline.assumed()).total for name, entry in found.items()}
     assert all(1e3 * flops / 1300e12 < ms for ms in times.values())
     said = f"takes {times['lightning bf16-mixed, compiled']:.0f} ms with bf16-mixed"
-    said += f" and {times['ours fp8-tensorwise']:.0f} ms with `fp8-tensorwise`"
+    said += f" and {times['ours fp8-hybrid']:.0f} ms with `fp8-hybrid`"
     assert said in " ".join((ROOT / "docs/speed.md").read_text().split())
 
 

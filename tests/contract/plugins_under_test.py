@@ -81,7 +81,7 @@ def code_dtypes(name: str) -> set[torch.dtype]:
     return {torch.float8_e4m3fn if plugin.level == "O3" else torch.float16} if plugin.keeps_codes else set()
 
 
-UNSET = ("precision", "backend_is_chosen", "modules", "optimizers", "after_fit")
+UNSET = ("precision", "modules", "optimizers", "after_fit")
 """Attributes that a plugin has from its name, or from what it will meet: no options."""
 
 
@@ -120,7 +120,7 @@ backends.unregister(TOY.name)
 SHOWN_BY_OTHERS = ("HalfMixed-bf16", "fp8-e4m3", "fp8-e4m3-fp16", "fp8-rowwise", "fp8-rowwise-gw-hp")
 """Plugins of which no contract sees more than of others: on a CPU the first is ``half-auto``, as
 test_contract_references.py holds; the others are ``fp8-hybrid`` and ``fp8-hybrid-fp16`` in a format or a recipe that
-``fp8-e4m3-torchao-8bit``, ``fp8-rowwise-master`` and ``fp8-rowwise-gw-hp-sr`` have."""
+``fp8-e4m3-8bit``, ``fp8-rowwise-remainder`` and ``fp8-rowwise-gw-hp-sr`` have."""
 every_name = pytest.mark.parametrize("name", [name for name in NAMES if name not in SHOWN_BY_OTHERS])
 """For contracts that cost milliseconds."""
 UNDER_TEST = tuple(name for name in DISTINCT if name not in SHOWN_BY_OTHERS)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-NAMES = ("fp8-hybrid-torchao", "fp8-rowwise", "fp8-rowwise-gw-hp", "msamp-o1", "msamp-o2", "msamp-o3")
+NAMES = ("fp8-hybrid", "fp8-rowwise", "fp8-rowwise-gw-hp", "msamp-o1", "msamp-o2", "msamp-o3")
 INPUTS = {
     "complex": torch.ones(16, 32, dtype=torch.complex64),
     "integers": torch.ones(16, 32, dtype=torch.int64),

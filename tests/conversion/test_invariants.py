@@ -178,7 +178,7 @@ def test_conversion_keeps_everything(tree, share_module, share_weight, meta):
     assert [type(m) for m in model.modules()] == classes
 
 
-@pytest.mark.parametrize("precision", ["fp8-tensorwise", "fp8-rowwise", "msamp-o2"])
+@pytest.mark.parametrize("precision", ["fp8-hybrid", "fp8-rowwise", "msamp-o2"])
 def test_a_subclass_keeps_its_methods(precision):
     model = nn.Sequential(Own(16), nn.Linear(16, 16))
     own = vars(model[0]).keys()

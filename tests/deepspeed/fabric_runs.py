@@ -16,18 +16,18 @@ NAMES = [
     "bf16-master",
     "half-auto",
     "fp8-hybrid",
-    "fp8-tensorwise",
-    "fp8-e4m3-torchao",
+    "fp8-hybrid",
+    "fp8-e4m3",
     "fp8-rowwise",
     "fp8-rowwise-gw-hp",
     "fp16-master",
-    "fp8-tensorwise-fp16",
-    "fp8-e4m3-torchao-fp16",
+    "fp8-hybrid-fp16",
+    "fp8-e4m3-fp16",
     "int8-mixed",
-    "mxfp8-torchao",
+    "mxfp8",
 ]
 
-FEW = ["bf16-master", "fp8-tensorwise", "fp8-rowwise", "fp16-master"]
+FEW = ["bf16-master", "fp8-hybrid", "fp8-rowwise", "fp16-master"]
 
 
 def reference(name):
@@ -37,14 +37,13 @@ def reference(name):
         "half-auto": lambda: lp.HalfMixed("auto", master_weights=True),
         "fp16-master": lambda: lp.HalfMixed("fp16", master_weights=True),
         "fp8-hybrid": lambda: lp.FP8TorchAO(master_weights=True),
-        "fp8-tensorwise": lambda: lp.FP8TorchAO(master_weights=True),
-        "fp8-e4m3-torchao": lambda: lp.FP8TorchAO(fp8_format="e4m3", master_weights=True),
+        "fp8-e4m3": lambda: lp.FP8TorchAO(fp8_format="e4m3", master_weights=True),
         "fp8-rowwise": lambda: lp.FP8TorchAO("rowwise", master_weights=True),
         "fp8-rowwise-gw-hp": lambda: lp.FP8TorchAO("rowwise_with_gw_hp", master_weights=True),
         "int8-mixed": lambda: lp.Int8TorchAO(master_weights=True),
-        "mxfp8-torchao": lambda: lp.MXFP8TorchAO(master_weights=True),
-        "fp8-tensorwise-fp16": lambda: lp.FP8TorchAO(base="fp16", master_weights=True),
-        "fp8-e4m3-torchao-fp16": lambda: lp.FP8TorchAO(fp8_format="e4m3", base="fp16", master_weights=True),
+        "mxfp8": lambda: lp.MXFP8TorchAO(master_weights=True),
+        "fp8-hybrid-fp16": lambda: lp.FP8TorchAO(base="fp16", master_weights=True),
+        "fp8-e4m3-fp16": lambda: lp.FP8TorchAO(fp8_format="e4m3", base="fp16", master_weights=True),
     }
     return plugins[name]()
 
@@ -111,7 +110,7 @@ def mixture(strategy, **how):
 
 def resumed(stage, folder):
     """Train, save in the middle, go on; load into a new engine and into the old one, and go on from there."""
-    name = "fp8-tensorwise"
+    name = "fp8-hybrid"
     fabric = fabric_of(f"deepspeed_stage_{stage}", precision=name)
     tokens = batches(2 * STEPS, fabric.global_rank)
     model, optimizer = started(fabric)
@@ -132,7 +131,7 @@ def resumed(stage, folder):
 
 def kept_by_backward():
     """The tensors in memory of gathered weights that the backward of ZeRO-3 keeps, and the float8 codes."""
-    fabric = fabric_of("deepspeed_stage_3", precision="fp8-tensorwise")
+    fabric = fabric_of("deepspeed_stage_3", precision="fp8-hybrid")
     model, _ = started(fabric)
     layers = [module for module in model.modules() if type(module).__name__ == "FP8Linear"]
     shapes = {tuple(layer.weight.ds_shape) for layer in layers}
@@ -204,10 +203,10 @@ def main(folder):
         "zero_force_ds_cpu_optimizer": False,
         "zero_allow_untested_optimizer": True,
     }
-    seen["offload"] = trained(DeepSpeedStrategy(config=config), precision="fp8-tensorwise")
+    seen["offload"] = trained(DeepSpeedStrategy(config=config), precision="fp8-hybrid")
     if find_spec("transformers"):
         seen["mixtures"] = [mixture("ddp", plugins=lp.FP8TorchAO(master_weights=True))]
-        seen["mixtures"] += [mixture(f"deepspeed_stage_{stage}", precision="fp8-tensorwise") for stage in (2, 3)]
+        seen["mixtures"] += [mixture(f"deepspeed_stage_{stage}", precision="fp8-hybrid") for stage in (2, 3)]
     seen["kept"] = kept_by_backward()
     seen["refused whole"] = refused_whole()
     seen["overflow"] = overflow()

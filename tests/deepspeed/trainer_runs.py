@@ -26,7 +26,7 @@ class CutFromTheStart(Task):
             self.net = Net()
 
 
-def trainer_of(stage, epochs, precision="fp8-tensorwise", **how):
+def trainer_of(stage, epochs, precision="fp8-hybrid", **how):
     strategy = how.pop("strategy", f"deepspeed_stage_{stage}")
     quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
     return L.Trainer(

@@ -161,7 +161,7 @@ def gpt2_in_bf16():
     return gpt2_runs.last(losses), model.state_dict()
 
 
-@pytest.mark.parametrize("precision", ["fp8-tensorwise", "fp8-rowwise", "msamp-o2"])
+@pytest.mark.parametrize("precision", ["fp8-hybrid", "fp8-rowwise", "msamp-o2"])
 def test_gpt2_learns_as_in_bf16_and_changes_checkpoints_with_it(precision, gpt2_in_bf16):
     expected, weights = gpt2_in_bf16
     losses, model = gpt2_runs.losses_by(L.Fabric(precision=precision, accelerator="cpu"))
@@ -178,7 +178,7 @@ def test_gpt2_learns_as_in_bf16_and_changes_checkpoints_with_it(precision, gpt2_
 
 
 @pytest.mark.filterwarnings("ignore:.*(many workers|treespec).*")
-@pytest.mark.parametrize("precision", ["fp8-tensorwise", "msamp-o2"])
+@pytest.mark.parametrize("precision", ["fp8-hybrid", "msamp-o2"])
 def test_a_trainer_trains_gpt2_as_fabric_does(precision, tmp_path):
     module = Task(gpt2_runs.build(), causal_loss, lambda task: adamw(task, lr=3e-3))
     trainer = L.Trainer(precision=precision, max_steps=10, default_root_dir=tmp_path, **ON_CPU)

@@ -96,7 +96,7 @@ def test_an_unknown_option_is_a_type_error():
         (NVFP4TorchAO(gemms={"backward": "mxfp8"}), "`precision='nvfp4-torchao'` encodes a weight for the forward and"),
         (
             MXFP8TorchAO(weight_scales="rows"),
-            "`precision='mxfp8-torchao'` encodes a weight for the forward and once more",
+            "`precision='mxfp8'` encodes a weight for the forward and once more",
         ),
         (FP8TorchAO(fp8_eval=False), r"`fp8_eval=False` evaluates with the weights in high precision"),
         ("bf16-mixed", r"`precision='bf16-mixed'` has no FP8 weights"),
@@ -223,7 +223,7 @@ def test_models_that_are_sharded_already(alone):
     fully_shard(by_hand.blocks[1], mesh=alone["data_parallel"])
     with pytest.raises(TypeError, match=r"Net is sharded already \('blocks.1'\).*parallelize\(model, mesh, plugin\)"):
         shard_alone(by_hand, alone)
-    with pytest.raises(TypeError, match=r"`precision='fp8-tensorwise'`: Net is sharded already \('blocks.1.norm"):
+    with pytest.raises(TypeError, match=r"`precision='fp8-hybrid'`: Net is sharded already \('blocks.1.norm"):
         FP8TorchAO().convert_module(by_hand)
 
 

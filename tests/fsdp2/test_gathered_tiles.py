@@ -22,8 +22,8 @@ SIZES = (96, 320, 160, 64)
 EQUAL = (160, 160, 160)
 """Of layers that are compiled once for all; a rank has 80 rows, which cut both tiles too."""
 TILES = {
-    "fp8-block-torchao": (128, 1),
-    **({} if prototype_refusal("mxfp8") else {"mxfp8-torchao": (32, 1)}),
+    "fp8-block": (128, 1),
+    **({} if prototype_refusal("mxfp8") else {"mxfp8": (32, 1)}),
     "nvfp4-torchao": (16, 2),
 }
 """Rows and columns of a tile, and parameters per byte."""
@@ -71,8 +71,8 @@ def train(fabric, sizes):
 
 CASES = {
     **{name: (name, {}) for name in TILES},
-    "copies": ("fp8-block-torchao", {"replicate": 2}),
-    "compiled": ("fp8-block-torchao", {"compile": {"backend": "aot_eager"}}),
+    "copies": ("fp8-block", {"replicate": 2}),
+    "compiled": ("fp8-block", {"compile": {"backend": "aot_eager"}}),
     "compiled, 4 bits": ("nvfp4-torchao", {"compile": {"backend": "aot_eager"}}),
 }
 

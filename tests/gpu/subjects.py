@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_lowprec.names import TABLE, without_backend
+from lightning_lowprec.names import TABLE
 from lightning_lowprec.tools.doctor import availability
 from tests import toys
 from tests.gpu.device import DEVICE, NO_VALUES
@@ -85,8 +85,6 @@ def distinct() -> list[str]:
     found: dict[str, str] = {}
     for name in representatives():
         entry = TABLE[name]
-        if without_backend(name):  # means one of the names with a backend
-            continue
         found.setdefault(f"{entry.plugin.__name__} {sorted(entry.options.items())}", name)
     return list(found.values())
 
@@ -97,7 +95,7 @@ def runs_here(name: str) -> str | None:
     return None if verdict.runs else verdict.reason
 
 
-REHEARSED = ("half-auto", "bf16-lean", "fp8-tensorwise-fp16", "fp8-rowwise-gw-hp-sr", "fp8-hybrid-te", "fp8-current-sr")
+REHEARSED = ("half-auto", "bf16-lean", "fp8-hybrid-fp16", "fp8-rowwise-gw-hp-sr", "fp8-hybrid-te", "fp8-current-te-sr")
 """Where nothing is computed these stand for all: tests/ledger/test_every_name.py trains each name there."""
 NAMES = [name for name in distinct() if name in REHEARSED or not NO_VALUES]
 FP8_NAMES = [name for name in NAMES if TABLE[name].plugin.__name__.startswith("FP8")]

@@ -31,7 +31,7 @@ def path():
 
 
 def test_doctor_says_how_it_runs_here():
-    done = run("-m", "lightning_lowprec.tools.cli", "doctor", "--for", "fp8-tensorwise", "--json")
+    done = run("-m", "lightning_lowprec.tools.cli", "doctor", "--for", "fp8-hybrid", "--json")
     assert done.returncode == 0, done.stderr
     verdict = json.loads(done.stdout)
     assert verdict["runs"]

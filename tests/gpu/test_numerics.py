@@ -79,7 +79,7 @@ def test_every_fp8_name_is_fp8(problem, name, record_property):
     with torch.no_grad():
         found = sqnr(model(x), module(x))
     record_property("sqnr_db", found)
-    low = NVFP4_DB if name == "nvfp4" else FP8_DB[0]
+    low = NVFP4_DB if name == "nvfp4-te" else FP8_DB[0]
     assert low < found < FP8_DB[1] or NO_VALUES
 
 

@@ -13,7 +13,7 @@ from tests.gpu.device import DEVICE, DRY, NO_VALUES
 from tests.gpu.subjects import WIDTH, Stack, runs_here, sqnr
 
 pytestmark = pytest.mark.skipif(DRY or find_spec("transformer_engine") is None, reason="needs Transformer Engine's GPU")
-RECIPES = {"delayed": "fp8-hybrid-te", "current": "fp8-current", "block": "fp8-block", "mxfp8": "mxfp8-te"}
+RECIPES = {"delayed": "fp8-hybrid-te", "current": "fp8-current-te", "block": "fp8-block", "mxfp8": "mxfp8-te"}
 FP8_DB = (15.0, 40.0)
 """A Linear in FP8 against float32: worse is broken, better is not FP8 (bf16 is beyond 45 dB)."""
 

@@ -19,8 +19,8 @@ class Budget:
 BLOCK_GB = {
     "lightning bf16-mixed, compiled": Budget(7.6),
     "lightning bf16-true, compiled": Budget(4.0),
-    "ours fp8-tensorwise": Budget(11.8, before=8.7),
-    "ours fp8-tensorwise-remainder": Budget(8.1, before=6.3),
+    "ours fp8-hybrid": Budget(11.8, before=8.7),
+    "ours fp8-hybrid-remainder": Budget(8.1, before=6.3),
     "ours fp8-rowwise": Budget(12.3, before=13.9),
     "ours fp8-rowwise-gw-hp": Budget(10.7, before=11.5),
     "ours fp8-hybrid-te": Budget(14.6),
@@ -34,7 +34,7 @@ Before, the first block encoded the weights of all blocks, once per step: 37 GB,
 
 OPTIMIZER_BYTES = {
     "lightning bf16-mixed, compiled": Budget(28.1),
-    "ours fp8-tensorwise": Budget(28.1),
+    "ours fp8-hybrid": Budget(28.1),
     "ours fp8-hybrid-te": Budget(28.1),
     "ours bf16-master": Budget(28.1, before=48.1),
     "ours bf16-remainder": Budget(26.1, before=110.1),
@@ -45,8 +45,8 @@ OPTIMIZER_BYTES = {
 
 PEAK_GB = {
     "lightning bf16-mixed, compiled": Budget(95.9),
-    "ours fp8-tensorwise": Budget(82.0, before=89.0),
-    "ours fp8-tensorwise-remainder, fp8 head": Budget(70.2, before=77.4),
+    "ours fp8-hybrid": Budget(82.0, before=89.0),
+    "ours fp8-hybrid-remainder, fp8 head": Budget(70.2, before=77.4),
     "ours fp8-hybrid-te": Budget(96.7),
     "ours bf16-master": Budget(95.8, before=100.1),
     "ours bf16-remainder": Budget(86.8, before=100.1),

@@ -24,7 +24,7 @@ def _per_gemm(job: Job) -> Running:
     return setups.lightning(job, plugin=FP8TorchAO(weight_codes="per_gemm"), compiled=False)
 
 
-OWN = {"ours fp8-tensorwise, codes per GEMM": _per_gemm} | {
+OWN = {"ours fp8-hybrid, codes per GEMM": _per_gemm} | {
     f"ours {recipe}, as by hand": partial(_ours_as_by_hand, recipe) for recipe in ("delayed", "current", "block")
 }
 

@@ -24,10 +24,10 @@ from benchmarks.ledger.untuned import take_first_variant
 
 NAMES = {
     "h200": (
-        *("fp8-hybrid", "fp8-hybrid-fp16", "fp8-e4m3", "fp8-tensorwise-remainder", "fp8-lean", "fp8-rowwise"),
-        *("fp8-rowwise-gw-hp", "fp8-block-torchao", "msamp-o1", "msamp-o2", "msamp-o3", "bf16-lean"),
+        *("fp8-hybrid", "fp8-hybrid-fp16", "fp8-e4m3", "fp8-hybrid-remainder", "fp8-lean", "fp8-rowwise"),
+        *("fp8-rowwise-gw-hp", "fp8-block", "msamp-o1", "msamp-o2", "msamp-o3", "bf16-lean"),
     ),
-    "b200": ("fp8-block-torchao", "mxfp8-torchao", "nvfp4-torchao"),
+    "b200": ("fp8-block", "mxfp8", "nvfp4-torchao"),
 }
 """By device; Hopper has neither MXFP8 nor NVFP4."""
 FLOAT8 = re.compile(r"fp8e\d|float8_?e\d")

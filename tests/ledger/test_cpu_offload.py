@@ -67,7 +67,7 @@ def torchao_offload(precision):
     return fabric, model, fabric.setup_optimizers(optimizer)
 
 
-@pytest.mark.parametrize("precision", ["half-auto", "fp8-tensorwise", "fp8-hybrid-te"])
+@pytest.mark.parametrize("precision", ["half-auto", "fp8-hybrid", "fp8-hybrid-te"])
 def test_torchao_offloads_float32_weights(precision):
     fabric, model, optimizer = torchao_offload(precision)
     plain = optimizer.optimizer

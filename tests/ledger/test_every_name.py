@@ -19,10 +19,10 @@ from tests.ledger import names_on
 from tests.representatives import WITH_MASTERS, once, representatives, updates_in_backward
 
 ROOT = Path(__file__).parents[2]
-TE_BLACKWELL = {"mxfp8", "mxfp8-te", "nvfp4"}
-NEEDS_BLACKWELL = {*TE_BLACKWELL, "mxfp8-torchao", "nvfp4-torchao"}
+TE_BLACKWELL = {"mxfp8-te", "nvfp4-te"}
+NEEDS_BLACKWELL = {*TE_BLACKWELL, "mxfp8", "nvfp4-torchao"}
 ROWWISE = {name for name in representatives() if name.startswith("fp8-rowwise")}
-NEEDS_HOPPER = NEEDS_BLACKWELL | {"fp8-block", "fp8-block-te", "fp8-block-te-master"}
+NEEDS_HOPPER = NEEDS_BLACKWELL | {"fp8-block", "fp8-block-te", "fp8-block-te-remainder"}
 FP8 = {name for name in representatives() if name.startswith(("fp8", "mxfp8", "nvfp4", "msamp"))}
 REFUSES = {
     "h200": NEEDS_BLACKWELL,
@@ -33,10 +33,10 @@ REFUSES = {
 }
 KEYS = {"h200": "sm_90", "b200": "sm_100", "rtx5090": "sm_120", "rtx4090": "sm_89", "a100": "sm_80"}
 """By device, the column of the table of what runs where."""
-COMPILES_LONG = {"fp8-block-torchao", "mxfp8-torchao", "nvfp4-torchao", "msamp-o1", "msamp-o2", "msamp-o3"}
+COMPILES_LONG = {"fp8-block", "mxfp8", "nvfp4-torchao", "msamp-o1", "msamp-o2", "msamp-o3"}
 """10 to 20 seconds on each device."""
 COMPILED_ON = {
-    "b200": {"mxfp8-torchao", "nvfp4-torchao"},
+    "b200": {"mxfp8", "nvfp4-torchao"},
     "rtx5090": set(),
     "rtx4090": {"msamp-o2"},
     "a100": set(),
@@ -135,7 +135,7 @@ def test_nothing_is_refused_or_unknown_and_products_have_the_formats_of_the_name
         if "error" not in outcome:
             base = "float16" if "fp16" in name else "bfloat16"
             low = "float4_e2m1fn" if name.startswith("nvfp4") else "float8_e4m3fn"
-            by_triton = device != "h200" and name.startswith("fp8-block-torchao")
+            by_triton = device != "h200" and name.startswith("fp8-block")
             low = low if name in FP8 and not by_triton else None
             assert outcome["refused"] == [], name
             assert set(outcome["formats"]) == {base, low} - {None}, name

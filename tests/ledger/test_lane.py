@@ -25,7 +25,7 @@ def test_parts_of_the_gpu_lane_run_to_their_end(tmp_path):
         "--only",
         "peaks",
         "bf16-mixed",
-        "fp8-tensorwise",
+        "fp8-hybrid",
         "--out",
         tmp_path,
     ]

@@ -246,10 +246,10 @@ def test_norms_without_their_compiler_raise_transformer_engines_error():
 @pytest.mark.parametrize(
     "name",
     [
-        "fp8-tensorwise",
+        "fp8-hybrid",
         pytest.param("fp8-rowwise", marks=pytest.mark.rehearsed),
         "fp8-hybrid-te",
-        pytest.param("fp8-current", marks=pytest.mark.rehearsed),
+        pytest.param("fp8-current-te", marks=pytest.mark.rehearsed),
         "msamp-o3",
     ],
 )

@@ -11,7 +11,7 @@ from lightning_lowprec.private import transformer_engine
 from tests.ledger.budgets import BLOCK_GB, OPTIMIZER_BYTES, PEAK_GB
 from tests.ledger.counted import STACK, entry
 
-COMPILED = ("ours fp8-tensorwise", "ours fp8-rowwise", "ours fp8-rowwise-gw-hp")
+COMPILED = ("ours fp8-hybrid", "ours fp8-rowwise", "ours fp8-rowwise-gw-hp")
 BY_HAND = {
     "ours current, as by hand": "te current",
     "ours block, as by hand": "te block",
@@ -24,10 +24,10 @@ EVERYONE = sorted({*BLOCK_GB, *OPTIMIZER_BYTES, *PEAK_GB})
 REHEARSED = {
     "ours fp8-rowwise-gw-hp",
     "torchao rowwise_with_gw_hp, compiled",
-    "ours fp8-tensorwise, codes per GEMM",
+    "ours fp8-hybrid, codes per GEMM",
     "ours fp8-hybrid-te, blocks compiled",
 }
-"""The defaults of fp8-tensorwise, fp8-rowwise and fp8-hybrid-te stand for them."""
+"""The defaults of fp8-hybrid, fp8-rowwise and fp8-hybrid-te stand for them."""
 LEDGER = sorted((Path(__file__).parents[2] / "benchmarks/results").glob("null-gpu-*/ledger.json"))[-1]
 COMMITTED = {
     row["contender"]: Entry.from_json({**row, "kernels": []}) for row in json.loads(LEDGER.read_text())["entries"]
@@ -47,8 +47,8 @@ def test_ours_launches_what_the_same_code_by_hand_launches(ours):
 
 
 TORCHAO = {
-    "ours fp8-tensorwise": "torchao tensorwise, compiled",
-    "ours fp8-tensorwise, codes per GEMM": "torchao tensorwise, compiled",
+    "ours fp8-hybrid": "torchao tensorwise, compiled",
+    "ours fp8-hybrid, codes per GEMM": "torchao tensorwise, compiled",
     "ours fp8-rowwise": "torchao rowwise, compiled",
     "ours fp8-rowwise-gw-hp": "torchao rowwise_with_gw_hp, compiled",
 }
@@ -146,10 +146,10 @@ def test_fused_adamw_moves_28_bytes_per_parameter():
 
 
 PREDICTED = [
-    ("ours fp8-tensorwise-8bit, fp8 head", "lightning bf16-mixed, compiled, chunked loss", 1.52),
-    ("ours fp8-tensorwise-remainder, fp8 head", "lightning bf16-mixed, compiled, chunked loss", 1.44),
-    ("ours fp8-tensorwise-remainder, fp8 head", "lightning bf16-true, compiled, chunked loss", 1.33),
-    ("ours fp8-tensorwise-remainder, chunked loss", "lightning bf16-mixed, compiled, chunked loss", 1.36),
+    ("ours fp8-hybrid-8bit, fp8 head", "lightning bf16-mixed, compiled, chunked loss", 1.52),
+    ("ours fp8-hybrid-remainder, fp8 head", "lightning bf16-mixed, compiled, chunked loss", 1.44),
+    ("ours fp8-hybrid-remainder, fp8 head", "lightning bf16-true, compiled, chunked loss", 1.33),
+    ("ours fp8-hybrid-remainder, chunked loss", "lightning bf16-mixed, compiled, chunked loss", 1.36),
 ]
 
 
@@ -185,13 +185,13 @@ def test_the_peak_of_memory_is_within_its_budget(contender):
 
 def test_memory_at_rest_is_what_the_formats_say():
     """AdamW in float32: 4 bytes of weight, 4 of gradient, 8 of moments."""
-    found = entry("ours fp8-tensorwise")
+    found = entry("ours fp8-hybrid")
     held = {key: found.memory[key] / found.parameters for key in ("weights", "gradients", "optimizer")}
     assert held == pytest.approx({"weights": 4, "gradients": 4, "optimizer": 8}, rel=1e-3)
 
 
 def test_phases_and_blocks_add_up():
-    found = entry("ours fp8-tensorwise")
+    found = entry("ours fp8-hybrid")
     assert set(found.stretches) == set(PHASES)
     assert sum(found.phase(phase).kernels for phase in PHASES) == found.whole().kernels
     assert {str(index) for index in range(STACK.layers)} < set(found.stretches["forward"])

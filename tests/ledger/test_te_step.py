@@ -125,8 +125,8 @@ def test_the_last_word_is_that_of_the_context():
 
 FORMS = [
     ("fp8-hybrid-te-remainder", {}, torch.bfloat16),
-    ("fp8-current-sr", {}, torch.bfloat16),
-    ("fp8-block-master", {}, torch.float32),  # FSDP2's float32 shards are the masters
+    ("fp8-current-te-sr", {}, torch.bfloat16),
+    ("fp8-block-remainder", {}, torch.float32),  # FSDP2's float32 shards are the masters
     ("fp8-hybrid-te-remainder", {"fp8_params": True}, torch.bfloat16),
 ]
 

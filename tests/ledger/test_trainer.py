@@ -11,14 +11,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_lowprec.names import TABLE, without_backend
+from lightning_lowprec.names import TABLE
 from tests.representatives import representatives, updates_in_backward
 from tests.toys import Block
 
-SYNONYMS = {name for name in TABLE if name.startswith(("fp8-hybrid-torchao", "fp8-e4m3")) or without_backend(name)}
-NAMES = sorted({*representatives()} - SYNONYMS - {"mxfp8-te", "mxfp8-torchao", "nvfp4", "nvfp4-torchao"})
+NAMES = sorted({*representatives()} - {"fp8-e4m3", "mxfp8-te", "nvfp4-te", "mxfp8", "nvfp4-torchao"})
 """Each plugin, recipe and base dtype once."""
-COMPILED = {"fp8-tensorwise", "fp8-rowwise-master", "fp8-block-torchao", "fp8-lean", "int8-mixed", "msamp-o2"}
+COMPILED = {"fp8-hybrid", "fp8-rowwise-remainder", "fp8-block", "fp8-lean", "int8-mixed", "msamp-o2"}
 """Each backend, scales per tensor and per row, masters, and updates during the backward once with compiled blocks."""
 WIDTH, CLASSES = 32, 16
 
@@ -112,9 +111,7 @@ def test_fit_evaluate_save_and_resume(name, compiled, tmp_path):
     assert {p.device.type for p in again.parameters()} == {"cpu"}  # as the Trainer leaves any model
 
 
-@pytest.mark.parametrize(
-    "name", ["fp8-tensorwise", "fp8-hybrid-te", "fp8-tensorwise-fp16", "bf16-remainder", "msamp-o3"]
-)
+@pytest.mark.parametrize("name", ["fp8-hybrid", "fp8-hybrid-te", "fp8-hybrid-fp16", "bf16-remainder", "msamp-o3"])
 def test_the_learning_rate_finder_runs_and_restores(name, tmp_path):
     model = Classifier()
     run = trainer(name, tmp_path, name in COMPILED or not compiles(name), max_epochs=1)
@@ -127,10 +124,10 @@ def test_the_learning_rate_finder_runs_and_restores(name, tmp_path):
 @pytest.mark.parametrize(
     ("name", "compiled"),
     [
-        pytest.param("fp8-tensorwise", {"backend": "aot_eager"}, id="fp8-tensorwise, traced"),
-        pytest.param("fp8-tensorwise", True, id="fp8-tensorwise", marks=pytest.mark.rehearsed),
+        pytest.param("fp8-hybrid", {"backend": "aot_eager"}, id="fp8-hybrid, traced"),
+        pytest.param("fp8-hybrid", True, id="fp8-hybrid", marks=pytest.mark.rehearsed),
         pytest.param("fp8-rowwise", False, id="fp8-rowwise, eager"),
-        pytest.param("fp8-current", True, id="fp8-current"),
+        pytest.param("fp8-current-te", True, id="fp8-current-te"),
         pytest.param("fp8-hybrid-te", True, id="fp8-hybrid-te"),
         pytest.param("msamp-o3", False, id="msamp-o3, eager"),
         pytest.param("bf16-master", True, id="bf16-master"),

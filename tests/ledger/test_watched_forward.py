@@ -8,7 +8,7 @@ import lightning_lowprec  # noqa: F401  # registers the names
 
 
 def test_the_first_forward_can_be_captured():
-    fabric = L.Fabric(precision="fp8-tensorwise", accelerator="cuda", devices=1)
+    fabric = L.Fabric(precision="fp8-hybrid", accelerator="cuda", devices=1)
     model = fabric.setup(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).cuda())
     x, graph = torch.randn(32, 64, device="cuda"), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -19,11 +19,11 @@ LINEARS = 2 * HIDDEN * HIDDEN + 2 * HIDDEN * KEYS + 3 * HIDDEN * INNER  # of a b
 NORMS = 2 * HIDDEN
 ROOT = 2 * VOCABULARY * HIDDEN + HIDDEN
 PARAMETERS = LAYERS * (LINEARS + NORMS) + ROOT
-FLOAT8 = ("fp8-tensorwise", "fp8-hybrid-te", "fp8-current", "msamp-o3")
-KEPT = ("fp8-tensorwise", "fp8-hybrid-te", "fp8-current")
+FLOAT8 = ("fp8-hybrid", "fp8-hybrid-te", "fp8-current-te", "msamp-o3")
+KEPT = ("fp8-hybrid", "fp8-hybrid-te", "fp8-current-te")
 """Their ranks keep the codes of float8 shards between gathers: 1 byte per parameter."""
 STATE = {  # bytes of weight, gradient, master and moments per parameter
-    "bf16-mixed": 16, "bf16-true": 8, "fp8-tensorwise": 16, "fp8-rowwise": 16, "fp8-hybrid-te": 16, "fp8-current": 16,
+    "bf16-mixed": 16, "bf16-true": 8, "fp8-hybrid": 16, "fp8-rowwise": 16, "fp8-hybrid-te": 16, "fp8-current-te": 16,
     "bf16-master": 16, "bf16-remainder": 14, "bf16-8bit": 8, "bf16-sr": 12, "bf16-lean": 6,
 }  # fmt: skip
 PRECISIONS = (*STATE, "msamp-o3")
@@ -56,9 +56,9 @@ def test_a_rank_sends_what_the_formula_says(precision):
     assert row["wire"]["reduce_scatter"] == ring(4 * PARAMETERS, 8)
     assert row["wire"]["all_reduce"] == 0
     # delayed scaling reduces the amax of 3 operands per layer when the forward ends and when a block was recomputed,
-    # and of 2 in backward; in this process Transformer Engine goes on with them under fp8-current
+    # and of 2 in backward; in this process Transformer Engine goes on with them under fp8-current-te
     history = 2 * ring(4 * 7 * LAYERS * (3 * (1 + LAYERS) + 2), 8)
-    assert row["wire"]["other"] in {"fp8-hybrid-te": (history,), "fp8-current": (0, history)}.get(precision, (0,))
+    assert row["wire"]["other"] in {"fp8-hybrid-te": (history,), "fp8-current-te": (0, history)}.get(precision, (0,))
     promised = row["promised"]
     assert row["wire"]["all_gather"] == promised["all_gather_forward"] + promised["all_gather_backward"]
     for kind in ("reduce_scatter", "all_reduce", "scales"):
@@ -89,7 +89,7 @@ def test_a_rank_holds_what_the_plan_promises(precision):
     assert 0.9 * most <= memory["backward_peak"] <= most + WORKSPACES
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "fp8-tensorwise"])
+@pytest.mark.parametrize("precision", ["bf16-mixed", "fp8-hybrid"])
 def test_the_peak_of_wide_blocks(precision):
     """At 405B's width a block in backward needs more than the root at the end."""
     row = counted(precision, shape="405b", world=512)
@@ -104,10 +104,10 @@ def test_the_peak_of_wide_blocks(precision):
 
 def test_kept_codes_split_no_buffers_of_gathers(monkeypatch):
     """The allocator reserves what the codes need, beyond what the same precision reserves that keeps no codes."""
-    kept = counted("fp8-tensorwise", layers=8)["memory"]
-    name = TABLE["fp8-tensorwise"]
-    monkeypatch.setitem(TABLE, "fp8-tensorwise", replace(name, options={**name.options, "weight_codes": "per_gemm"}))
-    without = counted.__wrapped__("fp8-tensorwise", layers=8)["memory"]
+    kept = counted("fp8-hybrid", layers=8)["memory"]
+    name = TABLE["fp8-hybrid"]
+    monkeypatch.setitem(TABLE, "fp8-hybrid", replace(name, options={**name.options, "weight_codes": "per_gemm"}))
+    without = counted.__wrapped__("fp8-hybrid", layers=8)["memory"]
     codes = 8 * LINEARS // 8
     assert codes <= kept["state"] - without["state"] <= 1.02 * codes  # the allocator rounds
     assert codes <= kept["reserved"] - without["reserved"] <= codes + 2 * SEGMENT
@@ -127,7 +127,7 @@ def test_masters_as_remainders_are_made_in_place():
         ("bf16-remainder", 3, 2),
         ("fp8-rowwise", 6, 5),
         # forward: float32 to codes in one kernel; forward and backward: codes into the buffer; norms and root in bf16
-        ("fp8-tensorwise", 8, 4.9),
+        ("fp8-hybrid", 8, 4.9),
         ("fp8-hybrid-te", 8, 4.9),
         ("msamp-o3", 6, 4.2),
     ],
@@ -146,7 +146,7 @@ def test_what_runs_around_a_gather(precision, kernels, times):
     assert stages["scales"]["kernels"] <= (18 if precision in FLOAT8 else 0)
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "fp8-tensorwise"])
+@pytest.mark.parametrize("precision", ["bf16-mixed", "fp8-hybrid"])
 def test_copies_reduce_shards_of_gradients(precision):
     row = counted(precision, world=64, copies=8)
     assert row["wire"]["all_reduce"] == row["promised"]["all_reduce"] == 2 * ring(4 * PARAMETERS / 8, 8)
@@ -156,7 +156,7 @@ def test_copies_reduce_shards_of_gradients(precision):
     assert row["memory"]["state"] == pytest.approx(one_copy["memory"]["state"], abs=SMALL)
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "fp8-tensorwise"])
+@pytest.mark.parametrize("precision", ["bf16-mixed", "fp8-hybrid"])
 def test_tensor_parallelism(precision):
     row = counted(precision, world=64, tensor=8)
     linear = 1 if precision in FLOAT8 else 2

@@ -9,7 +9,7 @@ from lightning_lowprec.masters.optimizer import main_params
 from tests.precision.weights_left import Net, as_trained, fit
 
 NAMES = [
-    "half-auto", "fp8-tensorwise", "fp8-tensorwise-fp16", "bf16-master", "fp16-master", "bf16-remainder", "bf16-sr",
+    "half-auto", "fp8-hybrid", "fp8-hybrid-fp16", "bf16-master", "fp16-master", "bf16-remainder", "bf16-sr",
     "msamp-o2",
 ]  # fmt: skip
 MASTERS = ["bf16-master", "fp16-master", "bf16-remainder", "bf16-sr"]

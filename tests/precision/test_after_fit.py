@@ -18,7 +18,7 @@ NAMES = [
     "bf16-sr",
     "bf16-lean",
     "bf16-lean-sr",
-    "fp8-tensorwise",
+    "fp8-hybrid",
     "fp8-rowwise-remainder",
     "int8-mixed",
     "msamp-o2",
@@ -97,7 +97,7 @@ def test_a_model_that_was_loaded_predicts_as_after_fit(name, keep, tmp_path):
     assert same_bits(exact_weights(loaded), exact)
 
 
-@pytest.mark.parametrize("name", ["fp8-rowwise-remainder", "fp8-rowwise-master"])
+@pytest.mark.parametrize("name", ["fp8-rowwise-remainder"])
 def test_half_weights_come_back_as_the_run_has_rounded_them(name):
     seen = []
 
@@ -119,9 +119,7 @@ def test_half_weights_come_back_as_the_run_has_rounded_them(name):
     assert same_bits({fqn: p.detach() for fqn, p in module.named_parameters()}, before)
 
 
-@pytest.mark.parametrize(
-    "name", ["fp8-tensorwise", "fp8-rowwise-remainder", "fp8-rowwise-master", "msamp-o2", "msamp-o3"]
-)
+@pytest.mark.parametrize("name", ["fp8-hybrid", "fp8-rowwise-remainder", "msamp-o2", "msamp-o3"])
 def test_export_rounds_the_plain_weights_as_the_run_has_rounded_its_own(name):
     left, module = Net(), Net()
     ties = [OnTies()] if "remainder" in name else []

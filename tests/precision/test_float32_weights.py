@@ -15,7 +15,7 @@ from lightning_lowprec.masters.optimizer import main_params
 from lightning_lowprec.masters.registry import registry_of
 from tests.precision.weights_left import Net, as_trained, exact_weights, fit, same_bits, with_weights
 
-FLOAT32 = ["half-auto", "fp8-tensorwise", "fp8-rowwise", "msamp-o2", "msamp-o3"]
+FLOAT32 = ["half-auto", "fp8-hybrid", "fp8-rowwise", "msamp-o2", "msamp-o3"]
 MASTERS = ["bf16-master", "fp16-master", "bf16-remainder", "bf16-sr"]
 
 
@@ -107,7 +107,7 @@ def test_an_optimizer_that_has_stepped_in_bf16_goes_on_in_float32():
     plain = torch.optim.AdamW(same.parameters(), lr=1e-2)
     plain.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # torch casts the state to the weights' dtype
     for module, held in ((given, optimizer), (same, plain)):
-        fabric = L.Fabric(accelerator="cpu", devices=1, precision="fp8-tensorwise")
+        fabric = L.Fabric(accelerator="cpu", devices=1, precision="fp8-hybrid")
         wrapped, step = fabric.setup(module, held)
         for batch in Net().train_dataloader():
             fabric.backward((wrapped(batch) - 1).square().mean())
@@ -143,7 +143,7 @@ AFTER = [
     "fp16-master",
     "bf16-remainder",
     "bf16-sr",
-    "fp8-tensorwise",
+    "fp8-hybrid",
     "msamp-o1",
     "msamp-o2",
     "msamp-o3",

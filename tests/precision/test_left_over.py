@@ -15,7 +15,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
 
 
 @pytest.mark.parametrize("stock", STOCK)
-@pytest.mark.parametrize(("name", "title"), [("fp8-tensorwise", "torchao"), ("msamp-o2", "MS-AMP")])
+@pytest.mark.parametrize(("name", "title"), [("fp8-hybrid", "torchao"), ("msamp-o2", "MS-AMP")])
 def test_layers_that_were_left_warn_once(name, title, stock):
     module = Net()
     fit(as_trained(name), module)
@@ -31,7 +31,7 @@ def test_layers_that_were_left_warn_once(name, title, stock):
 
 def test_fabric_warns_too():
     module = Net()
-    fit(as_trained("fp8-tensorwise"), module)
+    fit(as_trained("fp8-hybrid"), module)
     fabric = L.Fabric(accelerator="cpu", devices=1, precision="32-true")
     with pytest.warns(UserWarning, match="still compute in low precision"):
         fabric.setup(module)
@@ -40,7 +40,7 @@ def test_fabric_warns_too():
 @pytest.mark.parametrize("name", ["fp8-rowwise", "half-auto", "bf16-master", "msamp-o1"])
 def test_a_precision_of_ours_does_not_warn(name):
     module = Net()
-    fit(as_trained("fp8-tensorwise"), module)
+    fit(as_trained("fp8-hybrid"), module)
     fit(name, module)  # warnings are errors
 
 

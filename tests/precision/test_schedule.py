@@ -141,10 +141,10 @@ def test_each_step_runs_in_its_phase_and_the_log_says_so_before_the_first(caplog
     assert model.validated == [(0, BF16), (5, ()), (10, FORWARD)]
     lines = [r.message for r in caplog.records if "phase" in r.message or "schedule" in r.message]
     assert lines == [
-        "fp8-tensorwise: schedule over 10 steps: steps 0 to 1: all GEMMs in bf16; steps 2 to 6: FP8; from step 7:"
+        "fp8-hybrid: schedule over 10 steps: steps 0 to 1: all GEMMs in bf16; steps 2 to 6: FP8; from step 7:"
         " forward in bf16.",
-        "fp8-tensorwise: step 2: phase 2 of 3: FP8.",
-        "fp8-tensorwise: step 7: phase 3 of 3: forward in bf16.",
+        "fp8-hybrid: step 2: phase 2 of 3: FP8.",
+        "fp8-hybrid: step 7: phase 3 of 3: forward in bf16.",
     ]
 
 
@@ -265,7 +265,7 @@ def test_fp16_counts_skipped_steps_and_switches_to_fp16():
 
 
 def test_the_callback_gives_a_name_the_schedule():
-    with_callback, _ = fit(None, precision="fp8-tensorwise", callbacks=[PrecisionSchedule(SCHEDULE)])
+    with_callback, _ = fit(None, precision="fp8-hybrid", callbacks=[PrecisionSchedule(SCHEDULE)])
     with_option, _ = fit(FP8TorchAO(schedule=SCHEDULE))
     assert with_callback.seen == with_option.seen
     assert same(weights(with_callback), weights(with_option))

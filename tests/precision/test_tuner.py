@@ -11,7 +11,7 @@ from tests.precision.weights_left import Net, exact_weights, fit, same_bits
 from tests.toys import ON_CPU
 
 MASTERS = ["bf16-master", "bf16-remainder", "bf16-8bit", "bf16-sr", "fp16-master"]
-NAMES = ["half-auto", *MASTERS, "fp8-tensorwise", "msamp-o2", "msamp-o3"]
+NAMES = ["half-auto", *MASTERS, "fp8-hybrid", "msamp-o2", "msamp-o3"]
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
     pytest.mark.filterwarnings(r"ignore:Detected call of `lr_scheduler.step\(\)`"),  # fp16 skips the first steps
@@ -36,7 +36,7 @@ def test_a_search_restores_the_model_and_the_training_after_it(name, search, tmp
         module.batch_size = 8
     assert same_bits(state(module), before)
     assert [p.dtype for p in module.parameters()] == [torch.float32] * 8
-    if name not in ("half-auto", "fp8-tensorwise"):
+    if name not in ("half-auto", "fp8-hybrid"):
         assert [type(m) for m in module.modules()] == types
     module.losses.clear()
     trainer.fit(module)

@@ -245,7 +245,7 @@ for make in (L.Fabric, L.Trainer):
     else:
         raise AssertionError("a name was accepted")
 trainer = L.Trainer(plugins=lightning_lowprec.FP8TorchAO(), accelerator="cpu", logger=False, enable_checkpointing=False)
-assert trainer.precision == "fp8-tensorwise"
+assert trainer.precision == "fp8-hybrid"
 L.Trainer(precision="bf16-mixed", accelerator="cpu", logger=False)
 lightning_lowprec.unregister()
 try:

@@ -43,7 +43,7 @@ def e4m3_of(values, dim, limit=448.0):
 # ---- the logits are those of the server
 
 
-@pytest.mark.parametrize("precision", ["fp8-rowwise", "fp8-tensorwise", "msamp-o3"])
+@pytest.mark.parametrize("precision", ["fp8-rowwise", "fp8-hybrid", "msamp-o3"])
 @pytest.mark.parametrize(
     ("format", "weights_only"),
     [("compressed-tensors", True), ("compressed-tensors", False), ("torchao", True)],
@@ -251,7 +251,7 @@ def assert_same_run(one, other):
         assert all(torch.equal(x[key], y[key]) for key in x if isinstance(x[key], torch.Tensor))
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-lean", "fp8-tensorwise", "msamp-o3"])
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-lean", "fp8-hybrid", "msamp-o3"])
 def test_a_run_with_the_callback_trains_bit_for_bit_as_one_without(precision):
     without = fit(precision, [])
     draws = torch.rand(1)

@@ -74,7 +74,7 @@ def test_rowwise_codes_are_those_of_torchaos_own_cast(tmp_path, format):
 
 @pytest.mark.parametrize("format", FP8_FORMATS)
 def test_tensorwise_codes_are_those_of_torchaos_own_cast_in_every_format(tmp_path, format):
-    model = converted(llama(), "fp8-tensorwise").train()
+    model = converted(llama(), "fp8-hybrid").train()
     export(model, tmp_path / "out", format)
     cast = with_one_scale(model.get_submodule(UP).weight)
     assert same_bits(tensors(tmp_path / "out")[codes_name(f"{UP}.weight", format)], cast._data)
@@ -138,7 +138,7 @@ def test_transformers_loads_the_stored_values(tmp_path, format):
 
 @pytest.mark.parametrize("format", ["hf", "hf-fp8-block", "compressed-tensors"])
 def test_experts_are_published_one_by_one_with_the_codes_of_the_stack(tmp_path, format):
-    model = converted(mixtral(), "fp8-tensorwise").train()
+    model = converted(mixtral(), "fp8-hybrid").train()
     export(model, tmp_path / "out", format, weights_only=format == "compressed-tensors")
     stack = model.model.layers[0].mlp.experts
     loaded = served(tmp_path / "out").model.layers[0].mlp.experts
@@ -231,7 +231,7 @@ def test_a_lora_adapter_is_kept_beside_codes_of_the_last_step(tmp_path):
 
 
 @pytest.mark.parametrize("format", FP8_FORMATS)
-@pytest.mark.parametrize("precision", ["fp8-rowwise", "fp8-tensorwise"])
+@pytest.mark.parametrize("precision", ["fp8-rowwise", "fp8-hybrid"])
 def test_several_files_written_in_parts_hold_what_one_holds(tmp_path, monkeypatch, precision, format):
     model = converted(llama(), precision)
     whole = export(model, tmp_path / "one", format)

@@ -51,8 +51,8 @@ def test_what_is_not_known_is_left_out(tmp_path, base):
 
 def test_a_trainer_knows_the_precision(tmp_path):
     module = Task(llama(), causal_loss)
-    trainer = L.Trainer(accelerator="cpu", devices=1, precision="fp8-tensorwise", max_steps=1, barebones=True)
+    trainer = L.Trainer(accelerator="cpu", devices=1, precision="fp8-hybrid", max_steps=1, barebones=True)
     trainer.fit(module, torch.utils.data.DataLoader(torch.ones(4, 16, dtype=torch.long), batch_size=2))
     lightning_lowprec.export(module, tmp_path / "small", progress=False)
     text = ModelCard.load(tmp_path / "small" / "README.md").text
-    assert "| precision of the training | `fp8-tensorwise` |" in text
+    assert "| precision of the training | `fp8-hybrid` |" in text

@@ -54,7 +54,7 @@ def _losses(trainer, module, data, evaluation):
 def _train(rank, folder):
     warnings.simplefilter("ignore")
     found = {}
-    for precision in ("fp8-tensorwise", "msamp-o3"):
+    for precision in ("fp8-hybrid", "msamp-o3"):
         module = Module()
         data = torch.utils.data.DataLoader(TOKENS, batch_size=4)
         evaluation = LowPrecisionEval(weights_only=True)
@@ -144,7 +144,7 @@ def trained(tmp_path_factory):
     return folder, run(_train, 2, folder, str(folder))
 
 
-@pytest.mark.parametrize("precision", ["fp8-tensorwise", "msamp-o3"])
+@pytest.mark.parametrize("precision", ["fp8-hybrid", "msamp-o3"])
 def test_every_rank_gets_whole_tensors_and_one_rank_writes_them(trained, precision):
     folder, ranks = trained
     stored = tensors(folder / precision)
@@ -157,7 +157,7 @@ def test_every_rank_gets_whole_tensors_and_one_rank_writes_them(trained, precisi
     assert config(folder / precision)["architectures"] == ["LlamaForCausalLM"]
 
 
-@pytest.mark.parametrize("precision", ["fp8-tensorwise", "msamp-o3"])
+@pytest.mark.parametrize("precision", ["fp8-hybrid", "msamp-o3"])
 def test_evaluation_of_a_sharded_model_is_that_of_its_export_with_codes_cut_over_the_ranks(trained, precision):
     folder, ranks = trained
     weights = {name: w for name, w in decoded(folder / precision, "compressed-tensors").items() if "_proj" in name}
@@ -170,7 +170,7 @@ def test_evaluation_of_a_sharded_model_is_that_of_its_export_with_codes_cut_over
         assert rank["without"]
 
 
-@pytest.mark.parametrize("precision", ["fp8-tensorwise", "msamp-o3"])
+@pytest.mark.parametrize("precision", ["fp8-hybrid", "msamp-o3"])
 def test_the_folder_of_shards_becomes_the_same_folder(trained, precision, tmp_path, capsys):
     folder, _ = trained
     source = folder / f"{precision}.ckpt"

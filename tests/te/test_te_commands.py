@@ -23,20 +23,20 @@ def test_doctor():
     assert facts["backends"]["Transformer Engine"] == "imports"
     assert facts["versions"]["transformer-engine"] == "2.20.2"
     verdicts = {verdict["name"]: verdict for verdict in facts["precisions"]}
-    for name in ("fp8-hybrid-te", "fp8-current", "fp8-block", "mxfp8-te", "nvfp4", "fp8-e4m3-te-fp16"):
+    for name in ("fp8-hybrid-te", "fp8-current-te", "fp8-block-te", "mxfp8-te", "nvfp4-te", "fp8-hybrid-te-fp16"):
         assert not verdicts[name]["runs"]
         assert "cpu is no NVIDIA GPU, and Transformer Engine computes on NVIDIA GPUs only [" in verdicts[name]["reason"]
     assert verdicts["fp8-hybrid"]["emulated"]  # torchao's
 
 
 def test_doctor_for_one_name():
-    assert "NVIDIA GPUs only" in run("-m", "lightning_lowprec.tools.cli", "doctor", "--for", "fp8-current", code=1)
+    assert "NVIDIA GPUs only" in run("-m", "lightning_lowprec.tools.cli", "doctor", "--for", "fp8-current-te", code=1)
 
 
 def test_the_example_is_refused_with_the_way_out(tmp_path):
     said = run(str(ROOT / "examples" / "te_llama.py"), "--steps=1", "--hidden=64", "--layers=1", code=1)
     assert "`precision='fp8-hybrid-te'` cannot run" in said
-    assert "'fp8-hybrid-torchao' emulates FP8 on CPU" in said
+    assert "'fp8-hybrid' emulates FP8 on CPU" in said
 
 
 def test_importing_the_package_imports_neither_backend():

@@ -90,18 +90,3 @@ def test_sharded(tmp_path):
     for entry in found[0].values():  # rank 0 has the whole model
         assert entry["keys"] == list(Net().state_dict())
         assert rank["meta"]["scales"] == [0.0, 1.0, 2.0, 3.0]
-
-
-def disagree(rank, precision):
-    from lightning_lowprec.precision.state import check_ranks_agree
-
-    try:
-        check_ranks_agree(precision, ["transformer_engine", "torchao"][rank])
-    except RuntimeError as error:
-        return str(error)
-
-
-def test_ranks_that_would_choose_differently(tmp_path):
-    for message in run(disagree, 2, tmp_path, "fp8-hybrid-fp16"):
-        assert "transformer_engine on ranks 0 and torchao on ranks 1" in message
-        assert "'fp8-hybrid-te-fp16' or 'fp8-hybrid-torchao-fp16'" in message

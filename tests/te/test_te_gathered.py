@@ -257,7 +257,7 @@ def test_a_weight_that_is_computed_at_each_forward_is_not_gathered(monkeypatch):
 def test_tensor_parallelism_is_refused(results):
     for rank in results:
         assert "cuts 'blocks.0.0', a layer of Transformer Engine" in rank["cut"]
-        assert "'fp8-tensorwise'" in rank["cut"]
+        assert "'fp8-hybrid'" in rank["cut"]
 
 
 def test_training_is_that_of_one_process(results):

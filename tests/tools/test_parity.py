@@ -65,9 +65,9 @@ def test_the_codes_of_the_last_step_give_the_forward_that_trained(exported, form
 def test_the_codes_of_blocks_give_the_forward_that_trained(tmp_path, capsys):
     model = llama()
     torch.save(model.state_dict(), tmp_path / "last.ckpt")
-    converted(model, names.create("fp8-block-torchao"))
+    converted(model, names.create("fp8-block"))
     lightning_lowprec.export(model, tmp_path / "out", format="hf-fp8-block", dtype="fp32", progress=False)
-    command = ["parity", str(tmp_path / "last.ckpt"), str(tmp_path / "out"), "--precision=fp8-block-torchao", "--json"]
+    command = ["parity", str(tmp_path / "last.ckpt"), str(tmp_path / "out"), "--precision=fp8-block", "--json"]
     assert main(command) == 0
     assert json.loads(capsys.readouterr().out)["weights"] == {"mean": 0.0, "max": 0.0}
 

@@ -76,17 +76,17 @@ def test_the_all_gather_column_knows_which_recipes_gather_float8(tmp_path, capsy
             "fp8-hybrid",
             "fp8-rowwise",
             "fp8-hybrid-te",
-            "fp8-current",
+            "fp8-current-te",
             "fp8-block-te",
-            "fp8-block-torchao",
+            "fp8-block",
             "nvfp4-torchao",
         )
     }
     linears = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336
     assert gathered["fp8-rowwise"] - gathered["fp8-hybrid"] == linears
-    assert gathered["fp8-hybrid-te"] == gathered["fp8-current"] == gathered["fp8-hybrid"]
+    assert gathered["fp8-hybrid-te"] == gathered["fp8-current-te"] == gathered["fp8-hybrid"]
     assert gathered["fp8-block-te"] == gathered["fp8-rowwise"]
-    assert gathered["fp8-block-torchao"] == gathered["fp8-hybrid"]
+    assert gathered["fp8-block"] == gathered["fp8-hybrid"]
     assert gathered["fp8-hybrid"] - gathered["nvfp4-torchao"] == linears / 2, "two parameters in a byte"
     recipes = ["--recipe", "*.o_proj=rowwise", '*.q_proj={"grad_input": "bf16"}', "*=tensorwise"]
     data = run_json(capsys, config, "--precision", "fp8-hybrid", *recipes, "--shards", 8)
@@ -102,11 +102,11 @@ def test_what_one_rank_holds_and_sends(tmp_path, capsys):
     linears = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336
     block, root = linears + 2 * 4096, 2 * 128256 * 4096 + 4096
     everything = 2 * block + root
-    data = run_json(capsys, config, "--precision", "fp8-tensorwise", "--shards", 8, "--copies", 4)
+    data = run_json(capsys, config, "--precision", "fp8-hybrid", "--shards", 8, "--copies", 4)
     by_name = {row["precision"]: row for row in data["per_rank"]}
     state = {"32-true": 16, "bf16-true": 8, "bf16-sr": 12, "bf16-remainder": 14, "bf16-master": 16, "bf16-mixed": 16}
     state |= {"bf16-lean-sr": 4, "bf16-lean": 6, "bf16-8bit": 8}
-    float8 = by_name.pop("fp8-tensorwise")
+    float8 = by_name.pop("fp8-hybrid")
     assert {name: row["state"] * 8 / everything for name, row in by_name.items()} == state
     assert float8["state"] * 8 == 16 * everything + 2 * linears, "the rank keeps the codes of its shards"
     assert by_name["bf16-mixed"]["in_flight"] == 6 * root, "more than a block beside the root"
@@ -123,7 +123,7 @@ def test_what_one_rank_holds_and_sends(tmp_path, capsys):
     assert nvfp4["sent"]["all_gather_backward"] == 2 * (linears / 2 + 2 * 2 * 4096) * 7 / 8
     # largest values of weights, or of their tiles, are reduced over 8 ranks in float32: 7 Linears in each of 2 blocks
     assert sent["scales"] == 2 * 7 / 8 * 4 * 2 * 7
-    for name, tile in (("fp8-block-torchao", 128), ("mxfp8-torchao", 32), ("nvfp4-torchao", 16)):
+    for name, tile in (("fp8-block", 128), ("mxfp8", 32), ("nvfp4-torchao", 16)):
         of_tiles = run_json(capsys, config, "--precision", name, "--shards", 8)["per_rank"][-1]["sent"]
         assert of_tiles["scales"] == 2 * 7 / 8 * 4 * 2 * linears / tile**2
     # MS-AMP under FSDP2: codes are gathered, gradients are float32; O2 does not run there
@@ -156,7 +156,7 @@ def test_a_mixture_counts_what_a_token_uses(capsys):
     of_experts, of_attention = 6 * 2 * 3 * 4096 * 14336, 6 * (2 * 4096 + 2 * 1024) * 4096
     everything = of_attention + of_experts
     for precision, in_fp8 in (
-        ("fp8-hybrid", everything), ("fp8-block-torchao", everything), ("fp8-hybrid-te", of_attention)
+        ("fp8-hybrid", everything), ("fp8-block", everything), ("fp8-hybrid-te", of_attention)
     ):  # fmt: skip
         data = run_json(capsys, "mixtral", "--args", json.dumps(config), "--precision", precision)
         experts = [row for row in data["plan"] if row["kind"] == "stacked experts"]
@@ -263,7 +263,7 @@ def test_conv1ds_of_gpt2_convert(capsys):
     assert data["flops_per_token"]["fp8"] == 6 * 12 * 12 * 768**2
     torchao, by_te = (run_json(capsys, "gpt2", f"--precision=fp8-hybrid-{of}")["bytes"][-1] for of in ("torchao", "te"))
     assert by_te["gathered"] - torchao["gathered"] == 12 * 12 * 768**2, "Transformer Engine's are gathered in bf16"
-    assert main(["plan", "gpt2", "--precision=fp8-tensorwise", "--shards=5"]) != 0
+    assert main(["plan", "gpt2", "--precision=fp8-hybrid", "--shards=5"]) != 0
     assert "'transformer.h.0.attn.c_attn' has 768 input features" in capsys.readouterr().err
 
 
@@ -323,7 +323,7 @@ def test_a_checkpoint_whose_modules_are_called_like_methods(tmp_path, capsys):
     assert {row["fqn"] for row in rows} == {"forward", "train.eval"}
 
 
-@pytest.mark.parametrize(("name", "converted"), [("fp8-current", 2), ("mxfp8", 1), ("fp8-hybrid-te", 2)])
+@pytest.mark.parametrize(("name", "converted"), [("fp8-current-te", 2), ("mxfp8", 1), ("fp8-hybrid-te", 2)])
 def test_plans_of_transformer_engine_need_none(name, converted, tmp_path, monkeypatch, capsys):
     (tmp_path / "two.py").write_text(
         "from torch import nn\n\n\nclass Two(nn.Sequential):\n    def __init__(self):\n"

@@ -91,8 +91,8 @@ def largest(peaks):
         ("bf16-sr", 2, None, 8),
         ("bf16-lean", 2, None, 4 + 2 / 256),
         ("bf16-lean-sr", 2, None, 2 + 2 / 256),
-        ("fp8-tensorwise", 4, 4, 8),
-        ("fp8-tensorwise-remainder", 2, None, 10),
+        ("fp8-hybrid", 4, 4, 8),
+        ("fp8-hybrid-remainder", 2, None, 10),
     ],
 )
 def test_bytes_of_a_weight_by_precision(precision, weight, gradient, state):
@@ -129,7 +129,7 @@ def test_activations_and_what_checkpointing_leaves_of_them():
 def test_a_checkpoint_around_compiled_blocks_is_simulated():
     """The blocks of FP8 names are compiled; the forward within a checkpoint saves what its recomputation saves."""
     kept, again = (
-        peaks_of(Stack, "fp8-tensorwise", 3, checkpointing, batch=1024)["forward"]["activations"]
+        peaks_of(Stack, "fp8-hybrid", 3, checkpointing, batch=1024)["forward"]["activations"]
         for checkpointing in (False, True)
     )
     assert again <= kept - 2 * 1024 * 4 * SIDE, "the inputs of blocks stay, what a block computes does not"
@@ -158,7 +158,7 @@ def test_torchs_own_tracker_agrees():
     assert sum(largest(ours).values()) - of_cublas == pytest.approx(theirs, rel=0.01)
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-remainder", "fp8-tensorwise"])
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-remainder", "fp8-hybrid"])
 def test_extrapolation_is_the_simulation_of_all_blocks(precision):
     assert longest_run(on_meta(Stack, 4)) is None
     assert longest_run(on_meta(Stack, 5)).length == 5
@@ -187,7 +187,7 @@ def test_one_rank_of_fsdp2_holds_its_share(shallow):
     found = {verdict.precision: verdict.peak["state"] for verdict in report.verdicts}
     assert found["bf16-remainder"] == pytest.approx(14 * total / 4, rel=0.08)
     assert found["bf16-sr"] == pytest.approx(12 * total / 4, rel=0.1)
-    compiled = fits(on_meta(Stack, 1), "80GB", names=["fp8-tensorwise"], devices=4, batch=64)
+    compiled = fits(on_meta(Stack, 1), "80GB", names=["fp8-hybrid"], devices=4, batch=64)
     verdicts = [*report.verdicts, *compiled.verdicts]
     assert all(verdict.at.startswith(("forward", "backward", "optimizer")) for verdict in verdicts)
 
@@ -202,7 +202,7 @@ def test_sizes_of_gpus(text, size):
 
 
 def test_a_gpu_without_fp8_refuses_fp8():
-    verdict = fits(on_meta(Square), "A100", names=["fp8-tensorwise"]).verdicts[0]
+    verdict = fits(on_meta(Square), "A100", names=["fp8-hybrid"]).verdicts[0]
     assert "no FP8 tensor cores" in verdict.refused
 
 
@@ -215,13 +215,13 @@ def config(tmp_path):
 def test_the_command(shallow, tmp_path, capsys):
     words = ["plan", config(tmp_path), "--fits", "2GB", "--seq", "128", "--batch", "2", "--json"]
     page = tmp_path / "page.md"
-    assert main([*words, "--precisions", "bf16-sr,msamp-o2,fp8-current", "--markdown", str(page)]) == 0
+    assert main([*words, "--precisions", "bf16-sr,msamp-o2,fp8-current-te", "--markdown", str(page)]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["simulated"] is True
     assert "all 5 equal blocks" in data["extrapolated"]
     assert data["margin"] == {"share": 0.05, "bytes": 10**9}
     assert {row["precision"]: row["fits"] for row in data["verdicts"]} == {
-        "bf16-sr": True, "msamp-o2": False, "fp8-current": False,
+        "bf16-sr": True, "msamp-o2": False, "fp8-current-te": False,
     }  # fmt: skip
     text = page.read_text()
     assert "Simulated, not measured" in text
@@ -259,7 +259,7 @@ def test_metrics_of_torchmetrics_are_simulated(tmp_path, capsys, monkeypatch):
     (tmp_path / "with_metrics.py").write_text(METRICS)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    names = ["--precisions", "bf16-mixed,bf16-lean,fp8-tensorwise"]
+    names = ["--precisions", "bf16-mixed,bf16-lean,fp8-hybrid"]
     assert main(["plan", "with_metrics.Model", "--data", "with_metrics.Data", "--fits", "H200", *names]) == 0
     text = capsys.readouterr().out
     assert "Simulated, not measured" in text
@@ -340,7 +340,7 @@ def test_torch_knows_every_operation_of_autocast():
 def test_nothing_is_left_behind():
     """The process can train after a simulation."""
     before = torch.nn.functional.linear, torch.cuda.is_available(), torch.compile
-    peaks_of(Square, "fp8-tensorwise")
+    peaks_of(Square, "fp8-hybrid")
     assert (torch.nn.functional.linear, torch.cuda.is_available(), torch.compile) == before
     x = torch.ones(2, 2, requires_grad=True)
     (x @ x).sum().backward()

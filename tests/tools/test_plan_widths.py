@@ -191,8 +191,8 @@ def test_the_table_says_what_is_seen(name, quiet):
 def test_a_change_of_what_runs_is_seen(monkeypatch, quiet):
     monkeypatch.setitem(adamw_sgd._ADAMW_MOMENTS, "exp_avg", FP16)
     assert trained("msamp-o3")["moments"] == "fp16"
-    monkeypatch.setitem(names.TABLE, "fp8-tensorwise", names.TABLE["fp8-rowwise-gw-hp"])
-    assert trained("fp8-tensorwise")["grad_weight"] == "bf16"
+    monkeypatch.setitem(names.TABLE, "fp8-hybrid", names.TABLE["fp8-rowwise-gw-hp"])
+    assert trained("fp8-hybrid")["grad_weight"] == "bf16"
 
 
 def test_only_transformer_engine_and_16_mixed_do_not_run_here():

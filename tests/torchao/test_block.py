@@ -1,4 +1,4 @@
-"""`fp8-block-torchao` against DeepSeek-V3's recipe, written here from the paper in integers, bit for bit."""
+"""`fp8-block` against DeepSeek-V3's recipe, written here from the paper in integers, bit for bit."""
 
 import itertools
 import json
@@ -148,7 +148,7 @@ def test_exports_hold_the_codes_of_the_forward(tmp_path):
     torch.manual_seed(0)
     sizes = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 2, "num_hidden_layers": 1}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=64))
-    fabric = L.Fabric(accelerator="cpu", devices=1, precision="fp8-block-torchao")
+    fabric = L.Fabric(accelerator="cpu", devices=1, precision="fp8-block")
     fabric.setup_module(model)
     report = export(model, tmp_path / "out", format="hf-fp8-block")
     assert (report.same, report.other) == (7, 0)
@@ -164,7 +164,7 @@ def test_exports_hold_the_codes_of_the_forward(tmp_path):
 def test_the_name_without_a_backend_is_transformer_engines_where_it_is_installed():
     from importlib.util import find_spec
 
-    here = "fp8-block-te" if find_spec("transformer_engine") else "fp8-block-torchao"
+    here = "fp8-block-te" if find_spec("transformer_engine") else "fp8-block"
     assert TABLE["fp8-block"].plugin is TABLE[here].plugin
     assert create("fp8-block").precision == "fp8-block"
     assert TABLE["fp8-block-sr"].plugin is TABLE[f"{here}-sr"].plugin

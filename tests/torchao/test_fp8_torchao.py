@@ -62,9 +62,9 @@ def test_keep_is_a_list():
 @pytest.mark.parametrize(
     ("options", "name"),
     [
-        ({}, "fp8-tensorwise"),
-        ({"base": "fp16"}, "fp8-tensorwise-fp16"),
-        ({"fp8_format": "e4m3"}, "fp8-e4m3-torchao"),
+        ({}, "fp8-hybrid"),
+        ({"base": "fp16"}, "fp8-hybrid-fp16"),
+        ({"fp8_format": "e4m3"}, "fp8-e4m3"),
         ({"recipe": "rowwise"}, "fp8-rowwise"),
         ({"recipe": "rowwise_with_gw_hp"}, "fp8-rowwise-gw-hp"),
     ],
@@ -78,11 +78,11 @@ def test_it_says_what_it_converted_and_that_cpu_emulates(caplog):
     fabric(FP8TorchAO(keep=["blocks.0.up"])).setup(Stack())
     lines = [record.getMessage() for record in caplog.records]
     converted = (
-        "fp8-tensorwise: converted 5 of 7 linear layers, kept 2 in bf16: kept by 'blocks.0.up' ('blocks.0.up');"
+        "fp8-hybrid: converted 5 of 7 linear layers, kept 2 in bf16: kept by 'blocks.0.up' ('blocks.0.up');"
         " output head (by name) ('head')."
     )
     assert converted in lines
-    assert any(line.startswith("fp8-tensorwise: FP8 is emulated on cpu") for line in lines)
+    assert any(line.startswith("fp8-hybrid: FP8 is emulated on cpu") for line in lines)
 
 
 def test_a_model_in_which_nothing_converts_raises_with_the_plan():
@@ -360,4 +360,4 @@ def test_min_gain_says_what_it_assumes(caplog):
     fabric(FP8TorchAO(min_gain="auto", tokens=4096)).setup(Stack())
     lines = [record.getMessage() for record in caplog.records]
     assert any("min_gain='auto' converts none of the 7" in line and "4096 tokens" in line for line in lines)
-    assert any(line.startswith("fp8-tensorwise: min_gain assumes 4096 tokens") for line in lines)
+    assert any(line.startswith("fp8-hybrid: min_gain assumes 4096 tokens") for line in lines)

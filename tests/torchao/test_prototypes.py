@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.utils import counters
 
-from lightning_lowprec import FP8TE, FP8TorchAO, HalfMixed, Int8TorchAO, MXFP8TorchAO
+from lightning_lowprec import FP8TorchAO, HalfMixed, Int8TorchAO, MXFP8TorchAO
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.recipe_map import GEMMS, LayerRecipe
 from lightning_lowprec.names import TABLE, create
@@ -174,7 +174,7 @@ def test_each_gemm_is_that_of_bf16_mixed_or_of_the_arithmetic(kind, conv1d):
 
 
 @pytest.mark.parametrize("suffix", ["-master", "-remainder", "-sr"])
-@pytest.mark.parametrize("stem", ["int8-mixed", pytest.param("mxfp8-torchao", marks=needs_mxfp8)])
+@pytest.mark.parametrize("stem", ["int8-mixed", pytest.param("mxfp8", marks=needs_mxfp8)])
 def test_names_over_bf16_weights_train(stem, suffix):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(IN, OUT), nn.LayerNorm(OUT), nn.Linear(OUT, IN))
@@ -288,7 +288,7 @@ def test_conversion_is_in_place_and_is_undone(plugin):
 
 def test_names_train_a_gpt_within_one_percent_of_bf16():
     """200 steps of text that has something to learn."""
-    names, finals = ("int8-mixed", *([] if NO_MXFP8 else ["mxfp8-torchao"])), {}
+    names, finals = ("int8-mixed", *([] if NO_MXFP8 else ["mxfp8"])), {}
     for precision in ("bf16-mixed", *names):
         torch.manual_seed(0)
         model = ByteGPT(depth=1, width=32, heads=2, block_size=24)
@@ -411,15 +411,7 @@ def test_a_layer_keeps_its_arithmetic_and_a_plan_needs_wide_layers():
             made.convert_module(nn.Linear(48 if multiple == 32 else 24, 48))
 
 
-def test_mxfp8_means_what_is_installed_and_a_checkpoint_of_the_other_raises():
-    here = FP8TE if find_spec("transformer_engine") else MXFP8TorchAO
-    assert TABLE["mxfp8"].plugin is type(create("mxfp8")) is here
-    assert create("mxfp8").precision == "mxfp8"
-    assert MXFP8TorchAO().precision == "mxfp8-torchao"
-    other = "torchao" if here is FP8TE else "transformer_engine"
-    pinned = {"torchao": "mxfp8-torchao", "transformer_engine": "mxfp8-te"}
-    with pytest.raises(
-        RuntimeError, match=rf"trained by {other}, and here `precision='mxfp8'`.* use '{pinned[other]}'"
-    ):
-        create("mxfp8").load_state_dict({"backend": other})
-    create("mxfp8-torchao").load_state_dict({"backend": "transformer_engine"})
+def test_mxfp8_is_ours_whatever_is_installed():
+    assert TABLE["mxfp8"].plugin is type(create("mxfp8")) is MXFP8TorchAO
+    assert create("mxfp8").precision == MXFP8TorchAO().precision == "mxfp8"
+    create("mxfp8").load_state_dict({"backend": "transformer_engine"})

@@ -176,12 +176,12 @@ def test_the_plan_command_shows_the_recipe_of_each_row_and_counts_by_it(tmp_path
     (tmp_path / "net.py").write_text(CLASS)
     source = f"{tmp_path / 'net.py'}:Net"
     patterns = ["--recipe", '0={"forward": "bf16"}', "1=rowwise", "*=tensorwise"]
-    assert main(["plan", source, "--precision=fp8-tensorwise", *patterns]) == 0
+    assert main(["plan", source, "--precision=fp8-hybrid", *patterns]) == 0
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line[:1].isdigit()}
     assert "FP8 (tensorwise, forward in bf16)" in lines["0"]
     assert "FP8 (rowwise)" in lines["1"]
     assert "FP8 (tensorwise)" in lines["2"]
-    assert main(["plan", source, "--precision=fp8-tensorwise", "--json", *patterns]) == 0
+    assert main(["plan", source, "--precision=fp8-hybrid", "--json", *patterns]) == 0
     data = json.loads(capsys.readouterr().out)
     assert [row["recipe"] for row in data["plan"]] == ["tensorwise, forward in bf16", "rowwise", "tensorwise"]
     assert data["flops_per_token"]["fp8"] == 4 * 2048 + 6 * 2048 + 6 * 1024
@@ -191,7 +191,7 @@ def test_the_plan_command_shows_the_recipe_of_each_row_and_counts_by_it(tmp_path
         (["0={forward}"], "is no JSON"),
         (["7=rowwise", "*=rowwise"], "`recipe['7']` matches no linear layer"),
     ):
-        assert main(["plan", source, "--precision=fp8-tensorwise", "--recipe", *wrong]) == 2
+        assert main(["plan", source, "--precision=fp8-hybrid", "--recipe", *wrong]) == 2
         assert message in capsys.readouterr().err
     assert main(["plan", source, "--precision=msamp-o2", "--recipe", "*=rowwise"]) == 2
     assert "has no recipes per layer" in capsys.readouterr().err

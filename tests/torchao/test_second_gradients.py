@@ -8,7 +8,7 @@ from torch import nn
 from lightning_lowprec import FP8TorchAO, Int8TorchAO
 from tests.quality import expect_db, sqnr
 
-NAMES = ("fp8-tensorwise", "fp8-rowwise", "fp8-rowwise-gw-hp")
+NAMES = ("fp8-hybrid", "fp8-rowwise", "fp8-rowwise-gw-hp")
 
 
 def layer(rows=16):
@@ -96,7 +96,7 @@ TRANSFORMS = {
 
 @pytest.mark.parametrize(
     ("name", "class_name", "plugin", "option"),
-    [("fp8-tensorwise", "FP8Linear", FP8TorchAO, "fp8_eval"), ("int8-mixed", "CodedLinear", Int8TorchAO, "int8_eval")],
+    [("fp8-hybrid", "FP8Linear", FP8TorchAO, "fp8_eval"), ("int8-mixed", "CodedLinear", Int8TorchAO, "int8_eval")],
 )
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_torch_func_says_the_way_out_which_works(transform, name, class_name, plugin, option):
@@ -112,8 +112,8 @@ def test_torch_func_says_the_way_out_which_works(transform, name, class_name, pl
 def test_export_says_the_way_out_which_works():
     linear, x, _ = layer()
     with pytest.raises(RuntimeError, match=r"`torch.export` .* cannot export FP8Linear.*fp8_eval=False"):
-        torch.export.export(in_fp8(linear, "fp8-tensorwise").module, (x,))
+        torch.export.export(in_fp8(linear, "fp8-hybrid").module, (x,))
     plain, _, _ = layer()
-    model = in_fp8(linear, "fp8-tensorwise", fp8_eval=False).module.eval()
+    model = in_fp8(linear, "fp8-hybrid", fp8_eval=False).module.eval()
     torch.testing.assert_close(torch.export.export(model, (x,)).module()(x), plain(x))
     torch.testing.assert_close(torch.jit.trace(model, x)(x), plain(x))

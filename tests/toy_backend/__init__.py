@@ -8,7 +8,6 @@ BACKEND = Backend(
     name="toy",
     title="Toy",
     names={"fp8-toy": PrecisionName(plugin_class=Toy, summary="weights and inputs rounded to e4m3", gathers_fp8=True)},
-    suffix="-toy",
     layers_from=("tests.toy_backend.",),
     revert=revert,
 )

@@ -400,7 +400,7 @@ def test_float8_shards_under_fsdp2_get_new_scales(launches, monkeypatch):
     for devices in ({"cpu"}, set()):
         monkeypatch.setattr(kernel_step, "DEVICES", devices)
         monkeypatch.setattr(deferred, "DEVICES", devices)
-        fabric = L.Fabric(accelerator="cpu", devices=1, strategy="fsdp2", precision="fp8-tensorwise-remainder")
+        fabric = L.Fabric(accelerator="cpu", devices=1, strategy="fsdp2", precision="fp8-hybrid-remainder")
         fabric.launch()
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32))

@@ -19,8 +19,8 @@ from lightning_lowprec.tools.planning.simulation import DEPTHS, Simulator
 from lightning_lowprec.tools.planning.source import load
 
 DEFAULT_NAMES: Final = (
-    "bf16-mixed", "bf16-true", "bf16-master", "bf16-remainder", "bf16-sr", "bf16-8bit", "bf16-lean", "fp8-tensorwise",
-    "fp8-rowwise", "fp8-tensorwise-remainder", "fp8-tensorwise-8bit",
+    "bf16-mixed", "bf16-true", "bf16-master", "bf16-remainder", "bf16-sr", "bf16-8bit", "bf16-lean", "fp8-hybrid",
+    "fp8-rowwise", "fp8-hybrid-remainder", "fp8-hybrid-8bit",
 )  # fmt: skip
 MARGIN_SHARE: Final = 0.05  # of the peak: for memory that the allocator holds in pieces that do not fit
 MARGIN: Final = 10**9  # bytes: for CUDA's context, the kernels and NCCL
