@@ -31,7 +31,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_lowprec.conversion import in_place
-from lightning_lowprec.conversion.plain_first import RefusedQConfig
 from lightning_lowprec.losses import linear_cross_entropy
 from lightning_lowprec.numerics.kernel_operands import ALIGNMENT
 from lightning_lowprec.numerics.tensor_cores import Emulation
@@ -60,7 +59,6 @@ class LossHead(nn.Linear):
 
     kind: HeadKind
     emulate: Emulation | None
-    qconfig = RefusedQConfig()
 
     def forward(self, input: Tensor, task: Task = None) -> Any:
         """[*, K] -> [*, V]; in training without a task LazyLogits, with the arguments of a loss the loss."""

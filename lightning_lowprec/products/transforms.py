@@ -32,7 +32,8 @@ def check_call(layer: str, remedy: str = PLAIN_IN_EVALUATION) -> None:
         )
     if is_tracing():
         raise RuntimeError(
-            f"`torch.jit.trace` cannot trace {layer}, a layer in low precision. {PLAIN_FIRST}. Other ways: {remedy}"
+            f"`torch.jit.trace` cannot trace {layer}, a layer in low precision. Lightning's TensorBoardLogger traces"
+            f" the model with `log_graph=True`: write `log_graph=False`. {PLAIN_FIRST}. Other ways: {remedy}"
         )
     if are_transforms_active():
         refused = "`torch.func` (grad, vmap, jvp, jacrev, ...) does not run through"

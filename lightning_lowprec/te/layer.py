@@ -260,7 +260,7 @@ class TELayer(PlainFirst, te.Linear):  # type: ignore[misc]
         super().train(mode)
         return self
 
-    register_parameter = PlainFirst.register_parameter  # Transformer Engine's keeps a closure, which does not pickle
+    register_parameter = nn.Module.register_parameter  # Transformer Engine's keeps a closure, which does not pickle
     # with torch's own methods there is no extra state to save or to load
     get_extra_state = nn.Module.get_extra_state
     set_extra_state = nn.Module.set_extra_state

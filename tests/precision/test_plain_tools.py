@@ -1,4 +1,4 @@
-"""Tools that know torch's own layers: on a plain model they work; on layers of a backend they name `plain(model)`."""
+"""Tools that know torch's own layers: on a plain model they work; export, trace and script name it on other layers."""
 
 import copy
 import pickle
@@ -153,15 +153,21 @@ def in_fp8(request):
     return net.eval(), trainer
 
 
-@pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.parametrize("tool", EXACT)
 @torch.no_grad()
-def test_on_fp8_layers_every_tool_names_plain(in_fp8, tool, tmp_path, capsys):
+def test_on_fp8_layers_tools_name_plain(in_fp8, tool, tmp_path, capsys):
     net = copy.deepcopy(in_fp8[0])
     before = {fqn: (type(m), type(getattr(m, "weight", None))) for fqn, m in net.named_modules()}
     with pytest.raises(Exception, match=r"(?s)`lightning_lowprec.plain\(model\)` first"):
-        TOOLS[tool](net, tmp_path)
+        EXACT[tool](net, tmp_path)
     assert {fqn: (type(m), type(getattr(m, "weight", None))) for fqn, m in net.named_modules()} == before
     net(X)
+
+
+@torch.no_grad()
+def test_the_refusal_of_a_trace_names_the_loggers_option(in_fp8):
+    with pytest.raises(RuntimeError, match=r"TensorBoardLogger .*write `log_graph=False`"):
+        traced(in_fp8[0], None)
 
 
 @torch.no_grad()

@@ -3,8 +3,6 @@
 import pytest
 import torch
 from torch import nn
-from torch.ao.quantization import quantize_dynamic
-from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
 from lightning_lowprec import FP8TE, plain
 from lightning_lowprec.te.fp8_weight import Fp8Weight
@@ -68,8 +66,6 @@ TOOLS = {
     "export": lambda net: torch.export.export(net, (X,)),
     "trace": lambda net: torch.jit.trace(net, X),
     "script": torch.jit.script,
-    "quantize_": lambda net: quantize_(net, Int8WeightOnlyConfig()),
-    "quantize_dynamic": lambda net: quantize_dynamic(net, {nn.Linear}),
 }
 
 
@@ -82,7 +78,7 @@ def test_tools_name_plain(tool, reference_te):
         TOOLS[tool](model.eval())
 
 
-@pytest.mark.parametrize("tool", ["export", "trace", "script", "quantize_dynamic"])
+@pytest.mark.parametrize("tool", TOOLS)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 def test_norms_name_plain(tool, pretend_gpu):
     model = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32))
