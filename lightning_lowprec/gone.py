@@ -61,6 +61,9 @@ OPTIONS: Final[Mapping[str, str]] = {
     " `FP8TorchAO(fp8_format='e4m3')`, and products in high precision as `FP8TorchAO({'*': {'grad_weight': 'bf16'}})`.",
     "rowwise_backward": "Scales of rows follow the product of codes, as in torchao. Leave the option out.",
     "threads": "Set the environment variable `OMP_NUM_THREADS`.",
+    "min_gain": "`lowprec plan` shows which layers are too small to gain. Keep them in bf16 by name:"
+    " `FP8TorchAO(keep=['*.k_proj', '*.v_proj'])`.",
+    "tokens": "Gains are shown for 16384 tokens per step, as published. Leave the option out.",
 }
 """Arguments of classes and functions, as they were spelled."""
 
@@ -73,7 +76,17 @@ IMPORTS: Final[Mapping[str, str]] = {}
 COMMANDS: Final[Mapping[str, str]] = {}
 """Commands of ``lowprec``."""
 
-FLAGS: Final[Mapping[str, str]] = {"compare --threads": OPTIONS["threads"]}
+_MIN_GAIN: Final = "Keep layers in bf16 by name: `lowprec plan llama --keep '*.k_proj' '*.v_proj'`."
+FLAGS: Final[Mapping[str, str]] = {
+    "compare --threads": OPTIONS["threads"],
+    "plan --min_gain": _MIN_GAIN,
+    "plan --tokens": OPTIONS["tokens"],
+    "export --min_gain": "Write the layers that the run kept: `lowprec export last.ckpt out --keep '*.k_proj'`.",
+    "export --tokens": OPTIONS["tokens"],
+    "plan --copies": "`lowprec plan llama --shards 8` shows one copy of the model. With c copies, each rank sends"
+    " 2 (c - 1) / c times 4 bytes more per parameter of its shard.",
+    "--completion": "`lowprec plan --help` shows the options of a command.",
+}
 """Flags of commands that are still there, as ``"plan --copies"``; ``"--completion"`` is one of ``lowprec`` itself."""
 
 

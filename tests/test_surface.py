@@ -18,7 +18,6 @@ import pytest
 
 import lightning_lowprec
 from lightning_lowprec import callbacks, msamp, names
-from lightning_lowprec.private.names import actions
 from lightning_lowprec.tools import parsers
 
 FILE = Path(__file__).with_name("surface.txt")
@@ -58,7 +57,7 @@ def surface() -> Iterator[str]:
         yield from (f"option {short}({argument})" for argument in parameters(value))
     for command in parsers.COMMANDS.keys() - {"fit"}:  # the flags of `fit` are Lightning's
         for parser in parsers.parsers(command):
-            for action in actions(parser):
+            for action in parser._actions:
                 yield from (f"flag lowprec {command} {flag}" for flag in action.option_strings)
     yield from (f"precision {name}" for name in names.TABLE)
 

@@ -7,7 +7,7 @@ table of its README and the break-even thresholds of its automatic filter. Other
 
 import math
 from collections.abc import Iterable
-from typing import Literal, get_args
+from typing import Final, Literal, get_args
 
 from lightning_lowprec.conversion import measured_gains
 
@@ -16,8 +16,8 @@ Shape = tuple[int, int, int]
 """(tokens, in_features, out_features)"""
 SOURCE = measured_gains.SOURCE or "torchao's published H100 figures"
 """The origin of the figures, for log lines."""
-DEFAULT_TOKENS = 16384
-"""Default number of tokens per step and device, as in the published figures."""
+TOKENS: Final = 16384
+"""Tokens per step and device, as in the published figures."""
 
 PUBLISHED: dict[Shape, float] = {  # tensorwise
     (16384, 1024, 8192): 1.43,
@@ -35,9 +35,7 @@ def below_break_even(recipe: str, in_features: int, out_features: int) -> bool:
     return n <= 2048 or k <= 1024 or (n <= 4096 and k <= 2048)
 
 
-def expected_gain(
-    recipe: str | None, in_features: int, out_features: int, tokens: int = DEFAULT_TOKENS
-) -> float | None:
+def expected_gain(recipe: str | None, in_features: int, out_features: int) -> float | None:
     """Return the gain of the nearest shape (in log space); None if FP8 is slower than bf16.
 
     A recipe without figures counts as tensorwise. If the recipe was not measured, the gain is a published tensorwise
@@ -46,7 +44,7 @@ def expected_gain(
     """
     name = recipe if recipe is not None and recipe in get_args(Recipe) else "tensorwise"
     measured = measured_gains.GAINS.get(name)
-    wanted = (tokens, in_features, out_features)
+    wanted = (TOKENS, in_features, out_features)
     if measured is None:
         return None if below_break_even(name, in_features, out_features) else PUBLISHED[_nearest(wanted, PUBLISHED)]
     smallest = in_features < min(k for _, k, _ in measured) or out_features < min(n for _, _, n in measured)

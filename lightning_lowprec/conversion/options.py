@@ -18,13 +18,12 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Final, Literal, TypedDict, TypeVar, get_type_hints
 
-from lightning_lowprec.checks import Count, Rule, Size, check_fields, check_types, hints_of
+from lightning_lowprec.checks import Rule, Size, check_fields, check_types, hints_of
 from lightning_lowprec.other_stacks import unknown_option
 
 Frozen = Literal["convert", "keep"]
 Names = Annotated[Sequence[str], Rule("a list of fqns or patterns, e.g. ['lm_head']")]
 Layers = Annotated[Size, Rule("a number of layers, 0 or more")]
-Gain = Annotated[float, Rule("a ratio above 0, e.g. 1.2", lambda ratio: ratio > 0)]
 T = TypeVar("T")
 Class = TypeVar("Class", bound=type)
 _ARGS: Final = "Args:\n"
@@ -51,9 +50,6 @@ class LayerOptions(Group):
         num_layers_at_start_in_bf16: number of blocks at the start, with ``first_last_layers_bf16``.
         num_layers_at_end_in_bf16: number of blocks at the end, with ``first_last_layers_bf16``.
         frozen: ``"keep"`` leaves Linears whose weight does not train in high precision; ``"convert"`` converts them.
-        min_gain: keep layers whose expected speed-up over bf16 is below this ratio. ``"auto"`` keeps layers that are
-            expected to be slower than bf16. None ignores the speed-up.
-        tokens: tokens per step and device that ``min_gain`` assumes; None: 16384, as in the published figures.
     """
 
     keep: Names = ()
@@ -62,17 +58,10 @@ class LayerOptions(Group):
     num_layers_at_start_in_bf16: Layers = 1
     num_layers_at_end_in_bf16: Layers = 1
     frozen: Frozen = "convert"
-    min_gain: Literal["auto"] | Gain | None = None
-    tokens: Count | None = None
-
-    @property
-    def threshold(self) -> float | None:
-        """``min_gain`` as a number."""
-        return 1.0 if self.min_gain == "auto" else self.min_gain
 
 
-class SelectionChoices(TypedDict, total=False):
-    """The fields of :class:`LayerOptions` that choose layers by name, for type checkers."""
+class LayerChoices(TypedDict, total=False):
+    """The fields of :class:`LayerOptions`, for type checkers."""
 
     keep: Sequence[str]
     only: Sequence[str] | None
@@ -80,13 +69,6 @@ class SelectionChoices(TypedDict, total=False):
     num_layers_at_start_in_bf16: int
     num_layers_at_end_in_bf16: int
     frozen: Frozen
-
-
-class LayerChoices(SelectionChoices, total=False):
-    """The fields of :class:`LayerOptions`, for type checkers."""
-
-    min_gain: float | Literal["auto"] | None
-    tokens: int | None
 
 
 def take(group: type[T], options: Any) -> T:

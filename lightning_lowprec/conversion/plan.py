@@ -19,7 +19,7 @@ from torch import nn
 from lightning_lowprec import html
 from lightning_lowprec.conversion import selection
 from lightning_lowprec.conversion.experts import is_stack
-from lightning_lowprec.conversion.gains import DEFAULT_TOKENS, SOURCE, Recipe, expected_gain
+from lightning_lowprec.conversion.gains import SOURCE, Recipe, expected_gain
 from lightning_lowprec.conversion.in_place import own_class
 from lightning_lowprec.conversion.matmuls import CONV1D, STACKED, Matmul, is_conv1d, is_linear, matmuls, other_products
 from lightning_lowprec.conversion.name_formats import NO_GROUPED_PRODUCT
@@ -239,10 +239,7 @@ def make_plan(model: nn.Module, options: LayerOptions | None = None, request: Pl
         if recipes is not None:
             recipe, reason = _of_map(recipes, matmul, reason, request)
         name = one_recipe if recipe is None else recipe.name
-        gain = expected_gain(name, matmul.in_features, matmul.out_features, options.tokens or DEFAULT_TOKENS)
-        threshold = options.threshold or 0.0
-        if reason is None and (threshold >= 1.0 if gain is None else gain < threshold):
-            reason = f"too small to gain (below {threshold:g}x)"
+        gain = expected_gain(name, matmul.in_features, matmul.out_features)
         in_float32 = recipe is not None and recipe.name == FLOAT32
         if reason is None and recipe is not None:
             recipe_of[matmul.fqn] = recipe

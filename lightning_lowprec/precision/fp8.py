@@ -13,7 +13,6 @@ from torch.nn import Module
 from typing_extensions import override
 
 from lightning_lowprec.checks import CompileOptions
-from lightning_lowprec.conversion.gains import DEFAULT_TOKENS, SOURCE
 from lightning_lowprec.conversion.options import Group, LayerOptions
 from lightning_lowprec.conversion.plan import Plan, PlanRequest, make_plan
 from lightning_lowprec.conversion.selection import block_stacks
@@ -131,18 +130,11 @@ def kernel_refusal(recipe: RecipeKey, emulate: Emulation | None, device: torch.d
 def plan_or_raise(
     module: Module, layers: LayerOptions, request: PlanRequest = _LINEARS_ONLY, *, precision: str
 ) -> Plan:
-    """Return the plan for a module; one that converts nothing raises, except with ``min_gain="auto"``: then log it."""
+    """Return the plan for a module; one that converts nothing raises."""
     plan = make_plan(module, layers, request)
     if plan.converted:
         return plan
     none_of = f"none of the {len(plan.rows)} linear layers of {type(module).__name__}"
-    if layers.min_gain == "auto":
-        tokens = layers.tokens or DEFAULT_TOKENS
-        rank_zero_info(
-            f"{precision}: min_gain='auto' converts {none_of} (at {tokens} tokens per step, {SOURCE});"
-            f" everything runs in {request.base}."
-        )
-        return plan
     raise nothing_converts(precision, none_of, plan, multiple=request.alignment)
 
 

@@ -1,6 +1,5 @@
 """Find out whether the installed libraries still have the names that this package uses, and read or replace names."""
 
-import argparse
 import dis
 import functools
 import importlib
@@ -65,8 +64,3 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
             delattr(owner, name)
         else:
             setattr(owner, name, own)
-
-
-def actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
-    """Return options and arguments of a parser, in their order; argparse has no public name for them."""
-    return parser._actions

@@ -13,7 +13,7 @@ from typing_extensions import Unpack, override
 from lightning_lowprec.checks import Count
 from lightning_lowprec.conversion.name_formats import EXPERTS_NEED_TORCHAO
 from lightning_lowprec.conversion.name_suffixes import of_options
-from lightning_lowprec.conversion.options import LayerOptions, SelectionChoices, shows, take
+from lightning_lowprec.conversion.options import LayerChoices, LayerOptions, shows, take
 from lightning_lowprec.conversion.plan import Plan, PlanRequest
 from lightning_lowprec.conversion.recipe_map import ALL_GEMMS, FLOAT32
 from lightning_lowprec.extras import require
@@ -39,14 +39,14 @@ from lightning_lowprec.te.delayed_scaling import SCALES, DelayedScales
 from lightning_lowprec.te.fp8_weight import gather_refusal
 
 
-class TEChoices(SelectionChoices, FP8Choices, TrainingChoices, MasterChoices, ScheduleChoices, total=False):
+class TEChoices(LayerChoices, FP8Choices, TrainingChoices, MasterChoices, ScheduleChoices, total=False):
     """The options of :class:`FP8TE` that other plugins share, for type checkers."""
 
 
 @final
 @shows(
     *(LayerOptions, FP8Options, TrainingOptions, MasterOptions, ScheduleOptions),
-    without=("min_gain", "tokens", "emulate"),
+    without=("emulate",),
 )
 class FP8TE(Scheduled):
     """The GEMMs of the Linear layers in FP8 by Transformer Engine, everything else under autocast.

@@ -11,12 +11,11 @@ import textwrap
 import warnings
 from collections.abc import Sequence
 from pickle import UnpicklingError
-from typing import Any, Final, final
+from typing import Final
 
 from lightning_lowprec.extras import quiet
 from lightning_lowprec.gone import COMMANDS as GONE_COMMANDS
-from lightning_lowprec.gone import gone
-from lightning_lowprec.tools import completion
+from lightning_lowprec.gone import FLAGS, gone
 from lightning_lowprec.tools.class_path import import_from_working_folder, load_package, module_paths
 from lightning_lowprec.tools.output import paint
 from lightning_lowprec.tools.parsers import COMMANDS, parse
@@ -64,6 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not argv:
         print(guide())
         return 0
+    if answer := gone(argv[0].partition("=")[0], FLAGS):
+        print(f"lowprec: {paint('error:', 'red', sys.stderr)} {answer}", file=sys.stderr)
+        return 2
     args = _parser().parse_args(argv)
     debug = args.debug
     if args.command != "run" and "--debug" in args.arguments:  # arguments of `run` may be those of the script
@@ -99,9 +101,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=__version__)
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    parser.add_argument(
-        "--completion", choices=completion.SHELLS, action=_Complete, help="print a script that completes lowprec"
-    )
     parser.add_argument("command", type=_known_command, choices=COMMANDS)
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     return parser
@@ -112,18 +111,6 @@ def _known_command(word: str) -> str:
     if answer := gone(word, GONE_COMMANDS):
         raise argparse.ArgumentTypeError(answer)
     return word
-
-
-@final
-class _Complete(argparse.Action):
-    """Print the completion script and end."""
-
-    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: Any = None) -> None:
-        try:
-            print(completion.script(values))
-        except ImportError as error:
-            parser.error(str(error))
-        parser.exit()
 
 
 def _run(command: str, arguments: list[str]) -> int:

@@ -48,7 +48,7 @@ def parse(command: str, argv: Sequence[str]) -> Any:
         validate_name(name)
     if command == "compare":
         args.spec = CompareSpec(**{name: value for name, value in vars(args).items() if name != "json"})
-    if hasattr(args, "min_gain"):
+    if hasattr(args, "frozen"):
         args.layers = take(LayerOptions, vars(args))
     return args
 
@@ -248,7 +248,6 @@ def _plan(parser: ArgumentParser) -> None:
         type=int | None,
         help="print what one rank of `strategy='fsdp2'` holds and sends, with so many ranks per copy of the model",
     )
-    parser.add_argument("--copies", type=int, default=1, help="copies of the model (`replicate`), with --shards")
     _add_fits(parser)
     parser.add_argument("--all", action="store_true", help="print one line per layer, not one per kind of block")
     parser.add_argument("--json", action="store_true", help="print JSON, with a row for every layer")

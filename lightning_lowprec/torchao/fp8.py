@@ -10,9 +10,9 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import Unpack, override
 
 from lightning_lowprec.checks import Rule
-from lightning_lowprec.conversion.gains import DEFAULT_TOKENS, SOURCE, Recipe
+from lightning_lowprec.conversion.gains import SOURCE, Recipe
 from lightning_lowprec.conversion.name_formats import GROUPED_ROUND_TO_BF16
-from lightning_lowprec.conversion.options import LayerChoices, LayerOptions, shows, take
+from lightning_lowprec.conversion.options import LayerOptions, shows, take
 from lightning_lowprec.conversion.plan import Plan
 from lightning_lowprec.conversion.recipe_map import GemmChoices
 from lightning_lowprec.hardware import emulation_refusal, refusal
@@ -35,7 +35,7 @@ CPU_SCALES_TENSORWISE = torch.__version__ < "2.13"
 """Whether ``torch._scaled_mm`` on CPU takes one scale per tensor only; given more, it fails an internal assert."""
 
 
-class TorchAOChoices(SharedChoices, LayerChoices, FP8Choices, EmulationChoices, total=False):
+class TorchAOChoices(SharedChoices, FP8Choices, EmulationChoices, total=False):
     """The options of :class:`FP8TorchAO` that other plugins share, for type checkers."""
 
 
@@ -200,9 +200,6 @@ class FP8TorchAO(TorchAO):
 
     @override
     def say(self, plan: Plan, device: torch.device) -> None:
-        if self.layers.min_gain is not None:
-            tokens = self.layers.tokens or DEFAULT_TOKENS
-            rank_zero_info(f"{self.precision}: min_gain assumes {tokens} tokens per step and device ({SOURCE}).")
         slow = plan.below_break_even()
         if self.emulates(device):
             rank_zero_info(f"{self.precision}: {self.how(device)}.")
@@ -211,7 +208,7 @@ class FP8TorchAO(TorchAO):
             rank_zero_warn(
                 f"`precision={self.precision!r}`: {len(slow)} of {len(plan.converted)} converted layers are expected to"
                 f" be slower in FP8 than in bf16 ({SOURCE}): {names}{', ...' if len(slow) > 3 else ''}."
-                " `plugins=FP8TorchAO(min_gain='auto')` keeps them in bf16."
+                " `plugins=FP8TorchAO(keep=[...])` keeps them in bf16."
             )
 
 

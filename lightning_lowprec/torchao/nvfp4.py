@@ -14,7 +14,7 @@ from lightning_lowprec.private.torchao import prototype_refusal
 from lightning_lowprec.products.arithmetic import Arithmetic
 from lightning_lowprec.runs_where import RecipeKey
 from lightning_lowprec.torchao.backend import LAST_BLOCKS
-from lightning_lowprec.torchao.one_format import WITHOUT, Choices, OneFormatTorchAO, ProductsPerLayer
+from lightning_lowprec.torchao.one_format import Choices, OneFormatTorchAO, ProductsPerLayer
 from lightning_lowprec.torchao.plugin import SHARED
 
 Gemms = Annotated[
@@ -30,7 +30,7 @@ FINISH: Final = 0.18
 
 
 @final
-@shows(LayerOptions, FP8Options, *SHARED, without=(*WITHOUT, "base"))
+@shows(LayerOptions, FP8Options, *SHARED, without=("base",))
 class NVFP4TorchAO(OneFormatTorchAO):
     """The GEMMs of the Linear layers in NVFP4, everything else in bf16; float32 weights unless told otherwise.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, final
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, final
 
 import torch
 from typing_extensions import Unpack, override
@@ -27,8 +27,6 @@ from lightning_lowprec.torchao.plugin import EXPERTS_IN_BF16, SHARED, Experts, S
 if TYPE_CHECKING:
     from lightning_lowprec.torchao.settings import Recipes
 
-WITHOUT: Final = ("min_gain", "tokens")
-"""Options of other plugins that need measured gains, which there are not for these layers."""
 ProductsPerLayer = Annotated[
     Mapping[str, Literal["block", "int8", "mxfp8", "nvfp4", "bf16"] | GemmChoices],
     Rule("a mapping of patterns of fqns to recipes"),
@@ -99,7 +97,7 @@ class OneFormatTorchAO(TorchAO):
 
 
 @final
-@shows(LayerOptions, *SHARED, without=WITHOUT)
+@shows(LayerOptions, *SHARED)
 class Int8TorchAO(OneFormatTorchAO):
     """The GEMMs of the Linear layers in int8, everything else under autocast; float32 weights unless told otherwise.
 
@@ -158,7 +156,7 @@ class Choices(SharedChoices, EmulationChoices, total=False):
 
 
 @final
-@shows(LayerOptions, FP8Options, *SHARED, without=(*WITHOUT, "base"))
+@shows(LayerOptions, FP8Options, *SHARED, without=("base",))
 class BlockTorchAO(OneFormatTorchAO):
     """The GEMMs of the Linear layers in FP8 with a scale per block, as DeepSeek-V3 trained; everything else in bf16.
 
@@ -225,7 +223,7 @@ class BlockTorchAO(OneFormatTorchAO):
 
 
 @final
-@shows(LayerOptions, FP8Options, *SHARED, without=(*WITHOUT, "base"))
+@shows(LayerOptions, FP8Options, *SHARED, without=("base",))
 class MXFP8TorchAO(OneFormatTorchAO):
     """The GEMMs of the Linear layers in MXFP8, everything else in bf16; float32 weights unless told otherwise.
 

@@ -17,7 +17,7 @@ from typing_extensions import override
 from lightning_lowprec.conversion import module_dtypes
 from lightning_lowprec.conversion.invariants import unchanged
 from lightning_lowprec.conversion.name_suffixes import of_options
-from lightning_lowprec.conversion.options import LayerOptions, SelectionChoices, take
+from lightning_lowprec.conversion.options import LayerChoices, LayerOptions, take
 from lightning_lowprec.conversion.plan import Plan, PlanRequest
 from lightning_lowprec.conversion.recipe_map import LayerRecipe, RecipeMap
 from lightning_lowprec.extras import import_refusal, require
@@ -40,7 +40,7 @@ SHARED: Final = (BlockOptions, TrainingOptions, MasterOptions, ScheduleOptions)
 """The options of every plugin of torchao's formats, beside those that choose layers."""
 
 
-class SharedChoices(SelectionChoices, BlockChoices, TrainingChoices, MasterChoices, ScheduleChoices, total=False):
+class SharedChoices(LayerChoices, BlockChoices, TrainingChoices, MasterChoices, ScheduleChoices, total=False):
     """The same, and those that choose layers, for type checkers."""
 
 

@@ -35,14 +35,6 @@ LAYERS = [
     ("only", 0, "None or a list of fqns"),
     ("frozen", True, "one of: convert, keep"),
 ]
-GAINS = [
-    ("tokens", math.nan, "None or an integer of at least 1"),
-    ("tokens", 0, "None or an integer of at least 1"),
-    ("tokens", True, "None or an integer of at least 1"),
-    ("min_gain", math.nan, "None, 'auto' or a ratio above 0"),
-    ("min_gain", math.inf, "None, 'auto' or a ratio above 0"),
-    ("min_gain", True, "None, 'auto' or a ratio above 0"),
-]
 HEAD = [("head", "fp4", "one of: bf16, chunked, fp8, fp32")]
 RUNNING = [("fp8_eval", "False", TRUE_OR_FALSE), ("fp8_eval", 0, TRUE_OR_FALSE), ("base", None, "one of: bf16, fp16")]
 GPUS = "None, True, False, 'hopper', 'ada', 'blackwell' or 'mi300'"
@@ -146,14 +138,14 @@ COMPARE = [
     ("out", 3, "a Path"),
 ]
 CASES = {
-    FP8TorchAO: [*LAYERS, *GAINS, *RUNNING, *EMULATION, *SCALE, *MASTERS, *WEIGHTS, *KEPT, *HEAD, *TORCHAO],
+    FP8TorchAO: [*LAYERS, *RUNNING, *EMULATION, *SCALE, *MASTERS, *WEIGHTS, *KEPT, *HEAD, *TORCHAO],
     FP8TE: [*LAYERS, *RUNNING, *SCALE, *MASTERS, *WEIGHTS, *KEPT, *HEAD, *TE],
-    MSAMP: [*LAYERS, *GAINS, *RUNNING, *EMULATION, *SCALE, *WEIGHTS, *HEAD, *MSAMP_LEVEL],
+    MSAMP: [*LAYERS, *RUNNING, *EMULATION, *SCALE, *WEIGHTS, *HEAD, *MSAMP_LEVEL],
     HalfMixed: [*SCALE, *MASTERS, *WEIGHTS, *KEPT, *HEAD, ("dtype", "bf16-mixed", "one of: bf16, fp16, auto")],
     FSDP2Strategy: STRATEGY,
     FabricFSDP2Strategy: STRATEGY,
     ShardOptions: SHARDS,
-    LayerOptions: [*LAYERS, *GAINS],
+    LayerOptions: LAYERS,
     FP8Options: [*RUNNING, *EMULATION],
     TrainingOptions: [*SCALE, *WEIGHTS, *KEPT, *HEAD],
     MasterOptions: MASTERS,
@@ -186,7 +178,10 @@ def test_every_option_has_a_case(make):
 @pytest.mark.parametrize(
     ("make", "options"),
     [
-        (FP8TorchAO, {"keep": ("lm_head",), "tokens": np.int64(4096), "min_gain": 2, "emulate": np.bool_(True).item()}),
+        (
+            FP8TorchAO,
+            {"keep": ("lm_head",), "num_layers_at_end_in_bf16": np.int64(2), "emulate": True},
+        ),
         (FSDP2Strategy, {"timeout": timedelta(seconds=5), "reshard_after_forward": 2, "wrap": {torch.nn.Linear}}),
         (FSDP2Strategy, {"timeout": None, "wrap": lambda fqn, module: True, "compile": {"mode": "default"}}),
         (LossScale, {"initial": np.float32(1024.0), "growth_interval": 1}),

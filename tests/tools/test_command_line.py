@@ -1,4 +1,4 @@
-"""What every `lowprec` command has in common: guide, exit codes, JSON, completion, progress, colours."""
+"""What every `lowprec` command has in common: guide, exit codes, JSON, progress, colours."""
 
 import argparse
 import json
@@ -8,30 +8,23 @@ import pty
 import re
 import select
 import shlex
-import shutil
-import subprocess
 import sys
 import termios
 import time
 import warnings
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import torch
 from jsonargparse import capture_parser
 
 import lightning_lowprec
-from lightning_lowprec.names import TABLE
-from lightning_lowprec.private.names import actions
-from lightning_lowprec.serving.formats import FormatName
 from lightning_lowprec.tools import cli, doctor
 from lightning_lowprec.tools import output as terminal
 from lightning_lowprec.tools.cli import COMMANDS, EXIT_CODES, GUIDE, main
 from lightning_lowprec.tools.compare import runner
 from lightning_lowprec.tools.compare.result import PrecisionResult
 from lightning_lowprec.tools.compare.spec import CompareSpec
-from lightning_lowprec.tools.completion import SHELLS, script
 from lightning_lowprec.tools.parsers import parsers
 from tests.serving.models import llama, tensors
 from tests.tools.test_monitor_command import write
@@ -50,16 +43,12 @@ def test_lowprec_alone_prints_which_command_is_for_what(capsys, monkeypatch):
     assert max(map(len, said.splitlines())) <= 110
 
 
-@pytest.fixture(scope="module")
-def scripts():
-    """The completion script of each shell."""
-    return {shell: script(shell) for shell in SHELLS}
-
-
-def test_the_commands_of_the_guide_have_options_that_exist(scripts):
-    options = set(re.findall(r"--[\w.-]+", scripts["bash"]))
-    for _, command in GUIDE:
-        assert {word for word in shlex.split(command) if word.startswith("--")} - {"--model", "--data"} <= options
+def test_the_commands_of_the_guide_have_options_that_exist():
+    for _, line in GUIDE:
+        _, command, *words = shlex.split(line)
+        modes = [parser_of_lightning()] if command == "fit" else parsers(command)
+        options = {option for mode in modes for action in mode._actions for option in action.option_strings}
+        assert {word for word in words if word.startswith("--")} <= options
 
 
 def test_exit_codes_are_in_the_help_and_on_the_page(capsys):
@@ -176,29 +165,17 @@ def test_the_page_lists_the_forms_with_json():
     assert set(forms) == {*WITH_JSON, "compare"}
 
 
-def test_every_parser_of_a_command_that_prints_results_has_json_and_all_options_are_completed(scripts):
+def test_every_parser_of_a_command_that_prints_results_has_json():
     for command in COMMANDS:
-        line = next(line for line in scripts["bash"].splitlines() if f"_{command}_option_strings=" in line)
-        completed = set(re.findall(r"--[\w.+-]+", line))
         for mode in [parser_of_lightning()] if command == "fit" else parsers(command):
-            options = {
-                option.replace("_", "-") if command != "fit" else option
-                for action in actions(mode)
-                for option in action.option_strings
-                if action.help != argparse.SUPPRESS and option.startswith("--") and not option.endswith((".help", "+"))
-            } - {"--trainer"}
+            options = {option for action in mode._actions for option in action.option_strings}
             assert ("--json" in options) == (command not in ("fit", "run")), command
-            if command == "fit":  # some of them, and no other
-                assert completed <= options | {"--help"}
-                assert "--trainer.precision" in completed
-            else:
-                assert options <= completed, command
 
 
 def parser_of_lightning() -> argparse.ArgumentParser:
     """The parser of LightningCLI's `fit`."""
     outer = capture_parser(lambda: cli._fit([]))
-    return next(action for action in actions(outer) if isinstance(action.choices, dict)).choices["fit"]
+    return next(action for action in outer._actions if isinstance(action.choices, dict)).choices["fit"]
 
 
 def test_json_of_an_export_for_servers(tmp_path, capsys):
@@ -213,63 +190,6 @@ def test_json_of_an_export_for_servers(tmp_path, capsys):
     assert found["out"] == str(tmp_path / "out")
     assert found["bytes"] == sum(tensor.nbytes for tensor in stored.values())
     assert (found["tensors_written"], found["weights_in_fp8"], found["check"]) == (len(stored), 7, None)
-
-
-# ---- completion
-
-
-def completed(scripts, tmp_path, shell, *words):
-    """What pressing TAB at the last word offers, in a real shell."""
-    path = tmp_path / f"lowprec.{shell}"
-    path.write_text(scripts[shell])
-    if shell == "fish":
-        program = f"source {path}; complete -C {shlex.quote(shlex.join(words[:-1]) + ' ' + words[-1])}"
-    else:
-        program = (
-            f"source {path}; COMP_WORDS=({shlex.join(words)}); COMP_CWORD={len(words) - 1};"
-            f" _shtab_lowprec lowprec {shlex.join([words[-1], words[-2]])}; printf '%s\\n' \"${{COMPREPLY[@]}}\""
-        )
-    ran = subprocess.run([shell, "-c", program], capture_output=True, text=True, timeout=60, check=True)
-    return {line.split("\t")[0] for line in ran.stdout.splitlines()} - {""}
-
-
-def test_bash_completes_commands_options_names_and_files(scripts, tmp_path):
-    assert completed(scripts, tmp_path, "bash", "lowprec", "") == set(COMMANDS)
-    rowwise = {name for name in TABLE if name.startswith("fp8-row")}
-    for words in (["doctor", "--for"], ["run", "--precision"], ["fit", "--trainer.precision"]):
-        assert completed(scripts, tmp_path, "bash", "lowprec", *words, "fp8-row") == rowwise
-    assert completed(scripts, tmp_path, "bash", "lowprec", "compare", "--max") == {"--max-steps", "--max-loss-gap"}
-    assert completed(scripts, tmp_path, "bash", "lowprec", "export", "--dtype", "") == {"keep", "fp32", "bf16", "fp16"}
-    assert completed(scripts, tmp_path, "bash", "lowprec", "export", "--format", "") == set(get_args(FormatName))
-    assert completed(scripts, tmp_path, "bash", "lowprec", "export", "--precision", "fp8-row") == rowwise
-    (tmp_path / "script.py").touch()
-    run = ["run", "--precision", "fp8-hybrid", str(tmp_path / "scr")]
-    assert completed(scripts, tmp_path, "bash", "lowprec", *run) == {str(tmp_path / "script.py")}
-
-
-def test_the_scripts_of_the_other_shells_know_every_command_and_name(scripts):
-    for shell in ("zsh", "fish"):
-        for word in (*COMMANDS, *TABLE, "max-loss-gap", "trainer.precision"):
-            assert re.search(rf"(?<![a-z0-9]){re.escape(word)}(?![\w])", scripts[shell]), (shell, word)
-
-
-@pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_the_other_shells_read_their_script(scripts, tmp_path, shell):
-    if shutil.which(shell) is None:
-        pytest.skip(f"needs {shell}")
-    (tmp_path / "script").write_text(scripts[shell])
-    subprocess.run([shell, "-n", str(tmp_path / "script")], check=True, timeout=60)
-    if shell == "fish":
-        offered = completed(scripts, tmp_path, "fish", "lowprec", "doctor", "--for", "fp8-row")
-        assert offered == {name for name in TABLE if name.startswith("fp8-row")}
-
-
-def test_completion_without_shtab_says_what_to_install(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "shtab", None)
-    with pytest.raises(SystemExit) as end:
-        main(["--completion", "bash"])
-    assert end.value.code == 2
-    assert "`pip install shtab`" in capsys.readouterr().err
 
 
 # ---- progress and colours, on a real terminal

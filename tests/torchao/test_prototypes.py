@@ -356,11 +356,10 @@ def test_experts_stay_in_bf16_with_the_reason(capsys):
         ),
         (lambda: MXFP8TorchAO(base="fp16"), TypeError, "unexpected keyword argument 'base'"),
         (lambda: Int8TorchAO(emulate=True), TypeError, "unexpected keyword argument 'emulate'"),
-        (lambda: Int8TorchAO(min_gain=1.2), TypeError, "unexpected keyword argument 'min_gain'"),
         (lambda: Int8TorchAO(stochastic_rounding="no"), ValueError, "`stochastic_rounding='no'` is not valid"),
         (lambda: Int8TorchAO(schedule=[{"gemms": "int8"}]), ValueError, "is not valid; expected 'bf16', 'fp8'"),
     ],
-    ids=["recipe", "recipe-mx", "recipes", "base", "emulate", "gain", "rounding", "schedule"],
+    ids=["recipe", "recipe-mx", "recipes", "base", "emulate", "rounding", "schedule"],
 )
 def test_options_that_are_not_valid_raise(make, error, message):
     with pytest.raises(error, match=message):

@@ -35,8 +35,6 @@ def run(args: Any) -> int:
         rows = [widths(name) for name in all_names()]
         print(dumps(rows) if args.json else widths_page(rows))
         return 0
-    if args.shards is None and args.copies != 1:
-        raise ValueError(f"`copies={args.copies}` is not valid without `--shards`: say how many ranks share one copy.")
     name = converting_name(args.precision)
     with working("building the model and planning its layers"), prints_to_stderr(wanted=args.json):
         source = load(args.source, args.args or {})
@@ -46,7 +44,7 @@ def run(args: Any) -> int:
     per_token = flops(plan, attention_width=source.attention_width, sequence_length=args.sequence_length)
     sizes, ranks = footprints(source.model, plan, args.precision), []
     if args.shards is not None:
-        ranks = per_rank(source.model, plan, sizes, shards=args.shards, copies=args.copies)
+        ranks = per_rank(source.model, plan, sizes, shards=args.shards)
     write = partial(plan_page, source.origin, plan, per_token, sizes, ranks, forward=forward, all_rows=args.all)
     if args.markdown is not None:
         Path(args.markdown).write_text(f"{write(markdown=True)}\n", encoding="utf-8")
@@ -98,7 +96,7 @@ def plan(
         precision: the name of a precision that converts layers.
         recipe: recipes per layer, by pattern; the first pattern that matches wins: ``{"*.o_proj": "rowwise", "*":
             "tensorwise"}``.
-        options: the choices of layers that plugins take too: ``keep``, ``only``, ``min_gain`` and the others.
+        options: the choices of layers that plugins take too: ``keep``, ``only`` and the others.
 
     Raises:
         ValueError: the precision is not known or converts no layers, or a pattern matches no layer.

@@ -112,7 +112,7 @@ def _flops_lines(plan: Plan, flops: Flops, forward: str) -> list[str]:
         return [*lines, f"gains per layer: not known for {plan.format}"]
     slow = len(plan.below_break_even())
     if slow:
-        lines.append(f"{slow} converted layers are expected to be slower than in bf16; `--min-gain=auto` keeps them")
+        lines.append(f"{slow} converted layers are expected to be slower than in bf16; `--keep` keeps layers in bf16")
     lines.append(f"gains per layer: {SOURCE}, nearest shape; coarse")
     return lines
 
