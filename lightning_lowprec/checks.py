@@ -39,7 +39,6 @@ def at_least(bound: int) -> Rule:
 
 Count = Annotated[int, at_least(1)]
 Size = Annotated[int, at_least(0)]
-PositiveOrNone = Annotated[float | None, Rule("None, or a number above 0", lambda value: value is None or value > 0)]
 CompileOptions = Annotated[Mapping[str, Any], Rule("a mapping of torch.compile options")]
 
 _WORDS: Final[dict[Any, str]] = {

@@ -31,6 +31,7 @@ _IN_FP16: Final = {
     "fp8-current-te": "FP8TE('current', base='fp16')",
 }
 _NO_MASTER: Final = "Write '{0}-remainder': the same float32 masters in 2 bytes less. Under DeepSpeed write '{0}'."
+_IN_THE_STEP: Final = "Weights are updated in the step, so that clipping and accumulation are those of every precision."
 PRECISIONS: Final[Mapping[str, str]] = {
     **{f"{left}{end}": f"Write '{new}{end}'." for left, new in _ONE_NAME.items() for end in ("", *ENDINGS)},
     **{f"{name}-master": _NO_MASTER.format(_ONE_NAME.get(name, name)) for name in (*_ONE_NAME, *_FORMATS)},
@@ -41,6 +42,10 @@ PRECISIONS: Final[Mapping[str, str]] = {
     },
     **dict.fromkeys(("fp8-tensorwise-fp16", "fp8-hybrid-torchao-fp16"), "Write 'fp8-hybrid-fp16'."),
     "nvfp4": "Write 'nvfp4-te', which says that Transformer Engine computes.",
+    "bf16-lean": f"Write 'bf16-8bit': 8 bytes per parameter with its gradient. {_IN_THE_STEP}",
+    "bf16-lean-sr": "Write 'bf16-sr', or `HalfMixed('bf16', master_weights=MasterConfig(form='stochastic',"
+    f" moments='8bit'))`: 6 bytes per parameter with its gradient. {_IN_THE_STEP}",
+    "fp8-lean": f"Write 'fp8-hybrid-8bit': 8 bytes per parameter with its gradient. {_IN_THE_STEP}",
 }
 """Names for ``precision=``, with their endings; the answer names the word of today."""
 
@@ -60,6 +65,8 @@ OPTIONS: Final[Mapping[str, str]] = {
     "config": "Write torchao's name of the recipe, `FP8TorchAO('rowwise')`, gradients in e4m3 as"
     " `FP8TorchAO(fp8_format='e4m3')`, and products in high precision as `FP8TorchAO({'*': {'grad_weight': 'bf16'}})`.",
     "rowwise_backward": "Scales of rows follow the product of codes, as in torchao. Leave the option out.",
+    "update": f"Leave the option out. {_IN_THE_STEP}",
+    "clip_tensor": "Clip all gradients by `Trainer(gradient_clip_val=1.0)` or `fabric.clip_gradients`.",
     "threads": "Set the environment variable `OMP_NUM_THREADS`.",
     "min_gain": "`lowprec plan` shows which layers are too small to gain. Keep them in bf16 by name:"
     " `FP8TorchAO(keep=['*.k_proj', '*.v_proj'])`.",
@@ -67,7 +74,9 @@ OPTIONS: Final[Mapping[str, str]] = {
 }
 """Arguments of classes and functions, as they were spelled."""
 
-VALUES: Final[Mapping[str, Mapping[str, str]]] = {}
+VALUES: Final[Mapping[str, Mapping[str, str]]] = {
+    "form": {"remainder8": "Write `MasterConfig(form='remainder')`: the exact masters in 2 bytes per parameter."},
+}
 """For an argument that is still there: the values that have left, as they were spelled."""
 
 IMPORTS: Final[Mapping[str, str]] = {}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.backends import PrecisionName
-from lightning_lowprec.conversion.name_formats import GROUPED_ROUND_TO_BF16, HALF, HYBRID, Formats
+from lightning_lowprec.conversion.name_formats import GROUPED_ROUND_TO_BF16, HALF, Formats
 from lightning_lowprec.conversion.name_suffixes import (
     EVERYWHERE,
     FP16,
@@ -22,7 +22,6 @@ from lightning_lowprec.conversion.name_suffixes import (
 )
 from lightning_lowprec.gone import PRECISIONS as GONE
 from lightning_lowprec.gone import gone
-from lightning_lowprec.masters.config import LEAN, LEAN_SR
 from lightning_lowprec.msamp.backend import BACKEND as MSAMP_BACKEND
 from lightning_lowprec.other_stacks import PRECISIONS, pointer
 from lightning_lowprec.runs_where import RecipeKey
@@ -39,14 +38,6 @@ _HALF_ROWS: Final[dict[str, tuple[Any, str]]] = {
     "bf16-remainder": ("remainder", "bf16-master with the exact float32 masters kept in 2 more bytes instead of 4"),
     "bf16-8bit": ("8bit", "bf16-remainder with moments of 8 bits: 8 bytes per parameter with its gradient"),
     "bf16-sr": ("stochastic", "bf16 weights and compute, no masters: updates are rounded stochastically"),
-    "bf16-lean": (
-        LEAN,
-        "bf16-8bit with each weight updated during the backward, its gradient freed: 6 bytes per parameter",
-    ),
-    "bf16-lean-sr": (
-        LEAN_SR,
-        "bf16-sr with moments of 8 bits, each weight updated during the backward: 4 bytes per parameter",
-    ),
 }
 """Names that convert no layers: `master_weights` of the plugin, whose `dtype` begins the name, and a summary."""
 _HALF: Final = {
@@ -59,7 +50,6 @@ _HALF: Final = {
     )
     for name, (masters, summary) in _HALF_ROWS.items()
 }
-_FP8_LEAN: Final = "bf16-lean with FP8 linear layers, one scale per tensor, gradients in e5m2, by torchao"
 OF_LIGHTNING: Final = (
     *("transformer-engine", "transformer-engine-float16", "16-true", "16-mixed", "bf16-true", "bf16-mixed"),
     *("32-true", "64-true", 64, 32, 16, "64", "32", "16", "bf16"),
@@ -148,11 +138,6 @@ def _fill_table() -> None:
         for backend in backends.registered()
         for name, row in _rows(backend.names)
     }
-    if hybrid := rows.get("fp8-hybrid"):
-        options = {**hybrid.options, "master_weights": LEAN, "weight_codes": "per_gemm"}
-        formats = HYBRID.with_state_of(HALF["bf16-lean"])
-        lean = replace(hybrid, options=options, hardware_recipe="tensorwise-per-gemm", formats=formats)
-        rows["fp8-lean"] = replace(lean, summary=_FP8_LEAN, fp16=False, masters=False)
     TABLE.clear()
     TABLE.update({**_HALF, **rows})
 

@@ -295,13 +295,13 @@ TABLE: Final[Mapping[RecipeKey, Row]] = {recipe: row for recipe, (row, _) in _RO
 """Every cell, by recipe and by the key of the architecture."""
 TITLES: Final[Mapping[RecipeKey, str]] = {recipe: title for recipe, (_, title) in _ROWS.items()}
 _NAMES: Final[Mapping[RecipeKey, str]] = {
-    "te-current": "fp8-current-te",
-    "te-delayed": "fp8-hybrid-te",
-    "tensorwise": "fp8-hybrid",
-    "rowwise": "fp8-rowwise",
-    "tensorwise-per-gemm": "fp8-lean",
+    "te-current": "'fp8-current-te'",
+    "te-delayed": "'fp8-hybrid-te'",
+    "tensorwise": "'fp8-hybrid'",
+    "rowwise": "'fp8-rowwise'",
+    "tensorwise-per-gemm": "`plugins=FP8TorchAO(weight_codes='per_gemm')`",
 }
-"""Names to use instead, the best first."""
+"""What to write instead, the best first."""
 
 
 def cell(recipe: RecipeKey, architecture: Architecture) -> Cell:
@@ -322,6 +322,6 @@ def instead(recipe: RecipeKey, architecture: Architecture) -> str:
     runs = [key for key in candidates if cell(key, architecture).runs]
     kernels = [key for key in runs if not cell(key, architecture).emulated]
     if kernels:
-        return f"'{_NAMES[kernels[0]]}'"
+        return _NAMES[kernels[0]]
     half = "'16-mixed'" if cell("bf16", architecture).emulated else "'bf16-mixed'"
     return f"{half}; 'fp8-hybrid' emulates FP8 on {architecture.title}" if runs else half

@@ -5,7 +5,6 @@ from typing import Any
 
 from lightning_lowprec import FP8TE, MXFP8TorchAO
 from lightning_lowprec.conversion.name_suffixes import MASTERS, split
-from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.names import TABLE
 from lightning_lowprec.private.torchao import prototype_refusal
 
@@ -32,12 +31,6 @@ def representatives(names: Iterable[str] | None = None) -> list[str]:
     return [
         name for name in table if name in WITH_MASTERS or not (split(name)[1] in MASTERS and split(name)[0] in TABLE)
     ]
-
-
-def updates_in_backward(name: str) -> bool:
-    """Whether a name updates weights during the backward pass: it accumulates no gradients and clips no norm of all."""
-    masters = TABLE[name].options.get("master_weights")
-    return isinstance(masters, MasterConfig) and masters.update == "backward"
 
 
 def names_on_cpu() -> list[str]:

@@ -111,6 +111,8 @@ def test_the_names_to_use_instead_run_there():
                 rows = [by_name[name] for name in by_name if f"'{name}'" in words and "FP8TE(" not in words]
                 if "'disable_rht': True, 'disable_stochastic_rounding': True" in words:
                     rows.append("te-nvfp4-plain")
+                if "weight_codes='per_gemm'" in words:
+                    rows.append("tensorwise-per-gemm")
                 if "'bf16-mixed'" in words or "'16-mixed'" in words:
                     rows.append("fp16" if "'16-mixed'" in words else "bf16")
                 assert rows, (recipe, key)

@@ -37,7 +37,7 @@ FILES = (
     "fsdp2/test_fsdp2_review.py",
     "fsdp2/test_fsdp2_trainer.py",
     "fsdp2/test_fsdp_objects.py",
-    "fsdp2/test_lean_fsdp2.py",
+    "fsdp2/test_eight_bits.py",
     "fsdp2/test_parallelisms.py",
     "fsdp2/test_pipelines.py",
     "fsdp2/test_precisions_crossed.py",
@@ -81,7 +81,6 @@ TESTS = {
         f"test_a_run_with_accumulation_clipping_and_resume_follows_that_of_all_logits[{case}]"
         for case in ("chunked-msamp", "chunked-fp16-master", "fp8-torchao", "fp8-bf16-remainder", "fp8-fp16")
     ),
-    "precision/test_lean_checkpoints.py": ("test_a_kill_in_the_middle_of_an_update_leaves_the_last_checkpoint_whole",),
     "precision/test_main_job.py": (
         "test_ddp_on_two_processes",
         "test_fabric_loop",
@@ -139,11 +138,9 @@ CASES = {
             "bf16-remainder",
             "bf16-8bit",
             "bf16-sr",
-            "bf16-lean",
             "fp8-hybrid",
             "fp8-hybrid-fp16",
             "fp8-hybrid-remainder",
-            "fp8-lean",
             "fp8-block",
             "mxfp8",
             "fp8-rowwise",
@@ -152,7 +149,7 @@ CASES = {
             "nvfp4-torchao",
             "msamp-o2",
         ],
-        "test_two_ranks": ["fp8-hybrid-ddp", "fp8-hybrid-remainder-fsdp2", "fp8-lean-fsdp2"],
+        "test_two_ranks": ["fp8-hybrid-ddp", "fp8-hybrid-remainder-fsdp2"],
     },
     "callbacks/test_monitor_runs.py": {"test_every_way_to_compile_is_seen": ["model"]},
     "msamp/test_scaled_compiled.py": {"test_a_compiled_step_has_the_bits_of_an_eager_one": ["O1-momentum-False"]},

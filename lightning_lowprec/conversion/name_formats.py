@@ -11,7 +11,7 @@ from typing import Final, final
 BYTES: Final[dict[str, float]] = {
     "e2m1": 0.5, "e4m3": 1, "e5m2": 1, "e5m3": 1, "int8": 1, "bf16": 2, "fp16": 2, "int16": 2, "fp32": 4, "-": 0,
 }  # fmt: skip
-_STATE: Final = ("weight", "gradient", "master", "moments", "ddp", "frees_gradients")
+_STATE: Final = ("weight", "gradient", "master", "moments", "ddp")
 
 
 @final
@@ -36,15 +36,13 @@ class Formats:
     """In which a gradient is sent."""
     fsdp2: str = "bf16"
     """In which a weight is sent."""
-    frees_gradients: bool = False
-    """Whether a gradient is used and freed in the backward: one parameter has one at a time."""
 
     @property
     def bytes_per_parameter(self) -> tuple[float, float, float, float]:
         """Bytes of the weight, of its gradient, of master and moments, and of the weight as FSDP2 sends it."""
         moments = self.moments.split(", ") * (1 if "," in self.moments else 2)
         kept = BYTES[self.master] + sum(BYTES[moment] for moment in moments)
-        return BYTES[self.weight], 0 if self.frees_gradients else BYTES[self.gradient], kept, BYTES[self.fsdp2]
+        return BYTES[self.weight], BYTES[self.gradient], kept, BYTES[self.fsdp2]
 
     @property
     def keeps_codes(self) -> bool:
@@ -60,12 +58,12 @@ class Formats:
         return replace(self, **{name: getattr(other, name) for name in _STATE})
 
 
-COLUMNS: Final = tuple(field.name for field in fields(Formats) if field.name != "frees_gradients")
+COLUMNS: Final = tuple(field.name for field in fields(Formats))
 
 
-def all_in(format: str, **state: str | bool) -> Formats:
+def all_in(format: str, **state: str) -> Formats:
     """Return formats whose products read one format."""
-    return Formats(output=format, grad_input=format, grad_weight=format, **state)  # type: ignore[arg-type]
+    return Formats(output=format, grad_input=format, grad_weight=format, **state)
 
 
 ONE_SCALE: Final = "one scale"
@@ -77,7 +75,7 @@ HYBRID: Final = Formats(
 E4M3_TENSORWISE: Final = replace(HYBRID, grad_input="e4m3", grad_weight="e4m3")
 
 
-def _true(format: str, **state: str | bool) -> Formats:
+def _true(format: str, **state: str) -> Formats:
     return all_in(format, **{"weight": format, "gradient": format, "ddp": format, "fsdp2": format, **state})
 
 
@@ -96,8 +94,6 @@ HALF: Final = {
     "bf16-remainder": _true("bf16", master="int16"),
     "bf16-8bit": _true("bf16", master="int16", moments="e4m3, e5m3"),
     "bf16-sr": _true("bf16"),
-    "bf16-lean": _true("bf16", master="int16", moments="e4m3, e5m3", frees_gradients=True),
-    "bf16-lean-sr": _true("bf16", moments="e4m3, e5m3", frees_gradients=True),
 }
 """Half-precision weights; the suffixes of other names (``-remainder``, for example) have the same state."""
 

@@ -38,12 +38,7 @@ EVERYWHERE: Final[Mapping[str, str]] = {
 
 
 def split(name: str) -> tuple[str, str]:
-    """Return a name without its suffix, and the suffix, ``""`` if there is none. ``bf16-remainder`` has one too.
-
-    ``bf16-lean-sr`` has none: it differs from ``bf16-lean`` in other ways than a suffix says.
-    """
-    if name.endswith("-lean-sr"):
-        return name, ""
+    """Return a name without its suffix, and the suffix, ``""`` if there is none. ``bf16-remainder`` has one too."""
     suffix = next((suffix for suffix in OPTIONS if name.endswith(suffix)), "")
     return name.removesuffix(suffix), suffix
 

@@ -67,11 +67,9 @@ def _pointer(table, COLUMN: tl.constexpr, KIND: tl.constexpr, ALIGN: tl.constexp
         pointer = address.to(tl.pointer_type(tl.float16))
     elif KIND == "uint8":
         pointer = address.to(tl.pointer_type(tl.uint8))
-    elif KIND == "int8":
-        pointer = tl.multiple_of(address.to(tl.pointer_type(tl.int8)), ALIGN // 2 if ALIGN > 1 else 1)
     else:
         pointer = address.to(tl.pointer_type(tl.int16))
-    return pointer if KIND == "int8" else tl.multiple_of(pointer, ALIGN)
+    return tl.multiple_of(pointer, ALIGN)
 
 
 @triton.jit
@@ -139,9 +137,8 @@ def _load_master(weight, extra, mask, FORM: tl.constexpr):  # type: ignore[no-un
     if FORM == "fp32":
         return tl.load(extra, mask=mask)
     value = _load(weight, mask, "bf16")
-    if FORM == "remainder" or FORM == "remainder8":
+    if FORM == "remainder":
         low = tl.load(extra, mask=mask).to(tl.int32)
-        low = low << 8 if FORM == "remainder8" else low
         low = tl.where((value == 0) & (low < 0), 0, low)  # a weight that was set to zero, see rounding.join_
         value = (value.to(tl.int32, bitcast=True) + low).to(tl.float32, bitcast=True)
     return value
@@ -156,10 +153,6 @@ def _store_master(  # type: ignore[no-untyped-def]
     if FORM == "remainder":
         stored = _store_upper(weight, bits + 0x8000, mask)
         tl.store(extra, bits.to(tl.int16), mask=mask)
-    elif FORM == "remainder8":
-        bits = (bits + (_random(position, first, seed, step) & 0xFF)) & -0x100
-        stored = _store_upper(weight, bits + 0x8000, mask)
-        tl.store(extra, (bits >> 8).to(tl.int8), mask=mask)
     elif FORM == "stochastic":
         stored = _store_upper(weight, bits + _random(position, first, seed, step), mask)
     else:
@@ -183,7 +176,7 @@ def _block(  # type: ignore[no-untyped-def]
     table += row * COLUMNS
     numbers += row * NUMBERS
     weight = _pointer(table, 0, WEIGHT, ALIGN) + offsets
-    KEPT: tl.constexpr = "int16" if FORM == "remainder" else "int8" if FORM == "remainder8" else "fp32"
+    KEPT: tl.constexpr = "int16" if FORM == "remainder" else "fp32"
     extra = _pointer(table, 1, KEPT, ALIGN) + offsets
     grad = _pointer(table, 2, GRAD, ALIGN) + offsets
     x = _load_master(weight, extra, mask, FORM)

@@ -125,20 +125,10 @@ def step_in_one_pass(registry: MasterRegistry) -> None:
     """Step the parameters that the kernel can step, and drop their gradients; the others keep theirs."""
     for group in registry.live().param_groups:
         places = [registry.place_of[id(p)] for p in group["params"] if id(p) in registry.place_of]
-        _step_places(registry, group, places, registry.factor)
+        _step_places(registry, group, places)
 
 
-@torch.no_grad()
-def step_some(registry: MasterRegistry, params: Sequence[Tensor], factor: float | Tensor) -> None:
-    """Step parameters, which have masters, with their gradients times ``factor``, if the kernel can step them."""
-    for members in grouped(params, registry.group_index):
-        index = registry.group_index(members[0])
-        if index is not None:
-            places = [registry.place_of[id(param)] for param in members]
-            _step_places(registry, registry.live().param_groups[index], places, factor)
-
-
-def _step_places(registry: MasterRegistry, group: Any, places: list[tuple[Store, int]], factor: float | Tensor) -> None:
+def _step_places(registry: MasterRegistry, group: Any, places: list[tuple[Store, int]]) -> None:
     rule = rule_of(registry.plain, group)
     if rule is None or not any(store.device.type in DEVICES for store, _ in places) or not kernels_run():
         return
@@ -147,7 +137,7 @@ def _step_places(registry: MasterRegistry, group: Any, places: list[tuple[Store,
     rows = [row for store, index in places if (row := _row(registry, group, rule, store, index)) is not None]
     for same in grouped(rows, lambda row: local_tensor(row.param).device):
         by_variant = grouped(same, lambda row: (row.variant, row.master.grad is None))
-        _step_rows(registry, group, rule, by_variant, factor)
+        _step_rows(registry, group, rule, by_variant)
     for row in rows:
         row.param.grad = row.master.grad = None
     for store in {store for store, _ in places}:
@@ -164,7 +154,7 @@ def _row(registry: MasterRegistry, group: Any, rule: Rule, store: Store, index: 
     states = registry.live().state
     state: Any = states.get(param, {})
     if block and rule == "adam" and not state:  # torch makes others
-        state = states[param] = adam_state(group, param, coded=True)
+        state = states[param] = adam_state(group, param)
     names = [f"{name}{CODES}" if block else name for name in STATE[rule]]
     if any(state.get(name) is None for name in names) or (rule == "adam" and "step" not in state):
         return None  # torch's own code makes them
@@ -178,9 +168,7 @@ def _row(registry: MasterRegistry, group: Any, rule: Rule, store: Store, index: 
     writes = type(weight) in (Tensor, Parameter) or hasattr(weight, NOTE_WRITTEN) or is_simulated()
     if not writes or not fits or not weight.numel() or not is_dense(weight):
         return None
-    aligned = all(
-        t is None or t.data_ptr() % (_VECTOR if t.dtype != torch.int8 else _VECTOR // 2) == 0 for t in tensors
-    )
+    aligned = all(t is None or t.data_ptr() % _VECTOR == 0 for t in tensors)
     align, kind = _VECTOR if aligned else 1, "8bit" if block and moments else "fp32"
     variant = Variant(rule, store.form, KINDS[weight.dtype], KINDS[grad.dtype], kind, align, block or 1)
     exponents = [local_tensor(state[f"{name}{EXPONENTS}"]) for name in STATE[rule]] if block else []
@@ -189,9 +177,7 @@ def _row(registry: MasterRegistry, group: Any, rule: Rule, store: Store, index: 
     return Row(variant, filled, store.position(index), state.get("step"), param, master, largest)
 
 
-def _step_rows(
-    registry: MasterRegistry, group: Any, rule: Rule, by_variant: list[list[Row]], factor: float | Tensor
-) -> None:
+def _step_rows(registry: MasterRegistry, group: Any, rule: Rule, by_variant: list[list[Row]]) -> None:
     """Step rows of one device; their numbers are computed together, in launches that do not depend on the variants."""
     rows = [row for same in by_variant for row in same]
     steps = [row.step for row in rows if row.step is not None] if rule == "adam" else []
@@ -203,7 +189,7 @@ def _step_rows(
     if hints:
         copy_all_([hint.value for hint, _ in hints], [_constant(device, 0.0)] * len(hints))
     for same, own in zip(by_variant, torch.split(numbers, [len(same) for same in by_variant]), strict=True):
-        scale = _scalar(device, factor if same[0].master.grad is None else 1.0)
+        scale = _scalar(device, registry.factor if same[0].master.grad is None else 1.0)
         launch(same, own, scale, registry.config.seed, registry.step)
     written = [t for row in rows for i, t in enumerate(row.tensors) if t is not None and i != 2]
     for row in rows:

@@ -13,10 +13,11 @@ decodes for an optimizer that has other masters or moments, or none.
 
 import functools
 import warnings
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, Final
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
@@ -42,6 +43,7 @@ MOMENTS: Final[Mapping[str, BlockFormat]] = {
 Other state stays float32: averaged weights, previous gradients and step sizes need more than 3 bits of mantissa.
 """
 _SEED_STEP: Final = 1 << 32  # added to the seed per kind of state: weights and moments round independently
+_CLIPPING: Final = ("clip_norm", "last_norm")  # in groups of checkpoints by a form whose backward pass updated weights
 _OPTIONAL: Final = "momentum_buffer"  # state that torch's SGD takes for new where it is missing
 _HOOKED: Final = "_lowprec_decodes"
 State = MutableMapping[str, Any]
@@ -83,18 +85,15 @@ def decode(state: Mapping[str, Any], name: str, param: Tensor) -> Tensor:
     return _like(param, flat.as_strided(codes.shape, codes.stride()))
 
 
-def adam_state(group: Mapping[str, Any], param: Tensor, *, coded: bool) -> State:
-    """Return the state of Adam before its first step, as torch makes it, with float32 moments or with codes."""
+def adam_state(group: Mapping[str, Any], param: Tensor) -> State:
+    """Return the state of Adam before its first step, as torch makes it, with codes."""
     on_gpu = group.get("capturable") or group.get("fused")
     state: State = {"step": torch.zeros((), device=param.device if on_gpu else "cpu", dtype=torch.float32)}
     for name in ("exp_avg", "exp_avg_sq"):
-        if coded:
-            shard = local_tensor(param)
-            codes = torch.zeros_like(shard, dtype=torch.uint8).view(MOMENTS[name].dtype)
-            exponents = torch.zeros(shard.numel() // block_of(param), dtype=torch.uint8, device=shard.device)
-            _set(state, name, param, codes, exponents)
-        else:
-            state[name] = torch.zeros_like(param, dtype=torch.float32)
+        shard = local_tensor(param)
+        codes = torch.zeros_like(shard, dtype=torch.uint8).view(MOMENTS[name].dtype)
+        exponents = torch.zeros(shard.numel() // block_of(param), dtype=torch.uint8, device=shard.device)
+        _set(state, name, param, codes, exponents)
     return state
 
 
@@ -196,7 +195,18 @@ def taken_out(state_dict: Mapping[str, Any], *names: str) -> tuple[dict[str, Any
             state[key] = {name: value for name, value in entry.items() if name not in gone}
             if entry and entry.keys() == others[key].keys():
                 del state[key]  # Adam would take an empty entry for its own
-    return {**state_dict, "state": state}, codes, others
+    return {**state_dict, "state": state, "param_groups": _without_norms(state_dict["param_groups"])}, codes, others
+
+
+def _without_norms(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return parameter groups without the norms by which updates in the backward pass were clipped; log that."""
+    if not any(_CLIPPING[1] in group for group in groups):
+        return [dict(group) for group in groups]
+    rank_zero_info(
+        "The checkpoint is of a precision that updated weights in the backward pass. Its norm of the last gradients is"
+        " not used: gradients are clipped by the norm of the same step."
+    )
+    return [{name: value for name, value in group.items() if name not in _CLIPPING} for group in groups]
 
 
 def guarded(entry: Any) -> Any:

@@ -20,7 +20,7 @@ their weights follow them.
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, TypeVar
 
 import torch
@@ -29,9 +29,8 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_lowprec.conversion.steps import count_step
 from lightning_lowprec.masters import moments
-from lightning_lowprec.masters.config import IN_THE_STEP, Kept, MasterConfig
-from lightning_lowprec.masters.in_backward import BackwardUpdates, forget_updates, refuse_together
-from lightning_lowprec.masters.kernel_step import rule_of, step_in_one_pass, step_some
+from lightning_lowprec.masters.config import Kept, MasterConfig
+from lightning_lowprec.masters.kernel_step import step_in_one_pass
 from lightning_lowprec.masters.registry import SEVERAL_EVALUATIONS, MasterRegistry, registry_of
 from lightning_lowprec.numerics.parameters import parameters_of
 from lightning_lowprec.private.torch import MASTERS, check
@@ -67,8 +66,6 @@ def add_masters(optimizer: T, store: Kept | MasterConfig = "fp32", *, values: Ma
         if registry.config != config:
             raise RuntimeError(f"the optimizer already has masters by {registry.config}, asked for {config}.")
         registry.add_missing(values or {})
-        if (updates := vars(optimizer).get("_updates")) is not None:
-            updates.watch()
         return optimizer
     refuse_copies(optimizer, "half-precision weights, whose masters it would not see")
     if isinstance(optimizer, LBFGS):
@@ -80,22 +77,11 @@ def add_masters(optimizer: T, store: Kept | MasterConfig = "fp32", *, values: Ma
         )
     check(MASTERS)
     check_step(optimizer, MASTERS)
-    if config.update != "step" and not steps_alone(optimizer, type(optimizer)):
-        raise refuse_together(optimizer)
-    rules = {rule_of(type(optimizer), group) for group in optimizer.param_groups}
-    if config.update == "moments" and rules != {"adam"}:
-        raise ValueError(
-            "`update='moments'` adds gradients to the moments of torch's AdamW and Adam (without `amsgrad`, with betas"
-            f" that are numbers), got {type(optimizer).__name__}. Use {IN_THE_STEP}."
-        )
     registry = MasterRegistry(config, optimizer, values or {})
     vars(optimizer).pop("step", None)  # a scheduler's wrapper, which calls the old class; the new class needs none
     plain: Any = type(optimizer)
     optimizer.__class__ = _master_class(plain)
     vars(optimizer)["_masters"] = registry
-    if config.update != "step":
-        vars(optimizer)["_updates"] = updates = BackwardUpdates(optimizer, config)
-        updates.watch()
     return optimizer
 
 
@@ -104,11 +90,8 @@ def remove_masters(optimizer: Optimizer) -> None:
     registry = registry_of(optimizer)
     if registry is None:
         return
-    if (updates := vars(optimizer).get("_updates")) is not None:
-        forget_updates(updates.hooked())
     optimizer.__class__ = registry.plain
-    for name in ("_masters", "_updates"):
-        vars(optimizer).pop(name, None)
+    vars(optimizer).pop("_masters", None)
     for param, entry in optimizer.state.items():
         optimizer.state[param] = moments.decoded_entry(moments.float32_state(entry), param)
 
@@ -161,7 +144,6 @@ class MasterOptimizer(Optimizer):
     """
 
     _masters: MasterRegistry
-    _updates: BackwardUpdates | None = None
 
     @without_own_hooks
     @noted_by_schedulers
@@ -173,8 +155,6 @@ class MasterOptimizer(Optimizer):
         if not args and not kwargs and steps_alone(self, registry.plain):
             self._step_apart()
             return first
-        if self._updates is not None:
-            raise refuse_together(self)
         with registry.stepping():
             if closure is not None:
                 args = (registry.evaluated_once(first), *args)
@@ -187,8 +167,6 @@ class MasterOptimizer(Optimizer):
         registry.follow_moves()
         registry.deferred_grads()
         try:
-            if self._updates is not None:
-                self._updates.update_left()
             step_in_one_pass(registry)
             for store in registry.stores:
                 if any(t.grad is not None for t in (*store.params, *store.masters)):
@@ -202,28 +180,6 @@ class MasterOptimizer(Optimizer):
             registry.drop_grads()
             registry.count_step()
             count_step()
-            if self._updates is not None:
-                self._updates.watch()  # parameters that were added, and those that train from now on
-                self._updates.finish()
-
-    @without_own_hooks
-    def update_early(self, params: Sequence[Tensor], factor: float | Tensor, fold: int | None = None) -> None:
-        """Step parameters with their gradients times ``factor``, during the backward pass.
-
-        With ``fold``, which counts the calls since the last step, only add the gradients to the moments of Adam.
-        """
-        registry = self._masters
-        if fold is None:
-            step_some(registry, params, factor)
-        for param in params:
-            if param.grad is not None and fold is not None:
-                registry.fold(param, factor, fold)
-            elif param.grad is not None:
-                registry.fold_factor(factor, [param.grad])
-                with registry.stepping_only(registry.place_of[id(param)][0]):
-                    registry.factor = 1.0
-                    registry.plain.step(self)
-            param.grad = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Also drop gradients that were moved to the masters."""
@@ -234,14 +190,10 @@ class MasterOptimizer(Optimizer):
         """Also make masters of the new parameters."""
         self._masters.plain.add_param_group(self, param_group)
         self._masters.add_missing({})
-        if self._updates is not None:
-            self._updates.watch()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's own state dict, with a ``master_param`` for every parameter that has a master."""
         registry = self._masters
-        if self._updates is not None:
-            self._updates.save_norm(self.param_groups[0])
         with registry.showing_masters():
             state_dict = registry.plain.state_dict(self)
         name, values = registry.saved()
@@ -257,8 +209,6 @@ class MasterOptimizer(Optimizer):
         plain, codes, masters = moments.taken_out(state_dict, moments.MASTER_PARAM, moments.MASTER_REMAINDER)
         with registry.showing_masters():
             registry.plain.load_state_dict(self, plain)
-        if self._updates is not None:
-            self._updates.load_norm(self.param_groups[0])
         params = moments.params_by_key(self, state_dict)
         values, remainders = (
             {id(params[key]): entry[name] for key, entry in masters.items() if name in entry}
@@ -290,7 +240,7 @@ def _rebuild(plain: type[T], state: dict[str, Any], config: MasterConfig, values
 def _master_class(plain: type[Any]) -> type[Any]:
     methods = {name: each for name, each in vars(MasterOptimizer).items() if callable(each)}
     moves = {name: _on_masters(getattr(plain, name), name) for name in _MOVES if hasattr(plain, name)}
-    return type(plain.__name__, (plain,), {"__doc__": plain.__doc__, "_updates": None, **methods, **moves})
+    return type(plain.__name__, (plain,), {"__doc__": plain.__doc__, **methods, **moves})
 
 
 _MOVES: Final = {"train": False, "eval": False, "first_step": True, "second_step": True}

@@ -89,8 +89,7 @@ class MasterRegistry:
         half = {id(p): p for p in self.params() if p.dtype in HALF_DTYPES and not is_lazy(p)}
         new = grouped([p for key, p in half.items() if key not in self.master_of], lambda p: (p.device, p.dtype))
         state = self.live().state
-        limit = BUCKET if self.config.update == "step" else 1  # elements
-        for members in (part for group in new for part in chunks(group, limit)):
+        for members in (part for group in new for part in chunks(group, BUCKET)):
             start = self.stores[-1].start + self.stores[-1].elements if self.stores else 0
             store = STORES[self.config.form](members, values, seed=self.config.seed, start=start)
             self.stores.append(store)
@@ -142,7 +141,7 @@ class MasterRegistry:
 
         They hold float32 masters; beside coded moments, remainders: the tensors themselves, not copies.
         """
-        if not self.config.form.startswith("remainder") or self.config.moments == "fp32":
+        if self.config.form != "remainder" or self.config.moments == "fp32":
             return moments.MASTER_PARAM, self.values()
         remainders: dict[int, Tensor] = {}
         for store in self.stores:
@@ -157,12 +156,12 @@ class MasterRegistry:
         whole = {
             key: moments.joined(params[key], remainder)
             for key, remainder in remainders.items()
-            if key in params and getattr(self.place_of[key][0], "kept", None) != remainder.dtype
+            if key in params and not (isinstance(self.place_of[key][0], RemainderStore) and _is_whole(remainder))
         }
         self.refresh({**values, **whole} if values or remainders else None)
         for key, remainder in remainders.items():
             store, index = self.place_of.get(key, (None, 0))
-            if isinstance(store, RemainderStore) and store.kept == remainder.dtype:
+            if isinstance(store, RemainderStore) and _is_whole(remainder):
                 store.take_remainder(index, remainder)
 
     def take_moments(self, param: Tensor, coded: Mapping[str, Tensor]) -> None:
@@ -244,22 +243,6 @@ class MasterRegistry:
                 store.release()
 
     # ---- a step
-
-    def fold(self, param: Tensor, factor: float | Tensor, number: int) -> None:
-        """Add a gradient times ``factor`` to the moments of Adam, so that a step without a gradient is AdamA's.
-
-        The step decays: m = beta1 * (m + (1 - beta1) / beta1 * gradient), and the second moment likewise.
-        """
-        group, state = self.live().param_groups[self.group_index(param) or 0], self.live().state[param]
-        assert param.grad is not None
-        grad = local_tensor(param.grad).float() * factor * (-1.0 if group["maximize"] else 1.0)
-        if not state:
-            state |= moments.adam_state(group, param, coded=False)
-        moments.decode_in_place(state, param)
-        for name, beta, value in zip(("exp_avg", "exp_avg_sq"), group["betas"], (grad, grad.square()), strict=True):
-            local_tensor(state[name]).add_(value, alpha=(1.0 - beta) / beta)
-        if self.config.moments == "8bit":
-            moments.encode_state({param: state}, self.place_of[id(param)][0], self.step + (number << 40))
 
     @property
     def step(self) -> int:
@@ -401,6 +384,11 @@ class MasterRegistry:
         items = [(other.get(id(key), key), entry) for key, entry in optimizer.state.items()]
         optimizer.state.clear()
         optimizer.state.update(items)
+
+
+def _is_whole(remainder: Tensor) -> bool:
+    """Return whether a remainder of a state dict has 16 bits; one of an earlier form has 8."""
+    return remainder.dtype == torch.int16
 
 
 @torch.no_grad()

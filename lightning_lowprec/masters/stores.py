@@ -1,10 +1,9 @@
-"""Store the float32 values of half-precision parameters between optimizer steps, in one of four forms.
+"""Store the float32 values of half-precision parameters between optimizer steps, in one of three forms.
 
 | store | parameters | extra bytes between steps | an update below half a step of the dtype |
 |---|---|---|---|
 | ``Fp32Store`` | fp16, bf16 | 4 | adds up in the master |
 | ``RemainderStore`` | bf16 | 2 | adds up, bit for bit as in ``Fp32Store`` |
-| ``Remainder8Store`` | bf16 | 1 | below half a step of 2**-16, with a probability, right on average |
 | ``StochasticStore`` | bf16 | 0 | changes the weight with a probability, right on average |
 
 A store has the parameters of one device and dtype. Their masters are views of one flat float32 buffer, which is made
@@ -92,15 +91,6 @@ class Store(ABC):
     @abstractmethod
     def _round(self, step: int) -> None:
         """Round the buffer to values of the parameters' dtype, and store the difference if the form does so."""
-
-    def _round_stochastically(self, step: int, *, dropped: int) -> None:
-        """Round the buffer to float32 values whose last ``dropped`` bits are zero."""
-        parts = [self.flat]
-        if not self._in_line:
-            sizes = [view.numel() for view in self.views]
-            parts = [self.flat[at : at + size] for (*_, at), size in zip(self._layout, sizes, strict=True)]
-        for index, part in enumerate(parts):
-            rounding.stochastic_round_(part, seed=self.seed, step=step, start=self.position(index), dropped=dropped)
 
     def _fill(self) -> None:
         """Put the float32 values of all parameters into the (allocated) buffer."""
@@ -233,6 +223,7 @@ class Fp32Store(Store):
         """Keep the exact masters; the copy into the parameters rounds to nearest even."""
 
 
+@final
 class RemainderStore(Store):
     """The exact float32 master as the bf16 parameter and an int16; weights round ties away from zero.
 
@@ -241,7 +232,6 @@ class RemainderStore(Store):
     """
 
     form = "remainder"
-    kept: ClassVar[torch.dtype] = torch.int16
     remainder: Tensor
     _remainders: list[Tensor]  # views of `remainder`, one per parameter
 
@@ -251,7 +241,7 @@ class RemainderStore(Store):
 
     def set_values(self, values: Mapping[int, Tensor]) -> None:
         """Take float32 values; they stay in memory until a step has been saved."""
-        self.remainder = torch.zeros(self.flat.shape, dtype=self.kept, device=self.device)
+        self.remainder = torch.zeros(self.flat.shape, dtype=torch.int16, device=self.device)
         self._remainders = self.views_on(self.remainder)
         if values:
             super().set_values(values)
@@ -265,7 +255,7 @@ class RemainderStore(Store):
 
     @torch.no_grad()
     def take_remainder(self, index: int, remainder: Tensor) -> None:
-        """Take the remainder of one parameter, of its shape and of this store's dtype."""
+        """Take the remainder of one parameter, of its shape, int16."""
         self._remainders[index].copy_(local_tensor(remainder))
         self.follow_edits()
 
@@ -279,21 +269,6 @@ class RemainderStore(Store):
 
 
 @final
-class Remainder8Store(RemainderStore):
-    """The upper 24 bits of the float32 master, as the bf16 parameter and an int8: 16 bits of precision instead of 24.
-
-    The master is rounded to them stochastically: to nearest, updates below 2**-17 of a weight would be lost.
-    """
-
-    form = "remainder8"
-    kept = torch.int8
-
-    def _round(self, step: int) -> None:
-        self._round_stochastically(step, dropped=8)
-        super()._round(step)
-
-
-@final
 class StochasticStore(Store):
     """Store nothing besides the parameters, and round updates stochastically."""
 
@@ -304,10 +279,15 @@ class StochasticStore(Store):
         self.free()
 
     def _round(self, step: int) -> None:
-        self._round_stochastically(step, dropped=16)
+        parts = [self.flat]
+        if not self._in_line:
+            sizes = [view.numel() for view in self.views]
+            parts = [self.flat[at : at + size] for (*_, at), size in zip(self._layout, sizes, strict=True)]
+        for index, part in enumerate(parts):
+            rounding.stochastic_round_(part, seed=self.seed, step=step, start=self.position(index))
 
 
-STORES: Final = {store.form: store for store in (Fp32Store, RemainderStore, Remainder8Store, StochasticStore)}
+STORES: Final = {store.form: store for store in (Fp32Store, RemainderStore, StochasticStore)}
 
 
 def _fingerprint(param: Tensor) -> tuple[int, int]:

@@ -19,7 +19,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.masters.config import MasterConfig
-from lightning_lowprec.masters.in_backward import wait_for_steps
 from lightning_lowprec.masters.kept_float32 import coupled, kept_float32
 from lightning_lowprec.masters.moments import decode_on_load, float32_state
 from lightning_lowprec.masters.optimizer import add_masters, remove_masters
@@ -30,7 +29,6 @@ from lightning_lowprec.numerics.rounding import upper_half
 from lightning_lowprec.private.fsdp2 import reset_shards
 from lightning_lowprec.private.torch_optimizers import sees_no_masters
 from lightning_lowprec.private.torchao import parameters_of_copies
-from lightning_lowprec.references import WeakList
 
 NO_PLAIN_STEP: Final = "lowprec_no_plain_step"  # an attribute of weights that only optimizers with masters may step
 _CASTABLE: Final = (torch.float64, torch.float32, *HALF_DTYPES)  # not FP8: codes need a scale
@@ -55,7 +53,6 @@ class HalfWeights:
         """Returns the names of a module's parameters that stay float32; they are their own masters."""
         self.keep_fp32: Sequence[str] = ()
         self._originals: dict[int, Tensor] = {}  # by id(parameter): the float32 weight from before the cast
-        self._updating: WeakList[Optimizer] = WeakList()  # those that update during the backward pass
         self._counted: set[int] = set()  # id(parameter) of those that were half precision at the set-up
 
     def cast(self, module: Module, dtype: torch.dtype) -> int:
@@ -78,7 +75,7 @@ class HalfWeights:
         _make_float32([p for p in widened if p.dtype in HALF_DTYPES], masters)
         skip = with_buffers | named.keys()
         originals = cast_parameters(module, dtype, keep=keep, buffer_dtype=self.buffer_dtype, skip=skip)
-        for p in changed if self.config.form.startswith("remainder") else ():  # ties away from zero, as the steps round
+        for p in changed if self.config.form == "remainder" else ():  # ties away from zero, as the steps round
             if id(p) in originals and not hasattr(p, "to_local"):
                 p.data.copy_(upper_half(originals[id(p)]))
         self._originals |= {key: value for key, value in originals.items() if key in trained} | masters
@@ -103,11 +100,11 @@ class HalfWeights:
     def under_fsdp2(self) -> HalfWeights | None:
         """Return the half weights of FSDP2's shards, whose gradients it reduces in float32; None for float32 shards."""
         if self.config.form == "fp32":
-            if self.config.moments != "fp32" or self.config.update != "step":
+            if self.config.moments != "fp32":
                 raise ValueError(
-                    f"`MasterConfig(moments={self.config.moments!r}, update={self.config.update!r})` with"
-                    " `form='fp32'` is not possible under FSDP2, whose float32 shards take the place of masters. Use"
-                    " `form='remainder'`: it keeps the same masters in 2 bytes per parameter less."
+                    f"`MasterConfig(moments={self.config.moments!r})` with `form='fp32'` is not possible under FSDP2,"
+                    " whose float32 shards take the place of masters. Use `form='remainder'`: it keeps the same masters"
+                    " in 2 bytes per parameter less."
                 )
             return None
         if self.accumulation is not None:
@@ -129,9 +126,6 @@ class HalfWeights:
             self._originals = existing_masters(parameters_of(optimizer)) | self._originals
             remove_masters(optimizer)
         add_masters(optimizer, self.config, values=self._originals)
-        if self.config.update != "step" and optimizer not in self._updating:
-            wait_for_steps(optimizer, self._updating)
-            self._updating.add(optimizer)
         params = parameters_of(optimizer)
         self._set_accumulation(params)
         for p in params:

@@ -165,7 +165,6 @@ class MSAMP(Converting):
 
     @override
     def see_module(self, module: Module) -> None:
-        super().see_module(module)
         if isinstance(module, DistributedDataParallel):
             self._ddp_modules.add(module)
             broadcast_codes(module, module.process_group)

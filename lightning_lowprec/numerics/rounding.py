@@ -29,19 +29,19 @@ _MASK64: Final = (1 << 64) - 1
 
 
 def split_(master: Tensor, remainder: Tensor) -> None:
-    """Split in place: ``master`` (float32) keeps the nearest bf16 values, ``remainder`` (int16 or int8) gets the rest.
-
-    With an int8, the last 8 bits of the master must be zero.
+    """Split in place: ``master`` (float32) keeps the nearest bf16 values, ``remainder`` (int16) gets the rest.
 
     NaN stays NaN; a value beyond the largest bf16 becomes inf, and its remainder brings it back.
     """
     bits = _canonical_nan_(master).view(torch.int32)
-    remainder.copy_(bits if remainder.dtype == torch.int16 else bits >> 8)  # int32 -> int16 or int8 keeps the last bits
+    remainder.copy_(bits)  # int32 -> int16 keeps the last bits
     bits.add_(_HALF).bitwise_and_(_UPPER)
 
 
 def join_(upper: Tensor, remainder: Tensor) -> None:
     """Join in place: ``upper`` (float32, bf16 values, contiguous) becomes the master.
+
+    An int8 is the upper half of a remainder: checkpoints of an earlier form have it.
 
     :func:`split_` never gives a zero a negative remainder. A zero with a negative remainder was set later (pruned), and
     adding the remainder would borrow from the sign and make a NaN, so the remainder is ignored.
@@ -71,16 +71,15 @@ def reconcile(master: Tensor, weight: Tensor) -> Tensor:
     return torch.where(agrees, master, weight.float())
 
 
-def stochastic_round_(flat: Tensor, *, seed: int, step: int, start: int = 0, dropped: int = 16) -> None:
+def stochastic_round_(flat: Tensor, *, seed: int, step: int, start: int = 0) -> None:
     """Round every value to one of its two neighbours, without bias: ``flat``, (N,) float32, gets bf16 values.
 
-    With ``dropped=8`` it gets values of 24 bits. bf16 values do not change, inf stays inf, NaN stays NaN; a value
-    beyond the largest bf16 may become inf. ``step`` counts the roundings. ``start`` is the position of the first
-    element among all that share the ``seed`` of the run: a tensor that is rounded in parts gets the same bits.
+    bf16 values do not change, inf stays inf, NaN stays NaN; a value beyond the largest bf16 may become inf. ``step``
+    counts the roundings. ``start`` is the position of the first element among all that share the ``seed`` of the run: a
+    tensor that is rounded in parts gets the same bits.
     """
     for part, chunk, first in _chunks(_canonical_nan_(flat).view(torch.int32), start):
-        bits = random_bits(part.numel(), seed, step, chunk, flat.device, first).bitwise_and_((1 << dropped) - 1)
-        part.add_(bits).bitwise_and_(-1 << dropped)
+        part.add_(random_bits(part.numel(), seed, step, chunk, flat.device, first)).bitwise_and_(_UPPER)
 
 
 def random_bits(

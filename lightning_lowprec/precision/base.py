@@ -72,7 +72,6 @@ class LowPrecision(EitherPrecision, ABC):
         self, scaler: LossScaler | None, masters: HalfWeights | None = None, options: TrainingOptions | None = None
     ) -> None:
         options = TrainingOptions() if options is None else options
-        refusals.refuse_skipping(scaler, masters)
         self.scaler = scaler
         self.masters = masters
         if masters is not None:
@@ -264,9 +263,7 @@ class LowPrecision(EitherPrecision, ABC):
         self._prepare_optimizer(optimizer)
 
     def see_module(self, module: Module) -> None:
-        """Log what DDP changes for a module that it has wrapped."""
-        if self.masters is not None:
-            refusals.say_updates_in_step(module, self.masters.config, self.precision)
+        """Look at a module that the strategy has wrapped."""
 
     def _prepare_optimizer(self, optimizer: Optimizer) -> None:
         if self.scaler is not None:

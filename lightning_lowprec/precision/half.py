@@ -12,7 +12,6 @@ from typing_extensions import Unpack, override
 from lightning_lowprec.conversion.name_suffixes import of_options
 from lightning_lowprec.conversion.options import shows, take
 from lightning_lowprec.hardware import bf16_refusal, default_device, refusal_and_remedy
-from lightning_lowprec.masters.config import LEAN, LEAN_SR
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.loss_scale import LossScaler
 from lightning_lowprec.precision.options import (
@@ -26,7 +25,6 @@ from lightning_lowprec.runs_where import RecipeKey
 
 HalfName = Literal["bf16", "fp16", "auto"]
 _WITHOUT_MASTERS: Final = {"auto": "half-auto", "bf16": "bf16-mixed", "fp16": "16-mixed"}
-_LEAN: Final = {LEAN: "bf16-lean", LEAN_SR: "bf16-lean-sr"}
 
 
 class HalfChoices(TrainingChoices, MasterChoices, total=False):
@@ -61,7 +59,7 @@ class HalfMixed(LowPrecision):
         elif dtype == "auto":
             self.precision = "half-auto-master"
         else:
-            self.precision = _LEAN.get(masters.config) or dtype + of_options("bf16", masters.config.kept)
+            self.precision = dtype + of_options("bf16", masters.config.kept)
 
     @property
     @override

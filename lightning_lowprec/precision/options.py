@@ -118,8 +118,7 @@ class MasterOptions(Group):
             float32 masters. ``True`` stores the masters (4 bytes per parameter). ``"remainder"`` stores the exact
             masters in 2 bytes (bf16 only). ``"8bit"`` does the same, and stores the optimizer's moments in 8 bits.
             ``"stochastic"`` stores no masters and rounds the updated weights stochastically (bf16 only). A
-            :class:`~lightning_lowprec.MasterConfig` combines form and moments, can ask for updates during the backward
-            pass, and sets the seed.
+            :class:`~lightning_lowprec.MasterConfig` combines form and moments, and sets the seed.
         buffer_dtype: needs ``master_weights``. Floating-point buffers are cast to this dtype; None leaves them alone
             (rotary tables and running statistics need float32).
         grad_accumulation_dtype: needs ``master_weights``. ``torch.float32`` accumulates the gradients of micro-batches
@@ -148,11 +147,6 @@ class MasterOptions(Group):
                 f"`master_weights={choice!r}` is not valid with fp16, because it needs bf16 to be the upper half of"
                 " float32; use `master_weights=True`, or bf16."
             )
-        if config.update != "step" and (base == "fp16" or self.grad_accumulation_dtype is not None):
-            what = "fp16, because its step waits until the gradients of all weights are known to be finite"
-            if base != "fp16":
-                what = f"`grad_accumulation_dtype={self.grad_accumulation_dtype}`: no gradient is kept to be added to"
-            raise ValueError(f"`MasterConfig(update='backward')` does not go with {what}. Use `update='step'`.")
         return HalfWeights(config, self.buffer_dtype, self.grad_accumulation_dtype)
 
 

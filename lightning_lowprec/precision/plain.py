@@ -25,7 +25,6 @@ from torch.optim import Optimizer
 
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.head import LossHead
-from lightning_lowprec.masters.in_backward import forget_updates
 from lightning_lowprec.masters.registry import existing_masters, optimizers_with_masters
 from lightning_lowprec.masters.weights import Float32Weights, is_marked, mark, unmark
 from lightning_lowprec.numerics.formats import HALF_DTYPES
@@ -177,8 +176,7 @@ def warn_of_half_weights(model: Module, run: str) -> None:
 
 
 def forget(model: Module) -> None:
-    """Remove what an earlier run has left: updates in the backward pass, and notes."""
-    forget_updates(model.parameters())
+    """Remove the notes that an earlier run has left."""
     for module in model.modules():
         backends.left_roundings.pop(module, None)
 
@@ -233,8 +231,6 @@ class AfterFit:
                     f" {where} has sharded it. To call it outside of the Trainer, load a checkpoint into a fresh model."
                 )
             return
-        for module in modules:
-            forget_updates(module.parameters())  # else a loop after the run would still update by its optimizer
         cast = [(t, data) for t, data in before if t.dtype in HALF_DTYPES and data.dtype is torch.float32]
         unwritten = {} if self._tunes else {id(t): reconcile(data.to(t.device), t.data) for t, data in cast}
         if not plugin.plain_after_fit and not self._tunes:

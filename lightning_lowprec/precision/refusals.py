@@ -6,17 +6,11 @@ from typing import Any, Final
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.nn import Module
-from torch.nn.parallel import DistributedDataParallel
 
 from lightning_lowprec.conversion.experts import cut_by_expert
 from lightning_lowprec.hardware import caution
-from lightning_lowprec.masters.config import ACCUMULATES, IN_THE_STEP, MasterConfig
-from lightning_lowprec.masters.in_backward import clipping_refused
-from lightning_lowprec.masters.weights import HalfWeights
-from lightning_lowprec.precision.host import callbacks_of, trainer_of
-from lightning_lowprec.precision.loss_scale import LossScaler
+from lightning_lowprec.precision.host import callbacks_of
 from lightning_lowprec.private.either import MisconfigurationException, both, trainer_callbacks
-from lightning_lowprec.private.lightning import sees_gradients
 
 AVERAGING: Final = ("StochasticWeightAveraging", "WeightAveraging")  # lightning 2.6 added the second one
 
@@ -69,24 +63,14 @@ def refuse_under_engine(keep_fp32: Sequence[str], where: str) -> None:
         )
 
 
-def refuse_skipping(scaler: LossScaler | None, masters: HalfWeights | None) -> None:
-    """Raise if steps would be skipped whose updates are made during the backward pass."""
-    if scaler is not None and masters is not None and masters.config.update != "step":
-        raise ValueError(
-            "`skip_nonfinite=True` does not go with `MasterConfig(update='backward')` ('bf16-lean', 'bf16-lean-sr'):"
-            " weights are updated during the backward pass, before all gradients are known to be finite. Use"
-            " `master_weights='8bit'`, which updates in the step."
-        )
-
-
 def refuse_averaging(callbacks: Iterable[Any], why: str) -> None:
     """Raise for Lightning's callbacks that average the model's parameters; ``why`` ends the message."""
     for callback in averaging(callbacks):
         raise MisconfigurationException(f"`{type(callback).__name__}` {why}")
 
 
-def check_trainer(model: Any, config: MasterConfig, precision: str) -> None:
-    """Warn of averages of half-precision weights; raise for what an update during the backward pass cannot do."""
+def warn_of_averages(model: Any, precision: str) -> None:
+    """Warn of averages of half-precision weights."""
     for callback in averaging(callbacks_of(model)):
         rank_zero_warn(
             f"`{type(callback).__name__}` averages the weights of the model, which `precision={precision!r}` keeps in"
@@ -94,41 +78,6 @@ def check_trainer(model: Any, config: MasterConfig, precision: str) -> None:
             " An average that moves slowly loses most of its way. Use a precision with float32 weights ('bf16-mixed',"
             " 'half-auto', 'fp8-hybrid'), or average the float32 masters in a callback of your own:"
             " `trainer.precision_plugin.main_params(optimizer)`."
-        )
-    trainer: Any = trainer_of(model)
-    if config.update == "step" or trainer is None:
-        return
-    what = None
-    kinds = both(trainer_callbacks.GradientAccumulationScheduler)
-    schedules = [callback.scheduling.values() for callback in trainer.callbacks if isinstance(callback, kinds)]
-    batches = max(trainer.accumulate_grad_batches, *(number for numbers in schedules for number in numbers), 1)
-    if batches != 1 and config.update == "backward":
-        what = (
-            f"`accumulate_grad_batches={batches}` adds up gradients, and `update='backward'`"
-            f" has used and freed each one. Use larger batches with activation checkpointing, or {ACCUMULATES}."
-        )
-    elif trainer.gradient_clip_val and (
-        config.clip_tensor or config.update == "moments" or trainer.gradient_clip_algorithm == "value"
-    ):
-        what = clipping_refused(f"`gradient_clip_val={trainer.gradient_clip_val}` clips gradients")
-    if what is not None:
-        raise MisconfigurationException(f"`precision={precision!r}`: {what}")
-    if sees_gradients(model):
-        rank_zero_warn(
-            f"`precision={precision!r}`: your module or a callback has `configure_gradient_clipping` or"
-            " `on_before_optimizer_step`, which run when gradients are used and freed: `p.grad` is None, and"
-            " `torch.nn.utils.clip_grad_norm_` clips nothing. `self.clip_gradients` clips by the norm so far. Use"
-            f" {IN_THE_STEP}."
-        )
-
-
-def say_updates_in_step(module: Any, config: MasterConfig, precision: str) -> None:
-    """Log that DDP moves the updates of ``update="backward"`` into the step, and what this costs."""
-    if config.update != "step" and isinstance(module, DistributedDataParallel):
-        rank_zero_info(
-            f"{precision}: under DDP weights are updated in the step, not during the backward pass, because DDP"
-            " averages gradients in buckets that it keeps: 2 bytes per parameter more. `strategy='fsdp2'` updates"
-            " during the backward pass."
         )
 
 

@@ -163,7 +163,7 @@ def before_training(plugin: Any, model: Any, optimizers: Sequence[Optimizer], *,
     """Prepare all optimizers of the Trainer, and check them; without training they are those of an earlier fit."""
     if will_train:
         if plugin.masters is not None:
-            refusals.check_trainer(model, plugin.masters.config, plugin.precision)
+            refusals.warn_of_averages(model, plugin.precision)
         for optimizer in optimizers:
             plugin._prepare_optimizer(optimizer)
         if plugin.masters is not None:

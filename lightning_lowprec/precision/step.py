@@ -18,13 +18,13 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from lightning_lowprec.masters import deferred
-from lightning_lowprec.masters.in_backward import refuse_clipping
 from lightning_lowprec.masters.optimizer import main_params, show_master_grads
 from lightning_lowprec.masters.registry import registry_of
 from lightning_lowprec.numerics.parameters import clip_grad_norm, on_several_meshes
 from lightning_lowprec.precision.loss_scale import LossScaler
 from lightning_lowprec.private.either import GradClipAlgorithmType, LightningModule, MisconfigurationException
 from lightning_lowprec.private.lightning import after_closure, sees_gradients
+from lightning_lowprec.private.torch_optimizers import refuse_copies
 
 
 def clip_by_norm(
@@ -34,11 +34,7 @@ def clip_by_norm(
 
     The result is None if torch can clip these gradients in place. The norm of a step that will be skipped is 0.
     """
-    updates = vars(optimizer).get("_updates")
-    if updates is not None and updates.clips_all and norm_type == 2.0:
-        norm: Tensor = updates.clip(max_norm)
-        return norm
-    refuse_clipping(optimizer)
+    _refuse_copies(optimizer)
     if not deferred.defers(optimizer):
         if not on_several_meshes(main_params(optimizer)):
             return None
@@ -48,6 +44,10 @@ def clip_by_norm(
         scaler.unscale(optimizer, defer=True)
     norm = deferred.clip_by_norm(optimizer, max_norm, norm_type)
     return torch.zeros_like(norm) if scaler is not None and scaler.found_inf(optimizer) else norm
+
+
+def _refuse_copies(optimizer: Optimizer) -> None:
+    refuse_copies(optimizer, "clipping, because it copies each gradient before the norm of all is known")
 
 
 def clips(scaler: LossScaler | None, optimizer: Optimizer, clip_val: float, algorithm: GradClipAlgorithmType) -> bool:
@@ -60,7 +60,7 @@ def clips(scaler: LossScaler | None, optimizer: Optimizer, clip_val: float, algo
 
 def unscale(scaler: LossScaler | None, optimizer: Optimizer) -> None:
     """Divide the gradients by the loss scale and move them to masters, whose gradients the parameters then show."""
-    refuse_clipping(optimizer)
+    _refuse_copies(optimizer)
     if scaler is not None:
         scaler.unscale(optimizer)
     elif (registry := registry_of(optimizer)) is not None:

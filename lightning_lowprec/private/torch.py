@@ -56,7 +56,6 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
         "torch._C._swap_tensor_impl",
         "torch.Tensor._backward_hooks",
         "torch.Tensor._post_accumulate_grad_hooks",
-        "torch.autograd.Variable._execution_engine.queue_callback",
     ),
     FSDP2: (
         "torch._foreach_norm",
@@ -325,11 +324,6 @@ def first_element(tensor: Tensor) -> int:
     for size, offset in zip(tensor.shape, offsets, strict=True):
         position = position * size + offset
     return position
-
-
-def after_backward(function: Callable[[], None]) -> None:
-    """Call ``function`` when the backward pass that is running has ended."""
-    torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 # ---- MS-AMP: tensors of codes and their gradients

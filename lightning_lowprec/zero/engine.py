@@ -75,7 +75,7 @@ def check_plugin(plugin: LowPrecision, strategy: str) -> None:
         return
     reason, usual = None, MasterConfig()
     config = usual if plugin.masters is None else plugin.masters.config
-    differing = [name for name in ("form", "moments", "update") if getattr(config, name) != getattr(usual, name)]
+    differing = [name for name in ("form", "moments") if getattr(config, name) != getattr(usual, name)]
     if differing:
         reason = (
             f"ZeRO keeps the masters itself, in float32, and has no `{differing[0]}={getattr(config, differing[0])!r}`."

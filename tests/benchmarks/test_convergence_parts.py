@@ -57,7 +57,7 @@ def test_every_name_is_trained_or_has_a_reason(names):
     assert set.union(*groups) == {*TABLE, *map(str, OF_LIGHTNING)}
     assert all(not a & b for a, b in itertools.combinations(groups, 2))
     assert names.names[0] == BASELINE
-    assert {"bf16-mixed", "bf16-true", "16-true", "fp8-hybrid", "fp8-lean", "int8-mixed-sr", "msamp-o3"} <= groups[0]
+    assert {"bf16-mixed", "bf16-true", "16-true", "fp8-hybrid", "int8-mixed-sr", "msamp-o3"} <= groups[0]
     assert set(CONTROL) <= groups[0]
 
 
@@ -74,7 +74,7 @@ def test_names_without_a_run_of_their_own_mean_what_is_said(names):
 
 def test_names_without_suffix_are_the_families(names):
     some = names.without_suffix
-    assert {"fp8-hybrid", "fp8-rowwise", "bf16-remainder", "bf16-lean-sr", "int8-mixed", "msamp-o2"} <= set(some)
+    assert {"fp8-hybrid", "fp8-rowwise", "bf16-remainder", "bf16-sr", "int8-mixed", "msamp-o2"} <= set(some)
     assert not {"fp8-hybrid-sr", "int8-mixed-fp16", "fp8-rowwise-remainder", "mxfp8-sr"} & set(some)
 
 

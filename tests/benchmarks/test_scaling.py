@@ -15,7 +15,7 @@ from benchmarks.hook_overhead import Calls
 
 NAMES = (
     "bf16-mixed", "fp8-hybrid", "fp8-rowwise", "int8-mixed", "half-auto", "fp16-master", "bf16-remainder", "bf16-sr",
-    "fp8-hybrid-remainder", "bf16-lean", "fp8-lean", "msamp-o1", "msamp-o2", "msamp-o3",
+    "fp8-hybrid-remainder", "msamp-o1", "msamp-o2", "msamp-o3",
 )  # fmt: skip
 WIDTH, ROWS, STEPS = 32, 32, 2
 FEW, TIMES = 8, 4

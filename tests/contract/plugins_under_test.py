@@ -1,7 +1,6 @@
 """The plugins that the contract suite runs over. A new plugin enters by one line in ``EXTRA``, a new name by itself."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 
 from lightning_lowprec import FP8TE, MSAMP, FP8TorchAO, HalfMixed, MXFP8TorchAO, NVFP4TorchAO
 from lightning_lowprec.conversion import backends
-from lightning_lowprec.masters.config import LEAN_SR
+from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.names import TABLE, create
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.loss_scale import LossScale
@@ -41,7 +40,7 @@ EXTRA: dict[str, Callable[..., LowPrecision]] = {
     "fp16-master-fp32-gradients": partial(HalfMixed, "fp16", master_weights=True, **FLOAT32_GRADIENTS),
     "bf16-remainder-fp32-gradients": partial(HalfMixed, "bf16", master_weights="remainder", **FLOAT32_GRADIENTS),
     "bf16-sr-fp32-gradients": partial(HalfMixed, "bf16", master_weights="stochastic", **FLOAT32_GRADIENTS),
-    "bf16-lean-sr-in-the-step": partial(HalfMixed, "bf16", master_weights=replace(LEAN_SR, update="step")),
+    "bf16-sr-8bit-moments": partial(HalfMixed, "bf16", master_weights=MasterConfig(form="stochastic", moments="8bit")),
     "MSAMP-fp16": partial(MSAMP, base="fp16"),
     "MSAMP-stochastic": partial(MSAMP, "O3", stochastic_rounding=True, grad_accumulation_dtype=torch.float32),
     "FP8TorchAO-master-fp32-gradients": partial(FP8TorchAO, master_weights=True, **FLOAT32_GRADIENTS),
@@ -100,17 +99,12 @@ NAMES = (
     *(
         name
         for name in representatives()
-        if TABLE[name].plugin is not FP8TE
-        and not name.endswith(("-lean", "-lean-sr"))
-        and not (TABLE[name].plugin is MXFP8TorchAO and prototype_refusal("mxfp8"))
+        if TABLE[name].plugin is not FP8TE and not (TABLE[name].plugin is MXFP8TorchAO and prototype_refusal("mxfp8"))
     ),
     *EXTRA,
 )
 """Transformer Engine has no kernels for CPU: FP8TE's names are not here, but its reference quantizers run in EXTRA.
 MXFP8 by torchao needs a newer torchao than the oldest that is supported, where a test holds the refusal.
-
-Names that update in the backward pass have no gradients to clip, accumulate or look at: their formats are in EXTRA, and
-they have tests of their own in tests/precision/test_lean*.py.
 """
 SCALED_NAMES = tuple(name for name in NAMES if (EXTRA.get(name) or partial(create, name))().scaler is not None)
 DISTINCT = tuple({_identity(name): name for name in reversed(NAMES)}.values())

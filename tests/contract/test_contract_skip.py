@@ -1,7 +1,6 @@
 """`skip_nonfinite=True`: a run with a NaN batch is, bit for bit, the run that never saw this batch."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -29,7 +28,6 @@ from torch import Tensor
 from torchao.optim import CPUOffloadOptimizer
 
 from lightning_lowprec import MSAMP, FP8TorchAO, HalfMixed, MasterConfig
-from lightning_lowprec.masters.config import LEAN, LEAN_SR
 from lightning_lowprec.msamp.weight import msamp_state_of
 from lightning_lowprec.precision.base import LowPrecision
 from tests.precision.weights_left import as_trained
@@ -42,7 +40,7 @@ PLUGINS: dict[str, Callable[..., LowPrecision]] = {
     "bf16-8bit-fp32-gradients": partial(
         HalfMixed, "bf16", master_weights="8bit", grad_accumulation_dtype=torch.float32
     ),
-    "bf16-lean-sr-in-the-step": partial(HalfMixed, "bf16", master_weights=replace(LEAN_SR, update="step")),
+    "bf16-sr-8bit-moments": partial(HalfMixed, "bf16", master_weights=MasterConfig(form="stochastic", moments="8bit")),
     "tensorwise": partial(FP8TorchAO),
     "rowwise": partial(FP8TorchAO, "rowwise"),
     "tensorwise-sr": partial(FP8TorchAO, master_weights="stochastic"),
@@ -226,16 +224,6 @@ def test_fp16_skips_always(make_it: Callable[..., LowPrecision]) -> None:
     assert plain is not None
     assert asked.scales_loss
     assert asked.state_dict() == plain.state_dict()
-
-
-@pytest.mark.parametrize("config", [LEAN, LEAN_SR, MasterConfig(update="backward")])
-@pytest.mark.parametrize("cls", [partial(HalfMixed, "bf16"), FP8TorchAO])
-def test_an_update_in_the_backward_pass_cannot_be_skipped(cls: Any, config: MasterConfig) -> None:
-    cls(master_weights=config)
-    with pytest.raises(
-        ValueError, match=r"^`skip_nonfinite=True` does not go with .*backward.*Use `master_weights='8bit'`"
-    ):
-        cls(master_weights=config, skip_nonfinite=True)
 
 
 def test_lbfgs_cannot_be_skipped() -> None:

@@ -122,11 +122,8 @@ MSAMP_LEVEL = [
     ("compile", 1, "'auto', True, False or a mapping"),
 ]
 CONFIG = [
-    ("form", "fp23", "one of: fp32, remainder, remainder8, stochastic"),
+    ("form", "fp23", "one of: fp32, remainder, stochastic"),
     ("moments", None, "one of: fp32, 8bit"),
-    ("update", "forward", "one of: step, backward"),
-    ("clip_tensor", 0.0, "None, or a number above 0"),
-    ("clip_tensor", -1.0, "None, or a number above 0"),
     ("seed", "abc", "an integer"),
     ("seed", True, "an integer"),
 ]

@@ -38,7 +38,7 @@ STALE = r"'(net\.)?1\.weight' \(and 1 more\) is in no optimizer, but an optimize
 
 @pytest.mark.parametrize(
     "precision",
-    ["fp8-hybrid", "fp8-rowwise", "fp8-hybrid-remainder", "fp8-lean", "int8-mixed", "msamp-o1", "msamp-o2", "msamp-o3"],
+    ["fp8-hybrid", "fp8-rowwise", "fp8-hybrid-remainder", "int8-mixed", "msamp-o1", "msamp-o2", "msamp-o3"],
 )
 def test_a_probe_of_a_body_that_is_not_frozen_trains_with_one_warning(precision):
     """The optimizer holds the last layer alone; the first gets gradients that nobody uses."""

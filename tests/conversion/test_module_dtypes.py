@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from lightning_lowprec import FSDP2Strategy, plain
 
-NAMES = ["bf16-remainder", "bf16-8bit", "bf16-lean", "fp16-master", "fp8-hybrid-remainder", "int8-mixed-remainder"]
+NAMES = ["bf16-remainder", "bf16-8bit", "fp16-master", "fp8-hybrid-remainder", "int8-mixed-remainder"]
 NORMS = {
     "LayerNorm": (nn.LayerNorm(16), lambda norm, x: F.layer_norm(x, (16,), norm.weight.float(), norm.bias.float())),
     "LayerNorm without bias": (

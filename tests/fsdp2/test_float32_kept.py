@@ -12,7 +12,7 @@ from lightning_lowprec.private.fsdp2 import has_several_groups
 from tests.fsdp2.ranks import launch
 
 pytestmark = pytest.mark.distributed
-NAMES = ("bf16-master", "bf16-remainder", "bf16-sr", "bf16-lean", "fp8-hybrid", "fp8-hybrid-remainder")
+NAMES = ("bf16-master", "bf16-remainder", "bf16-sr", "bf16-8bit", "fp8-hybrid", "fp8-hybrid-remainder")
 STEPS = 3
 
 

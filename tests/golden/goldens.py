@@ -15,7 +15,6 @@ TWO_RANKS = [
     ("fp8-hybrid", "fsdp2"),
     ("fp8-hybrid-remainder", "fsdp2"),
     ("fp8-rowwise", "fsdp2"),
-    ("fp8-lean", "fsdp2"),
     ("bf16-remainder", "fsdp2"),
     ("int8-mixed", "fsdp2"),
     ("msamp-o2", "ddp"),

@@ -95,7 +95,7 @@ def runs_here(name: str) -> str | None:
     return None if verdict.runs else verdict.reason
 
 
-REHEARSED = ("half-auto", "bf16-lean", "fp8-hybrid-fp16", "fp8-rowwise-gw-hp-sr", "fp8-hybrid-te", "fp8-current-te-sr")
+REHEARSED = ("half-auto", "bf16-8bit", "fp8-hybrid-fp16", "fp8-rowwise-gw-hp-sr", "fp8-hybrid-te", "fp8-current-te-sr")
 """Where nothing is computed these stand for all: tests/ledger/test_every_name.py trains each name there."""
 NAMES = [name for name in distinct() if name in REHEARSED or not NO_VALUES]
 FP8_NAMES = [name for name in NAMES if TABLE[name].plugin.__name__.startswith("FP8")]

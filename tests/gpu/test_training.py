@@ -8,7 +8,6 @@ from torch import nn
 from lightning_lowprec.names import TABLE
 from tests.gpu.device import DEVICE, NO_VALUES, on_gpu_only
 from tests.gpu.subjects import FP8_NAMES, NAMES, WIDTH, Stack, Subject, loader, runs_here, trainer
-from tests.representatives import updates_in_backward
 
 
 @pytest.fixture(autouse=True)
@@ -44,8 +43,7 @@ def test_the_loss_falls_in_fabric(name):
         for x, y in fabric.setup_dataloaders(loader()):
             loss = nn.functional.mse_loss(module(x).float(), y)
             fabric.backward(loss)
-            if not updates_in_backward(name):
-                fabric.clip_gradients(module, optimizer, max_norm=1.0, error_if_nonfinite=not NO_VALUES)
+            fabric.clip_gradients(module, optimizer, max_norm=1.0, error_if_nonfinite=not NO_VALUES)
             optimizer.step()
             optimizer.zero_grad()
             found.append(float(loss.detach()))
@@ -66,7 +64,7 @@ def test_resuming_is_exact(name, tmp_path):
         assert torch.equal(wanted, found) or NO_VALUES, fqn
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if not updates_in_backward(name) and "eval" not in name])
+@pytest.mark.parametrize("name", [name for name in NAMES if "eval" not in name])
 def test_a_nan_batch_costs_one_step_in_fp16_and_where_steps_are_skipped(name):
     skip_unless_it_runs(name)
     row = TABLE[name]
@@ -110,8 +108,7 @@ def test_a_nan_batch_does_in_bf16_what_lightning_does_and_leaves_nothing_behind(
     loss = module(x).pow(2).mean()
     fabric.backward(loss)
     assert torch.isfinite(loss) or NO_VALUES
-    left = [p if updates_in_backward(name) else p.grad for p in module.parameters()]
-    assert all(torch.isfinite(t).all() for t in left) or NO_VALUES, "a scale stayed non-finite"
+    assert all(torch.isfinite(p.grad).all() for p in module.parameters()) or NO_VALUES, "a scale stayed non-finite"
 
 
 @pytest.mark.parametrize("inference_mode", [True, False])

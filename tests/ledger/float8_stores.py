@@ -24,8 +24,8 @@ from benchmarks.ledger.untuned import take_first_variant
 
 NAMES = {
     "h200": (
-        *("fp8-hybrid", "fp8-hybrid-fp16", "fp8-e4m3", "fp8-hybrid-remainder", "fp8-lean", "fp8-rowwise"),
-        *("fp8-rowwise-gw-hp", "fp8-block", "msamp-o1", "msamp-o2", "msamp-o3", "bf16-lean"),
+        *("fp8-hybrid", "fp8-hybrid-fp16", "fp8-e4m3", "fp8-hybrid-remainder", "fp8-rowwise"),
+        *("fp8-rowwise-gw-hp", "fp8-block", "msamp-o1", "msamp-o2", "msamp-o3", "bf16-8bit"),
     ),
     "b200": ("fp8-block", "mxfp8", "nvfp4-torchao"),
 }

@@ -12,13 +12,13 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_lowprec.names import TABLE
-from tests.representatives import representatives, updates_in_backward
+from tests.representatives import representatives
 from tests.toys import Block
 
 NAMES = sorted({*representatives()} - {"fp8-e4m3", "mxfp8-te", "nvfp4-te", "mxfp8", "nvfp4-torchao"})
 """Each plugin, recipe and base dtype once."""
-COMPILED = {"fp8-hybrid", "fp8-rowwise-remainder", "fp8-block", "fp8-lean", "int8-mixed", "msamp-o2"}
-"""Each backend, scales per tensor and per row, masters, and updates during the backward once with compiled blocks."""
+COMPILED = {"fp8-hybrid", "fp8-rowwise-remainder", "fp8-block", "int8-mixed", "msamp-o2"}
+"""Each backend, scales per tensor and per row, and masters once with compiled blocks."""
 WIDTH, CLASSES = 32, 16
 
 
@@ -94,11 +94,9 @@ def test_fit_evaluate_save_and_resume(name, compiled, tmp_path):
     plugin = TABLE[name].plugin.__name__
     delayed = plugin == "FP8TE" and TABLE[name].options["recipe"] == "delayed"
     model = Classifier(checkpointing=not delayed and plugin != "MSAMP")
-    lean = updates_in_backward(name)  # it refuses both
-    options = {} if lean else {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0}
-    first = trainer(name, tmp_path, compiled, max_epochs=2, **options)
+    first = trainer(name, tmp_path, compiled, max_epochs=2, accumulate_grad_batches=2, gradient_clip_val=1.0)
     first.fit(model, loader(), loader())
-    assert (model.steps, first.global_step) == (8, 8 if lean else 4)
+    assert (model.steps, first.global_step) == (8, 4)
     first.validate(model, loader())
     first.test(model, loader())
     answers = first.predict(model, loader())
@@ -107,7 +105,7 @@ def test_fit_evaluate_save_and_resume(name, compiled, tmp_path):
     again = Classifier()
     second = trainer(name, tmp_path, compiled, max_epochs=3)
     second.fit(again, loader(), ckpt_path=tmp_path / "last.ckpt")
-    assert (again.steps, second.global_step) == (4, 12 if lean else 8)
+    assert (again.steps, second.global_step) == (4, 8)
     assert {p.device.type for p in again.parameters()} == {"cpu"}  # as the Trainer leaves any model
 
 

@@ -1,10 +1,8 @@
-"""Moments of 8 bits and updates during the backward pass, without Lightning: values, memory, state dicts, copies."""
+"""Moments of 8 bits, without Lightning: values, memory, state dicts, copies."""
 
 import copy
-import gc
 import itertools
 import pickle
-import sys
 import warnings
 from functools import partial
 
@@ -19,8 +17,8 @@ from lightning_lowprec.masters.registry import registry_of
 from lightning_lowprec.masters.weights import cast_parameters
 from tests.masters.master_loops import equal, through_file
 
-FORMS, MOMENTS, UPDATES = ("fp32", "remainder", "stochastic"), ("fp32", "8bit"), ("step", "backward")
-ALL = list(itertools.product(FORMS, MOMENTS, UPDATES))
+FORMS, MOMENTS = ("fp32", "remainder", "stochastic"), ("fp32", "8bit")
+ALL = list(itertools.product(FORMS, MOMENTS))
 
 
 def net():
@@ -58,74 +56,35 @@ def masters_of(optimizer):
 
 
 def test_float32_everywhere_is_torchs_adamw_on_the_same_gradients():
-    """Groups, weight decay, a scheduler, and a parameter that is frozen for two steps: bit for bit, in both updates."""
-    runs = {}
-    for update in UPDATES:
-        model, optimizer = wrapped(update=update)
-        reference = [p.clone().detach() for p in net().parameters()]
-        stock = groups_of(nn.ParameterList(reference))
-        reference = list(itertools.chain.from_iterable(group["params"] for group in stock.param_groups))
-        grads = {}
-        for index, p in enumerate(model.parameters()):
-            p.register_hook(lambda grad, index=index, grads=grads: grads.__setitem__(index, grad.float()))
-        schedulers = [torch.optim.lr_scheduler.StepLR(o, 2, gamma=0.5) for o in (optimizer, stock)]
-        frozen = model[0].weight
-        for step in range(7):
-            frozen.requires_grad_(step not in (2, 3))
-            grads.clear()
-            train(model, optimizer, [step])
-            for index, p in enumerate(reference):
-                p.grad = grads.get(index)
-            stock.step()
-            for scheduler in schedulers:
-                scheduler.step()
-            assert optimizer.param_groups[0]["lr"] == stock.param_groups[0]["lr"]
-        assert equal(masters_of(optimizer), [p.detach() for p in reference])
-        assert [int(optimizer.state[p]["step"]) for p in model.parameters()] == [5, 7, 7]
-        assert equal([p.detach() for p in model.parameters()], [p.detach().bfloat16() for p in reference])
-        runs[update] = optimizer.state_dict()
-    assert equal(runs["step"], runs["backward"])
-
-
-def calls_of_a_backward(count):
-    """Calls, of functions in C too, of a backward that updates ``count`` parameters."""
-    model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(count))).bfloat16()
-    config = MasterConfig(form="remainder", moments="8bit", update="backward")
-    optimizer = add_masters(torch.optim.AdamW(model.parameters()), config)
-    model(torch.ones(2, 4).bfloat16()).float().sum().backward()
-    optimizer.step()  # makes the state
-    loss = model(torch.ones(2, 4).bfloat16()).float().sum()
-    events = []
-    sys.setprofile(lambda frame, event, argument: events.append(event))
-    loss.backward()
-    sys.setprofile(None)
-    return events.count("call") + events.count("c_call")
-
-
-def test_the_work_of_a_backward_is_linear_in_the_number_of_parameters():
-    assert calls_of_a_backward(256) < 4.2 * calls_of_a_backward(64)
-
-
-def test_a_parameter_that_thaws_in_the_middle_is_hooked_from_the_next_step_on():
-    model = net().bfloat16()
-    model[0].weight.requires_grad_(False)
-    optimizer = add_masters(groups_of(model), MasterConfig(update="backward"))
-    train(model, optimizer, range(1))
-    model[0].weight.requires_grad_(True)
-    before = model[0].weight.detach().clone()
-    model(batch(1)).float().square().mean().backward()
-    assert model[2].weight.grad is None
-    optimizer.step()
-    assert not torch.equal(model[0].weight, before)
-    model(batch(2)).float().square().mean().backward()
-    assert model[0].weight.grad is None
+    """Groups, weight decay, a scheduler, and a parameter that is frozen for two steps: bit for bit."""
+    model, optimizer = wrapped()
+    reference = [p.clone().detach() for p in net().parameters()]
+    stock = groups_of(nn.ParameterList(reference))
+    reference = list(itertools.chain.from_iterable(group["params"] for group in stock.param_groups))
+    grads = {}
+    for index, p in enumerate(model.parameters()):
+        p.register_hook(lambda grad, index=index: grads.__setitem__(index, grad.float()))
+    schedulers = [torch.optim.lr_scheduler.StepLR(o, 2, gamma=0.5) for o in (optimizer, stock)]
+    frozen = model[0].weight
+    for step in range(7):
+        frozen.requires_grad_(step not in (2, 3))
+        grads.clear()
+        train(model, optimizer, [step])
+        for index, p in enumerate(reference):
+            p.grad = grads.get(index)
+        stock.step()
+        for scheduler in schedulers:
+            scheduler.step()
+        assert optimizer.param_groups[0]["lr"] == stock.param_groups[0]["lr"]
+    assert equal(masters_of(optimizer), [p.detach() for p in reference])
+    assert [int(optimizer.state[p]["step"]) for p in model.parameters()] == [5, 7, 7]
+    assert equal([p.detach() for p in model.parameters()], [p.detach().bfloat16() for p in reference])
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_the_state_between_steps_is_what_it_says(form):
-    model, optimizer = wrapped(form=form, moments="8bit", update="backward")
+    model, optimizer = wrapped(form=form, moments="8bit")
     model(batch(0)).float().square().mean().backward()
-    assert all(p.grad is None for p in model.parameters()), "freed"
     optimizer.step()
     state = optimizer.state[model[0].weight]
     assert {name: value.dtype for name, value in state.items()} == {
@@ -167,9 +126,9 @@ def test_moments_of_8_bits_follow_adams():
     assert torch.nn.functional.cosine_similarity(master.flatten(), exact.detach().flatten(), dim=0) > 0.99
 
 
-@pytest.mark.parametrize(("form", "moments", "update"), ALL)
-def test_resumes_bit_for_bit_and_is_the_same_every_time(form, moments, update):
-    config = {"form": form, "moments": moments, "update": update}
+@pytest.mark.parametrize(("form", "moments"), ALL)
+def test_resumes_bit_for_bit_and_is_the_same_every_time(form, moments):
+    config = {"form": form, "moments": moments}
     model, optimizer = wrapped(**config)
     train(model, optimizer, range(3))
     saved = through_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
@@ -187,37 +146,24 @@ def test_resumes_bit_for_bit_and_is_the_same_every_time(form, moments, update):
 
 @pytest.mark.parametrize(("form", "moments"), [("remainder", "8bit"), ("stochastic", "8bit"), ("fp32", "8bit")])
 def test_copies_and_pickles_train_on(form, moments):
-    model, optimizer = wrapped(form=form, moments=moments, update="backward")
+    model, optimizer = wrapped(form=form, moments=moments)
     train(model, optimizer, range(2))
     copies = copy.deepcopy((model, optimizer)), pickle.loads(pickle.dumps((model, optimizer)))
     before = [p.detach().clone() for p in model.parameters()]
     for other, its in copies:
         train(other, its, range(2, 4))
-        assert all(p.grad is None for p in other.parameters())
-    assert equal([p.detach() for p in model.parameters()], before), "the copies have hooks of their own"
+    assert equal([p.detach() for p in model.parameters()], before), "the copies have weights of their own"
     train(model, optimizer, range(2, 4))
     for other, its in copies:
         assert equal(other.state_dict(), model.state_dict())
         assert equal(its.state_dict()["state"], optimizer.state_dict()["state"])
 
 
-@pytest.mark.parametrize(
-    "source", [("remainder", "8bit", "backward"), ("stochastic", "8bit", "step"), ("fp32", "8bit", "step")]
-)
-@pytest.mark.parametrize(
-    "target",
-    [
-        ("fp32", "fp32", "step"),
-        ("remainder", "fp32", "step"),
-        ("stochastic", "fp32", "step"),
-        ("remainder", "8bit", "backward"),
-        ("fp32", "8bit", "backward"),
-        ("stochastic", "8bit", "step"),
-    ],
-)
+@pytest.mark.parametrize("source", [("remainder", "8bit"), ("stochastic", "8bit"), ("fp32", "8bit")])
+@pytest.mark.parametrize("target", ALL)
 def test_state_dicts_load_into_every_other_form(source, target):
     def config(names):
-        return dict(zip(("form", "moments", "update"), names, strict=True))
+        return dict(zip(("form", "moments"), names, strict=True))
 
     model, optimizer = wrapped(**config(source))
     train(model, optimizer, range(3))
@@ -240,7 +186,7 @@ def test_state_dicts_load_into_every_other_form(source, target):
 
 
 def test_torchs_own_adamw_does_not_go_on_from_codes():
-    model, optimizer = wrapped(form="remainder", moments="8bit", update="backward")
+    model, optimizer = wrapped(form="remainder", moments="8bit")
     train(model, optimizer, range(1))
     plain = net()
     stock = groups_of(plain)
@@ -250,24 +196,14 @@ def test_torchs_own_adamw_does_not_go_on_from_codes():
         stock.step()
 
 
-def test_without_masters_the_moments_are_decoded_and_the_hooks_are_gone():
-    model, optimizer = wrapped(form="remainder", moments="8bit", update="backward")
+def test_without_masters_the_moments_are_decoded():
+    model, optimizer = wrapped(form="remainder", moments="8bit")
     train(model, optimizer, range(2))
     remove_masters(optimizer)
     assert registry_of(optimizer) is None
     state = optimizer.state[model[0].weight]
     assert state.keys() == {"step", "exp_avg", "exp_avg_sq"}
     assert state["exp_avg"].dtype == torch.float32
-    model(batch(0)).float().square().mean().backward()
-    assert all(p.grad is not None for p in model.parameters())
-
-
-def test_an_optimizer_that_is_gone_updates_nothing():
-    model, optimizer = wrapped(update="backward")
-    del optimizer
-    gc.collect()
-    model(batch(0)).float().square().mean().backward()
-    assert all(p.grad is not None for p in model.parameters())
 
 
 def test_a_parameter_without_gradient_is_neither_decayed_nor_counted_and_a_tied_one_steps_once():
@@ -278,7 +214,7 @@ def test_a_parameter_without_gradient_is_neither_decayed_nor_counted_and_a_tied_
     originals = cast_parameters(model, torch.bfloat16, keep=True)
     before = model["c"].weight.detach().clone()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
-    add_masters(optimizer, MasterConfig(form="remainder", moments="8bit", update="backward"), values=originals)
+    add_masters(optimizer, MasterConfig(form="remainder", moments="8bit"), values=originals)
     for step in range(3):
         model["b"](model["a"](batch(step))).float().square().mean().backward()
         optimizer.step()
@@ -290,7 +226,7 @@ def test_a_parameter_without_gradient_is_neither_decayed_nor_counted_and_a_tied_
 def test_closures_run_once_and_return_the_loss():
     runs = []
     for closure in (False, True):
-        model, optimizer = wrapped(form="remainder", moments="8bit", update="backward")
+        model, optimizer = wrapped(form="remainder", moments="8bit")
         for step in range(3):
             calls = []
 
@@ -308,56 +244,6 @@ def test_closures_run_once_and_return_the_loss():
             assert calls == [step]
         runs.append(optimizer.state_dict())
     assert equal(*runs)
-
-
-def test_hooks_of_steps_and_other_optimizers_are_refused():
-    own = type("Own", (torch.optim.SGD,), {})
-    with pytest.raises(
-        ValueError, match=r"`update='backward'` steps one parameter at a time.*Use another optimizer, or"
-    ):
-        add_masters(own(net().parameters(), lr=1.0), MasterConfig(update="backward"))
-    _, optimizer = wrapped(update="backward")
-    optimizer.register_step_pre_hook(lambda *_: None)
-    with pytest.raises(ValueError, match="must see all of them at once"):
-        optimizer.step()
-
-
-def test_a_learning_rate_that_is_set_too_late_is_warned_of_once(recwarn):
-    model, optimizer = wrapped(update="backward")
-    for step in range(3):
-        model(batch(step)).float().square().mean().backward()
-        optimizer.param_groups[0]["lr"] = 0.1 / (step + 1)
-        optimizer.step()
-    assert [str(w.message)[:70] for w in recwarn] == [
-        "A learning rate was changed between `backward` and `optimizer.step()`."
-    ]
-
-
-def sgd(model):
-    return torch.optim.SGD(model.parameters(), lr=1.0)
-
-
-def test_clip_tensor():
-    """loss = w . g, so that g is the gradient, exactly; SGD with a rate of 1 moves the weights by minus clipped g."""
-    first, second = torch.tensor([3.0, 4.0]), torch.tensor([0.0, 12.0])  # norms 5 and 12
-    params = nn.ParameterList([torch.zeros(2).bfloat16(), torch.zeros(2).bfloat16()])
-    optimizer = add_masters(sgd(params), MasterConfig(update="backward", clip_tensor=6.0))
-    sum((p.float() * g).sum() for p, g in zip(params, (first, second), strict=True)).backward()
-    optimizer.step()
-    a, b = masters_of(optimizer)
-    assert torch.equal(-a, first), "5 is below 6"
-    torch.testing.assert_close(-b, second / 2)
-
-
-def test_sparse_gradients_are_clipped_too():
-    """Rows 0 and 1 get gradients of (3, 0) and (0, 4), row 0 in two halves: norm 5."""
-    table = nn.Embedding(4, 2, sparse=True).bfloat16()
-    table.weight.data.zero_()
-    optimizer = add_masters(sgd(table), MasterConfig(update="backward", clip_tensor=1.0))
-    (table(torch.tensor([0, 0, 1])).float() * torch.tensor([[1.5, 0.0], [1.5, 0.0], [0.0, 4.0]])).sum().backward()
-    optimizer.step()
-    expected = -0.2 * torch.tensor([[3.0, 0.0], [0.0, 4.0], [0.0, 0.0], [0.0, 0.0]])
-    torch.testing.assert_close(masters_of(optimizer)[0], expected)
 
 
 class WithAnAverageOfWeights(torch.optim.SGD):
@@ -405,3 +291,42 @@ def test_what_is_not_known_to_be_an_average_of_gradients_stays_float32_with_a_wa
     state = optimizer.state[model[2].weight]
     assert {name.removesuffix("_codes") for name in state if name.endswith("_codes")} == coded
     assert all(state[name].dtype == torch.float32 for name in kept)
+
+
+@pytest.mark.parametrize("form", ["fp32", None], ids=["masters", "float32 weights"])
+def test_norms_of_updates_in_the_backward_pass_leave_the_groups_with_a_log_line(form, caplog):
+    """Checkpoints of an earlier form of this package have them in their groups."""
+    model, optimizer = wrapped(form="remainder", moments="8bit")
+    train(model, optimizer, range(2))
+    saved = optimizer.state_dict()
+    saved["param_groups"][0] |= {"clip_norm": 1.0, "last_norm": 3.0}
+    other = groups_of(net())
+    if form is None:
+        moments.decode_on_load(other)
+    else:
+        _, other = wrapped(form=form)
+    with caplog.at_level("INFO"):
+        other.load_state_dict(saved)
+    assert "updated weights in the backward pass" in caplog.text
+    assert not {"clip_norm", "last_norm"} & other.param_groups[0].keys()
+    assert saved["param_groups"][0]["last_norm"] == 3.0, "the caller's"
+
+
+def test_a_users_group_option_stays():
+    _, optimizer = wrapped(form="remainder", moments="8bit")
+    saved = optimizer.state_dict()
+    saved["param_groups"][0]["clip_norm"] = 1.0
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["clip_norm"] == 1.0
+
+
+def test_remainders_of_8_bits_are_the_upper_half_of_16():
+    """1 + 2**-15 is the bf16 1.0 and 0x0100 of a last place of 2**-23: as an int8, 1."""
+    _, optimizer = wrapped(lambda m: torch.optim.SGD([m[2].weight]), form="remainder")
+    weight = optimizer.param_groups[0]["params"][0]
+    with torch.no_grad():
+        weight.fill_(1.0)
+    saved = optimizer.state_dict()
+    saved["state"] = {0: {"master_remainder": torch.ones(weight.shape, dtype=torch.int8)}}
+    optimizer.load_state_dict(saved)
+    assert bool((masters_of(optimizer)[0] == 1.0 + 2.0**-15).all())

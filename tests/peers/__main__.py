@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 HERE = Path(__file__).parent
 NAMES = (
-    *("half-auto", "bf16-master", "bf16-remainder", "bf16-8bit", "bf16-lean"),
+    *("half-auto", "bf16-master", "bf16-remainder", "bf16-8bit"),
     *("fp8-hybrid", "fp8-rowwise", "int8-mixed", "msamp-o2"),
 )
 FABRIC_NAMES = tuple(name for name in NAMES if name.startswith(("half", "bf16")))

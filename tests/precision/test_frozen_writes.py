@@ -14,7 +14,7 @@ from lightning_lowprec import HalfMixed
 from lightning_lowprec.precision.set_up import FrozenWrites
 from tests.toys import ON_CPU
 
-NAMES = ("bf16-master", "bf16-remainder", "bf16-sr", "bf16-lean", "fp16-master", "fp8-hybrid-remainder")
+NAMES = ("bf16-master", "bf16-remainder", "bf16-sr", "bf16-8bit", "fp16-master", "fp8-hybrid-remainder")
 WRITES = {
     "in place": lambda t, s: t.mul_(0.999).add_(s, alpha=0.001),
     "foreach": lambda t, s: torch._foreach_lerp_([t], [s.to(t.dtype)], 0.001),

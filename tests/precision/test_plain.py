@@ -29,8 +29,7 @@ PLUGINS = {
     "fp16-master": lambda: HalfMixed("fp16", master_weights=True),
     "bf16-remainder": lambda: HalfMixed("bf16", master_weights="remainder", grad_accumulation_dtype=torch.float32),
     "bf16-sr": lambda: HalfMixed("bf16", master_weights="stochastic"),
-    "bf16-lean": lambda: "bf16-lean",
-    "bf16-lean-sr": lambda: "bf16-lean-sr",
+    "bf16-8bit": lambda: "bf16-8bit",
 }
 
 

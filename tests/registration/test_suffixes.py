@@ -21,7 +21,7 @@ BF16_BASED = [
     for name, row in TABLE.items()
     if row.plugin in (BlockTorchAO, FP8TorchAO, FP8TE, Int8TorchAO, MXFP8TorchAO, NVFP4TorchAO)
     and split(name)[1] == ""
-    and name not in ("mxfp8-te", "nvfp4-te", "fp8-lean")
+    and name not in ("mxfp8-te", "nvfp4-te")
 ]
 HERE = [name for name in BF16_BASED if TABLE[name].plugin is not FP8TE or find_spec("transformer_engine")]
 

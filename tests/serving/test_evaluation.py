@@ -137,7 +137,7 @@ def values_of_codes(weight, precision):
     return (weight * scale).to(torch.float8_e4m3fn).float() * (1 / scale)
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-lean", "bf16-true", "fp8-rowwise", "msamp-o2"])
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-8bit", "bf16-true", "fp8-rowwise", "msamp-o2"])
 def test_every_training_precision_is_served_and_restored(precision):
     fabric = L.Fabric(accelerator="cpu", precision=precision)
     raw = llama()
@@ -251,7 +251,7 @@ def assert_same_run(one, other):
         assert all(torch.equal(x[key], y[key]) for key in x if isinstance(x[key], torch.Tensor))
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-lean", "fp8-hybrid", "msamp-o3"])
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-8bit", "fp8-hybrid", "msamp-o3"])
 def test_a_run_with_the_callback_trains_bit_for_bit_as_one_without(precision):
     without = fit(precision, [])
     draws = torch.rand(1)

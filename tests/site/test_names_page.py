@@ -27,5 +27,5 @@ def test_the_lines_of_endings_say_which_names_have_them():
     assert all(f"`{name}-fp16`" in text for name in having["-fp16"])
     plugins = (FP8TorchAO, FP8TE, Int8TorchAO, MXFP8TorchAO, NVFP4TorchAO)
     fp8 = {name for name in TABLE if TABLE[name].plugin in plugins and not split(name)[1]}
-    assert fp8 - having["-sr"] == {"mxfp8-te", "nvfp4-te", "fp8-lean"}
+    assert fp8 - having["-sr"] == {"mxfp8-te", "nvfp4-te"}
     assert "every FP8 and int8 format except `mxfp8-te` and `nvfp4-te`" in text

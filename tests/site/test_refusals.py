@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 import lightning_lowprec
-from lightning_lowprec import FP8TorchAO, HalfMixed, MasterConfig
+from lightning_lowprec import FP8TorchAO
 from tests.site.pages import DOCS
 from tests.toys import ON_CPU
 
@@ -20,7 +20,7 @@ TABLE = (DOCS / "what-runs-where.md").read_text().partition("## What is refused"
 LINES = re.findall(r"^\| .*$", TABLE, re.MULTILINE)[1:]
 ROWS = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in LINES]
 REFUSALS = (ValueError, TypeError, RuntimeError, NotImplementedError, MisconfigurationException)
-SPACE = {"FP8TorchAO": FP8TorchAO, "HalfMixed": HalfMixed, "MasterConfig": MasterConfig}
+SPACE = {"FP8TorchAO": FP8TorchAO}
 
 
 class Model(L.LightningModule):
@@ -74,13 +74,8 @@ def exported(code):
 
 
 ACTIONS = {
-    "`accumulate_grad_batches`": lambda code: fit(code, accumulate_grad_batches=2),
-    "`gradient_clip_algorithm": lambda code: fit(code, gradient_clip_val=1.0, gradient_clip_algorithm="value"),
     "LBFGS": lambda code: fit(code, make=torch.optim.LBFGS),
     "schedule-free": lambda code: fit(code, make=schedulefree.AdamWScheduleFree, callbacks=[Training()]),
-    "optimizers that look": lambda code: fit(code, make=type("Own", (torch.optim.SGD,), {})),
-    "to skip steps": fit,
-    "fp16": fit,
     "optimizers other than": lambda code: fit(code, make=torch.optim.RMSprop),
     "gradients of gradients": twice,
     "to prune": pruned,

@@ -85,10 +85,6 @@ ELSEWHERE = {
 """Options of configurations and classes without a signature, and values that a message refuses."""
 OF_TE = {"recipe='current'", "recipe='delayed'", "recipe='nvfp4'", "recipe={...}"}
 """Values that FP8TE alone takes, which needs Transformer Engine."""
-WITH = {
-    "clip_tensor=1.0": "update='backward', clip_tensor=1.0",
-}
-"""Options that need another one, which their messages name."""
 
 
 class Filled(ast.NodeTransformer):
@@ -171,9 +167,7 @@ def test_an_argument_is_taken(code: str, help_of_all_commands: str):
     name = re.split(r" ?=", code)[0]
     if name in ELSEWHERE:
         return
-    words = {
-        str(word.arg): word.value for word in parsed(f"f({WITH.get(code, code)}{'...' * code.endswith('=')})").keywords
-    }
+    words = {str(word.arg): word.value for word in parsed(f"f({code}{'...' * code.endswith('=')})").keywords}
     owners = [owner for owner in OWNERS if words.keys() <= inspect.signature(owner).parameters.keys()]
     if not owners:
         assert re.search(rf"\b{name}\b", help_of_all_commands)
@@ -202,7 +196,7 @@ def refusal(owner: Any, values: dict[str, Any]) -> str:
     "code",
     [
         "FP8TorchAO(kep=[...])",
-        "MasterConfig(clip_tensor=1.0)",
+        "MasterConfig(forms='fp32')",
         "plugins=HalfMixed(master_weights=MasterConfig(form='half'))",
         "lightning_lowprec.plain(modell=model)",
     ],

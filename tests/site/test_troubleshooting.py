@@ -49,12 +49,6 @@ def parameters_of_another_model():
     optimizer.step()
 
 
-def clipped_lean():
-    fabric, model, optimizer, loss = set_up(None, torch.optim.AdamW, precision="bf16-lean")
-    fabric.backward(loss)
-    fabric.clip_gradients(model, optimizer, clip_val=1.0)
-
-
 def only_nan():
     fabric, model, optimizer, _ = set_up(HalfMixed("bf16", skip_nonfinite=True))
     for _ in range(51):
@@ -101,7 +95,6 @@ RAISE = {
     "is in no optimizer": parameters_of_another_model,
     "requires you": plain_backward,
     "50 steps": only_nan,
-    "`update=": clipped_lean,
     "cannot step": lambda: set_up(MSAMP("O2"), torch.optim.RMSprop),
     "copies the model": averaged_shards,
     "mixed dtype": norm_of_float32,

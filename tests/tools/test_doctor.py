@@ -136,7 +136,6 @@ def test_the_whole_table_as_json(capsys):
         ("mxfp8", "sm_90", 1, ["no products with a scale per 32 values", "Use 'fp8-hybrid'."]),
         ("fp8-hybrid-remainder", "gfx942", 1, ["float8_e4m3fnuz only", "Use 'fp8-rowwise'."]),
         ("fp8-hybrid", "sm_86", 1, ["NVIDIA 8.0 to 8.8 (Ampere) has no FP8 tensor cores", "Use 'bf16-mixed'."]),
-        ("fp8-lean", "gfx942", 0, ["fp8-lean on gfx942: yes"]),
         ("fp8-rowwise", "sm_90", 0, ["fp8-rowwise on sm_90: yes", "training.md]"]),
         ("fp8-hybrid", "xpu", 0, ["fp8-hybrid on xpu: not known", "[torch-xpu-ops#2325]"]),
         ("int8-mixed", "sm_80", 0, ["int8-mixed on sm_80: yes", "[ao#748]"]),

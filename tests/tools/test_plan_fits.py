@@ -89,8 +89,6 @@ def largest(peaks):
         ("bf16-remainder", 2, None, 10),
         ("bf16-8bit", 2, None, 4 + 2 / 256),  # an exponent for 256 numbers of each moment
         ("bf16-sr", 2, None, 8),
-        ("bf16-lean", 2, None, 4 + 2 / 256),
-        ("bf16-lean-sr", 2, None, 2 + 2 / 256),
         ("fp8-hybrid", 4, 4, 8),
         ("fp8-hybrid-remainder", 2, None, 10),
     ],
@@ -259,7 +257,7 @@ def test_metrics_of_torchmetrics_are_simulated(tmp_path, capsys, monkeypatch):
     (tmp_path / "with_metrics.py").write_text(METRICS)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    names = ["--precisions", "bf16-mixed,bf16-lean,fp8-hybrid"]
+    names = ["--precisions", "bf16-mixed,bf16-8bit,fp8-hybrid"]
     assert main(["plan", "with_metrics.Model", "--data", "with_metrics.Data", "--fits", "H200", *names]) == 0
     text = capsys.readouterr().out
     assert "Simulated, not measured" in text
@@ -272,7 +270,7 @@ def test_remedies_where_nothing_fits(shallow, tmp_path, capsys):
     assert main([*words, "--json", "--markdown", str(page)]) == 1
     data = json.loads(capsys.readouterr().out)
     changes = {row["change"]: row["total"] for row in data["remedies"]}
-    assert {"--checkpointing", "precision='bf16-lean'"} < set(changes)
+    assert {"--checkpointing", "precision='bf16-8bit'"} < set(changes)
     totals = [data["verdicts"][0]["total"], *changes.values()]
     assert all(less < more for more, less in pairwise(totals)), "each with those above"
     assert totals[-1] < 0.8 * totals[0]

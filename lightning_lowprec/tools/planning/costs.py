@@ -21,12 +21,10 @@ from lightning_lowprec.conversion.name_formats import LIGHTNINGS, Formats
 from lightning_lowprec.conversion.plan import Plan, PlanRow
 from lightning_lowprec.conversion.recipe_map import ALL_GEMMS, NO_GEMM, InBF16
 from lightning_lowprec.fsdp2.options import blocks as blocks_of
-from lightning_lowprec.masters.in_backward import WAITING
 
 SEQUENCE_LENGTH = 4096
 COMPARED = (
-    "32-true", "bf16-true", "bf16-lean-sr", "bf16-lean", "bf16-8bit", "bf16-sr", "bf16-remainder", "bf16-master",
-    "bf16-mixed",
+    "32-true", "bf16-true", "bf16-8bit", "bf16-sr", "bf16-remainder", "bf16-master", "bf16-mixed",
 )  # fmt: skip
 """Names that convert no layers, beside which a plan is shown."""
 _FLOAT32: Final = 4
@@ -376,10 +374,6 @@ def per_rank(
             keeps = 0.0
         largest = max(below, key=lambda weights: weights.total, default=Weights())
         flying = in_flight(largest, root, param_dtype=param_dtype)
-        if _formats(row.precision).frees_gradients:
-            # on a GPU they wait until they are enough for a launch; the last one may be the largest
-            most = WAITING + max(p.numel() for p in model.parameters()) // shards
-            flying += param_dtype.itemsize * min(most, (together.trained + root.trained) // shards)
         sent = step(
             together, root, shards=shards, copies=copies, param_dtype=param_dtype, tensor_parallel=tensor_parallel
         )

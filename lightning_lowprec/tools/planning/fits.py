@@ -19,7 +19,7 @@ from lightning_lowprec.tools.planning.simulation import DEPTHS, Simulator
 from lightning_lowprec.tools.planning.source import load
 
 DEFAULT_NAMES: Final = (
-    "bf16-mixed", "bf16-true", "bf16-master", "bf16-remainder", "bf16-sr", "bf16-8bit", "bf16-lean", "fp8-hybrid",
+    "bf16-mixed", "bf16-true", "bf16-master", "bf16-remainder", "bf16-sr", "bf16-8bit", "fp8-hybrid",
     "fp8-rowwise", "fp8-hybrid-remainder", "fp8-hybrid-8bit",
 )  # fmt: skip
 MARGIN_SHARE: Final = 0.05  # of the peak: for memory that the allocator holds in pieces that do not fit
@@ -186,11 +186,10 @@ def _remedies(
 
     ``needs``: its bytes. A change that does not lower them is left out, and the next ones are tried without it.
     """
-    smaller = "bf16-lean" if "lean" not in least.precision else "bf16-lean-sr"
     changes: dict[str, dict[str, Any]] = {
         "AdamW(fused=True) (--fused)": {"fused": True},
         "--checkpointing": {"checkpointing": True},
-        f"precision={smaller!r}": {"precision": smaller},
+        "precision='bf16-8bit'": {"precision": "bf16-8bit"},
         "head='chunked' of the plugin": {"options": {**least.options, "head": "chunked"}},
     }
     numbers = (least.devices * 2**n for n in range(1, _DOUBLINGS))

@@ -22,7 +22,6 @@ from lightning_lowprec import names
 from lightning_lowprec.checks import Count, check_fields
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.fsdp2.options import blocks as blocks_of
-from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.numerics.one_pass import simulated
 from lightning_lowprec.private.either import FabricHalf as HalfPrecision
 from lightning_lowprec.private.either import FabricMixed as MixedPrecision
@@ -112,8 +111,7 @@ def loaded_in_bf16(precision: str) -> bool:
     """Return whether the model is taken to be bf16 before set-up, as documentation asks for."""
     row = names.TABLE.get(precision)
     masters = None if row is None else row.options.get("master_weights")
-    in_backward = isinstance(masters, MasterConfig) and masters.update != "step"
-    return precision == "bf16-true" or masters == "8bit" or in_backward
+    return precision == "bf16-true" or masters == "8bit"
 
 
 def checkpoint_blocks(model: nn.Module) -> None:

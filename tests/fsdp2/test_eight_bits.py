@@ -1,6 +1,6 @@
-"""8-bit moments under FSDP2, with updates in the step (`-8bit`) and during the backward pass (`-lean`)."""
+"""8-bit moments under FSDP2."""
 
-from dataclasses import replace
+import copy
 
 import lightning as L
 import pytest
@@ -10,8 +10,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lightning_lowprec import FP8TorchAO, HalfMixed
-from lightning_lowprec.masters.config import LEAN, LEAN_SR, MasterConfig
+from lightning_lowprec import HalfMixed, MasterConfig
 from lightning_lowprec.masters.moments import decoded_entry
 from lightning_lowprec.masters.optimizer import main_params
 from lightning_lowprec.numerics.parameters import parameters_of
@@ -19,18 +18,20 @@ from tests.fsdp2.ranks import launch
 from tests.fsdp2.test_resume_fabric import state
 from tests.fsdp2.toy import QUIET, adamw, assert_same, full
 
-LEANS = ("bf16-lean", "bf16-lean-sr", "fp8-lean")
-IN_STEP = ("bf16-8bit", "fp8-hybrid-8bit")
+PRECISIONS = {
+    "bf16-8bit": "bf16-8bit",
+    "fp8-hybrid-8bit": "fp8-hybrid-8bit",
+    "stochastic": HalfMixed("bf16", master_weights=MasterConfig(form="stochastic", moments="8bit")),
+}
 SAVED = (
-    ("bf16-lean", "sharded"), ("bf16-lean-sr", "full"), ("fp8-lean", "full"), ("bf16-8bit", "full"),
-    ("bf16-8bit", "sharded"), ("fp8-hybrid-8bit", "sharded"),
+    ("bf16-8bit", "full"), ("bf16-8bit", "sharded"), ("fp8-hybrid-8bit", "full"), ("fp8-hybrid-8bit", "sharded"),
+    ("stochastic", "full"),
 )  # fmt: skip
 CROSSINGS = (
-    ("bf16-lean", "bf16-remainder", "full"), ("bf16-lean", "fp8-hybrid", "sharded"), ("fp8-lean", "bf16-mixed", "full"),
-    ("bf16-lean-sr", "bf16-sr", "sharded"), ("bf16-8bit", "bf16-lean", "sharded"),
+    ("bf16-8bit", "bf16-remainder", "full"), ("bf16-8bit", "fp8-hybrid", "sharded"),
+    ("fp8-hybrid-8bit", "bf16-mixed", "full"), ("stochastic", "bf16-sr", "sharded"),
 )  # fmt: skip
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
-CLIP = 1e-3
 CODED = {"up.weight", "down.weight", "experts", "tall.weight"}
 WIDTH = 64
 pytestmark = pytest.mark.distributed
@@ -57,49 +58,32 @@ class Net(L.LightningModule):
     def configure_optimizers(self):
         return adamw(self)
 
-    def on_before_optimizer_step(self, optimizer):
-        self.left = {name for name, p in self.named_parameters() if p.grad is not None}
-
 
 def batch(step: int, rank: int = 0):
     generator = torch.Generator().manual_seed(10 * step + rank)
     return torch.randn(8, WIDTH, generator=generator), torch.randint(0, 5, (8,), generator=generator)
 
 
-def sgd(model):
-    return torch.optim.SGD(model.parameters(), lr=1.0)
-
-
-def setup(precision, ranks, seed=0, kind="sharded", strategy=None, make=adamw, **options):
+def setup(precision, ranks, seed=0, kind="sharded", **options):
     from lightning_lowprec.fsdp2.fabric import FabricFSDP2Strategy
 
-    words = {"precision": precision} if isinstance(precision, str) else {"plugins": precision}
-    strategy = strategy or FabricFSDP2Strategy(state_dict_type=kind, **options)
+    precision = PRECISIONS.get(precision, precision)
+    words = {"precision": precision} if isinstance(precision, str) else {"plugins": copy.deepcopy(precision)}
+    strategy = FabricFSDP2Strategy(state_dict_type=kind, **options)
     fabric = L.Fabric(accelerator="cpu", devices=ranks, strategy=strategy, **words)
     fabric.launch()
     model = Net(seed)
-    model, optimizer = fabric.setup(model, make(model))
+    model, optimizer = fabric.setup(model, adamw(model))
     return fabric, model, optimizer
 
 
 def train(fabric, model, optimizer, steps, rank=0):
-    """Train on the batches of ``rank``; return the names of the parameters that had gradients before the step."""
-    left = set()
+    """Train on the batches of ``rank``."""
     for step in steps:
         x, y = batch(step, rank)
         fabric.backward(F.cross_entropy(model(x).float(), y))
-        left |= {name for name, p in model.module.named_parameters() if p.grad is not None}
         optimizer.step()
         optimizer.zero_grad()
-    return left
-
-
-def in_step(precision, **options):
-    """The plugin of a precision, with updates in the step."""
-    config = replace(LEAN_SR if precision.endswith("sr") else LEAN, update="step", **options)
-    if precision == "fp8-lean":
-        return FP8TorchAO(master_weights=config, weight_codes="per_gemm")
-    return HalfMixed("bf16", master_weights=config)
 
 
 def everything(model, optimizer):
@@ -142,24 +126,18 @@ def floats_of(model, optimizer):
 
 
 def on_two(rank, ranks, folder):
-    for precision in LEANS:
-        as_in_the_step(rank, ranks, precision)
-    for precision in (*LEANS, *IN_STEP):
+    for precision in PRECISIONS:
         as_one_process(rank, ranks, folder, precision)
     for precision, kind in SAVED:
         resumes(rank, ranks, folder, precision, kind)
     in_the_trainer(rank, ranks, folder)
     for source, target, kind in CROSSINGS:
         crosses(rank, ranks, folder, source, target, kind)
-    check_clipping(*setup(HalfMixed("bf16", master_weights=replace(LEAN, clip_tensor=CLIP)), ranks, make=sgd), rank)
     with pytest.raises(ValueError, match=r"whose float32 shards take the place of masters\. Use `form='remainder'`"):
         setup(HalfMixed("bf16", master_weights=MasterConfig(moments="8bit")), ranks)
 
 
-def as_in_the_step(rank, ranks, precision):
-    fabric, model, optimizer = setup(precision, ranks)
-    assert train(fabric, model, optimizer, range(4), rank) == set(), precision
-    found = everything(model, optimizer)
+def codes_are_sharded_as_their_weights(model, optimizer):
     held = {name for name, p in model.module.named_parameters() if "exp_avg_codes" in optimizer.state[p]}
     assert held == CODED
     for p in model.module.parameters():
@@ -169,9 +147,6 @@ def as_in_the_step(rank, ranks, precision):
             assert entry["exp_avg_codes"].placements == entry["exp_avg_sq_exponents"].placements == p.placements
             row = p.numel() // p.shape[0]
             assert entry["exp_avg_exponents"].shape == (p.shape[0], row // min(256, row & -row))
-    fabric, model, optimizer = setup(in_step(precision), ranks)
-    assert train(fabric, model, optimizer, range(4), rank) == {n for n, _ in model.module.named_parameters()}
-    assert_same(everything(model, optimizer), found, f"{precision}: backward and step")
 
 
 def resumes(rank, ranks, folder, precision, kind):
@@ -196,6 +171,7 @@ def as_one_process(rank, ranks, folder, precision):
     """The ranks train on the same batches, so that the mean of their gradients is the gradient."""
     fabric, model, optimizer = setup(precision, ranks)
     train(fabric, model, optimizer, range(4))
+    codes_are_sharded_as_their_weights(model, optimizer)
     if rank == 0:
         torch.save(everything(model, optimizer), folder / f"{precision}.same_batches")
     else:
@@ -206,14 +182,13 @@ def in_the_trainer(rank, ranks, folder):
     from lightning_lowprec.fsdp2.trainer import FSDP2Strategy
 
     trainer = L.Trainer(
-        accelerator="cpu", devices=ranks, strategy=FSDP2Strategy(), precision="bf16-lean", max_steps=4,
+        accelerator="cpu", devices=ranks, strategy=FSDP2Strategy(), precision="bf16-8bit", max_steps=4,
         use_distributed_sampler=False, enable_checkpointing=False, default_root_dir=folder, **QUIET,
     )  # fmt: skip
     model = Net()
     trainer.fit(model, DataLoader([batch(step) for step in range(4)], batch_size=None))
-    assert model.left == set()
     found = everything(model, trainer.optimizers[0])
-    assert_same(found, torch.load(folder / "bf16-lean.same_batches"), "Trainer and Fabric")
+    assert_same(found, torch.load(folder / "bf16-8bit.same_batches"), "Trainer and Fabric")
 
 
 def crosses(rank, ranks, folder, source, target, kind):
@@ -228,19 +203,6 @@ def crosses(rank, ranks, folder, source, target, kind):
         fabric.load(path, state(fabric, model, optimizer))
         assert_same(floats_of(model, optimizer), exact, f"{source} to {precision}")
     train(fabric, model, optimizer, range(3, 4), rank)
-
-
-def check_clipping(fabric, model, optimizer, rank):
-    """SGD with a rate of 1 changes the masters by the clipped gradients; masters are exact float32."""
-    plain = getattr(optimizer, "optimizer", optimizer)
-    masters = []
-    for step in range(2):
-        masters.append([full(m.detach()).double() for m in main_params(plain)])
-        plain.zero_grad()  # frees the masters
-        if step == 0:
-            train(fabric, model, optimizer, range(1), rank)
-    moved = [(b - a).norm().item() for a, b in zip(*masters, strict=True)]
-    assert moved == pytest.approx([CLIP] * len(moved), rel=1e-3)
 
 
 # ---- in other numbers of processes
@@ -260,9 +222,9 @@ def on_four(rank, ranks, folder):
         tall = dict(run[1].module.named_parameters())["tall.weight"]
         assert len(tall.to_local()) == (2, 2, 1, 0)[rank]
         assert "exp_avg_codes" in run[2].state[tall], "also where the rank has no rows"
-    fabric, model, optimizer = setup("bf16-lean", ranks, replicate=2)
+    fabric, model, optimizer = setup("bf16-8bit", ranks, replicate=2)
     train(fabric, model, optimizer, range(4))
-    assert_same(everything(model, optimizer), torch.load(folder / "bf16-lean.same_batches"), "two copies")
+    assert_same(everything(model, optimizer), torch.load(folder / "bf16-8bit.same_batches"), "two copies")
     tensor_parallel(ranks, folder)
 
 
@@ -270,21 +232,21 @@ def tensor_parallel(ranks, folder):
     """Rows of `down.weight` are cut in two, and so are the exponents of its blocks."""
     options = {"tensor_parallel": {"up": ColwiseParallel(), "down": RowwiseParallel()}, "tensor_parallel_size": 2}
     for kind in ("sharded", "full"):
-        fabric, model, optimizer = setup("bf16-lean", ranks, kind=kind, **options)
-        assert train(fabric, model, optimizer, range(3)) == set()
+        fabric, model, optimizer = setup("bf16-8bit", ranks, kind=kind, **options)
+        train(fabric, model, optimizer, range(3))
         down = dict(model.module.named_parameters())["down.weight"]
         entry = optimizer.state[down]
         assert entry["exp_avg_codes"].to_local().shape == (32, 64)
         assert entry["exp_avg_exponents"].to_local().shape == (32, 1)
         fabric.save(folder / f"tensor_parallel.{kind}.ckpt", state(fabric, model, optimizer))
         saved = everything(model, optimizer)
-        fabric, model, optimizer = setup("bf16-lean", ranks, seed=5, kind=kind, **options)
+        fabric, model, optimizer = setup("bf16-8bit", ranks, seed=5, kind=kind, **options)
         fabric.load(folder / f"tensor_parallel.{kind}.ckpt", state(fabric, model, optimizer))
         assert_same(everything(model, optimizer), saved, kind)
-        assert train(fabric, model, optimizer, range(3, 4)) == set()
-    fabric, model, optimizer = setup("bf16-lean", ranks, **options)
+        train(fabric, model, optimizer, range(3, 4))
+    fabric, model, optimizer = setup("bf16-8bit", ranks, **options)
     with pytest.raises(ValueError, match="Load the checkpoint with the `tensor_parallel_size` that it was saved with"):
-        fabric.load(folder / "bf16-lean.sharded.of_one.ckpt", state(fabric, model, optimizer))
+        fabric.load(folder / "bf16-8bit.sharded.of_one.ckpt", state(fabric, model, optimizer))
 
 
 def loads(ranks, folder, precision, kind, file):
@@ -296,8 +258,7 @@ def loads(ranks, folder, precision, kind, file):
 
 def goes_on_as_before(folder, precision, kind, fabric, model, optimizer):
     """The next three steps, of the same batches on every rank, are those of the two ranks that saved, bit for bit."""
-    left = train(fabric, model, optimizer, range(3, 6))
-    assert left == (set() if precision in LEANS else {name for name, _ in model.module.named_parameters()})
+    train(fabric, model, optimizer, range(3, 6))
     after = torch.load(folder / f"{precision}.{kind}.after")
     assert_same(everything(model, optimizer), after, f"{precision}: the steps after {kind}")
 
@@ -306,9 +267,10 @@ def test_eight_bits(tmp_path):
     launch(on_two, 2, tmp_path, tmp_path)
     launch(on_one, 1, tmp_path, tmp_path)
     launch(on_four, 4, tmp_path, tmp_path)
-    for precision in (*LEANS, *IN_STEP):  # without FSDP2
-        fabric = L.Fabric(accelerator="cpu", devices=1, precision=precision)
+    for name, precision in PRECISIONS.items():  # without FSDP2
+        words = {"precision": precision} if isinstance(precision, str) else {"plugins": precision}
+        fabric = L.Fabric(accelerator="cpu", devices=1, **words)
         model = Net()
         model, optimizer = fabric.setup(model, adamw(model))
         train(fabric, model, optimizer, range(4))
-        assert_same(everything(model, optimizer), torch.load(tmp_path / f"{precision}.same_batches"), precision)
+        assert_same(everything(model, optimizer), torch.load(tmp_path / f"{name}.same_batches"), name)
