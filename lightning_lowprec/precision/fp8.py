@@ -26,7 +26,7 @@ from lightning_lowprec.precision.schedule import Schedule
 from lightning_lowprec.private.inductor import block_options
 from lightning_lowprec.private.lightning import is_compiled_whole
 from lightning_lowprec.private.torch_modules import compile_in_place, is_compiled
-from lightning_lowprec.private.transformers import has_cache, train_without_cache
+from lightning_lowprec.private.transformers_cache import has_cache, train_without_cache
 from lightning_lowprec.runs_where import RecipeKey
 
 _LINEARS_ONLY: Final = PlanRequest(conv1d=False)

@@ -1,10 +1,8 @@
 """Private names of transformers (4.57 to 5) that this package uses. transformers is imported inside the functions."""
 
-import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from importlib.util import find_spec
 from typing import Any, Final, NamedTuple, final
 
@@ -28,6 +26,7 @@ _NAMES: Final = (
     "transformers.distributed.expert_parallel.apply_expert_parallelism()._is_hooked",
     "transformers.modeling_utils.PreTrainedModel._keep_in_fp32_modules",
     "transformers.modeling_utils.PreTrainedModel._keep_in_fp32_modules_strict",
+    "transformers.masking_utils.find_packed_sequence_indices",
 )
 _LOADING: Final = "transformers.core_model_loading"
 _PUBLISHING: Final = (
@@ -165,45 +164,6 @@ def is_model(module: nn.Module) -> bool:
     """Return whether ``module`` is a model of transformers; imports nothing."""
     bases = ((cls.__module__, cls.__name__) for cls in type(module).__mro__)
     return ("transformers.modeling_utils", "PreTrainedModel") in bases
-
-
-def train_without_cache(module: nn.Module) -> bool:
-    """Let models of transformers in ``module`` make no cache unless a call asks for one; return whether there are any.
-
-    By default they make one in training too. It reads the index of each block: a compiler then makes code for each
-    block, and from torch's limit on (8) runs all others uncompiled. Evaluation without labels makes one as before.
-    """
-    models = [model for model in module.modules() if is_model(model)]
-    for model in models:
-        names = list(inspect.signature(model.forward).parameters)
-        if "use_cache" in names and not _hooks(model):
-            model.register_forward_pre_hook(partial(_ask_for_no_cache, names.index("use_cache")), with_kwargs=True)
-    return bool(models)
-
-
-def with_own_cache(module: nn.Module) -> None:
-    """Undo :func:`train_without_cache` for a module, of a copy too."""
-    for key in _hooks(module):
-        del module._forward_pre_hooks[key], module._forward_pre_hooks_with_kwargs[key]
-
-
-def has_cache(values: Iterable[Any]) -> bool:
-    """Return whether one of the arguments of a block is a cache of keys and values."""
-    classes = (cls for value in values if not isinstance(value, Tensor) for cls in type(value).__mro__)
-    return any(cls.__module__ == "transformers.cache_utils" for cls in classes)
-
-
-def _hooks(module: nn.Module) -> list[int]:
-    hooks = module._forward_pre_hooks.items()
-    return [key for key, hook in hooks if isinstance(hook, partial) and hook.func is _ask_for_no_cache]
-
-
-def _ask_for_no_cache(position: int, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    given = any(kwargs.get(name) is not None for name in ("use_cache", "past_key_values"))
-    given = given or len(args) > position or has_cache((*args, *kwargs.values()))
-    if given or not (model.training or kwargs.get("labels") is not None):
-        return None
-    return args, {**kwargs, "use_cache": False}
 
 
 def causal_loss(*args: Any, **kwargs: Any) -> Tensor:

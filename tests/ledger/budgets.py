@@ -68,3 +68,27 @@ HEAD_GB = {
     ("fp8", "torch.float32"): Budget(10.9, before=16.8),
 }
 """GB that head and loss of the 8B shape read and write outside of matrix products, by loss and dtype of the weight."""
+
+WAITS = {
+    "16-mixed": Budget(1),
+    "bf16-mixed": Budget(0),
+    "bf16-8bit": Budget(0),
+    "bf16-remainder": Budget(0),
+    "fp8-hybrid": Budget(0, before=2),
+    "fp8-hybrid, LoRA": Budget(0, before=2),
+    "fp8-hybrid, transformers' checkpoints": Budget(0, before=2),
+    "fp8-hybrid, skip_nonfinite=True": Budget(1, before=3),
+    "fp8-hybrid-8bit": Budget(0, before=2),
+    "fp8-hybrid-fp16": Budget(1, before=3),
+    "fp8-hybrid-remainder": Budget(0, before=2),
+    "fp8-rowwise": Budget(0, before=2),
+    "fp8-block": Budget(0),
+    "fp8-hybrid-te": Budget(0),
+    "int8-mixed": Budget(0),
+    "msamp-o2": Budget(0),
+}
+"""How often the host waits for the GPU in an optimizer step of two micro-batches, with clipping.
+
+A Llama of transformers under the Trainer, called with tokens and labels. The first two rows are Lightning's own names.
+Before, models with compiled blocks asked in every forward whether their tokens are one sequence.
+"""
