@@ -8,7 +8,7 @@ that no optimizer was given, as in linear probing, trains as in stock Lightning,
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from typing import Any, Final, final
 
 import torch
@@ -188,99 +188,64 @@ def before_step_in_fabric(plugin: Any, optimizer: Optimizer) -> None:
     plugin.modules.note_check()
 
 
-# ---- writes to frozen weights
+# ---- writes that are lost
 
-SAMPLES: Final = 64  # values of each weight that are compared
-Look = tuple[int, tuple[int, int], Tensor]
-"""Of a weight: its identity (torch cannot swap a tensor that has a weak reference), version and place, and samples."""
-
-
-def _look(parameter: Tensor) -> Look:
-    local = local_tensor(parameter).detach()
-    stride = max(1, local.numel() // SAMPLES)
-    values = local.view(-1)[::stride][:SAMPLES].clone() if local.is_contiguous() else local.new_empty(0)
-    return id(parameter), (version_of(parameter), local.data_ptr()), values.view(torch.int16)
-
-
-def _written(before: Mapping[str, Look], now: Mapping[str, Look]) -> list[str]:
-    """Return the weights that differ; a device is waited for once."""
-    both = {fqn: (before[fqn], new) for fqn, new in now.items() if fqn in before and before[fqn][0] == new[0]}
-    moved = [fqn for fqn, (old, new) in both.items() if old[1] != new[1]]
-    if moved or not both:
-        return moved
-    differ = [(old[2] != new[2]).any() for old, new in both.values()]
-    flags = torch.stack([flag.to(differ[0].device) for flag in differ]).tolist()
-    return [fqn for fqn, flag in zip(both, flags, strict=True) if flag]
+LOOKS: Final = (1, 2, 32)  # steps of optimizers before which weights are looked at; the second and third compare
 
 
 @final
 class FrozenWrites:
-    """The frozen half-precision weights of one plugin's modules, as they were at the last look, to warn of lost writes.
+    """Warn once each of lost writes: to frozen half-precision weights, and through ``.data`` past float32 masters.
 
-    A program may write to such weights: a module may average a teacher by hand.
-
-        for t, s in zip(teacher.parameters(), student.parameters()):
-            t.mul_(0.999).add_(s, alpha=0.001)      # in bf16, 0.999 * t rounds back to t
-
-    A weight that no optimizer holds has no master. So such changes are lost, and nothing else would say so. Before the
-    optimizer steps 1, 2, 4, 8 and so on, the versions, places and some values of these weights are compared. A write
-    through ``.data`` in place leaves version and place alone: it is noticed when it has changed one of these values.
+    A teacher that is averaged by hand, ``t.mul_(0.999).add_(s, alpha=0.001)``, stays where it is in bf16. Versions,
+    places and 64 values of a weight tell of writes.
     """
 
     def __init__(self) -> None:
         self._steps = 0
-        self._weights: dict[str, Look] | None = {}
-        self._said_undone = False
-
-    def is_due(self) -> bool:
-        """Count a step; return whether to look before it."""
-        self._steps += 1
-        return self._steps & (self._steps - 1) == 0
+        self._weights: dict[str, tuple[int, int, int, Tensor]] = {}  # identity, version, place, values
 
     def watch(self, plugin: Any) -> None:
-        """Warn once, before a step of a plugin with masters, of writes to weights that are lost."""
-        if not self.is_due():
+        """Count a step of a plugin with masters, and look before it if it is one of :data:`LOOKS`."""
+        self._steps += 1
+        if self._steps not in LOOKS:
             return
-        self._warn_of_undone(plugin)
-        if self._weights is None:
-            return
-        trained = {id(p) for o in (*plugin.optimizers, *plugin.after_fit.optimizers) for p in parameters_of(o)}
-        parameters = {fqn: p for model in plugin.modules.prepared for fqn, p in model.named_parameters()}
-        cast = {fqn: p for fqn, p in parameters.items() if p.dtype in HALF_DTYPES and is_marked(p) and not is_lazy(p)}
+        optimizers = (*plugin.optimizers, *plugin.after_fit.optimizers)
+        stores = [store for o in optimizers if (registry := registry_of(o)) is not None for store in registry.stores]
+        edits = [edit for store in stores if isinstance(store, Fp32Store) for edit in store.unseen_edits()]
+        trained = {id(p) for o in optimizers for p in parameters_of(o)}
+        named = {fqn: p for model in plugin.modules.prepared for fqn, p in model.named_parameters()}
+        cast = {fqn: p for fqn, p in named.items() if p.dtype in HALF_DTYPES and is_marked(p) and not is_lazy(p)}
         frozen = {fqn: p for fqn, p in cast.items() if not p.requires_grad and id(p) not in trained}
         before, self._weights = self._weights, {fqn: _look(p) for fqn, p in frozen.items()}
-        written = _written(before, self._weights)
-        if not written:
-            return
-        self._weights = None
-        dtype = str(plugin.autocast_dtype).removeprefix("torch.")
-        more = f" and {len(written) - 1} more" if len(written) > 1 else ""
-        rank_zero_warn(
-            f"`precision={plugin.precision!r}`: the program writes to {written[0]!r}{more}, which no optimizer holds"
-            f" and which became {dtype}: small changes are rounded away. Keep such weights float32 by the option"
-            f" `keep_fp32={written[:1]}` of {type(plugin).__name__}; the name of their module does too."
-        )
-
-    def _warn_of_undone(self, plugin: Any) -> None:
-        """Warn once of writes in place through ``.data`` to weights that have float32 masters."""
-        if self._said_undone:
-            return
-        registries = map(registry_of, (*plugin.optimizers, *plugin.after_fit.optimizers))
-        stores = [store for registry in registries if registry is not None for store in registry.stores]
-        edits = [edit for store in stores if isinstance(store, Fp32Store) for edit in store.unseen_edits()]
-        if not edits:
-            return
-        flags = torch.stack([flag.to(edits[0][1].device) for _, flag in edits]).tolist()
-        written = {id(p) for (p, _), flag in zip(edits, flags, strict=True) if flag}
-        fqns = [fqn for module in plugin.modules.prepared for fqn, p in module.named_parameters() if id(p) in written]
-        if fqns:
-            self._said_undone = True
-            more = f" and {len(fqns) - 1} more" if len(fqns) > 1 else ""
-            rank_zero_warn(
-                f"`precision={plugin.precision!r}`: the program writes to {fqns[0]!r}{more} in place through `.data`,"
-                " which float32 masters cannot see: the next step undoes it. Write to the parameter itself under"
-                " `torch.no_grad()`, or use `master_weights='remainder'`."
-            )
+        seen = {fqn: (before[fqn], new) for fqn, new in self._weights.items() if fqn in before}
+        same = {
+            fqn: (old, new) for fqn, (old, new) in seen.items() if old[0] == new[0] and old[3].device == new[3].device
+        }
+        flags = [flag for _, flag in edits] + [(old[3] != new[3]).any() for old, new in same.values()]
+        differ = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist() if flags else []  # waits once
+        undone = {id(p) for (p, _), flag in zip(edits, differ, strict=False) if flag}
+        moved = zip(same.items(), differ[len(edits) :], strict=True)
+        lost = [fqn for (fqn, (old, new)), flag in moved if flag or old[1:3] != new[1:3]]
+        _warn(plugin, lost, f", which no optimizer holds and which became {plugin.autocast_dtype}: small changes are"
+              f" rounded away. Keep such weights float32 by the option `keep_fp32={lost[:1]}` of"
+              f" {type(plugin).__name__}; the name of their module does too.")  # fmt: skip
+        _warn(plugin, [fqn for fqn, p in named.items() if id(p) in undone], " in place through `.data`, which float32"
+              " masters cannot see: the next step undoes it. Write to the parameter itself under `torch.no_grad()`, or"
+              " use `master_weights='remainder'`.")  # fmt: skip
+        self._steps = LOOKS[-1] if lost or undone else self._steps
 
     def __reduce__(self) -> tuple[type[FrozenWrites], tuple[()]]:
         return type(self), ()  # the weights stay in their process
+
+
+def _look(parameter: Tensor) -> tuple[int, int, int, Tensor]:
+    local = local_tensor(parameter).detach()
+    values = local.view(-1)[:: max(1, local.numel() // 64)][:64] if local.is_contiguous() else local.new_zeros(1)
+    return id(parameter), version_of(parameter), local.data_ptr(), values.clone().view(torch.int16)
+
+
+def _warn(plugin: Any, fqns: Sequence[str], why: str) -> None:
+    more = f" and {len(fqns) - 1} more" if len(fqns) > 1 else ""
+    if fqns:
+        rank_zero_warn(f"`precision={plugin.precision!r}`: the program writes to {fqns[0]!r}{more}{why}")

@@ -27,7 +27,7 @@ INSTEAD = {
     "int8-mixed-fp16": ["int8-mixed"],
     "fp8-e4m3-fp16": ["fp8-e4m3"],
     "fp8-tensorwise": ["fp8-hybrid"],
-    "mxfp8-te": ["mxfp8-torchao"],
+    "mxfp8-te": ["mxfp8"],
     "mxfp8-torchao": ["mxfp8"],
     "schedule": ["fp8-hybrid"],
 }
