@@ -42,7 +42,6 @@ if not _command_starts():
     from lightning_lowprec.precision.loss_scale import LossScale
     from lightning_lowprec.precision.plain import plain
     from lightning_lowprec.registration import register, unregister
-    from lightning_lowprec.serving.evaluation import LowPrecisionEval
     from lightning_lowprec.serving.export import export, fp8_state
     from lightning_lowprec.te.plugin import FP8TE
     from lightning_lowprec.torchao.fp8 import FP8TorchAO
@@ -65,7 +64,6 @@ __all__ = [
     "HalfMixed",
     "Int8TorchAO",
     "LossScale",
-    "LowPrecisionEval",
     "MXFP8TorchAO",
     "MasterConfig",
     "NVFP4TorchAO",

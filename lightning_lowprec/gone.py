@@ -79,10 +79,14 @@ VALUES: Final[Mapping[str, Mapping[str, str]]] = {
 }
 """For an argument that is still there: the values that have left, as they were spelled."""
 
-IMPORTS: Final[Mapping[str, str]] = {}
+_CHECK: Final = (
+    "Compare the exported folder with the checkpoint, per token:"
+    " `lowprec export last.ckpt served --format compressed-tensors --model llama --precision fp8-rowwise --check`."
+)
+IMPORTS: Final[Mapping[str, str]] = {"LowPrecisionEval": _CHECK}
 """Names of ``lightning_lowprec``, ``lightning_lowprec.callbacks`` and ``lightning_lowprec.msamp``."""
 
-COMMANDS: Final[Mapping[str, str]] = {}
+COMMANDS: Final[Mapping[str, str]] = {"parity": _CHECK}
 """Commands of ``lowprec``."""
 
 _MIN_GAIN: Final = "Keep layers in bf16 by name: `lowprec plan llama --keep '*.k_proj' '*.v_proj'`."

@@ -10,7 +10,6 @@ import lightning_lowprec
 from lightning_lowprec import callbacks
 
 ARGUMENTS = {
-    "LowPrecisionEval": [{"format": name} for name in ("compressed-tensors", "torchao", "hf-fp8-block")],
     "HalfMixed": [{"dtype": "bf16", "master_weights": True}, {"dtype": "fp16"}],
     "NumericsMonitor": [{}, {"rows": 1.0, "demote": callbacks.Demotion()}],
     "PrecisionSchedule": [{"phases": [{"until": 1}, {"gemms": "bf16"}]}],

@@ -1,16 +1,14 @@
 """Choose the weights of a model that become codes, and say why the others stay in high precision."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final, final
 
 from torch import nn
 
-from lightning_lowprec import names
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.matmuls import STACKED, matmuls
-from lightning_lowprec.conversion.options import LayerOptions
-from lightning_lowprec.conversion.plan import Plan, make_plan
+from lightning_lowprec.conversion.plan import Plan
 from lightning_lowprec.numerics.weight_rounding import WeightRounding
 from lightning_lowprec.serving.sources import is_of_adapter, model_name
 
@@ -51,12 +49,6 @@ def of_layers(model: nn.Module) -> RoundedWeights:
     return RoundedWeights(roundings=roundings, kept=kept)
 
 
-def of_names(model: nn.Module) -> RoundedWeights:
-    """Choose the converted layers of a live model whose forward has no codes that a format takes."""
-    fqns = [(model_name(matmul.fqn), matmul.kind) for matmul, module in matmuls(model) if backends.owner(module)]
-    return RoundedWeights(roundings={weight_name(fqn, kind): None for fqn, kind in fqns if not is_of_adapter(fqn)})
-
-
 def of_plan(plan: Plan, rounding: WeightRounding | None) -> RoundedWeights:
     """Choose the weights that a plan converts; they are rounded one way."""
     rows = [(model_name(row.fqn), row) for row in plan.rows]
@@ -64,12 +56,6 @@ def of_plan(plan: Plan, rounding: WeightRounding | None) -> RoundedWeights:
     return RoundedWeights(
         roundings=roundings, kept={fqn: row.kept_because for fqn, row in rows if row.kept_because is not None}
     )
-
-
-def without_fp8(model: nn.Module, options: LayerOptions | None) -> RoundedWeights:
-    """Choose the weights that :data:`WITHOUT_FP8` would convert, of a model that no precision has converted."""
-    request = replace(names.TABLE[WITHOUT_FP8].plan_request(), pads=None)
-    return of_plan(make_plan(model, options, request), None)
 
 
 def weight_name(fqn: str, kind: str) -> str:

@@ -135,18 +135,6 @@ class Content:
         return {target.name: target.shape for _, targets in self._groups for target in targets if target.is_coded}
 
     @property
-    def coded_parts(self) -> dict[str, list[tuple[int, int]]]:
-        """By name in the model: the shapes, each [N, K], of the matrices that a weight becomes, all of them codes."""
-        parts: dict[str, list[tuple[int, int]]] = {}
-        for group, targets in self._groups:
-            if not targets[0].is_coded:
-                continue
-            if len(group.names) > 1:
-                raise ValueError(f"{', '.join(group.names)} are published as one tensor, which is not supported here.")
-            parts[group.names[0]] = [(target.shape[0], target.shape[1]) for target in targets]
-        return parts
-
-    @property
     def ignored(self) -> list[str]:
         """The linear layers in high precision, by the names of the model and of the published checkpoint."""
         names = list(self.kept)

@@ -42,8 +42,6 @@ class Format:
     """
     takes_experts: bool = True
     """Whether servers read codes of experts that the model stacks, one Linear per expert."""
-    activation_scales_in_float32: bool = True
-    """Whether servers compute the scales of activations in float32; else in the dtype of the activations."""
     kept_because: Callable[[tuple[int, ...]], str | None] = lambda shape: None
     """Returns why a weight of this shape, [N, K], stays in high precision."""
     metadata: Callable[[Mapping[str, tuple[int, ...]], Iterable[str], torch.dtype, bool], dict[str, str]] = (
@@ -190,7 +188,6 @@ _ALL: Final = (
         names=_torchao_names,
         config=_torchao_config,
         takes_experts=False,  # transformers 5 finds no codes for the Parameter in which it stacks the experts
-        activation_scales_in_float32=False,
         metadata=_torchao_metadata,
     ),
 )

@@ -27,7 +27,6 @@ MODULES: Final = {
     "compare": "compare.runner",
     "monitor": "monitor",
     "export": "export",
-    "parity": "parity",
     "run": "launcher",
 }
 """The module whose ``run`` takes the parsed arguments of a command."""
@@ -41,7 +40,6 @@ GUIDE: Final = (
     ("Train by a script of my own", "lowprec run --precision fp8-hybrid train.py"),
     ("Which layers does FP8 serve worst?", "lowprec monitor RUN"),
     ("Write plain weights", "lowprec export last.ckpt weights.safetensors"),
-    ("Does a server compute what I trained?", "lowprec parity last.ckpt served --precision fp8-rowwise"),
     ("Report a bug", "lowprec doctor --report"),
 )
 STOPPED: Final = 130

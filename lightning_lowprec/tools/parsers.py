@@ -25,7 +25,6 @@ COMMANDS: Final = {
     "compare": "train one model under several precisions and report losses, times and memory side by side",
     "monitor": "draw what a NumericsMonitor has written, and print the layers that FP8 serves worst",
     "export": "write the plain weights of a checkpoint, or a folder that transformers and vLLM load",
-    "parity": "compare log-probabilities of the forward that trained with those of an exported folder, per token",
     "fit": "run LightningCLI's fit for any LightningModule, with all names in --trainer.precision",
     "run": "launch a Fabric or Trainer script with a precision, in one process or several",
 }
@@ -201,23 +200,6 @@ def _export_folder(parser: ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON: what was written, and with --check the result")
 
 
-def _parity(parser: ArgumentParser) -> None:
-    parser.description = (
-        "Compare the log-probabilities of the forward that trained with those of an exported folder, per token, on CPU:"
-        " by the same forward with the folder's weights, and by transformers."
-    )
-    parser.add_argument("checkpoint", type=str, help="of the Trainer or Fabric: a file, a sharded folder, safetensors")
-    parser.add_argument("folder", type=str, help="what `lowprec export --format` has written")
-    parser.add_argument("--precision", type=str, required=True, help="the precision of the run")
-    parser.add_argument("--model", type=str | None, help="the model, as for export; default: the config of the folder")
-    parser.add_argument("--key", type=str | None, help=_KEY_HELP)
-    parser.add_argument("--text", type=str | None, help="a text file; default: tokens at random")
-    parser.add_argument("--max_difference", type=float, default=0.0, help="of any token, with the folder's weights")
-    parser.add_argument("--max_served", type=float | None, help="of any token, by transformers; default: no bound")
-    _add_layers(parser, "the `keep` of the run", "the `only` of the run", "the run kept the first and last blocks")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-
-
 def _plan(parser: ArgumentParser) -> None:
     parser.description = (
         "Print which layers of a model would run in FP8, why the others would not, and what the plan means"
@@ -302,6 +284,5 @@ _FILL: Final[Mapping[str, Sequence[Callable[[Any], None]]]] = {
     "compare": (_compare,),
     "monitor": (_monitor,),
     "export": (_export, _export_folder),
-    "parity": (_parity,),
     "run": (_run,),
 }

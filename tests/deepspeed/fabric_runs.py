@@ -160,7 +160,6 @@ def refused_whole():
     needs_weights = {
         "fp8_state": lambda model: list(lp.fp8_state(model)),
         "export": lambda model: lp.export(model, "nowhere"),
-        "LowPrecisionEval": lambda model: lp.LowPrecisionEval().on(model).__enter__(),
     }
     for stage in (1, 2, 3):
         model, _ = started(fabric_of(f"deepspeed_stage_{stage}", precision="fp8-rowwise"))

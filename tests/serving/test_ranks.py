@@ -13,7 +13,6 @@ from lightning.pytorch.strategies import DDPStrategy
 from safetensors.torch import load_file
 
 import lightning_lowprec
-from lightning_lowprec import LowPrecisionEval
 from lightning_lowprec.serving.safetensors_files import new_folder
 from tests.fsdp2.ranks import free_port, server
 from tests.serving.models import Module, llama
@@ -45,7 +44,7 @@ def test_every_rank_of_ddp_may_export_and_rank_0_writes(tmp_path):
     """By processes to which the callbacks are pickled, as by ``ddp_spawn``; these are forked from one with imports."""
     server()
     data = torch.utils.data.DataLoader(TOKENS, batch_size=1)
-    callbacks = [Exports(str(tmp_path)), LowPrecisionEval()]
+    callbacks = [Exports(str(tmp_path))]
     options = {"precision": "fp8-rowwise", "devices": 2, "accelerator": "cpu", **QUIET}
     limits = {"max_epochs": 1, "limit_train_batches": 1, "num_sanity_val_steps": 0}
     strategy = DDPStrategy(start_method="forkserver")

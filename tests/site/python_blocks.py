@@ -18,7 +18,6 @@ from lightning_lowprec import (
     FSDP2Strategy,
     HalfMixed,
     Int8TorchAO,
-    LowPrecisionEval,
     MXFP8TorchAO,
     NVFP4TorchAO,
 )
@@ -39,9 +38,7 @@ PLUGINS = (
     MXFP8TorchAO,
     NVFP4TorchAO,
 )
-OURS: dict[str, Any] = {
-    cls.__name__: cls for cls in (*PLUGINS, Demotion, LowPrecisionEval, NumericsMonitor, fits, load)
-}
+OURS: dict[str, Any] = {cls.__name__: cls for cls in (*PLUGINS, Demotion, NumericsMonitor, fits, load)}
 
 READ = {
     "deepspeed-1": "tests/deepspeed/test_zero_runs.py",
