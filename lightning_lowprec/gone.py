@@ -83,7 +83,10 @@ _CHECK: Final = (
     "Compare the exported folder with the checkpoint, per token:"
     " `lowprec export last.ckpt served --format compressed-tensors --model llama --precision fp8-rowwise --check`."
 )
-IMPORTS: Final[Mapping[str, str]] = {"LowPrecisionEval": _CHECK}
+IMPORTS: Final[Mapping[str, str]] = {
+    "LowPrecisionEval": _CHECK,
+    "ScaledSGD": "Use `lightning_lowprec.msamp.ScaledAdamW`, or 'fp8-hybrid', which takes every optimizer.",
+}
 """Names of ``lightning_lowprec``, ``lightning_lowprec.callbacks`` and ``lightning_lowprec.msamp``."""
 
 COMMANDS: Final[Mapping[str, str]] = {"parity": _CHECK}

@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING, Any, Final
 from lightning_lowprec.gone import missing_attribute
 
 if TYPE_CHECKING:
-    from lightning_lowprec.msamp.adamw_sgd import ScaledAdamW, ScaledSGD
+    from lightning_lowprec.msamp.adamw import ScaledAdamW
     from lightning_lowprec.msamp.linear import scale_linears
     from lightning_lowprec.msamp.weight import scale_weight_, set_values_, values_of
 
 _FROM: Final = {
-    "ScaledAdamW": "adamw_sgd",
-    "ScaledSGD": "adamw_sgd",
+    "ScaledAdamW": "adamw",
     "scale_linears": "linear",
     "scale_weight_": "weight",
     "set_values_": "weight",
@@ -20,7 +19,7 @@ _FROM: Final = {
 }
 """The module of each public name; a module is imported when its name is asked for."""
 
-__all__ = ["ScaledAdamW", "ScaledSGD", "scale_linears", "scale_weight_", "set_values_", "values_of"]
+__all__ = ["ScaledAdamW", "scale_linears", "scale_weight_", "set_values_", "values_of"]
 
 
 def __getattr__(name: str) -> Any:

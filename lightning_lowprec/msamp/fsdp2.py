@@ -1,8 +1,7 @@
 """Weights of codes under FSDP2 (MS-AMP's O3): e4m3 codes are gathered, one byte per element.
 
-:func:`code_shards` lets ``fully_shard`` cut codes and master of a MsampWeight together; :func:`collect` comes after it,
-and before the optimizer. FSDP2 gathers the codes, into a MsampWeight without a master. The optimizer steps the codes
-and the master of this rank.
+:func:`shard_codes` lets ``fully_shard`` cut codes and master of a MsampWeight together. FSDP2 gathers the codes, into a
+MsampWeight without a master. The optimizer steps the codes and the master of this rank.
 
 The scale belongs to the whole weight, and every rank has it: a write to a shard, and loading a state dict, are
 collectives. A step takes one all-reduce for its new scales, per 16 million elements and group of parameters.
@@ -20,46 +19,12 @@ from lightning_lowprec.msamp.weight import MsampWeight, required_state_of
 from lightning_lowprec.private.torch import local_tensor
 
 
-def code_shards(model: nn.Module, shards: int) -> None:
-    """Make the weights of ScaledLayers shardable by FSDP2 into ``shards`` parts, with float32 gradients.
-
-    Raises:
-        ValueError: weights of another level, or a weight that does not divide into equal parts.
-    """
-    layers = scaled_linears(model)
-    for fqn, layer in layers.items():
-        if required_state_of(layer.weight).master is None:
-            raise ValueError(
-                f"{fqn!r} keeps float16 codes (MS-AMP's O1 or O2), which do not run under FSDP2. Use O3 (e4m3 codes and"
-                " a float16 master, both sharded), or DDP."
-            )
-        rows = layer.weight.shape[0]  # [in, out] in a Conv1D of transformers
-        if rows % shards:
-            side = "output" if rows == layer.out_features else "input"
-            raise ValueError(
-                f"{fqn!r} has {rows} {side} features, which do not divide into {shards} equal shards."
-                " Leave it out of the conversion, or shard over a divisor (`replicate=`)."
-            )
-    for layer in layers.values():
-        required_state_of(layer.weight).cutting = True
-        layer.float32_gradients = True
-
-
-@torch.no_grad()
-def collect(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Let optimizers and state dicts find codes, masters and scales; call after ``fully_shard`` over ``mesh``."""
-    shards = mesh.get_group(mesh.ndim - 1)
-    for fqn, layer in scaled_linears(model).items():
-        weight: Any = layer.weight
-        shard = local_tensor(weight)
-        assert shard is not weight, f"{fqn!r} was not sharded"
-        assert isinstance(shard, MsampWeight)
-        weight.msamp_state = shard.msamp_state
-        weight.msamp_state.shards, weight.msamp_state.cutting = shards, False
-
-
 def shard_codes(model: nn.Module, shards: int, options: Any) -> Callable[[DeviceMesh], None]:
-    """Check the options, and make the weights of a model ready to be sharded: ``Backend.shard_codes``."""
+    """Check options, and make weights ready to be sharded by FSDP2 into ``shards`` parts: ``Backend.shard_codes``.
+
+    The returned function, called after ``fully_shard`` and before the optimizer is made, lets optimizers and state
+    dicts find codes, masters and scales.
+    """
     wrong = {
         "tensor_parallel": options.tensor_parallel is not None,
         "cpu_offload": options.cpu_offload,
@@ -75,5 +40,29 @@ def shard_codes(model: nn.Module, shards: int, options: Any) -> Callable[[Device
             f"{type(model).__name__} is on the meta device, where weights have no values to keep as codes (MS-AMP)."
             " Build it on a real device on every rank, from one seed or one checkpoint."
         )
-    code_shards(model, shards)
-    return lambda mesh: collect(model, mesh)
+    layers = scaled_linears(model)
+    for fqn, layer in layers.items():
+        rows = layer.weight.shape[0]  # [in, out] in a Conv1D of transformers
+        if rows % shards:
+            side = "output" if rows == layer.out_features else "input"
+            raise ValueError(
+                f"{fqn!r} has {rows} {side} features, which do not divide into {shards} equal shards."
+                " Leave it out of the conversion, or shard over a divisor (`replicate=`)."
+            )
+    for layer in layers.values():
+        required_state_of(layer.weight).cutting = True
+        layer.float32_gradients = True
+    return lambda mesh: _collect(model, mesh)
+
+
+@torch.no_grad()
+def _collect(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Let optimizers and state dicts find codes, masters and scales."""
+    shards = mesh.get_group(mesh.ndim - 1)
+    for fqn, layer in scaled_linears(model).items():
+        weight: Any = layer.weight
+        shard = local_tensor(weight)
+        assert shard is not weight, f"{fqn!r} was not sharded"
+        assert isinstance(shard, MsampWeight)
+        weight.msamp_state = shard.msamp_state
+        weight.msamp_state.shards, weight.msamp_state.cutting = shards, False

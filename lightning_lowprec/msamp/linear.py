@@ -43,7 +43,7 @@ def scale_linears(
 ) -> None:
     """Turn Linears and Conv1Ds into ScaledLayers, in place; Parameters stay the same objects.
 
-    The optimizer is ``ScaledAdamW`` or ``ScaledSGD`` of the same level. The options are those of
+    The optimizer is ``ScaledAdamW`` of the same level. The options are those of
     :class:`~lightning_lowprec.msamp.layer.ScaledLayer`; ``emulate=None`` emulates on CPU only. An fqn is that of
     ``model.named_modules()``, ``""`` the model itself.
 

@@ -1,4 +1,4 @@
-"""The common part of ScaledAdamW and ScaledSGD: which parameters step together, state, state dicts."""
+"""The base of ScaledAdamW: which parameters step together, state, state dicts."""
 
 import inspect
 import weakref
@@ -78,8 +78,8 @@ class ScaledOptimizer(Optimizer):
 
     # ---- for subclasses
 
-    def _moments(self, group: Mapping[str, Any]) -> Mapping[str, Format]:
-        """Return the moments that a step of ``group`` needs, with their formats at O2 and O3."""
+    def _moments(self) -> Mapping[str, Format]:
+        """Return the moments that a step needs, with their formats at O2 and O3."""
         raise NotImplementedError
 
     def _numbers(self, group: Mapping[str, Any], state: Mapping[str, Any]) -> Mapping[str, float | bool]:
@@ -146,7 +146,7 @@ class ScaledOptimizer(Optimizer):
         return grouped(coded, kind)
 
     def _step_codes(self, group: dict[str, Any], params: list[Tensor]) -> None:
-        moments = self._moments(group)
+        moments = self._moments()
         numbers = self._numbers(group, self.state[params[0]])
         states = [self._state_of(p, moments) for p in params]
         for state in states:
@@ -223,8 +223,8 @@ class ScaledOptimizer(Optimizer):
         return {**state_dict, "state": state}
 
     def _fresh_state(self, p: Tensor) -> dict[str, Any]:
-        """Return the state of the plain optimizer before the first step of ``p``: float32, or nothing."""
-        return {}
+        """Return the state of the plain optimizer before the first step of ``p``: float32."""
+        raise NotImplementedError
 
     @override
     @torch.no_grad()
@@ -234,14 +234,14 @@ class ScaledOptimizer(Optimizer):
         (torch's own loading casts every tensor to the dtype of its parameter, which would round values to codes.)
         """
         super().load_state_dict(state_dict)
-        moments = {p: self._moments(group) for group in self.param_groups for p in group["params"]}
         for key, p in params_by_key(self, state_dict).items():
             if key in state_dict["state"]:
-                self._load(p, decoded_entry(dict(state_dict["state"][key]), p), moments[p])
+                self._load(p, decoded_entry(dict(state_dict["state"][key]), p))
 
-    def _load(self, p: Tensor, saved: Mapping[str, Any], moments: Mapping[str, Format]) -> None:
+    def _load(self, p: Tensor, saved: Mapping[str, Any]) -> None:
+        moments = self._moments()
         others = sorted(saved.keys() - {"step", MASTER_PARAM, *moments})
-        if moments and others and not moments.keys() & saved.keys():
+        if others and not moments.keys() & saved.keys():
             raise ValueError(
                 f"the state holds {', '.join(others)}; expected that of an optimizer with {', '.join(moments)}."
             )
@@ -277,7 +277,7 @@ def _with_values(entry: Mapping[str, Any], p: Tensor) -> dict[str, Any]:
 
 
 def check_options(optimizer: Optimizer) -> None:
-    """Raise ValueError for an option of an AdamW, Adam or SGD that is not possible with parameters of codes."""
+    """Raise ValueError for an option of an AdamW or Adam that is not possible with parameters of codes."""
     for group in optimizer.param_groups:
         for name in _REFUSED:
             if group.get(name):

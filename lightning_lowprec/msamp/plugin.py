@@ -1,8 +1,7 @@
 """MS-AMP's levels: Linear weights, their gradients and their optimizer state in 8 and 16 bits, with scales."""
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any, ClassVar, Final, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch.nn import Module
@@ -14,7 +13,7 @@ from lightning_lowprec.checks import check_choice
 from lightning_lowprec.conversion.invariants import unchanged
 from lightning_lowprec.conversion.options import LayerChoices, LayerOptions, shows, take
 from lightning_lowprec.conversion.plan import PlanRequest
-from lightning_lowprec.msamp.adamw_sgd import convert_optimizer_
+from lightning_lowprec.msamp.adamw import convert_optimizer_
 from lightning_lowprec.msamp.backend import NAME
 from lightning_lowprec.msamp.ddp import average_scaled_gradients, broadcast_codes, exclude_codes, ranks
 from lightning_lowprec.msamp.layer import ScaledLayer
@@ -33,7 +32,7 @@ from lightning_lowprec.precision.options import (
     TrainingChoices,
     TrainingOptions,
 )
-from lightning_lowprec.precision.refusals import averaging
+from lightning_lowprec.precision.refusals import refuse_averaging
 from lightning_lowprec.precision.state import BACKEND_STATE
 from lightning_lowprec.private.either import LightningOptimizer, both
 from lightning_lowprec.references import WeakList
@@ -49,7 +48,7 @@ class MSAMPChoices(LayerChoices, BlockChoices, FP8Choices, EmulationChoices, Tra
 class MSAMP(Converting):
     """Linear layers with weights of 8 or 16 bits, FP8 GEMMs and FP8 gradients; the rest under autocast, in float32.
 
-    AdamW and SGD are made to step such weights in place. Bytes per weight, with gradient, master and AdamW's moments:
+    AdamW and Adam are made to step such weights in place. Bytes per weight, with gradient, master and AdamW's moments:
     O1 11, O2 6, O3 7 (in float32: 16). With ``fp8_eval=False`` evaluation multiplies with the weights as stored. On
     GPUs with FP8, codes outside of compiled blocks and the step of the optimizer are compiled in any case.
 
@@ -173,11 +172,12 @@ class MSAMP(Converting):
 
     @override
     def connect(self, model: Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
-        for callback in averaging(callbacks_of(model)):
-            for name in _HOOKS_OF_AVERAGES:
-                hook = getattr(callback, name)
-                if getattr(hook, "func", None) is not _on_exact_values:
-                    setattr(callback, name, partial(_on_exact_values, hook, name == "on_validation_epoch_start"))
+        refuse_averaging(
+            callbacks_of(model),
+            f"averages the weights of the model, which `precision={self.precision!r}` keeps as codes with a scale: the"
+            " average would be rounded. Leave it out and average state dicts, which are float32, or use a precision"
+            " with float32 weights ('fp8-hybrid').",
+        )
         return super().connect(model, optimizers, lr_schedulers)
 
     def _average_gradients(self, optimizer: Any) -> None:
@@ -225,29 +225,3 @@ class MSAMP(Converting):
     @override
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), BACKEND_STATE: NAME}
-
-
-_HOOKS_OF_AVERAGES: Final = (
-    *("on_train_epoch_start", "on_train_batch_end", "on_train_epoch_end", "on_train_end"),
-    *("on_validation_epoch_start", "on_validation_epoch_end"),
-)
-"""The hooks in which Lightning's callbacks read weights into an average, or put the average into the model."""
-
-
-def _on_exact_values(
-    hook: Callable[..., None], validates: bool, trainer: Any, model: Module, *args: Any, **kwargs: Any
-) -> None:
-    """Run a hook of a callback that averages weights, whose average model is float32.
-
-    A weight of codes reads as its exact values, which are the master's at O3. An average that the hook writes becomes
-    codes and master, even if it rounds to the present codes; the float32 average stays beside them for a validation.
-    """
-    states = [state for p in model.parameters() if (state := msamp_state_of(p)) is not None]
-    for state in states:
-        state.averaging = True
-    try:
-        hook(trainer, model, *args, **kwargs)
-    finally:
-        for state in states:
-            state.averaging = False
-            state.average = state.average if validates else None

@@ -57,11 +57,7 @@ class MsampWeight(CodedWeight):
 
     def decode(self) -> Tensor:
         """Return the values, (...) in the dtype that the weight shows."""
-        state = self.msamp_state
-        values = state.values()
-        if state.averaging:  # a callback averages the exact values, or reads the average that it wrote
-            values = state.exact_values() if state.average is None else state.average
-        return values.to(self.dtype)
+        return self.msamp_state.values().to(self.dtype)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -121,9 +117,7 @@ class MsampWeight(CodedWeight):
         arguments, options = private.tree_map_only(MsampWeight, plain, (args, kwargs))
         func(*arguments, **options)
         for state, values in changed.values():
-            keep = func in _COPIES and not state.averaging
-            state.set_values_(values, keep_master=keep, refuse_loss=not state.averaging)
-            state.average = values if state.averaging else None
+            state.set_values_(values, keep_master=func in _COPIES, refuse_loss=True)
         return private.returned_in_place(func, args, kwargs)
 
     def numpy(self, *, force: bool = False) -> Any:

@@ -44,10 +44,6 @@ class MsampWeightState:
     """For a view: the weight that the view is a part of. A write to the view scales the whole weight anew."""
     loading: bool = False
     """A state dict is being loaded, whose values may round to the present ones."""
-    averaging: bool = False
-    """A callback averages: reads and writes are of the exact values."""
-    average: Tensor | None = None
-    """The average whose codes are here for a validation, (...) float32; a callback reads it back."""
     cutting: bool = False
     """FSDP2 cuts the weight at the moment: a part becomes a weight that has no whole."""
 
@@ -143,7 +139,7 @@ class MsampWeightState:
         raise RuntimeError(
             f"a write to a weight of shape {tuple(values.shape)} that is kept as codes with a scale (MS-AMP) would be"
             f" lost: {int(lost.sum())} of the {int(changed.sum())} values that it changes are rounded back to"
-            f" {self.codes.dtype}. Train the weight with AdamW or SGD under a precision of MS-AMP ('msamp-o2'). To"
+            f" {self.codes.dtype}. Train the weight with AdamW under a precision of MS-AMP ('msamp-o2'). To"
             " average models, average their state dicts. To merge an adapter, load the state dicts into a plain model."
             " Or keep the layer in high precision: `MSAMP(..., keep=[...])`. To round nevertheless, call"
             " `lightning_lowprec.msamp.set_values_(weight, values)`. If the codes are of an earlier run, and this run"

@@ -55,6 +55,13 @@ def off(found: Tensor, expected: Tensor) -> float:
     return ((found.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-30)).item()
 
 
+def stepper(precision: str, net: nn.Module) -> torch.optim.Optimizer:
+    """SGD; MS-AMP takes Adam, whose step without memory is ``LR * g / (1 + |g| / 1e4)``."""
+    if precision.startswith("msamp"):
+        return torch.optim.Adam(net.parameters(), LR * 1e4, betas=(0.0, 0.0), eps=1e4)
+    return torch.optim.SGD(net.parameters(), LR)
+
+
 class World:
     """A network that trains, a frozen copy of it, and another model with its own optimizer."""
 
@@ -67,12 +74,12 @@ class World:
         both = nn.ModuleDict({"net": self.net, "target": copy.deepcopy(self.net).requires_grad_(False)})
         self.target = both["target"]
         self.fabric.setup_module(both)
-        self.optimizer = self.fabric.setup_optimizers(torch.optim.SGD(self.net.parameters(), LR))
+        self.optimizer = self.fabric.setup_optimizers(stepper(precision, self.net))
         self.scale = 8.0 if "fp16" in precision else 1.0
         self.other_fabric = fabric_of(precision)
         self.other = network()
         other = self.other_fabric.setup_module(self.other)
-        self.others = self.other_fabric.setup_optimizers(torch.optim.SGD(other.parameters(), LR))
+        self.others = self.other_fabric.setup_optimizers(stepper(precision, other))
         self.pending: list[tuple[Tensor, Tensor, list[Tensor]]] = []
 
     def values(self, module: nn.Module) -> list[Tensor]:

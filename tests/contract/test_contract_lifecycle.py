@@ -153,10 +153,10 @@ def test_connected_plugin_survives_copying_and_trains_alike(name: str, clone: ob
 def test_copied_plugin_works_in_fabric(name: str) -> None:
     plugin, module, batches = make(name), net(), random_batches(2)
     fabric = fabric_with(plugin)
-    train_in_fabric(fabric, *fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1)), batches)
+    train_in_fabric(fabric, *fabric.setup(module, torch.optim.AdamW(module.parameters(), lr=0.1)), batches)
     twin = net()
     fabric = fabric_with(pickle.loads(pickle.dumps(plugin)))
-    train_in_fabric(fabric, *fabric.setup(twin, torch.optim.SGD(twin.parameters(), lr=0.1)), batches)
+    train_in_fabric(fabric, *fabric.setup(twin, torch.optim.AdamW(twin.parameters(), lr=0.1)), batches)
     assert_same_tensors(values(twin), values(module))
 
 
@@ -192,7 +192,7 @@ def test_module_made_in_fabric_init_module_trains_alike(name: str) -> None:
         else:
             module = net()
         assert {p.dtype for p in module.parameters()} == {torch.float32}
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
         train_in_fabric(fabric, *fabric.setup(module, optimizer), random_batches(2))
         results.append(values(module))
     assert_same_tensors(*results)
@@ -203,7 +203,7 @@ def test_module_made_in_fabric_init_module_trains_alike(name: str) -> None:
 def test_fabric_setup_order_does_not_matter(name: str, order: str) -> None:
     """Also: the optimizer still holds the parameters after conversion."""
     module = net()
-    before, optimizer, fabric = values(module), torch.optim.SGD(module.parameters(), lr=0.3), fabric_with(make(name))
+    before, optimizer, fabric = values(module), torch.optim.AdamW(module.parameters(), lr=0.3), fabric_with(make(name))
     if order == "joint":
         wrapped, opt = fabric.setup(module, optimizer)
     elif order == "module first":

@@ -18,7 +18,7 @@ def model():
 
 def fit(optimize, precision="fp8-hybrid"):
     torch.manual_seed(0)
-    task = Task(model(), optimizer=lambda task: torch.optim.SGD(optimize(task.net), lr=0.1))
+    task = Task(model(), optimizer=lambda task: torch.optim.AdamW(optimize(task.net), lr=0.05))
     loader = torch.utils.data.DataLoader(torch.ones(16, 16), batch_size=4)
     L.Trainer(precision=precision, max_epochs=1, **ON_CPU).fit(task, loader)
     return task
@@ -137,7 +137,7 @@ def test_two_stages_over_one_backbone():
 def test_modules_of_torchscript_stay_and_train(name):
     fabric = L.Fabric(accelerator="cpu", devices=1, precision=name)
     model = nn.Sequential(torch.jit.script(nn.Linear(32, 32)), nn.Linear(32, 32))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     wrapped, optimizer = fabric.setup(model, optimizer)
     before = [p.detach().float().clone() for p in model.parameters()]
     fabric.backward(wrapped(torch.randn(16, 32)).square().sum())

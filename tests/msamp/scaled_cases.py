@@ -1,4 +1,4 @@
-"""Parameters of codes, their gradients and steps, for the tests of ScaledAdamW and ScaledSGD."""
+"""Parameters of codes, their gradients and steps, for the tests of ScaledAdamW."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""MS-AMP's AdamW and SGD by their specification: one parameter after the other, nothing shared with the package."""
+"""MS-AMP's AdamW by its specification: one parameter after the other, nothing shared with the package."""
 
 import math
 
@@ -59,35 +59,6 @@ class Reference:
             return
         self.m = quantise(m, torch.float8_e4m3fn, self.m[1])
         self.v = quantise(v, torch.float16, self.v[1])
-        self.weight = self.master
-        if self.level == "O3":
-            self.weight = quantise(value(self.master), torch.float8_e4m3fn, self.weight[1])
-
-
-class SGDReference:
-    """One scaled parameter under SGD with momentum."""
-
-    def __init__(self, start, level):
-        self.level = level
-        self.master = quantise(start, torch.float16)
-        self.weight = quantise(value(self.master), torch.float8_e4m3fn) if level == "O3" else self.master
-        self.buffer = None
-
-    def step(self, g, lr, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False):
-        w = value(self.master)
-        g = g + w * weight_decay
-        if momentum:
-            if self.buffer is None:
-                buffer = g
-            else:
-                buffer = self.buffer if self.level == "O1" else value(self.buffer)
-                buffer = buffer * momentum + g * (1 - dampening)
-            g = g + buffer * momentum if nesterov else buffer
-            if self.level == "O1":
-                self.buffer = buffer
-            else:
-                self.buffer = quantise(buffer, torch.float16, 1.0 if self.buffer is None else self.buffer[1])
-        self.master = quantise(w - g * lr, torch.float16, self.master[1])
         self.weight = self.master
         if self.level == "O3":
             self.weight = quantise(value(self.master), torch.float8_e4m3fn, self.weight[1])

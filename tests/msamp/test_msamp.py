@@ -6,12 +6,14 @@ import pickle
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from lightning.pytorch.utilities import grad_norm
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.nn.utils import prune
 
 from lightning_lowprec import MSAMP
-from lightning_lowprec.msamp.adamw_sgd import ScaledAdamW, ScaledSGD
+from lightning_lowprec.msamp.adamw import ScaledAdamW
 from lightning_lowprec.msamp.gradient import ScaledGradient
 from lightning_lowprec.msamp.linear import scale_linears, scaled_linears
 from lightning_lowprec.msamp.weight import values_of
@@ -103,7 +105,7 @@ def tied_linears():
 def test_tied_layers_share_their_codes(level):
     fabric = L.Fabric(accelerator="cpu", devices=1, plugins=MSAMP(level))
     model, x = tied_linears(), torch.randn(16, 32)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     wrapped, optimizer = fabric.setup(model, optimizer)
     fabric.backward(wrapped(x).float().square().sum())
     assert model[0].weight is model[1].weight
@@ -130,18 +132,15 @@ def test_a_tie_of_a_layer_that_is_kept_is_refused_with_both_names():
 
 
 @every_level
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
-def test_it_trains_as_the_same_parts_by_hand(level, kind):
-    options = {"lr": 1e-2} if kind is torch.optim.AdamW else {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
+def test_it_trains_as_the_same_parts_by_hand(level):
     module, _ = fit(
         MSAMP(level, stochastic_rounding=True, seed=3),
-        Net(lambda net: kind(net.parameters(), **options)),
+        Net(lambda net: torch.optim.AdamW(net.parameters(), lr=1e-2)),
         gradient_clip_val=0.5,
     )
     byhand = Net()
     scale_linears(byhand, ["first", "second"], level)
-    scaled = ScaledAdamW if kind is torch.optim.AdamW else ScaledSGD
-    optimizer = scaled(byhand.parameters(), level=level, stochastic_rounding=True, seed=3, **options)
+    optimizer = ScaledAdamW(byhand.parameters(), lr=1e-2, level=level, stochastic_rounding=True, seed=3)
     for batch in (*Batches(), *Batches()):
         optimizer.zero_grad()
         with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
@@ -234,6 +233,14 @@ def test_what_shards_is_refused_with_what_works(strategy):
     with pytest.raises(ValueError, match=r"`precision='msamp-o2'` does not run sharded. .* 'msamp-o3' runs under"):
         MSAMP().bind_shards(reshard=lambda module: None)
     MSAMP("O3").bind_shards(reshard=lambda module: None)
+
+
+@pytest.mark.parametrize(
+    "callback", [EMAWeightAveraging(decay=0.9), StochasticWeightAveraging(swa_lrs=1e-2)], ids=["ema", "swa"]
+)
+def test_callbacks_that_average_weights_are_refused(callback):
+    with pytest.raises(MisconfigurationException, match=r"`\w+Averaging` averages the weights.*average state dicts"):
+        fit(MSAMP(), callbacks=callback)
 
 
 def test_an_average_of_state_dicts_is_one_of_values():

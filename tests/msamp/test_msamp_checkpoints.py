@@ -66,18 +66,6 @@ def test_checkpoints_load_into_every_other_precision(saved, source, target):
         assert module.losses == whole[8:]
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_checkpoints_of_sgd_load_into_a_level_and_back(momentum, tmp_path):
-    def sgd(net):
-        return torch.optim.SGD(net.parameters(), lr=0.1, momentum=momentum)
-
-    losses = []
-    for first, then in (("32-true", "32-true"), ("32-true", "msamp-o2"), ("msamp-o2", "32-true")):
-        fit(first, Net(sgd))[1].save_checkpoint(tmp_path / "sgd.ckpt")
-        losses.append(fit(then, Net(sgd), epochs=4, path=tmp_path / "sgd.ckpt")[0].losses[-1])
-    assert losses == [pytest.approx(losses[0], rel=0.05)] * 3
-
-
 def test_masters_of_o3_are_in_the_checkpoint_and_a_stale_one_is_ignored(saved):
     checkpoint = torch.load(saved / "O3.ckpt", weights_only=True)
     entry = checkpoint["optimizer_states"][0]["state"][0]

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.optim import Adam, AdamW
 
-from lightning_lowprec.msamp.adamw_sgd import ScaledAdamW, convert_optimizer_
+from lightning_lowprec.msamp.adamw import ScaledAdamW, convert_optimizer_
 from lightning_lowprec.msamp.weight import values_of
 from lightning_lowprec.numerics.parameters import parameters_of
 from tests.msamp.scaled_cases import (

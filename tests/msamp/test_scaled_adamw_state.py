@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_lowprec.msamp.adamw_sgd import ScaledAdamW, convert_optimizer_
+from lightning_lowprec.msamp.adamw import ScaledAdamW, convert_optimizer_
 from lightning_lowprec.msamp.weight import scale_weight_, set_values_, values_of
 from lightning_lowprec.numerics.rounding import bits_at, keys_of_bits, random_bits, round_fp16
 from tests.msamp.scaled_cases import (
@@ -118,6 +118,17 @@ def test_resume_is_bit_exact(level, stochastic, tmp_path):
     run(optimizer, params, range(4, 8))
     run(resumed, fresh, range(4, 8))
     assert same(bits(params), bits(fresh))
+
+
+def test_the_state_of_another_optimizer_is_refused():
+    source = [nn.Parameter(v) for v in starts()]
+    sgd = torch.optim.SGD(source, momentum=0.9)
+    give(source, 0, coded=False)
+    sgd.step()
+    adamw = ScaledAdamW(scaled_params("O2"), level="O2")
+    state = {**adamw.state_dict(), "state": sgd.state_dict()["state"]}
+    with pytest.raises(ValueError, match=r"holds momentum_buffer; expected that of an optimizer with exp_avg, "):
+        adamw.load_state_dict(state)
 
 
 @every_level

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_lowprec.msamp import ddp as scaled_ddp
-from lightning_lowprec.msamp.adamw_sgd import ScaledAdamW
+from lightning_lowprec.msamp.adamw import ScaledAdamW
 from lightning_lowprec.msamp.ddp import average_scaled_gradients, prepare_for_ddp
 from lightning_lowprec.msamp.linear import scale_linears
 from lightning_lowprec.msamp.weight import values_of

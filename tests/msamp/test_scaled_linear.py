@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from lightning_lowprec.msamp.adamw_sgd import ScaledAdamW
+from lightning_lowprec.msamp.adamw import ScaledAdamW
 from lightning_lowprec.msamp.linear import ScaledLinear, revert, scale_linears
 from lightning_lowprec.msamp.weight import master_of, values_of
 from lightning_lowprec.private import torch as private

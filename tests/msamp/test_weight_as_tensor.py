@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_lowprec import MSAMP
-from lightning_lowprec.msamp.adamw_sgd import ScaledAdamW
+from lightning_lowprec.msamp.adamw import ScaledAdamW
 from lightning_lowprec.msamp.gradient import ScaledGradient
 from lightning_lowprec.msamp.linear import scale_linears
 from lightning_lowprec.msamp.weight import MsampWeight, codes_of, master_of, set_values_, values_of

@@ -22,7 +22,7 @@ from lightning_lowprec.conversion import name_formats
 from lightning_lowprec.conversion.name_formats import COLUMNS
 from lightning_lowprec.fsdp2.options import ShardOptions
 from lightning_lowprec.fsdp2.strategy import gathers_fp8, param_dtype
-from lightning_lowprec.msamp import adamw_sgd
+from lightning_lowprec.msamp import adamw
 from lightning_lowprec.msamp.weight import msamp_state_of
 from lightning_lowprec.numerics.formats import FP16
 from lightning_lowprec.precision.base import LowPrecision
@@ -186,7 +186,7 @@ def test_the_table_says_what_is_seen(name, quiet):
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_change_of_what_runs_is_seen(monkeypatch, quiet):
-    monkeypatch.setitem(adamw_sgd._ADAMW_MOMENTS, "exp_avg", FP16)
+    monkeypatch.setitem(adamw._ADAMW_MOMENTS, "exp_avg", FP16)
     assert trained("msamp-o3")["moments"] == "fp16"
     monkeypatch.setitem(names.TABLE, "fp8-hybrid", names.TABLE["fp8-rowwise-gw-hp"])
     assert trained("fp8-hybrid")["grad_weight"] == "bf16"

@@ -1,9 +1,9 @@
-"""AdamW and SGD whose weights, gradients and moments are 8 and 16 bits wide with scales: MS-AMP's O1, O2 and O3.
+"""AdamW whose weights, gradients and moments are 8 and 16 bits wide with scales: MS-AMP's O1, O2 and O3.
 
     scale_weight_(linear.weight, "O2")      # from here on the weight is float16 codes: read it with values_of(weight)
     optimizer = ScaledAdamW(model.parameters(), level="O2")
 
-An AdamW, Adam or SGD that holds such weights is converted in place by :func:`convert_optimizer_`: the object stays.
+An AdamW or Adam that holds such weights is converted in place by :func:`convert_optimizer_`: the object stays.
 
 A step decodes to float32, updates, and encodes with a fresh amax per tensor (arXiv 2310.18313, sec. 2.2). State dicts
 are those of the plain optimizer, in float32. At level O3 they also have the ``master_param`` (float32) of weights that
@@ -15,7 +15,7 @@ from typing import Any, Final, final
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import Adam, AdamW, Optimizer
 from typing_extensions import override
 
 from lightning_lowprec.masters.moments import params_by_key
@@ -29,15 +29,7 @@ from lightning_lowprec.private.torch import MSAMP, with_local_tensor
 from lightning_lowprec.private.torch_optimizers import check_step, refuse_copies
 
 _ADAMW_MOMENTS: Final[dict[str, Format]] = {"exp_avg": E4M3, "exp_avg_sq": FP16}
-_BUFFER: Final = "momentum_buffer"
-_SGD_MOMENTS: Final[dict[str, Format]] = {_BUFFER: FP16}
-"""The buffer has 16 bits: no second moment normalises it, so the buffer itself moves the weight. And float8_e4m3fn
-cannot decay slowly: with 3 bits behind the point, ``0.95 * x`` rounds back to ``x`` (1.125 -> 1.069 -> 1.125). From
-momentum 0.945 on, such a buffer would push the weight for ever after its gradients are gone; a float16 buffer does so
-from 0.9995 on."""
-SUPPORTED: Final = (
-    "torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, and lightning_lowprec.msamp's ScaledAdamW and ScaledSGD"
-)
+SUPPORTED: Final = "torch.optim.AdamW, torch.optim.Adam, lightning_lowprec.msamp.ScaledAdamW"
 
 
 @final
@@ -56,7 +48,7 @@ class ScaledAdamW(ScaledOptimizer, AdamW):
             group["decoupled_weight_decay"] |= self.defaults["decoupled_weight_decay"]
 
     @override
-    def _moments(self, group: Mapping[str, Any]) -> Mapping[str, Format]:
+    def _moments(self) -> Mapping[str, Format]:
         return _ADAMW_MOMENTS
 
     @override
@@ -96,45 +88,6 @@ class ScaledAdamW(ScaledOptimizer, AdamW):
         weight.sub_((exp_avg / numbers["correction1"]).div_(denominator).mul_(numbers["lr"]))
 
 
-@final
-class ScaledSGD(ScaledOptimizer, SGD):
-    """torch's SGD, also for parameters of codes (see :func:`~lightning_lowprec.msamp.weight.scale_weight_`).
-
-    Plain parameters get torch's SGD, bit for bit; in half precision with a float32 buffer and a float32 update. At
-    level O2 and O3 the buffer is float16 codes.
-    """
-
-    @override
-    def _moments(self, group: Mapping[str, Any]) -> Mapping[str, Format]:
-        return _SGD_MOMENTS if group["momentum"] else {}
-
-    @override
-    def _numbers(self, group: Mapping[str, Any], state: Mapping[str, Any]) -> Mapping[str, float | bool]:
-        return {
-            "lr": float(group["lr"]),
-            "momentum": group["momentum"],
-            "fresh": 1 - group["dampening"] if _BUFFER in state else 1.0,
-            "weight_decay": group["weight_decay"],
-            "nesterov": bool(group["nesterov"]),
-            "decays": bool(group["weight_decay"]),
-        }
-
-    @staticmethod
-    @override
-    def _update_flat(flat: Flats, numbers: Mapping[str, Any]) -> None:
-        grad, weight = flat["grad"], flat["weight"]
-        if numbers["decays"]:
-            grad.add_(weight * numbers["weight_decay"])
-        if _BUFFER in flat:
-            buffer = flat[_BUFFER]
-            buffer.mul_(numbers["momentum"]).add_(grad * numbers["fresh"])
-            grad = grad.add_(buffer * numbers["momentum"]) if numbers["nesterov"] else buffer
-        weight.sub_(grad * numbers["lr"])
-
-
-_CLASSES: Final[Mapping[type[Any], type[ScaledOptimizer]]] = {AdamW: ScaledAdamW, Adam: ScaledAdamW, SGD: ScaledSGD}
-
-
 def convert_optimizer_(optimizer: Optimizer, level: Level, *, stochastic_rounding: bool = False, seed: int = 0) -> None:
     """Let ``optimizer`` step parameters of codes, in place; an optimizer without such parameters does not change.
 
@@ -160,13 +113,13 @@ def convert_optimizer_(optimizer: Optimizer, level: Level, *, stochastic_roundin
             optimizer.level = level
             optimizer.load_state_dict(saved)
         check_options(optimizer)
-    elif type(optimizer) in _CLASSES:
+    elif type(optimizer) in (AdamW, Adam):
         check_options(optimizer)
         check_step(optimizer, MSAMP)
         scaled: Any = optimizer
         plain, before = type(scaled), scaled.state_dict() if scaled.state else None
         vars(scaled).pop("step", None)  # a scheduler's wrapper, which calls the old class; the new class needs none
-        scaled.__class__ = _CLASSES[plain]
+        scaled.__class__ = ScaledAdamW
         options = {"level": level, "stochastic_rounding": stochastic_rounding, "seed": seed, "compile": "auto"}
         ScaledOptimizer.__setstate__(scaled, {**options, "plain_class": plain})  # gives the new class its step hooks
         if before is not None:
