@@ -75,7 +75,7 @@ def _check(owner: Any, names: Iterable[str], consequence: str) -> None:
     if missing:
         raise ImportError(
             f"{MAIN.name} {MAIN.version} has moved {', '.join(missing)} of {consequence} lightning_lowprec is"
-            " tested with lightning 2.5.0 to 2.6."
+            " tested with lightning 2.4.0 to 2.6."
         )
 
 

@@ -10,6 +10,7 @@ import lightning.pytorch.callbacks.throughput_monitor as trainer_throughput
 import lightning.pytorch.trainer.connectors.accelerator_connector as trainer_connector
 import pytest
 import torch
+from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.model_summary import ModelSummary
@@ -247,7 +248,8 @@ def test_unsupported_strategy_objects_are_refused():
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn", "ddp_find_unused_parameters_true", "ddp_notebook"])
 def test_supported_strategies(strategy):
     assert L.Trainer(strategy=strategy, precision="fp8-hybrid", devices=1, **ON_CPU).precision == "fp8-hybrid"
-    L.Fabric(strategy=strategy, precision="fp8-hybrid", accelerator="cpu", devices=1)
+    if strategy in STRATEGY_REGISTRY.available_strategies():  # Fabric of Lightning 2.4 does not know all four
+        L.Fabric(strategy=strategy, precision="fp8-hybrid", accelerator="cpu", devices=1)
 
 
 def test_a_plugin_inside_a_strategy_works_without_a_name():
