@@ -42,6 +42,22 @@ _READERS: Final = {
     "lightning_fabric.cli": "_run",
 }
 """The modules of Lightning that read ``precision=``, each with the class or the command that does it."""
+_LOSSY: Final = {
+    "lightning.pytorch.plugins.precision.half": ("HalfPrecision", "connect"),
+    "pytorch_lightning.plugins.precision.half": ("HalfPrecision", "connect"),
+    "lightning.fabric.plugins.precision.half": ("HalfPrecision", "optimizer_step"),
+    "lightning_fabric.plugins.precision.half": ("HalfPrecision", "optimizer_step"),
+    "lightning.pytorch.plugins.precision.fsdp": ("FSDPPrecision", "connect"),
+    "pytorch_lightning.plugins.precision.fsdp": ("FSDPPrecision", "connect"),
+    "lightning.fabric.plugins.precision.fsdp": ("FSDPPrecision", "optimizer_step"),
+    "lightning_fabric.plugins.precision.fsdp": ("FSDPPrecision", "optimizer_step"),
+}
+"""The modules of Lightning's precisions with half weights, each with the class and its method that gets optimizers."""
+_LOST: Final = {
+    "bf16-true": ("1/512 of its weight", "bf16-remainder", "2 bytes"),
+    "16-true": ("1/4096 of its weight", "fp16-master", "4 bytes"),
+}
+"""The smallest update that half weights may keep, our name that keeps all of them, and its price per parameter."""
 _TYPE: Final = "_PRECISION_INPUT"
 """The type of ``precision`` in Fabric's connector, which clients import for their own configuration."""
 _STOCK: Final = ("_PRECISION_INPUT_STR", "_PRECISION_INPUT_STR_ALIAS", "_PRECISION_INPUT_INT")
@@ -49,6 +65,8 @@ _STOCK: Final = ("_PRECISION_INPUT_STR", "_PRECISION_INPUT_STR_ALIAS", "_PRECISI
 installed_by_torch = False
 """Whether torch has called :func:`install`."""
 _first_use: Callable[[], None] | None = None
+_told: set[str] = set()
+"""The precision that was the reason of the line about lost updates."""
 
 
 def install() -> None:
@@ -86,15 +104,15 @@ def before_first_use(function: Callable[[], None]) -> None:
 def _put_finder() -> None:
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
-        for module in [sys.modules[name] for name in _READERS if name in sys.modules]:
+        for module in [sys.modules[name] for name in (*_READERS, *_LOSSY) if name in sys.modules]:
             _watch(module)
 
 
 class _Finder:
-    """Finds the modules of :data:`_READERS` as Python would, and looks at each as soon as it is executed."""
+    """Finds the modules of both tables as Python would, and looks at each as soon as it is executed."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name not in _READERS:
+        if name not in _READERS and name not in _LOSSY:
             return None
         finders = (finder for finder in sys.meta_path if finder is not self)
         spec = next((spec for finder in finders if (spec := finder.find_spec(name, path, target)) is not None), None)
@@ -112,6 +130,9 @@ class _Finder:
 
 def _watch(module: ModuleType) -> None:
     """Let the module's command take our names; let every object of its class first call :data:`_first_use`, or look."""
+    if module.__name__ in _LOSSY:
+        _tell_of_lost_updates(module)
+        return
     if module.__name__.endswith("fabric.connector") and hasattr(module, _TYPE):
         setattr(module, _TYPE, getattr(module, _TYPE) | Annotated[str, Word()])
     reader: Any = getattr(module, _READERS[module.__name__], None)
@@ -131,6 +152,45 @@ def _watch(module: ModuleType) -> None:
 
     __init__.__wrapped__ = original  # type: ignore[attr-defined]  # as functools.wraps does
     cls.__init__ = __init__
+
+
+def _tell_of_lost_updates(module: ModuleType) -> None:
+    """Let Lightning's precision with half weights say one line per process, in its first training."""
+    name, method = _LOSSY[module.__name__]
+    cls: Any = getattr(module, name, None)
+    original = getattr(cls, method, None)
+    if original is None:
+        return
+
+    def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _told and os.environ.get(SWITCH) != "0":
+            optimizers = args[1] if method == "connect" and len(args) > 1 else args[:1]
+            _tell(getattr(self, "precision", None), optimizers)
+        return original(self, *args, **kwargs)
+
+    replacement.__wrapped__ = original  # type: ignore[attr-defined]
+    setattr(cls, method, replacement)
+
+
+def _tell(precision: Any, optimizers: Any) -> None:
+    trained = (
+        p
+        for optimizer in optimizers
+        if type(optimizer).__module__.startswith("torch.")  # others may keep masters or round at random
+        for group in optimizer.param_groups
+        for p in group["params"]
+    )
+    if precision not in _LOST or not any(p.requires_grad and p.element_size() == 2 for p in trained):
+        return
+    from lightning_utilities.core.rank_zero import rank_zero_info
+
+    _told.add(precision)
+    lost, name, price = _LOST[precision]
+    rank_zero_info(
+        f"precision={precision!r} steps half-precision weights, and loses every update below {lost}."
+        f" precision={name!r} of lightning_lowprec keeps all of them, for {price} per parameter."
+        f" {SWITCH}=0 silences this line."
+    )
 
 
 class Word:

@@ -1,0 +1,87 @@
+"""Lightning's own precisions with half weights say once per process which updates they lose, and what keeps them."""
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning_utilities.core import rank_zero
+from torch import nn
+
+import lightning_lowprec_autoload as autoload
+
+SAID = "loses every update below 1/512 of its weight. precision='bf16-remainder' of lightning_lowprec keeps all of them"
+
+
+class OfSomebodyElse(torch.optim.SGD):
+    """An optimizer that may keep masters."""
+
+
+@pytest.fixture
+def said(monkeypatch):
+    lines = []
+    monkeypatch.setattr(autoload, "_told", set())
+    monkeypatch.setattr(rank_zero, "rank_zero_info", lines.append)
+    return lines
+
+
+def fit(precision, make=torch.optim.SGD, frozen=False):
+    class Model(BoringModel):
+        def configure_optimizers(self):
+            return make(self.parameters(), lr=0.1)
+
+        def on_train_start(self):
+            self.layer.requires_grad_()  # Lightning trains no model without a trainable weight
+
+    model = Model()
+    model.layer.requires_grad_(not frozen)
+    trainer = L.Trainer(precision=precision, accelerator="cpu", max_steps=1, barebones=True)
+    trainer.fit(model)
+
+
+def step(precision, make=torch.optim.SGD):
+    fabric = L.Fabric(precision=precision, accelerator="cpu")
+    model = nn.Linear(4, 4)
+    model, optimizer = fabric.setup(model, make(model.parameters(), lr=0.1))
+    fabric.backward(model(torch.ones(1, 4)).sum())
+    optimizer.step()
+
+
+@pytest.mark.parametrize("train", [fit, step])
+def test_one_line_per_process(said, train):
+    train("bf16-mixed")
+    train("bf16-true", make=OfSomebodyElse)
+    assert said == []
+    train("bf16-true")
+    train("bf16-true")
+    (line,) = said
+    assert SAID in line
+    assert "LOWPREC_AUTOLOAD=0" in line
+
+
+def test_16_true_names_the_word_for_fp16(said):
+    fit("16-true")
+    (line,) = said
+    assert "below 1/4096 of its weight. precision='fp16-master'" in line
+
+
+def test_no_line_where_the_switch_is_off_or_nothing_trains(said, monkeypatch):
+    fit("bf16-true", frozen=True)
+    monkeypatch.setenv("LOWPREC_AUTOLOAD", "0")
+    fit("bf16-true")
+    assert said == []
+
+
+def test_evaluation_says_nothing(said):
+    trainer = L.Trainer(precision="bf16-true", accelerator="cpu", barebones=True, limit_val_batches=1)
+    trainer.validate(BoringModel())
+    assert said == []
+
+
+@pytest.mark.parametrize(("dtype", "share"), [(torch.bfloat16, 1 / 512), (torch.float16, 1 / 4096)])
+def test_the_share_is_that_of_the_format(dtype, share):
+    """Every normal weight loses every smaller update; 1.0 keeps a larger one."""
+    codes = torch.arange(1, 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    weights = codes[codes.isfinite() & (codes >= torch.finfo(dtype).tiny)].double()
+    for sign in (-1, 1):
+        assert torch.equal((weights * (1 + sign * 0.999 * share)).to(dtype).double(), weights)
+    assert torch.tensor(1 - 1.001 * share, dtype=torch.float64).to(dtype) < 1
