@@ -111,13 +111,18 @@ def _from_safetensors(path: Path, key: str | None) -> Source:
     shapes: dict[str, Shape] = {}
     file_of: dict[str, Path] = {}
     index = path / INDEX
-    names = json.loads(index.read_text())["weight_map"].values() if index.is_file() else ["model.safetensors"]
+    names = _files_of(index) if index.is_file() else ["model.safetensors"]
     for file in [path / name for name in sorted(set(names))] if path.is_dir() else [path]:
         with _safetensors(file) as content:
             for name in content.keys():  # noqa: SIM118  # no mapping
                 part = content.get_slice(name)
                 size = torch.Size(part.get_shape())
-                shapes[name] = Shape(size, (part[0:0] if size else content.get_tensor(name)).dtype)
+                try:
+                    shapes[name] = Shape(size, (part[0:0] if size else content.get_tensor(name)).dtype)
+                except RuntimeError as error:  # values of 4 bits, two in a byte
+                    raise ValueError(
+                        f"{name!r} of {str(file)!r} has the format {part.get_dtype()}, which cannot be read here."
+                    ) from error
                 file_of[name] = file
     if key is not None:
         raise _no_weights(path, key, ", ".join(map(repr, shapes)))
@@ -128,6 +133,22 @@ def _from_safetensors(path: Path, key: str | None) -> Source:
             return read.clone()  # type: ignore[no-any-return]
 
     return Source(shapes, rows)
+
+
+def _files_of(index: Path) -> list[str]:
+    """Return the names of the files in an index of safetensors, all inside of its folder."""
+    try:
+        content = json.loads(index.read_text())
+    except ValueError as error:
+        raise ValueError(f"{str(index)!r} is no JSON file: {error}") from error
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    names = list(weight_map.values()) if isinstance(weight_map, dict) else []
+    if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
+        raise ValueError(
+            f"{str(index)!r} has no `weight_map` of names of tensors and of files in the same folder; it is damaged, or"
+            " is no index of safetensors."
+        )
+    return names
 
 
 @contextmanager

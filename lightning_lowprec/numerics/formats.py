@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 HALF_DTYPES: Final = (torch.float16, torch.bfloat16)
+LEAST_AMAX: Final = 1e-12
+"""A smaller largest value is replaced by this one, as in torchao: a matrix of zeros has a finite scale."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +67,17 @@ def _rows(x: Tensor) -> Tensor:
         return x
     rows = len(x) // _ROW + 2  # never one row: the compiler would make a graph for it
     return torch.nn.functional.pad(x, (0, rows * _ROW - len(x))).view(rows, _ROW)
+
+
+def largest_scale(amax: Tensor, dtype: torch.dtype, power_of_2: bool) -> Tensor:
+    """Return torchao's scales, ``largest / amax``: (...) any float -> (...) float32; NaN stays NaN.
+
+    ``power_of_2`` rounds by torchao's formula, ``2**floor(log2(scale))`` in float32: downward, except that a scale
+    whose logarithm is rounded to an integer becomes the power of two just above the scale.
+    """
+    # in float64, so that eager and compiled code agree
+    scale = (torch.finfo(dtype).max / amax.to(torch.float64).clamp(min=LEAST_AMAX)).to(torch.float32)
+    return torch.exp2(torch.floor(torch.log2(scale))) if power_of_2 else scale
 
 
 def power_of_two_scale(amax: Tensor, format: Format = E4M3, old: Tensor | None = None) -> Tensor:

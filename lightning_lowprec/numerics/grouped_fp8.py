@@ -10,14 +10,14 @@ The scale is torchao's, ``448 / max(largest absolute value, 1e-12)``, with ``pow
 two. Its reciprocal is returned.
 """
 
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_lowprec.numerics import tensor_cores
-from lightning_lowprec.numerics.formats import E4M3, decode, encode
+from lightning_lowprec.numerics.formats import E4M3, decode, encode, largest_scale
 from lightning_lowprec.numerics.kernel_operands import check_grouped
 from lightning_lowprec.numerics.one_pass import (
     compiled_on_cuda,
@@ -29,18 +29,12 @@ from lightning_lowprec.numerics.one_pass import (
 )
 from lightning_lowprec.private.torch_products import scaled_grouped_mm
 
-LEAST: Final = 1e-12  # the lower bound of a largest absolute value, as in torchao
-_EXPONENT: Final = 0x7F800000  # the bits of a float32 that make a power of two
 DEVICES = {"cuda"}
 
 
 def scales(amax: Tensor, power_of_2: bool) -> Tensor:
     """Return the scales of largest absolute values: (...) float32 -> (...) float32; NaN stays NaN."""
-    scale = (E4M3.max / amax.clamp(min=LEAST).double()).float()  # in float64, so that all compilers agree
-    if not power_of_2:
-        return scale
-    rounded = scale.view(torch.int32).bitwise_and(_EXPONENT).view(torch.float32)
-    return torch.where(scale.isfinite(), rounded, scale)
+    return largest_scale(amax, E4M3.dtype, power_of_2)
 
 
 def encode_rows(rows: Tensor, power_of_2: bool) -> tuple[Tensor, Tensor]:

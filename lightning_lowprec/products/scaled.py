@@ -14,20 +14,17 @@ of a named GPU (:mod:`~lightning_lowprec.numerics.tensor_cores`).
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar, Final, final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
 
 from lightning_lowprec.numerics import tensor_cores
-from lightning_lowprec.numerics.formats import E4M3, decode, encode
+from lightning_lowprec.numerics.formats import E4M3, decode, encode, largest_scale
 from lightning_lowprec.numerics.kernel_operands import check_operands
 from lightning_lowprec.numerics.weight_rounding import WeightRounding
 from lightning_lowprec.private.torch_products import scaled_product
 from lightning_lowprec.products.arithmetic import Codes, Operand, Product, Role, Transposable
-
-LEAST_AMAX: Final = 1e-12
-"""A smaller largest value is replaced by this one: a matrix of zeros has a finite scale."""
 
 
 @final
@@ -41,9 +38,7 @@ class Coding:
 
     def scales(self, amax: Tensor) -> Tensor:
         """Return the scales of largest absolute values: (...) any float -> (...) float32."""
-        # in float64, so that eager and compiled code agree
-        scale = (torch.finfo(self.dtype).max / amax.to(torch.float64).clamp(min=LEAST_AMAX)).to(torch.float32)
-        return torch.exp2(torch.floor(torch.log2(scale))) if self.power_of_2 else scale
+        return largest_scale(amax, self.dtype, self.power_of_2)
 
 
 @final

@@ -173,7 +173,7 @@ def test_each_gemm_is_that_of_bf16_mixed_or_of_the_arithmetic(kind, conv1d):
     assert torch.equal(results(switched, 45, True)["grad_weight"], low["grad_weight"])
 
 
-@pytest.mark.parametrize("suffix", ["-master", "-remainder", "-sr"])
+@pytest.mark.parametrize("suffix", ["-remainder", "-sr"])
 @pytest.mark.parametrize("stem", ["int8-mixed", pytest.param("mxfp8", marks=needs_mxfp8)])
 def test_names_over_bf16_weights_train(stem, suffix):
     torch.manual_seed(0)

@@ -5,7 +5,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -16,6 +16,14 @@ from lightning_lowprec.extras import require
 from lightning_lowprec.tools.class_path import load_class
 
 EMBEDDING_NAMES = ("embed", "emb", "wte", "wpe", "tok_embeddings")
+_KERNELS: Final = {
+    *("_attn_implementation", "attn_implementation", "_attn_implementation_internal"),
+    *("_experts_implementation", "experts_implementation", "_experts_implementation_internal"),
+}
+_KNOWN_KERNELS: Final = (
+    *("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"),
+    *("batched_mm", "grouped_mm"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,25 +80,56 @@ def read_json(path: Path, expected: str) -> dict[str, Any]:
     return values
 
 
+def _without_kernels(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
+    """Return a config without its choice of attention and experts, which a plan does not need.
+
+    transformers takes such a choice for a repository of kernels if it has a slash, and fetches and imports that.
+    """
+    for name in _KERNELS & values.keys():
+        for word in values[name].values() if isinstance(values[name], Mapping) else [values[name]]:
+            if word is not None and word not in _KNOWN_KERNELS:
+                raise ValueError(f"the {origin} has {name}={word!r}; expected one of: {', '.join(_KNOWN_KERNELS)}.")
+    return {
+        name: _without_kernels(value, origin) if isinstance(value, Mapping) else value
+        for name, value in values.items()
+        if name not in _KERNELS
+    }
+
+
+def _architecture(transformers: Any, config: Any, origin: str) -> Any:
+    """Return the class of models that a config names; None if it names none, or none that this transformers has."""
+    names = config.architectures or []
+    name = names[0] if isinstance(names, list | tuple) and names else None
+    if name is None and not names:
+        return None
+    found = getattr(transformers, name, None) if isinstance(name, str) else names
+    if found is not None and not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)):
+        raise ValueError(f"the {origin} has architectures={names!r}; expected the name of a model of transformers.")
+    return found
+
+
 def _from_config(values: Mapping[str, Any], origin: str) -> Source:
     transformers = require("transformers", origin)
-    if "model_type" not in values:
+    if not isinstance(values.get("model_type"), str):
         raise ValueError(f"the {origin} has no `model_type`; expected the config.json of a transformers model.")
+    values = _without_kernels(values, origin)
     try:
         config = transformers.AutoConfig.for_model(**values)
-    except ValueError as error:
+    except Exception as error:  # classes of transformers raise errors of many libraries for wrong values
+        if values["model_type"] in transformers.CONFIG_MAPPING:
+            raise ValueError(f"the {origin} has values that transformers refuses: {error}") from error
         raise ValueError(
             f"`source={values['model_type']!r}` is not valid; expected a class path ('my.Model', 'file.py:Model'), a"
             " config.json, a checkpoint file, or a model type of transformers such as 'llama'."
         ) from error
-    architecture = getattr(transformers, next(iter(config.architectures or []), ""), None)
-    with torch.device("meta"):
-        if architecture is not None:
-            model = architecture(config)
-        elif type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-            model = transformers.AutoModelForCausalLM.from_config(config)
-        else:
-            model = transformers.AutoModel.from_config(config)
+    architecture = _architecture(transformers, config, origin)
+    causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    automatic = transformers.AutoModelForCausalLM if causal else transformers.AutoModel
+    try:
+        with torch.device("meta"):
+            model = automatic.from_config(config) if architecture is None else architecture(config)
+    except Exception as error:
+        raise ValueError(f"the {origin} has values that make no model: {type(error).__name__}: {error}") from error
     return Source(model=model, origin=origin, attention_width=_attention_width(config))
 
 
