@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_lowprec.conversion.layer_runs import note_run
 from lightning_lowprec.conversion.plain_first import PlainFirst
 from lightning_lowprec.msamp.gradient import ScaledGradient
 from lightning_lowprec.msamp.weight import move_, required_state_of, values_of
@@ -55,6 +56,7 @@ class ScaledLayer(PlainFirst):
 
     def forward(self, input: Tensor) -> Tensor:
         """[*, K] -> [*, N] in the autocast dtype; without autocast, in the dtype of the input."""
+        note_run(self)
         if input.shape[-1:] != (self.in_features,) or not input.is_floating_point():
             return self._plain(input, self.weight)  # raises as the plain layer does
         if not (self.training or self.fp8_eval or torch.is_grad_enabled()):

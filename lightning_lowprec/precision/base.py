@@ -31,9 +31,8 @@ from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.numerics.parameters import disable_foreach
 from lightning_lowprec.numerics.tensor_cores import Emulation
 from lightning_lowprec.other_stacks import NEMO, refuse_foreign
-from lightning_lowprec.precision import plain, refusals, set_up, state, step
+from lightning_lowprec.precision import layer_calls, plain, refusals, set_up, state, step
 from lightning_lowprec.precision.host import Engine, callbacks_of, cast_floating, in_trainer, shown_as, trainer_of
-from lightning_lowprec.precision.layer_calls import watched
 from lightning_lowprec.precision.loss_scale import LossScaler
 from lightning_lowprec.precision.options import BASE_DTYPES, Base, TrainingOptions
 from lightning_lowprec.precision.phases import ScheduledPhases
@@ -307,8 +306,7 @@ class LowPrecision(EitherPrecision, ABC):
         if self.phases is not None:
             self.phases.follow(self)
         enters = self.engine is None  # an engine enters autocast itself
-        autocast = torch.autocast(device.type, self.autocast_dtype, enters, cache_enabled=not self._in_trainer)
-        return watched(self, autocast) if self.modules.watched_forwards and self.backend else autocast
+        return torch.autocast(device.type, self.autocast_dtype, enters, cache_enabled=not self._in_trainer)
 
     @override
     def convert_input(self, data: Any) -> Any:
@@ -347,6 +345,8 @@ class LowPrecision(EitherPrecision, ABC):
             deferred.multiply_waiting()  # gradients that wait for a step, if another backward comes before the step
         parent: Any = either.TrainerPrecision if in_trainer(model) else either.FabricPrecision
         parent.backward(self, tensor, model, *args, **kwargs)
+        if self.modules.watched_backwards and self.backend:
+            layer_calls.look(self)
 
     def _backward_scaled(self, tensor: Tensor, model: Module | None, *args: Any, **kwargs: Any) -> None:
         self._backward_plain(tensor if in_trainer(model) else self._scaled(tensor), model, *args, **kwargs)

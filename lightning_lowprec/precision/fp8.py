@@ -13,6 +13,7 @@ from torch.nn import Module
 from typing_extensions import override
 
 from lightning_lowprec.checks import CompileOptions
+from lightning_lowprec.conversion.layer_runs import not_called
 from lightning_lowprec.conversion.options import Group, LayerOptions
 from lightning_lowprec.conversion.plan import Plan, PlanRequest, make_plan
 from lightning_lowprec.conversion.selection import block_stacks
@@ -20,7 +21,6 @@ from lightning_lowprec.hardware import architecture, default_device, describe, e
 from lightning_lowprec.numerics.tensor_cores import UNITS, Emulation
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.host import Engine
-from lightning_lowprec.precision.layer_calls import not_called
 from lightning_lowprec.precision.phases import ScheduledPhases
 from lightning_lowprec.precision.schedule import Schedule
 from lightning_lowprec.private.inductor import block_options

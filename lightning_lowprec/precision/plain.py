@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.head import LossHead
+from lightning_lowprec.conversion.layer_runs import remove_hooks
 from lightning_lowprec.masters.registry import existing_masters, optimizers_with_masters
 from lightning_lowprec.masters.weights import Float32Weights, is_marked, mark, unmark
 from lightning_lowprec.numerics.formats import HALF_DTYPES
@@ -177,6 +178,7 @@ def warn_of_half_weights(model: Module, run: str) -> None:
 
 def forget(model: Module) -> None:
     """Remove the notes that an earlier run has left."""
+    remove_hooks(model)
     for module in model.modules():
         backends.left_roundings.pop(module, None)
 
@@ -231,6 +233,8 @@ class AfterFit:
                     f" {where} has sharded it. To call it outside of the Trainer, load a checkpoint into a fresh model."
                 )
             return
+        for module in modules:
+            remove_hooks(module)
         cast = [(t, data) for t, data in before if t.dtype in HALF_DTYPES and data.dtype is torch.float32]
         unwritten = {} if self._tunes else {id(t): reconcile(data.to(t.device), t.data) for t, data in cast}
         if not plugin.plain_after_fit and not self._tunes:

@@ -18,7 +18,7 @@ from torch.nn import Module
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lightning_lowprec.conversion import head
+from lightning_lowprec.conversion import head, layer_runs
 from lightning_lowprec.hardware import caution, default_device, emulation_refusal, refusal
 from lightning_lowprec.masters.registry import registry_of
 from lightning_lowprec.masters.stores import Fp32Store
@@ -50,8 +50,7 @@ class Modules:
         self.ready = False  # whether the device is known and no module waits
         self.need_check = False
         """Whether a module was prepared since the last check of optimizers, even if this module no longer exists."""
-        self.watched_forwards = 0  # how many of the next training forwards are watched (`layer_calls.py`)
-        self.said_share = False  # whether the share of the FLOPs in converted layers was logged since the last set-up
+        self.watched_backwards = 0  # how many of the next backward passes are looked at (`layer_calls.py`)
         self.frozen_writes = FrozenWrites()
         self.waiting: WeakList[Module] = WeakList()  # the modules that were set up and are not prepared yet
         self.prepared: WeakList[Module] = WeakList()
@@ -83,8 +82,8 @@ class Modules:
             self.prepared.add(module)
             self.unchecked.add(module)
             self.need_check = True
-            self.watched_forwards += 2
-            self.said_share = False
+            self.watched_backwards = 2
+            layer_runs.await_runs(module)
         self.device = self.device or default_device()
         self.ready = True
 

@@ -121,9 +121,6 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
         "torch.nn.utils.stateless._reparametrize_module",
         "torch.utils.checkpoint._checkpoint_without_reentrant_generator",
     ),
-    "the watch over the first training forwards": (
-        "torch.utils._python_dispatch.TorchDispatchMode.ignore_compile_internals",
-    ),
     "NumericsMonitor": ("torch.utils._python_dispatch._disable_current_modes", "torch.Tensor._base"),
     "compiled models": (
         "torch.nn.Module()._compiled_call_impl",

@@ -6,14 +6,9 @@ for it: so it is in 2.11.0, 2.13.0, 2.14.1 and 2.15.0. Use the public function f
 changed (``_functorch/partitioners.py``, ``utils/flop_counter.py``, ``distributed/tensor/_ops/_matrix_ops.py``).
 """
 
-from abc import ABC, abstractmethod
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def scaled_product(
@@ -66,31 +61,3 @@ def _in_blocks(scale: Tensor) -> Tensor:
     padded = F.pad(scale.view(torch.uint8), (0, -scale.shape[1] % 4, 0, -scale.shape[0] % 128))
     rows, columns = padded.shape
     return padded.view(rows // 128, 4, 32, columns // 4, 4).permute(0, 3, 2, 1, 4).flatten().view(scale.dtype)
-
-
-class Operations(TorchDispatchMode, ABC):  # type: ignore[no-untyped-call]
-    """A context in which ``see`` is called after every operation, except those in code that ``torch.compile`` made."""
-
-    supports_higher_order_operators = True
-    """Let checkpoints in compiled code run operations that hold functions; torch refuses them under other modes."""
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()  # type: ignore[no-untyped-call]
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let ``torch.compile`` compile, which it otherwise does not do under a mode."""
-        return True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if isinstance(func, OpOverload):
-            self.see(func, args, out)
-        return out
-
-    @abstractmethod
-    def see(self, operation: Any, args: tuple[Any, ...], out: Any) -> None:
-        """Look at an operation that has run: the overload, its arguments without keywords, its result."""

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from transformer_engine.pytorch.export import is_in_onnx_export_mode
 
 from lightning_lowprec.conversion.in_place import become, derived, revert
+from lightning_lowprec.conversion.layer_runs import note_run
 from lightning_lowprec.conversion.matmuls import is_conv1d, linears
 from lightning_lowprec.conversion.plain_first import PlainFirst
 from lightning_lowprec.conversion.steps import Seen, seen, watch
@@ -155,6 +156,7 @@ class TELayer(PlainFirst, te.Linear):  # type: ignore[misc]
 
     def forward(self, input: Tensor) -> Tensor:
         """[*, K] -> [*, N] in the autocast dtype, or in the input's without autocast."""
+        note_run(self)
         if (
             not torch.compiler.is_compiling()
             and _STATE.quantization_state.fp8_enabled  # inside of the plugin's context

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,7 +39,7 @@ REASONS: Final[Mapping[tuple[str, str], str]] = {
 BEGIN: Final = "<!-- clients: written by `make test-clients` -->"
 END: Final = "<!-- clients: end -->"
 Outcome = Mapping[str, Any]
-"""``loss`` and ``differs`` of a run, or its ``error`` and whether it was ``refused``; ``share`` if the log has one."""
+"""``loss`` and ``differs`` of a run, or its ``error`` and whether it was ``refused``."""
 
 
 def outcomes_of(client: str, names: Sequence[str]) -> dict[str, Outcome]:
@@ -52,8 +51,7 @@ def outcomes_of(client: str, names: Sequence[str]) -> dict[str, Outcome]:
     for line in ran.stdout.splitlines():
         if line.startswith('{"name": '):
             result = json.loads(line)
-            share = re.search(r"([\d.]+%) of the matrix FLOPs", log)
-            outcomes[result.pop("name")] = {**result, **({"share": share[1]} if share else {})}
+            outcomes[result.pop("name")] = result
             log = ""
         else:
             log += f"{line}\n"
@@ -83,8 +81,7 @@ def row(client: str, release: str, outcomes: Mapping[str, Outcome]) -> tuple[str
             notes.append(f"`{name}`: {_cell(fault)}" + (f" ({reason})" if reason else ""))
         if bool(fault and not ran.get("refused")) != bool(reason):
             unexplained.append(f"{client}, {name}: {fault or 'a reason without a difference'}")
-    share = outcomes.get("fp8-hybrid", {}).get("share", "-")
-    return f"| {client} | {release} | {' | '.join(cells)} | {share} | {'<br>'.join(notes)} |", unexplained
+    return f"| {client} | {release} | {' | '.join(cells)} | {'<br>'.join(notes)} |", unexplained
 
 
 def _cell(text: str) -> str:
@@ -99,7 +96,7 @@ def written(page: str, rows: Mapping[str, str]) -> str:
     table, _, after = rest.partition(END)
     kept = {line.split(" | ")[0].removeprefix("| "): line for line in table.splitlines()[2:]}
     lines: Iterator[str | None] = (rows.get(client) or kept.get(client) for client in CLIENTS)
-    head = ["client", "version", *CONTROLS[1:], *NAMES, "in FP8", "differences"]
+    head = ["client", "version", *CONTROLS[1:], *NAMES, "differences"]
     text = "\n".join([f"| {' | '.join(head)} |", "|" + "---|" * len(head), *filter(None, lines)])
     return f"{before}{BEGIN}\n{text}\n{END}{after}"
 

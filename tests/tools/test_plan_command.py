@@ -6,7 +6,6 @@ import re
 import pytest
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_lowprec.conversion import measured_gains
@@ -350,27 +349,15 @@ class Net(L.LightningModule):
 
 
 def test_convolutions_count_as_kept(tmp_path, capsys, monkeypatch):
-    """The share of a forward is that of torch's counter; without a batch the share is of the linear layers."""
+    """The share is of the linear layers."""
     (tmp_path / "cnn.py").write_text(CNN)
     monkeypatch.syspath_prepend(tmp_path)
-    import cnn
-
-    model = cnn.Net()
-    with FlopCounterMode(display=False) as counter:
-        model(model.example_input_array)
-    counted = counter.get_flop_counts()["Global"]
-    share = counted[torch.ops.aten.addmm] / sum(counted.values())
     data = run_json(capsys, "cnn.Net")
-    assert data["forward_share"] == share
     assert [(row["kind"], row["kept_because"]) for row in data["plan"]][-1] == ("Conv2d", "no Linear (Conv2d)")
     assert main(["plan", "cnn.Net"]) == 0
     text = capsys.readouterr().out
-    assert f"{share:.2%} of the matrix FLOPs of a forward of `example_input_array` run in FP8; the others: conv" in text
-    assert main(["plan", "cnn.Net", "--args", '{"example": false}']) == 0
-    text = capsys.readouterr().out
     assert "matrix FLOPs per token of the linear layers: 100.0% in FP8" in text
     assert "1 convolutions, attention, products of bare parameters not known and not counted" in text
-    assert "a forward of" not in text
 
 
 def test_recurrent_layers_and_in_proj_count_as_kept():

@@ -8,10 +8,10 @@ import lightning as L
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_lowprec import FP8TorchAO, plain
 from lightning_lowprec.conversion.backends import reconfigure
-from lightning_lowprec.private.torch_products import Operations
 from lightning_lowprec.tools.cli import main
 from lightning_lowprec.torchao.linear import FP8Linear
 from tests.toys import Stack
@@ -206,10 +206,11 @@ def flags_of_a_step(model, x):
     """Return the flag for fast accumulation of every FP8 kernel that a step asks for."""
     flags = []
 
-    class Products(Operations):
-        def see(self, operation, args, out):
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
             if operation is torch.ops.aten._scaled_mm.default:
                 flags.append(args[7] if len(args) > 7 else False)
+            return operation(*args, **(kwargs or {}))
 
     with Products():
         model(x).float().sum().backward()

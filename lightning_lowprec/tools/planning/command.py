@@ -18,7 +18,7 @@ from lightning_lowprec.conversion.plan import Plan, make_plan
 from lightning_lowprec.conversion.recipe_map import RecipeMap
 from lightning_lowprec.names import validate_name
 from lightning_lowprec.tools.output import dumps, prints_to_stderr, working
-from lightning_lowprec.tools.planning.costs import flops, footprints, forward_share, per_rank
+from lightning_lowprec.tools.planning.costs import flops, footprints, per_rank
 from lightning_lowprec.tools.planning.pages import all_names, plan_page, widths, widths_page
 from lightning_lowprec.tools.planning.source import load
 
@@ -40,19 +40,17 @@ def run(args: Any) -> int:
         source = load(args.source, args.args or {})
         recipes = recipes_of(dict(map(_pattern, args.recipe or ())), args.precision, name)
         plan = make_plan(source.model, args.layers, name.plan_request(recipes))
-        share, forward = forward_share(source.model, plan)
     per_token = flops(plan, attention_width=source.attention_width, sequence_length=args.sequence_length)
     sizes, ranks = footprints(source.model, plan, args.precision), []
     if args.shards is not None:
         ranks = per_rank(source.model, plan, sizes, shards=args.shards)
-    write = partial(plan_page, source.origin, plan, per_token, sizes, ranks, forward=forward, all_rows=args.all)
+    write = partial(plan_page, source.origin, plan, per_token, sizes, ranks, all_rows=args.all)
     if args.markdown is not None:
         Path(args.markdown).write_text(f"{write(markdown=True)}\n", encoding="utf-8")
     data = {
         "source": source.origin,
         "precision": args.precision,
         "plan": [asdict(row) for row in plan.all_rows],
-        "forward_share": share,
         "flops_per_token": {**asdict(per_token), "fp8_share": per_token.fp8_share},
         "bytes": [asdict(row) for row in sizes],
         "per_rank": [asdict(rank) for rank in ranks],

@@ -63,33 +63,6 @@ def _of(row: PlanRow, without: InBF16 = NO_GEMM) -> float:
     return 2.0 * gemms * row.per_token * row.in_features * row.out_features
 
 
-def forward_share(model: nn.Module, plan: Plan) -> tuple[float | None, str]:
-    """Return the share of the FLOPs of a forward of ``example_input_array`` that is low, and a line about the share.
-
-    None: not known; the line is empty without an example.
-    """
-    example = getattr(model, "example_input_array", None)
-    if example is None:
-        return None, ""
-    from lightning_lowprec.precision.layer_calls import LayerCalls
-    from lightning_lowprec.private.torch import tensors_of
-    from lightning_lowprec.tools.planning.inputs import inputs_of
-
-    inputs, parameter = inputs_of(model), next(model.parameters())
-    batch = inputs.batch(tensors_of(example)[0].shape[0], None, parameter.device)
-    rows = [row for row in plan.rows if row.kept_because is None]
-    fqns = {row.fqn.rpartition(".")[0] if row.kind == STACKED else row.fqn for row in rows}
-    layers = {id(model.get_submodule(fqn)) for fqn in fqns}
-    calls = LayerCalls([model], lambda module: id(module) in layers)
-    of = "a forward of `example_input_array`"
-    try:
-        with calls:
-            inputs.loss(model, batch)
-    except (NotImplementedError, RuntimeError) as error:  # the forward reads values
-        return None, f"matrix FLOPs of {of}: not known ({str(error).splitlines()[0]})"
-    return calls.share, calls.share_in_words(of, plan.format) or f"matrix FLOPs of {of}: not known"
-
-
 @dataclass(frozen=True, kw_only=True)
 class Bytes:
     """Bytes of a model under one precision with AdamW, before any sharding."""

@@ -64,7 +64,6 @@ def plan_page(
     sizes: Sequence[Bytes],
     ranks: Sequence[Rank] = (),
     *,
-    forward: str = "",
     markdown: bool = False,
     all_rows: bool = False,
 ) -> str:
@@ -78,7 +77,7 @@ def plan_page(
     parts: list[Table | Sequence[str]] = [
         [f"{'# ' if markdown else ''}{origin}: {plan.summary()}"],
         Table([("layer", "in -> out", "verdict"), *layers], words=(0, 2)),
-        [f"{'- ' if markdown else ''}{line}" for line in _flops_lines(plan, flops, forward)],
+        [f"{'- ' if markdown else ''}{line}" for line in _flops_lines(plan, flops)],
         Table([("with AdamW", "weights", "gradients", "moments", "together", "all-gather"), *bytes_rows]),
         [GATHER_NOTE],
     ]
@@ -92,7 +91,7 @@ def plan_page(
     return page(parts, markdown=markdown)
 
 
-def _flops_lines(plan: Plan, flops: Flops, forward: str) -> list[str]:
+def _flops_lines(plan: Plan, flops: Flops) -> list[str]:
     convolutions = sum(not row.per_token for row in plan.others)
     counted, missing, of = [f"{flops.high_precision:.3g} kept"], list[str](), ""
     if flops.attention:
@@ -106,7 +105,6 @@ def _flops_lines(plan: Plan, flops: Flops, forward: str) -> list[str]:
     lines = [
         f"matrix FLOPs per token{of}: {flops.fp8_share:.1%} in {plan.format}"
         f" ({flops.fp8:.3g} {plan.format}, {', '.join(counted)})",
-        *filter(None, [forward]),
     ]
     if plan.format != "FP8":
         return [*lines, f"gains per layer: not known for {plan.format}"]
