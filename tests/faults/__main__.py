@@ -25,17 +25,13 @@ LANES = {"ordinary": ".venv", "te": ".venv-te", "deepspeed": ".site-deepspeed", 
 """The environments of ``make test``, ``test-te``, ``test-deepspeed`` and ``test-ledger``."""
 ALL_OF = ("numerics", "masters")
 """Rooms of which the table names every test that was found to see a fault; of the others two."""
-LIMIT = 180.0
-"""CPU-seconds of tests, after which a fault counts as unseen."""
-LONGER = 20.0
-"""CPU-seconds in which more tests are looked for, once one has seen the fault."""
 QUICK = 8.0
 """CPU-seconds that a fault of ``--some`` may take."""
 SEED = 1
 
 
 def tests_of(row: table.Row, lines: dict[str, dict]) -> list[str]:
-    """Return the tests that run the statement, the fastest first; of a test with many cases two."""
+    """Return tests that run the statement: those of the room's folder before others, and the fastest first."""
     if "effect" in row:
         return table.by_effect()[row["effect"]].seen_by.split()
     change = table.change_of(row, SOURCES)
@@ -43,54 +39,58 @@ def tests_of(row: table.Row, lines: dict[str, dict]) -> list[str]:
         return []
     file, span = change.function.partition(":")[0], range(change.line, change.last + 1)
     tests = [test for test, line in lines.items() if not set(line["lines"].get(file, ())).isdisjoint(span)]
-    return sorted(filter(table.exists, tests), key=lambda test: lines[test]["seconds"])
+    mirror = f"tests/{change.room}/"
+    return sorted(filter(table.exists, tests), key=lambda test: (mirror not in test, lines[test]["seconds"]))
 
 
-def see(row: table.Row, lane: str, copy: forks.Copy, lines: dict[str, dict], clean: dict[str, bool]) -> None:
+def see(row: table.Row, lane: str, limit: float, copy: forks.Copy, lines: dict[str, dict]) -> None:
     """Look for tests that see a fault, and write into the row what was found."""
     plan, tests = table.planted(row), tests_of(row, lines)
     wanted = len(tests) if "effect" not in row and table.room_of(row) in ALL_OF else 2
     used, ran, failed = 0.0, 0, []
     all_cases = list(dict.fromkeys(test.partition("[")[0] for test in tests if "[" in test))
-    for some in (tests[:12], tests[12:72], tests[72:], [] if failed else all_cases):
-        left = (LONGER if failed else LIMIT) - used
-        if some and left > 0 and len(failed) < wanted:
+    for some in (tests[:5], tests[5:40], tests[40:], all_cases):
+        left = limit - used
+        if some and left > 0 and not failed:
             with copy.planted(*plan):
-                outcome = forks.run(copy, some, wanted - len(failed), left)
+                outcome = forks.run(copy, some, wanted, left)
             if outcome.error and not outcome.failed:
                 print(f"    {outcome.error}", flush=True)
             used, ran = used + outcome.seconds, ran + len(outcome.passed) + len(outcome.failed)
-            if unknown := [test for test in outcome.failed if test not in clean]:
-                passed = forks.run(copy, unknown, len(unknown), LIMIT).passed
-                clean.update({test: test in passed for test in unknown})
-            failed += [test for test in outcome.failed if clean[test]]
-    row.setdefault("tried", {})[lane] = f"{ran} of {len(tests)} tests"
+            failed += outcome.failed
     if failed:
-        del row["tried"]
+        row.pop("tried", None)
         one_case = {test.partition("[")[0]: test for test in reversed(failed)}
         seen_by = list(reversed(one_case.values())) if len(one_case) > 1 else failed[:2]
         row.update(state="seen", lane=lane, seen_by=seen_by, seconds=round(used, 1))
     else:
         row["state"] = "unseen"
+        row.setdefault("tried", {})[lane] = {"tests": len(tests), "ran": ran, "seconds": limit}
 
 
-def see_all(lane: str, rooms: list[str]) -> int:
-    """Try the faults that this lane has not tried; the table is written after each."""
-    lines, clean = recorded(), {}
+def see_all(lane: str, rooms: list[str], limit: float) -> int:
+    """Try the faults that this lane has not tried for so many seconds; the table is written after each."""
+    lines = recorded()
     with tempfile.TemporaryDirectory() as folder:
         copy = forks.Copy(Path(folder))
         rows = table.read()
-        for row in sorted(rows, key=lambda row: "effect" in row):
-            if row["state"] not in ("untried", "unseen") or lane in row.get("tried", ()):
+
+        def soonest(row: table.Row) -> float:
+            return min([lines[test]["seconds"] for test in tests_of(row, lines) if test in lines], default=1e9)
+
+        for row in sorted(rows, key=soonest):
+            tried = row.get("tried", {}).get(lane, {"seconds": 0})
+            if row["state"] not in ("untried", "unseen") or tried["seconds"] >= limit:
                 continue
             if rooms and table.room_of(row) not in rooms:
                 continue
             if table.planted(row) is None:
                 print(f"gone      {table.name(row)}", flush=True)
                 continue
-            see(row, lane, copy, lines, clean)
+            print(f"...       {table.name(row)}", flush=True)
+            see(row, lane, limit, copy, lines)
             table.write(rows)
-            print(f"{row['state']:8}  {table.name(row)} {row.get('seconds', '')} {row.get('seen_by', '')}", flush=True)
+            print(f"{row['state']:8}  {row.get('seconds', '')} {row.get('seen_by') or row['tried']}", flush=True)
     print(Counter(row["state"] for row in rows))
     return 0
 
@@ -101,10 +101,13 @@ def check(row: table.Row, copy: forks.Copy) -> str:
     tests = [test for test in row["seen_by"] if table.exists(test)][:2]
     if plan is None or not tests:
         return "gone" if plan is None else "has no test any more"
-    with copy.planted(*plan):
-        outcome = forks.run(copy, tests)
-    if outcome.failed:
-        return "seen"
+    for named in (tests, [test.partition("[")[0] for test in tests]):  # a case may have another name now
+        with copy.planted(*plan):
+            outcome = forks.run(copy, named)
+        if outcome.failed:
+            return "seen"
+        if not outcome.error:
+            break
     return f"is not seen: {outcome.error or tests}"
 
 
@@ -166,13 +169,14 @@ def main() -> int:
     parser.add_argument("--draw", type=int)
     parser.add_argument("--see", action="store_true")
     parser.add_argument("--room", action="append", default=[], help="with --see: of these rooms only")
+    parser.add_argument("--seconds", type=float, default=180, help="with --see: of CPU time for each fault")
     parser.add_argument("--workers", type=int, default=2)
     args = parser.parse_args()
     if args.draw:
         return draw(args.draw)
     forks.preload()
     if args.see:
-        return see_all(args.lane, args.room)
+        return see_all(args.lane, args.room, args.seconds)
     rows = [row for row in table.read() if row["state"] == "seen"]
     if args.lane == "ordinary" and not args.some:
         for lane, count in Counter(row["lane"] for row in rows if not (ROOT / LANES[row["lane"]]).exists()).items():
