@@ -31,7 +31,9 @@ _WORDS: Final[Mapping[str, tuple[str, ...]]] = {
     "Write 'fp8-e4m3'.": ("e4m3",),
     _HALF.format("16", "fp16"): ("fp16-mixed", "fp16", "float16", "torch.float16", "fp16: true", "amp"),
     _HALF.format("bf16", "bf16"): ("bfloat16", "torch.bfloat16", "bfloat16-mixed", "bf16: true"),
-    "Write 'bf16-true', or 'bf16-master', which loses no small updates.": ("bf16: full", "bf16-full", "full"),
+    "Write `plugins=HalfEval('bf16')`, which trains in float32 and evaluates in bf16, as Axolotl does. For bf16 weights"
+    " write 'bf16-remainder'.": ("bf16: full", "bf16-full", "full"),
+    "Write 'nvfp4-te': products in 4 bits by Transformer Engine.": ("fp4", "nvfp4-mixed"),
     "Write 'half-auto': bf16 where the device has bf16, else fp16 with loss scaling.": (
         *("auto", "bf16: auto", "bf16:auto", "bf16-auto", "bf16 auto", "half"),
     ),
@@ -77,6 +79,23 @@ OPTIONS: Final[Mapping[str, str]] = {
     "opt-level": "Write `level=` of `MSAMP`, e.g. `MSAMP('O2')`, or `precision='msamp-o2'`.",
     **{name.replace("_", "-"): answer for name, answer in NEMO.items()},
     "backend": "The class is the backend: `FP8TE`, `FP8TorchAO` or `MSAMP`.",
+    "use-te": "Leave it out, or write 'fp8-hybrid-te-8bit' in place of MS-AMP's level: products by Transformer Engine,"
+    " bf16 weights with exact masters, moments of 8 bits.",
+    "interval": "Leave it out: Transformer Engine computes its scales in every step.",
+    "override-linear-precision": "For both backward products in high precision write"
+    " `FP8TE({'recipe': 'current', 'backward_override': 'high_precision'})`, for one product"
+    " `FP8TorchAO({'*': {'grad_weight': 'bf16'}})`.",
+    "use-autocast-during-eval": "Write `fp8_eval=` of `FP8TE` or `FP8TorchAO`.",
+    "init-scale": "Write `initial=`.",
+    "offload-params": "Write `cpu_offload=`.",
+    "cpu-ram-efficient-loading": "Write `sync_module_states=True`, which sends the weights of rank 0 to all ranks.",
+    "auto-wrap-policy": "Write `wrap=`: 'auto', the default, finds the repeated blocks; else classes or a function.",
+    "transformer-layer-cls-to-wrap": "Write the class itself, in a list, as `wrap=`; 'auto', the default, finds the"
+    " repeated blocks.",
+    "sharding-strategy": "Weights are sharded by default. `reshard_after_forward=False` keeps gathered weights until"
+    " the backward pass, as SHARD_GRAD_OP does, and `replicate='nodes'` shards within a node, as HYBRID_SHARD does.",
+    "mixed-precision": "The precision says it; `param_dtype=`, `reduce_dtype=` and `buffer_dtype=` change one dtype.",
+    "activation-checkpointing-policy": "Write `activation_checkpointing=`: True, classes or a function.",
 }
 """Names of options of other stacks; `gone.py` has those that this package had."""
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_lowprec.checks import Count, Rule, check_fields
+from lightning_lowprec.conversion.options import shows
 from lightning_lowprec.masters import deferred
 from lightning_lowprec.masters.optimizer import held_masters
 from lightning_lowprec.masters.registry import registry_of
@@ -35,6 +36,7 @@ StaticScale = Annotated[float, Rule("a number above 0 (a static scale)", lambda 
 Positive = Annotated[float, Rule("finite and above 0", lambda scale: scale > 0)]
 
 
+@shows()
 @dataclass(frozen=True, kw_only=True)
 class LossScale:
     """The options of loss scaling. The defaults are those of ``torch.amp.GradScaler``, with a floor."""

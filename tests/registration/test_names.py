@@ -146,6 +146,8 @@ def test_unknown_name_lists_all_and_suggests_the_nearest(make):
 WORDS = {
     "fp8": "Write 'fp8-hybrid': FP8 linear layers by torchao, bf16 elsewhere.",
     "bf16-fp8": "Write 'fp8-hybrid'",
+    "fp4": "Write 'nvfp4-te'",
+    "bf16: full": "Write `plugins=HalfEval('bf16')`",
     "float8": "Write 'fp8-hybrid'",
     "fp16-mixed": "Write '16-mixed' (float32 weights, as in torch and Accelerate) or 'fp16-master'",
     "fp16": "Write '16-mixed'",
