@@ -177,7 +177,7 @@ def main() -> int:
     forks.preload()
     if args.see:
         return see_all(args.lane, args.room, args.seconds)
-    rows = [row for row in table.read() if row["state"] == "seen"]
+    rows = table.to_plant(table.read())
     if args.lane == "ordinary" and not args.some:
         for lane, count in Counter(row["lane"] for row in rows if not (ROOT / LANES[row["lane"]]).exists()).items():
             print(f"left out: {count} faults that need the environment of make test-{lane}")

@@ -39,8 +39,8 @@ FAULTS = [
     # ---- codes and scales
     Fault(
         "a scale that is off by 2",
-        "(torch.finfo(self.dtype).max / amax",
-        "(2 * torch.finfo(self.dtype).max / amax",
+        "(torch.finfo(dtype).max / amax.to(torch.float64)",
+        "(2 * torch.finfo(dtype).max / amax.to(torch.float64)",
         "tests/torchao/test_fp8_linear.py",
     ),
     Fault(
@@ -51,8 +51,8 @@ FAULTS = [
     ),
     Fault(
         "powers of two rounded up",
-        "torch.exp2(torch.floor(torch.log2(scale))) if self.power_of_2 else scale",
-        "torch.exp2(torch.ceil(torch.log2(scale))) if self.power_of_2 else scale",
+        ".to(torch.float32)\n    return torch.exp2(torch.floor(torch.log2(scale))) if power_of_2 else scale",
+        ".to(torch.float32)\n    return torch.exp2(torch.ceil(torch.log2(scale))) if power_of_2 else scale",
         "tests/torchao/test_fp8_linear.py",
     ),
     Fault(

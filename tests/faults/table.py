@@ -34,6 +34,12 @@ def write(rows: list[Row]) -> None:
     os.replace(new, FILE)
 
 
+def to_plant(rows: list[Row]) -> list[Row]:
+    """Return the faults that a test must see; one by hand that was not tried yet is seen by the files it names."""
+    named = {fault.effect: {"lane": "ordinary", "seconds": 600.0, "seen_by": fault.seen_by.split()} for fault in FAULTS}
+    return [named.get(row.get("effect"), {}) | row for row in rows if row["state"] == "seen" or "effect" in row]
+
+
 def row_of(change: Change) -> Row:
     """Return the row of a fault that was drawn."""
     function, statement, what, count = change.key
@@ -89,6 +95,8 @@ def _tests_in(file: str) -> set[str]:
 
 
 def exists(test: str) -> bool:
-    """Whether the function of a test stands in its file."""
+    """Whether the function of a test stands in its file, or the file is there if it is a file."""
     file, _, function = test.partition("::")
+    if not function:
+        return (ROOT / file).exists()
     return function.rpartition("::")[2].partition("[")[0] in _tests_in(file)
