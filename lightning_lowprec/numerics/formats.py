@@ -94,6 +94,11 @@ def power_of_two_scale(amax: Tensor, format: Format = E4M3, old: Tensor | None =
     return torch.where(usable, scale, torch.ones_like(scale) if old is None else old)
 
 
+def visible_scale(amax: Tensor) -> Tensor:
+    """Return :func:`power_of_two_scale` for e4m3, and NaN where ``amax`` is not finite: inf must not become 448."""
+    return power_of_two_scale(amax, E4M3, old=amax.cos())  # 1 at 0, and NaN at inf and NaN, in one kernel
+
+
 def power_of_two(exponent: Tensor) -> Tensor:
     """Return ``2**exponent``, exact on every device: (...) int32 in [-126, 127] -> (...) float32."""
     return exponent.to(torch.int32).add(_BIAS).bitwise_left_shift(_MANTISSA_BITS).view(torch.float32)

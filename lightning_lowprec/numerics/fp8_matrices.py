@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_lowprec.numerics import tensor_cores
-from lightning_lowprec.numerics.formats import E4M3, decode, encode, power_of_two_scale
+from lightning_lowprec.numerics.formats import E4M3, decode, encode, visible_scale
 from lightning_lowprec.numerics.kernel_operands import ALIGNMENT, check_operands
 from lightning_lowprec.numerics.one_pass import in_one_pass, is_simulated, kernels_run, on_device, rows_in_one_pass
 from lightning_lowprec.private.torch import largest_absolute_values, version_of
@@ -47,13 +47,13 @@ class Codes:
     def of(cls, values: Tensor) -> Codes:
         """Encode a matrix to e4m3 by the scale of its amax; rows and columns of zeros fill it up to multiples of 16.
 
-        values: (M, N) any float; NaN stays NaN, inf becomes the largest value, and their scale is 1.
+        values: (M, N) any float, with any strides. With inf or NaN among them the scale is NaN, and so are products.
         """
         if isinstance(values, Parameter) and kernel_encodes(values):
-            rows, columns, scale = weight_codes(values.detach(), power_of_two_scale, largest(values))
+            rows, columns, scale = weight_codes(values.detach(), visible_scale, largest(values))
         else:
-            scale = power_of_two_scale(largest_absolute_values([values])[0])
-            rows = padded(in_one_pass(encode, values, scale, E4M3.dtype))
+            scale = visible_scale(largest_absolute_values([values])[0])
+            rows = padded(in_one_pass(encode, values, scale, E4M3.dtype)).contiguous()
             columns = transposed(rows)
         return cls(rows=rows, columns=columns, inv_scale=scale.reciprocal())
 

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Final, final
 import torch
 from torch import Tensor
 
-from lightning_lowprec.numerics.formats import E4M3, power_of_two_scale
+from lightning_lowprec.numerics.formats import visible_scale
 from lightning_lowprec.numerics.tensor_cores import MX_BLOCK, Emulation, accumulate
 from lightning_lowprec.numerics.tiles import Tile
 from lightning_lowprec.private.torchao import has_mx_extension, mx_names
@@ -39,8 +39,8 @@ class _UpScaled:
 
     @staticmethod
     def scales(amax: Tensor) -> Tensor:
-        """Return the largest power of two by which the largest value stays within e4m3."""
-        return power_of_two_scale(amax, E4M3)
+        """Return the largest power of two by which the largest value stays within e4m3; NaN for inf and NaN."""
+        return visible_scale(amax)
 
 
 @final
