@@ -67,6 +67,7 @@ OPTIONS: Final[Mapping[str, str]] = {
     "rowwise_backward": "Scales of rows follow the product of codes, as in torchao. Leave the option out.",
     "update": f"Leave the option out. {_IN_THE_STEP}",
     "clip_tensor": "Clip all gradients by `Trainer(gradient_clip_val=1.0)` or `fabric.clip_gradients`.",
+    "saved_inputs": "Compiled blocks keep the float8 codes of their inputs without it. Leave the option out.",
     "threads": "Set the environment variable `OMP_NUM_THREADS`.",
     "min_gain": "`lowprec plan` shows which layers are too small to gain. Keep them in bf16 by name:"
     " `FP8TorchAO(keep=['*.k_proj', '*.v_proj'])`.",

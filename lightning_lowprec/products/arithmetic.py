@@ -99,10 +99,7 @@ class Products:
     """Whether the weight is stored as [K, N], as GPT-2's Conv1D does, and not as [N, K]. Its gradient is too."""
     saves_weight: bool = False
     """Whether the backward reads the codes of the weight that the forward made, where they serve both."""
-    saves_input: bool = False
-    """Whether the codes of the input are kept for the backward in place of the input, where they serve both."""
     keeper_of_weight: ClassVar[Transposable | None]
-    keeper_of_input: ClassVar[Transposable | None]
 
     def without(self, products: tuple[str, ...]) -> Products | None:
         """Return the same with these products in high precision; None if no other is left."""
@@ -111,11 +108,9 @@ class Products:
         return None if (changed.forward, changed.grad_input, changed.grad_weight) == (None,) * 3 else changed
 
     def __post_init__(self) -> None:
-        """Find once whose codes outlive the forward: those of ``keeper_of_weight`` and ``keeper_of_input``, or none."""
+        """Find once whose codes of the weight outlive the forward: those of ``keeper_of_weight``, or none."""
         of_weight = self.saves_weight and serves(self.forward, self.grad_input, "weight")
         object.__setattr__(self, "keeper_of_weight", self.forward if of_weight else None)
-        of_input = self.saves_input and serves(self.grad_weight, self.forward or self.grad_weight, "input")
-        object.__setattr__(self, "keeper_of_input", self.grad_weight if of_input else None)
 
 
 def serves(one: Arithmetic | None, other: Arithmetic | None, role: Role) -> bool:

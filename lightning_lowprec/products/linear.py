@@ -10,35 +10,32 @@ precision: operands in the dtype of autocast and the bias within the product, bi
 M, the number of tokens, is what ``grad_weight`` sums along, and kernels take multiples of 16 or 32 there. So rows of
 zeros are appended to a batch, and cut off again: they change no largest value, and add nothing to any sum.
 
-What lives until the backward: the input, or its codes; the weight (no copy: autograd then notices a write in between);
+What lives until the backward: the input; the weight (no copy: autograd then notices a write in between);
 and the codes of the weight where the backward can read them, 1 byte per parameter. Only what a wanted gradient needs.
 
 A weight that is stored as [K, N] changes rows for columns, and its gradient is computed in its own layout, as
 ``input.T @ grad_output``: nothing is transposed in high precision.
 """
 
-import weakref
-from typing import Any, Final, final
+from typing import Any, final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_lowprec.numerics.kernel_operands import cut_rows, pad_rows
-from lightning_lowprec.products.arithmetic import Products, Role, Transposable, serves
+from lightning_lowprec.products.arithmetic import Products, Role, serves
 from lightning_lowprec.products.coded_weight import CodedWeight
-from lightning_lowprec.products.shared_input import Entry, codes_of, forget
 from lightning_lowprec.products.transforms import check_backward
 
-Saved = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""A matrix, its codes and their scale, as far as they live until the backward."""
-NOTHING: Final[Saved] = (None, None, None)
+SavedWeight = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""A weight, its codes and their scale, as far as they live until the backward."""
 
 
 @final
 @torch.compiler.allow_in_graph
 class _Linear(torch.autograd.Function):
-    """See :func:`linear`. ``codes`` and ``scale`` are those of the input; ``entry`` keeps them for the next layer."""
+    """See :func:`linear`."""
 
     @staticmethod
     def forward(
@@ -46,42 +43,35 @@ class _Linear(torch.autograd.Function):
         input: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        codes: Tensor | None,
-        scale: Tensor | None,
-        entry: weakref.ref[Entry] | None,
         by: Products,
     ) -> Tensor:
-        ctx.by, ctx.entry, ctx.dtype, ctx.has_bias = by, entry, input.dtype, bias is not None
+        ctx.by, ctx.dtype, ctx.has_bias = by, input.dtype, bias is not None
         to_input, to_weight = ctx.needs_input_grad[:2]
-        of_input: Saved = (input, None, None)
-        of_weight: Saved = (weight, None, None)
-        if (keeper := by.keeper_of_input) is not None:
-            if codes is None or scale is None:
-                codes, scale = keeper.encoded(pad_rows(input, keeper.tokens), "input")
-            of_input = None, codes, scale
+        of_weight: SavedWeight = (weight, None, None)
         bias = None if bias is None else bias.to(input.dtype)
         if (how := by.forward) is None:
             output = _in_high_precision(input, weight.to(input.dtype), bias, by.in_by_out)
         else:
-            x = _operand(how, "input", input.dtype, input, *of_input[1:])
+            x = _operand(how, "input", input.dtype, input)
             if (keeper := by.keeper_of_weight) is not None and not isinstance(weight, CodedWeight):
                 of_weight = weight, *keeper.encoded(weight, "weight")
             w = _operand(how, "weight", input.dtype, *of_weight)
             output = how.multiply(x.rows(), w.columns() if by.in_by_out else w.rows(), input.dtype, "forward")
             output = cut_rows(output if bias is None else output + bias, input)
-        ctx.save_for_backward(*(of_input if to_weight else NOTHING), *(of_weight if to_input else NOTHING))
+        ctx.save_for_backward(input if to_weight else None, *(of_weight if to_input else (None, None, None)))
         return output.data  # no view: a model may write to it, as Falcon does
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # once: checkpoints give a tensor only once
-        of_input, of_weight = saved[:3], saved[3:]
-        input, weight = of_input[0], of_weight[0]
+        input, of_weight = saved[0], saved[1:]
+        weight = of_weight[0]
         to_input, to_weight, to_bias = ctx.needs_input_grad[:3]
         by: Products = ctx.by
         by_input, by_weight = by.grad_input, by.grad_weight
         if torch.is_grad_enabled():  # the gradients will be differentiated
-            _check_second_gradient(input, weight, to_weight)
+            if isinstance(weight, CodedWeight):
+                check_backward("FP8Linear under FSDP2", "Use 'ddp'.")
             by_input = by_weight = None
         g = grad_output.reshape(-1, grad_output.shape[-1])
         grad_input = grad_weight = grad = None
@@ -99,41 +89,27 @@ class _Linear(torch.autograd.Function):
         elif to_weight and by_weight is not None:
             if grad is None or not serves(by_input, by_weight, "gradient"):
                 grad = by_weight.operand(pad_rows(g, by_weight.tokens), "gradient", g.dtype)
-            x = _operand(by_weight, "input", ctx.dtype, *of_input)
+            x = _operand(by_weight, "input", ctx.dtype, input)
             a, b = (x, grad) if by.in_by_out else (grad, x)
             grad_weight = by_weight.multiply(a.columns(), b.columns(), g.dtype, "grad_weight")
-        if ctx.entry is not None:
-            forget(ctx.entry)
         if grad_input is not None:
             grad_input = grad_input.view(*grad_output.shape[:-1], grad_input.shape[-1])
-        return grad_input, grad_weight, g.sum(0) if ctx.has_bias and to_bias else None, *(None,) * 4
+        return grad_input, grad_weight, g.sum(0) if ctx.has_bias and to_bias else None, None
 
 
-def linear(given: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None, by: Products) -> Tensor:
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None, by: Products) -> Tensor:
     """[*, K] -> [*, N] in the dtype of ``input``, with gradients of input, weight and bias.
 
-    ``given`` is the tensor that the layer was called with: layers that are called with one tensor share its codes.
-    ``input`` is ``given`` in the dtype of autocast. The weight is [N, K], or [K, N] with ``by.in_by_out``, or codes
-    that FSDP2 has gathered. A backward whose gradients will be differentiated raises RuntimeError if only codes of the
-    input were kept.
+    ``input`` is in the dtype of autocast. The weight is [N, K], or [K, N] with ``by.in_by_out``, or codes that FSDP2
+    has gathered.
     """
-    codes = scale = entry = None
-    # a compiler finds equal expressions itself
-    if by.saves_input and not torch.compiler.is_compiling() and (keeper := by.keeper_of_input) is not None:
-        codes, scale, entry = _shared_codes(given, input, keeper)
-    output: Tensor = _Linear.apply(input, weight, bias, codes, scale, entry, by)  # type: ignore[no-untyped-call]
+    output: Tensor = _Linear.apply(input, weight, bias, by)  # type: ignore[no-untyped-call]
     return output
 
 
-def _shared_codes(given: Tensor, input: Tensor, how: Transposable) -> tuple[Tensor, Tensor, weakref.ref[Entry] | None]:
-    @torch.no_grad()
-    def encode() -> tuple[Tensor, Tensor]:
-        return how.encoded(pad_rows(input, how.tokens), "input")
-
-    return codes_of(given, (input.dtype, how.coding("input")), encode)
-
-
-def _operand(how: Any, role: Role, dtype: torch.dtype, matrix: Any, codes: Tensor | None, scale: Tensor | None) -> Any:
+def _operand(
+    how: Any, role: Role, dtype: torch.dtype, matrix: Any, codes: Tensor | None = None, scale: Tensor | None = None
+) -> Any:
     """Return the operand of an input [*, K] or a weight, or of codes that were kept, or that FSDP2 has gathered."""
     if isinstance(matrix, CodedWeight):
         codes, scale = matrix.codes_and_scale()
@@ -149,13 +125,3 @@ def _in_high_precision(input: Tensor, weight: Tensor, bias: Tensor | None, in_by
     x = input.reshape(-1, input.shape[-1])
     output = x @ weight if bias is None else torch.addmm(bias, x, weight)
     return output.view(*input.shape[:-1], output.shape[-1])
-
-
-def _check_second_gradient(input: Any, weight: Any, to_weight: bool) -> None:
-    if isinstance(weight, CodedWeight):
-        check_backward("FP8Linear under FSDP2", "Use 'ddp'.")
-    if input is None and to_weight:
-        raise RuntimeError(
-            "`create_graph=True` needs the values of the inputs, and `saved_inputs='codes'` has kept their float8"
-            " codes only. Use `FP8TorchAO(saved_inputs='values')`."
-        )

@@ -30,7 +30,6 @@ RecipePerLayer = Annotated[
     Mapping[str, Recipe | Literal["bf16", "fp32"] | GemmChoices], Rule("a mapping of patterns of fqns to recipes")
 ]
 WeightCodes = Literal["auto", "per_forward", "per_gemm"]
-SavedInputs = Literal["values", "codes"]
 CPU_SCALES_TENSORWISE = torch.__version__ < "2.13"
 """Whether ``torch._scaled_mm`` on CPU takes one scale per tensor only; given more, it fails an internal assert."""
 
@@ -58,10 +57,6 @@ class FP8TorchAO(TorchAO):
             written to). ``"per_gemm"`` encodes again in the backward, as torchao does, and under FSDP2 at every
             all-gather: same results, fewer bytes kept, more bytes moved. ``"auto"`` is ``"per_forward"`` where one
             scale per weight allows it (``recipe="tensorwise"``; with recipes per layer, the tensorwise layers).
-        saved_inputs: what a layer keeps of its input for the backward. ``"codes"`` keeps float8 codes, 1 byte per
-            element, which layers that read one input share: same results, less memory where blocks are not compiled
-            (tensorwise layers). ``create_graph=True`` then raises. ``"values"`` keeps the input; compiled blocks keep
-            codes by themselves.
         experts: the stacked experts of mixtures. ``"auto"`` runs their grouped products in FP8: e4m3, one scale per
             row; weights have one scale per Parameter with ``recipe="tensorwise"``. Where kernels or the base dtype do
             not allow it, experts run in the base dtype. ``"fp8"`` raises there. ``"bf16"`` keeps experts in the base
@@ -76,7 +71,7 @@ class FP8TorchAO(TorchAO):
         RuntimeError: the device has no FP8 and ``emulate`` is not set.
     """
 
-    own = "weight_codes", "saved_inputs", "round_scales_to_power_of_2", "experts", "pad_inner_dim"
+    own = "weight_codes", "round_scales_to_power_of_2", "experts", "pad_inner_dim"
     advice: ClassVar[str] = (
         "FP8 is slow without `torch.compile`: compile the model yourself, or use 'fp8-hybrid-te' (Transformer Engine),"
         " which needs no compiler."
@@ -89,7 +84,6 @@ class FP8TorchAO(TorchAO):
         fp8_format: FP8Format | None = None,
         round_scales_to_power_of_2: bool | None = None,
         weight_codes: WeightCodes = "auto",
-        saved_inputs: SavedInputs = "values",
         experts: Experts = "auto",
         pad_inner_dim: bool = False,
         **options: Unpack[TorchAOChoices],
@@ -106,26 +100,19 @@ class FP8TorchAO(TorchAO):
         _check(self.kinds, running.base, fp8_format)
         self.fp8_format: FP8Format = fp8_format or ("hybrid" if "tensorwise" in self.kinds else "e4m3")
         self.round_scales_to_power_of_2 = round_scales_to_power_of_2
-        one_scale = self._has_one_scale("weight_codes", weight_codes, "per_forward", "weight")
+        one_scale = "tensorwise" in self.kinds
+        if weight_codes == "per_forward" and not one_scale:
+            raise ValueError(
+                f"`weight_codes='per_forward'` is not valid with `recipe={self.kinds[0]!r}`: only one scale per weight"
+                " is the same in forward and backward. Use `recipe='tensorwise'`, or leave `weight_codes` out."
+            )
         self.weight_codes = "per_forward" if one_scale and weight_codes != "per_gemm" else "per_gemm"
-        self._has_one_scale("saved_inputs", saved_inputs, "codes", "input")
-        self.saved_inputs: SavedInputs = saved_inputs
         self.experts: Experts = experts
         self.pad_inner_dim = pad_inner_dim
         if isinstance(recipe, Mapping):
             self.precision = "fp8-torchao-per-layer" + self.suffix
         else:
             self.precision = NAMES[recipe, self.fp8_format] + self.suffix
-
-    def _has_one_scale(self, option: str, value: str, needing: str, of: str) -> bool:
-        """Return whether layers have one scale in forward and backward; refuse the value that needs one elsewhere."""
-        one_scale = "tensorwise" in self.kinds
-        if value == needing and not one_scale:
-            raise ValueError(
-                f"`{option}={value!r}` is not valid with `recipe={self.kinds[0]!r}`: only one scale per {of} is the"
-                f" same in forward and backward. Use `recipe='tensorwise'`, or leave `{option}` out."
-            )
-        return one_scale
 
     @property
     def fp8_eval(self) -> bool:
@@ -144,8 +131,7 @@ class FP8TorchAO(TorchAO):
         """One scale per tensor is made by this package, or by torchao: MI300 runs torchao's codes only."""
         if self.recipe != "tensorwise":
             return "rowwise" if self.recipe == "rowwise" else "rowwise-gw-hp"
-        own = self.weight_codes == "per_forward" or self.saved_inputs == "codes"
-        return "tensorwise" if own else "tensorwise-per-gemm"
+        return "tensorwise" if self.weight_codes == "per_forward" else "tensorwise-per-gemm"
 
     @override
     def refusal(self, device: torch.device) -> str | None:
@@ -195,7 +181,6 @@ class FP8TorchAO(TorchAO):
             emulate=self.emulates(device),
             round_scales_to_power_of_2=self.round_scales_to_power_of_2,
             saves_weight_codes=self.weight_codes == "per_forward",
-            saves_codes=self.saved_inputs == "codes",
         )
 
     @override

@@ -67,7 +67,7 @@ class CodedLayer(PlainFirst):
         if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():
                 return self.forward(input)
-        given, device_type = input, input.device.type
+        device_type = input.device.type
         if torch.is_autocast_enabled(device_type):
             input = input.to(torch.get_autocast_dtype(device_type))
         if are_transforms_active() or torch.compiler.is_exporting():
@@ -75,7 +75,7 @@ class CodedLayer(PlainFirst):
         if isinstance(self.weight, DTensor) or isinstance(input, CUT):
             return linear_by_torchao(self, input, self.weight if products.in_by_out else self.weight.t())
         if not any(self.padding):
-            return linear(given, input, self.weight, self.bias, products)
+            return linear(input, self.weight, self.bias, products)
         return self._padded(input, products)
 
     def _padded(self, input: Tensor, products: Products) -> Tensor:
@@ -84,7 +84,7 @@ class CodedLayer(PlainFirst):
         weight = F.pad(self.weight, (0, n, 0, k) if products.in_by_out else (0, k, 0, n))
         bias = None if self.bias is None else F.pad(self.bias, (0, n))
         rows = F.pad(input, (0, k))
-        output = linear(rows, rows, weight, bias, products)
+        output = linear(rows, weight, bias, products)
         if not n:
             return output
         # a copy and no view: a model may write to it
@@ -112,7 +112,6 @@ class CodedLayer(PlainFirst):
             of_recipe,
             in_by_out=is_conv1d(self),
             saves_weight=of_recipe.saves_weight and self.saves_weight_codes,
-            saves_input=of_recipe.saves_input and not any(self.padding),  # nobody shares the codes of a padded input
         ).without(self.in_bf16)
 
     # ---- FSDP2

@@ -106,7 +106,6 @@ class Settings:
     emulate: Emulation
     round_scales_to_power_of_2: bool | None = None
     saves_weight_codes: bool = False
-    saves_codes: bool = False
 
     def of(self, recipe: LayerRecipe) -> LayerSettings:
         """Return the settings of a layer; raise ValueError for a recipe that is none of torchao's float8 recipes."""
@@ -129,7 +128,6 @@ class Settings:
         products = replace(
             products_of(config, self.emulate),
             saves_weight=self.saves_weight_codes and one_scale,
-            saves_input=self.saves_codes and one_scale,
         )
         settings = LayerSettings(products=products, in_bf16=recipe.in_bf16, config=config, others=self)
         return settings.accumulating(recipe.accumulation)

@@ -50,8 +50,6 @@ def _refusal(layer: Any) -> tuple[str, str] | None:
         return f"A layer with promoted or fast GEMMs {cut}", "Choose the recipe without `promoted` and `fast`."
     if layer.in_bf16:
         return f"A layer with some GEMMs in bf16 {cut}", "Choose all GEMMs: 'bf16', or the recipe without `gemms`."
-    if layer.settings.products.saves_input:
-        return f"`saved_inputs='codes'` {cut}", "Use `FP8TorchAO(saved_inputs='values')`."
     return None
 
 

@@ -72,7 +72,7 @@ def msamp_codes(x, dtype, *_):
 
 RECIPES = {
     "tensorwise": (lambda: FP8TorchAO(), codes_of, E5M2, False, False),
-    "e4m3": (lambda: FP8TorchAO(fp8_format="e4m3", saved_inputs="codes"), codes_of, E4M3, False, False),
+    "e4m3": (lambda: FP8TorchAO(fp8_format="e4m3"), codes_of, E4M3, False, False),
     "per_gemm": (lambda: FP8TorchAO(weight_codes="per_gemm", round_scales_to_power_of_2=True), codes_of, E5M2, 0, True),
     "rowwise": (lambda: FP8TorchAO("rowwise"), codes_of, E4M3, True, True),
     "rowwise_with_gw_hp": (lambda: FP8TorchAO("rowwise_with_gw_hp"), codes_of, E4M3, True, True),

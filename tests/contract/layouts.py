@@ -24,7 +24,6 @@ NAMES = [
     "msamp-o1", "msamp-o2", "msamp-o3", *(name for name in names_on_cpu() if name == "mxfp8"),
 ]  # fmt: skip
 PLUGINS: dict[str, Any] = {
-    "saved_inputs='codes'": lambda: FP8TorchAO(saved_inputs="codes"),
     "weight_codes='per_gemm'": lambda: FP8TorchAO(weight_codes="per_gemm"),
     "grad_weight in bf16": lambda: FP8TorchAO({"*": {"grad_weight": "bf16"}}),
     "forward in bf16": lambda: FP8TorchAO({"*": {"forward": "bf16"}}),

@@ -95,7 +95,6 @@ TORCHAO = [
     ("compile", 1, "'auto', True, False or a mapping"),
     ("round_scales_to_power_of_2", "abc", "None, True or False"),
     ("weight_codes", "per_epoch", "one of: auto, per_forward, per_gemm"),
-    ("saved_inputs", "bf16", "one of: values, codes"),
     ("experts", "on", "one of: auto, fp8, bf16"),
     ("pad_inner_dim", "yes", TRUE_OR_FALSE),
     ("schedule", "warmup", "None or a list of phases"),

@@ -19,7 +19,6 @@ EMBED, LAYERS = 256, 4
 PLUGINS = {
     "codes of the forward": lambda: FP8TorchAO(compile=False),
     "codes per product": lambda: FP8TorchAO(compile=False, weight_codes="per_gemm"),
-    "codes of inputs": lambda: FP8TorchAO(compile=False, saved_inputs="codes"),
     "rowwise": lambda: FP8TorchAO("rowwise", compile=False),
     "weight gradient in bf16": lambda: FP8TorchAO("rowwise_with_gw_hp", compile=False),
     "compiled": lambda: FP8TorchAO(),

@@ -31,7 +31,6 @@ def test_every_layout(how, kind):
         "msamp-o2",
         "int8-mixed",
         pytest.param("fp8-rowwise", marks=pytest.mark.rehearsed),
-        pytest.param("saved_inputs='codes'", marks=pytest.mark.rehearsed),
     ],
 )
 def test_every_layout_compiled(how):

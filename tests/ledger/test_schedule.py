@@ -18,7 +18,6 @@ BACKWARD = {"grad_input": "bf16", "grad_weight": "bf16"}
 FORWARD = {"forward": "bf16"}
 TORCHAO = {
     "tensorwise": {},
-    "codes": {"saved_inputs": "codes"},
     "rowwise": {"recipe": "rowwise"},
     "compiled": {"compile": True},
 }

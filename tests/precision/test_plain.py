@@ -18,7 +18,6 @@ X = torch.randn(8, 32, generator=torch.Generator().manual_seed(2))
 BY_LIGHTNING, BY_TORCH = {"_hparams"}, {"_dynamo_static_input_type"}
 PLUGINS = {
     "torchao": FP8TorchAO,
-    "torchao-saved-codes": lambda: FP8TorchAO(saved_inputs="codes"),
     "torchao-recipes": lambda: FP8TorchAO(recipe={"first": "rowwise", "*": "tensorwise"}),
     "torchao-schedule": lambda: FP8TorchAO(schedule=[{"until": 1, "gemms": "bf16"}, {"gemms": {"forward": "bf16"}}]),
     "torchao-master": lambda: FP8TorchAO(master_weights=True),

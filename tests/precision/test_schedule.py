@@ -168,7 +168,7 @@ def test_all_micro_batches_of_a_step_run_in_one_phase_and_the_metric_is_logged_a
     ]
 
 
-KEEPS_CODES = {"saved_inputs": "codes", "weight_codes": "per_forward"}
+KEEPS_CODES = {"weight_codes": "per_forward"}
 
 
 def test_bf16_phases_are_bf16_mixed_and_one_phase_is_the_plain_plugin():

@@ -18,10 +18,10 @@ from tests.quality import FLOAT32, expect_db, sqnr
 IN, OUT = 64, 96
 ROWWISE = [{"recipe": "rowwise"}, {"recipe": "rowwise_with_gw_hp"}]
 TENSORWISE = [
-    {"weight_codes": codes, "saved_inputs": saved, "fp8_format": gradients}
-    for codes in ("per_forward", "per_gemm") for saved in ("values", "codes") for gradients in ("hybrid", "e4m3")
+    {"weight_codes": codes, "fp8_format": gradients}
+    for codes in ("per_forward", "per_gemm") for gradients in ("hybrid", "e4m3")
 ]  # fmt: skip
-FP16 = [{"base": "fp16"}, {"base": "fp16", "saved_inputs": "codes", "weight_codes": "per_gemm"}]
+FP16 = [{"base": "fp16"}, {"base": "fp16", "weight_codes": "per_gemm"}]
 OPTIONS = [*TENSORWISE, *ROWWISE, *FP16]
 
 
@@ -89,9 +89,7 @@ def test_a_gradient_of_a_gradient(codes):
         expect_db(sqnr(theirs, ours), FLOAT32)  # products in bf16
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"saved_inputs": "codes"}, {"weight_codes": "per_gemm"}, {"recipe": "rowwise"}], ids=str
-)
+@pytest.mark.parametrize("options", [{}, {"weight_codes": "per_gemm"}, {"recipe": "rowwise"}], ids=str)
 def test_compiled_is_eager(options):
     conv, _ = pair()
     plugin = set_up(conv, **options)

@@ -33,7 +33,6 @@ def plain(dtype=torch.float32, conv1d=False):
 def converted(
     recipe="tensorwise",
     saves_weight_codes=False,
-    saves_codes=False,
     dtype=torch.float32,
     in_bf16=(),
     conv1d=False,
@@ -44,7 +43,6 @@ def converted(
         fp8_format="hybrid",
         emulate=emulate,
         saves_weight_codes=saves_weight_codes,
-        saves_codes=saves_codes,
     )
     fp8.convert(layer, [""], lambda fqn: settings.of(LayerRecipe(recipe, frozenset(in_bf16))), low_eval=True)
     return layer
@@ -61,9 +59,7 @@ def results(layer, tokens=13):
         output, (x, layer.weight, layer.bias), gradient)), strict=True))  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "kept", [{}, {"saves_weight_codes": True}, {"saves_weight_codes": True, "saves_codes": True}], ids=str
-)
+@pytest.mark.parametrize("kept", [{}, {"saves_weight_codes": True}], ids=str)
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
 def test_each_gemm_is_bit_for_bit_that_of_bf16_mixed_or_of_the_recipe(recipe, kept):
     if kept and recipe != "tensorwise":
@@ -88,8 +84,6 @@ def test_each_gemm_is_bit_for_bit_that_of_bf16_mixed_or_of_the_recipe(recipe, ke
     [
         ("tensorwise", {}),
         ("tensorwise", {"saves_weight_codes": True}),
-        ("tensorwise", {"saves_codes": True}),
-        ("tensorwise", {"saves_weight_codes": True, "saves_codes": True}),
         ("rowwise", {}),
         ("rowwise_with_gw_hp", {}),
     ],

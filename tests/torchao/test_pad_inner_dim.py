@@ -62,7 +62,6 @@ OPTIONS = {
     "tensorwise": {},
     "rowwise": {"recipe": "rowwise"},
     "gw-hp": {"recipe": "rowwise_with_gw_hp"},
-    "saved codes": {"saved_inputs": "codes"},
     "forward in bf16": {"recipe": {"*": {"forward": "bf16"}}},
 }
 

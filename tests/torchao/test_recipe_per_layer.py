@@ -146,7 +146,6 @@ def test_a_pattern_may_keep_what_is_kept_already():
         ({"recipe": {3: "rowwise"}}, r"`recipe=\{3: 'rowwise'\}` is not valid"),
         ({"recipe": ["rowwise"]}, "'tensorwise', 'rowwise', 'rowwise_with_gw_hp' or a mapping of patterns"),
         ({"recipe": MIXED, "base": "fp16"}, "`base='fp16'` is not valid with `recipe='rowwise'`"),
-        ({"recipe": {"*": "rowwise"}, "saved_inputs": "codes"}, "`saved_inputs='codes'` is not valid with"),
         ({"recipe": {"*": "rowwise"}, "weight_codes": "per_forward"}, "`weight_codes='per_forward'` is not valid with"),
         ({"recipe": {"*": "rowwise"}, "fp8_format": "hybrid"}, "`fp8_format='hybrid'` is not valid with"),
     ],
@@ -157,9 +156,8 @@ def test_bad_maps(options, message):
 
 
 def test_options_of_one_recipe_hold_for_the_layers_that_have_it():
-    _, model = set_up(recipe=MIXED, saved_inputs="codes")
+    _, model = set_up(recipe=MIXED)
     block, last = model.blocks[2], model.blocks[3]
-    assert [layer.products.saves_input for layer in (block.up, block.o_proj, last.up)] == [True, False, True]
     assert [layer.products.saves_weight for layer in (block.up, block.o_proj, last.up)] == [True, False, True]
     assert copy.deepcopy(model).blocks[2].up.in_bf16 == ("forward",)
 
