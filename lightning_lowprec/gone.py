@@ -68,6 +68,7 @@ OPTIONS: Final[Mapping[str, str]] = {
     "update": f"Leave the option out. {_IN_THE_STEP}",
     "clip_tensor": "Clip all gradients by `Trainer(gradient_clip_val=1.0)` or `fabric.clip_gradients`.",
     "saved_inputs": "Compiled blocks keep the float8 codes of their inputs without it. Leave the option out.",
+    "weight_scales": "Weights of MXFP8 have a scale per 32 x 32 values. Leave the option out.",
     "threads": "Set the environment variable `OMP_NUM_THREADS`.",
     "min_gain": "`lowprec plan` shows which layers are too small to gain. Keep them in bf16 by name:"
     " `FP8TorchAO(keep=['*.k_proj', '*.v_proj'])`.",

@@ -5,9 +5,9 @@ Triton kernel takes sizes that are multiples of 128; other matrices are transpos
 multiplies dequantised codes, on any device, or adds products up as Blackwell does, where scales are a part of the sum.
 Every size is a multiple of 32.
 
-A weight may have a scale per 32 x 32 values instead. Then its codes are made once, from the weight and not from its
-values in bf16, and serve forward and backward: the gradient of the input is that of the weight which the forward read.
-All scales are rounded up, so that no value saturates (arXiv 2506.08027).
+Unlike there, a weight has a scale per 32 x 32 values. Its codes are made once, from the weight and not from its values
+in bf16, and serve forward and backward: the gradient of the input is that of the weight which the forward read. All
+scales are rounded up, so that no value saturates (arXiv 2506.08027).
 """
 
 import functools
@@ -46,18 +46,16 @@ class _UpScaled:
 @final
 @dataclass(frozen=True, kw_only=True)
 class MXFP8(Tiled):
-    """Codes of e4m3 with a scale per 32 values, rounded up to a power of two."""
+    """Codes of e4m3 with a scale per 32 values, of weights per 32 x 32, rounded up to a power of two."""
 
     emulate: Emulation
     """Whether dequantised codes are multiplied in place of calling kernels, or which GPU's kernels are emulated."""
-    tiles: bool = False
-    """Whether a weight has a scale per 32 x 32 values."""
     tokens: ClassVar[int] = MX_BLOCK
     tile: ClassVar[Tile] = (MX_BLOCK, MX_BLOCK)
 
     def coding(self, role: Role) -> type[_UpScaled] | None:
-        """Return the coding of weights in tiles."""
-        return _UpScaled if self.tiles and role == "weight" else None
+        """Return the coding of weights."""
+        return _UpScaled if role == "weight" else None
 
     def operand(self, matrix: Tensor, role: Role, dtype: torch.dtype) -> Operand:
         """Return an operand of the values in the dtype of autocast, which kernels take in bf16, or of a weight."""

@@ -114,7 +114,7 @@ class NVFP4TorchAO(OneFormatTorchAO):
         if self.gemms[direction] == "mxfp8":
             from lightning_lowprec.products.mxfp8 import MXFP8
 
-            return MXFP8(emulate=self.emulates(device), tiles=True)
+            return MXFP8(emulate=self.emulates(device))
         from lightning_lowprec.products.nvfp4 import NVFP4
 
         return NVFP4(

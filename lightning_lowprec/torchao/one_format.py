@@ -227,15 +227,13 @@ class BlockTorchAO(OneFormatTorchAO):
 class MXFP8TorchAO(OneFormatTorchAO):
     """The GEMMs of the Linear layers in MXFP8, everything else in bf16; float32 weights unless told otherwise.
 
-    Codes are e4m3 with a power-of-two scale per 32 values, rounded up. Kernels run on Blackwell; elsewhere MXFP8 can be
-    emulated. Features are multiples of 32. Stacked experts stay in bf16.
+    Codes are e4m3 with a power-of-two scale per 32 values, of weights per 32 x 32, rounded up. Forward and backward
+    read the same codes of a weight, and FSDP2 gathers them. Kernels run on Blackwell; elsewhere MXFP8 can be emulated.
+    Features are multiples of 32. Stacked experts stay in bf16.
 
     Args:
         recipe: ``"mxfp8"``, or recipes per layer as in :class:`~lightning_lowprec.FP8TorchAO`:
             ``{"blocks.0.*": "bf16", "*": {"grad_weight": "bf16"}}`` computes one of the GEMMs in high precision.
-        weight_scales: ``"tiles"`` gives a weight a scale per 32 x 32 values: forward and backward read the same codes,
-            which FSDP2 gathers. ``"rows"`` gives it one per 32 values, along rows in the forward and along columns in
-            the backward, as torchao's ``MXFP8Linear`` does; FSDP2 then gathers bf16.
 
     Raises:
         ValueError: an unknown or contradictory option, or a model in which nothing converts.
@@ -247,17 +245,10 @@ class MXFP8TorchAO(OneFormatTorchAO):
     format: ClassVar[str] = "MXFP8"
     kind: ClassVar[str] = "mxfp8"
     name: ClassVar[str] = "mxfp8"
-    own = ("weight_scales",)
     alignment: ClassVar[int] = 32
+    one_code = True
 
-    def __init__(
-        self,
-        recipe: Literal["mxfp8"] | ProductsPerLayer = "mxfp8",
-        *,
-        weight_scales: Literal["tiles", "rows"] = "tiles",
-        **options: Unpack[Choices],
-    ) -> None:
-        self.weight_scales, self.one_code = weight_scales, weight_scales == "tiles"
+    def __init__(self, recipe: Literal["mxfp8"] | ProductsPerLayer = "mxfp8", **options: Unpack[Choices]) -> None:
         running = take(FP8Options, options)
         super().__init__(recipe, base="bf16", low_eval=running.fp8_eval, emulate=running.emulation, options=options)
 
@@ -269,4 +260,4 @@ class MXFP8TorchAO(OneFormatTorchAO):
     def arithmetic(self, device: torch.device) -> Arithmetic:
         from lightning_lowprec.products.mxfp8 import MXFP8
 
-        return MXFP8(emulate=self.emulates(device), tiles=self.one_code)
+        return MXFP8(emulate=self.emulates(device))

@@ -89,13 +89,14 @@ def test_a_power_of_two_per_tensor():
 
 @needs_mxfp8
 def test_a_scale_per_block():
-    """On Blackwell scales are a part of the sums."""
-    input, weight, _, (output, *_) = one_step(MXFP8TorchAO(emulate="blackwell", weight_scales="rows"))
+    """On Blackwell scales are a part of the sums; those of a weight are shared by 32 rows."""
+    input, weight, _, (output, *_) = one_step(MXFP8TorchAO(emulate="blackwell"))
     operands = []
-    for values in (input, weight.bfloat16()):
+    for values, rows in ((input, 1), (weight, 32)):
         blocks = values.float().unflatten(1, (-1, 32))
+        amax = blocks.abs().amax(-1).unflatten(0, (-1, rows)).amax(1).repeat_interleave(rows, 0)
         # rounded up, as in cuBLAS's documentation: the smallest power of two by which 448 is enough
-        exponent = torch.ceil(torch.log2(blocks.abs().amax(-1) / 448))
+        exponent = torch.ceil(torch.log2(amax / 448))
         operands += [(blocks * torch.exp2(-exponent).unsqueeze(-1)).flatten(1).to(E4M3)]
         operands += [(exponent + 127).to(torch.uint8).view(torch.float8_e8m0fnu)]
     expected = mma_sim("blackwell", operands[0], operands[2], operands[1], operands[3])

@@ -228,12 +228,3 @@ def test_mxfp8_in_tiles_reads_one_rounded_weight_in_forward_and_backward(dtype):
     expected = rows @ weight.t(), of_gradient @ weight.t().contiguous().t(), columns[0] @ columns[1].t()
     for gemm, one, other in zip(GEMMS, found, expected, strict=True):
         assert torch.equal(one, other), gemm
-
-
-@needs_mxfp8
-def test_the_weight_scales_of_mxfp8_are_an_option():
-    by_rows, tiles = MXFP8TorchAO(weight_scales="rows"), MXFP8TorchAO()
-    assert "once more for the backward" in by_rows.gathers(None)
-    assert tiles.gathers(None) is None
-    with pytest.raises(ValueError, match="`weight_scales='block'` is not valid"):
-        MXFP8TorchAO(weight_scales="block")
