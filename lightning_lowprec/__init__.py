@@ -45,7 +45,6 @@ if not _command_starts():
     from lightning_lowprec.serving.export import export, fp8_state
     from lightning_lowprec.te.plugin import FP8TE
     from lightning_lowprec.torchao.fp8 import FP8TorchAO
-    from lightning_lowprec.torchao.nvfp4 import NVFP4TorchAO
     from lightning_lowprec.torchao.one_format import BlockTorchAO, Int8TorchAO, MXFP8TorchAO
 
     register()
@@ -66,7 +65,6 @@ __all__ = [
     "LossScale",
     "MXFP8TorchAO",
     "MasterConfig",
-    "NVFP4TorchAO",
     "__version__",
     "compare",
     "doctor",

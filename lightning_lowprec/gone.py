@@ -46,6 +46,10 @@ PRECISIONS: Final[Mapping[str, str]] = {
     "bf16-lean-sr": "Write 'bf16-sr', or `HalfMixed('bf16', master_weights=MasterConfig(form='stochastic',"
     f" moments='8bit'))`: 6 bytes per parameter with its gradient. {_IN_THE_STEP}",
     "fp8-lean": f"Write 'fp8-hybrid-8bit': 8 bytes per parameter with its gradient. {_IN_THE_STEP}",
+    **dict.fromkeys(
+        ("nvfp4-torchao", *(f"nvfp4-torchao{end}" for end in ("-master", *ENDINGS))),
+        "Write 'nvfp4-te', NVIDIA's kernels for Blackwell, or 'fp8-hybrid'.",
+    ),
 }
 """Names for ``precision=``, with their endings; the answer names the word of today."""
 
@@ -88,6 +92,7 @@ _CHECK: Final = (
 IMPORTS: Final[Mapping[str, str]] = {
     "LowPrecisionEval": _CHECK,
     "ScaledSGD": "Use `lightning_lowprec.msamp.ScaledAdamW`, or 'fp8-hybrid', which takes every optimizer.",
+    "NVFP4TorchAO": "Write 'nvfp4-te', NVIDIA's kernels for Blackwell, or 'fp8-hybrid'.",
 }
 """Names of ``lightning_lowprec``, ``lightning_lowprec.callbacks`` and ``lightning_lowprec.msamp``."""
 

@@ -9,7 +9,7 @@ A reason is a predicate: the device is its subject.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
 from lightning_lowprec.architectures import ARCHITECTURES, Architecture
@@ -18,7 +18,7 @@ RecipeKey = Literal[
     "half-auto", "bf16", "fp16",
     "tensorwise", "tensorwise-per-gemm", "rowwise", "rowwise-gw-hp", "msamp", "fp8-head",
     "te-delayed", "te-current", "te-block", "te-mxfp8", "te-nvfp4", "te-nvfp4-plain",
-    "torchao-block", "torchao-mxfp8", "torchao-nvfp4", "int8", "experts",
+    "torchao-block", "torchao-mxfp8", "int8", "experts",
 ]  # fmt: skip
 """The recipes; the rows of the table."""
 RECIPES: Final[tuple[RecipeKey, ...]] = get_args(RecipeKey)
@@ -216,7 +216,6 @@ _TORCHAO_BLOCK: Final[Row] = {
     "sm_90": _yes("ao#3290", "multiplies by cuBLASLt from CUDA 12.9 on, else by torchao's Triton kernels"),
 }
 _NO_MX: Final = "has no products with a scale per 32 values"
-_NO_FP4: Final = "has no products of float4 with a scale per 16 values"
 _TORCHAO_MXFP8: Final[Row] = {
     **_cells(
         _no(f"{_NO_MX} (they start at compute capability 10.0)", "torchao.prototype.mx_formats.kernels"),
@@ -239,15 +238,6 @@ _TORCHAO_MXFP8: Final[Row] = {
     "cpu": _emulated("emulates MXFP8: products in float32", "torchao KernelPreference.EMULATED"),
     "other": _OTHER,
 }  # fmt: skip
-_TORCHAO_NVFP4: Final[Row] = {
-    **{key: replace(found, reason=found.reason.replace(_NO_MX, _NO_FP4)) for key, found in _TORCHAO_MXFP8.items()},
-    "sm_100": _yes("torchao nvfp4_training/nvfp4_linear.py", "multiplies by torch._scaled_mm"),
-    "sm_110": _unknown("is not reported with products of float4 in torch", "no report"),
-    "sm_120": _unknown("multiplies float4, but nobody has reported training by torch's kernels", "TE#3062"),
-    "gfx950": _no("has products of float4 with other scales: powers of two per 32 values", "pytorch ScaledBlas.cpp"),
-    "xpu": _unknown("is not reported with products of float4 in torch", "no report"),
-    "cpu": _emulated("emulates NVFP4: products in float32", "products/nvfp4.py"),
-}
 _INT8_UNKNOWN: Final = _unknown("is not reported with torchao's int8 kernel, which is Triton's", "ao#748")
 _INT8: Final[Row] = {
     **_cells(_unknown("is older than the GPUs that torchao's int8 kernel was run on", "torchtune#1552"), *_OLD),
@@ -286,7 +276,6 @@ _ROWS: Final[Mapping[RecipeKey, tuple[Row, str]]] = {
     "te-nvfp4-plain": (_NVFP4_PLAIN, "Transformer Engine, NVFP4 without Hadamard transform and stochastic rounding"),
     "torchao-block": (_TORCHAO_BLOCK, "torchao, a scale per block of 128"),
     "torchao-mxfp8": (_TORCHAO_MXFP8, "torchao, MXFP8"),
-    "torchao-nvfp4": (_TORCHAO_NVFP4, "NVFP4 by torch's products"),
     "int8": (_INT8, "torchao, int8"),
     "experts": (_EXPERTS, "torchao, stacked experts: grouped products"),
 }

@@ -50,7 +50,6 @@ def test_every_answer_has_a_source_and_all_but_a_plain_yes_a_reason():
         ("te-nvfp4", "sm_100", "sm_90 sm_120 gfx950 cpu", "sm_130"),
         ("te-nvfp4-plain", "sm_100 sm_120", "sm_90 cpu", "sm_110"),
         ("torchao-mxfp8", "sm_100", "sm_90 gfx942 mps", "sm_120 gfx950 xpu"),
-        ("torchao-nvfp4", "sm_100 cpu", "sm_90 gfx942 gfx950 mps", "sm_110 sm_120 xpu"),
         ("int8", "sm_80 sm_89 sm_90 cpu", "", "sm_75 sm_120 gfx942 xpu mps"),
         ("fp16", "sm_70 sm_75 sm_120 gfx90a xpu mps cpu", "", "other"),
         ("bf16", "sm_80 sm_120 gfx90a xpu mps cpu", "", "other"),

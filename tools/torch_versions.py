@@ -27,7 +27,7 @@ ENVIRONMENTS: Final[Mapping[str, str]] = {
     "2.15": ".venv-2.15.0",
 }
 """The folder of each minor version; `make test-versions` makes them."""
-FORMATS: Final = ("bf16-8bit", "fp8-block", "mxfp8", "nvfp4-torchao")
+FORMATS: Final = ("bf16-8bit", "fp8-block", "mxfp8")
 """Plugins that are not in the contract of the first tier: their formats use parts of torch that the others do not."""
 TESTS: Final[Mapping[str, Sequence[str]]] = {
     "lightning": [

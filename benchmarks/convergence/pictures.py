@@ -22,7 +22,6 @@ FAMILIES: Final = {
     "FP8TorchAO": ("FP8", COLOURS[2], "o"),
     "Int8TorchAO": ("int8", COLOURS[3], "D"),
     "MXFP8TorchAO": ("MXFP8", COLOURS[4], "^"),
-    "NVFP4TorchAO": ("NVFP4", COLOURS[4], "P"),
     "BlockTorchAO": ("FP8 in blocks", COLOURS[2], "s"),
     "MSAMP": ("MS-AMP", COLOURS[5], "v"),
 }

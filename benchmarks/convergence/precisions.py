@@ -22,9 +22,6 @@ ON = "hopper"
 REPRESENTATIVE = "fp8-hybrid"
 FAST, PROMOTED = f"{REPRESENTATIVE}@{ON}", f"{REPRESENTATIVE}@{ON}-promoted"
 """Names that :mod:`~benchmarks.convergence.devices` adds: products summed as on this GPU, fast or promoted."""
-NVFP4 = "nvfp4-torchao"
-NO_FINISH, HALF_FINISH, MX_BACKWARD = (f"{NVFP4}@{how}" for how in ("no-finish", "half-finish", "mxfp8-backward"))
-"""Others, for ``--names``: forwards in bf16 in no step, in the second half of a run; in none, backwards in MXFP8."""
 
 
 @dataclass(frozen=True, kw_only=True)

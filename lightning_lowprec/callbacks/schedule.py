@@ -39,7 +39,7 @@ class PrecisionSchedule(Callback):
                 f"`PrecisionSchedule` does not go with `precision={trainer.precision!r}`, which has no layers that"
                 " change between FP8 and bf16; expected a name of FP8TorchAO or FP8TE, such as 'fp8-hybrid'."
             )
-        given = None if plugin.phases is None or plugin.phases.schedule.optional else plugin.phases.schedule
+        given = None if plugin.phases is None else plugin.phases.schedule
         if given is not None and given != Schedule.of(self.phases):
             raise ValueError(
                 f"`PrecisionSchedule` and the `schedule` of `{type(plugin).__name__}` are different schedules of one"

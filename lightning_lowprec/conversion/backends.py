@@ -62,8 +62,6 @@ class PrecisionName:
     """For each suffix that this name does not have, the reason or the remedy, for error messages."""
     alignment: int = 16
     """The features of a converted Linear are multiples of this number."""
-    last_blocks: float = 0.0
-    """The share of each stack of blocks, at its end, that stays in high precision by default."""
     gains: Recipe = "tensorwise"
     """The recipe of :mod:`~lightning_lowprec.conversion.gains` that says which shapes gain from FP8."""
     gathers_fp8: bool = False
@@ -111,7 +109,6 @@ class PrecisionName:
             conv1d=self.conv1d != "kept",
             pads=self.pads,
             experts=self.experts,
-            last_blocks=self.last_blocks,
             base=self.options.get("base", "bf16"),
             format=self.format,
         )

@@ -201,8 +201,6 @@ class PlanRequest:
     """Whether features that are no multiples of ``alignment`` are padded; None: the backend cannot."""
     experts: str | None = NO_GROUPED_PRODUCT
     """Why stacked experts stay in high precision; None: they convert."""
-    last_blocks: float = 0.0
-    """The share of each stack of blocks, at its end, that stays in high precision."""
     base: str = "bf16"
     """The dtype of everything that does not convert."""
     head: str = "bf16"
@@ -223,8 +221,7 @@ def make_plan(model: nn.Module, options: LayerOptions | None = None, request: Pl
     recipes = None if isinstance(request.recipe, str) else request.recipe
     one_recipe = request.recipe if isinstance(request.recipe, str) else request.recipe.names[0]
     built_in, by_user = selection.built_in(model), selection.by_user(model, options)
-    by_rule = selection.last_blocks(model, request.last_blocks) | built_in
-    reasons = (by_rule if options.only is None else {}) | by_user | dict(selection.uncalled(model))
+    reasons = (built_in if options.only is None else {}) | by_user | dict(selection.uncalled(model))
     products = []
     for matmul, module in matmuls(model):
         multiple = 1 if request.pads and matmul.kind != STACKED else request.alignment

@@ -177,14 +177,6 @@ def by_user(model: nn.Module, options: LayerOptions) -> dict[str, str]:
     return kept
 
 
-def last_blocks(model: nn.Module, share: float) -> dict[str, str]:
-    """Return the layers in the last blocks of every stack, by fqn, with the reason; ``share`` is of all its blocks."""
-    choosable = _choosable(model)
-    stacks = _stacks(model, choosable) if share else []
-    blocks = [block for stack in stacks for block in stack[len(stack) - round(share * len(stack)) :]]
-    return _inside(blocks, choosable, f"in the last {share:.0%} of blocks (last_blocks_bf16)")
-
-
 def _choosable(model: nn.Module) -> dict[str, nn.Module]:
     return {**linears(model), **{m.fqn: module for m, module in matmuls(model) if m.kind == STACKED}}
 

@@ -1,4 +1,4 @@
-"""Gather weights as codes under FSDP2: shards in float32 or bf16, float8 or 4-bit codes in the all-gather.
+"""Gather weights as codes under FSDP2: shards in float32 or bf16, float8 codes in the all-gather.
 
 The life of such a weight, on one rank:
 
@@ -9,7 +9,7 @@ The life of such a weight, on one rank:
       |           GatherScales.refresh: scale = FMAX / max|weight| over all ranks, one all-reduce for all weights;
       |           of a format with a scale per tile, the largest values of all tiles are reduced
       v           fsdp_pre_all_gather: codes = saturate(shard * scale).to(float8)
-    codes       a byte per element, or per two, sent as uint8 (traffic.ByteGather), and kept for the gathers that follow
+    codes       a byte per element, sent as uint8 (traffic.ByteGather), and kept for the gathers that follow
       |           all-gather
       v           fsdp_post_all_gather: codes and scale as the tensor that the layer's backend computes with
     gathered    the whole weight in codes
@@ -25,7 +25,7 @@ The life of such a weight, on one rank:
 
 Every write to a shard makes the scales stale: by an optimizer, by a checkpoint or by hand, to the shard or to a view of
 it. So a scale of older weights is never used. While the scales are stale, every weight reduces its own maximum when it
-is gathered. Ranks may cut a tile: every rank knows the scales of all tiles, four bytes for each (NVFP4: two).
+is gathered. Ranks may cut a tile: every rank knows the scales of all tiles, four bytes for each.
 
 A shard is encoded once per optimizer step, and all micro-batches send these codes, in forward and backward. The first
 refresh allocates the memory of the codes of all weights, which later codes take again. A shard that CPU offloading
@@ -171,9 +171,8 @@ class KeptCodes:
     """
 
     def __init__(self, values: Tensor, dtype: torch.dtype) -> None:
-        shape = values[..., ::2].shape if dtype is torch.uint8 else values.shape  # uint8: two codes in each
         with torch.inference_mode(False):  # a training step writes to memory that an evaluation has allocated
-            self.codes = torch.empty(shape, dtype=dtype, device=values.device)
+            self.codes = torch.empty(values.shape, dtype=dtype, device=values.device)
         self._scale: Tensor | None = None
         self._stream = _stream(self.codes)
 

@@ -31,7 +31,6 @@ class ByteGather:
         self._layers = WeakList(layers)
         self.elements = sum(shard.numel() for shard in shards)
         self._has_fp8 = any(hasattr(shard, "fsdp_pre_all_gather") for shard in shards)
-        self.has_fp4 = any(getattr(shard, "sent_as", None) is torch.uint8 for shard in shards)
         self.calls: Counter[torch.dtype] = Counter()  # of this rank
         self.sent: Counter[torch.dtype] = Counter()  # bytes
 
@@ -89,8 +88,8 @@ class Traffic:
         sent = sum(gather.sent.total() for gather in blocks)
         in_bf16 = sum(2 * gather.elements * gather.calls.total() for gather in blocks)
         dtype = " and ".join(sorted({_name(dtype) for gather in blocks for dtype in gather.calls}))
-        if coded := [gather for gather in self.gathers.values() if gather.has_fp8]:
-            dtype = "float4" if any(gather.has_fp4 for gather in coded) else "float8"
+        if any(gather.has_fp8 for gather in self.gathers.values()):
+            dtype = "float8"
         # a rank that has nothing of a group sends padding only
         return f"all-gather: {dtype}, {_size(sent / calls)} per {unit} and rank, {sent / max(in_bf16, 1):.2f}x of bf16"
 

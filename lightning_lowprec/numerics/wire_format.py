@@ -18,7 +18,7 @@ class WireFormat(Protocol):
     """The arithmetic of a backend; gathered weights equal the weights that its layers would quantise themselves."""
 
     dtype: torch.dtype
-    """A float8, or uint8: two codes of 4 bits in each."""
+    """A float8."""
     least_amax: float
     """The lower bound of the largest absolute value: a smaller one is replaced."""
     tile: Tile | None
@@ -29,7 +29,7 @@ class WireFormat(Protocol):
     def scales(self, amax: Tensor) -> Tensor:
         """Return the scales of weights from their largest absolute values: (...) any float -> (...) float32.
 
-        With tiles: of all tiles of one weight, [rows, columns]; any float from which the format derives scales.
+        With tiles: of all tiles of one weight, [rows, columns].
         """
 
     def encode(self, values: Tensor, scale: Tensor, *, first: int = 0, out: Tensor | None = None) -> Tensor:

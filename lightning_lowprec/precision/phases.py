@@ -57,7 +57,7 @@ class ScheduledPhases:
         check_integer("step", step, least=0)
         if total is not None:
             check_integer("total", total, least=1)
-        elif self.schedule.needs_total:
+        elif self.schedule.reads_total:
             raise ValueError(
                 "`total=None` is not possible for a `schedule` with fractions of the run: give the number of optimizer"
                 " steps of the run (`plugin.set_step(step, total=N)`), or steps in place of fractions."
@@ -80,9 +80,6 @@ class ScheduledPhases:
 
     def _step_in_fabric(self, plugin: Any) -> int | None:
         if self._told is None:
-            if self.schedule.optional:
-                self._resolve(plugin, (None,), None)
-                return 0
             if torch.is_grad_enabled():
                 raise RuntimeError(
                     f"`precision={plugin.precision!r}` has a `schedule`, and does not know the step. In Fabric call"
@@ -154,7 +151,7 @@ def _total(trainer: Trainer, schedule: Schedule, precision: str) -> int | None:
     total = trainer.max_steps if trainer.max_steps > 0 else math.inf
     if automatic and schedule.reads_total:
         total = trainer.estimated_stepping_batches
-    if total == math.inf and schedule.needs_total:
+    if total == math.inf and schedule.reads_total:
         why = "" if automatic else " (manual optimization: any number per batch)"
         raise ValueError(
             f"`schedule` of `precision={precision!r}` has fractions of the run, and the number of optimizer steps is"
@@ -166,7 +163,7 @@ def _total(trainer: Trainer, schedule: Schedule, precision: str) -> int | None:
 def said(schedule: Schedule, ends: Sequence[int], total: int | None, high: str, low: str = "FP8") -> str:
     """Return what happens when: ``schedule: steps 0 to 9: FP8; from step 10: forward in bf16``."""
     parts, begin = [], 0
-    for phase, end in zip(schedule.phases, (*ends, None), strict=False):
+    for phase, end in zip(schedule.phases, (*ends, None), strict=True):
         if end is None:
             when = f"from step {begin}"
         else:
@@ -176,6 +173,4 @@ def said(schedule: Schedule, ends: Sequence[int], total: int | None, high: str, 
         if end is None or end > begin:
             parts.append(f"{when}: {phase.said(high, low)}")
         begin = begin if end is None else end
-    if len(ends) < len(schedule.phases) - 1:
-        parts.append("no later phase, because the length of the run is not known (Fabric: `set_step(step, total=N)`)")
     return f"schedule{'' if total is None else f' over {total} steps'}: {'; '.join(parts)}"

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Annotated, Any, Final, TypedDict, final
 
 from lightning_lowprec.checks import Rule
 from lightning_lowprec.conversion.options import Group
-from lightning_lowprec.conversion.recipe_map import ALL_GEMMS, NO_GEMM, InBF16, asked_in_fp8, in_bf16, words
+from lightning_lowprec.conversion.recipe_map import ALL_GEMMS, InBF16, asked_in_fp8, in_bf16, words
 
 Phases = Annotated[
     Sequence[Mapping[str, Any]], Rule("a list of phases, e.g. [{'until': 0.1, 'gemms': 'bf16'}, {'until': 0.95}, {}]")
@@ -73,14 +73,6 @@ class Schedule:
     """The phases of a run."""
 
     phases: tuple[Phase, ...]
-    optional: bool = False
-    """Whether a run of unknown length stays in the first phase, in place of an error."""
-
-    @classmethod
-    def finish(cls, share: float) -> Schedule:
-        """Return the schedule whose forward is in high precision in the last ``share`` of a run of known length."""
-        whole = Phase(until=1 - share, in_bf16=NO_GEMM, in_fp8=NO_GEMM, keep=())
-        return cls((whole, replace(whole, until=None, in_bf16=frozenset({"forward"}))), optional=True)
 
     @classmethod
     def of(cls, phases: Sequence[Mapping[str, Any]]) -> Schedule:
@@ -100,25 +92,18 @@ class Schedule:
         """Whether phases begin at fractions of the run."""
         return any(isinstance(phase.until, float) for phase in self.phases)
 
-    @property
-    def needs_total(self) -> bool:
-        """Whether the number of steps of the run must be known."""
-        return self.reads_total and not self.optional
-
     def ends(self, total: int | None, *, lenient: bool = False) -> tuple[int, ...]:
         """Return the first step of each phase but the first; without ``total`` only for a schedule without fractions.
 
         ``lenient`` allows phases without a step (``fast_dev_run``).
         """
-        if self.optional and total is None:
-            return ()
         firsts = []
         for phase in self.phases[:-1]:
             assert phase.until is not None
             if isinstance(phase.until, float):
                 assert total is not None
                 step = phase.until * total
-                firsts.append(math.ceil(step - _EPSILON) if self.optional else math.floor(step + _EPSILON))
+                firsts.append(math.floor(step + _EPSILON))
             else:
                 firsts.append(phase.until)
         if not lenient:

@@ -17,7 +17,7 @@ def block_options() -> dict[str, Any]:
 
     Values of up to 60 operations, not 30, are computed again where they are read, instead of written and read. GB per
     block of the 8B-shaped stack (`make ledger`): rowwise 13.8 -> 12.3, rowwise-gw-hp 11.2 -> 10.6, int8 11.9 -> 11.3,
-    MS-AMP 11.7 -> 10.8, NVFP4 19.3 -> 18.2; tensorwise, 128-blocks and MXFP8 as they were.
+    MS-AMP 11.7 -> 10.8; tensorwise, 128-blocks and MXFP8 as they were.
     """
     from torch._inductor import list_options
 

@@ -48,16 +48,3 @@ def scaled_grouped_mm(a: Tensor, b: Tensor, inverse_a: Tensor, inverse_b: Tensor
 def int8_product(a: Tensor, b: Tensor) -> Tensor:
     """[M, K] @ [K, N] of int8 -> [M, N] int32."""
     return torch._int_mm(a, b)
-
-
-def fp4_product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> Tensor:
-    """[M, K] and [N, K] of e2m1 codes, two in a byte, with scales per 16 values, float8_e4m3fn -> [M, N] bf16."""
-    fp4, scales = torch.float4_e2m1fn_x2, (_in_blocks(scale_a), _in_blocks(scale_b))
-    return torch._scaled_mm(a.view(fp4), b.view(fp4).t(), *scales, out_dtype=torch.bfloat16)
-
-
-def _in_blocks(scale: Tensor) -> Tensor:
-    """Return scales as cuBLASLt reads them: 128 rows by 4 columns after each other, row ``32 * i + j`` behind ``j``."""
-    padded = F.pad(scale.view(torch.uint8), (0, -scale.shape[1] % 4, 0, -scale.shape[0] % 128))
-    rows, columns = padded.shape
-    return padded.view(rows // 128, 4, 32, columns // 4, 4).permute(0, 3, 2, 1, 4).flatten().view(scale.dtype)

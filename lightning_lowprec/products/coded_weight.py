@@ -74,13 +74,11 @@ class CodedWeight(Tensor):
         return func(*values[0], **values[1])
 
     @classmethod
-    def showing(cls, codes: Tensor, dtype: Any, per_element: int = 1) -> Self:
-        """Return a tensor of ``dtype`` without memory, strided like ``codes`` with ``per_element`` values in each."""
-        (*rows, columns), (*steps, step) = codes.shape, codes.stride()
-        strides = (*(per_element * stride for stride in steps), step)
-        like_codes = {"strides": strides, "storage_offset": codes.storage_offset(), "device": codes.device}
+    def showing(cls, codes: Tensor, dtype: Any) -> Self:
+        """Return a tensor of ``dtype`` without memory, strided like ``codes``."""
+        like_codes = {"strides": codes.stride(), "storage_offset": codes.storage_offset(), "device": codes.device}
         with inference_mode_of(codes):
-            weight: Self = make_wrapper_subclass(cls, (*rows, per_element * columns), dtype=dtype, **like_codes)
+            weight: Self = make_wrapper_subclass(cls, codes.shape, dtype=dtype, **like_codes)
         return weight
 
 

@@ -7,14 +7,11 @@ from typing import Final, Literal, get_args
 
 from lightning_lowprec.conversion.backends import Backend, PrecisionName, later
 from lightning_lowprec.conversion.gains import Recipe
-from lightning_lowprec.conversion.name_formats import E4M3_TENSORWISE, HYBRID, ONE_SCALE, Formats, all_in
+from lightning_lowprec.conversion.name_formats import E4M3_TENSORWISE, HYBRID, Formats, all_in
 from lightning_lowprec.conversion.name_suffixes import FP16
 
 NAME: Final = "torchao"
 FP8Format = Literal["hybrid", "e4m3"]
-LAST_BLOCKS: Final = 0.15
-"""The share of blocks, at the end, that NVFP4 leaves in bf16, as its paper does (arXiv 2509.25149)."""
-
 E4M3_IN_FP16: Final = "write `plugins=FP8TorchAO(fp8_format='e4m3', base='fp16')`"
 
 
@@ -97,21 +94,6 @@ _ONE_FORMAT: Final = {
         hardware_recipe="torchao-mxfp8",
         formats=all_in("e4m3", fsdp2="e4m3"),
     ),
-    "nvfp4-torchao": PrecisionName(
-        plugin_class=".torchao.nvfp4:NVFP4TorchAO",
-        format="NVFP4",
-        summary="4 bits with a scale per 16 values, the last 15 % of blocks in bf16 (Blackwell, else emulated)",
-        masters=True,
-        lacks={FP16: "its kernels return bf16"},
-        alignment=32,
-        last_blocks=LAST_BLOCKS,
-        gathers_fp8=True,
-        tile=16,
-        conv1d="gathered",
-        layer_recipes=("nvfp4",),
-        hardware_recipe="torchao-nvfp4",
-        formats=all_in("e2m1", samples=ONE_SCALE, fsdp2="e2m1"),
-    ),
 }
 
 
@@ -124,7 +106,6 @@ BACKEND: Final = Backend(
         "block": True,
         "int8": False,
         "mxfp8": True,
-        "nvfp4": True,
     },
     module="torchao.float8",
     distribution="torchao",

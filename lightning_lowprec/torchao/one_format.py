@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from lightning_lowprec.torchao.settings import Recipes
 
 ProductsPerLayer = Annotated[
-    Mapping[str, Literal["block", "int8", "mxfp8", "nvfp4", "bf16"] | GemmChoices],
+    Mapping[str, Literal["block", "int8", "mxfp8", "bf16"] | GemmChoices],
     Rule("a mapping of patterns of fqns to recipes"),
 ]
 
@@ -61,15 +61,11 @@ class OneFormatTorchAO(TorchAO):
     def arithmetic(self, device: torch.device) -> Arithmetic:
         """Return the format; this may import torchao."""
 
-    def of_backward(self, device: torch.device) -> Arithmetic | None:
-        """Return the format of the backward, if it has another; this may import torchao."""
-        return None
-
     @override
     def layer_recipes(self, device: torch.device) -> Recipes:
         from lightning_lowprec.torchao.settings import OneFormat
 
-        return OneFormat(name=self.kind, arithmetic=self.arithmetic(device), backward=self.of_backward(device))
+        return OneFormat(name=self.kind, arithmetic=self.arithmetic(device))
 
     @override
     def refusal(self, device: torch.device) -> str | None:

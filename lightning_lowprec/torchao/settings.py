@@ -15,7 +15,6 @@ from lightning_lowprec.conversion.gains import Recipe
 from lightning_lowprec.conversion.recipe_map import ACCUMULATION, NO_GEMM, Gemm, InBF16, LayerRecipe
 from lightning_lowprec.numerics.tensor_cores import FNUZ, Emulation
 from lightning_lowprec.products.arithmetic import Arithmetic, Products, Transposable
-from lightning_lowprec.products.nvfp4 import NVFP4
 from lightning_lowprec.products.scaled import Coding, Scaled
 from lightning_lowprec.products.tiled import Tiled
 from lightning_lowprec.torchao.wire_format import TorchAOWire
@@ -168,8 +167,6 @@ class OneFormat:
 
     name: str
     arithmetic: Arithmetic
-    backward: Arithmetic | None = None
-    """The arithmetic of both products of the backward, if they have another."""
 
     def of(self, recipe: LayerRecipe) -> LayerSettings:
         """Return the settings of a layer; raise ValueError for a recipe of another format."""
@@ -178,7 +175,6 @@ class OneFormat:
                 f"`recipe={recipe.name!r}` is not possible for a layer of {self.name!r}, whose arithmetic stays for the"
                 f" whole run; expected {self.name!r}, 'bf16', or a mapping such as {{'forward': 'bf16'}}."
             )
-        by, backward = self.arithmetic, self.backward or self.arithmetic
-        saves = not isinstance(by, NVFP4)  # whose backward encodes the weight again
-        products = Products(forward=by, grad_input=backward, grad_weight=backward, saves_weight=saves)
+        by = self.arithmetic
+        products = Products(forward=by, grad_input=by, grad_weight=by, saves_weight=True)
         return LayerSettings(products=products, in_bf16=recipe.in_bf16, others=self).accumulating(recipe.accumulation)

@@ -81,7 +81,7 @@ class GatheredTiles(CodedWeight):
     @staticmethod
     def __new__(cls, codes: Tensor, scale: Tensor, by: Tiled, dtype: torch.dtype) -> GatheredTiles:
         """Make a tensor without memory, and hang codes and scales at it."""
-        weight = cls.showing(codes, dtype, per_element=2 if codes.dtype is torch.uint8 else 1)
+        weight = cls.showing(codes, dtype)
         weight.codes, weight.scale, weight.by = codes, scale, by
         return weight
 

@@ -17,7 +17,6 @@ from lightning_lowprec import (
     FP8TorchAO,
     FSDP2Strategy,
     Int8TorchAO,
-    NVFP4TorchAO,
     parallelize,
 )
 from lightning_lowprec.fsdp2.forward_hooks import reshard
@@ -92,7 +91,6 @@ def test_an_unknown_option_is_a_type_error():
     [
         (FP8TorchAO(recipe="rowwise"), r"`recipe='rowwise'` has a scale per row, and only one per tensor"),
         (Int8TorchAO(), "`precision='int8-mixed'` encodes a weight for the forward and once more for the backward"),
-        (NVFP4TorchAO(gemms={"backward": "mxfp8"}), "`precision='nvfp4-torchao'` encodes a weight for the forward and"),
         (FP8TorchAO(fp8_eval=False), r"`fp8_eval=False` evaluates with the weights in high precision"),
         ("bf16-mixed", r"`precision='bf16-mixed'` has no FP8 weights"),
         ("32-true", r"`precision='32-true'` has no FP8 weights"),

@@ -1,4 +1,4 @@
-"""Codes with a scale per tile under FSDP2: two ranks compute the bits of one, and send a byte per parameter or half."""
+"""Codes with a scale per tile under FSDP2: two ranks compute the bits of one, and send a byte per parameter."""
 
 import itertools
 
@@ -13,7 +13,6 @@ from lightning_lowprec.fsdp2 import fp8_gather
 from lightning_lowprec.fsdp2 import strategy as sharding
 from lightning_lowprec.numerics.tiles import largest, largest_of_rows, spread
 from lightning_lowprec.private.torchao import prototype_refusal
-from lightning_lowprec.products.nvfp4 import NVFP4
 from tests.fsdp2.ranks import run
 
 STEPS = 3
@@ -22,11 +21,10 @@ SIZES = (96, 320, 160, 64)
 EQUAL = (160, 160, 160)
 """Of layers that are compiled once for all; a rank has 80 rows, which cut both tiles too."""
 TILES = {
-    "fp8-block": (128, 1),
-    **({} if prototype_refusal("mxfp8") else {"mxfp8": (32, 1)}),
-    "nvfp4-torchao": (16, 2),
+    "fp8-block": 128,
+    **({} if prototype_refusal("mxfp8") else {"mxfp8": 32}),
 }
-"""Rows and columns of a tile, and parameters per byte."""
+"""Rows and columns of a tile."""
 
 
 class Block(nn.Module):
@@ -73,7 +71,6 @@ CASES = {
     **{name: (name, {}) for name in TILES},
     "copies": ("fp8-block", {"replicate": 2}),
     "compiled": ("fp8-block", {"compile": {"backend": "aot_eager"}}),
-    "compiled, 4 bits": ("nvfp4-torchao", {"compile": {"backend": "aot_eager"}}),
 }
 
 
@@ -120,37 +117,18 @@ def test_two_ranks_compute_the_bits_of_one(ranks, case):
 
 @pytest.mark.parametrize("precision", TILES)
 def test_a_gather_sends_the_codes_and_a_step_reduces_the_tiles(ranks, precision):
-    """Half a byte per parameter in NVFP4, else a byte; of two ranks each has half of the parameters."""
-    tile, per_byte = TILES[precision]
+    """A byte per parameter; of two ranks each has half of the parameters."""
+    tile = TILES[precision]
     shapes = [(rows, columns) for columns, rows in itertools.pairwise(SIZES)]
     elements = [rows * columns for rows, columns in shapes]
     tiles = sum(-(-rows // tile) * -(-columns // tile) for rows, columns in shapes)
     for found in (by_rank[precision] for by_rank in ranks):
         assert min(found["calls"]) >= 2 * 2 * STEPS, "forward and backward of each micro-batch"
         gathered = sum(n * count for n, count in zip(elements, found["calls"], strict=True))
-        assert found["sent"] == gathered / 2 / per_byte
-        assert found["said"].startswith(f"all-gather: float{8 // per_byte}, ")
-        assert found["said"].endswith(f"{1 / 2 / per_byte:.2f}x of bf16")
+        assert found["sent"] == gathered / 2
+        assert found["said"].startswith("all-gather: float8, ")
+        assert found["said"].endswith("0.50x of bf16")
         assert found["reduced"] == (STEPS + 1) * [4 * tiles], "once per write to the weights"
-
-
-@pytest.mark.parametrize("reference", ["transformer_engine", "torchao"])
-@pytest.mark.parametrize("cut", [1, 16, 24, 100])
-def test_ranks_that_cut_tiles_of_4_bit_codes_encode_the_codes_of_the_whole(cut, reference):
-    """In both layouts they are those of a weight that is encoded for each product."""
-    by = NVFP4(emulate=True, reference=reference)
-    whole = torch.randn(160, 96, generator=torch.Generator().manual_seed(0))
-    whole[32:64], whole[64:96, :32] = 0, 1e-8
-    grids = [largest_of_rows(part, by.tile, 160, first) for part, first in ((whole[:cut], 0), (whole[cut:], cut))]
-    maxima = by.coding("weight").scales(torch.stack(grids).amax(0))
-    codes = torch.cat([by.encode_rows(whole[:cut], maxima, 0), by.encode_rows(whole[cut:], maxima, cut)])
-    once, each = by.of_codes(codes, maxima), by.operand(whole, "weight", torch.bfloat16)
-    for found, expected in ((once.rows(), each.rows()), (once.columns(), each.columns())):
-        assert torch.equal(found.codes, expected.codes)
-        assert torch.equal(found.scale.float(), expected.scale.float())
-        assert torch.equal(found.amax, expected.amax)
-    assert torch.equal(by.decode(codes, maxima), each.rows().decoded() * (each.rows().amax / (6 * 448)))
-    assert [t.tolist() for t in by.encoded(whole, "weight")] == [codes.tolist(), maxima.tolist()]
 
 
 @pytest.mark.parametrize("tile", [(128, 128), (32, 32), (1, 32), (16, 16)])

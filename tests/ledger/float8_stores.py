@@ -27,9 +27,9 @@ NAMES = {
         *("fp8-hybrid", "fp8-hybrid-fp16", "fp8-e4m3", "fp8-hybrid-remainder", "fp8-rowwise"),
         *("fp8-rowwise-gw-hp", "fp8-block", "msamp-o1", "msamp-o2", "msamp-o3", "bf16-8bit"),
     ),
-    "b200": ("fp8-block", "mxfp8", "nvfp4-torchao"),
+    "b200": ("fp8-block", "mxfp8"),
 }
-"""By device; Hopper has neither MXFP8 nor NVFP4."""
+"""By device; Hopper has no MXFP8."""
 FLOAT8 = re.compile(r"fp8e\d|float8_?e\d")
 """A dtype of one byte in Triton's code or in the types of its arguments: e4m3, e5m2 and the scales of MXFP8."""
 SHAPE = models.SHAPES["toy"]

@@ -20,7 +20,7 @@ from tests.representatives import WITH_MASTERS, once, representatives
 
 ROOT = Path(__file__).parents[2]
 TE_BLACKWELL = {"mxfp8-te", "nvfp4-te"}
-NEEDS_BLACKWELL = {*TE_BLACKWELL, "mxfp8", "nvfp4-torchao"}
+NEEDS_BLACKWELL = {*TE_BLACKWELL, "mxfp8"}
 ROWWISE = {name for name in representatives() if name.startswith("fp8-rowwise")}
 NEEDS_HOPPER = NEEDS_BLACKWELL | {"fp8-block", "fp8-block-te", "fp8-block-te-remainder"}
 FP8 = {name for name in representatives() if name.startswith(("fp8", "mxfp8", "nvfp4", "msamp"))}
@@ -33,10 +33,10 @@ REFUSES = {
 }
 KEYS = {"h200": "sm_90", "b200": "sm_100", "rtx5090": "sm_120", "rtx4090": "sm_89", "a100": "sm_80"}
 """By device, the column of the table of what runs where."""
-COMPILES_LONG = {"fp8-block", "mxfp8", "nvfp4-torchao", "msamp-o1", "msamp-o2", "msamp-o3"}
+COMPILES_LONG = {"fp8-block", "mxfp8", "msamp-o1", "msamp-o2", "msamp-o3"}
 """10 to 20 seconds on each device."""
 COMPILED_ON = {
-    "b200": {"mxfp8", "nvfp4-torchao"},
+    "b200": {"mxfp8"},
     "rtx5090": set(),
     "rtx4090": {"msamp-o2"},
     "a100": set(),

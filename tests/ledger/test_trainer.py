@@ -15,7 +15,7 @@ from lightning_lowprec.names import TABLE
 from tests.representatives import representatives
 from tests.toys import Block
 
-NAMES = sorted({*representatives()} - {"fp8-e4m3", "mxfp8-te", "nvfp4-te", "mxfp8", "nvfp4-torchao"})
+NAMES = sorted({*representatives()} - {"fp8-e4m3", "mxfp8-te", "nvfp4-te", "mxfp8"})
 """Each plugin, recipe and base dtype once."""
 COMPILED = {"fp8-hybrid", "fp8-rowwise-remainder", "fp8-block", "int8-mixed", "msamp-o2"}
 """Each backend, scales per tensor and per row, and masters once with compiled blocks."""

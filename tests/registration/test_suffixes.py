@@ -9,7 +9,7 @@ import lightning as L
 import pytest
 import torch
 
-from lightning_lowprec import FP8TE, BlockTorchAO, FP8TorchAO, Int8TorchAO, MasterConfig, MXFP8TorchAO, NVFP4TorchAO
+from lightning_lowprec import FP8TE, BlockTorchAO, FP8TorchAO, Int8TorchAO, MasterConfig, MXFP8TorchAO
 from lightning_lowprec.conversion.name_suffixes import families, in_words, split
 from lightning_lowprec.names import TABLE, create
 from lightning_lowprec.tools.cli import main
@@ -19,7 +19,7 @@ FORMS = {"-remainder": "remainder", "-8bit": "8bit", "-sr": "stochastic"}
 BF16_BASED = [
     name
     for name, row in TABLE.items()
-    if row.plugin in (BlockTorchAO, FP8TorchAO, FP8TE, Int8TorchAO, MXFP8TorchAO, NVFP4TorchAO)
+    if row.plugin in (BlockTorchAO, FP8TorchAO, FP8TE, Int8TorchAO, MXFP8TorchAO)
     and split(name)[1] == ""
     and name not in ("mxfp8-te", "nvfp4-te")
 ]
@@ -27,7 +27,7 @@ HERE = [name for name in BF16_BASED if TABLE[name].plugin is not FP8TE or find_s
 
 
 def test_the_rule_covers_every_bf16_based_name():
-    assert len(BF16_BASED) == 11 + any(name.startswith("nvfp4-torchao") for name in TABLE)
+    assert len(BF16_BASED) == 11
     for name in BF16_BASED:
         for suffix, form in FORMS.items():
             row = TABLE[f"{name}{suffix}"]

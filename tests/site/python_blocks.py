@@ -19,7 +19,6 @@ from lightning_lowprec import (
     HalfMixed,
     Int8TorchAO,
     MXFP8TorchAO,
-    NVFP4TorchAO,
 )
 from lightning_lowprec.callbacks import Demotion, NumericsMonitor
 from lightning_lowprec.fsdp2.fabric import FabricFSDP2Strategy
@@ -36,7 +35,6 @@ PLUGINS = (
     HalfMixed,
     Int8TorchAO,
     MXFP8TorchAO,
-    NVFP4TorchAO,
 )
 OURS: dict[str, Any] = {cls.__name__: cls for cls in (*PLUGINS, Demotion, NumericsMonitor, fits, load)}
 

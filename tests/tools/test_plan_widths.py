@@ -51,7 +51,7 @@ SAME_NUMBERS = {
 SHORT = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "e4m3",
     torch.float8_e5m2: "e5m2", torch.int16: "int16", torch.uint8: "e5m3",
-    torch.int8: "int8", torch.float4_e2m1fn_x2: "e2m1",
+    torch.int8: "int8",
 }  # fmt: skip
 
 
@@ -88,18 +88,7 @@ class Products(TorchDispatchMode):
 
     def _format(self, tensor):
         codes = getattr(tensor, "_data", getattr(tensor, "qdata", tensor))  # torchao's FP8 tensors, and MXFP8's
-        if codes.dtype == torch.float32 and codes.ndim == 2 and any(map(_is_nvfp4, (codes, codes.t()))):
-            return torch.float4_e2m1fn_x2
         return self._decoded[id(tensor)][1] if id(tensor) in self._decoded else codes.dtype
-
-
-def _is_nvfp4(matrix):
-    """Whether 16 values after each other are e2m1 with a scale: zero, and seven sizes."""
-    return (
-        matrix.ndim == 2
-        and matrix.shape[1] % 16 == 0
-        and all(len(block.unique()) <= 8 for block in matrix.abs().reshape(-1, 16))
-    )
 
 
 def trained(name):
@@ -147,13 +136,13 @@ def _stored_masters(optimizer):
 
 
 def gathered(name, plugin, layer):
-    weight, wire = layer.weight, getattr(layer, "wire_format", None)
+    weight = layer.weight
     if getattr(plugin, "keeps_codes", False):
         return short(weight) if plugin.shards_codes else "-"
     ours = plugin if isinstance(plugin, LowPrecision) else half_under_fsdp2(name) or plugin
     if not gathers_fp8(ours, ShardOptions()):
         return SHORT[param_dtype(ours) or weight.dtype]
-    return "e2m1" if wire is not None and wire.dtype == torch.uint8 else "e4m3"  # two codes in a byte
+    return "e4m3"
 
 
 def short(tensor):

@@ -22,7 +22,6 @@ from lightning_lowprec.private import torchao as private
 from lightning_lowprec.private.torchao import prototype_refusal
 from lightning_lowprec.products.int8 import Int8
 from lightning_lowprec.products.mxfp8 import MXFP8
-from lightning_lowprec.products.nvfp4 import NVFP4
 from lightning_lowprec.tools.cli import main
 from lightning_lowprec.tools.demo import ByteGPT
 from lightning_lowprec.torchao import linear as coded
@@ -57,8 +56,7 @@ def plain(dtype=torch.float32, bias=True, conv1d=False):
 
 def converted(kind, layer, gemms=frozenset()):
     model = nn.Sequential(layer)
-    by = {"mxfp8_emulated": MXFP8(emulate=True), "nvfp4": NVFP4(emulate=True, stochastic=False)}
-    arithmetic = by.get(kind) or Int8(stochastic=kind == "int8_stochastic")
+    arithmetic = MXFP8(emulate=True) if kind == "mxfp8_emulated" else Int8(stochastic=kind == "int8_stochastic")
     recipe = LayerRecipe(kind.partition("_")[0], gemms)
     settings = OneFormat(name=recipe.name, arithmetic=arithmetic).of(recipe)
     coded.convert(model, ["0"], lambda fqn: settings, low_eval=True)
@@ -147,7 +145,7 @@ def test_batches_of_any_size_are_rows_of_a_larger_one(kind):
 
 
 @pytest.mark.parametrize("conv1d", [False, pytest.param(True, marks=needs_transformers)], ids=["Linear", "Conv1D"])
-@pytest.mark.parametrize("kind", [*KINDS, "nvfp4"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_each_gemm_is_that_of_bf16_mixed_or_of_the_arithmetic(kind, conv1d):
     """Bit for bit, in every subset, by a recipe, by a phase, and for a Conv1D: that of a Linear, transposed."""
     high, low = results(plain(conv1d=conv1d), 45, True), results(converted(kind, plain(conv1d=conv1d)), 45, True)
@@ -213,7 +211,7 @@ def test_stochastic_rounding_has_no_bias_and_touches_gradients_only():
     assert drawn.mean().item() == pytest.approx(0.3, abs=4 * deviation)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "nvfp4"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_compiled_layers_train_as_eager_ones(kind):
     model = nn.Sequential(converted(kind, plain()), nn.GELU())
 

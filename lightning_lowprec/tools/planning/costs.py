@@ -88,7 +88,7 @@ def footprints(model: nn.Module, plan: Plan, precision: str) -> list[Bytes]:
     rows = [_bytes(name, _formats(name), total, trained) for name in COMPARED]
     mixed, formats = rows[-1], _formats(precision)
     coded = gathered_rows(plan, precision)
-    gathered = mixed.gathered - int(sum(row.elements for row in coded) * (2 - _code_size(precision)))
+    gathered = mixed.gathered - sum(row.elements for row in coded)
     if not formats.keeps_codes:
         row = _bytes(precision, formats, total, trained)
         return [*rows, replace(row, gathered=gathered) if precision not in COMPARED else row]
@@ -113,10 +113,6 @@ def formats_of(precision: str) -> Formats | None:
 
 def _formats(precision: str) -> Formats:
     return formats_of(precision) or LIGHTNINGS["bf16-mixed"]
-
-
-def _code_size(precision: str) -> float:
-    return min(_formats(precision).bytes_per_parameter[-1], 1)
 
 
 def _bytes(precision: str, formats: Formats, total: int, trained: int) -> Bytes:
@@ -158,9 +154,7 @@ class Weights:
     """Numbers of parameters that are gathered."""
 
     fp8: int = 0
-    """As codes, one byte each but for those in ``paired``."""
-    paired: int = 0
-    """Among ``fp8``: codes of 4 bits, two in a byte."""
+    """As codes, one byte each."""
     scales: int = 0
     """Scales of the parameters in ``fp8``: one per tensor, or one per tile."""
     other: int = 0
@@ -205,14 +199,13 @@ def weights_of(
     blocks: Collection[str],
     shards: int,
     parts: Callable[[str], int] = lambda fqn: 1,
-    code_size: float = 1,
     tile: int = 0,
 ) -> dict[str, Weights]:
     """Return what each of the groups gathers, by fqn, with the padding of ``shards`` parts; the root is ``""``.
 
-    ``fp8`` has the layers, and Parameters of stacked experts, that are gathered as codes of ``code_size`` bytes, with a
-    scale per ``tile`` rows and columns, or 0: one; ``blocks`` the modules that gather their own weights. Tensor
-    parallelism cuts a parameter into ``parts``.
+    ``fp8`` has the layers, and Parameters of stacked experts, that are gathered as codes, with a scale per ``tile``
+    rows and columns, or 0: one; ``blocks`` the modules that gather their own weights. Tensor parallelism cuts a
+    parameter into ``parts``.
     """
     groups = dict.fromkeys(["", *blocks], Weights())
     coded = {*fp8, *(f"{fqn}.weight" for fqn in fp8)}
@@ -221,7 +214,6 @@ def weights_of(
         size, is_coded = padded(p, shards) // parts(fqn), fqn in coded
         groups[group] += Weights(
             fp8=size if is_coded else 0,
-            paired=size if is_coded and code_size < 1 else 0,
             scales=scales_of(p, tile) if is_coded else 0,
             other=0 if is_coded else size,
             frozen=0 if p.requires_grad else size,
@@ -241,8 +233,8 @@ def padded(tensor: Tensor, shards: int) -> int:
 
 
 def gathered(weights: Weights, param_dtype: torch.dtype) -> int:
-    """Return the bytes of whole weights as FSDP2 gathers them: codes take 1 byte each, or two of 4 bits take one."""
-    return weights.fp8 - weights.paired // 2 + weights.other * param_dtype.itemsize
+    """Return the bytes of whole weights as FSDP2 gathers them: codes take 1 byte each."""
+    return weights.fp8 + weights.other * param_dtype.itemsize
 
 
 def all_gather(size: float, ranks: int) -> float:
@@ -335,16 +327,16 @@ def per_rank(
         param_dtype = torch.float32 if row.gathered == _FLOAT32 * elements else torch.bfloat16
         as_codes = row is sizes[-1] and row.gathered < param_dtype.itemsize * elements
         fp8 = _coded(gathered_rows(plan, row.precision), shards) if as_codes else []
-        blocks, size = blocks_of(model), _code_size(row.precision)
+        blocks = blocks_of(model)
         tile = 0 if name is None else name.tile
-        groups = weights_of(model, fp8, blocks=blocks, shards=shards, parts=parts, code_size=size, tile=tile)
+        groups = weights_of(model, fp8, blocks=blocks, shards=shards, parts=parts, tile=tile)
         root, below = groups.pop(""), list(groups.values())
         together = sum(below, Weights())
-        keeps = size * (together.fp8 + root.fp8)  # codes of shards in high precision, from gather to gather
+        keeps = together.fp8 + root.fp8  # codes of shards in high precision, from gather to gather
         if name is not None and name.keeps_codes:  # the step reduces the scales of codes and moments
             together = replace(together, scales=_SCALES_OF_CODES * together.scales)
         if name is not None and (name.keeps_codes or name.options.get("weight_codes") == "per_gemm"):
-            keeps = 0.0
+            keeps = 0
         largest = max(below, key=lambda weights: weights.total, default=Weights())
         flying = in_flight(largest, root, param_dtype=param_dtype)
         sent = step(
