@@ -157,7 +157,7 @@ def test_int8_layers_are_not_cut_by_tensor_parallelism(alone):
     with pytest.raises(ValueError, match=message):
         _parallelize(model, alone["tensor_parallel"], options)
     layer = model.get_submodule(fqn)  # cut by now, as by a user's own plan
-    with pytest.raises(RuntimeError, match=r"CodedLinear does not run with tensor parallelism.* Use 'fp8-tenso"):
+    with pytest.raises(RuntimeError, match=r"CodedLinear does not run with tensor parallelism.* Use 'fp8-hybrid'"):
         layer(torch.ones(2, layer.in_features))
 
 

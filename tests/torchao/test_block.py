@@ -12,7 +12,6 @@ from torch import nn
 
 from lightning_lowprec import BlockTorchAO, MXFP8TorchAO, export
 from lightning_lowprec.conversion.recipe_map import GEMMS
-from lightning_lowprec.names import TABLE, create
 from lightning_lowprec.numerics.tensor_cores import accumulate
 from lightning_lowprec.private.torchao import prototype_refusal
 from lightning_lowprec.products.block import _CODING, Block
@@ -159,18 +158,6 @@ def test_exports_hold_the_codes_of_the_forward(tmp_path):
     assert torch.equal(state[f"{name}_scale_inv"], scale.reciprocal())
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["quantization_config"]["weight_block_size"] == [128, 128]
-
-
-def test_the_name_without_a_backend_is_transformer_engines_where_it_is_installed():
-    from importlib.util import find_spec
-
-    here = "fp8-block-te" if find_spec("transformer_engine") else "fp8-block"
-    assert TABLE["fp8-block"].plugin is TABLE[here].plugin
-    assert create("fp8-block").precision == "fp8-block"
-    assert TABLE["fp8-block-sr"].plugin is TABLE[f"{here}-sr"].plugin
-    other = "torchao" if here.endswith("te") else "transformer_engine"
-    with pytest.raises(RuntimeError, match=rf"trained by {other}, and here `precision='fp8-block'`"):
-        create("fp8-block").load_state_dict({"backend": other})
 
 
 def test_devices_are_refused_with_the_remedy(monkeypatch):
