@@ -73,6 +73,8 @@ OPTIONS: Final[Mapping[str, str]] = {
     "clip_tensor": "Clip all gradients by `Trainer(gradient_clip_val=1.0)` or `fabric.clip_gradients`.",
     "saved_inputs": "Compiled blocks keep the float8 codes of their inputs without it. Leave the option out.",
     "weight_scales": "Weights of MXFP8 have a scale per 32 x 32 values. Leave the option out.",
+    "accumulation": "Sums of a GPU are those of `FP8TorchAO(emulate='hopper')`: compare the losses of two runs, the"
+    " other with `FP8TorchAO(emulate='hopper', fast_accum='none')`.",
     "threads": "Set the environment variable `OMP_NUM_THREADS`.",
     "min_gain": "`lowprec plan` shows which layers are too small to gain. Keep them in bf16 by name:"
     " `FP8TorchAO(keep=['*.k_proj', '*.v_proj'])`.",
@@ -81,6 +83,10 @@ OPTIONS: Final[Mapping[str, str]] = {
 """Arguments of classes and functions, as they were spelled."""
 
 VALUES: Final[Mapping[str, Mapping[str, str]]] = {
+    "recipe": {
+        "promoted": "Write `FP8TorchAO(fast_accum='none')`, for all products of the forward and the backward.",
+        "fast": "Write `FP8TorchAO(fast_accum='all')`, for all products of the forward and the backward.",
+    },
     "form": {"remainder8": "Write `MasterConfig(form='remainder')`: the exact masters in 2 bytes per parameter."},
 }
 """For an argument that is still there: the values that have left, as they were spelled."""

@@ -20,7 +20,7 @@ backends.register(
         layers_from=(),  # the layers are torchao's
         names={
             FAST: replace(_ROW, options={"emulate": ON}),
-            PROMOTED: replace(_ROW, options={"emulate": ON, "recipe": {"*": {"forward": "promoted"}}}),
+            PROMOTED: replace(_ROW, options={"emulate": ON, "fast_accum": "none"}),
         },
     )
 )

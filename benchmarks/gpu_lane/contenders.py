@@ -196,7 +196,7 @@ def _ours() -> list[Contender]:
 def _with_losses(torchao: str) -> list[Contender]:
     """The head and the loss of ours, under bf16 too: any user of bf16 may have it."""
     main, remainder = _named(MAIN, torchao), _named(REMAINDER, torchao, options={"master_weights": "remainder"})
-    fast = {"recipe": {"*": {"grad_input": "fast", "grad_weight": "fast"}}, "master_weights": "8bit"}
+    fast = {"fast_accum": "all", "master_weights": "8bit"}
     fp8 = [
         main,
         _named(BF16_WEIGHTS, torchao, options={"weights": "keep"}),

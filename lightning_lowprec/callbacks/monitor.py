@@ -19,13 +19,11 @@ from lightning_lowprec.callbacks.sampling import Sampler, named_layers
 from lightning_lowprec.checks import Count, Rule
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.options import shows
-from lightning_lowprec.numerics.tensor_cores import TensorCores
 from lightning_lowprec.precision.plain import unwrapped
 from lightning_lowprec.private.either import Callback, LightningModule, Trainer
 
 Log = bool | Literal["layers"]
 _HIGH: Final = "bf16"
-_ONE_DB: Final = 5.9  # noise that is 5.9 dB below another adds 1 dB to the other: 10 ** 0.1 - 1 = 10 ** -0.59
 Share = Annotated[float, Rule("a number above 0 and at most 1", lambda value: bool(0 < value <= 1))]
 
 
@@ -94,8 +92,6 @@ class NumericsMonitor(Callback):
             (``fp8/<layer>/input/underflow``). False: nothing.
         demote: run layers whose readings are bad several times in a row in bf16. Kept in the Trainer's checkpoints; in
             Fabric save :meth:`state_dict`. The end of the run says how the next run begins so.
-        accumulation: a GPU, ``"hopper"`` for example, whose sums are compared with exact sums of the same codes, for
-            each product of the sampled rows: ``accumulation_db``. The end of the run says which layers to promote.
 
     Raises:
         ValueError: an argument that is not valid.
@@ -109,14 +105,12 @@ class NumericsMonitor(Callback):
         folder: str | Path | None = None,
         log: Log = True,
         demote: Demotion | None = None,
-        accumulation: TensorCores | None = None,
     ) -> None:
         self.every, self.rows = every, rows
         self._logs = log  # the Trainer sets `log` of every callback
         self.folder = None if folder is None else Path(folder)
         self.demoter = None if demote is None else Demoter(demote)
         """What was demoted so far."""
-        self.accumulation = accumulation
         self.readings: list[Reading] = []
         """The readings of the last sampling."""
         self.missing: dict[str, str] = {}
@@ -205,7 +199,7 @@ class NumericsMonitor(Callback):
         if step // self.every <= last // self.every:
             return
         if self._sampler is None:
-            self._sampler = Sampler(model, every=max(1, round(1 / self.rows)), device=device, on=self.accumulation)
+            self._sampler = Sampler(model, every=max(1, round(1 / self.rows)), device=device)
         self._sampler.arm(turn=step // self.every)
         self._sampled = step
         if self._compiles or may_compile(called):
@@ -236,12 +230,6 @@ class NumericsMonitor(Callback):
                 f"NumericsMonitor: {len(self.demoter.demoted)} layers were demoted. The next run begins so with"
                 f" `keep={list(self.demoter.demoted)!r}`."
             )
-        if lossy := [fqn for fqn, layer in files.by_layer(self.readings).items() if _loses(layer[0])]:
-            recipe = {**{fqn: {"forward": "promoted"} for fqn in lossy}, "*": "tensorwise"}
-            rank_zero_info(
-                f"NumericsMonitor: on {self.accumulation} the sums of the forward take more than 1 dB of the output of"
-                f" {len(lossy)} layers. `FP8TorchAO(recipe={recipe!r})` promotes them."
-            )
 
     def _release(self) -> None:
         if self._sampler is not None:
@@ -270,17 +258,10 @@ def _summary(readings: Sequence[Reading]) -> dict[str, float]:
     return metrics
 
 
-def _loses(reading: Reading) -> bool:
-    """Return whether the sums of the forward take more than 1 dB, beside the rounding to codes."""
-    of_sums, output_db = reading.accumulation_db.get("forward"), reading.output_db
-    return of_sums is not None and output_db is not None and of_sums < output_db + _ONE_DB
-
-
 def _metrics(reading: Reading) -> list[tuple[str, float]]:
     path = f"fp8/{reading.fqn}"
     numbers = {f"{path}/{reading.tensor}/{name}": getattr(reading, name) for name in files.NUMBERS}
     numbers[f"{path}/output_db"] = reading.output_db
-    numbers |= {f"{path}/{gemm}/accumulation_db": value for gemm, value in reading.accumulation_db.items()}
     return [(name, value) for name, value in numbers.items() if value is not None]
 
 

@@ -10,8 +10,8 @@ these lines are of a run that ended, and whose checkpoint was older.
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, final, get_args
 
@@ -47,8 +47,6 @@ class Reading:
     """The number by which values are multiplied, of several the smallest; None: not known, or not one number."""
     output_db: float | None
     """Signal to noise of the layer's output against the same product in high precision, dB; None: not known."""
-    accumulation_db: Mapping[str, float] = field(default_factory=dict)
-    """Signal to noise of a GPU's sums against exact sums of the same codes, dB, by product of the layer."""
 
 
 @final
@@ -85,8 +83,6 @@ def append(path: Path, step: int, readings: Iterable[Reading]) -> None:
         layer = layers.setdefault(reading.fqn, {})
         layer[reading.tensor] = [_short(getattr(reading, name)) for name in NUMBERS]
         layer["output_db"] = _short(reading.output_db)
-        if reading.accumulation_db:
-            layer["accumulation_db"] = {gemm: _short(number) for gemm, number in reading.accumulation_db.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+b") as file:
         if file.tell():
@@ -129,8 +125,7 @@ def _readings(step: int, fqn: str, layer: dict[str, Any]) -> list[Reading]:
         if tensor in layer:
             numbers = dict(zip(NUMBERS, layer[tensor], strict=True))
             numbers["amax"] = math.nan if numbers["amax"] is None else numbers["amax"]
-            of_layer = {"output_db": layer["output_db"], "accumulation_db": layer.get("accumulation_db", {})}
-            readings.append(Reading(step=step, fqn=fqn, tensor=tensor, **of_layer, **numbers))
+            readings.append(Reading(step=step, fqn=fqn, tensor=tensor, output_db=layer["output_db"], **numbers))
     return readings
 
 

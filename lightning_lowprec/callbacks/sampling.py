@@ -25,27 +25,22 @@ from lightning_lowprec.callbacks.readings import TENSORS, Reading, Tensor3
 from lightning_lowprec.checkpoints.optimizer_state import clean
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.backends import Backend
-from lightning_lowprec.conversion.recipe_map import GEMMS, Gemm
 from lightning_lowprec.numerics.casts import (
     FIELDS,
     UNKNOWN,
     Cast,
     LayerNumerics,
-    accumulation_error,
     measure,
     output_error,
     sampled,
 )
-from lightning_lowprec.numerics.tensor_cores import TensorCores
 from lightning_lowprec.private.torch import local_tensor, outside_of_checkpoints
 from lightning_lowprec.private.torch_modules import whole
 
 _PER_TENSOR: Final = len(FIELDS)
 _OUTPUT: Final = len(TENSORS) * _PER_TENSOR
 """The column where the norms of the exact output and of its error stand."""
-_SUMS: Final = _OUTPUT + 2
-"""The column where these two norms begin for the sums of each product."""
-_WIDTH: Final = _SUMS + 2 * len(GEMMS)
+_WIDTH: Final = _OUTPUT + 2
 _PEAKS: Final = 2
 """Of the numbers of a tensor, the first two (amax and scale) are no sums over the ranks."""
 _NOT_CALLED: Final = "it was not called, or in compiled code alone"
@@ -71,8 +66,8 @@ class Site:
 class Sampler:
     """The samplings of one model that has been set up: every ``every``-th row, on the device of the layers."""
 
-    def __init__(self, model: nn.Module, *, every: int, device: torch.device, on: TensorCores | None = None) -> None:
-        self.model, self.every, self.device, self.on = model, every, device, on
+    def __init__(self, model: nn.Module, *, every: int, device: torch.device) -> None:
+        self.model, self.every, self.device = model, every, device
         self.sites: list[Site] = []
         self.missing: dict[str, str] = {}
         """By fqn, why a converted layer was not looked at in the last sampling."""
@@ -120,10 +115,8 @@ class Sampler:
             site.gradient_seen = True
             numerics = site.backend.numerics(layer)
             if isinstance(numerics, LayerNumerics):
-                values = _values(site, numerics)[0] if self.on else None
-                taken = None if self.on is None else (input.detach(), values)
                 register: Any = whole(output).register_hook  # `output` may be a part of padded rows
-                register(partial(self._on_gradient, numbers[index], numerics, taken))
+                register(partial(self._on_gradient, numbers[index], numerics))
 
     def _look(self, site: Site, numbers: Tensor, input: Tensor, output: Tensor) -> None:
         numerics, layer = site.backend.numerics(site.layer), site.layer
@@ -144,44 +137,14 @@ class Sampler:
         last = first + len(values)
         of_rows = sampled(output, self.every, self._offset)[:, first:last]
         own_bias = None if bias is None else local_tensor(bias.detach())[first:last]
-        numbers[_OUTPUT:_SUMS].copy_(output_error(of_rows, rows, values, own_bias))
-        self._compare_sums(numbers, "forward", (rows, numerics.input), (values, numerics.weight), numerics)
+        numbers[_OUTPUT:].copy_(output_error(of_rows, rows, values, own_bias))
 
-    def _on_gradient(
-        self, numbers: Tensor, numerics: LayerNumerics, taken: tuple[Tensor, Tensor | None] | None, gradient: Tensor
-    ) -> None:
+    def _on_gradient(self, numbers: Tensor, numerics: LayerNumerics, gradient: Tensor) -> None:
         if not gradient.numel() or isinstance(gradient, DTensor):
             return
         with _aside(gradient.device.type):
             rows = sampled(gradient, self.every, self._offset)
             self._write(numbers, "gradient", gradient, rows, numerics.gradient, gradient.dtype)
-            if taken is None:
-                return
-            input, values = taken
-            if values is not None and len(values) == gradient.shape[-1]:  # no shard, whose sums are parts
-                self._compare_sums(
-                    numbers, "grad_input", (rows, numerics.gradient), (values.t(), numerics.weight), numerics
-                )
-            turned = [x.reshape(-1, x.shape[-1]).t() for x in (gradient, input)]
-            few = sampled(turned[0], self.every, self._offset)
-            self._compare_sums(numbers, "grad_weight", (few, numerics.gradient), (turned[1], numerics.input), numerics)
-
-    def _compare_sums(
-        self,
-        numbers: Tensor,
-        gemm: Gemm,
-        left: tuple[Tensor, Cast | str],
-        right: tuple[Tensor, Cast | str],
-        numerics: LayerNumerics,
-    ) -> None:
-        """Write the norms of exact sums and of what the GPU loses; ``left`` is sampled, ``right`` is not yet."""
-        (a, cast_a), (b, cast_b) = left, right
-        if self.on is None or gemm not in numerics.fast or isinstance(cast_a, str) or isinstance(cast_b, str):
-            return
-        b = sampled(b, self.every, self._offset).to(a.device)
-        start = _SUMS + 2 * GEMMS.index(gemm)
-        norms = accumulation_error(a, b, (cast_a, cast_b), self.on, fast=numerics.fast[gemm])
-        numbers[start : start + 2].copy_(norms)
 
     def _write(
         self, numbers: Tensor, tensor: Tensor3, x: Tensor, rows: Tensor, cast: Cast | str, dtype: torch.dtype
@@ -199,18 +162,15 @@ class Sampler:
         counts, peaks = self._reduced()
         readings = []
         for site, counted, peak in zip(self.sites, counts.tolist(), peaks, strict=True):
-            output_db = _decibels(*counted[_OUTPUT:_SUMS])
-            of_sums = {g: _decibels(*counted[_SUMS + 2 * i : _SUMS + 2 * i + 2]) for i, g in enumerate(GEMMS)}
-            known = {gemm: number for gemm, number in of_sums.items() if number is not None}
+            output_db = _decibels(*counted[_OUTPUT:])
             for index, tensor in enumerate(TENSORS):
                 reading = _reading(counted[index * _PER_TENSOR :], peak[:, index])
                 if reading is not None:
-                    of_layer: dict[str, Any] = {"output_db": output_db, "accumulation_db": known}
-                    readings.append(Reading(step=step, fqn=site.fqn, tensor=tensor, **of_layer, **reading))
+                    readings.append(Reading(step=step, fqn=site.fqn, tensor=tensor, output_db=output_db, **reading))
         return readings
 
     def _reduced(self) -> tuple[Tensor, Tensor]:
-        """Return the sums over all ranks (L, 23), and amax and scale of each rank (L, ranks, 3, 2), on the host."""
+        """Return the sums over all ranks (L, 17), and amax and scale of each rank (L, ranks, 3, 2), on the host."""
         ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
         numbers, layers = self._numbers, len(self._numbers)
         numbers[:, _OUTPUT:].square_()

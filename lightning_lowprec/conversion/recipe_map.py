@@ -10,9 +10,7 @@ it has the backend's first recipe. A recipe may leave some of a Linear's three p
     grad_input    grad_input  = grad_output @ weight
     grad_weight   grad_weight = grad_output.T @ input
 
-High precision is written ``"bf16"``, and is the dtype of autocast: bf16, or fp16 with ``base="fp16"``. ``"promoted"``
-is FP8 without fast accumulation: Hopper and Ada then add up 128 products at most before they promote to float32.
-``"fast"`` is FP8 with fast accumulation, which the recipes have in the forward only.
+High precision is written ``"bf16"``, and is the dtype of autocast: bf16, or fp16 with ``base="fp16"``.
 """
 
 from __future__ import annotations
@@ -24,6 +22,7 @@ from fnmatch import fnmatchcase
 from typing import Annotated, Any, Final, Literal, final, get_args
 
 from lightning_lowprec.checks import Rule
+from lightning_lowprec.gone import VALUES, gone
 
 Gemm = Literal["forward", "grad_input", "grad_weight"]
 GEMMS: Final[tuple[Gemm, ...]] = get_args(Gemm)
@@ -32,10 +31,8 @@ InBF16 = frozenset[Gemm]
 """The products that run in high precision; the others run in the precision of the recipe."""
 NO_GEMM: Final[InBF16] = frozenset()
 ALL_GEMMS: Final[InBF16] = frozenset(GEMMS)
-ACCUMULATION: Final[Mapping[str, bool]] = {"promoted": False, "fast": True}
-"""The words for FP8 with a choice of accumulation, and whether accumulation is fast."""
 GemmChoices = Annotated[
-    Mapping[Gemm, GemmPrecision | Literal["promoted", "fast"]],
+    Mapping[Gemm, GemmPrecision],
     Rule("a mapping such as {'forward': 'bf16'} (forward, grad_input, grad_weight)"),
 ]
 HIGH: Final = "bf16"
@@ -46,24 +43,22 @@ NO_PATTERN: Final = "no pattern of `recipe` matches"
 """The reason of a layer that no pattern matches."""
 
 
-def in_bf16(choice: Any, field: str, besides: tuple[str, ...] = ()) -> InBF16:
+def in_bf16(choice: Any, field: str) -> InBF16:
     """Return the products that a choice computes in high precision.
 
     ``choice`` is ``"bf16"`` (all), ``"fp8"`` or None (none), or a mapping of some products to ``"bf16"`` and ``"fp8"``;
-    a product that the mapping does not name runs in the precision of the recipe. ``besides`` are more values that a
-    mapping may have.
+    a product that the mapping does not name runs in the precision of the recipe.
     """
     if choice is None or choice == "fp8":
         return NO_GEMM
     if choice == "bf16":
         return ALL_GEMMS
-    precisions = *get_args(GemmPrecision), *besides
     is_mapping = isinstance(choice, Mapping) and choice
-    if not is_mapping or any(gemm not in GEMMS or value not in precisions for gemm, value in choice.items()):
-        raise ValueError(
-            f"`{field}={choice!r}` is not valid; expected 'bf16', 'fp8', or a mapping of {', '.join(GEMMS)} to"
-            f" {' or '.join(map(repr, precisions))}, e.g. {{'forward': 'bf16'}}."
-        )
+    if not is_mapping or any(g not in GEMMS or value not in get_args(GemmPrecision) for g, value in choice.items()):
+        left = [gone(str(value), VALUES["recipe"]) for value in choice.values()] if is_mapping else []
+        expected = f"expected 'bf16', 'fp8', or a mapping of {', '.join(GEMMS)} to 'bf16' or 'fp8'"
+        message = f"`{field}={choice!r}` is not valid; {expected}, e.g. {{'forward': 'bf16'}}."
+        raise ValueError(" ".join(filter(None, [message, *dict.fromkeys(left)])))
     return frozenset(gemm for gemm, precision in choice.items() if precision == "bf16")
 
 
@@ -89,8 +84,6 @@ class LayerRecipe:
     name: str | None
     """A recipe of the backend, such as ``"rowwise"``; None: the recipe that the layer has."""
     in_bf16: InBF16 = NO_GEMM
-    accumulation: tuple[tuple[Gemm, str], ...] = ()
-    """The products in FP8 with a choice of accumulation, and the word of ``ACCUMULATION`` for each."""
 
     @classmethod
     def of(cls, value: Any, *, names: Sequence[str], base: str | None, field: str = "recipe") -> LayerRecipe:
@@ -102,8 +95,7 @@ class LayerRecipe:
         if value == HIGH:
             return cls(base, ALL_GEMMS)
         if isinstance(value, Mapping):
-            high = in_bf16(value, field, besides=tuple(ACCUMULATION))
-            return cls(base, high, tuple((gemm, value[gemm]) for gemm in GEMMS if value.get(gemm) in ACCUMULATION))
+            return cls(base, in_bf16(value, field))
         if value == FLOAT32 and base is not None:
             return cls(FLOAT32, ALL_GEMMS)
         if value not in names:
@@ -120,7 +112,7 @@ class LayerRecipe:
     def __str__(self) -> str:
         if self.name == FLOAT32:
             return FLOAT32
-        return ", ".join(filter(None, [self.name, words(self.in_bf16), *map(" ".join, self.accumulation)]))
+        return ", ".join(filter(None, [self.name, words(self.in_bf16)]))
 
 
 @final

@@ -6,7 +6,6 @@ from typing import Final
 import torch
 from torch import nn
 
-from lightning_lowprec.conversion.recipe_map import GEMMS
 from lightning_lowprec.msamp.layer import ScaledLayer
 from lightning_lowprec.msamp.linear import ScaledLinear
 from lightning_lowprec.msamp.weight import master_of, values_of
@@ -36,7 +35,7 @@ def numerics_of(layer: nn.Module) -> LayerNumerics | str:
         return EVALUATES
     master = master_of(layer.weight)
     values = values_of(layer.weight) if master is None else master
-    return LayerNumerics(input=_E4M3, weight=_E4M3, gradient=_E5M2, fast=dict.fromkeys(GEMMS, False), values=values)
+    return LayerNumerics(input=_E4M3, weight=_E4M3, gradient=_E5M2, values=values)
 
 
 def weight_roundings(layer: nn.Module) -> Mapping[str, WeightRounding]:

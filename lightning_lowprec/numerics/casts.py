@@ -5,16 +5,14 @@ smallest number of the format (OCP FP8, arXiv 2209.05433, table 1; a tie rounds 
 """
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final, final
 
 import torch
 from torch import Tensor
 
-from lightning_lowprec.numerics.formats import encode
 from lightning_lowprec.numerics.one_pass import compiled_on_cuda
-from lightning_lowprec.numerics.tensor_cores import TensorCores, accumulate
 
 FIELDS: Final = ("amax", "scale", "values", "codes", "saturated")
 """The numbers of :func:`measure`: largest absolute value, smallest scale, and counts of sampled elements that are not
@@ -50,8 +48,6 @@ class LayerNumerics:
     weight: Cast | str
     gradient: Cast | str
     """Of the layer's output, for the gradient of the input."""
-    fast: Mapping[str, bool] = field(default_factory=dict)
-    """The products in float8, by name: whether accumulation is fast."""
     values: Tensor | None
     """The weight in high precision, (N, K); None: FSDP2 has gathered codes, and the shards have the values."""
 
@@ -101,21 +97,6 @@ def output_error(output: Tensor, input: Tensor, weight: Tensor, bias: Tensor | N
     """Return the norms of an exact product and of the error of ``output``, the layer's result: (2,) float32."""
     product = input.to(output.dtype) @ weight.to(output.dtype).t()  # [m, K] @ [K, n] -> [m, n]
     return _norms(product, output, None if bias is None else bias.to(output.dtype))
-
-
-def accumulation_error(a: Tensor, b: Tensor, casts: tuple[Cast, Cast], on: TensorCores, *, fast: bool) -> Tensor:
-    """Return the norms of exact sums, and of what a GPU loses of them, for (m, K) and (n, K): (2,) float32.
-
-    Exact are the sums of the products of codes; rounding to codes is no part of the error.
-    """
-    codes = []
-    for rows, cast in zip((a, b), casts, strict=True):
-        dims = -1 if cast.by_row else (0, 1)
-        largest = torch.linalg.vector_norm(rows, ord=math.inf, dim=dims, keepdim=cast.by_row)
-        codes.append(encode(rows, cast.scale_of(largest), cast.dtype))
-    exact = codes[0].float() @ codes[1].float().t()
-    lost = accumulate(codes[0], codes[1], on, fast) - exact
-    return torch.stack([torch.linalg.vector_norm(t) for t in (exact, lost)])
 
 
 @compiled_on_cuda

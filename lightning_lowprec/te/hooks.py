@@ -105,11 +105,6 @@ def reconfigure(layer: Any, recipe: LayerRecipe) -> None:
     Transformer Engine may not compute so, the features may not fit, or the recipe may have a history: ValueError.
     """
     state = _states[layer]
-    if recipe.accumulation:
-        raise ValueError(
-            f"`recipe={dict(recipe.accumulation[:1])!r}` is not possible with Transformer Engine, whose recipes"
-            " choose how kernels accumulate; expected 'bf16' or 'fp8'."
-        )
     if recipe.name is not None:
         made = recipes.make_recipe(recipe.name)
         multiple = recipes.alignment_of(made)
@@ -168,11 +163,7 @@ def numerics_of(layer: nn.Module) -> LayerNumerics | str | None:
     if isinstance(weight, Fp8Weight) and isinstance(casts["weight"], Cast):
         _, gathered_scale = weight.codes_and_scale()
         casts["weight"] = Cast(dtype=casts["weight"].dtype, scale_of=lambda amax: gathered_scale)
-    fast = {"forward": True, "grad_input": False, "grad_weight": False}  # where the recipe has no word for a product
-    for gemm, option in zip(fast, ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"), strict=True):
-        if (kernel := getattr(recipe, option, None)) is not None:
-            fast[gemm] = not kernel.use_split_accumulator
-    return LayerNumerics(**casts, fast=fast, values=None if gathered else weight)
+    return LayerNumerics(**casts, values=None if gathered else weight)
 
 
 def _casts(layer: nn.Module, recipe: Any) -> dict[str, Any]:

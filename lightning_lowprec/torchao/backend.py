@@ -12,6 +12,7 @@ from lightning_lowprec.conversion.name_suffixes import FP16
 
 NAME: Final = "torchao"
 FP8Format = Literal["hybrid", "e4m3"]
+FastAccum = Literal["forward", "all", "none"]
 E4M3_IN_FP16: Final = "write `plugins=FP8TorchAO(fp8_format='e4m3', base='fp16')`"
 
 

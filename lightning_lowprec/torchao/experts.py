@@ -115,8 +115,6 @@ class FP8Experts(PlainFirst, RoutedExperts):
     def reconfigure(self, recipe: LayerRecipe) -> None:
         """Give all Parameters another recipe; ``recipe.name`` is None for the recipe that each has."""
         changed = {name: settings.changed(recipe) for name, settings in self.settings.items()}
-        for settings in changed.values():
-            check_promoted(settings)
         self.settings = changed
         self.update()
 
@@ -125,12 +123,13 @@ class FP8Experts(PlainFirst, RoutedExperts):
         self.in_bf16 = {name: high_of(settings, self.phase_gemms) for name, settings in self.settings.items()}
 
 
-def check_promoted(settings: LayerSettings) -> None:
-    """Raise ValueError for products without fast accumulation: kernels for grouped products have it."""
-    if any(word == "promoted" for _, word in settings.accumulation):
+def check_fast_accum(settings: LayerSettings) -> None:
+    """Raise ValueError for a forward without fast accumulation: kernels for grouped products have it."""
+    how = settings.products.forward
+    if isinstance(how, Scaled) and not how.fast:
         raise ValueError(
-            "`recipe={...: 'promoted'}` is not possible for stacked experts, whose kernels always accumulate fast. Use"
-            " a pattern that leaves them out, or 'bf16'."
+            "`fast_accum='none'` is not possible for stacked experts, whose kernels always accumulate fast. Use"
+            " `experts='bf16'`."
         )
 
 
@@ -154,7 +153,7 @@ def convert(
     for fqn in fqns:
         module, _, name = fqn.rpartition(".")
         by_module.setdefault(module, {})[name] = settings = settings_of(fqn)
-        check_promoted(settings)
+        check_fast_accum(settings)
     for fqn, by_name in by_module.items():
         experts: Any = model.get_submodule(fqn)
         options = {"fp8_eval": low_eval, "saves_weight_codes": True, "phase_gemms": NO_GEMM}

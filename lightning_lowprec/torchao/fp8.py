@@ -20,7 +20,7 @@ from lightning_lowprec.precision import fp8
 from lightning_lowprec.precision.options import EmulationChoices, FP8Choices, FP8Options
 from lightning_lowprec.precision.schedule import Schedule
 from lightning_lowprec.runs_where import RecipeKey
-from lightning_lowprec.torchao.backend import NAMES, FP8Format
+from lightning_lowprec.torchao.backend import NAMES, FastAccum, FP8Format
 from lightning_lowprec.torchao.plugin import EXPERTS_IN_BF16, SHARED, Experts, SharedChoices, TorchAO
 
 if TYPE_CHECKING:
@@ -57,6 +57,10 @@ class FP8TorchAO(TorchAO):
             written to). ``"per_gemm"`` encodes again in the backward, as torchao does, and under FSDP2 at every
             all-gather: same results, fewer bytes kept, more bytes moved. ``"auto"`` is ``"per_forward"`` where one
             scale per weight allows it (``recipe="tensorwise"``; with recipes per layer, the tensorwise layers).
+        fast_accum: the GEMMs that may add up with fewer bits than float32, which is faster on Hopper and Ada; other
+            GPUs have one way to add. ``"forward"`` is torchao's choice and Transformer Engine's. ``"all"`` is faster,
+            and the gradients lose bits. ``"none"`` keeps most bits; models with stacked experts, whose kernels always
+            accumulate fast, then need ``experts="bf16"``.
         experts: the stacked experts of mixtures. ``"auto"`` runs their grouped products in FP8: e4m3, one scale per
             row; weights have one scale per Parameter with ``recipe="tensorwise"``. Where kernels or the base dtype do
             not allow it, experts run in the base dtype. ``"fp8"`` raises there. ``"bf16"`` keeps experts in the base
@@ -71,7 +75,7 @@ class FP8TorchAO(TorchAO):
         RuntimeError: the device has no FP8 and ``emulate`` is not set.
     """
 
-    own = "weight_codes", "round_scales_to_power_of_2", "experts", "pad_inner_dim"
+    own = "weight_codes", "round_scales_to_power_of_2", "fast_accum", "experts", "pad_inner_dim"
     advice: ClassVar[str] = (
         "FP8 is slow without `torch.compile`: compile the model yourself, or use 'fp8-hybrid-te' (Transformer Engine),"
         " which needs no compiler."
@@ -84,6 +88,7 @@ class FP8TorchAO(TorchAO):
         fp8_format: FP8Format | None = None,
         round_scales_to_power_of_2: bool | None = None,
         weight_codes: WeightCodes = "auto",
+        fast_accum: FastAccum = "forward",
         experts: Experts = "auto",
         pad_inner_dim: bool = False,
         **options: Unpack[TorchAOChoices],
@@ -107,6 +112,7 @@ class FP8TorchAO(TorchAO):
                 " is the same in forward and backward. Use `recipe='tensorwise'`, or leave `weight_codes` out."
             )
         self.weight_codes = "per_forward" if one_scale and weight_codes != "per_gemm" else "per_gemm"
+        self.fast_accum: FastAccum = fast_accum
         self.experts: Experts = experts
         self.pad_inner_dim = pad_inner_dim
         if isinstance(recipe, Mapping):
@@ -181,6 +187,7 @@ class FP8TorchAO(TorchAO):
             emulate=self.emulates(device),
             round_scales_to_power_of_2=self.round_scales_to_power_of_2,
             saves_weight_codes=self.weight_codes == "per_forward",
+            fast_accum=self.fast_accum,
         )
 
     @override

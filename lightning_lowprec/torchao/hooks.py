@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_lowprec.conversion.matmuls import is_conv1d
-from lightning_lowprec.conversion.recipe_map import GEMMS, InBF16, LayerRecipe
+from lightning_lowprec.conversion.recipe_map import InBF16, LayerRecipe
 from lightning_lowprec.numerics.casts import EVALUATES, HIGH, Cast, LayerNumerics
 from lightning_lowprec.numerics.formats import E4M3
 from lightning_lowprec.numerics.one_pass import compiled_on_cuda
@@ -80,7 +80,6 @@ def numerics_of(layer: nn.Module) -> LayerNumerics | str:
         input=_cast(by.forward, "input"),
         weight=of_weight,
         gradient=_cast(by.grad_input, "gradient"),
-        fast={gemm: how.fast for gemm in GEMMS if isinstance(how := getattr(layer.products, gemm), Scaled)},
         values=None if gathered else layer.weight,
     )
 

@@ -107,7 +107,7 @@ class CodedLayer(PlainFirst):
     def update(self) -> None:
         """Bring ``products`` up to date after a change of ``settings``, ``phase_gemms`` or ``saves_weight_codes``."""
         self.in_bf16 = tuple(sorted(self.settings.in_bf16 | self.phase_gemms))
-        of_recipe = self.settings.chosen_products
+        of_recipe = self.settings.products
         self.products = replace(
             of_recipe,
             in_by_out=is_conv1d(self),

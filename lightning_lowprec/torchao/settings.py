@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, cast, final, get_args
+from typing import Any, Protocol, cast, final, get_args
 
 import torch
 from torchao.float8 import CastConfig, Float8LinearConfig
-from torchao.float8.config import ScalingGranularity, ScalingType, e4m3_dtype
+from torchao.float8.config import Float8GemmConfig, ScalingGranularity, ScalingType, e4m3_dtype
 from torchao.float8.float8_linear import Float8Linear
 
 from lightning_lowprec.conversion.gains import Recipe
-from lightning_lowprec.conversion.recipe_map import ACCUMULATION, NO_GEMM, Gemm, InBF16, LayerRecipe
+from lightning_lowprec.conversion.recipe_map import NO_GEMM, InBF16, LayerRecipe
 from lightning_lowprec.numerics.tensor_cores import FNUZ, Emulation
 from lightning_lowprec.products.arithmetic import Arithmetic, Products, Transposable
 from lightning_lowprec.products.scaled import Coding, Scaled
 from lightning_lowprec.products.tiled import Tiled
+from lightning_lowprec.torchao.backend import FastAccum, FP8Format
 from lightning_lowprec.torchao.wire_format import TorchAOWire
 
 
@@ -36,8 +37,6 @@ class LayerSettings:
     """How the recipe computes the three products."""
     in_bf16: InBF16 = NO_GEMM
     """The products that the user wants in high precision instead."""
-    accumulation: tuple[tuple[Gemm, str], ...] = ()
-    """The products whose accumulation the user chooses, and the word of ``ACCUMULATION`` for each."""
     config: Float8LinearConfig | None = None
     """torchao's configuration of the same products; None: torchao's ``Float8Linear`` has no such format."""
     others: Recipes
@@ -46,26 +45,8 @@ class LayerSettings:
     def changed(self, recipe: LayerRecipe) -> LayerSettings:
         """Return the settings with another recipe; without a name, the layer's own recipe stays."""
         if recipe.name is None:
-            return replace(self, in_bf16=recipe.in_bf16).accumulating(recipe.accumulation)
+            return replace(self, in_bf16=recipe.in_bf16)
         return self.others.of(recipe)
-
-    def accumulating(self, choices: tuple[tuple[Gemm, str], ...]) -> LayerSettings:
-        """Return the settings with these choices of accumulation; raise ValueError for products that have none."""
-        for gemm, word in choices:
-            if not isinstance(getattr(self.products, gemm), Scaled):
-                raise ValueError(
-                    f"`recipe={{{gemm!r}: {word!r}}}` is not possible: the product of this recipe is not in FP8 with"
-                    " a scale per tensor or row; expected 'bf16' or 'fp8'."
-                )
-        return replace(self, accumulation=choices)
-
-    @property
-    def chosen_products(self) -> Products:
-        """``products``, with the accumulation that the user chooses."""
-        changed: dict[str, Any] = {
-            gemm: replace(getattr(self.products, gemm), fast=ACCUMULATION[word]) for gemm, word in self.accumulation
-        }
-        return replace(self.products, **changed) if changed else self.products
 
     @property
     def mm_config(self) -> Any:
@@ -101,10 +82,11 @@ def _example(config: Float8LinearConfig) -> Any:
 class Settings:
     """The options of a plugin that all its layers share; the arguments are those of ``FP8TorchAO``."""
 
-    fp8_format: Literal["hybrid", "e4m3"]
+    fp8_format: FP8Format
     emulate: Emulation
     round_scales_to_power_of_2: bool | None = None
     saves_weight_codes: bool = False
+    fast_accum: FastAccum = "forward"
 
     def of(self, recipe: LayerRecipe) -> LayerSettings:
         """Return the settings of a layer; raise ValueError for a recipe that is none of torchao's float8 recipes."""
@@ -122,14 +104,16 @@ class Settings:
             config = replace(
                 config, cast_config_grad_output=gradients, cast_config_grad_output_for_grad_weight=gradients
             )
+        if self.fast_accum != "forward":  # which is torchao's own choice
+            gemm = Float8GemmConfig(use_fast_accum=self.fast_accum == "all")
+            config = replace(config, gemm_config_output=gemm, gemm_config_grad_input=gemm, gemm_config_grad_weight=gemm)
         if self.round_scales_to_power_of_2 is not None:
             config = replace(config, round_scales_to_power_of_2=self.round_scales_to_power_of_2)
         products = replace(
             products_of(config, self.emulate),
             saves_weight=self.saves_weight_codes and one_scale,
         )
-        settings = LayerSettings(products=products, in_bf16=recipe.in_bf16, config=config, others=self)
-        return settings.accumulating(recipe.accumulation)
+        return LayerSettings(products=products, in_bf16=recipe.in_bf16, config=config, others=self)
 
 
 def products_of(config: Float8LinearConfig, emulate: Emulation) -> Products:
@@ -177,4 +161,4 @@ class OneFormat:
             )
         by = self.arithmetic
         products = Products(forward=by, grad_input=by, grad_weight=by, saves_weight=True)
-        return LayerSettings(products=products, in_bf16=recipe.in_bf16, others=self).accumulating(recipe.accumulation)
+        return LayerSettings(products=products, in_bf16=recipe.in_bf16, others=self)

@@ -1,6 +1,5 @@
 """The numbers of a sampling are those of the casts of torchao and MS-AMP, computed here from captured tensors."""
 
-import logging
 import math
 
 import lightning as L
@@ -15,7 +14,6 @@ from lightning_lowprec import MSAMP, FP8TorchAO
 from lightning_lowprec.callbacks import NumericsMonitor
 from lightning_lowprec.msamp.weight import master_of, values_of
 from lightning_lowprec.numerics.casts import cut_off_above, zero_below
-from tests.numerics.tensor_core_judges import mma_sim
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -131,46 +129,3 @@ def test_limits_are_those_of_the_cast(dtype):
     step = largest - float(torch.tensor(largest * 0.9).to(dtype).float().nextafter(torch.tensor(0.0)))
     assert largest < top < largest + step
     assert top == {E4M3: 464.0, E5M2: 61440.0}[dtype]  # the middle between the largest number and the next
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_the_sums_of_each_product_are_compared_with_exact_sums(recipe):
-    """By MMA-Sim, on the codes of the tensors that the layer multiplies."""
-    pytest.importorskip("mmasim")
-    plugin, encode, gradients, by_row, power_of_2 = RECIPES[recipe]
-    model, weight, readings = sampled(plugin(), rows=1.0, accumulation="hopper")
-    rows = model.input.reshape(-1, 64).bfloat16()
-    gradient = model.output.grad.reshape(-1, 96)
-    factors = {
-        "forward": ((rows, E4M3), (weight, E4M3)),
-        "grad_input": ((gradient, gradients), (weight.t(), E4M3)),
-        "grad_weight": ((gradient.t(), gradients), (rows.t(), E4M3)),
-    }
-    expected = {}
-    for gemm, pair in factors.items():
-        a, b = (encode(x.contiguous(), dtype, bool(by_row), power_of_2)[0] for x, dtype in pair)
-        promoted = 0 if gemm == "forward" and isinstance(plugin(), FP8TorchAO) else 128
-        exact = a.double() @ b.double().t()
-        lost = mma_sim("hopper", a, b, promoted=promoted).double() - exact
-        expected[gemm] = 10 * math.log10(float(exact.square().sum()) / float(lost.square().sum()))
-    if "gw" in recipe:
-        del expected["grad_weight"]
-    assert readings["input"].accumulation_db == pytest.approx(expected, abs=0.05)
-    assert sampled(plugin())[2]["input"].accumulation_db == {}
-
-
-def test_the_end_of_a_run_says_which_layers_to_promote(caplog):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4096, 16), nn.Linear(16, 16))
-    model[0].weight.data.abs_()
-    fabric = L.Fabric(accelerator="cpu", plugins=FP8TorchAO())
-    wrapped = fabric.setup(model)
-    monitor = NumericsMonitor(every=1, accumulation="hopper")
-    monitor.step(wrapped, 0)
-    fabric.backward(wrapped(torch.rand(32, 4096)).sum())
-    with caplog.at_level(logging.INFO):
-        monitor.finish()
-    assert "the sums of the forward take more than 1 dB of the output of 1 layers" in caplog.text
-    assert "`FP8TorchAO(recipe={'0': {'forward': 'promoted'}, '*': 'tensorwise'})` promotes them" in caplog.text
-    with pytest.raises(ValueError, match="`accumulation='h100'` is not valid; expected one of: None, hopper, ada, bl"):
-        NumericsMonitor(accumulation="h100")

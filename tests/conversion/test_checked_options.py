@@ -94,6 +94,7 @@ TORCHAO = [
     ("fp8_format", "e5m2", "one of: None, hybrid, e4m3"),
     ("compile", 1, "'auto', True, False or a mapping"),
     ("round_scales_to_power_of_2", "abc", "None, True or False"),
+    ("fast_accum", "backward", "one of: forward, all, none"),
     ("weight_codes", "per_epoch", "one of: auto, per_forward, per_gemm"),
     ("experts", "on", "one of: auto, fp8, bf16"),
     ("pad_inner_dim", "yes", TRUE_OR_FALSE),

@@ -165,10 +165,6 @@ def test_int8_layers_are_not_cut_by_tensor_parallelism(alone):
     ("options", "message"),
     [
         ({"emulate": "hopper"}, "`emulate='hopper'` does not run with tensor parallelism.* Use `emulate=True`"),
-        (
-            {"recipe": {"*": {"forward": "promoted"}}},
-            "A layer with promoted or fast GEMMs does not run with tensor parallelism.* Choose the recipe without",
-        ),
     ],
 )
 def test_fp8_layers_that_torchaos_own_function_cannot_compute(options, message, alone):

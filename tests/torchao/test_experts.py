@@ -312,8 +312,9 @@ def test_experts_that_do_not_convert_say_why_and_run_in_half_precision():
     assert "base is fp16" in reasons(FP8TorchAO(base="fp16")).pop()
     assert reasons(FP8TorchAO(emulate=False)) == {"stacked experts (cpu has no FP8 kernel for grouped products)"}
     assert reasons(FP8TorchAO(keep=["experts"])) == {"kept by 'experts'"}
-    with pytest.raises(ValueError, match="'promoted'}` is not possible for stacked experts, whose kernels always acc"):
-        reasons(FP8TorchAO({"*": {"grad_input": "promoted"}}))
+    with pytest.raises(ValueError, match=r"`fast_accum='none'` is not possible for stacked experts.*`experts='bf16'`"):
+        reasons(FP8TorchAO(fast_accum="none"))
+    assert reasons(FP8TorchAO(fast_accum="none", experts="bf16")) == {"stacked experts (experts='bf16')"}
     assert reasons(FP8TorchAO(only=["q_proj"])) == {"not in `only`"}
     with pytest.raises(ValueError, match=r"`experts='fp8'` is not possible.*Use `experts='bf16'`"):
         reasons(FP8TorchAO(base="fp16", experts="fp8"))
