@@ -71,7 +71,7 @@ def measure(contender: str, setup: Setup, shape: Shape, *, batch: int = 2, compi
 
 def _recorded(running: Running, data: Sequence[Batch]) -> tuple[Log, Moved]:
     """Record one step. What is hooked for that may make torch compile once more, so a step comes before."""
-    _mark_blocks(list(getattr(running.bare, "layers", [])))
+    mark_blocks(list(getattr(running.bare, "layers", [])))
     moved = Moved()
     stops = [watch(moved.from_outside) for watch in (te_moved.watch, own_moved.watch)]
     try:
@@ -100,7 +100,7 @@ def _marked_step(running: Running, batch: Batch) -> None:
     running.optimizer.zero_grad()
 
 
-def _mark_blocks(blocks: Sequence[nn.Module]) -> None:
+def mark_blocks(blocks: Sequence[nn.Module]) -> None:
     """Put a mark before and after each block, forward and backward, compiled or not; launches nothing."""
     for index, block in enumerate(blocks):
         block._compiled_call_impl = _marked(block._compiled_call_impl or block._call_impl, index)  # type: ignore[assignment]

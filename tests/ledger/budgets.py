@@ -55,8 +55,13 @@ PEAK_GB = {
 }
 """The most GB that torch's allocator held during a step."""
 
-HEAD_PEAK_GB = 1.5
-"""GB that head and loss of the 8B shape may take beyond hidden states, the weight's gradient and its float32 sum."""
+HEAD_PEAK_GB = {
+    ("chunked", "torch.bfloat16"): Budget(3.22),
+    ("chunked", "torch.float32"): Budget(3.55),
+    ("fp8", "torch.bfloat16"): Budget(3.03),
+    ("fp8", "torch.float32"): Budget(3.29),
+}
+"""GB that head and loss of the 8B shape hold at their peak beyond their inputs, by loss and dtype of the weight."""
 
 ALL_LOGITS_GB, ALL_LOGITS_PEAK_GB = 42.0, 12.6
 """GB that torch's own head and cross-entropy move and hold there, bf16 weights and their gradient included."""
@@ -92,3 +97,23 @@ WAITS = {
 A Llama of transformers under the Trainer, called with tokens and labels. The first two rows are Lightning's own names.
 Before, models with compiled blocks asked in every forward whether their tokens are one sequence.
 """
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaBudget:
+    """The most that a step of a Llama of transformers under the Trainer asks for."""
+
+    kernels: int
+    """Launches of kernels and of matrix products."""
+    block_gb: float
+    outside_gb: float
+    """What is in no block: embedding, last norm, head and loss."""
+    peak_gb: float
+
+
+LLAMA = {
+    "bf16-mixed": LlamaBudget(kernels=2596, block_gb=23.15, outside_gb=55.3, peak_gb=124.0),
+    "fp8-hybrid": LlamaBudget(kernels=1908, block_gb=11.63, outside_gb=55.3, peak_gb=98.2),
+    "fp8-hybrid-8bit": LlamaBudget(kernels=1629, block_gb=7.93, outside_gb=47.6, peak_gb=54.7),
+}
+"""By name; the sizes of the 8B stack, called with tokens and labels, torch's fused AdamW."""
