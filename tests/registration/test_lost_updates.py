@@ -8,6 +8,8 @@ from lightning_utilities.core import rank_zero
 from torch import nn
 
 import lightning_lowprec_autoload as autoload
+from lightning_lowprec import MasterConfig
+from lightning_lowprec.masters.optimizer import add_masters
 
 SAID = "loses every update below 1/512 of its weight. precision='bf16-remainder' of lightning_lowprec keeps all of them"
 
@@ -85,3 +87,23 @@ def test_the_share_is_that_of_the_format(dtype, share):
     for sign in (-1, 1):
         assert torch.equal((weights * (1 + sign * 0.999 * share)).to(dtype).double(), weights)
     assert torch.tensor(1 - 1.001 * share, dtype=torch.float64).to(dtype) < 1
+
+
+def test_500_steps_of_adamw_move_no_weight_of_one_and_move_float32_by_a_quarter():
+    """No update of Adam is larger than 0.1 / sqrt(0.001) = 3.2 learning rates; here that is 0.0019, below 1/512."""
+    generator = torch.Generator().manual_seed(0)
+    half, full = nn.Parameter(torch.ones(256, dtype=torch.bfloat16)), nn.Parameter(torch.ones(256))
+    optimizers = [torch.optim.AdamW([weight], lr=6e-4) for weight in (half, full)]
+    for step in range(500):
+        grad = 1 + 0.5 * torch.randn(256, generator=generator)
+        for weight, optimizer in zip((half, full), optimizers, strict=True):
+            weight.grad = (1000 * grad if step == 499 else grad).to(weight.dtype)  # a spike is Adam's largest update
+            optimizer.step()
+    assert torch.equal(half, torch.ones_like(half))
+    assert full.max() < 0.8
+    master = nn.Parameter(torch.ones(256, dtype=torch.bfloat16))
+    optimizer = add_masters(torch.optim.AdamW([master], lr=6e-4), MasterConfig(form="remainder"))
+    for _ in range(500):
+        master.grad = torch.ones_like(master)
+        optimizer.step()
+    assert master.mean().item() == pytest.approx(1 - 500 * 6e-4, abs=0.02)
