@@ -41,6 +41,10 @@ _WORDS: Final[Mapping[str, tuple[str, ...]]] = {
     "Write 'msamp-o2' for MS-AMP's level, or 'fp16-master' for apex's.": ("o2", "msamp: o2"),
     "Write 'msamp-o3' for MS-AMP's level, or '16-true' for apex's.": ("o3", "msamp: o3"),
     "Write 'msamp-o2', or 'msamp-o1', 'msamp-o3': the level is part of the name.": ("msamp", "ms-amp"),
+    "Write 'bf16-8bit', or 'bf16-remainder' and keep `FlashAdamW`, which gets no masters of ours.": (
+        *("bf16-flash", "flash"),
+    ),
+    "Write 'fp16-master'.": ("fp16-flash",),
     "Write '32-true'.": ("no", "fp32", "float32", "torch.float32", "fp32-true", "none"),
 }
 PRECISIONS: Final = {word: answer for answer, words in _WORDS.items() for word in words}
@@ -78,6 +82,8 @@ NEMO: Final[Mapping[str, str]] = {
 OPTIONS: Final[Mapping[str, str]] = {
     "opt-level": "Write `level=` of `MSAMP`, e.g. `MSAMP('O2')`, or `precision='msamp-o2'`.",
     **{name.replace("_", "-"): answer for name, answer in NEMO.items()},
+    "master-weight-bits": "It is an option of FlashOptim's optimizers. For masters of ours write"
+    " `master_weights='remainder'` (32 bits) or `master_weights='8bit'` (32 bits, and moments of 8 bits).",
     "backend": "The class is the backend: `FP8TE`, `FP8TorchAO` or `MSAMP`.",
     "use-te": "Leave it out, or write 'fp8-hybrid-te-8bit' in place of MS-AMP's level: products by Transformer Engine,"
     " bf16 weights with exact masters, moments of 8 bits.",

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, final
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.nn import Module, Parameter
 from torch.nn.parameter import is_lazy
@@ -27,9 +28,10 @@ from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.numerics.parameters import parameters_of
 from lightning_lowprec.numerics.rounding import upper_half
 from lightning_lowprec.private.fsdp2 import reset_shards
-from lightning_lowprec.private.torch_optimizers import sees_no_masters
+from lightning_lowprec.private.torch_optimizers import brings_masters, sees_no_masters
 from lightning_lowprec.private.torchao import parameters_of_copies
 
+_OWN_MASTERS: Final = "lowprec_own_masters"  # an attribute of optimizers of which was said that they bring masters
 NO_PLAIN_STEP: Final = "lowprec_no_plain_step"  # an attribute of weights that only optimizers with masters may step
 _CASTABLE: Final = (torch.float64, torch.float32, *HALF_DTYPES)  # not FP8: codes need a scale
 
@@ -120,6 +122,14 @@ class HalfWeights:
     def add_masters(self, optimizer: Optimizer) -> None:
         """Give an optimizer masters, in place of an earlier precision's; call again when more parameters were cast."""
         if not optimizer.param_groups:  # stands for no optimizer in Lightning
+            return
+        if brings_masters(optimizer):
+            if not vars(optimizer).get(_OWN_MASTERS):
+                vars(optimizer)[_OWN_MASTERS] = True
+                rank_zero_info(
+                    f"{type(optimizer).__name__} of FlashOptim keeps masters and moments itself, so it gets none of"
+                    " ours: `master_weight_bits` says how many bits of a weight it keeps."
+                )
             return
         registry = registry_of(optimizer)
         if registry is not None and registry.is_stale(self.config):
@@ -239,7 +249,8 @@ def _refuse_plain_steps() -> None:
 
     @sees_no_masters
     def check(optimizer: Optimizer, *_: Any) -> None:
-        params = () if registry_of(optimizer) is not None else parameters_of(optimizer)
+        own = registry_of(optimizer) is not None or brings_masters(optimizer)
+        params = () if own else parameters_of(optimizer)
         if any(NO_PLAIN_STEP in vars(p) and p.dtype in HALF_DTYPES and p.grad is not None for p in params):
             raise RuntimeError(
                 f"{type(optimizer).__name__} steps half-precision weights without their masters. Give it to"

@@ -70,6 +70,11 @@ def sees_no_masters(hook: F) -> F:
     return hook
 
 
+def brings_masters(optimizer: Optimizer) -> bool:
+    """Return whether ``optimizer`` is one of FlashOptim's, which keep digits of half-precision weights themselves."""
+    return any(cls.__name__ == "FlashOptimizer" for cls in type(optimizer).__mro__)
+
+
 def refuse_copies(optimizer: Optimizer, what: str) -> None:
     """Raise if ``optimizer`` is torchao's ``CPUOffloadOptimizer``, which steps copies of the parameters in CPU memory.
 
