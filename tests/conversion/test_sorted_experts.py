@@ -12,6 +12,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from lightning_lowprec import FP8TorchAO, HalfMixed
 from lightning_lowprec.conversion.backends import revert_all
+from lightning_lowprec.conversion.experts import difference
 from lightning_lowprec.conversion.plan import PlanRequest, make_plan
 from lightning_lowprec.conversion.selection import UNCAST
 from lightning_lowprec.torchao.experts import fp8_experts
@@ -103,6 +104,21 @@ def test_values_and_gradients_are_those_of_the_loop(name):
     assert not got["x"][sum(COUNTS) :].any()
     with pytest.raises(ValueError, match=r"has the shape \(3,\), and this rank has 4 experts; expected \(4,\)"):
         wrapped(x, counts[:3])
+
+
+class InBfloat16(GroupedExperts):
+    def expert(self, *tensors):
+        return super().expert(*(tensor.bfloat16() for tensor in tensors)).float()
+
+
+class OffByThreePercent(GroupedExperts):
+    def expert(self, *tensors):
+        return super().expert(*tensors) * 1.03
+
+
+def test_products_in_bfloat16_are_those_of_the_formula_and_an_error_of_three_percent_is_not():
+    assert difference(InBfloat16(use_grouped_mm=False)) is None
+    assert "do not compute" in difference(OffByThreePercent(use_grouped_mm=False))
 
 
 def test_bits_are_those_of_experts_of_transformers():
