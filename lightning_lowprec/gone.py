@@ -69,6 +69,7 @@ OPTIONS: Final[Mapping[str, str]] = {
     "config": "Write torchao's name of the recipe, `FP8TorchAO('rowwise')`, gradients in e4m3 as"
     " `FP8TorchAO(fp8_format='e4m3')`, and products in high precision as `FP8TorchAO({'*': {'grad_weight': 'bf16'}})`.",
     "rowwise_backward": "Scales of rows follow the product of codes, as in torchao. Leave the option out.",
+    "weight_cache": "Write `FP8TE(fp8_params=True)`: weights are quantised once per optimizer step.",
     "update": f"Leave the option out. {_IN_THE_STEP}",
     "clip_tensor": "Clip all gradients by `Trainer(gradient_clip_val=1.0)` or `fabric.clip_gradients`.",
     "saved_inputs": "Compiled blocks keep the float8 codes of their inputs without it. Leave the option out.",
@@ -86,6 +87,10 @@ VALUES: Final[Mapping[str, Mapping[str, str]]] = {
     "recipe": {
         "promoted": "Write `FP8TorchAO(fast_accum='none')`, for all products of the forward and the backward.",
         "fast": "Write `FP8TorchAO(fast_accum='all')`, for all products of the forward and the backward.",
+        "CustomRecipe": "Use a recipe by name: `FP8TE('current')`, or `FP8TorchAO()` for other formats.",
+        "{pattern: recipe}": "Transformer Engine has one recipe for all layers. Keep layers in bf16 by"
+        " `FP8TE('current', keep=['*.o_proj'])`, or give layers recipes in `FP8TorchAO({'*.o_proj': 'rowwise',"
+        " '*': 'tensorwise'})`.",
     },
     "form": {"remainder8": "Write `MasterConfig(form='remainder')`: the exact masters in 2 bytes per parameter."},
 }

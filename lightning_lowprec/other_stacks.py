@@ -70,7 +70,7 @@ NEMO: Final[Mapping[str, str]] = {
     "fp8_dot_product_attention": "Write `fp8_dpa=` of `FP8TE`.",
     "fp8_multi_head_attention": "Write `fp8_mha=` of `FP8TE`.",
     "fp8_params": "Write `fp8_params=` of `FP8TE`.",
-    "fp8_param_gather": "Write `fp8_params=` of `FP8TE`; under 'fsdp2' also `fp8_all_gather=` of `FSDP2Strategy`.",
+    "fp8_param_gather": "Write `fp8_params=` of `FP8TE`; under 'fsdp2' write `FSDP2Strategy(fp8_all_gather=True)`.",
     "fp16_loss_scale": "Write `loss_scale=`, a number.",
     "fp16_initial_loss_scale": "Write `loss_scale=LossScale(initial=...)`.",
     "fp16_min_loss_scale": "Write `loss_scale=LossScale(floor=...)`.",

@@ -7,8 +7,8 @@
 Every recipe takes the arguments of NeMo's ``MegatronMixedPrecision``, and the options of the plugin that it returns. An
 argument that has no equal here raises, with the reason.
 
-The FP8 recipes run through Transformer Engine. With delayed and current scaling, whose weights FSDP2 can gather in FP8,
-they set NeMo's ``fp8_params``. With scales per block, weights stay in half precision.
+The FP8 recipes run through Transformer Engine. With delayed and current scaling they set NeMo's ``fp8_params``, which
+does not go with FSDP2.
 
 The values are those of ``nemo.collections.llm.recipes.precision.mixed_precision`` (NeMo 2). One differs: NeMo sets
 ``autocast_enabled=False``, because Megatron's layers choose their float32 parts themselves. Other models need autocast

@@ -323,12 +323,8 @@ def gathers_fp8(plugin: Any, options: ShardOptions) -> bool:
                 " float8"
             )
         reason = plugin.gathers(options) or in_parts
-        if plugin.needs_fp8_gather is not None and wanted is False:
-            raise ValueError(
-                f"`fp8_all_gather=False` is not possible with `{plugin.needs_fp8_gather}`. Use 'auto' or True."
-            )
-        if plugin.needs_fp8_gather is not None and reason is not None:
-            raise ValueError(f"`{plugin.needs_fp8_gather}` is not possible under FSDP2: {reason}. Leave it out.")
+        if plugin.not_sharded is not None:
+            raise ValueError(f"`{plugin.not_sharded}` is not possible under FSDP2: {reason}, or leave it out.")
         if plugin.keeps_codes and wanted is False:
             raise ValueError(
                 f"`fp8_all_gather=False` is not possible: `precision={plugin.precision!r}` keeps its weights as codes,"

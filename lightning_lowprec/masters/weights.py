@@ -7,7 +7,7 @@ model. A precision with float32 weights would train both without masters, and lo
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, final
 
 import torch
@@ -51,8 +51,6 @@ class HalfWeights:
         self.buffer_dtype = buffer_dtype
         self.accumulation = accumulation
         """The dtype in which gradients accumulate, ``torch.float32`` or None: that of the weights."""
-        self.not_cast: Callable[[Module], Collection[str]] | None = None
-        """Returns the names of a module's parameters that stay float32; they are their own masters."""
         self.keep_fp32: Sequence[str] = ()
         self._originals: dict[int, Tensor] = {}  # by id(parameter): the float32 weight from before the cast
         self._counted: set[int] = set()  # id(parameter) of those that were half precision at the set-up
@@ -97,7 +95,7 @@ class HalfWeights:
         ]
         ids = {id(p) for group in groups for p in group.params}
         kept = {fqn for fqn, p in module.named_parameters() if id(p) in ids}
-        return kept if self.not_cast is None else kept.union(self.not_cast(module))
+        return kept
 
     def under_fsdp2(self) -> HalfWeights | None:
         """Return the half weights of FSDP2's shards, whose gradients it reduces in float32; None for float32 shards."""

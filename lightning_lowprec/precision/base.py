@@ -53,8 +53,8 @@ class LowPrecision(EitherPrecision, ABC):
     backend: ClassVar[str | None] = None
     """The name of the plugin's entry in :mod:`~lightning_lowprec.conversion.backends`; None: no layers convert."""
     plan: Plan | None = None  # of the module that was set up last: converted layers, kept layers, reasons
-    needs_fp8_gather: str | None = None
-    """The option that makes FSDP2 gather weights as float8 or raise, such as ``"fp8_params=True"``; None: no option."""
+    not_sharded: str | None = None
+    """The option that does not go with sharded weights, such as ``"fp8_params=True"``; None: no option."""
     format: ClassVar[str] = "FP8"  # of the layers that convert, in words
     base: Base
     emulate: Emulation | None = False  # the user's choice; None: on a CPU only
@@ -140,9 +140,6 @@ class LowPrecision(EitherPrecision, ABC):
     def _prepare(self, module: Module, device: torch.device) -> None:
         """Convert a module for ``device``, in place; runs once per set-up, as soon as the device is known."""
 
-    def _finish(self, module: Module, device: torch.device) -> None:
-        """End the preparation of a module, after its weights were cast and known optimizers have masters."""
-
     def _converted_layers(self, module: Module) -> Iterable[Module]:
         """Return the layers of the plugin's backend: their trainable weights must be in an optimizer."""
         return () if self.backend is None else filter(backends.get(self.backend).owns, module.modules())
@@ -177,7 +174,6 @@ class LowPrecision(EitherPrecision, ABC):
         return module
 
     def _prepare_waiting(self) -> None:
-        prepared = []
         for module, device in self.modules.take_waiting():
             refusals.check_runs(self, device)
             store_float8_right()
@@ -194,11 +190,8 @@ class LowPrecision(EitherPrecision, ABC):
                 self._set_dtypes(module)
             casts = self.masters is not None and any(p.dtype in HALF_DTYPES for p in module.parameters())
             self._half_weights = casts or self.engine is not None
-            prepared.append((module, device))
         for optimizer in self.optimizers:
             self._prepare_weights_of(optimizer)
-        for module, device in prepared:
-            self._finish(module, device)
 
     def _set_dtypes(self, module: Module) -> None:
         """Cast a module to half precision, to evaluate too; or its half-precision weights that train to float32."""

@@ -4,7 +4,7 @@ Transformer Engine is imported inside the functions. :func:`moved` also looks fo
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any, Final
@@ -21,16 +21,15 @@ _NAMES: Final = {
     "Linear": ("_get_weight_tensors",),
     "Linear()": (
         *("_fp8_workspaces", "fp8_initialized", "fp8_meta", "fp8_meta_tensors_initialized", "quantizers"),
-        *("_is_fsdp2", "param_init_meta", "activation_dtype", "fp8", "gemm_bias_unfused_add", "scaling_bwd"),
+        *("_is_fsdp2", "param_init_meta", "activation_dtype", "fp8", "scaling_bwd"),
     ),
     "LayerNorm()": ("zero_centered_gamma",),
     "RMSNorm()": ("zero_centered_gamma",),
-    "constants": ("FP8FwdTensorIdx.GEMM1_WEIGHT",),
     "distributed": ("_get_module_fsdp_state",),
     "distributed._get_module_fsdp_state()": ("_te_cached_parent_fsdp_state",),
     "export": ("is_in_onnx_export_mode",),
-    "module.base.TransformerEngineBaseModule": ("get_quantizer_roles", "init_fp8_metadata"),
-    "quantization": ("DelayedScalingRecipeState", "QuantizerRequest", "QuantizerRole"),
+    "module.base.TransformerEngineBaseModule": ("init_fp8_metadata",),
+    "quantization": ("DelayedScalingRecipeState",),
     _MANAGER: (
         "add_fp8_tensors_to_global_buffer",
         "get_buffer_info",
@@ -88,26 +87,6 @@ def manager() -> Any:
     return FP8GlobalStateManager
 
 
-def weight_quantizer(linear: Any) -> Any:
-    """Return the quantizer of a ``te.Linear``'s weight; the layer has begun a forward in FP8."""
-    from transformer_engine.pytorch.constants import FP8FwdTensorIdx
-
-    return linear.quantizers["scaling_fwd"][FP8FwdTensorIdx.GEMM1_WEIGHT]
-
-
-def requests_for_state(layer: Any, qfactory: Callable[[Any], Any]) -> Iterator[tuple[Any, Any]]:
-    """Yield the requests for a quantizer with state that a CustomRecipe makes for ``layer``, each after its role."""
-    from transformer_engine.pytorch.quantization import QuantizerRequest, QuantizerRole
-
-    # a layer has up to two GEMMs before its roles repeat: input, weight, output; grad_output, grad_input
-    forward = layer.get_quantizer_roles(fwd=True, num_quantizers=2 * 3) or [QuantizerRole()]
-    backward = layer.get_quantizer_roles(fwd=False, num_quantizers=2 * 2) or [QuantizerRole()]
-    for role in dict.fromkeys([*forward, *backward]):
-        made = qfactory(role)
-        if isinstance(made, QuantizerRequest):
-            yield role, made
-
-
 def scale_state(layer: Any, mode: str) -> Any:
     """Return a layer's ``DelayedScalingRecipeState`` (``scale`` and ``amax_history``) for a mode, or None."""
     from transformer_engine.pytorch.quantization import DelayedScalingRecipeState
@@ -156,12 +135,8 @@ def copied_attributes(layer: Any) -> dict[str, Any]:
 
     The copy has the same scales, and registers them at its first forward, as it would never renew them otherwise.
     """
-    from transformer_engine.common.recipe import CustomRecipe
-
-    is_custom = isinstance(layer.fp8_meta.get("recipe"), CustomRecipe)  # it may not pickle, and has no scales
-    left = buffer_places() | ({"recipe", *_META_KEYS.values()} if is_custom else set())
     return {
-        "fp8_meta": {key: value for key, value in layer.fp8_meta.items() if key not in left},
+        "fp8_meta": {key: value for key, value in layer.fp8_meta.items() if key not in buffer_places()},
         "quantizers": {"scaling_fwd": [], "scaling_bwd": []},
         "fp8_initialized": False,
         "fp8_meta_tensors_initialized": False,

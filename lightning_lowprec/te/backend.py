@@ -1,5 +1,6 @@
 """The entry of the Transformer Engine backend in the registry: all that the rest of the package knows about it."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Final, cast
 
@@ -8,13 +9,15 @@ from lightning_lowprec.conversion.name_formats import E4M3_TENSORWISE, EXPERTS_N
 from lightning_lowprec.conversion.name_suffixes import FP16, OPTIONS
 from lightning_lowprec.gone import ENDINGS
 from lightning_lowprec.runs_where import RecipeKey
-from lightning_lowprec.te.recipes import ALIGNMENT, KINDS, MODULE
+from lightning_lowprec.te.recipes import ALIGNMENT, MODULE
 
 NAME: Final = "transformer_engine"
+_HYBRID: Final = replace(HYBRID, fsdp2="bf16")
+_E4M3: Final = replace(E4M3_TENSORWISE, fsdp2="bf16")
 _ROWS: Final = (
-    ("fp8-hybrid-te", "delayed", "hybrid", "scales from the amax of past steps, gradients in e5m2", HYBRID),
-    ("fp8-e4m3-te", "delayed", "e4m3", "scales from the amax of past steps, e4m3 everywhere", E4M3_TENSORWISE),
-    ("fp8-current-te", "current", "hybrid", "scales from each tensor, gradients in e5m2", HYBRID),
+    ("fp8-hybrid-te", "delayed", "hybrid", "scales from the amax of past steps, gradients in e5m2", _HYBRID),
+    ("fp8-e4m3-te", "delayed", "e4m3", "scales from the amax of past steps, e4m3 everywhere", _E4M3),
+    ("fp8-current-te", "current", "hybrid", "scales from each tensor, gradients in e5m2", _HYBRID),
     ("fp8-block-te", "block", "e4m3", "a scale per 128 values or 128x128 weights, e4m3", all_in("e4m3")),
     ("mxfp8-te", "mxfp8", "e4m3", "a power-of-two scale per 32 values, e4m3 (Blackwell)", all_in("e4m3")),
     ("nvfp4-te", "nvfp4", "e4m3", "4 bits with a scale per 16 values (Blackwell)", all_in("e2m1", samples=ONE_SCALE)),
@@ -55,8 +58,6 @@ BACKEND: Final = Backend(
             masters=name in WITH_MASTERS,
             lacks=_lacks(kind),
             alignment=ALIGNMENT.get(kind, 16),
-            gathers_fp8=kind in _ONE_SCALE,
-            conv1d="converted",
             experts=EXPERTS_NEED_TORCHAO,
             weight_rounding=partial(later(".te.hooks:rounding_of"), kind),
             hardware_recipe=cast(RecipeKey, f"te-{kind}"),
@@ -70,9 +71,6 @@ BACKEND: Final = Backend(
     weight_roundings=later(".te.hooks:weight_roundings"),
     layers_from=("transformer_engine.", "lightning_lowprec.te."),
     revert=later(".te.convert:revert"),
-    recipes={kind: kind in _ONE_SCALE for kind in KINDS},
-    reconfigure=later(".te.hooks:reconfigure"),
-    set_phase=later(".te.hooks:set_phase"),
     cuts=lambda layer: False,
     checkpoint=lambda: imported(f"{MODULE}:checkpoint"),  # restores the scales of layers before it recomputes them
 )

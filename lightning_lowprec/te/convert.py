@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
@@ -13,9 +13,7 @@ from lightning_lowprec.conversion.options import LayerOptions
 from lightning_lowprec.conversion.plan import Plan, PlanRequest, make_plan
 from lightning_lowprec.conversion.selection import matches
 from lightning_lowprec.te import delayed_scaling
-from lightning_lowprec.te.fp8_weight import wire_format_of
-from lightning_lowprec.te.hooks import note_recipes
-from lightning_lowprec.te.recipes import CUSTOM, LayerRecipes, alignment_of, check_custom, kind_of
+from lightning_lowprec.te.recipes import kind_of
 
 
 def choose(model: nn.Module, options: LayerOptions, request: PlanRequest, *, norms: bool) -> Plan:
@@ -45,40 +43,17 @@ def _kept_by_user(fqn: str, options: LayerOptions) -> str | None:
     return next((f"kept by {pattern!r}" for pattern in reversed(options.keep) if matches(pattern, fqn)), None)
 
 
-def convert_model(
-    model: nn.Module,
-    plan: Plan,
-    recipe: Any,
-    recipes: LayerRecipes | None,
-    *,
-    fp8_eval: bool,
-    weight_cache: bool | Literal["always"],
-) -> None:
-    """Convert ``model`` in place as ``plan`` says. Layers that were converted keep their scales.
-
-    ``recipes`` are the recipes per layer; ``recipe`` is the first of them. A CustomRecipe that asks for delayed scaling
-    raises ValueError.
-    """
+def convert_model(model: nn.Module, plan: Plan, recipe: Any, *, fp8_eval: bool, keep_weights: bool) -> None:
+    """Convert ``model`` in place as ``plan`` says. Layers that were converted keep their scales."""
     from lightning_lowprec.te.layer import convert_linears
     from lightning_lowprec.te.norms import convert_norms
 
     kind = kind_of(recipe)
     before = delayed_scaling.saved_scales(scaled_layers(model))
     with unchanged(model):
-        convert_linears(
-            model,
-            plan.converted,
-            fp8_eval=fp8_eval,
-            token_alignment=alignment_of(recipe),
-            weight_cache=weight_cache,
-            wire_format=wire_format_of(recipe),
-            custom=kind == CUSTOM,
-        )
-        note_recipes(model, recipe, plan, recipes)
+        convert_linears(model, plan.converted, recipe, fp8_eval=fp8_eval, keep_weights=keep_weights)
         convert_norms(model, [fqn for fqn, reason in plan.norms.items() if reason is None])
     module_dtypes.run_in_float32(model, plan)
-    if kind == CUSTOM:
-        check_custom(recipe, scaled_layers(model))
     delayed_scaling.checkpoint_by_te(model, wanted=kind == "delayed")
     if before and kind == "delayed":
         delayed_scaling.restore_scales(scaled_layers(model), before, recipe)

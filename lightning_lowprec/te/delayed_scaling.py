@@ -32,8 +32,6 @@ from lightning_lowprec.private.transformers import CHECKPOINT_FUNCTION
 
 SCALES: Final = "scales"
 """Key of the scales in a plugin's state."""
-REUSED: Final = "weights_are_reused"
-"""Key of whether quantised weights were used again within a step: the amax of such a weight is seen once per step."""
 _MODES: Final = ("forward", "backward")
 Layers = Iterable[tuple[str, Any]]
 """Names and layers of Transformer Engine."""
@@ -92,8 +90,8 @@ class DelayedScales:
             self._restore_copies()
         self._is_copied = False
         if skipped and self._may_skip:
-            for cache in self._caches():
-                cache.forget()  # else the amax of a weight that is used again would be missing
+            for layer in (layer for _, layer in self.layers() if hasattr(layer, "weight_seen")):
+                layer.weight_seen = None  # else the amax of a weight that is kept would be missing
             return
         drop_nonfinite(forward=False)
         transformer_engine.manager().reduce_and_update_fp8_tensors(forward=False)
@@ -103,8 +101,8 @@ class DelayedScales:
         self.restore()  # scales that were loaded and not used yet
         scales = saved_scales(self.layers())
         if not scales:
-            return {key: self._loaded[key] for key in (SCALES, REUSED) if key in self._loaded}  # of a plain model
-        return {SCALES: scales, REUSED: any(cache.used_again for cache in self._caches())}
+            return {key: self._loaded[key] for key in (SCALES,) if key in self._loaded}  # of a plain model
+        return {SCALES: scales}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Take a plugin's state, for layers that may not be set up yet."""
@@ -117,14 +115,9 @@ class DelayedScales:
             return
         left = restore_scales(layers, self._loaded[SCALES], self.recipe)
         self._forget_copies()
-        for cache in self._caches():
-            cache.used_again = bool(self._loaded.get(REUSED, False))
         if left:
             rank_zero_info(f"No layer for {len(left)} of the checkpoint's delayed scales ({left[0]!r}, ...).")
         self._loaded = {}
-
-    def _caches(self) -> list[Any]:
-        return [layer.weight_cache for _, layer in self.layers() if getattr(layer, "weight_cache", None) is not None]
 
     def _forget_copies(self) -> None:
         """Look at the layers again in the next forward: their scales may be other tensors."""

@@ -2,13 +2,10 @@
 
 The kernels of Transformer Engine compute in float32 inside. Under autocast they round input, weight and output to the
 autocast dtype, where torch's LayerNorm returns float32.
-
-An RMSNorm of another library is recognised by its results: a copy runs on a small input, and the output is compared
-with the formulas of Llama (``weight``) and Gemma (``1 + weight``). A module that computes anything else is kept.
 """
 
 from collections.abc import Collection
-from typing import Any, Final, Literal, final
+from typing import Any, Final, final
 
 import torch
 import torch.nn.functional as F
@@ -22,11 +19,20 @@ from lightning_lowprec.conversion.selection import FEATURE_ALIGNMENT
 from lightning_lowprec.products.transforms import without_second_gradient
 from lightning_lowprec.te.layer import check_input
 
-EPSILONS: Final = ("variance_epsilon", "eps", "epsilon")
-"""The names of eps in the RMSNorms of transformers, torch and other libraries."""
 NO_NORM: Final = "no norm"
 """The answer of :func:`reason_to_keep` for a module that is no norm."""
-Formula = Literal["weight", "1 + weight"]
+_MODELS: Final = "transformers.models."
+_OF_TRANSFORMERS: Final = {
+    **{
+        (f"{_MODELS}{model}.modeling_{model}", f"{model.title()}RMSNorm"): ("variance_epsilon", False)
+        for model in ("llama", "mistral", "mixtral", "qwen2", "qwen3")
+    },
+    **{
+        (f"{_MODELS}{model}.modeling_{model}", f"{model.title()}RMSNorm"): ("eps", True)
+        for model in ("gemma", "gemma2", "gemma3")
+    },
+}
+"""By module and class: the attribute that holds eps, and whether the factor is ``1 + weight``."""
 
 
 class _Norm(PlainFirst):
@@ -91,8 +97,8 @@ def reason_to_keep(norm: nn.Module) -> str | None:
         if type(norm) is nn.RMSNorm and norm.eps is None:
             return "eps=None, which depends on the input's dtype"
     elif "RMSNorm" in type(norm).__name__:
-        if norm_formula(norm) is None:
-            return f"{type(norm).__name__} computes something else than an RMSNorm"
+        if _of_transformers(norm) is None:
+            return f"{type(norm).__name__} is no RMSNorm of torch, Llama or Gemma"
     elif isinstance(norm, nn.LayerNorm):
         return f"a subclass of LayerNorm ({type(norm).__name__})"
     else:
@@ -103,34 +109,8 @@ def reason_to_keep(norm: nn.Module) -> str | None:
     return f"features are no multiple of {FEATURE_ALIGNMENT}" if weight.numel() % FEATURE_ALIGNMENT else None
 
 
-@torch.no_grad()
-def norm_formula(norm: nn.Module) -> Formula | None:
-    """Return the factor with which an RMSNorm multiplies, found by a run on a small input; None if it is no RMSNorm."""
-    weight, epsilon = norm._parameters.get("weight"), _epsilon(norm)
-    others = [*norm.children(), *norm.buffers(), *(p for p in norm.parameters() if p is not weight)]
-    if weight is None or weight.dim() != 1 or epsilon is None or others:
-        return None
-    with torch.device("cpu"):
-        generator = torch.Generator().manual_seed(0)
-        gamma = torch.randn(weight.numel(), generator=generator)
-        x = torch.randn(3, weight.numel(), generator=generator)
-        probe = object.__new__(type(norm))
-        # a large eps shows its place in the formula
-        vars(probe).update(vars(norm) | {"_parameters": {"weight": nn.Parameter(gamma)}, epsilon: 0.5})
-        try:
-            output = type(norm).forward(probe, x)  # without hooks
-        except Exception:  # an RMSNorm of one input does not raise
-            return None
-    normed = x * (x.square().mean(-1, keepdim=True) + 0.5).rsqrt()
-    if not isinstance(output, Tensor) or output.shape != x.shape:
-        return None
-    if torch.allclose(output.float(), normed * gamma, rtol=1e-4, atol=1e-4):
-        return "weight"
-    return "1 + weight" if torch.allclose(output.float(), normed * (1 + gamma), rtol=1e-4, atol=1e-4) else None
-
-
-def _epsilon(norm: nn.Module) -> str | None:
-    return next((name for name in EPSILONS if isinstance(vars(norm).get(name), float)), None)
+def _of_transformers(norm: nn.Module) -> tuple[str, bool] | None:
+    return _OF_TRANSFORMERS.get((type(norm).__module__, type(norm).__qualname__))
 
 
 def convert_norms(model: nn.Module, fqns: Collection[str]) -> None:
@@ -146,6 +126,6 @@ def _convert(norm: Any) -> None:
     if type(norm) is nn.LayerNorm:
         become(norm, TELayerNorm, vars(te.LayerNorm(norm.normalized_shape, eps=norm.eps, device="meta")))
         return
-    centred = type(norm) is not nn.RMSNorm and norm_formula(norm) == "1 + weight"
-    options = {"eps": getattr(norm, str(_epsilon(norm))), "zero_centered_gamma": centred}
+    epsilon, centred = _of_transformers(norm) or ("eps", False)
+    options = {"eps": getattr(norm, epsilon), "zero_centered_gamma": centred}
     become(norm, TERMSNorm, vars(te.RMSNorm(norm.weight.shape, device="meta", **options)))

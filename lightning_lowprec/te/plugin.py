@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any, ClassVar, Literal, final
 
 import torch
@@ -15,11 +14,10 @@ from lightning_lowprec.conversion.name_formats import EXPERTS_NEED_TORCHAO
 from lightning_lowprec.conversion.name_suffixes import of_options
 from lightning_lowprec.conversion.options import LayerChoices, LayerOptions, shows, take
 from lightning_lowprec.conversion.plan import Plan, PlanRequest
-from lightning_lowprec.conversion.recipe_map import ALL_GEMMS, FLOAT32
 from lightning_lowprec.extras import require
 from lightning_lowprec.hardware import describe
 from lightning_lowprec.precision import fp8
-from lightning_lowprec.precision.fp8 import Scheduled
+from lightning_lowprec.precision.fp8 import Converting
 from lightning_lowprec.precision.host import Engine
 from lightning_lowprec.precision.options import (
     FP8Choices,
@@ -29,26 +27,24 @@ from lightning_lowprec.precision.options import (
     TrainingChoices,
     TrainingOptions,
 )
-from lightning_lowprec.precision.schedule import Schedule, ScheduleChoices, ScheduleOptions
 from lightning_lowprec.precision.state import BACKEND_STATE
 from lightning_lowprec.runs_where import RecipeKey
 from lightning_lowprec.te import recipes, support
 from lightning_lowprec.te.backend import NAME, NAMES, WITH_MASTERS
 from lightning_lowprec.te.convert import choose, convert_model, scaled_layers
 from lightning_lowprec.te.delayed_scaling import SCALES, DelayedScales
-from lightning_lowprec.te.fp8_weight import gather_refusal
 
 
-class TEChoices(LayerChoices, FP8Choices, TrainingChoices, MasterChoices, ScheduleChoices, total=False):
+class TEChoices(LayerChoices, FP8Choices, TrainingChoices, MasterChoices, total=False):
     """The options of :class:`FP8TE` that other plugins share, for type checkers."""
 
 
 @final
 @shows(
-    *(LayerOptions, FP8Options, TrainingOptions, MasterOptions, ScheduleOptions),
+    *(LayerOptions, FP8Options, TrainingOptions, MasterOptions),
     without=("emulate",),
 )
-class FP8TE(Scheduled):
+class FP8TE(Converting):
     """The GEMMs of the Linear layers in FP8 by Transformer Engine, everything else under autocast.
 
     Linears, LayerNorms and RMSNorms become Transformer Engine's in place; checkpoints stay those of the model.
@@ -57,25 +53,18 @@ class FP8TE(Scheduled):
     Args:
         recipe: ``"delayed"`` (scales from the amax of past steps), ``"current"`` (from each tensor), ``"block"``,
             ``"mxfp8"``, ``"nvfp4"``, a mapping ``{"recipe": ..., field: value}``, or a recipe object of Transformer
-            Engine. A ``CustomRecipe(qfactory=...)`` works too: its function gets the fqn of each layer as
-            ``role.name``; ``quantization_alignment``, if set, is the number that tokens and features must be multiples
-            of; it cannot ask for delayed scaling. ``{"*.o_proj": "bf16", "*": "current"}`` gives recipes
-            per layer: patterns of fqns, of which the first that matches wins; ``"bf16"`` keeps a layer, and ``"fp32"``
-            runs it in float32 with float32 weights. Delayed scaling goes with these two only there.
+            Engine. ``{"recipe": "current", "backward_override": "high_precision"}`` has a backward in high precision.
         fp8_format: gradients in e5m2 (``"hybrid"``) or e4m3; None is the recipe's own.
         margin: of delayed scaling and mxfp8: scales are ``2 ** margin`` smaller.
         amax_history_len: steps that delayed scaling remembers; None is Transformer Engine's 1024.
         amax_compute_algo: of delayed scaling: ``"max"`` or ``"most_recent"`` of the history.
         reduce_amax: of delayed scaling: whether all ranks use the same scales.
-        fp8_params: keep the weights of FP8 layers in FP8 from one optimizer step to the next, also for evaluation, with
-            float32 weights as their masters; asks what ``weight_cache`` asks. Also under ``master_weights``, which
-            casts all other weights. Frozen weights are stored in FP8 alone (delayed and current scaling). Under FSDP2
-            the float32 shards of all weights are gathered as float8, which these recipes do by themselves.
+        fp8_params: quantise weights once per optimizer step, and keep them until the next, also for evaluation; every
+            weight stays in high precision too. Asks of the program that nothing writes to weights through
+            ``weight.data`` between two steps of an optimizer: nobody can see that.
         fp8_dpa: attention in FP8, where the attention is Transformer Engine's own.
         fp8_mha: keep values in FP8 around attention, where the attention is Transformer Engine's own.
         norms: whether LayerNorms and RMSNorms become Transformer Engine's too.
-        weight_cache: use quantised weights again in the micro-batches of an optimizer step. Asks of the program that
-            nothing writes to weights through ``weight.data`` between two steps of an optimizer: nobody can see that.
 
     Raises:
         ValueError: an unknown or contradictory option, or a model in which nothing converts.
@@ -98,14 +87,11 @@ class FP8TE(Scheduled):
         fp8_dpa: bool = False,
         fp8_mha: bool = False,
         norms: bool = True,
-        weight_cache: bool = False,
         **options: Unpack[TEChoices],
     ) -> None:
         running = take(FP8Options, options)
         masters = take(MasterOptions, options).resolve(running.base)
-        patterns = recipe if recipes.is_per_layer(recipe) else {}
-        in_fp32 = [pattern for pattern, value in patterns.items() if value == FLOAT32]
-        training = take(TrainingOptions, options).keeping(in_fp32)
+        training = take(TrainingOptions, options)
         super().__init__(training.scaler(running.base), masters, training)
         require(recipes.MODULE, "FP8TE")
         fields = {
@@ -117,48 +103,26 @@ class FP8TE(Scheduled):
             "fp8_dpa": fp8_dpa or None,
             "fp8_mha": fp8_mha or None,
         }
-        self.per_layer = recipes.make_layer_recipes(recipe, fields) if recipes.is_per_layer(recipe) else None
-        """The recipes per layer; None: one recipe for all."""
-        self.recipe: Any = self._all_recipes[0] if self.per_layer else recipes.make_recipe(recipe, **fields)
-        """The recipe object of Transformer Engine: that of all layers, or of those that have no other."""
+        self.recipe: Any = recipes.make_recipe(recipe, **fields)
+        """The recipe object of Transformer Engine."""
         self.kind = recipes.kind_of(self.recipe)
         self.layers = take(LayerOptions, options)
         self.base = running.base
         self.fp8_eval = running.fp8_eval
         self.norms = norms
-        self.weight_cache = weight_cache
         self._fp8_params = fp8_params
-        self.needs_fp8_gather = "fp8_params=True" if fp8_params else None
-        for each in self._all_recipes:
-            _check(recipes.kind_of(each), self.layers, self.base)
+        self.not_sharded = "fp8_params=True" if fp8_params else None
+        _check(self.kind, self.layers, self.base)
         self.scales: DelayedScales | None = None
         if self.kind == "delayed":
             self.scales = DelayedScales(self.recipe, self._scaled_layers, may_skip=self.scaler is not None)
-        if fp8_params and masters is not None:
-            masters.not_cast = self._weights_in_fp8
         name = NAMES.get((self.kind, self.recipe.fp8_format.name.lower()), f"fp8-te-{self.kind}")
-        name = name if self.per_layer is None else "fp8-te-per-layer"
-        self.set_schedule(take(ScheduleOptions, options).schedule)
         kept = masters.config.kept if masters is not None and name in WITH_MASTERS else None
         self.precision = name + of_options(self.base, kept)
 
-    @override
-    def check_schedule(self, phases: Schedule) -> None:
-        recipes.check_phases(phases, self._all_recipes)
-
-    @property
-    def _all_recipes(self) -> list[Any]:
-        return [self.recipe] if self.per_layer is None else list(self.per_layer.by_name.values())
-
-    @property
-    def _in_fp8(self) -> bool:
-        """Whether a layer may run in FP8 now: not in a phase with all products in high precision."""
-        phase = None if self.phases is None else self.phases.current
-        return phase is None or phase.in_bf16 != ALL_GEMMS
-
     @property
     def fp8_params(self) -> bool:
-        """Whether the weights of FP8 layers are kept in FP8. A property: setting NeMo's attribute raises."""
+        """Whether quantised weights are kept. A property: setting NeMo's attribute raises."""
         return self._fp8_params
 
     @property
@@ -168,9 +132,8 @@ class FP8TE(Scheduled):
 
     @override
     def refusal(self, device: torch.device) -> str | None:
-        rows = (recipes.hardware_recipe(recipe) or recipes.kind_of(recipe) for recipe in self._all_recipes)
-        refusals = (support.device_refusal(row.removeprefix("te-"), device) for row in rows)
-        return next(filter(None, refusals), None)
+        row = recipes.hardware_recipe(self.recipe) or self.kind
+        return support.device_refusal(row.removeprefix("te-"), device)
 
     @override
     def how(self, device: torch.device) -> str:
@@ -178,14 +141,10 @@ class FP8TE(Scheduled):
 
     @override
     def gathers(self, options: Any) -> str | None:
-        refused = [gather_refusal(recipe) for recipe in self._all_recipes]
-        if all(refused):
-            return f"`recipe={self.kind!r}` {refused[0]}"
-        if refused.count(None) > 1:
-            return "the recipes of the layers have different scales, and all weights are gathered by one kind of scale"
-        if not self.fp8_eval:
-            return "`fp8_eval=False` evaluates with the weights in high precision"
-        return None
+        return (
+            "layers of Transformer Engine gather weights in high precision. For weights in FP8 use 'fp8-hybrid' with"
+            " `FSDP2Strategy(fp8_all_gather=True)`"
+        )
 
     @override
     def engine_refusal(self, engine: Engine) -> str | None:
@@ -195,50 +154,26 @@ class FP8TE(Scheduled):
 
     @override
     def sharded_identity(self) -> tuple[Any, ...]:
-        schedule = None if self.phases is None else self.phases.schedule
-        return self.precision, self.recipe, self.layers, self.fp8_eval, self.norms, schedule, self.per_layer
+        return self.precision, self.recipe, self.layers, self.fp8_eval, self.norms
 
     @override
     def _prepare(self, module: Module, device: torch.device) -> None:
-        if self.phases is not None:
-            self.phases.forget()
         if self.scales is not None and self._in_trainer and module not in self.modules.prepared:
             self.scales.load({})  # those of another module
         te = support.pytorch("FP8TE")
         plan = choose(module, self.layers, self._request, norms=self.norms)
-        convert_model(
-            module,
-            plan,
-            self.recipe,
-            self.per_layer,
-            fp8_eval=self.fp8_eval,
-            weight_cache="always" if self.fp8_params else self.weight_cache,
-        )
+        convert_model(module, plan, self.recipe, fp8_eval=self.fp8_eval, keep_weights=self.fp8_params)
         self._check_conversion(module, plan, te)
         fp8.take_plan(self, module, plan)
         if self.scales is not None and device.type == "cuda":
             self.scales.expect()
 
-    @override
-    def _finish(self, module: Module, device: torch.device) -> None:
-        unsharded = self.modules.sharded is None
-        if self.fp8_params and unsharded and gather_refusal(self.recipe) is None and self.fp8_eval:
-            from lightning_lowprec.te.layer import store_frozen_in_fp8
-
-            store_frozen_in_fp8(module, device)
-
-    def _weights_in_fp8(self, module: Module) -> set[str]:
-        plan = choose(module, self.layers, self._request, norms=self.norms)
-        parameters = dict(module.named_parameters(remove_duplicate=False))
-        names = {f"{layer}.weight".lstrip(".") for layer in plan.converted}
-        return {fqn for fqn in names & parameters.keys() if parameters[fqn].requires_grad}  # weight_norm computes some
-
     @property
     def _request(self) -> PlanRequest:
-        request = PlanRequest(experts=EXPERTS_NEED_TORCHAO, base=self.base, head=self.head)
-        if self.per_layer is None:
-            return replace(request, alignment=recipes.alignment_of(self.recipe))
-        return replace(request, recipe=self.per_layer.patterns, alignments=self.per_layer.alignments)
+        alignment = recipes.alignment_of(self.recipe)
+        return PlanRequest(
+            experts=EXPERTS_NEED_TORCHAO, base=self.base, head=self.head, alignment=alignment, conv1d=False
+        )
 
     def _check_conversion(self, module: Module, plan: Plan, te: Any) -> None:
         if not any(scaled_layers(module)):
@@ -273,9 +208,8 @@ class FP8TE(Scheduled):
         autocast = super().forward_context()  # may set up the model
         if self.scales is not None:
             self.scales.restore()
-        in_fp8 = self._in_fp8  # in a phase without FP8 no amax is noted, and the histories stay
-        renewal = nullcontext() if self.scales is None or not in_fp8 else self.scales.in_forward()
-        with autocast, support.pytorch("FP8TE").autocast(enabled=in_fp8, recipe=self.recipe), renewal:
+        renewal = nullcontext() if self.scales is None else self.scales.in_forward()
+        with autocast, support.pytorch("FP8TE").autocast(enabled=True, recipe=self.recipe), renewal:
             yield
 
     @override
@@ -284,7 +218,7 @@ class FP8TE(Scheduled):
         skipped = self.skipped_steps
         output = super().optimizer_step(optimizer, *args, **kwargs)
         ended = self.engine is None or self.engine.ended_step  # DeepSpeed counts micro-batches itself
-        if self.scales is not None and self._in_fp8 and ended:
+        if self.scales is not None and ended:
             self.scales.after_step(skipped=self.skipped_steps > skipped)
         return output
 

@@ -1,33 +1,18 @@
-"""Make recipes of Transformer Engine (2.20) from plain values, for a model or per layer, and check every field.
+"""Make recipes of Transformer Engine (2.20) from plain values, and check every field.
 
-Transformer Engine ignores unknown fields silently. A ``CustomRecipe`` asks a function of the user for the quantizer of
-every tensor; it can only be given as an object.
-
-Recipes per layer: the plugin's context has the first recipe, and a layer with another recipe enters a context of its
-own. Delayed scaling reduces the amax of all layers at once, so it goes with layers in bf16, and with no other recipe.
-Of the products of a layer, Transformer Engine computes in high precision
-
-    none                              the recipe
-    grad_input and grad_weight        the recipe with `backward_override="high_precision"`
-    all                               torch's Linear under autocast, bit for bit that of `bf16-mixed`
-
-It has no layer with a forward in bf16 and a backward in FP8. Delayed scaling has no backward in bf16.
+Transformer Engine ignores unknown fields silently.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeGuard, final, get_args
+from collections.abc import Mapping
+from typing import Any, Final, Literal, get_args
 
 from lightning_lowprec.checks import check_integer
-from lightning_lowprec.conversion.recipe_map import ALL_GEMMS, FLOAT32, GEMMS, HIGH, NO_GEMM, InBF16, RecipeMap, words
 from lightning_lowprec.extras import require
+from lightning_lowprec.gone import VALUES, gone
 from lightning_lowprec.runs_where import RecipeKey
-
-if TYPE_CHECKING:
-    from lightning_lowprec.precision.schedule import Schedule
 
 MODULE: Final = "transformer_engine.pytorch"
 _RECIPES: Final = "transformer_engine.common.recipe"
@@ -40,12 +25,6 @@ _CLASSES: Final[dict[Kind, str]] = {
     "mxfp8": "MXFP8BlockScaling",
     "nvfp4": "NVFP4BlockScaling",
 }
-CUSTOM: Final = "custom"
-HIGH_PRECISION: Final = "high precision"
-"""In place of a recipe: no product of a layer runs in FP8."""
-BASE: Final = "delayed"
-"""The recipe that a mapping of products changes: the default of ``FP8TE``."""
-BACKWARD: Final[InBF16] = frozenset({"grad_input", "grad_weight"})
 ALIGNMENT: Final[dict[str, int]] = {"mxfp8": 32, "nvfp4": 32}
 """By kind, the number of which tokens, in_features and out_features must be multiples; 16 for all other kinds."""
 
@@ -63,6 +42,8 @@ def make_recipe(recipe: Any, **options: Any) -> Any:
     """
     module = require(_RECIPES, "FP8TE")
     fields = {name: value for name, value in options.items() if value is not None}
+    if isinstance(recipe, module.CustomRecipe):
+        raise ValueError(gone("CustomRecipe", VALUES["recipe"]))
     if isinstance(recipe, module.Recipe):
         if fields:
             raise ValueError(
@@ -73,6 +54,10 @@ def make_recipe(recipe: Any, **options: Any) -> Any:
     if isinstance(recipe, Mapping):
         if twice := recipe.keys() & fields.keys():
             raise ValueError(f"`{sorted(twice)[0]}` is given both in `recipe={{...}}` and beside it.")
+        if "recipe" not in recipe and any(
+            isinstance(v, Mapping) or v in (*KINDS, "bf16", "fp32") for v in recipe.values()
+        ):
+            raise ValueError(gone("{pattern: recipe}", VALUES["recipe"]))
         fields = {name: value for name, value in recipe.items() if name != "recipe" and value is not None} | fields
         recipe = recipe.get("recipe", "delayed")
     if recipe not in KINDS:
@@ -148,8 +133,8 @@ def _reason(error: BaseException) -> str:
 
 
 def kind_of(recipe: Any) -> str:
-    """Return the kind of a recipe object: one of ``KINDS``, ``CUSTOM``, or else the name of the class."""
-    kinds = {cls: kind for kind, cls in _CLASSES.items()} | {"CustomRecipe": CUSTOM}
+    """Return the kind of a recipe object: one of ``KINDS``, or else the name of the class."""
+    kinds: dict[str, str] = {cls: kind for kind, cls in _CLASSES.items()}
     return kinds.get(type(recipe).__name__, type(recipe).__name__)
 
 
@@ -163,126 +148,5 @@ def hardware_recipe(recipe: Any) -> RecipeKey | None:
 
 
 def alignment_of(recipe: Any) -> int:
-    """Return the number of which tokens, in_features and out_features of a Linear must be multiples.
-
-    A CustomRecipe has the number as ``quantization_alignment``; if the user has not set it, the number is 32, enough
-    for every format of Transformer Engine.
-    """
-    kind = kind_of(recipe)
-    if kind != CUSTOM:
-        return ALIGNMENT.get(kind, 16)
-    number = recipe.quantization_alignment
-    return 32 if number == 128 else math.lcm(16, number)  # 128 is the default, for grouped GEMMs of every format
-
-
-def check_custom(recipe: Any, layers: Iterable[tuple[str, Any]]) -> None:
-    """Refuse a CustomRecipe that asks for scales with a history: they would neither be saved nor renewed.
-
-    The recipe's function is called for the roles of every layer, as the first forward will do again.
-    """
-    from lightning_lowprec.private import transformer_engine
-
-    for fqn, layer in layers:
-        for role, request in transformer_engine.requests_for_state(layer, recipe.qfactory):
-            raise ValueError(
-                f"The `qfactory` of the CustomRecipe returns a {type(request).__name__} for {fqn!r} ({role}): scales"
-                " with a history are kept for `FP8TE('delayed')` only. Use that, or return a quantizer that scales by"
-                " the tensor at hand (`current_scaling_factory` of Transformer Engine's custom recipes)."
-            )
-
-
-# ---- recipes per layer
-
-
-@final
-@dataclasses.dataclass(frozen=True)
-class LayerRecipes:
-    """The recipes of a model's layers."""
-
-    patterns: RecipeMap
-    """Patterns and the names of recipes."""
-    by_name: Mapping[str, Any]
-    """Recipe objects of Transformer Engine; the first is that of the plugin's context."""
-
-    @property
-    def alignments(self) -> dict[str, int]:
-        """By name, the number of which the features of a layer must be multiples."""
-        return {name: ALIGNMENT.get(kind_of(recipe), 16) for name, recipe in self.by_name.items()}
-
-
-def is_per_layer(recipe: Any) -> TypeGuard[Mapping[str, Any]]:
-    """Return whether ``recipe`` maps patterns to recipes, instead of the fields of one recipe to values."""
-    if not isinstance(recipe, Mapping) or not recipe or "recipe" in recipe:
-        return False
-    values = all(isinstance(value, (str, Mapping)) or hasattr(value, "delayed") for value in recipe.values())
-    return values and not any(recipe.keys() & set(names) for names in _fields_of_kinds().values())
-
-
-def make_layer_recipes(entries: Any, options: Mapping[str, Any]) -> LayerRecipes:
-    """Return the recipes that a user has written: by pattern a kind, "bf16", "fp32", fields, or a recipe object.
-
-    ``options`` are the fields of one recipe that were given beside ``entries``; any that is not None raises.
-    """
-    if beside := next((name for name, value in options.items() if value is not None), None):
-        raise ValueError(
-            f"`{beside}={options[beside]!r}` is not valid with recipes per layer; write the field into the recipe of a"
-            f" pattern: {{'*': {{'recipe': 'current', {beside!r}: ...}}}}."
-        )
-    by_name: dict[str, Any] = {}
-    names: dict[str, Any] = {}
-    for pattern, value in entries.items():
-        if value in (HIGH, FLOAT32) or (isinstance(value, Mapping) and set(value) <= set(GEMMS)):
-            names[pattern] = value
-            continue
-        recipe = make_recipe(value)
-        name = next((name for name, other in by_name.items() if other == recipe), None)
-        if name is None:
-            alike = sum(kind_of(other) == kind_of(recipe) for other in by_name.values())
-            name = f"{kind_of(recipe)} ({alike + 1})" if alike else kind_of(recipe)
-        by_name[name] = recipe
-        names[pattern] = name
-    by_name.setdefault(BASE, make_recipe(BASE))
-    patterns = RecipeMap.of(names, names=tuple(by_name), base=BASE)
-    _check_layer_recipes(patterns, by_name)
-    return LayerRecipes(patterns, {name: by_name[name] for name in patterns.names})
-
-
-def _check_layer_recipes(patterns: RecipeMap, by_name: Mapping[str, Any]) -> None:
-    for pattern, recipe in patterns.entries:
-        reason = None if recipe.name == FLOAT32 else refusal(recipe.in_bf16, by_name[recipe.name or BASE])
-        if reason is not None:
-            raise ValueError(
-                f"`recipe[{pattern!r}]` is not possible: {reason}. A backward in bf16 is"
-                " {'recipe': 'current', 'backward_override': 'high_precision'}."
-            )
-    delayed = [name for name in patterns.names if by_name[name].delayed()]
-    if delayed and len(patterns.names) > 1:
-        other = next(name for name in patterns.names if name != delayed[0])
-        raise ValueError(
-            f"`recipe` mixes delayed scaling with {other!r}: delayed scaling reduces the amax of all layers at once, so"
-            " it goes with layers in 'bf16' only. Use 'current' in its place."
-        )
-
-
-def refusal(gemms: InBF16, recipe: Any) -> str | None:
-    """Return why Transformer Engine cannot compute these products in high precision, and the remedy; None if it can."""
-    if gemms in (NO_GEMM, ALL_GEMMS):
-        return None
-    if gemms != BACKWARD:
-        return (
-            f"Transformer Engine has no layer with {words(gemms)} and the rest in FP8. Use 'bf16' (all GEMMs),"
-            " {'grad_input': 'bf16', 'grad_weight': 'bf16'}, or FP8TorchAO"
-        )
-    if recipe.delayed():
-        return "delayed scaling has no backward GEMMs in high precision. Use `recipe='current'`, or 'bf16' (all GEMMs)"
-    return None
-
-
-def check_phases(schedule: Schedule, recipes: Iterable[Any]) -> None:
-    """Raise ValueError if a phase cannot be computed with one of the recipes; see :func:`refusal`."""
-    for number, phase in enumerate(schedule.phases):
-        for recipe in recipes:
-            if (reason := refusal(phase.in_bf16, recipe)) is not None:
-                raise ValueError(f"`schedule[{number}]['gemms']` is not possible: {reason}.")
-            if recipe.backward_override is not None:
-                schedule.check_fp8(BACKWARD, f"backward_override={recipe.backward_override!r}")
+    """Return the number of which tokens, in_features and out_features of a Linear must be multiples."""
+    return ALIGNMENT.get(kind_of(recipe), 16)

@@ -91,10 +91,8 @@ def check_plugin(plugin: LowPrecision, strategy: str) -> None:
             f"`head={plugin.head!r}` reads the weight of the output head outside of its layer, where ZeRO does not"
             " see it. Leave `head` out, or use 'fsdp2'"
         )
-    elif plugin.needs_fp8_gather is not None:
-        reason = (
-            f"`{plugin.needs_fp8_gather}` keeps weights in FP8, and ZeRO gathers them in half precision. Use 'fsdp2'"
-        )
+    elif plugin.not_sharded is not None:
+        reason = f"`{plugin.not_sharded}` keeps weights in FP8, and ZeRO gathers them in half precision. Leave it out"
     if reason is not None:
         raise ValueError(f"`precision={plugin.precision!r}` does not run under `strategy={strategy!r}`: {reason}.")
 

@@ -110,8 +110,6 @@ TE = [
     ("amax_compute_algo", "mean", "one of: None, max, most_recent"),
     ("reduce_amax", "False", "None, True or False"),
     *((name, "False", TRUE_OR_FALSE) for name in ("fp8_params", "fp8_dpa", "fp8_mha", "norms")),
-    ("weight_cache", 0, TRUE_OR_FALSE),
-    ("schedule", {"gemms": "bf16"}, "None or a list of phases"),
 ]
 MSAMP_LEVEL = [
     ("level", "O4", "one of: O1, O2, O3"),

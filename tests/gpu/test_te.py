@@ -1,7 +1,6 @@
 """Transformer Engine's kernels through FP8TE: numerics, any batch, caching, checkpointing, scales, on one GPU."""
 
 import copy
-from importlib import import_module
 from importlib.util import find_spec
 
 import lightning as L
@@ -113,7 +112,7 @@ def test_cached_weights_change_nothing(recipe):
     for cached in (True, False):
         torch.manual_seed(0)
         model = Stack()
-        plugin = plugin_for(recipe, weight_cache=cached)
+        plugin = plugin_for(recipe, fp8_params=cached)
         fabric, module, optimizer = set_up(model, plugin, torch.optim.SGD(model.parameters(), lr=0.1))
         torch.manual_seed(1)
         for _ in range(4):
@@ -226,28 +225,3 @@ def test_backward_scales_move_though_the_first_layer_gets_no_gradient():
         optimizer.zero_grad()
     found = plugin.state_dict()["scales"]
     assert all(found[name]["backward.scale"][0] > 1 for name in found if ".1." in name) or NO_VALUES
-
-
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("module", ["quantizer_factories", "reference_current_scaling"])
-def test_quantizers_of_the_users_own(module, bias):
-    """Transformer Engine's as a CustomRecipe, and its reference in plain torch: what its own recipe computes."""
-    from transformer_engine.common.recipe import CustomRecipe
-
-    from lightning_lowprec import FP8TE
-
-    found = import_module(f"transformer_engine.pytorch.custom_recipes.{module}")
-    factory = getattr(found, "current_scaling_factory", None) or found.current_scaling_ref_factory
-    reason = runs_here(RECIPES["current"])
-    if reason is not None:
-        pytest.skip(reason)
-    torch.manual_seed(0)
-    model, x = nn.Linear(256, 128, bias=bias).to(DEVICE), torch.randn(64, 256, device=DEVICE)
-    grads = []
-    for recipe in (CustomRecipe(qfactory=factory), "current"):
-        fabric, wrapped = set_up(copy.deepcopy(model), FP8TE(recipe))
-        leaf = x.clone().requires_grad_()
-        y = wrapped(leaf)
-        fabric.backward(y.float().square().mean())
-        grads.append([y.detach(), leaf.grad, *(p.grad for p in wrapped.parameters())])
-    assert all(sqnr(b, a) > 40 for a, b in zip(*grads, strict=True)) or NO_VALUES

@@ -15,8 +15,8 @@ STACK = models.SHAPES["8b"]
 
 
 def _ours_as_by_hand(recipe: str, job: Job) -> Running:
-    """Our layers as raw Transformer Engine is set up: its norms, no compilation, no cache of weights."""
-    return setups.lightning(job, plugin=FP8TE(recipe, weight_cache=False), compiled=False)
+    """Our layers as raw Transformer Engine is set up: its norms, no compilation."""
+    return setups.lightning(job, plugin=FP8TE(recipe), compiled=False)
 
 
 def _per_gemm(job: Job) -> Running:

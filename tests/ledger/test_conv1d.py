@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from benchmarks.ledger.entry import format_of
 from benchmarks.ledger.recorder import recording
-from lightning_lowprec import FP8TE, MSAMP, FP8TorchAO
+from lightning_lowprec import MSAMP, FP8TorchAO
 from lightning_lowprec.private import transformer_engine
 
 EMBED, LAYERS = 256, 4
@@ -23,7 +23,6 @@ PLUGINS = {
     "weight gradient in bf16": lambda: FP8TorchAO("rowwise_with_gw_hp", compile=False),
     "compiled": lambda: FP8TorchAO(),
     "msamp-o2": lambda: MSAMP("O2", compile=False),
-    "delayed": lambda: FP8TE("delayed", norms=False),
 }
 
 
@@ -38,10 +37,8 @@ def model(conv1d):
     return made
 
 
-MORE_LAUNCHES = {"compiled": -1, "delayed": 2}
-"""Than Linears, per layer: Transformer Engine gets the weight transposed.
-
-torch's compiler encodes the weight of a Linear once more in the backward.
+MORE_LAUNCHES = {"compiled": -1}
+"""Than Linears, per layer: torch's compiler encodes the weight of a Linear once more in the backward.
 """
 
 

@@ -23,8 +23,8 @@ from lightning_lowprec.names import TABLE
 from lightning_lowprec.numerics.formats import amax
 from lightning_lowprec.numerics.one_pass import compiles
 from lightning_lowprec.private.torch import local_tensor
-from lightning_lowprec.te.fp8_weight import TEWireFormat
 from tests import forked
+from tests.torchao.test_fp8_linear import linear
 
 DEVICE = torch.device("cuda")
 NOT_SWITCHED = torch.Size([64, 64]), (64, 1), torch.nn.Linear(1, 1), MixedPrecisionPolicy()
@@ -65,11 +65,10 @@ def toy_step(fabric):
     ("plugin", "offload", "times"),
     [
         (FP8TorchAO(compile=False), False, 1),
-        (FP8TE("current"), False, 1),
         (FP8TorchAO(compile=False, weight_codes="per_gemm"), False, 2),
         (FP8TorchAO(compile=False), True, 2),
     ],
-    ids=["torchao", "te", "per_gemm", "cpu_offload"],
+    ids=["torchao", "per_gemm", "cpu_offload"],
 )
 def test_a_shard_is_encoded_by_one_kernel(plugin, offload, times):
     """Once per step, or in forward and in backward; 5 bytes per element; no shape nor later step compiles anew."""
@@ -97,7 +96,7 @@ def test_streams_share_the_memory_of_codes_in_order(monkeypatch):
     """`unshard()` gathers on the stream that computes, a forward on the stream that copies; a refresh allocates."""
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=1)
     mesh = dist.init_device_mesh("cuda", (1,))
-    scales = GatherScales(TEWireFormat())
+    scales = GatherScales(linear().wire_format)
     weight = DTensor.from_local(Fp8GatherShard(torch.zeros(64, 64, device=DEVICE), scales), mesh, [Shard(0)])
     scales.weights, shard = [weight], local_tensor(weight)
     waits, wait = [], torch.cuda.Stream.wait_stream
@@ -134,7 +133,7 @@ def test_a_scale_that_was_made_while_copying_outlives_the_gemms():
     """The allocator keeps freed memory back until the stream that computes has passed."""
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=1)
     mesh = dist.init_device_mesh("cuda", (1,))
-    shard = Fp8GatherShard(torch.zeros(64, 64, device=DEVICE), GatherScales(TEWireFormat()))
+    shard = Fp8GatherShard(torch.zeros(64, 64, device=DEVICE), GatherScales(linear().wire_format))
     with torch.cuda.stream(torch.cuda.Stream()):
         codes, metadata = shard.fsdp_pre_all_gather(mesh, *NOT_SWITCHED)
     address = metadata[0].data_ptr()

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from benchmarks.ledger.recorder import recording
-from lightning_lowprec import FP8TE, FP8TorchAO, HalfMixed
+from lightning_lowprec import FP8TorchAO, HalfMixed
 from tests.toys import Stack
 
 LAYERS = 2
@@ -78,20 +78,3 @@ def test_products_of_torchao_follow_the_phase(options):
     assert found[0][1] == found[4][1], "back to what was launched before"
     if options["compile"] is False:
         assert found[2][1] == steps(HalfMixed("bf16"), 1)[0][1], "nothing is encoded in a phase in bf16"
-
-
-@pytest.mark.parametrize(
-    ("recipe", "order"),
-    [("delayed", (None, "bf16", None)), ("current", (None, BACKWARD, "bf16", None)), ("current", ("bf16", None))],
-)
-def test_products_of_transformer_engine_follow_the_phase(recipe, order):
-    found = steps(FP8TE(recipe, norms=False, schedule=schedule(*order)), len(order))
-    expected = {
-        "None": {"fp8": 3 * LAYERS},
-        str(BACKWARD): {"fp8": LAYERS, "bf16": 2 * LAYERS},
-        "bf16": {"bf16": 3 * LAYERS},
-    }
-    assert [products for products, _ in found] == [expected[str(choice)] for choice in order]
-    mixed = steps(HalfMixed("bf16"), 1)[0][1]
-    for choice, (_, kernels) in zip(order, found, strict=True):
-        assert (kernels == mixed) == (choice == "bf16"), "no amax is noted and no history moves in a phase in bf16"

@@ -127,7 +127,6 @@ FORMS = [
     ("fp8-hybrid-te-remainder", {}, torch.bfloat16),
     ("fp8-current-te-sr", {}, torch.bfloat16),
     ("fp8-block-remainder", {}, torch.float32),  # FSDP2's float32 shards are the masters
-    ("fp8-hybrid-te-remainder", {"fp8_params": True}, torch.bfloat16),
 ]
 
 

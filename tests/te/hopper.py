@@ -15,6 +15,6 @@ def pretend(monkeypatch) -> None:
     real = torch.cuda.is_available
     asked = lambda: sys._getframe(1).f_globals["__name__"].startswith(ASKING) or real()  # noqa: E731
     monkeypatch.setattr(torch.cuda, "is_available", asked)
-    for name in ("_FP8_SUPPORT", "_FP8_BLOCK_SCALING_SUPPORT"):
+    for name in ("_FP8_SUPPORT", "_FP8_BLOCK_SCALING_SUPPORT", "_NVFP4_SUPPORT"):
         monkeypatch.setattr(quantization, name, (True, ""))
     monkeypatch.setattr(support, "device_refusal", lambda kind, device: None)

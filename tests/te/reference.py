@@ -1,9 +1,9 @@
 """A machine on which Transformer Engine's own forward and backward run without a GPU.
 
 Transformer Engine ships quantizers in plain torch (``reference_current_scaling`` and ``reference_nvfp4`` of its
-``custom_recipes``), which a ``CustomRecipe`` brings into its real modules: its autograd function, its workspaces and
-its GEMM dispatch run as they do on a GPU, and the products are ``torch._scaled_mm`` or plain torch, on CPU. What is
-answered for it, beside what ``hopper.pretend`` answers:
+``custom_recipes``). Here its recipes ``Float8CurrentScaling`` and ``NVFP4BlockScaling`` make these: its autograd
+function, its workspaces and its GEMM dispatch run as they do on a GPU, and the products are ``torch._scaled_mm`` or
+plain torch, on CPU. What is answered for it, beside what ``hopper.pretend`` answers:
 
 * ``tensor.is_cuda`` is True where its base module or our own ``check_input`` asks;
 * ``torch.cuda.is_current_stream_capturing()`` is False where it asks;
@@ -11,6 +11,7 @@ answered for it, beside what ``hopper.pretend`` answers:
 * its GEMM runs outside torch's autocast: ``torch._scaled_mm`` is one kernel on CUDA, which autocast does not touch, and
   on CPU an ``mm`` that CPU autocast would round the operands of;
 * ``te.checkpoint`` keeps and restores the state of CPU's generator, which it does anyway, in the place of CUDA's too;
+* the gradient of a bias, which its kernel computes while it quantises, is a sum of torch (``tex.bgrad_quantize``);
 * scratch memory for cuBLAS (``get_cublas_workspace``), which no custom quantizer uses, and the empty tensor that
   replaces freed ones (``_empty_tensor``), are made on CPU.
 
@@ -24,14 +25,14 @@ os.environ["NVTE_TORCH_COMPILE"] = "0"  # read at import: its torch code for sca
 
 import torch
 import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import CustomRecipe
-from transformer_engine.pytorch import distributed, utils
+from transformer_engine.common.recipe import Float8CurrentScaling, NVFP4BlockScaling
+from transformer_engine.pytorch import distributed, quantization, utils
 from transformer_engine.pytorch.cpp_extensions import gemm
 from transformer_engine.pytorch.custom_recipes.reference_current_scaling import (
     CurrentScalingQuantizerRef,
     current_scaling_ref_factory,
 )
-from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import nvfp4_ref_rht_2d_factory
+from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import NVFP4QuantizerRef, nvfp4_ref_rht_2d_factory
 from transformer_engine.pytorch.module import base
 
 from lightning_lowprec.te import layer
@@ -42,7 +43,7 @@ ASKING = (base.__name__, layer.__name__)
 
 def current_scaling():
     """A scale per tensor; e4m3 forward, e5m2 backward."""
-    return CustomRecipe(qfactory=current_scaling_ref_factory, quantization_alignment=16)
+    return Float8CurrentScaling()
 
 
 class Counting(CurrentScalingQuantizerRef):
@@ -56,13 +57,38 @@ class Counting(CurrentScalingQuantizerRef):
 def counting_current_scaling(notes):
     """:func:`current_scaling`; the fqn of a layer is appended to ``notes`` when its weight is quantised."""
 
-    def factory(role):
-        made = current_scaling_ref_factory(role)
-        if role is not None and role.tensor_type == "weight":
-            made.__class__, made.notes, made.layer = Counting, notes, role.name
-        return made
+    recipe = Float8CurrentScaling()
+    recipe.notes = notes
+    return recipe
 
-    return CustomRecipe(qfactory=factory, quantization_alignment=16)
+
+def _current(state):
+    """In place of ``Float8CurrentScalingRecipeState.make_quantizers``."""
+    made = [current_scaling_ref_factory(role) for role in state.roles]
+    for quantizer, role in zip(made, state.roles, strict=True):
+        if role is not None and role.tensor_type == "weight" and hasattr(state.recipe, "notes"):
+            quantizer.__class__, quantizer.notes, quantizer.layer = Counting, state.recipe.notes, role.name
+    return made
+
+
+class NVFP4(NVFP4QuantizerRef):
+    """The product of the reference takes no bias: it is added behind it."""
+
+    def qgemm(self, qx, qw, m_params, out_dtype, sx, sw, bias=None, **options):
+        product = super().qgemm(qx, qw, m_params, out_dtype, sx, sw, None, **options)
+        return product if bias is None or not bias.numel() else product + bias
+
+
+def _nvfp4(state):
+    """In place of ``NVFP4BlockScalingRecipeState.make_quantizers``."""
+    made = [nvfp4_ref_rht_2d_factory(role) for role in state.roles]
+    for quantizer in made:
+        quantizer.__class__ = NVFP4
+    return made
+
+
+def _bgrad_quantize(grad, quantizer):
+    return grad.view(-1, grad.shape[-1]).sum(dim=0), quantizer(grad)
 
 
 def losses_of(loss, parameters, batches):
@@ -80,7 +106,7 @@ def losses_of(loss, parameters, batches):
 
 def nvfp4():
     """e2m1 with a scale per 16 values, weights 16x16; inputs of the weight gradient after a Hadamard transform."""
-    return CustomRecipe(qfactory=nvfp4_ref_rht_2d_factory, quantization_alignment=32)
+    return NVFP4BlockScaling()
 
 
 def run_on_cpu(monkeypatch) -> None:
@@ -101,6 +127,9 @@ def run_on_cpu(monkeypatch) -> None:
         "is_autocast_enabled",
         lambda *device: enabled("cpu") if not device and asked_by("transformer_engine.") else enabled(*device),
     )
+    monkeypatch.setattr(quantization.Float8CurrentScalingRecipeState, "make_quantizers", _current)
+    monkeypatch.setattr(quantization.NVFP4BlockScalingRecipeState, "make_quantizers", _nvfp4)
+    monkeypatch.setattr(base.tex, "bgrad_quantize", _bgrad_quantize)
     monkeypatch.setattr(base, "torch_get_autocast_gpu_dtype", lambda: torch.get_autocast_dtype("cpu"))
     monkeypatch.setattr(gemm, "custom_gemm", torch.autocast("cpu", enabled=False)(gemm.custom_gemm))
     monkeypatch.setattr(gemm, "get_cublas_workspace", lambda *_: torch.empty(0, dtype=torch.uint8))

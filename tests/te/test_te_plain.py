@@ -5,8 +5,7 @@ import torch
 from torch import nn
 
 from lightning_lowprec import FP8TE, plain
-from lightning_lowprec.te.fp8_weight import Fp8Weight
-from lightning_lowprec.te.layer import TELayer
+from lightning_lowprec.te.layer import TELinear
 from tests.precision.weights_left import exact_weights, same_bits
 from tests.te.reference import current_scaling
 from tests.te.subjects import Net, fabric_for
@@ -30,28 +29,13 @@ def test_the_model_is_the_one_before_with_the_trained_values(options, reference_
     optimizer.step()
     expected = exact_weights(model)
     made = plain(wrapped, copy=True)
-    assert isinstance(model.blocks[0][1], TELayer), "the model itself is as it was"
+    assert isinstance(model.blocks[0][1], TELinear), "the model itself is as it was"
     assert plain(wrapped) is model
     assert seen(model) == before
     for plain_model in (model, made):
         assert same_bits({fqn: p.detach() for fqn, p in plain_model.named_parameters()}, expected)
     program = torch.export.export(model, (X,))
     torch.testing.assert_close(program.module()(X), model(X))
-
-
-def test_frozen_weights_in_fp8_alone_are_values_again(pretend_gpu):
-    model = Net()
-    model.blocks[0].requires_grad_(False)
-    before = seen(model)
-    fabric_for(FP8TE("current", fp8_params=True)).setup(model)
-    weight = model.blocks[0][1].weight
-    assert isinstance(weight, Fp8Weight)
-    values = weight.values()
-    made = plain(model, copy=True)
-    assert isinstance(model.blocks[0][1].weight, Fp8Weight), "the model itself is as it was"
-    assert seen(plain(model)) == before
-    for plain_model in (model, made):
-        assert torch.equal(plain_model.blocks[0][1].weight, values)
 
 
 def test_norms(pretend_gpu):

@@ -31,25 +31,6 @@ def test_scales_travel_in_the_plugins_state(pretend_gpu, tmp_path):
     assert len(te_linears(other)) == len(plugin.state_dict()["scales"]) == 6
 
 
-def test_a_resumed_run_uses_weights_again_as_the_first_one_did(pretend_gpu):
-    """The amax of a weight that is used again within a step is seen once: from the first step on, or not at all."""
-    for reused in (True, False):
-        model, plugin = Net(), FP8TE(amax_history_len=4, weight_cache=True)
-        fabric_for(plugin).setup(model)
-        give_scales(model, plugin.recipe)
-        for layer in te_linears(model):
-            for _ in range(1 + reused):
-                layer.weight_cache.is_first_microbatch(layer.weight)
-        state = plugin.state_dict()
-        assert state["weights_are_reused"] is reused
-        other, resumed = Net(), FP8TE(amax_history_len=4, weight_cache=True)
-        fabric_for(resumed).setup(other)
-        resumed.load_state_dict(state)
-        assert resumed.state_dict()["weights_are_reused"] is reused
-        first = [layer.weight_cache.is_first_microbatch(layer.weight) for layer in te_linears(other)]
-        assert first == [True if reused else None] * 6
-
-
 def test_no_layer_renews_the_backward_scales(pretend_gpu):
     """The first to run would, but only in its own backward pass, which need not come."""
     for recipe, first in (("delayed", False), ("current", True)):
@@ -197,14 +178,15 @@ def test_layers_that_got_their_scales_in_a_skipped_step_begin_again(pretend_gpu,
 
 
 def test_a_skipped_step_has_weights_quantised_anew(pretend_gpu, unfused_update):
-    """Else the amax of a weight that is used again would be missing in the next step."""
+    """Else the amax of a weight that is kept would be missing in the next step."""
     for skips in (True, False):
-        model, plugin = Net(), FP8TE(skip_nonfinite=True, amax_history_len=4, weight_cache=True)
+        model, plugin = Net(), FP8TE(skip_nonfinite=True, amax_history_len=4, fp8_params=True)
         _, optimizer = fabric_for(plugin).setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
         layer = registered(model, plugin)[0]
         with plugin.forward_context():
-            assert layer.weight_cache.is_first_microbatch(layer.weight) is None
+            assert layer._is_first_microbatch() is True
+            assert layer._is_first_microbatch() is False
         for p in model.parameters():
             p.grad = torch.full_like(p, float("nan") if skips else 1.0)
         optimizer.step()
-        assert layer.weight_cache.is_first_microbatch(layer.weight) is None
+        assert layer._is_first_microbatch() is True

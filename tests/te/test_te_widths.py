@@ -1,10 +1,9 @@
 """The rows of Transformer Engine's names in `lowprec plan --precisions`, against its recipes and against FSDP2."""
 
 import pytest
-import torch
 
 from lightning_lowprec.fsdp2.options import ShardOptions
-from lightning_lowprec.fsdp2.strategy import gathers_fp8, param_dtype
+from lightning_lowprec.fsdp2.strategy import gathers_fp8
 from lightning_lowprec.names import TABLE, create
 from lightning_lowprec.te.plugin import FP8TE
 from lightning_lowprec.tools.planning.pages import widths
@@ -21,8 +20,5 @@ def test_formats_are_those_of_the_recipe(name):
     }[chosen]  # fmt: skip
     row = widths(name)
     assert (row["output"], row["grad_input"], row["grad_weight"]) == (forward, backward, backward)
-    if gathers_fp8(plugin, ShardOptions()):
-        assert row["fsdp2"] == "e4m3"
-    else:
-        assert row["fsdp2"] == "bf16"
-        assert param_dtype(plugin) is torch.bfloat16
+    assert not gathers_fp8(plugin, ShardOptions())
+    assert row["fsdp2"] == plugin.base
