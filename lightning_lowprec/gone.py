@@ -115,7 +115,7 @@ FLAGS: Final[Mapping[str, str]] = {
     "compare --threads": OPTIONS["threads"],
     "plan --min_gain": _MIN_GAIN,
     "plan --tokens": OPTIONS["tokens"],
-    "export --min_gain": "Write the layers that the run kept: `lowprec export last.ckpt out --keep '*.k_proj'`.",
+    "export --min_gain": "Write the layers that the run kept: `--keep '*.k_proj'`.",
     "export --tokens": OPTIONS["tokens"],
     "plan --copies": "`lowprec plan llama --shards 8` shows one copy of the model. With c copies, each rank sends"
     " 2 (c - 1) / c times 4 bytes more per parameter of its shard.",

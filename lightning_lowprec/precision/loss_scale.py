@@ -16,7 +16,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any, Literal, final
+from typing import Annotated, Any, Final, Literal, final
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -74,6 +74,14 @@ class LossScale:
         return cls(initial=float(value), growth_factor=1.0, backoff_factor=1.0, floor=float(value))
 
 
+_NEVER_SCALED: Final = (
+    "this precision scales the loss, and no loss was scaled since the last step of this optimizer: its gradients would"
+    " be divided by a scale that they do not have. Call `self.manual_backward(loss)` in a LightningModule or"
+    " `fabric.backward(loss)` before each step, in place of `loss.backward()`. For gradients that you assign"
+    " yourself use a bf16 precision."
+)
+
+
 @dataclass
 class _Gradients:
     """The gradients of one optimizer, between two of its steps."""
@@ -81,6 +89,7 @@ class _Gradients:
     unscaled: bool = False
     found_inf: list[Tensor] = field(default_factory=list)  # above 0 where gradients that were unscaled were not finite
     skips: bool = False  # whether a flag that was read from the device was above 0
+    after: int = 0  # how many losses had been scaled at the step before
 
     def read(self) -> bool:
         """Return whether an unscaled gradient is not finite; read the flags from the device, all in one, once."""
@@ -109,6 +118,7 @@ class LossScaler:
         self._good_steps: int = 0
         self._overflows_left: int = self.config.hysteresis
         self._skipped_at_floor: int = 0
+        self._scaled_losses: int = 0
         self._gradients: weakref.WeakKeyDictionary[Optimizer, _Gradients] = weakref.WeakKeyDictionary()
 
     def get_scale(self) -> float:
@@ -133,6 +143,7 @@ class LossScaler:
                     _multiply_grads(optimizer, self.scale)
         if not self.scales_loss:
             return loss
+        self._scaled_losses += 1
         return (loss.float() if loss.dtype == torch.float16 else loss) * self.scale
 
     def unscale(self, optimizer: Optimizer, *, defer: bool = False) -> None:
@@ -146,6 +157,8 @@ class LossScaler:
             return
         inv_scale = 1.0 / self.scale
         params: list[Tensor] = [*parameters_of(optimizer), *held_masters(optimizer)]
+        if self.scales_loss and gradients.after == self._scaled_losses and any(p.grad is not None for p in params):
+            raise RuntimeError(_NEVER_SCALED)
         registry = registry_of(optimizer)
         if registry is not None and defer and deferred.defers(optimizer):
             gradients.found_inf.append(deferred.unscale(optimizer, inv_scale))
@@ -167,7 +180,7 @@ class LossScaler:
         if skip and (registry := registry_of(optimizer)) is not None:
             registry.drop_grads()  # `model.zero_grad()` does not reach gradients that were moved to masters
         output = None if skip else optimizer.step(**kwargs)
-        self._gradients[optimizer] = _Gradients()
+        self._gradients[optimizer] = _Gradients(after=self._scaled_losses)
         self._update(skip, stepped=optimizer)
         return output
 

@@ -171,6 +171,7 @@ def test_copy_keeps_the_state_and_forgets_the_optimizers(clone: Any) -> None:
     optimizer = sgd(w)
     for x in (1.0, INF, 1.0):
         train(scaler, optimizer, (w * x).sum())
+    optimizer.zero_grad()
     scaler.unscale(optimizer)
     copied = clone(scaler)
     assert copied.state_dict() == scaler.state_dict()

@@ -163,6 +163,7 @@ def test_optimizers_are_not_kept_alive() -> None:
     scaler, w = LossScaler(LossScale()), nn.Parameter(torch.zeros(2))
     optimizer = sgd(w)
     train(scaler, optimizer, (w * X).sum())
+    optimizer.zero_grad()
     scaler.unscale(optimizer)
     del optimizer
     gc.collect()

@@ -11,7 +11,8 @@ def trajectory(config: LossScale, overflows: str) -> list[float]:
     weight = torch.nn.Parameter(torch.ones(1))
     optimizer, scaler, scales = torch.optim.SGD([weight], lr=0.0), LossScaler(config), []
     for step in overflows:
-        weight.grad = torch.full((1,), float("inf") if step == "x" else 1.0)
+        optimizer.zero_grad()
+        scaler.scale_loss(weight.sum() * (float("inf") if step == "x" else 1.0)).backward()
         scaler.step(optimizer)
         scales.append(scaler.scale)
     return scales
@@ -35,12 +36,12 @@ def test_the_count_survives_a_checkpoint():
     config = LossScale(initial=64.0, hysteresis=2)
     weight = torch.nn.Parameter(torch.ones(1))
     optimizer, first = torch.optim.SGD([weight], lr=0.0), LossScaler(config)
-    weight.grad = torch.tensor([float("nan")])
+    first.scale_loss(weight.sum() * float("nan")).backward()
     first.step(optimizer)
     second = LossScaler(config)
     second.load_state_dict(first.state_dict())
     assert (second.scale, second.skipped_steps) == (64.0, 1)
-    weight.grad = torch.tensor([float("nan")])
+    second.scale_loss(weight.sum() * float("nan")).backward()
     second.step(optimizer)
     assert (second.scale, second.skipped_steps) == (32.0, 2)
 

@@ -80,7 +80,7 @@ OWNERS = [
 ELSEWHERE = {
     "backend", "experts_implementation", "peft_type",
     "safe_merge", "schedule", "fp8_recipe", "grad_reduce_in_fp32", "gradient_clipping", "independent_parameters",
-    "strict_loading",
+    "strict_loading", "log_graph",
 }  # fmt: skip
 """Options of configurations and classes without a signature, and values that a message refuses."""
 OF_TE = {"recipe='current'", "recipe='delayed'", "recipe='nvfp4'", "recipe={...}"}
