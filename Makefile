@@ -24,7 +24,7 @@ PEERS ?= ../shared/peers
 # tests/registration/test_both_packages.py trains and resumes such plugins over both packages
 OVER := not (half-auto or fp16-master or fp8-rowwise-gw-hp-sr)
 
-.PHONY: help demo test test-more test-all lanes environments test-versions check format package test-faults test-dtypes test-peers test-clients test-gpu gpu-lane test-floor test-te test-deepspeed test-ledger ledger ledger-score rehearse bench evidence notebook docs docs-test clean
+.PHONY: help demo test test-more test-all lanes environments test-versions check format package test-faults test-dtypes test-peers test-clients test-gpu test-floor test-te test-deepspeed test-ledger ledger ledger-score rehearse bench evidence notebook docs docs-test clean
 .DEFAULT_GOAL := help
 
 # the tests start many processes: each would compile the package and its tests anew
@@ -45,9 +45,8 @@ help:
 	@echo "make ledger      count what a GPU would be asked to do, without a GPU (needs g++; 6 minutes; the first time 5 GB and 20 more)"
 	@echo "make ledger-score hold the predicted gains against figures that others have published; writes docs/benchmarks.md"
 	@echo "make test-ledger every CUDA path on a GPU that computes nothing: kernels, bytes, waits, memory (needs g++)"
-	@echo "make rehearse    on a GPU that computes nothing: the GPU lane, and the cases that others stand for in make test-ledger (half an hour)"
-	@echo "make test-gpu    what only a GPU with FP8 can show (skips by itself elsewhere)"
-	@echo "make gpu-lane    step time, products, losses, memory against what a user would pick instead, on a GPU with FP8 (25 minutes)"
+	@echo "make rehearse    on a GPU that computes nothing: the cases that others stand for in make test-ledger"
+	@echo "make test-gpu    FP8 kernels against their emulation, on a GPU with FP8 (skips by itself elsewhere)"
 	@echo "make test-peers  Lightning's own tests, a probe and models of transformers under our names (PEERS=folder; half an hour)"
 	@echo "make test-clients  other people's packages of Lightning with only the precision changed (CLIENTS=\"darts timm\"; 7 GB on disk, a quarter of an hour)"
 	@echo "make test-faults plant the faults of tests/faults/table.jsonl, one at a time, and see that a test catches each (FAULTS=\"--some 30\": fewer)"
@@ -120,9 +119,6 @@ package: $(VENV)/.installed
 test-gpu: $(VENV)/.installed
 	$(VENV)/bin/python -m pytest tests/gpu -W default
 
-gpu-lane: $(VENV)/.installed
-	$(VENV)/bin/python -m benchmarks.gpu_lane --out gpu-lane-out
-
 test-floor: $(FLOOR)/.installed
 	OMP_NUM_THREADS=1 $(FLOOR)/bin/python -m pytest -n $(WORKERS) --dist loadfile --tier 1 tests/registration tests/contract tests/masters tests/numerics tests/conversion/test_membership.py tests/torchao/test_fp8_linear.py tests/torchao/test_prototypes.py tests/precision/test_loss_scale*.py tests/msamp/test_scaled_[acgs]*.py tests/fsdp2/test_fsdp2_shards_shown.py
 
@@ -141,7 +137,7 @@ test-versions: $(VENV)/.installed $(FLOOR)/.installed .venv-2.14.1/.installed .v
 	$$python -m pytest tests/ledger/test_float8_stores.py || exit 1; done
 
 test-te: $(TE)/.installed
-	OMP_NUM_THREADS=1 $(TE)/bin/python -m pytest -n $(WORKERS) --dist loadfile -k 'FP8TE or not contract' tests/te tests/triton tests/registration/test_names.py tests/migration/test_our_side.py tests/benchmarks/test_gpu_lane_te.py tests/contract
+	OMP_NUM_THREADS=1 $(TE)/bin/python -m pytest -n $(WORKERS) --dist loadfile -k 'FP8TE or not contract' tests/te tests/triton tests/registration/test_names.py tests/migration/test_our_side.py tests/contract
 
 test-deepspeed: $(DEEPSPEED)/.installed
 	PYTHONPATH=$(CURDIR):$(CURDIR)/$(DEEPSPEED) DS_ACCELERATOR=cpu $(RUN)/python -m pytest tests/deepspeed
@@ -154,7 +150,6 @@ test-ledger: $(TE)/.installed
 
 rehearse: $(TE)/.installed
 	$(TE)/bin/python -m benchmarks.ledger.launch $(TE)/bin/python -m pytest -n $(WORKERS) --dist loadfile -m rehearsed tests/ledger tests/gpu
-	$(TE)/bin/python -m benchmarks.ledger.launch $(TE)/bin/python -m benchmarks.gpu_lane --smoke --out rehearsal-out
 
 ledger: $(TE)/.installed
 	$(TE)/bin/python -m benchmarks.ledger $(LEDGER)

@@ -5,7 +5,7 @@ python -m benchmarks.ledger.launch python -m benchmarks.host_overhead --pairs 't
 
 The null GPU computes nothing, so a step takes the time of its host. Both sides of a pair live in one process and take
 turns; a figure is the least processor time of many steps, which a busy machine disturbs little. Python calls of one
-step are counted exactly. Two blocks of the GPU lane's 8B shape train with AdamW; those of torchao are compiled. Ours
+step are counted exactly. Two blocks of the 8B shape train with AdamW; those of torchao are compiled. Ours
 trains by Fabric, whose calls count: about as many per step for any number of blocks.
 """
 
@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_lane import models, setups
-from benchmarks.gpu_lane.contenders import find
-from benchmarks.gpu_lane.running import Job, Running
+from benchmarks.rivals import models, setups
+from benchmarks.rivals.contenders import find
+from benchmarks.rivals.running import Job, Running
 from lightning_lowprec.private.transformer_engine import manager
 
 WARM_STEPS = 5

@@ -18,13 +18,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from benchmarks import machine
 from benchmarks.convergence import page, precisions, subjects, text
 from benchmarks.convergence.facts import guesses, machine_facts
 from benchmarks.convergence.precisions import BASELINE, FAST, PROMOTED
 from benchmarks.convergence.results import SCHEMA, Results, today
 from benchmarks.convergence.runs import FILE as RUNS
 from benchmarks.convergence.runs import Runs, tasks, train_all
-from benchmarks.gpu_lane import machine
 
 SMOKE_NAMES = (BASELINE, "bf16-mixed", "fp8-hybrid", FAST)
 

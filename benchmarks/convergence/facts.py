@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks.convergence.digits import CLASSES
 from benchmarks.convergence.subjects import Subject
 from benchmarks.convergence.text import parts
-from benchmarks.gpu_lane.machine import versions
+from benchmarks.machine import versions
 
 PACKAGES = (
     "lightning-lowprec", "torch", "lightning", "torchao", "transformers", "peft", "numpy", "pillow", "matplotlib",

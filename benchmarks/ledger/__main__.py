@@ -1,4 +1,4 @@
-"""Count what the contenders of the GPU lane ask of a GPU, and predict times from the counts.
+"""Count what the contenders (`benchmarks/rivals`) ask of a GPU, and predict times from the counts.
 
 make ledger                                     # the contenders that matter most, a few minutes
 python -m benchmarks.ledger --all               # all
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return refused(
             "This Python has a torch without CUDA. `make ledger` sets up an environment with the CUDA build."
         )
-    from benchmarks.gpu_lane import contenders
+    from benchmarks.rivals import contenders
 
     known = [contender.key for contender in contenders.contenders()]
     keys = options.contenders or (known if options.all else list(contenders.ORDER))
@@ -56,10 +56,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Return the options of the command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.ledger", description=__doc__)
-    parser.add_argument("--contenders", nargs="+", metavar="KEY", help="keys of the GPU lane; default: the first ones")
-    parser.add_argument("--all", action="store_true", help="every contender of the GPU lane")
+    parser.add_argument("--contenders", nargs="+", metavar="KEY", help="keys of contenders; default: the first ones")
+    parser.add_argument("--all", action="store_true", help="every contender")
     parser.add_argument("--device", choices=DEVICES, default="h200")
-    parser.add_argument("--shape", default="8b", help="a model of the GPU lane")
+    parser.add_argument("--shape", default="8b", help="a model of benchmarks/rivals/models.py")
     parser.add_argument("--layers", type=int, help="instead of the model's own number")
     parser.add_argument("--batch", type=int, default=2, help="sequences per step")
     parser.add_argument(

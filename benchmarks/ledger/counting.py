@@ -24,9 +24,9 @@ def main() -> int:
     """Count the contenders that have no file yet."""
     import torch
 
-    from benchmarks.gpu_lane import contenders, models
     from benchmarks.ledger.step import measure
     from benchmarks.ledger.untuned import take_first_variant
+    from benchmarks.rivals import contenders, models
 
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)

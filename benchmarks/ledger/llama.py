@@ -20,13 +20,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.gpu_lane.models import SHAPES, Shape
 from benchmarks.ledger import own_moved, triton_bytes
 from benchmarks.ledger.entry import OUTSIDE, PHASES, Amount, amounts, total
 from benchmarks.ledger.moved import Moved
 from benchmarks.ledger.recorder import Log, mark, recording
 from benchmarks.ledger.step import mark_blocks
 from benchmarks.ledger.untuned import take_first_variant
+from benchmarks.rivals.models import SHAPES, Shape
 
 BATCH, WARM_STEPS = 2, 4
 

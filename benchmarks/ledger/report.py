@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.gpu_lane.contenders import BASELINE, BF16_TRUE, CHUNKED, FP8_HEAD
 from benchmarks.ledger.entry import PHASES, Entry
 from benchmarks.ledger.roofline import Rates, predict
+from benchmarks.rivals.contenders import BASELINE, BF16_TRUE, CHUNKED, FP8_HEAD
 
 GB = 1e9
 BASES = (BASELINE, BF16_TRUE)

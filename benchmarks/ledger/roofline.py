@@ -11,9 +11,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import harmonic_mean
 
-from benchmarks.gpu_lane.rates import measured_rates
 from benchmarks.ledger.entry import Amount, Entry
 
 H200: Mapping[str, Mapping[str, float]] = {
@@ -50,19 +48,6 @@ COMMON: Mapping[str, float] = {
 """FLOP/s of float32 without TF32 and of cuDNN's attention; bytes/s; seconds between two kernels."""
 
 
-IN_THE_LANE: Mapping[str, str] = {
-    "bfloat16": "gemm bf16",
-    "float8 fast": "gemm fp8 fast",
-    "float8 exact": "gemm fp8 exact",
-    "float8 row scales fast": "gemm fp8 rowwise fast",
-    "float8 row scales exact": "gemm fp8 rowwise exact",
-    "attention forward": "attention forward",
-    "attention backward": "attention backward",
-    "bandwidth": "bandwidth copy",
-}
-"""How the names of the GPU lane's rates begin (benchmarks/gpu_lane/rates.py)."""
-
-
 @dataclass(frozen=True)
 class Rates:
     """What a device sustains."""
@@ -89,30 +74,14 @@ def assumed(which: str = "middle") -> Rates:
 def from_file(path: Path) -> Rates:
     """Return the middle rates with those replaced that a file holds.
 
-    The file is a ``results.json`` of the GPU lane, or names rates as here: ``{"bandwidth": 4.0e12, ...}``.
+    The file names rates as here: ``{"bandwidth": 4.0e12, ...}``.
     """
     found = json.loads(path.read_text())
-    if "runs" in found:
-        found = of_the_lane(measured_rates(path))
-    known = sorted({*assumed().values, *IN_THE_LANE})
+    known = sorted(assumed().values)
     unknown = sorted(set(found) - set(known))
     if unknown:
         raise ValueError(f"{path}: unknown rates {unknown}; expected some of: {', '.join(known)}")
     return Rates(f"{path.name} (the others assumed)", {**assumed().values, **found})
-
-
-def of_the_lane(measured: Mapping[str, float]) -> dict[str, float]:
-    """Return rates by our names from the GPU lane's, which name a shape each.
-
-    The harmonic mean over shapes: as if each shape did as many FLOPs. Rates "sustained" count alone if there are some.
-    """
-    found = {}
-    for name, prefix in IN_THE_LANE.items():
-        rates = {key: rate for key, rate in measured.items() if key.startswith(prefix)}
-        sustained = [rate for key, rate in rates.items() if "sustained" in key]
-        if chosen := sustained or list(rates.values()):
-            found[name] = harmonic_mean(chosen)
-    return found
 
 
 @dataclass

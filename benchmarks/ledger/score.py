@@ -12,15 +12,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import correlation, fmean
 from typing import Any
 
-from benchmarks.gpu_lane.contenders import BASELINE, BF16_TRUE, CHUNKED, FP8_HEAD
-from benchmarks.gpu_lane.figures import table
 from benchmarks.ledger.entry import PHASES, Amount, Entry
 from benchmarks.ledger.roofline import COMMON, H200, Rates, assumed, predict
+from benchmarks.rivals.contenders import BASELINE, BF16_TRUE, CHUNKED, FP8_HEAD
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks/results"
@@ -209,6 +208,12 @@ def row(figure: Figure, fitted: float | None) -> list[str]:
         ratios = [f"{truth:.2f}", f"{predicted:.2f}", f"{100 * (predicted / truth - 1):+.0f}", f"{fitted:.2f}"]
     link = f"[{figure['name']}]({figure['address']})"
     return [link, setting, *ratios, f"{speed:.2f}" if figure["unit"] == "tokens/s" else "", figure["silent"]]
+
+
+def table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
+    """Return a Markdown table; empty if there are no rows."""
+    lines = [f"| {' | '.join(map(str, row))} |" for row in rows]
+    return "\n".join([f"| {' | '.join(map(str, head))} |", "|" + "---|" * len(head), *lines]) if lines else ""
 
 
 def scores(figures: Sequence[Figure], fixed: Sequence[float], fitted: Sequence[float]) -> str:

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.gpu_lane import bytes_held, models
-from benchmarks.gpu_lane.models import Shape
-from benchmarks.gpu_lane.running import Batch, Job, Running
 from benchmarks.host_overhead import python_calls
 from benchmarks.ledger import own_moved, te_moved, triton_bytes
 from benchmarks.ledger.entry import OUTSIDE, Entry, amounts
 from benchmarks.ledger.moved import Moved
 from benchmarks.ledger.recorder import Log, Record, mark, recording
+from benchmarks.rivals import bytes_held, models
+from benchmarks.rivals.models import Shape
+from benchmarks.rivals.running import Batch, Job, Running
 
 WARM_STEPS = 3
 """Optimizer state, compiled code and the allocator's blocks are there after two steps; one more to be sure."""
@@ -35,7 +35,7 @@ def measure(contender: str, setup: Setup, shape: Shape, *, batch: int = 2, compi
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     gc.collect()  # what compiled code of the last contender held goes with it
-    running = setup(Job(shape=shape, device=device, compile=compile, tokens=batch * shape.sequence))
+    running = setup(Job(shape=shape, device=device, compile=compile))
     data = models.batches(shape, batch, device, count=1)
     for _ in range(WARM_STEPS):
         running.step(data)

@@ -20,8 +20,8 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks.gpu_lane.models import SHAPES, Llama, Shape, rotary
 from benchmarks.ledger.collectives import Counts, counted
+from benchmarks.rivals.models import SHAPES, Llama, Shape, rotary
 from lightning_lowprec import FabricFSDP2Strategy
 from lightning_lowprec.conversion.plan import make_plan
 from lightning_lowprec.names import TABLE

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu_lane import models
-from benchmarks.gpu_lane.contenders import MAIN, MAIN_TE, TE_COMPILED, TE_LAYERS
 from benchmarks.ledger import __main__ as command
 from benchmarks.ledger import report, roofline
 from benchmarks.ledger.entry import Entry
+from benchmarks.rivals import models
+from benchmarks.rivals.contenders import MAIN, MAIN_TE, TE_COMPILED, TE_LAYERS
 from tests.ledger.budgets import ALL_LOGITS_GB, ALL_LOGITS_PEAK_GB, HEAD_GB, HEAD_PEAK_GB, LLAMA
 
 ROOT = Path(__file__).parents[2]

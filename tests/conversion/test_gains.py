@@ -1,13 +1,8 @@
-"""The published gains, as long as this project has measured none."""
+"""The published gains."""
 
 import pytest
 
-from lightning_lowprec.conversion import gains, measured_gains
-
-
-@pytest.fixture(autouse=True)
-def nothing_measured(monkeypatch):
-    monkeypatch.setattr(measured_gains, "GAINS", {})
+from lightning_lowprec.conversion import gains
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,7 @@
 """Where these tests run: on a CUDA device with FP8, or, to try the tests themselves, on CPU.
 
 With ``LOWPREC_NO_VALUES=1`` the device computes nothing: every assertion about values ends in ``or NO_VALUES``, so that
-the tests run to their ends and show what crashes. cuDNN's attention is off then, and torch's fake process group stands
-in for NCCL.
+the tests run to their ends and show what crashes. cuDNN's attention is off then.
 """
 
 from __future__ import annotations
@@ -12,9 +11,9 @@ import os
 import pytest
 import torch
 
-from benchmarks.gpu_lane.values import stand_in_for_nccl, use_what_the_device_has, values_exist
 from benchmarks.ledger import triton_bytes
 from benchmarks.ledger.untuned import take_first_variant
+from benchmarks.rivals.values import use_what_the_device_has, values_exist
 from lightning_lowprec.hardware import default_device, refusal
 
 DRY = os.environ.get("LOWPREC_GPU_TESTS_ON") == "cpu"
@@ -31,11 +30,6 @@ def reason_to_skip() -> str | None:
     if DRY:
         return None
     return refusal("tensorwise", device) if device.type == "cuda" else f"{device.type} has no FP8 kernels"
-
-
-def process_group_if_no_nccl(*, real: bool = False) -> None:
-    """Make the group that stands in for NCCL where nothing computes; Lightning's strategies take it."""
-    stand_in_for_nccl(DEVICE, real=real)
 
 
 use_what_the_device_has()

@@ -1,6 +1,6 @@
 """What a step may ask of the GPU: counted figures, kept in one place. A figure that falls is written down here.
 
-The model is the GPU lane's 8B-shaped stack at full size: 16 layers, 8,192 tokens, vocabulary 128,256, an H200.
+The model is the ledger's 8B-shaped stack at full size: 16 layers, 8,192 tokens, vocabulary 128,256, an H200.
 """
 
 from __future__ import annotations

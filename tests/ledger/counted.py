@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 from functools import partial
 
-from benchmarks.gpu_lane import contenders, models, setups
-from benchmarks.gpu_lane.running import Job, Running
 from benchmarks.ledger.entry import Entry
 from benchmarks.ledger.step import measure
+from benchmarks.rivals import contenders, models, setups
+from benchmarks.rivals.running import Job, Running
 from lightning_lowprec import FP8TE, FP8TorchAO
 
 STACK = models.SHAPES["8b"]

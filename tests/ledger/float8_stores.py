@@ -18,9 +18,9 @@ from unittest.mock import patch
 import torch
 from torch._inductor.async_compile import AsyncCompile
 
-from benchmarks.gpu_lane import models, setups
-from benchmarks.gpu_lane.running import Job
 from benchmarks.ledger.untuned import take_first_variant
+from benchmarks.rivals import models, setups
+from benchmarks.rivals.running import Job
 
 NAMES = {
     "h200": (

@@ -12,11 +12,11 @@ from dataclasses import replace
 
 import torch
 
-from benchmarks.gpu_lane import models, setups
-from benchmarks.gpu_lane.running import Job
 from benchmarks.ledger import triton_bytes
 from benchmarks.ledger.recorder import recording
 from benchmarks.ledger.untuned import take_first_variant
+from benchmarks.rivals import models, setups
+from benchmarks.rivals.running import Job
 from tests.representatives import representatives
 
 SHAPE = replace(models.SHAPES["toy"], ffn=models.SHAPES["toy"].hidden, kv_heads=models.SHAPES["toy"].heads)

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.gpu_lane import models
-from benchmarks.gpu_lane.contenders import find
 from benchmarks.ledger import roofline
 from benchmarks.ledger.moved import Moved
 from benchmarks.ledger.recorder import recording
 from benchmarks.ledger.step import measure
+from benchmarks.rivals import models
+from benchmarks.rivals.contenders import find
 from lightning_lowprec import Int8TorchAO
 
 TOKENS, IN, OUT = 256, 512, 1024

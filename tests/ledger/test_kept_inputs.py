@@ -7,7 +7,7 @@ import lightning as L
 import pytest
 import torch
 
-from benchmarks.gpu_lane import models
+from benchmarks.rivals import models
 from lightning_lowprec import FP8TorchAO
 
 SHAPE = replace(models.SHAPES["8b"], layers=1, vocab=1024)

@@ -13,9 +13,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend "fake")
 
-from benchmarks.gpu_lane import models
 from benchmarks.ledger import triton_bytes
 from benchmarks.ledger.recorder import recording
+from benchmarks.rivals import models
 from lightning_lowprec import FP8TE, MSAMP, FP8TorchAO, FSDP2Strategy
 from lightning_lowprec.fsdp2.fp8_gather import Fp8GatherShard, GatherScales
 from lightning_lowprec.msamp import ScaledAdamW, scale_linears
@@ -44,7 +44,7 @@ def fresh():
 
 
 def toy_step(fabric):
-    """A training step of the lane's toy model, set up by ``fabric``, and the model: (step, bare)."""
+    """A training step of the toy model, set up by ``fabric``, and the model: (step, bare)."""
     fabric.launch()
     bare = models.build(models.TOY, DEVICE)
     model = fabric.setup_module(bare)

@@ -6,8 +6,8 @@ import lightning as L
 import pytest
 import torch
 
-from benchmarks.gpu_lane import models
 from benchmarks.ledger.recorder import recording
+from benchmarks.rivals import models
 from lightning_lowprec import FP8TE, MSAMP, FP8TorchAO
 from lightning_lowprec.callbacks import NumericsMonitor
 

@@ -124,10 +124,3 @@ def test_measured_rates_replace_assumed_ones(tmp_path):
     file.write_text('{"bandwith": 2.0}')
     with pytest.raises(ValueError, match=r"unknown rates \['bandwith'\]; expected some of: .*bandwidth"):
         roofline.from_file(file)
-
-
-def test_the_rates_of_the_gpu_lane_are_taken_by_format(tmp_path):
-    """Harmonic mean of 2 and 6: 3. Sustained rates count alone."""
-    rates = {"gemm fp8 fast 8x8x8": 2e12, "gemm fp8 fast 16x8x8": 6e12, "gemm bf16 8x8x8": 9e12,
-             "gemm bf16 8x8x8 sustained": 4e12, "bandwidth copy": 5.0}  # fmt: skip
-    assert roofline.of_the_lane(rates) == {"float8 fast": pytest.approx(3e12), "bfloat16": 4e12, "bandwidth": 5.0}

@@ -15,7 +15,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from benchmarks.gpu_lane import models
+from benchmarks.rivals import models
 from lightning_lowprec import FP8TorchAO
 from lightning_lowprec.conversion import backends
 
@@ -31,7 +31,7 @@ MODELS = {
     "Gemma 2": lambda: Gemma2ForCausalLM(Gemma2Config(num_key_value_heads=4, head_dim=16, **SIZES)),
     "GPT-NeoX": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**SIZES)),
     "BERT, norms behind the blocks": lambda: BertForMaskedLM(BertConfig(**SIZES)),
-    "the GPU lane's": lambda: models.Llama(models.TOY),
+    "the ledger's": lambda: models.Llama(models.TOY),
 }
 TOKENS = torch.zeros(2, models.TOY.sequence, dtype=torch.long)
 

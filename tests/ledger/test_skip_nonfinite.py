@@ -7,9 +7,9 @@ import lightning as L
 import pytest
 import torch
 
-from benchmarks.gpu_lane import models
 from benchmarks.ledger.recorder import recording
 from benchmarks.ledger.step import launches
+from benchmarks.rivals import models
 from lightning_lowprec import FP8TE, FP8TorchAO, HalfMixed
 from lightning_lowprec.precision import loss_scale
 from lightning_lowprec.private import transformer_engine
@@ -18,7 +18,7 @@ DEVICE = torch.device("cuda")
 
 
 def run(plugin, clip=False):
-    """(kernels, waits) of the third step of the lane's toy model."""
+    """(kernels, waits) of the third step of the toy model."""
     gc.collect()
     transformer_engine.manager().reset()  # of the models of earlier tests: their scales would be renewed too
     torch.cuda.empty_cache()

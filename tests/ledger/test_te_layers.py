@@ -2,14 +2,12 @@
 
 import lightning as L
 import pytest
-import torch
 
-from benchmarks.gpu_lane import models, part_steps
-from benchmarks.gpu_lane.contenders import TE_LAYERS, find
-from benchmarks.gpu_lane.models import TOY
-from benchmarks.gpu_lane.running import Job
-from benchmarks.gpu_lane.te_layers import use_te_layers
 from benchmarks.ledger.step import measure
+from benchmarks.rivals import models
+from benchmarks.rivals.contenders import TE_LAYERS, find
+from benchmarks.rivals.models import TOY
+from benchmarks.rivals.te_layers import use_te_layers
 from lightning_lowprec import FP8TE
 
 BLOCK_WEIGHTS = 2 * TOY.hidden * (TOY.hidden + TOY.kv_heads * TOY.head_dim) + 3 * TOY.hidden * TOY.ffn
@@ -34,19 +32,11 @@ def test_every_product_of_the_blocks_is_in_fp8(recipe):
     )
 
 
-def test_the_lane_knows_which_linear_layers_they_stand_for():
-    running = find(f"{TE_LAYERS} delayed").setup(Job(shape=TOY, device=torch.device("cuda"), compile=False))
-    found = part_steps.arithmetic(running, TOY, TOKENS, ms=1.0)
-    assert (found["fp8_layers"], found["fp8_head"], found["weights"]) == (7 * TOY.layers, False, "float32")
-    assert sum(found["fp8_shapes"].values()) == 7 * TOY.layers
-    assert sum(p.numel() for p in running.bare.parameters()) == TOY.parameters
-
-
 def test_they_run_in_fp8_in_a_model_under_our_plugin():
     """The way out that docs/which-backend.md names."""
 
     def setup(job):
-        from benchmarks.gpu_lane.running import Running
+        from benchmarks.rivals.running import Running
 
         fabric = L.Fabric(accelerator="cuda", devices=1, plugins=FP8TE())
         bare = models.build(TOY, job.device)

@@ -11,9 +11,9 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from benchmarks import host_overhead
-from benchmarks.gpu_lane import models, setups
-from benchmarks.gpu_lane.running import Job
 from benchmarks.ledger.recorder import recording
+from benchmarks.rivals import models, setups
+from benchmarks.rivals.running import Job
 from lightning_lowprec import FP8TE
 from lightning_lowprec.te.norms import TELayerNorm, TERMSNorm, convert_norms
 

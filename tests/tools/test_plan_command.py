@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightning_lowprec.conversion import measured_gains
 from lightning_lowprec.conversion.plan import make_plan
 from lightning_lowprec.tools.cli import main
 from lightning_lowprec.tools.planning.costs import flops, footprints
@@ -24,12 +23,6 @@ def llama(tmp_path, layers):
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**LLAMA_8B, "num_hidden_layers": layers}))
     return path
-
-
-@pytest.fixture
-def published_gains(monkeypatch):
-    """The figures that stand in where nothing is measured, also after this project has measured some."""
-    monkeypatch.setattr(measured_gains, "GAINS", {})
 
 
 def run_json(capsys, *args):
@@ -206,7 +199,7 @@ def test_a_checkpoint(tmp_path, capsys, kind):
     assert not any("embed_tokens" in row["fqn"] for row in data["plan"])
 
 
-def test_text_collapses_blocks_and_all_shows_each(tmp_path, capsys, published_gains):
+def test_text_collapses_blocks_and_all_shows_each(tmp_path, capsys):
     config = llama(tmp_path, 3)
     assert main(["plan", str(config), "--markdown", str(tmp_path / "plan.md")]) == 0
     text = capsys.readouterr().out

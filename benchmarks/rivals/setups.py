@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.gpu_lane.models import Loss
-from benchmarks.gpu_lane.running import Job, Running, compile_blocks
-from benchmarks.gpu_lane.values import stand_in_for_nccl
+from benchmarks.rivals.models import Loss
+from benchmarks.rivals.running import Job, Running, compile_blocks
+from benchmarks.rivals.values import stand_in_for_nccl
 
 HEAD = "lm_head"
 
@@ -161,8 +161,6 @@ def ours(job: Job, *, name: str, options: dict[str, Any] | None = None, strategy
         job = replace(job, weights=torch.bfloat16)
     entry = TABLE[name]
     changed = dict(options or {})
-    if "min_gain" in changed and job.tokens is not None:
-        changed["tokens"] = job.tokens
     compiles_itself = "compile" in inspect.signature(entry.plugin).parameters
     if compiles_itself and not job.compile:
         changed["compile"] = False

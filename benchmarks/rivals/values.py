@@ -1,25 +1,18 @@
 """A device that computes nothing: it records launches, hands out memory and leaves every value as it was.
 
-The lane and ``tests/gpu`` run to their ends there, which finds every crash in Python before a GPU is there. Whatever
-follows from values or from time is off, and cuDNN and NCCL, which such a device lacks, are not used.
-A process group and its environment variables belong to one item of the lane: the next one finds none.
+``python -m benchmarks.gpu`` and ``tests/gpu`` run to their ends there, which finds every crash in Python before there
+is a GPU. Whatever follows from values or from time is off, and cuDNN and NCCL, which such a device lacks, are not used.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import distributed as dist
 
 NO_VALUES = "LOWPREC_NO_VALUES"
 """Environment variable: any text but an empty one or ``0`` says that the device computes nothing."""
-NO_LIMIT = 24 * 3600.0
-"""Seconds that stand for no limit."""
-VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-"""What Lightning and torch's launchers write."""
 
 
 def values_exist() -> bool:
@@ -27,36 +20,10 @@ def values_exist() -> bool:
     return os.environ.get(NO_VALUES, "") in ("", "0")
 
 
-def time_limit(seconds: float) -> float:
-    """Return ``seconds``; no limit where time means nothing."""
-    return seconds if values_exist() else NO_LIMIT
-
-
 def use_what_the_device_has() -> None:
     """Turn cuDNN attention off where nothing computes: torch would choose it, and it has no library there."""
     if not values_exist():
         torch.backends.cuda.enable_cudnn_sdp(False)
-
-
-@contextmanager
-def left_as_found() -> Iterator[None]:
-    """End the group that was made inside, and put its variables back.
-
-    Who comes next in the same process (Accelerate, another strategy) would believe that it is one of several, or bind
-    the port again.
-    """
-    had_group = dist.is_initialized()
-    before = {name: os.environ.get(name) for name in VARIABLES}
-    try:
-        yield
-    finally:
-        if dist.is_initialized() and not had_group:
-            dist.destroy_process_group()
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 def stand_in_for_nccl(device: torch.device, *, real: bool = False) -> None:

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.gpu_lane.settings import Settings
 from lightning_lowprec.losses import linear_cross_entropy
 
 Loss = Literal["logits", "chunked", "fp8"]
@@ -63,9 +62,6 @@ SHAPES = {
     ),  # the sizes of GPT-2 small; its vocabulary of 50257 filled up to a multiple of 64
     "toy": TOY,
 }
-BATCHES = (4, 2, 1)
-ON_H200 = 139 * 2**30
-"""Bytes; sizes are those of an H200 where there is no GPU to ask."""
 
 
 def peak_bytes(shape: Shape, batch: int) -> int:
@@ -209,19 +205,3 @@ def batches(shape: Shape, batch: int, device: torch.device, count: int = 4) -> l
     u = torch.rand(count, batch, shape.sequence + 1, generator=generator)
     tokens = (shape.vocab**u).long().clamp_(max=shape.vocab) - 1  # probability ~ 1 / rank
     return [(row[:, :-1].contiguous().to(device), row[:, 1:].contiguous().to(device)) for row in tokens]
-
-
-def step_size(settings: Settings) -> tuple[Shape, int]:
-    """The shape of ``step8b`` on this device, and sequences per step: asked for, or what fits."""
-    if settings.smoke:
-        return TOY, settings.batch or 2
-    device = settings.torch_device
-    memory = torch.cuda.get_device_properties(device).total_memory if settings.cuda else ON_H200
-    batches = BATCHES if settings.batch is None else (settings.batch,)
-    return fitting(SHAPES["8b"], memory, batches)
-
-
-def step_tokens(settings: Settings) -> int:
-    """Rows of a Linear's input in that step."""
-    shape, batch = step_size(settings)
-    return shape.sequence * batch

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.gpu_lane.models import Llama, Loss, Shape, build
+from benchmarks.rivals.models import Llama, Loss, Shape, build
 
 Batch = tuple[Tensor, Tensor]
 LEARNING_RATE = 1e-4
@@ -24,8 +24,6 @@ class Job:
     device: torch.device
     compile: bool = True
     """Whether contenders that compile do so."""
-    tokens: int | None = None
-    """Per step, for those who want to know."""
     optimizer: str = "AdamW"
     """``"AdamW"`` (torch's fused one), or a low-bit one of torchao: ``"AdamW8bit"``, ``"AdamW4bit"`` ..."""
 
@@ -85,18 +83,3 @@ def compile_blocks(model: Llama, job: Job) -> None:
     if job.compile:
         for block in model.layers:
             block.compile()
-
-
-def low_precision_layers(model: nn.Module) -> list[str]:
-    """Names of the layers that compute as no plain Linear any more: torchao's, TE's, ours.
-
-    A module that replaced a whole block names the layers of that block in ``stands_for``.
-    """
-    blocks = {fqn: module for fqn, module in model.named_modules() if hasattr(module, "stands_for")}
-    if blocks:
-        return [f"{fqn}.{name}" for fqn, block in blocks.items() for name in block.stands_for]
-    return [
-        fqn
-        for fqn, module in model.named_modules()
-        if hasattr(module, "in_features") and hasattr(module, "weight") and type(module) is not nn.Linear
-    ]

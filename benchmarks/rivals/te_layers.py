@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.gpu_lane.models import ROPE_BASE, Block, Llama, Shape
-from benchmarks.gpu_lane.running import Job, Running, compile_blocks
-from benchmarks.gpu_lane.setups import both_autocasts, te_norm, te_recipe
+from benchmarks.rivals.models import ROPE_BASE, Block, Llama, Shape
+from benchmarks.rivals.running import Job, Running, compile_blocks
+from benchmarks.rivals.setups import both_autocasts, te_norm, te_recipe
 
 
 def te_layers(job: Job, *, recipe: str, compiled: bool = False, fp8_attention: bool = False) -> Running:
@@ -43,11 +43,6 @@ def use_te_layers(model: Llama, *, own_attention: bool = False) -> None:
 
 class TEBlock(nn.Module):
     """A block of the decoder, computed by one ``te.TransformerLayer``."""
-
-    stands_for = tuple(
-        [f"attention.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
-    )
-    """The linear layers of the plain block, by name."""
 
     def __init__(self, block: Block, shape: Shape, turn: Tensor, *, own_attention: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What the figures were taken on, and with what."""
+"""The commit and the versions that figures were taken with."""
 
 from __future__ import annotations
 
@@ -7,30 +7,10 @@ import subprocess
 from collections.abc import Sequence
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import Any
 
-import torch
-
-ROOT = Path(__file__).parents[2]
-FURTHER = ("triton", "accelerate", "transformers", "numpy")
+ROOT = Path(__file__).parents[1]
 COMMIT = "LOWPREC_COMMIT"
 """Environment variable that names the commit where the tree travels without its ``.git``."""
-
-
-def facts(device: torch.device) -> dict[str, Any]:
-    """Device, driver, versions, memory."""
-    from lightning_lowprec.tools.doctor import machine
-
-    found = machine(device)
-    found["versions"] |= versions(FURTHER)
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        found["device"] = torch.cuda.get_device_name(device)
-        found["capability"] = f"{properties.major}.{properties.minor}"
-        found["memory_bytes"] = properties.total_memory
-        found["multiprocessors"] = properties.multi_processor_count
-    found["cores"] = os.cpu_count()
-    return found
 
 
 def commit() -> str:

@@ -6,17 +6,17 @@ enter. A name that this machine cannot run is missing, with the reason that a us
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from benchmarks.gpu_lane import setups, te_layers
-from benchmarks.gpu_lane.item import missing_library
-from benchmarks.gpu_lane.running import Job, Running
-from benchmarks.gpu_lane.values import values_exist
+from benchmarks.rivals import setups, te_layers
+from benchmarks.rivals.running import Job, Running
+from benchmarks.rivals.values import values_exist
 from lightning_lowprec.conversion.name_suffixes import MASTERS, split
 from lightning_lowprec.names import TABLE
 from lightning_lowprec.tools.doctor import availability
@@ -84,6 +84,19 @@ class Contender:
         return cpu_refusal(self.linear or "") if device.type == "cpu" else None
 
 
+def missing_library(needs: Iterable[str]) -> str | None:
+    """Why one of these modules cannot be imported, or None; each is really imported."""
+    for module in needs:
+        try:
+            importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            absent = error.name is not None and error.name.partition(".")[0] == module.partition(".")[0]
+            return f"{module} is not installed" if absent else f"{module} does not import: {error}"
+        except Exception as error:  # a wheel for another torch raises whatever it likes
+            return f"{module} does not import: {type(error).__name__}: {str(error)[:200]}"
+    return None
+
+
 def cpu_refusal(linear: str) -> str | None:
     """Why CPU kernels cannot compute a column of the linear table, or None."""
     if linear.startswith("torchao rowwise") and CPU_SCALES_TENSORWISE:
@@ -107,16 +120,13 @@ ORDER = (
     BASELINE, MAIN, MAIN_TE, BF16_TRUE, BF16_WEIGHTS, REMAINDER, f"{REMAINDER}, {FP8_HEAD}",
     f"{EIGHT_BITS}, {FP8_HEAD}", f"{BASELINE}, {CHUNKED}", f"{BF16_TRUE}, {CHUNKED}", f"{MAIN}, {FP8_HEAD}",
     "torchao tensorwise, compiled", "te delayed", "lightning transformer-engine", "accelerate torchao, compiled",
-    "accelerate te", "ours fp8-hybrid, min_gain=auto", TE_COMPILED, "ours fp8-rowwise",
+    "accelerate te", TE_COMPILED, "ours fp8-rowwise",
     "ours fp8-current-te", "te current", "ours fp8-block-te", "te block", "lightning bf16-mixed",
     "ours fp8-rowwise-gw-hp", "ours fp8-block", "lightning bf16-true", "torchao rowwise, compiled",
     "torchao rowwise_with_gw_hp, compiled", "ours half-auto", "ours msamp-o2", "ours int8-mixed",
     f"{MAIN}, {BETWEEN_BF16}", f"{TE_LAYERS} delayed", f"{TE_LAYERS} current", f"{TE_LAYERS} delayed, compiled",
 )  # fmt: skip
-"""The first three settle what ``fp8-hybrid`` should mean, then the targets' come.
-
-A call of a few minutes comes as far as the fifteenth or so, the next call goes on.
-"""
+"""The most valuable first; others follow."""
 
 
 def _rivals() -> list[Contender]:
@@ -184,7 +194,6 @@ def _ours() -> list[Contender]:
     te, torchao = MAIN_TE.removeprefix("ours "), MAIN.removeprefix("ours ")
     compiled = _named(TE_COMPILED, te)
     forms = [
-        _named("ours fp8-hybrid, min_gain=auto", torchao, options={"min_gain": "auto"}),
         replace(compiled, setup=partial(setups.lightning, precision=te, compiled=True)),
         _named(BF16_WEIGHTS, torchao, options={"weights": "keep"}),
         _named(f"{MAIN}, {BETWEEN_BF16}", torchao, setup=setups.bf16_between_blocks),

@@ -1,18 +1,12 @@
-"""What a training step holds in memory: weights, gradients, optimizer, activations apart.
-
-On CUDA by the difference of ``memory_allocated`` at the borders of forward, backward and step; on CPU by summing the
-storages, activations through the hooks of autograd's saved tensors.
-"""
+"""Bytes that a training step holds in memory: weights, gradients, moments and masters."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from benchmarks.gpu_lane.running import Batch, Running
 from lightning_lowprec.masters.moments import MASTER_PARAM
 
 MASTERS = (MASTER_PARAM,)
@@ -84,32 +78,3 @@ def _reachable(value: Any, depth: int, seen: set[int]) -> Iterator[Tensor]:
             yield from _reachable(inner, depth - 1, seen)
     elif type(value).__module__.startswith("lightning_lowprec"):
         yield from _reachable(getattr(value, "__dict__", {}), depth - 1, seen)
-
-
-def by_storage(running: Running, batch: Batch) -> dict[str, int]:
-    """One step, counted by storages."""
-    kept: dict[int, int] = {}
-    held = set(storages([*running.bare.parameters(), *running.bare.buffers(), *batch]))
-
-    def pack(tensor: Tensor) -> Tensor:
-        kept.update({address: size for address, size in storages([tensor]).items() if address not in held})
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = running.forward(batch)
-    running.backward(loss)
-    return {"activations": sum(kept.values()), "gradients": gradients(running.bare)}
-
-
-def by_allocator(running: Running, batch: Batch, device: torch.device) -> dict[str, int]:
-    """One step, counted by what torch allocated."""
-    torch.cuda.synchronize(device)
-    before = torch.cuda.memory_allocated(device)
-    loss = running.forward(batch)
-    torch.cuda.synchronize(device)
-    after_forward = torch.cuda.memory_allocated(device)
-    running.backward(loss)
-    del loss
-    torch.cuda.synchronize(device)
-    after_backward = torch.cuda.memory_allocated(device)
-    return {"activations": after_forward - before, "gradients": after_backward - before}
