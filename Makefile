@@ -24,7 +24,7 @@ PEERS ?= ../shared/peers
 # tests/registration/test_both_packages.py trains and resumes such plugins over both packages
 OVER := not (half-auto or fp16-master or fp8-rowwise-gw-hp-sr)
 
-.PHONY: help demo test test-more test-all lanes environments test-versions check format package test-faults test-dtypes test-peers test-clients test-gpu test-floor test-te test-deepspeed test-ledger ledger ledger-score rehearse bench evidence notebook docs docs-test clean
+.PHONY: help demo test test-more test-all lanes environments test-versions check format package test-faults test-dtypes test-peers test-clients test-gpu test-floor test-te test-deepspeed test-ledger ledger ledger-score rehearse evidence notebook docs docs-test clean
 .DEFAULT_GOAL := help
 
 # the tests start many processes: each would compile the package and its tests anew
@@ -55,7 +55,6 @@ help:
 	@echo "make docs        build the docs site into site/, without network once its tools are installed (140 MB on disk)"
 	@echo "make docs-test   the same, then look for broken links, and open every page in Chromium where there is one"
 	@echo "make notebook    execute the notebook of the examples and write it with its outputs (two minutes)"
-	@echo "make bench       what our hooks cost, counted"
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@echo "Setting up $(VENV) (a minute or two) ..."
@@ -216,9 +215,6 @@ docs-test: docs
 
 evidence: $(VENV)/.installed
 	$(RUN)/python -m benchmarks.convergence --out evidence-out
-
-bench: $(VENV)/.installed
-	$(RUN)/python -m benchmarks.hook_overhead
 
 clean:
 	rm -rf dist .venv-2.* $(VENV) $(FLOOR) $(TE) $(CLIENTS_VENV) $(DEEPSPEED) $(DOCS) site .nullgpu .pytest_cache .mypy_cache .ruff_cache

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent
 
 FILES = (
     # what runs programs, notebooks and pages
-    "benchmarks/test_[!h]*.py",  # the costs of the hooks are counted in the first tier
+    "benchmarks/test_*.py",
     "site/test_python_blocks.py",
     "test_notebook.py",
     "tools/test_compare_seeds.py",

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.ledger import roofline
 from benchmarks.ledger.entry import PHASES, Entry
 from lightning_lowprec.private import transformer_engine
-from tests.ledger.budgets import BLOCK_GB, OPTIMIZER_BYTES, PEAK_GB
+from tests.ledger.budgets import BLOCK_GB, OPTIMIZER_BYTES, PEAK_GB, PYTHON_CALLS
 from tests.ledger.counted import STACK, entry
 
 COMPILED = ("ours fp8-hybrid", "ours fp8-rowwise", "ours fp8-rowwise-gw-hp")
@@ -85,6 +85,11 @@ def test_the_host_calls_no_more_python_per_block_than_raw_torchao(recipe):
     """Fabric calls some functions per step; `python -m benchmarks.host_overhead` has the times."""
     ours, by_hand = entry(f"ours fp8-{recipe}"), entry(f"torchao {recipe}, compiled")
     assert 0 < ours.python_calls <= by_hand.python_calls + FABRIC_CALLS
+
+
+@pytest.mark.parametrize("contender", PYTHON_CALLS)
+def test_the_host_calls_no_more_python_than_its_budget(contender):
+    assert 0 < entry(contender).python_calls <= PYTHON_CALLS[contender].most
 
 
 @pytest.mark.parametrize("contender", with_marks([*COMPILED, "ours msamp-o2"]))
