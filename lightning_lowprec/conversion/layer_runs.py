@@ -17,7 +17,7 @@ from lightning_lowprec.conversion.in_place import RoleModule
 from lightning_lowprec.conversion.matmuls import is_linear
 from lightning_lowprec.private.torch_modules import is_compiled
 
-_waiting: WeakSet[Module] = WeakSet()  # the converted layers that have not run since their set-up
+waiting: WeakSet[Module] = WeakSet()  # the converted layers that have not run since their set-up
 _around: WeakKeyDictionary[Module, Any] = WeakKeyDictionary()
 """The modules around such layers that have not run, and the handles of their hooks."""
 _read: WeakSet[Module] = WeakSet()  # the converted layers whose weight was read without a call
@@ -25,8 +25,8 @@ _read: WeakSet[Module] = WeakSet()  # the converted layers whose weight was read
 
 def note_run(layer: Module) -> None:
     """Note that a converted layer runs, uncompiled."""
-    if not torch.compiler.is_compiling() and _waiting:
-        _waiting.discard(layer)
+    if not torch.compiler.is_compiling() and waiting:
+        waiting.discard(layer)
 
 
 def _note_around(module: Module, _: Any) -> None:
@@ -38,15 +38,15 @@ def await_runs(model: Module) -> None:
     """Wait for the runs of converted layers and of the modules around them; compiled code is not looked at."""
     for _, layer, around in _layers(model):
         if layer not in _read:
-            _waiting.add(layer)
-        if layer in _waiting and around not in _around:
+            waiting.add(layer)
+        if layer in waiting and around not in _around:
             _around[around] = around.register_forward_pre_hook(_note_around, prepend=True)
 
 
 def end_waiting(model: Module) -> None:
     """Stop waiting for the runs of a model's layers; hooks that are left stay, or compiled code would compile again."""
     for module in model.modules():
-        _waiting.discard(module)
+        waiting.discard(module)
 
 
 def remove_hooks(model: Module) -> None:
@@ -62,7 +62,7 @@ def read_without_call(model: Module) -> dict[str, Module]:
     return {
         fqn: layer
         for fqn, layer, around in _layers(model)
-        if layer in _waiting and around not in _around and layer.weight.grad is not None
+        if layer in waiting and around not in _around and layer.weight.grad is not None
     }
 
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_lowprec.conversion.layer_runs import note_run
+from lightning_lowprec.conversion import layer_runs
 from lightning_lowprec.conversion.matmuls import is_conv1d
 from lightning_lowprec.conversion.plain_first import PlainFirst
 from lightning_lowprec.conversion.recipe_map import Gemm, InBF16, LayerRecipe
@@ -54,7 +54,8 @@ class CodedLayer(PlainFirst):
 
     def forward(self, input: Tensor) -> Tensor:
         """[*, K] -> [*, N] in the autocast dtype, or in the input's without autocast."""
-        note_run(self)
+        if not torch.compiler.is_compiling() and layer_runs.waiting:
+            layer_runs.note_run(self)
         if input.shape[-1:] != (self.in_features,) or not input.is_floating_point():
             return self.plain_forward(input)  # raises as nn.Linear does
         products = self.products if self.training or self.low_eval else None

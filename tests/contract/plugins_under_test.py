@@ -108,7 +108,7 @@ DISTINCT = tuple({_identity(name): name for name in reversed(NAMES)}.values())
 
 backends.unregister(TOY.name)
 
-SHOWN_BY_OTHERS = ("HalfMixed-bf16", "fp8-e4m3", "fp8-e4m3-fp16", "fp8-rowwise", "fp8-rowwise-gw-hp")
+SHOWN_BY_OTHERS = ("HalfMixed-bf16", "fp8-e4m3", "fp8-rowwise", "fp8-rowwise-gw-hp")
 """Plugins of which no contract sees more than of others: on a CPU the first is ``half-auto``, as
 test_contract_references.py holds; the others are ``fp8-hybrid`` and ``fp8-hybrid-fp16`` in a format or a recipe that
 ``fp8-e4m3-8bit``, ``fp8-rowwise-remainder`` and ``fp8-rowwise-gw-hp-sr`` have."""

@@ -6,10 +6,10 @@ import lightning as L
 import pytest
 import torch
 
-from benchmarks.gpu_lane import models
 from benchmarks.ledger.moved import Moved
 from benchmarks.ledger.recorder import recording
 from benchmarks.ledger.step import launches
+from benchmarks.rivals import models
 from lightning_lowprec import FP8TorchAO, HalfMixed
 
 DEVICE = torch.device("cuda")

@@ -23,7 +23,8 @@ def norm_of(model):
 def in_fabric(name, lr=1.0):
     module = Net()
     fabric = L.Fabric(accelerator="cpu", devices=1, precision=name)
-    model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=lr))
+    cls = torch.optim.AdamW if name.startswith("msamp") else torch.optim.SGD  # MS-AMP steps Adam alone
+    model, optimizer = fabric.setup(module, cls(module.parameters(), lr=lr))
     return fabric, model, optimizer
 
 

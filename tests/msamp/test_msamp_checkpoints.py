@@ -112,14 +112,11 @@ def test_a_checkpoint_names_its_backend_and_older_ones_without_it_resume(saved, 
     assert continued[0] == continued[1]
 
 
-def test_a_name_without_a_backend_takes_over_what_it_could_never_have_trained(saved):
+def test_a_run_of_ms_amp_goes_on_under_another_backend(saved):
     module, _ = fit("fp8-hybrid", epochs=4, path=saved / "O2.ckpt")
     assert len(module.losses) == 8
-    create("fp8-hybrid").load_state_dict({"backend": "torchao"})
-    with pytest.raises(RuntimeError, match=r"trained by transformer_engine, .* use 'fp8-hybrid-te'; to change over"):
-        create("fp8-hybrid").load_state_dict({"backend": "transformer_engine"})
-    with pytest.raises(RuntimeError, match="trained by another, and here"):
-        create("fp8-hybrid").load_state_dict({"backend": "another"})
+    for backend in ("torchao", "transformer_engine", "another"):
+        create("fp8-hybrid").load_state_dict({"backend": backend})
 
 
 def test_plain_of_a_part_lets_ddp_train_it_in_the_whole_again():

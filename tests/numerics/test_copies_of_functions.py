@@ -2,8 +2,8 @@
 
 import torch
 
+from lightning_lowprec.numerics.formats import encode
 from lightning_lowprec.numerics.one_pass import _copied
-from lightning_lowprec.products.int8 import encode
 
 
 def scaled(rows, factor=2.0, *, shift=1.0):
