@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 TE_BLACKWELL = {"mxfp8-te", "nvfp4-te"}
 NEEDS_BLACKWELL = {*TE_BLACKWELL, "mxfp8"}
 ROWWISE = {name for name in representatives() if name.startswith("fp8-rowwise")}
-NEEDS_HOPPER = NEEDS_BLACKWELL | {"fp8-block", "fp8-block-te", "fp8-block-te-remainder"}
+NEEDS_HOPPER = NEEDS_BLACKWELL | {"fp8-block-te", "fp8-block-te-remainder"}
 FP8 = {name for name in representatives() if name.startswith(("fp8", "mxfp8", "nvfp4", "msamp"))}
 REFUSES = {
     "h200": NEEDS_BLACKWELL,
@@ -135,7 +135,7 @@ def test_nothing_is_refused_or_unknown_and_products_have_the_formats_of_the_name
         if "error" not in outcome:
             base = "float16" if "fp16" in name else "bfloat16"
             low = "float4_e2m1fn" if name.startswith("nvfp4") else "float8_e4m3fn"
-            by_triton = device != "h200" and name.startswith("fp8-block")
+            by_triton = device != "h200" and name == "fp8-block"
             low = low if name in FP8 and not by_triton else None
             assert outcome["refused"] == [], name
             assert set(outcome["formats"]) == {base, low} - {None}, name

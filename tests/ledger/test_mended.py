@@ -2,6 +2,7 @@
 
 import gc
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import lightning as L
@@ -96,7 +97,7 @@ def test_streams_share_the_memory_of_codes_in_order(monkeypatch):
     """`unshard()` gathers on the stream that computes, a forward on the stream that copies; a refresh allocates."""
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=1)
     mesh = dist.init_device_mesh("cuda", (1,))
-    scales = GatherScales(linear().wire_format)
+    scales = GatherScales(replace(linear().wire_format, per_step=True))
     weight = DTensor.from_local(Fp8GatherShard(torch.zeros(64, 64, device=DEVICE), scales), mesh, [Shard(0)])
     scales.weights, shard = [weight], local_tensor(weight)
     waits, wait = [], torch.cuda.Stream.wait_stream
