@@ -139,8 +139,7 @@ class MsampWeight(CodedWeight):
 
     @data.setter
     def data(self, values: Tensor) -> None:
-        other = msamp_state_of(values)
-        if other is self.msamp_state:
+        if getattr(values, "msamp_state", None) is self.msamp_state:
             return  # `weight.data += x` ends so
         if values.shape != self.shape or values.device != self.device:
             raise RuntimeError(
@@ -149,17 +148,6 @@ class MsampWeight(CodedWeight):
                 " Move the layer with `layer.to(device)`. Keep the layer in high precision to change its shape:"
                 " `MSAMP(..., keep=[...])`."
             )
-        if self.msamp_state.whole is None and self.msamp_state.shards is None:  # earlier `.data` keep their values
-            if other is not None and other.is_like(self.msamp_state):
-                self.msamp_state = other
-                return
-            before, self.msamp_state = self.msamp_state, self.msamp_state.copied()
-            try:
-                self.detach().copy_(values)
-            except RuntimeError:  # nothing was written
-                self.msamp_state = before
-                raise
-            return
         self.detach().copy_(values)
 
     # ---- FSDP2

@@ -67,11 +67,6 @@ class MsampWeightState:
         }
         return replace(self, whole=None, **tensors)
 
-    def is_like(self, other: MsampWeightState) -> bool:
-        """Return whether this state may take the place of another one: a whole weight of its level and layout."""
-        layouts = [(s.whole, s.shards, s.master is None, s.codes.dtype, s.codes.stride()) for s in (self, other)]
-        return layouts[0] == layouts[1]
-
     def stepped(self) -> tuple[Tensor, Tensor]:
         """Return the float16 codes that an optimizer or a write changes, and their scale: the master, or the codes."""
         if self.master is None or self.master_scale is None:

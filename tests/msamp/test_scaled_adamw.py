@@ -157,21 +157,3 @@ def test_bytes_per_parameter(level, allowed):
     accumulate(p, torch.randn(256, 256))
     optimizer.step()
     assert bytes_at_rest(p, optimizer) <= allowed
-
-
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.float64])
-def test_parameters_that_are_no_codes_are_stepped_in_their_own_dtype_and_resume_so(dtype):
-    torch.manual_seed(0)
-    start = torch.randn(4, 4, dtype=dtype)
-    ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
-    optimizers = ScaledAdamW([ours], lr=1e-2), AdamW([theirs], lr=1e-2)
-    for step in range(4):
-        if step == 2:  # resumed
-            state = optimizers[0].state_dict()
-            optimizers = ScaledAdamW([ours], lr=1e-2), optimizers[1]
-            optimizers[0].load_state_dict(state)
-        for p, optimizer in zip((ours, theirs), optimizers, strict=True):
-            p.grad = (start + step) * 0.1
-            optimizer.step()
-    assert ours.dtype == dtype
-    assert torch.equal(ours, theirs)

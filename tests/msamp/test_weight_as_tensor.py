@@ -350,19 +350,3 @@ def test_loggers_read_weights(level):
     assert (linear.weight.detach().cpu().float().numpy() == values.numpy()).all()
     assert linear.weight.detach().numpy().shape == (32, 32)
     assert linear.weight.tolist() == values.tolist()
-
-
-@every_level
-def test_data_that_is_put_aside_comes_back_bit_for_bit(level):
-    """As in EMA classes: ``backup = p.data; p.data = average; ...; p.data = backup``."""
-    module, start = linear(level)
-    weight = module.weight
-    before = [t.clone() for t in (values_of(weight), master_of(weight)) if t is not None]
-    backup = weight.data
-    weight.data = -start
-    assert torch.equal(values_of(weight), encoded(-start, level))
-    assert torch.equal(module.weight.detach(), values_of(weight))
-    assert torch.equal(backup.decode(), before[0])
-    weight.data = backup
-    after = [t for t in (values_of(weight), master_of(weight)) if t is not None]
-    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
