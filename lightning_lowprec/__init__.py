@@ -81,6 +81,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "callbacks":  # `lightning_lowprec.callbacks.NumericsMonitor`, without an import of its own
+        return import_module(f"{__name__}.callbacks")
     if name not in _TOOLS:
         raise missing_attribute(__name__, name)
     return getattr(import_module(f"{__name__}.tools.{_TOOLS[name]}"), name)

@@ -32,7 +32,8 @@ DENSE = ("gpt2", "t5", "bert", "vit", "falcon", "bloom", "mamba")
 def step(model, name, inputs=None):
     """The products of a training step."""
     fabric = L.Fabric(precision=name, accelerator="cpu")
-    wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=1e-3))
+    cls = torch.optim.AdamW if name.startswith("msamp") else torch.optim.SGD  # MS-AMP steps Adam alone
+    wrapped, optimizer = fabric.setup(model, cls(model.parameters(), lr=1e-3))
     inputs = batch(model) if inputs is None else inputs
     with Products(model) as products:
         fabric.backward(loss_of(wrapped(**inputs)))

@@ -46,7 +46,6 @@ READ = {
     "parallelism-5": "tests/fsdp2/test_parallelisms.py",
     "serving-1": "tests/tools/test_export_serving.py",
     "serving-2": "tests/serving/test_formats.py",
-    "serving-4": "tests/serving/test_evaluation.py",
     "transformer-engine-1": "tests/te/test_te_recipes.py",
     "memory-2": "tests/tools/test_plan_fits.py",
 }
@@ -137,7 +136,7 @@ EXTRA: dict[str, Callable[[], dict[str, Any]]] = {
     "head-and-loss-2": _with_a_head,
     "many-machines-1": _with_ddp,
     "monitor-2": _in_fabric,
-    "torchao-7": _with_schedule,
+    "torchao-6": _with_schedule,
 }
 """What single blocks find beside that."""
 

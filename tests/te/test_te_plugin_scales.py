@@ -131,6 +131,8 @@ def steps(plugin, model, optimizer, values, micro_batches=1):
                 note_amax(model, value if last else 3.0)
             note_amax(model, value if last else 3.0)
         optimizer.zero_grad()
+        if plugin.scaler is not None:
+            plugin.scaler.scale_loss(torch.ones(()))  # by a scale of 1
         for p in model.parameters():
             p.grad = torch.full_like(p, value)
         optimizer.step()
