@@ -52,6 +52,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     left_out = pytest.mark.skip(reason="the reference quantizers keep codes of one layout: two forwards per backward")
     for item in items:
         if "FP8TE-fp8-params" in item.name and item.name.startswith(
-            ("test_fabric_casts_float_inputs", "test_trainer_leaves_batches_alone", "test_frozen_parameters_stay_frozen")
+            (
+                "test_fabric_casts_float_inputs",
+                "test_trainer_leaves_batches_alone",
+                "test_frozen_parameters_stay_frozen",
+            )
         ):
             item.add_marker(left_out)
