@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from lightning_lowprec.losses import linear_cross_entropy
 from lightning_lowprec.numerics.formats import E4M3, power_of_two_scale, visible_scale
 from lightning_lowprec.numerics.fp8_matrices import Codes
+from lightning_lowprec.private.torchao import prototype_refusal
 from lightning_lowprec.products.mxfp8 import MXFP8
 
 TOKENS, WIDTH, VOCABULARY = 32, 32, 64
@@ -95,6 +96,7 @@ def test_a_matrix_of_codes_with_inf_has_no_finite_values(value):
     assert Codes.of(matrix).inv_scale.isnan()
 
 
+@pytest.mark.skipif(prototype_refusal("mxfp8") is not None, reason=f"{prototype_refusal('mxfp8')}")
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_a_tile_of_mxfp8_shows_inf(value):
     """In the products of forward and backward, where the tile takes part; other tiles stay finite."""
