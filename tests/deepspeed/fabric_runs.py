@@ -16,13 +16,11 @@ NAMES = [
     "bf16-master",
     "half-auto",
     "fp8-hybrid",
-    "fp8-hybrid",
     "fp8-e4m3",
     "fp8-rowwise",
     "fp8-rowwise-gw-hp",
     "fp16-master",
     "fp8-hybrid-fp16",
-    "fp8-e4m3-fp16",
     "int8-mixed",
     "mxfp8",
 ]
@@ -43,7 +41,6 @@ def reference(name):
         "int8-mixed": lambda: lp.Int8TorchAO(master_weights=True),
         "mxfp8": lambda: lp.MXFP8TorchAO(master_weights=True),
         "fp8-hybrid-fp16": lambda: lp.FP8TorchAO(base="fp16", master_weights=True),
-        "fp8-e4m3-fp16": lambda: lp.FP8TorchAO(fp8_format="e4m3", base="fp16", master_weights=True),
     }
     return plugins[name]()
 
