@@ -5,9 +5,11 @@ A cache of keys and values makes every block another one to a compiler. Without 
 """
 
 import inspect
+import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from types import FrameType
 from typing import Any, Final, NamedTuple, final
 
 import torch
@@ -71,6 +73,8 @@ class _Call(NamedTuple):
     """Whether the caller gave ``position_ids``; a model that makes them itself counts from 0: one sequence."""
     without_cache: Any
     """The model, this one or one around it, that was kept from making a cache; or None."""
+    frame: FrameType | None
+    """Torch's frame that calls the model; None where a compiler traces the call."""
 
 
 @final
@@ -88,13 +92,14 @@ _CALLS: Final = _Calls()
 def _calls() -> list[_Call]:
     if torch.compiler.is_compiling():
         return _CALLS.traced
-    _CALLS.running[:] = [call for call in _CALLS.running if _is_running(call.model)]  # Ctrl-C skips `_end_call`
+    _CALLS.running[:] = [call for call in _CALLS.running if _is_running(call.frame)]  # Ctrl-C skips `_end_call`
     return _CALLS.running
 
 
-def _is_running(model: nn.Module) -> bool:
+def _is_running(called: FrameType | None) -> bool:
+    """Return whether a frame is on this thread's stack. To read its locals would keep tensors of the forward alive."""
     frame = inspect.currentframe()
-    while frame is not None and frame.f_locals.get("self") is not model:
+    while frame is not None and frame is not called:
         frame = frame.f_back
     return frame is not None
 
@@ -107,7 +112,8 @@ def _begin_call(positions: Mapping[str, int], model: nn.Module, args: Any, kwarg
     has_positions = kwargs.get("position_ids") is not None or (len(args) > at and args[at] is not None)
     calls = [call for call in _calls() if call.model is not model]
     around = calls[-1].without_cache if calls else None
-    _calls()[:] = [*calls, _Call(model, has_positions, model if makes_none else around)]
+    frame = None if torch.compiler.is_compiling() else sys._getframe(1)
+    _calls()[:] = [*calls, _Call(model, has_positions, model if makes_none else around, frame)]
     return (args, {**kwargs, "use_cache": False}) if makes_none else None
 
 
