@@ -159,10 +159,8 @@ class TELinear(PlainFirst, te.Linear, nn.Linear):  # type: ignore[misc]
         # weight that is quantised for one call as several; forward and recomputation must save the same tensors.
         if saved_tensors_are_hooked():
             return None
-        # a forward without gradients keeps no transposed codes, which the next one with gradients needs
         before, weight = self.weight_seen, self._parameters.get("weight", self.weight)
-        training = self.training and torch.is_grad_enabled()
-        self.weight_seen = seen(weight, training=training, steps=weight.requires_grad)
+        self.weight_seen = seen(weight, training=self.training, steps=weight.requires_grad)
         return self.weight_seen != before
 
     def _get_weight_tensors(self) -> list[Tensor]:

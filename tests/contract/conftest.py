@@ -41,11 +41,7 @@ def small_moments_are_coded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    left_out = pytest.mark.skip(reason="the reference quantizers keep codes of one layout: two forwards per backward")
-    cannot = ("test_fabric_casts_float_inputs", "test_trainer_leaves_batches", "test_frozen_parameters_stay_frozen")
     for item in items:
         if HERE in item.path.parents:
             for warning in LIGHTNING_CHATTER:
                 item.add_marker(pytest.mark.filterwarnings(warning))
-        if "FP8TE-fp8-params" in item.name and item.name.startswith(cannot):
-            item.add_marker(left_out)

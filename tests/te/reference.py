@@ -11,6 +11,7 @@ plain torch, on CPU. What is answered for it, beside what ``hopper.pretend`` ans
 * its GEMM runs outside torch's autocast: ``torch._scaled_mm`` is one kernel on CUDA, which autocast does not touch, and
   on CPU an ``mm`` that CPU autocast would round the operands of;
 * ``te.checkpoint`` keeps and restores the state of CPU's generator, which it does anyway, in the place of CUDA's too;
+* codes of weights stay in the cache while a forward has saved them for its backward;
 * the gradient of a bias, which its kernel computes while it quantises, is a sum of torch (``tex.bgrad_quantize``);
 * scratch memory for cuBLAS (``get_cublas_workspace``), which no custom quantizer uses, and the empty tensor that
   replaces freed ones (``_empty_tensor``), are made on CPU.
@@ -18,6 +19,8 @@ plain torch, on CPU. What is answered for it, beside what ``hopper.pretend`` ans
 No kernel, no arithmetic and no control flow of Transformer Engine is replaced.
 """
 
+import copy
+import functools
 import os
 import sys
 
@@ -30,9 +33,14 @@ from transformer_engine.pytorch import distributed, quantization, utils
 from transformer_engine.pytorch.cpp_extensions import gemm
 from transformer_engine.pytorch.custom_recipes.reference_current_scaling import (
     CurrentScalingQuantizerRef,
+    CurrentScalingTensorRef,
     current_scaling_ref_factory,
 )
-from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import NVFP4QuantizerRef, nvfp4_ref_rht_2d_factory
+from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import (
+    NVFP4QuantizerRef,
+    NVFP4TensorRef,
+    nvfp4_ref_rht_2d_factory,
+)
 from transformer_engine.pytorch.module import base
 
 from lightning_lowprec.te import layer
@@ -87,6 +95,12 @@ def _nvfp4(state):
     return made
 
 
+def _keeps_codes(result, prepare):
+    """In place of ``prepare_for_saving``: a reference's result keeps its codes. The cache of weights holds tensors on a
+    GPU, which are saved as they are; results of the reference are no tensors."""
+    return prepare(copy.copy(result))
+
+
 def _bgrad_quantize(grad, quantizer):
     return grad.view(-1, grad.shape[-1]).sum(dim=0), quantizer(grad)
 
@@ -129,6 +143,9 @@ def run_on_cpu(monkeypatch) -> None:
     )
     monkeypatch.setattr(quantization.Float8CurrentScalingRecipeState, "make_quantizers", _current)
     monkeypatch.setattr(quantization.NVFP4BlockScalingRecipeState, "make_quantizers", _nvfp4)
+    for cls in (CurrentScalingTensorRef, NVFP4TensorRef):
+        prepare = cls.prepare_for_saving
+        monkeypatch.setattr(cls, "prepare_for_saving", functools.partialmethod(_keeps_codes, prepare))
     monkeypatch.setattr(base.tex, "bgrad_quantize", _bgrad_quantize)
     monkeypatch.setattr(base, "torch_get_autocast_gpu_dtype", lambda: torch.get_autocast_dtype("cpu"))
     monkeypatch.setattr(gemm, "custom_gemm", torch.autocast("cpu", enabled=False)(gemm.custom_gemm))
