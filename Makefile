@@ -136,7 +136,7 @@ test-versions: $(VENV)/.installed $(FLOOR)/.installed .venv-2.14.1/.installed .v
 	$$python -m pytest tests/ledger/test_float8_stores.py || exit 1; done
 
 test-te: $(TE)/.installed
-	OMP_NUM_THREADS=1 $(TE)/bin/python -m pytest -n $(WORKERS) --dist loadfile -k 'FP8TE or not contract' tests/te tests/triton tests/registration/test_names.py tests/migration/test_our_side.py tests/contract
+	OMP_NUM_THREADS=1 $(TE)/bin/python -m pytest -n $(WORKERS) --dist loadfile -k 'FP8TE or not contract' tests/te tests/triton tests/registration/test_names.py tests/migration/test_our_side.py tests/test_gone.py tests/contract
 
 test-deepspeed: $(DEEPSPEED)/.installed
 	PYTHONPATH=$(CURDIR):$(CURDIR)/$(DEEPSPEED) DS_ACCELERATOR=cpu $(RUN)/python -m pytest tests/deepspeed

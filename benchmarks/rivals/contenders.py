@@ -48,7 +48,7 @@ TE = "transformer_engine.pytorch"
 BACKENDS = {"FP8TorchAO": ("torchao", "torchao.float8", "tensorwise"), "FP8TE": ("te", TE, "delayed")}
 """By plugin: how columns of the linear table begin, what must be installed, the recipe if a name has none."""
 WITH_MASTERS = (
-    "fp8-hybrid-remainder", "fp8-hybrid-remainder", "fp8-hybrid-8bit", "fp8-hybrid-sr",
+    "fp8-hybrid-remainder", "fp8-hybrid-8bit", "fp8-hybrid-sr",
     "fp8-rowwise-remainder", "fp8-hybrid-te-remainder", "fp8-current-te-remainder",
 )  # fmt: skip
 """The FP8 names with bf16 weights that are compared; the others differ from them in the recipe only."""
