@@ -157,6 +157,8 @@ class Backend:
     Under FSDP2 and DDP all ranks must do so before the same forward. None: the layers cannot be changed."""
     set_phase: Callable[[nn.Module, InBF16], None] | None = None
     """Compute these products of one layer in high precision, beside those of its recipe; see ``reconfigure``."""
+    notes_runs: bool = False
+    """Whether its layers call ``layer_runs.note_run`` in their forward: a warning names those that a model never calls."""
     cuts: Callable[[nn.Module], bool] = lambda layer: True
     """Return whether tensor parallelism can cut a layer, that is, whether it computes with DTensors."""
     checkpoint: Callable[[], Callable[..., Any]] | None = None

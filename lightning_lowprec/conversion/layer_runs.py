@@ -79,7 +79,10 @@ def not_called(model: Module) -> set[str]:
 def _layers(model: Module) -> Iterator[tuple[str, Any, Module]]:
     """Yield every converted Linear outside of compiled modules, and the innermost module around that has a forward."""
     for fqn, layer in model.named_modules():
-        if backends.owner(layer) is None or not is_linear(layer) or isinstance(layer, RoleModule) or layer is model:
+        backend = backends.owner(layer)
+        if backend is None or not backend.notes_runs or not is_linear(layer):
+            continue
+        if isinstance(layer, RoleModule) or layer is model:
             continue
         parts = fqn.split(".")
         outer = [model.get_submodule(".".join(parts[:end])) for end in range(len(parts))]

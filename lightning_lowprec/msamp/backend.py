@@ -36,6 +36,7 @@ BACKEND: Final = Backend(
     name=NAME,
     title="MS-AMP",
     names=_NAMES,
+    notes_runs=True,
     layers_from=("lightning_lowprec.msamp.",),
     revert=later(".msamp.linear:revert"),
     revert_optimizer=later(".msamp.adamw:revert_optimizer"),

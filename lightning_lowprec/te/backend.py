@@ -66,6 +66,7 @@ BACKEND: Final = Backend(
         for name, kind, fp8_format, summary, formats in _ROWS
     },
     module=MODULE,
+    notes_runs=True,
     distribution="transformer-engine",
     numerics=later(".te.hooks:numerics_of"),
     weight_roundings=later(".te.hooks:weight_roundings"),

@@ -109,6 +109,7 @@ BACKEND: Final = Backend(
         "mxfp8": True,
     },
     module="torchao.float8",
+    notes_runs=True,
     distribution="torchao",
     layers_from=("lightning_lowprec.torchao.",),
     revert=later(".torchao.hooks:revert"),
