@@ -158,7 +158,7 @@ class Backend:
     set_phase: Callable[[nn.Module, InBF16], None] | None = None
     """Compute these products of one layer in high precision, beside those of its recipe; see ``reconfigure``."""
     notes_runs: bool = False
-    """Whether its layers call ``layer_runs.note_run`` in their forward: a warning names those that a model never calls."""
+    """Whether its layers call ``layer_runs.note_run`` in their forward: a warning names those that are never called."""
     cuts: Callable[[nn.Module], bool] = lambda layer: True
     """Return whether tensor parallelism can cut a layer, that is, whether it computes with DTensors."""
     checkpoint: Callable[[], Callable[..., Any]] | None = None
