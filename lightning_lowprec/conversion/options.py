@@ -59,6 +59,12 @@ class LayerOptions(Group):
     num_layers_at_end_in_bf16: Layers = 1
     frozen: Frozen = "convert"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in () if self.first_last_layers_bf16 else ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
+            if (number := getattr(self, name)) > 1:
+                raise ValueError(f"`{name}={number}` keeps no block without `first_last_layers_bf16=True`; write both.")
+
 
 class LayerChoices(TypedDict, total=False):
     """The fields of :class:`LayerOptions`, for type checkers."""

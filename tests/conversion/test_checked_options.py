@@ -175,7 +175,7 @@ def test_every_option_has_a_case(make):
     [
         (
             FP8TorchAO,
-            {"keep": ("lm_head",), "num_layers_at_end_in_bf16": np.int64(2), "emulate": True},
+            {"first_last_layers_bf16": True, "num_layers_at_end_in_bf16": np.int64(2), "emulate": True},
         ),
         (FSDP2Strategy, {"timeout": timedelta(seconds=5), "reshard_after_forward": 2, "wrap": {torch.nn.Linear}}),
         (FSDP2Strategy, {"timeout": None, "wrap": lambda fqn, module: True, "compile": {"mode": "default"}}),
@@ -195,3 +195,12 @@ def test_the_checker_itself():
     assert not allows(bool, 1)
     assert not allows(int | None, math.nan)
     assert allows(dict[str, int], {})
+
+
+@pytest.mark.parametrize("name", ["num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"])
+def test_a_number_of_blocks_without_the_option_that_reads_it_raises(name):
+    for make in (FP8TorchAO, LayerOptions):
+        with pytest.raises(ValueError, match=f"`{name}=2` keeps no block without `first_last_layers_bf16=True`"):
+            make(**{name: 2})
+        make(**{name: 0})
+        make(first_last_layers_bf16=True, **{name: 2})
