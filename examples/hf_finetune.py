@@ -1,6 +1,6 @@
 """Fine-tune a model of transformers in FP8, then load the result into the plain class.
 
-    pip install '.[hf]'
+    pip install '.[lightning,hf]'
     python examples/hf_finetune.py                                  # a small Llama from random weights
     python examples/hf_finetune.py --model=path/to/a/pretrained/folder --precision=fp8-rowwise
 

@@ -1,6 +1,6 @@
 """Train a small Llama of transformers in FP8 with Transformer Engine, and save a plain checkpoint.
 
-    pip install '.[hf]'; pip install --no-build-isolation '.[te]'
+    pip install '.[lightning,hf]'; pip install --no-build-isolation '.[lightning,te]'
     python examples/te_llama.py                                         # a GPU with FP8: Ada, Hopper, Blackwell
     python examples/te_llama.py --precision=fp8-current-te --hidden=2048 --layers=16
     python examples/te_llama.py --precision=fp8-hybrid                  # the same by torchao

@@ -1,6 +1,6 @@
 """Train a small Llama in FP8, export the run's own FP8 codes, load them by transformers, compare, and generate.
 
-    pip install '.[hf]' compressed-tensors accelerate
+    pip install '.[lightning,hf]'
     python examples/train_then_serve.py --out served
     vllm serve served                                # on a GPU with FP8; the tiny model of this example says nothing
 

@@ -8,9 +8,9 @@ from importlib.metadata import distributions
 from types import ModuleType
 
 INSTALL = {
-    "torchao": "pip install 'torchao>=0.13'",
+    "torchao": "pip install 'torchao>=0.13,<0.19'",
     "transformer_engine": "pip install --no-build-isolation 'transformer-engine[core-cu13,pytorch]>=2.20,<2.21'",
-    "transformers": "pip install transformers safetensors",
+    "transformers": "pip install 'transformers>=4.55' 'safetensors>=0.4'",
 }
 
 

@@ -21,6 +21,7 @@ from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.options import shows
 from lightning_lowprec.precision.plain import unwrapped
 from lightning_lowprec.private.either import Callback, LightningModule, Trainer
+from lightning_lowprec.private.lightning import log_metrics
 
 Log = bool | Literal["layers"]
 _HIGH: Final = "bf16"
@@ -88,8 +89,8 @@ class NumericsMonitor(Callback):
         folder: where to write ``numerics.jsonl``; a file that exists is continued. None: the Trainer's
             ``default_root_dir``; in Fabric no file is written.
         log: what to send to the Trainer's loggers. True: the worst number of all layers and the mean
-            (``fp8/worst/input/underflow``, ``fp8/mean/output_db``). ``"layers"``: the numbers of each layer too
-            (``fp8/<layer>/input/underflow``). False: nothing.
+            (``lowprec/worst/input/underflow``, ``lowprec/mean/output_db``). ``"layers"``: the numbers of each layer too
+            (``lowprec/<layer>/input/underflow``). False: nothing.
         demote: run layers whose readings are bad several times in a row in bf16. Kept in the Trainer's checkpoints; in
             Fabric save :meth:`state_dict`. The end of the run says how the next run begins so.
 
@@ -122,6 +123,7 @@ class NumericsMonitor(Callback):
         self._model: nn.Module | None = None
         self._last: int | None = None
         self._sampled = 0
+        self._reported = False
 
     # ---- Fabric
 
@@ -164,8 +166,7 @@ class NumericsMonitor(Callback):
             metrics = _summary(self.readings)
             if self._logs == "layers":
                 metrics |= {name: value for reading in self.readings for name, value in _metrics(reading)}
-            for logger in trainer.loggers:
-                logger.log_metrics(metrics, step=self._sampled)
+            log_metrics(trainer, metrics)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -212,7 +213,8 @@ class NumericsMonitor(Callback):
         if sampler is None or not sampler.is_armed:
             return False
         sampler.disarm()
-        first = not self.readings
+        first = not self._reported
+        self._reported = True
         self.readings, self.missing = sampler.read(self._sampled), sampler.missing
         if not any(site.seen for site in sampler.sites) and "torch._dynamo" in sys.modules:
             self._compiles = True  # a compiled function calls the model, without hooks
@@ -253,13 +255,13 @@ def _summary(readings: Sequence[Reading]) -> dict[str, float]:
     for name, numbers in values.items():
         known = torch.tensor([number for number in numbers if number is not None])
         if len(known):
-            metrics[f"fp8/worst/{name}"] = float(known.min() if name == "output_db" else known.max())
-            metrics[f"fp8/mean/{name}"] = float(known.mean())
+            metrics[f"lowprec/worst/{name}"] = float(known.min() if name == "output_db" else known.max())
+            metrics[f"lowprec/mean/{name}"] = float(known.mean())
     return metrics
 
 
 def _metrics(reading: Reading) -> list[tuple[str, float]]:
-    path = f"fp8/{reading.fqn}"
+    path = f"lowprec/{reading.fqn}"
     numbers = {f"{path}/{reading.tensor}/{name}": getattr(reading, name) for name in files.NUMBERS}
     numbers[f"{path}/output_db"] = reading.output_db
     return [(name, value) for name, value in numbers.items() if value is not None]

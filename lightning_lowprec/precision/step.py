@@ -23,7 +23,7 @@ from lightning_lowprec.masters.registry import registry_of
 from lightning_lowprec.numerics.parameters import clip_grad_norm, on_several_meshes
 from lightning_lowprec.precision.loss_scale import LossScaler
 from lightning_lowprec.private.either import GradClipAlgorithmType, LightningModule, MisconfigurationException
-from lightning_lowprec.private.lightning import after_closure, sees_gradients
+from lightning_lowprec.private.lightning import after_closure, log_metrics, logs_this_step, sees_gradients
 from lightning_lowprec.private.torch_optimizers import refuse_copies
 
 
@@ -108,9 +108,7 @@ def scaled_step(
         return result
     output = scaler.step(optimizer, **kwargs)
     trainer: Any = model.trainer
-    scale = {"loss_scale": scaler.scale} if scaler.scales_loss else {}
-    every = trainer.log_every_n_steps  # of the other metrics
-    for logger in trainer.loggers if every and trainer.global_step % every == 0 else ():
-        metrics = {**scale, "skipped_steps": float(scaler.skipped_steps)}
-        logger.log_metrics(metrics, step=trainer.global_step)
+    scale = {"lowprec/loss_scale": scaler.scale} if scaler.scales_loss else {}
+    if logs_this_step(trainer):
+        log_metrics(trainer, {**scale, "lowprec/skipped_steps": float(scaler.skipped_steps)})
     return output

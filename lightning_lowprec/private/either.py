@@ -76,8 +76,8 @@ def _main() -> Package:
         if find_spec(package.trainer.partition(".")[0]) is not None:
             return package
     raise ImportError(
-        "lightning_lowprec needs Lightning, and neither of its packages is installed. Run `pip install lightning` or"
-        " `pip install pytorch-lightning`."
+        "lightning_lowprec needs Lightning, and neither of its packages is installed. Run"
+        " `pip install 'lightning>=2.4.0,<2.7,!=2.6.2,!=2.6.3'`, or the same with `pytorch-lightning`."
     )
 
 

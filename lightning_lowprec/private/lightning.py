@@ -4,6 +4,8 @@ import inspect
 from collections.abc import Iterable
 from typing import Any, Final
 
+import torch
+
 from lightning_lowprec.private import either
 from lightning_lowprec.private.either import MAIN, Package, both, namesake
 
@@ -15,6 +17,8 @@ PRECISION_NAMES: Final = ("_after_closure", "_clip_gradients")
 """Attributes of the Trainer's precision plugins."""
 DDP_NAMES: Final = ("_register_ddp_hooks", "_ddp_comm_hook", "_ddp_comm_state", "_ddp_comm_wrapper")
 """Attributes of the Trainer's DDPStrategy. The first registers the others at DDP, on CUDA only."""
+STEP_NAME: Final = "_batches_that_stepped"
+"""Attribute of the Trainer's loop over an epoch: the step at which ``self.log`` and LearningRateMonitor log."""
 TUNER_NAME: Final = "_early_exit"
 """Attribute of the callbacks that search for the Tuner: whether the Trainer stops after the search."""
 FSDP_NAMES: Final = {
@@ -53,6 +57,7 @@ def moved() -> list[str]:
         "Precision": (either.TrainerPrecision, PRECISION_NAMES),
         "LightningModule": (either.LightningModule, (COMPILED_NAME,)),
         "DDPStrategy": (trainer.DDPStrategy, DDP_NAMES),
+        "_TrainingEpochLoop": (MAIN.module("pytorch.loops.training_epoch_loop")._TrainingEpochLoop, (STEP_NAME,)),
         "LearningRateFinder": (callbacks.LearningRateFinder, (TUNER_NAME,)),
         "BatchSizeFinder": (callbacks.BatchSizeFinder, (TUNER_NAME,)),
     }
@@ -209,6 +214,30 @@ def is_tuning(trainer: Any) -> bool:
     """Return whether the Trainer runs for a search of the Tuner, and not for the training itself."""
     finders = both(either.trainer_callbacks.BatchSizeFinder, either.trainer_callbacks.LearningRateFinder)
     return any(getattr(c, TUNER_NAME, False) for c in getattr(trainer, "callbacks", ()) if isinstance(c, finders))
+
+
+# ---- metrics
+
+
+def logs_this_step(trainer: Any) -> bool:
+    """Return whether ``self.log`` sends values of this step to the loggers."""
+    every = trainer.log_every_n_steps
+    return bool(every) and (_logged_step(trainer) + 1) % every == 0
+
+
+def log_metrics(trainer: Any, metrics: dict[str, float]) -> None:
+    """Send metrics to the loggers, and to ``callback_metrics``, where EarlyStopping and ModelCheckpoint look.
+
+    The step is that of ``self.log`` and LearningRateMonitor: batches that stepped, however many optimizers there are.
+    """
+    trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
+    for logger in trainer.loggers:
+        logger.log_metrics(metrics, step=_logged_step(trainer))
+
+
+def _logged_step(trainer: Any) -> int:
+    step: int = getattr(trainer.fit_loop.epoch_loop, STEP_NAME)
+    return step
 
 
 # ---- the step of a precision plugin

@@ -103,12 +103,12 @@ class ByteGPT(LightningModule):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """batch: (x, y), both (B, T) int64 -> mean cross-entropy in nats per byte."""
         loss = self._loss(batch)
-        self.log("train_loss", loss)
+        self.log("train_loss", loss, prog_bar=True)
         return loss
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         """Log ``val_loss``, in nats per byte."""
-        self.log("val_loss", self._loss(batch))
+        self.log("val_loss", self._loss(batch), prog_bar=True, sync_dist=True)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """AdamW over all parameters, with a short linear warm-up."""

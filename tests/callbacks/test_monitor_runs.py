@@ -1,5 +1,6 @@
 """A monitor changes no weight, costs nothing between samplings, and sees every layer in every kind of run."""
 
+import csv
 import json
 import math
 from functools import partial
@@ -7,13 +8,14 @@ from functools import partial
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.loggers import Logger
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor
+from lightning.pytorch.loggers import CSVLogger, Logger
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_lowprec import MSAMP, FP8TorchAO
+from lightning_lowprec import MSAMP, FP8TorchAO, HalfMixed
 from lightning_lowprec.callbacks import NumericsMonitor
 from lightning_lowprec.callbacks.readings import FILE, read
 
@@ -187,8 +189,8 @@ def test_numbers_reach_loggers_the_file_and_the_attribute(tmp_path):
     assert [step for step, _ in logger.lines] == [0, 3]
     names = {f"{tensor}/{n}" for tensor in ("input", "weight", "gradient") for n in NUMBERS} | {"output_db"}
     kinds = {f"{tensor}/{n}" for tensor in ("input", "weight", "gradient") for n in NUMBERS[:3]} | {"output_db"}
-    summary = {f"fp8/{kind}/{name}" for kind in ("worst", "mean") for name in kinds}
-    assert logger.lines[0][1].keys() == {f"fp8/{fqn}/{name}" for fqn in LAYERS for name in names} | summary
+    summary = {f"lowprec/{kind}/{name}" for kind in ("worst", "mean") for name in kinds}
+    assert logger.lines[0][1].keys() == {f"lowprec/{fqn}/{name}" for fqn in LAYERS for name in names} | summary
     kept = read(tmp_path / "run" / FILE)
     assert list(kept) == [0, 3]
     for step, readings in enumerate(given):
@@ -196,15 +198,65 @@ def test_numbers_reach_loggers_the_file_and_the_attribute(tmp_path):
             assert (stored.step, stored.fqn, stored.tensor) == (reading.step, reading.fqn, reading.tensor)
             for name in (*NUMBERS, "output_db"):
                 assert getattr(stored, name) == pytest.approx(getattr(reading, name), rel=1e-4)
-            assert logger.lines[step][1][f"fp8/{reading.fqn}/{reading.tensor}/scale"] == reading.scale
+            assert logger.lines[step][1][f"lowprec/{reading.fqn}/{reading.tensor}/scale"] == reading.scale
         metrics = logger.lines[step][1]
         underflows = [reading.underflow for reading in readings if reading.tensor == "gradient"]
         assert len(underflows) == len(LAYERS)
-        assert metrics["fp8/worst/gradient/underflow"] == pytest.approx(max(underflows))
-        assert metrics["fp8/mean/gradient/underflow"] == pytest.approx(sum(underflows) / len(underflows))
+        assert metrics["lowprec/worst/gradient/underflow"] == pytest.approx(max(underflows))
+        assert metrics["lowprec/mean/gradient/underflow"] == pytest.approx(sum(underflows) / len(underflows))
         decibels = [reading.output_db for reading in readings if reading.tensor == "input"]
-        assert metrics["fp8/worst/output_db"] == pytest.approx(min(decibels))
-        assert metrics["fp8/mean/output_db"] == pytest.approx(sum(decibels) / len(decibels))
+        assert metrics["lowprec/worst/output_db"] == pytest.approx(min(decibels))
+        assert metrics["lowprec/mean/output_db"] == pytest.approx(sum(decibels) / len(decibels))
+
+
+def test_metrics_are_at_the_step_of_lightnings_and_callbacks_can_name_them(tmp_path):
+    """Two optimizers make two steps of ``global_step`` per batch; Lightning's axis counts batches."""
+
+    class Two(L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+            self.nets = torch.nn.ModuleList(torch.nn.Linear(32, 32) for _ in range(2))
+
+        def training_step(self, batch, batch_idx):
+            for optimizer, net in zip(self.optimizers(), self.nets, strict=True):
+                self.manual_backward(net(batch[0]).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+
+        def configure_optimizers(self):
+            return [torch.optim.SGD(net.parameters(), 1e-3) for net in self.nets]
+
+    logger, monitor = CSVLogger(tmp_path, "", "run"), NumericsMonitor(every=8)
+    stopping = EarlyStopping("lowprec/mean/output_db", mode="max", check_on_train_epoch_end=True)
+    trainer = L.Trainer(
+        plugins=FP8TorchAO(skip_nonfinite=True),
+        max_epochs=1,
+        log_every_n_steps=4,
+        logger=logger,
+        callbacks=[monitor, LearningRateMonitor("step"), stopping],
+        accelerator="cpu",
+        default_root_dir=tmp_path,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Two(), DataLoader(TensorDataset(torch.randn(128, 32)), batch_size=8))
+    with (tmp_path / "run" / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    steps = {name: {int(row["step"]) for row in rows if row[name]} for name in rows[0] if name != "step"}
+    assert steps["lr-SGD"] == steps["lowprec/skipped_steps"] == {3, 7, 11, 15}
+    assert steps["lowprec/mean/output_db"] == {0, 4, 8, 12}  # every 8 steps of optimizers
+    assert trainer.callback_metrics["lowprec/skipped_steps"] == 0
+    assert stopping.best_score == trainer.callback_metrics["lowprec/mean/output_db"]
+
+
+def test_a_monitor_without_layers_says_so_once(tmp_path, caplog):
+    caplog.set_level("INFO")
+    fit(tmp_path, NumericsMonitor(every=1), plugin=HalfMixed("bf16"))
+    assert [record.message for record in caplog.records if "looked at" in record.message] == [
+        "NumericsMonitor: 0 layers are looked at."
+    ]
 
 
 def test_loggers_get_the_worst_and_the_mean_unless_asked_for_layers(tmp_path):

@@ -155,12 +155,12 @@ def test_the_loss_scale_reaches_the_users_logger(tmp_path):
     rows = (tmp_path / "lightning_logs" / "version_0" / "metrics.csv").read_text().splitlines()
     header = rows[0].split(",")
     scales = [
-        float(row.split(",")[header.index("loss_scale")])
+        float(row.split(",")[header.index("lowprec/loss_scale")])
         for row in rows[1:]
-        if row.split(",")[header.index("loss_scale")]
+        if row.split(",")[header.index("lowprec/loss_scale")]
     ]
     assert scales == [16.0, 16.0, 16.0, 32.0, 32.0, 32.0, 32.0, 64.0]
-    assert "skipped_steps" in header
+    assert "lowprec/skipped_steps" in header
 
 
 @pytest.mark.parametrize("name", FORMS)
