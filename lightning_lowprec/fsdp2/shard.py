@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_lowprec.checkpoints.agreement import gathered
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.fsdp2 import meshes
-from lightning_lowprec.fsdp2.forward_hooks import ForwardHooks, install_hooks
+from lightning_lowprec.fsdp2.forward_hooks import install_hooks
 from lightning_lowprec.fsdp2.fp8_gather import GatherScales, check_even, gather_in_fp8
 from lightning_lowprec.fsdp2.options import ShardOptions, chosen
 from lightning_lowprec.fsdp2.traffic import Traffic
@@ -50,7 +50,6 @@ class Sharded:
 
     traffic: Traffic
     scales: GatherScales | None  # the scales of the weights that are gathered as float8
-    hooks: ForwardHooks
 
 
 def shard(
@@ -104,8 +103,8 @@ def shard(
         scales.collect(model)
     for finish in after_sharding:
         finish(data_mesh)
-    hooks = install_hooks(model, scales, options.output_dtype, methods)
-    return Sharded(traffic=Traffic(groups), scales=scales, hooks=hooks)
+    install_hooks(model, scales, options.output_dtype, methods)
+    return Sharded(traffic=Traffic(groups), scales=scales)
 
 
 def check_model(model: nn.Module) -> None:

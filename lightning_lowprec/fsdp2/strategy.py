@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_lowprec.checkpoints import optimizer_state
 from lightning_lowprec.conversion.options import shows
-from lightning_lowprec.fsdp2.forward_hooks import ForwardHooks, reshard
+from lightning_lowprec.fsdp2.forward_hooks import reshard
 from lightning_lowprec.fsdp2.from_fsdp import translate
 from lightning_lowprec.fsdp2.meshes import data_ranks, make_mesh, shards
 from lightning_lowprec.fsdp2.options import ShardChoices, ShardOptions
@@ -271,12 +271,6 @@ class Sharding:
             line = sharded.traffic.report()
             if line is not None:
                 rank_zero_info(f"fsdp2: {line}.")
-
-
-def hooks_of(model: Module | None) -> ForwardHooks:
-    """Return the hooks of a sharded model."""
-    assert model is not None
-    return _sharded[model].sharded.hooks
 
 
 NOT_COMPARED: Final = ("sync_module_states", "tensor_parallel")

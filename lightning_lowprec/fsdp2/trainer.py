@@ -2,10 +2,10 @@
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
-from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 from torchmetrics import Metric
@@ -15,7 +15,8 @@ from lightning_lowprec.checkpoints import optimizer_state
 from lightning_lowprec.checkpoints.load import load, open_checkpoint
 from lightning_lowprec.checkpoints.save import model_state, remove, save
 from lightning_lowprec.checkpoints.weights import WEIGHT_KEYS
-from lightning_lowprec.fsdp2.strategy import FSDP2Base, check_storage_options, hooks_of
+from lightning_lowprec.fsdp2.forward_hooks import check_reduced, reshard
+from lightning_lowprec.fsdp2.strategy import FSDP2Base, check_storage_options
 from lightning_lowprec.numerics.parameters import clip_grad_norm
 from lightning_lowprec.precision.refusals import refuse_averaging
 from lightning_lowprec.private import either
@@ -71,18 +72,6 @@ class ForTrainer(FSDP2Base, _Parent):
             self.sharding.follow(optimizer)
 
     @override
-    def pre_backward(self, closure_loss: Tensor) -> None:
-        """Prepare FSDP2: in manual optimization the backward pass begins within its forward pass."""
-        super().pre_backward(closure_loss)
-        hooks_of(self.model).before_backward(closure_loss)
-
-    @override
-    def post_backward(self, closure_loss: Tensor) -> None:
-        """Show shards and gradients: in manual optimization the rest of ``training_step`` may use them."""
-        super().post_backward(closure_loss)
-        hooks_of(self.model).show_shards()
-
-    @override
     def optimizer_step(
         self,
         optimizer: Optimizer,
@@ -90,9 +79,13 @@ class ForTrainer(FSDP2Base, _Parent):
         model: either.LightningModule | Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        module = self.lightning_module
+        if module is None or module.automatic_optimization:
+            output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        else:
+            output = super().optimizer_step(optimizer, partial(_checked, closure, module, optimizer), model, **kwargs)
+            reshard(module)  # a forward without a backward leaves weights that the step makes old
         self.sharding.after_step()
-        hooks_of(self.model).show_shards()
         return output
 
     @override
@@ -148,6 +141,12 @@ class ForTrainer(FSDP2Base, _Parent):
     def remove_checkpoint(self, filepath: str | Path) -> None:
         if self.is_global_zero:
             remove(Path(filepath))
+
+
+def _checked(closure: Callable[[], Any], module: Module, optimizer: Optimizer) -> Any:
+    output = closure()
+    check_reduced(module, (p for group in optimizer.param_groups for p in group["params"]))
+    return output
 
 
 @final

@@ -1,6 +1,6 @@
 """Private names of torch's FSDP2, its checkpoints and process groups; `torch.py` has the list of these names."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -29,19 +29,6 @@ def without_root_hooks(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         state._training_state = before
-
-
-def run_as_root(module: nn.Module, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Run ``method`` as a forward pass of the root ``module`` that does not gather the root's own weights."""
-    state: Any = cast(FSDPModule, module)._get_fsdp_state()
-    args, kwargs = state._root_pre_forward(module, args, kwargs)
-    return state._post_forward(module, args, method(*args, **kwargs))
-
-
-def prepare_backward_from(module: nn.Module, loss: Tensor) -> None:
-    """Let FSDP2 prepare the backward pass of ``module`` when the gradient of ``loss`` arrives."""
-    state: Any = cast(FSDPModule, module)._get_fsdp_state()
-    state._register_pre_backward_hook(loss)
 
 
 def gathered_parameters(module: nn.Module) -> Iterator[tuple[Any, list[nn.Module]]]:
@@ -89,6 +76,12 @@ def gather_by(module: nn.Module, gather: Any) -> None:
         sharded.set_custom_all_gather(gather)
     finally:
         groups += added
+
+
+def unreduced_gradient(record: Any) -> Tensor | None:
+    """Return the gradient of a gathered parameter that waits for its reduction, or None."""
+    gathered: nn.Parameter | None = vars(record).get("_unsharded_param")
+    return None if gathered is None else gathered.grad
 
 
 def forget_gathered(record: Any) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from types import MethodType
-from typing import Any, final
+from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -61,33 +61,6 @@ def without_compiled_wrapper(model: nn.Module) -> nn.Module:
     """Return the module that ``torch.compile(module)`` was called with, or ``model`` itself."""
     module: nn.Module = getattr(model, "_orig_mod", model)
     return module
-
-
-@final
-class CompiledCall:
-    """A function that runs before each call of a module that ``module.compile()`` compiled, until it is removed.
-
-    A hook that comes later would not run, as hooks are a part of what is compiled.
-    """
-
-    def __init__(self, module: nn.Module, function: Callable[[], None]) -> None:
-        self._module, self._call = module, module._compiled_call_impl
-        call: Any = self._call
-
-        def call_after_function(*args: Any, **kwargs: Any) -> Any:
-            function()
-            return call(*args, **kwargs)
-
-        module._compiled_call_impl = call_after_function
-
-    def remove(self) -> None:
-        """Restore the call."""
-        self._module._compiled_call_impl = self._call
-
-
-def before_compiled_call(module: nn.Module, function: Callable[[], None]) -> list[CompiledCall]:
-    """Run ``function`` before each call of ``module`` if the module is compiled in place; return what removes it."""
-    return [CompiledCall(module, function)] if getattr(module, "_compiled_call_impl", None) is not None else []
 
 
 def remove_forward_hook(module: nn.Module, function: Callable[..., Any]) -> None:

@@ -44,7 +44,7 @@ def difference(one, other):
 
 
 class Manual(L.LightningModule):
-    """No call of the module itself, nothing returned; user code ``edits`` gradients inside ``training_step``."""
+    """Nothing is returned; user code ``edits`` gradients inside ``training_step``."""
 
     def __init__(self, edits="none", blocks=False):
         super().__init__()
@@ -56,13 +56,16 @@ class Manual(L.LightningModule):
         self.edits = edits
         self.seen = {}
 
+    def forward(self, x):
+        return self.net(x)
+
     def look(self, where):
         self.seen[where] = all(p.grad is not None and p.grad.shape == p.shape for p in self.parameters())
 
     def training_step(self, batch):
         optimizer = self.optimizers()
         self.zero_grad()
-        self.manual_backward(self.net(batch[0]).pow(2).mean())
+        self.manual_backward(self(batch[0]).pow(2).mean())
         self.look("training_step")
         if self.edits == "clip":
             self.norm = torch.nn.utils.clip_grad_norm_(self.parameters(), 1e-2)
@@ -70,7 +73,7 @@ class Manual(L.LightningModule):
             for p in self.parameters():
                 p.grad.mul_(0.5)
         if self.edits == "penalty":
-            self.manual_backward(self.net(batch[0]).abs().mean())
+            self.manual_backward(self(batch[0]).abs().mean())
         optimizer.step()
         if self.edits == "clamp":
             for p in self.parameters():
@@ -101,13 +104,16 @@ class Gan(L.LightningModule):
         self.toggle = toggle
         self.automatic_optimization = False
 
+    def forward(self, x, part):
+        return (self.g if part == "g" else self.d)(x)
+
     def training_step(self, batch):
         for optimizer, sign in zip(self.optimizers(), (-1.0, 1.0), strict=True):
             if self.toggle:
                 self.toggle_optimizer(optimizer)
-            made = self.g(batch[0])
+            made = self(batch[0], "g")
             made = made if self.toggle or sign < 0 else made.detach()
-            loss = sign * torch.tanh(self.d(made)).mean() + self.d(batch[0]).pow(2).mean() * (sign > 0)
+            loss = sign * torch.tanh(self(made, "d")).mean() + self(batch[0], "d").pow(2).mean() * (sign > 0)
             self.manual_backward(loss)
             optimizer.step()
             optimizer.zero_grad()

@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import strategies
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.distributed.tensor import _dtensor_spec
 
 from lightning_lowprec import FabricFSDP2Strategy, FSDP2Strategy
 from lightning_lowprec.private import lightning as of_lightning
@@ -25,7 +25,7 @@ def test_this_torch_and_this_lightning_have_them():
     ("owner", "name"),
     [
         (FSDPModule, "_get_fsdp_state"),
-        (FSDPState, "_register_pre_backward_hook"),
+        (_dtensor_spec, "TensorMeta"),
         (torch, "_foreach_norm"),
     ],
 )
