@@ -1,22 +1,13 @@
 """Read a folder of shards (torch.distributed.checkpoint): open and check the folder, then read tensors or rows of them.
 
-A folder of this package has a manifest, and all its files are compared with the manifest before anything is read. A
-folder of Lightning's ModelParallelStrategy or FSDPStrategy has none. In both, torch's table of contents says what is
-stored, in which pieces, where each piece lies, and how the saved state was nested:
+A folder of this package has a manifest, JSON with the size and the CRC-32 of every other file, which are compared
+before anything is read. A folder of Lightning's ModelParallelStrategy or FSDPStrategy has none. In both, torch's table
+of contents says what is stored, in which pieces, where each piece lies, and how the saved state was nested. The pieces
+of a tensor must hold every value once:
 
-    manifest -> checksums -> meta.pt -> table      :class:`ShardFolder`, on all ranks
-    table -> pieces -> given tensors, sharded      :meth:`ShardFolder.fill`, on all ranks
-    table -> pieces -> rows of one tensor          :meth:`ShardFolder.rows`, on one rank
-
-The manifest is JSON that says which save the folder is, and which files with which checksums:
-
-    {"format": 2, "save": "9f0c...", "step": 100,
-     "files": {"__0_0.distcp": {"size": 5312, "crc32": "0a1b2c3d"}, ..., ".metadata": {...}, "meta.pt": {...}},
-     "crc32": "..."}
-
-Every file names the save: a shard file in a header of 64 bytes, ``meta.pt`` under the key ``SAVE``, the table of
-contents as torch's ``save_id``. The offsets in the table count from the start of a shard file, so torch's own tools
-read the folder too. Format 1, of 0.2.0, had a second table in the manifest, and no checksum of ``.metadata``.
+    manifest -> sizes, checksums -> meta.pt -> table    :class:`ShardFolder`, on all ranks
+    table -> pieces -> given tensors, sharded           :meth:`ShardFolder.fill`, on all ranks
+    table -> pieces -> rows of one tensor               :meth:`ShardFolder.rows`, on one rank
 
 The table is a pickle, ``.metadata``, of torch's own :class:`Metadata`. A pickle names the functions and classes that
 build its objects, so a pickle can run any code. :func:`read_table` admits the names of torch's tables and no other
@@ -26,11 +17,10 @@ the attributes of the classes that it sees.
 
 import io
 import json
+import math
 import pathlib
 import pickle
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, Final, final
 
@@ -51,14 +41,8 @@ META: Final = "meta.pt"
 SHARD: Final = ".distcp"
 """The suffix of torch.distributed.checkpoint."""
 SAVE: Final = "lightning_lowprec_save"
-"""The key of the save's identity in ``meta.pt``."""
-FORMAT: Final = 2
-CHECKSUM: Final = b', "crc32": '
-"""Ends the manifest; the CRC-32 of all bytes before follows."""
-HEADER: Final = b"lightning_lowprec save "
-HEADER_BYTES: Final = 64
-"""The alignment of tensors in torch's archives stays."""
-_WAY_OUT: Final = "Load another checkpoint."
+"""The key in ``meta.pt`` that says that the folder has a manifest; the value is the format."""
+FORMAT: Final = 3
 TABLE: Final = ".metadata"
 _METADATA: Final = "torch.distributed.checkpoint.metadata"
 _ENCODING: Final = "_MEM_FORMAT_ENCODING"
@@ -84,24 +68,19 @@ Box = tuple[slice, ...]
 class ShardFolder:
     """An open folder. Entries have the names that torch gives them, such as ``model.fc.weight``.
 
-    ``weights_only`` and the errors are those of :func:`lightning_lowprec.checkpoints.files.read`; a file of another
-    save raises ValueError. ``verify`` compares checksums, if the folder has some, before anything is read.
+    ``weights_only`` and the errors are those of :func:`lightning_lowprec.checkpoints.files.read`. ``verify`` compares
+    the files with the manifest, if the folder has one, before anything is read.
     """
 
     def __init__(self, path: Path, weights_only: bool | None = None, *, verify: bool = True) -> None:
-        stored = on_all_ranks(lambda: read_manifest(path, verify=verify))
-        if stored is not None:
-            stored.check(path, verify=verify)
+        records = on_all_ranks(lambda: read_manifest(path)) if verify else None
+        on_all_ranks(lambda: _check_files(path, records or {}))
 
         def read() -> tuple[Metadata, dict[str, Any]]:
             rest = files.read(path / META, weights_only)
-            save = rest.pop(SAVE, None)
             table = read_table(path, weights_only)
-            if stored is not None:
-                check_save(path / META, save, stored.save)
-                if TABLE in stored.records:  # not in format 1
-                    saved = getattr(table.storage_meta, "save_id", None)
-                    check_save(path / TABLE, saved, stored.save)
+            if rest.pop(SAVE, None) is not None and verify:
+                _check_complete(path, table, records)
             return table, rest
 
         self._path, self._weights_only = path, weights_only
@@ -194,110 +173,65 @@ def _box(first: Sequence[int], last: Sequence[int], offsets: Sequence[int]) -> B
 # ---- the manifest
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class Manifest:
-    """The identity of one save, 32 hexadecimal digits, and the size and checksum of every other file."""
-
-    save: str
-    records: Mapping[str, FileRecord]
-
-    def write(self, folder: Path, rest: Mapping[str, Any]) -> None:
-        """Write the manifest, on rank 0, as the last file of the folder; ``rest`` may hold counters, for readers."""
-        content = {
-            "format": FORMAT,
-            "save": self.save,
-            "torch": torch.__version__,
-            **{name: rest[name] for name in ("epoch", "global_step", "step") if type(rest.get(name)) is int},
-            "files": {name: {"size": r.size, "crc32": f"{r.crc32:08x}"} for name, r in self.records.items()},
-        }
-        text = json.dumps(content).encode().removesuffix(b"}")
-        with files.CheckedFile(folder / MANIFEST) as file:
-            file.write(text + CHECKSUM + f'"{zlib.crc32(text):08x}"}}'.encode())
-
-    def check(self, folder: Path, *, verify: bool) -> None:
-        """Check the files of the folder, each on one rank; all ranks raise if one file is not as it was saved."""
-        rank, ranks = rank_and_ranks()
-
-        def check_part() -> None:
-            for name, record in list(self.records.items())[rank::ranks]:
-                _check_file(folder / name, record, self.save, verify=verify)
-
-        on_all_ranks(check_part)
+def write_manifest(folder: Path, records: Mapping[str, FileRecord]) -> None:
+    """Write the size and checksum of every other file, on rank 0, as the last file of the folder."""
+    listed = {name: {"size": record.size, "crc32": f"{record.crc32:08x}"} for name, record in records.items()}
+    (folder / MANIFEST).write_text(json.dumps({"format": FORMAT, "files": listed}))
 
 
-def read_manifest(folder: Path, *, verify: bool) -> Manifest | None:
-    """Return the manifest of a folder; None for a folder that this package did not write, or not by this version."""
+def read_manifest(folder: Path) -> Mapping[str, FileRecord] | None:
+    """Return the size and checksum of every other file; None for a folder without a manifest."""
     path = folder / MANIFEST
     if not path.is_file():
-        shards = sorted(folder.glob(f"*{SHARD}")) if verify else []
-        if shards and _save_of(shards[0]) is not None:
-            raise FileNotFoundError(
-                f"{str(path)!r} is missing, and the shards of the folder were written with it. Copy the whole"
-                " folder; `verify_checkpoints=False` of the strategy reads the folder without its manifest."
-            )
         return None
     try:
-        content = path.read_bytes()
-        stored = json.loads(content)
-        if stored["crc32"] != f"{zlib.crc32(content[: content.rfind(CHECKSUM)]):08x}":
-            raise ValueError("its checksum (CRC-32) differs")
-        if stored["format"] in (1, FORMAT):
+        stored = json.loads(path.read_bytes())
+        if not stored["format"] > FORMAT:
             records = {name: FileRecord(r["size"], int(r["crc32"], 16)) for name, r in stored["files"].items()}
             for name in records:
                 if Path(name).name != name:
                     raise ValueError(f"the file {name!r} is not in the folder")
-            return Manifest(save=stored["save"], records=records)
+            return records
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{str(path)!r} is damaged: {error}. {_WAY_OUT}") from error
+        raise ValueError(f"{str(path)!r} is damaged: {error}. Load another checkpoint.") from error
     raise ValueError(
         f"{str(path)!r} has the format {stored['format']!r}, and this version of lightning_lowprec reads {FORMAT}."
         " Install a later version."
     )
 
 
-def header(save: str) -> bytes:
-    """Return the beginning of every shard file of a save."""
-    return (HEADER + save.encode()).ljust(HEADER_BYTES - 1) + b"\n"
+def _check_files(folder: Path, records: Mapping[str, FileRecord]) -> None:
+    """Compare this rank's share of the files with the manifest."""
+    rank, ranks = rank_and_ranks()
+    for name, record in list(records.items())[rank::ranks]:
+        path = folder / name
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"{str(path)!r} is missing: the manifest of the checkpoint lists the file. Copy the whole folder, or"
+                " load another checkpoint."
+            )
+        stored = FileRecord(path.stat().st_size, record.crc32)
+        if stored.size == record.size:
+            stored = FileRecord(stored.size, files.crc32_of(path))
+        if stored != record:
+            raise ValueError(
+                f"{str(path)!r} is damaged, or belongs to another save: it has {stored.size} bytes with the CRC-32"
+                f" {stored.crc32:08x}, and {record.size} bytes with {record.crc32:08x} were saved. Load another"
+                " checkpoint. `verify_checkpoints=False` of the strategy loads the file without this check."
+            )
 
 
-def check_save(path: Path, stored: object, save: str) -> None:
-    """Raise ValueError if a file names another save than the manifest of its folder."""
-    if stored != save:
-        raise ValueError(
-            f"{str(path)!r} belongs to another save ({stored}) than the manifest of its folder ({save}). Files of two"
-            " saves cannot be mixed: copy whole folders, or load another checkpoint."
-        )
-
-
-def _save_of(shard: Path) -> str | None:
-    with shard.open("rb") as file:
-        start = file.read(HEADER_BYTES)
-    complete = len(start) == HEADER_BYTES and start.startswith(HEADER)
-    return start.removeprefix(HEADER).decode(errors="replace").strip() if complete else None
-
-
-def _check_file(path: Path, record: FileRecord, save: str, *, verify: bool) -> None:
-    if not path.is_file():
+def _check_complete(folder: Path, table: Metadata, records: Mapping[str, FileRecord] | None) -> None:
+    """Raise FileNotFoundError without a manifest, ValueError if it does not list a file that is read."""
+    path = folder / MANIFEST
+    if records is None:
         raise FileNotFoundError(
-            f"{str(path)!r} is missing: the manifest of the checkpoint lists the file. Copy the whole folder, or load"
-            " another checkpoint."
+            f"{str(path)!r} is missing, and the folder was written with it. Copy the whole folder;"
+            " `verify_checkpoints=False` of the strategy reads the folder without its manifest."
         )
-    is_shard = path.suffix == SHARD
-    stored = _save_of(path) if is_shard else None
-    if stored is not None:
-        check_save(path, stored, save)
-    kind = "is damaged" if is_shard else "is damaged, or belongs to another save"
-    size = path.stat().st_size
-    if size != record.size and (is_shard or verify):
-        raise ValueError(f"{str(path)!r} {kind}: it has {size} bytes, and {record.size} were saved. {_WAY_OUT}")
-    if is_shard and stored is None:
-        raise ValueError(f"{str(path)!r} is damaged: its header does not name the save {save}. {_WAY_OUT}")
-    if verify and (crc32 := files.crc32_of(path)) != record.crc32:
-        raise ValueError(
-            f"{str(path)!r} {kind}: its checksum (CRC-32) is {crc32:08x}, and {record.crc32:08x} was saved. {_WAY_OUT}"
-            " `verify_checkpoints=False` of the strategy loads the file without this check."
-        )
+    read = {META, *(info.relative_path for info in (table.storage_data or {}).values())}
+    if unlisted := sorted(read - records.keys()):
+        raise ValueError(f"{str(path)!r} is damaged: it does not list {unlisted[0]!r}. Load another checkpoint.")
 
 
 # ---- the table
@@ -386,6 +320,28 @@ def _checked(table: Any) -> Metadata:
             raise ValueError(f"{stored.properties.dtype!r} is no dtype")
         for chunk in stored.chunks:
             _place(table, name, chunk.offsets)
-            if not len(chunk.offsets) == len(chunk.sizes) == len(stored.size):
-                raise ValueError(f"the pieces of a tensor of shape {tuple(stored.size)} have other dimensions")
+        if not _covered_once(stored.size, [(chunk.offsets, chunk.sizes) for chunk in stored.chunks]):
+            raise ValueError(
+                f"the pieces of {name!r} do not hold every value of its shape {tuple(stored.size)} exactly once"
+            )
     return table
+
+
+def _covered_once(size: Sequence[int], pieces: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:
+    """Return whether pieces, offsets and sizes, fill a tensor of this size without a gap and without an overlap."""
+    if any(not len(at) == len(lengths) == len(size) for at, lengths in pieces):
+        return False
+    boxes = [[(b, b + length) for b, length in zip(*piece, strict=True)] for piece in pieces if 0 not in piece[1]]
+    if any(not 0 <= begin < end <= whole for box in boxes for (begin, end), whole in zip(box, size, strict=True)):
+        return False
+    if sum(math.prod(end - begin for begin, end in box) for box in boxes) != math.prod(size):
+        return False
+    # compare boxes that share an index along the axis with most cuts
+    axis = max(range(len(size)), key=lambda axis: len({box[axis] for box in boxes}), default=0)
+    near: list[list[tuple[int, int]]] = []
+    for box in sorted(boxes, key=lambda box: box[axis:]):
+        near = [other for other in near if other[axis][1] > box[axis][0]]
+        if any(all(a < d and c < b for (a, b), (c, d) in zip(box, other, strict=True)) for other in near):
+            return False
+        near.append(box)
+    return True

@@ -129,13 +129,15 @@ class StoredFolder(StoredCheckpoint):
 def open_checkpoint(path: Path, weights_only: bool | None = None, *, verify: bool = True) -> StoredCheckpoint:
     """Open the checkpoint that is called ``path`` on rank 0, on all ranks.
 
-    If a run was killed while it replaced the checkpoint, the old checkpoint may be used. ``verify`` compares checksums
+    If a run was killed while it replaced the checkpoint, that is the complete new one. ``verify`` compares checksums
     before anything is loaded. ``weights_only`` and the errors are those of
     :func:`lightning_lowprec.checkpoints.files.read`.
     """
     complete = on_rank_zero(lambda: find(path))
     if complete != path:
-        rank_zero_info(f"fsdp2: {str(path)!r} was not completed; loading the one before it, {str(complete)!r}.")
+        rank_zero_info(
+            f"fsdp2: {str(path)!r} is being replaced, or a run was killed there; loading the new {str(complete)!r}."
+        )
     if not verify:
         rank_zero_info(f"fsdp2: the checksums of {str(complete)!r} are not compared (`verify_checkpoints=False`).")
     if complete.is_dir():

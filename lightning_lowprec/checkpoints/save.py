@@ -3,14 +3,13 @@
 A checkpoint is a file of whole tensors, written by rank 0, or a folder of every rank's shards. Both hold a model under
 the names and in the dtypes of its state dict, and optimizer state by the name (or position) of the parameter.
 
-    .NAME.saving                      written first, by all ranks
-    NAME -> NAME.kept-while-saving    only for a folder; a file is replaced by one rename
-    .NAME.saving -> NAME
-    NAME.kept-while-saving            deleted last
+    .NAME.saving                              written first, by all ranks
+    .NAME.saving -> NAME                      a file, or the first folder of this name: one rename
+    .NAME.saving -> NAME.complete-while-saving -> NAME    a folder that replaces another, deleted in between
 
 A run may be killed at any moment: one complete checkpoint is always there, and :func:`find` says where. The next save
-or removal of the same name deletes what a killed run has left. The name of the kept checkpoint begins and ends like
-the checkpoint's name, so ``ckpt_path="last"`` of the Trainer finds the kept checkpoint too.
+or removal of the same name ends what a killed run has begun. The name of a complete checkpoint begins and ends like
+the checkpoint's name, so ``ckpt_path="last"`` of the Trainer finds it too.
 """
 
 import os
@@ -19,21 +18,18 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn, final
-from uuid import uuid4
 
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
-from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
-from typing_extensions import override
 
 from lightning_lowprec.checkpoints import files
 from lightning_lowprec.checkpoints.agreement import gathered, on_rank_zero, rank_and_ranks
 from lightning_lowprec.checkpoints.files import CheckedFile, FileRecord
-from lightning_lowprec.checkpoints.folder import MANIFEST, META, SAVE, SHARD, TABLE, Manifest, header
+from lightning_lowprec.checkpoints.folder import FORMAT, MANIFEST, META, SAVE, SHARD, TABLE, write_manifest
 
 
 def model_state(model: nn.Module, *, full: bool) -> dict[str, Any]:
@@ -51,9 +47,9 @@ def save(path: Path, shards: Mapping[str, Any], rest: Mapping[str, Any], *, full
 
 
 def _write_folder(folder: Path, shards: Mapping[str, Any], rest: Mapping[str, Any]) -> None:
-    identity = on_rank_zero(lambda: uuid4().hex)
-    file_system = _Files(identity)
-    save_shards(dict(shards), storage_writer=_Writer(folder, file_system))
+    writer = FileSystemWriter(folder)
+    writer.fs = file_system = _Files()
+    save_shards(dict(shards), storage_writer=writer)
     records = gathered(file_system.records)
     if rank_and_ranks()[0] > 0:
         return
@@ -66,40 +62,23 @@ def _write_folder(folder: Path, shards: Mapping[str, Any], rest: Mapping[str, An
                     " must lie on a file system that all ranks share"
                 )
     written = {name: record for of_rank in records for name, record in of_rank.items()}
-    written[META] = files.write({**rest, SAVE: identity}, folder / META)
-    Manifest(save=identity, records=written).write(folder, rest)
+    written[META] = files.write({**rest, SAVE: FORMAT}, folder / META)
+    write_manifest(folder, written)
 
 
 @final
 class _Files(FileSystem):
-    """Files for writing: shard files get a header, and ``records`` keeps the sizes and checksums of all files."""
+    """Files for writing; ``records`` keeps their sizes and checksums."""
 
-    def __init__(self, save: str) -> None:
-        self.save = save
+    def __init__(self) -> None:
         self.records: dict[str, FileRecord] = {}
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
         """Open a file; torch renames the table of contents, which is written as ``.metadata.tmp``."""
         with CheckedFile(Path(path)) as file:
-            if Path(path).suffix == SHARD:
-                file.write(header(self.save))
             yield file
         self.records[Path(path).name.removesuffix(".tmp")] = file.record
-
-
-@final
-class _Writer(FileSystemWriter):
-    """Writes shards and, on rank 0, the table of contents, which names the save."""
-
-    def __init__(self, folder: Path, file_system: _Files) -> None:
-        super().__init__(folder)
-        self.fs = file_system
-        self._save = file_system.save
-
-    @override
-    def storage_meta(self) -> StorageMeta:
-        return StorageMeta(save_id=self._save)
 
 
 # ---- completely, or not at all
@@ -110,14 +89,14 @@ def aside(path: Path) -> Path:
     return path.with_name(f".{path.name}.saving")
 
 
-def kept(path: Path) -> Path:
-    """Return the path where the old checkpoint stays while a folder is renamed."""
-    return path.with_name(f"{path.stem}.kept-while-saving{path.suffix}")
+def completed(path: Path) -> Path:
+    """Return the path where a complete folder waits until the folder that it replaces is deleted."""
+    return path.with_name(f"{path.stem}.complete-while-saving{path.suffix}")
 
 
 def find(path: Path) -> Path:
-    """Return the complete checkpoint of this name: ``path``, or the old one if a run was killed between two renames."""
-    complete = path if path.exists() else kept(path)
+    """Return the complete checkpoint of this name: ``path``, or the new one if a run was killed between two renames."""
+    complete = completed(path) if completed(path).exists() else path
     if not complete.exists():
         raise FileNotFoundError(f"there is no checkpoint at {str(path)!r}.")
     if complete.is_dir() and not (complete / META).is_file():
@@ -141,6 +120,7 @@ def replacing(path: Path, *, folder: bool) -> Iterator[Path]:
     with _all_or_none(path):
         if is_rank_zero:
             path.parent.mkdir(parents=True, exist_ok=True)
+            _take_over(path)
             _delete(aside(path))
             if folder:
                 aside(path).mkdir()
@@ -149,12 +129,11 @@ def replacing(path: Path, *, folder: bool) -> Iterator[Path]:
     with _all_or_none(path):
         if is_rank_zero:
             _put_in_place(path)
-    on_rank_zero(lambda: _delete_kept(path))
 
 
 def remove(path: Path) -> None:
     """Delete a checkpoint and the leftovers of killed runs; called on rank 0 only."""
-    for leftover in (path, aside(path), kept(path)):
+    for leftover in (path, aside(path), completed(path)):
         _delete(leftover)
 
 
@@ -213,7 +192,7 @@ def _clean_up(path: Path) -> bool:
     else:
         with suppress(OSError):
             aside(path).unlink()
-    return path.exists() or kept(path).exists()
+    return path.exists() or completed(path).exists()
 
 
 def _check_folder(path: Path) -> None:
@@ -227,30 +206,28 @@ def _check_folder(path: Path) -> None:
 
 
 def _put_in_place(path: Path) -> None:
-    new, old = aside(path), kept(path)
+    new = aside(path)
     for file in new.iterdir() if new.is_dir() else [new]:
         with file.open("rb") as opened:
             os.fsync(opened.fileno())  # to disk, before its final name appears
-    moved = path.is_dir() or (os.path.lexists(path) and new.is_dir())
-    if moved:
-        _delete(old)
-        path.rename(old)
-    try:
+    if path.is_dir() or (os.path.lexists(path) and new.is_dir()):
+        new.replace(completed(path))
+        _take_over(path)
+    else:
         new.replace(path)
-    except OSError:
-        if moved:
-            old.rename(path)
-        raise
 
 
-def _delete_kept(path: Path) -> None:
-    """Delete the old checkpoint, but not what others put into its folder."""
-    old = kept(path)
-    if old.is_dir() and path.is_dir() and not old.is_symlink():
-        for entry in old.iterdir():
-            if not _is_own_file(entry) and not os.path.lexists(path / entry.name):
-                entry.rename(path / entry.name)  # no part of a checkpoint, such as a user's notes
-    _delete(old)
+def _take_over(path: Path) -> None:
+    """Let a complete new checkpoint replace the old one, but not what others put into the folder of the old one."""
+    new = completed(path)
+    if not new.exists():
+        return
+    if path.is_dir() and not path.is_symlink() and new.is_dir():
+        for entry in path.iterdir():
+            if not _is_own_file(entry) and not os.path.lexists(new / entry.name):
+                entry.rename(new / entry.name)  # no part of a checkpoint, such as a user's notes
+    _delete(path)
+    new.replace(path)
 
 
 def _is_own_file(entry: Path) -> bool:

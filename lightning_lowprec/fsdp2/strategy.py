@@ -45,7 +45,7 @@ class FSDP2Base:
         state_dict_type: ``"sharded"`` checkpoints are folders to which every rank writes its shards. ``"full"``
             checkpoints are single files.
         verify_checkpoints: compare the checksums of a checkpoint before anything of it is loaded. False: a damaged
-            file may load as other weights; a log line says so. Missing files and files of another save raise anyhow.
+            file, or a file of another save, may load as other weights; a log line says so.
         process_group_backend: None: nccl on CUDA, gloo on CPU.
         timeout: the timeout of the process group.
         cluster_environment: where the processes come from; None: Lightning finds out.

@@ -91,10 +91,10 @@ def test_killed_at_every_step(tmp_path):
     launch(all_cases, 1, tmp_path, tmp_path)
 
 
-def test_the_trainer_finds_the_kept_one_as_the_last(tmp_path):
+def test_the_trainer_finds_a_complete_one_as_the_last(tmp_path):
     from lightning.pytorch.callbacks import ModelCheckpoint
 
-    path = save.kept(tmp_path / "last.ckpt")
+    path = save.completed(tmp_path / "last.ckpt")
     path.mkdir()
     assert path.suffix == ModelCheckpoint.FILE_EXTENSION
     assert path.stem.startswith(ModelCheckpoint.CHECKPOINT_NAME_LAST)
@@ -188,7 +188,7 @@ def test_a_folder_that_cannot_be_made(tmp_path):
 
 
 def test_remove_takes_the_leftovers_along(tmp_path):
-    for path in (tmp_path / "a", save.aside(tmp_path / "a"), save.kept(tmp_path / "a")):
+    for path in (tmp_path / "a", save.aside(tmp_path / "a"), save.completed(tmp_path / "a")):
         path.mkdir()
     save.remove(tmp_path / "a")
     assert list(tmp_path.iterdir()) == []

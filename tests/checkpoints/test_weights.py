@@ -47,6 +47,48 @@ def test_pieces_along_both_dimensions(quarters):
     assert torch.equal(open_checkpoint(quarters).model("model", linear.state_dict())["weight"], WHOLE)
 
 
+def resumes(path):
+    open_checkpoint(path).model("model", nn.Linear(5, 7, bias=False).state_dict())
+
+
+CUTS = {
+    "a piece is missing": lambda pieces: pieces[1:],
+    "a piece is there twice": lambda pieces: [*pieces, pieces[0]],
+    "a piece twice, another never": lambda pieces: [*pieces[:3], pieces[2]],
+    "as many values as the tensor has, overlapping": lambda pieces: [((0, 0), (4, 2)), ((0, 0), (3, 2)), *pieces[1:3],
+                                                                     ((4, 3), (3, 2)), ((4, 2), (1, 1))],
+    "outside": lambda pieces: [*pieces[:3], ((5, 2), (3, 3))],
+    "before the start": lambda pieces: [((-1, 0), (4, 2)), *pieces[1:]],
+    "a size below zero": lambda pieces: [((4, 2), (-4, -2)), *pieces[1:]],
+    "another number of dimensions": lambda pieces: [((0,), (4,)), *pieces[1:]],
+    "no piece": lambda _: [],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("reader", [resumes, open_weights])
+@pytest.mark.parametrize("cut", CUTS)
+def test_pieces_that_do_not_hold_every_value_once(quarters, cut, reader):
+    """Memory that nobody wrote is no weight, whoever reads the folder."""
+    table = FileSystemReader(quarters).read_metadata()
+    pieces = CUTS[cut](list(QUARTERS.items()))
+    place = next(iter(table.storage_data.values()))
+    table.state_dict_metadata["model.weight"].chunks = [
+        ChunkStorageMetadata(torch.Size(at), torch.Size(size)) for at, size in pieces
+    ]
+    table.storage_data |= {MetadataIndex("model.weight", torch.Size(at)): place for at, _ in pieces}
+    (quarters / ".metadata").write_bytes(pickle.dumps(table))
+    said = r"\.metadata' is damaged, or is no table of contents: the pieces of 'model.weight' do not hold every value"
+    with pytest.raises(ValueError, match=said):
+        reader(quarters)
+
+
+@pytest.mark.parametrize("size", [(), (0, 3), (5,)])
+def test_tensors_without_dimensions_or_values(size, tmp_path):
+    save({"model": {"a": torch.ones(size)}}, checkpoint_id=tmp_path / "c")
+    torch.save({}, tmp_path / "c" / "meta.pt")
+    assert torch.equal(open_weights(tmp_path / "c").whole("a"), torch.ones(size))
+
+
 def test_each_piece_of_consecutive_rows_is_read_once(quarters, monkeypatch):
     read = []
     load = ShardFolder._load
