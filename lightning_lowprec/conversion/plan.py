@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
+import torch
 from torch import nn
 
 from lightning_lowprec import html
@@ -26,9 +27,11 @@ from lightning_lowprec.conversion.name_formats import NO_GROUPED_PRODUCT
 from lightning_lowprec.conversion.options import LayerOptions
 from lightning_lowprec.conversion.recipe_map import FLOAT32, NO_PATTERN, LayerRecipe, RecipeMap
 from lightning_lowprec.conversion.selection import no_multiple
+from lightning_lowprec.numerics.formats import HALF_DTYPES
 
 NOT_CALLED: Final = "not called in the first training forward"
 """Why a layer that converted counts as kept."""
+IN_METRIC: Final = "inside of a torchmetrics.Metric"
 _MAYBE_FLOAT32: Final = ("router", "gate beside experts")
 """Layers that many models run in float32, outside of autocast, as ``selection.built_in`` calls them."""
 
@@ -223,9 +226,11 @@ def make_plan(model: nn.Module, options: LayerOptions | None = None, request: Pl
     built_in, by_user = selection.built_in(model), selection.by_user(model, options)
     reasons = (built_in if options.only is None else {}) | by_user | dict(selection.uncalled(model))
     products = []
+    in_metrics = set(selection.in_metrics(model).values())
     for matmul, module in matmuls(model):
         multiple = 1 if request.pads and matmul.kind != STACKED else request.alignment
         reason = selection.unsupported(matmul, module, multiple, request.converted_class, request.experts)
+        reason = IN_METRIC if module in in_metrics else reason
         products.append((matmul, module, reason or reasons.get(matmul.fqn) or _kept_by(options, module, request)))
     if recipes is not None:
         recipes.check({matmul.fqn: reason for matmul, _, reason in products})
@@ -252,7 +257,9 @@ def make_plan(model: nn.Module, options: LayerOptions | None = None, request: Pl
         rows.append(row)
     others = []
     for matmul, module in other_products(model):
-        kept: dict[str, Any] = {"kept_because": f"no Linear ({matmul.kind})", "gain": None, "runs_in": request.base}
+        reason = IN_METRIC if module in in_metrics else f"no Linear ({matmul.kind})"
+        dtype = None if module in in_metrics else _dtype(module, request)
+        kept: dict[str, Any] = {"kept_because": reason, "gain": None, "runs_in": dtype}
         others.append(PlanRow(**asdict(matmul), trains=_trains(module), **kept))
     return Plan(tuple(rows), tuple(others), recipe_of, request.format)
 
@@ -299,7 +306,7 @@ def _runs_in(
     matmul: Matmul, module: nn.Module, reason: str | None, built_in: Mapping[str, str], request: PlanRequest
 ) -> str | None:
     """Return ``PlanRow.runs_in``. With ``head="fp8"`` the products of a head differ between training and evaluation."""
-    if reason is None:
+    if reason in (None, IN_METRIC):
         return None
     role = built_in.get(matmul.fqn, "")
     if role.startswith("output head") and request.head == FLOAT32:
@@ -310,7 +317,13 @@ def _runs_in(
         follows = own_class(module).forward is nn.Linear.forward and "forward" not in vars(module)
     else:
         follows = is_stack(module) if matmul.kind == STACKED else matmul.kind == CONV1D
-    return request.base if follows else None
+    return _dtype(module, request) if follows else None
+
+
+def _dtype(module: nn.Module, request: PlanRequest) -> str | None:
+    """Return the dtype in which a kept layer multiplies; None: its own, as autocast casts no float64 and no complex."""
+    cast = all(p.dtype in (torch.float32, *HALF_DTYPES) for p in module.parameters(recurse=False))
+    return request.base if cast else None
 
 
 # ---- tables

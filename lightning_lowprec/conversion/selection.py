@@ -107,6 +107,30 @@ def uncalled(model: nn.Module) -> Iterator[tuple[str, str]]:
                 yield f"{fqn}.{name}".lstrip("."), f"{cls.__name__} reads its weight and never calls it"
 
 
+def in_metrics(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules by fqn, ties too, that only metrics of torchmetrics hold: these compute as they declare."""
+    outside: set[int] = set()
+    waiting = [model]
+    while waiting:
+        module = waiting.pop()
+        if id(module) not in outside and not _is_metric(module):
+            outside.add(id(module))
+            waiting += module.children()
+    return {fqn: module for fqn, module in model.named_modules(remove_duplicate=False) if id(module) not in outside}
+
+
+def left_alone(model: nn.Module) -> set[str]:
+    """Return the parameters and buffers, by fqn, that no cast changes: of metrics, float64 and complex ones."""
+    inside = in_metrics(model).items()
+    left = {f"{fqn}.{name}" for fqn, module in inside for name in (*module._parameters, *module._buffers)}
+    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return left.union(fqn for fqn, tensor in tensors if tensor.dtype is torch.float64 or tensor.is_complex())
+
+
+def _is_metric(module: nn.Module) -> bool:
+    return any((cls.__module__, cls.__name__) == ("torchmetrics.metric", "Metric") for cls in type(module).__mro__)
+
+
 def built_in(model: nn.Module) -> dict[str, str]:
     """Return what only ``only`` can convert, by fqn: output heads, and layers that FP8 would harm.
 

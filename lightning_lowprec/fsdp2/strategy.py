@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_lowprec.checkpoints import optimizer_state
 from lightning_lowprec.conversion.options import shows
+from lightning_lowprec.conversion.selection import left_alone
 from lightning_lowprec.fsdp2.forward_hooks import reshard
 from lightning_lowprec.fsdp2.from_fsdp import translate
 from lightning_lowprec.fsdp2.meshes import data_ranks, make_mesh, shards
@@ -239,6 +240,7 @@ class Sharding:
             return
         replacements = ReplacedParameters(model)
         ours = isinstance(plugin, LowPrecision)
+        float32 = kept_float32(model, plugin.autocast_dtype, plugin.keep_fp32) if ours else ()
         sharded = shard(
             model,
             mesh,
@@ -247,7 +249,7 @@ class Sharding:
             param_dtype=param_dtype(plugin),
             fp8_all_gather=gathers_fp8(plugin, self.options),
             methods=tuple(name for name in STEPS if in_trainer(model) and either.is_overridden(name, model)),
-            float32=kept_float32(model, plugin.autocast_dtype, plugin.keep_fp32) if ours else (),
+            float32=left_alone(model).union(float32),
         )
         if ours:
             plugin.cast_shards(model)

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_lowprec.conversion import backends
+from lightning_lowprec.conversion.selection import left_alone
 from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.masters.kept_float32 import coupled, kept_float32
 from lightning_lowprec.masters.moments import decode_on_load, float32_state
@@ -33,7 +34,7 @@ from lightning_lowprec.private.torchao import parameters_of_copies
 
 _OWN_MASTERS: Final = "lowprec_own_masters"  # an attribute of optimizers of which was said that they bring masters
 NO_PLAIN_STEP: Final = "lowprec_no_plain_step"  # an attribute of weights that only optimizers with masters may step
-_CASTABLE: Final = (torch.float64, torch.float32, *HALF_DTYPES)  # not FP8: codes need a scale
+_CASTABLE: Final = (torch.float32, *HALF_DTYPES)  # float64 is meant; codes of FP8 need a scale
 
 
 @final
@@ -89,13 +90,13 @@ class HalfWeights:
         return len(rounded)
 
     def _with_buffers(self, module: Module) -> set[str]:
-        """Return the names of the parameters that stay as they are: for float32 buffers, or because they are codes."""
+        """Return the names of parameters that stay as they are, for float32 buffers, and of what no cast changes."""
         groups = [
             g for g in coupled(module) if g.is_batch_or_instance_norm or (g.buffers and self.buffer_dtype is None)
         ]
         ids = {id(p) for group in groups for p in group.params}
         kept = {fqn for fqn, p in module.named_parameters() if id(p) in ids}
-        return kept
+        return kept | left_alone(module)
 
     def under_fsdp2(self) -> HalfWeights | None:
         """Return the half weights of FSDP2's shards, whose gradients it reduces in float32; None for float32 shards."""

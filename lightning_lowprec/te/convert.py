@@ -10,8 +10,8 @@ from lightning_lowprec.conversion import module_dtypes
 from lightning_lowprec.conversion.invariants import unchanged
 from lightning_lowprec.conversion.matmuls import STACKED, linears, matmuls
 from lightning_lowprec.conversion.options import LayerOptions
-from lightning_lowprec.conversion.plan import Plan, PlanRequest, make_plan
-from lightning_lowprec.conversion.selection import matches
+from lightning_lowprec.conversion.plan import IN_METRIC, Plan, PlanRequest, make_plan
+from lightning_lowprec.conversion.selection import in_metrics, matches
 from lightning_lowprec.te import delayed_scaling
 from lightning_lowprec.te.recipes import kind_of
 
@@ -24,6 +24,8 @@ def choose(model: nn.Module, options: LayerOptions, request: PlanRequest, *, nor
     from lightning_lowprec.te.norms import NO_NORM, reason_to_keep
 
     reasons = {fqn: reason_to_keep(module) for fqn, module in model.named_modules()} if norms else {}
+    inside = in_metrics(model)
+    reasons = {fqn: IN_METRIC if fqn in inside and reason is None else reason for fqn, reason in reasons.items()}
     reasons = {fqn: _kept_by_user(fqn, options) or reason for fqn, reason in reasons.items() if reason != NO_NORM}
     others = [*reasons, *(matmul.fqn for matmul, _ in matmuls(model) if matmul.kind == STACKED)]
 

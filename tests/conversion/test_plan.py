@@ -4,6 +4,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torchmetrics import Metric
 from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.models.mamba.modeling_mamba import MambaConfig, MambaMixer
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
@@ -84,6 +85,36 @@ def test_other_reasons():
         "2": "a subclass of Linear (LazyLinear) whose weight is a UninitializedParameter",
         "3": "a subclass of Linear (ParametrizedLinear)",
     }
+
+
+class Distance(Metric):
+    update = compute = nn.Module.forward
+
+    def __init__(self, shared):
+        super().__init__()
+        self.encoder, self.shared = nn.Sequential(nn.Linear(16, 16), nn.Conv1d(2, 2, 2)), shared
+
+
+def test_networks_of_metrics_are_kept_unless_the_model_has_them_too():
+    model = nn.ModuleDict({"net": nn.Linear(16, 16)})
+    model["distance"] = Distance(model["net"])
+    plan = make_plan(model, LayerOptions(only=["*"]))
+    inside = "kept: inside of a torchmetrics.Metric"
+    assert {row.fqn: row.kept_because and row.kept for row in plan.all_rows} == {
+        "net": None,
+        "distance.encoder.0": inside,
+        "distance.encoder.1.weight": inside,
+    }
+
+
+def test_no_base_dtype_is_said_of_what_autocast_does_not_cast():
+    model = nn.Sequential(nn.Linear(16, 16).double(), nn.Linear(16, 16, dtype=torch.complex64), nn.Conv1d(2, 2, 2))
+    model[2].double()
+    assert [row.kept for row in make_plan(model).all_rows] == [
+        "kept: weights of torch.float64",
+        "kept: weights of torch.complex64",
+        "kept: no Linear (Conv1d)",
+    ]
 
 
 class Plain(nn.Linear):

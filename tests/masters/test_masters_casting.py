@@ -3,10 +3,12 @@
 import pytest
 import torch
 from torch import nn, optim
+from torchmetrics import Metric
 
+from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.masters.moments import MASTER_PARAM
 from lightning_lowprec.masters.optimizer import add_masters
-from lightning_lowprec.masters.weights import cast_parameters
+from lightning_lowprec.masters.weights import HalfWeights, cast_parameters
 
 HALVES = [torch.float16, torch.bfloat16]
 
@@ -63,7 +65,8 @@ def test_the_second_cast_keeps_nothing_and_other_dtypes_stay():
     net.register_parameter("codes", nn.Parameter(torch.ones(2).to(torch.float8_e4m3fn), requires_grad=False))
     net.register_parameter("wide", nn.Parameter(torch.ones(2).double()))
     originals = cast_parameters(net, torch.bfloat16, keep=True)
-    assert originals[id(net.wide)].dtype == torch.float32
+    assert id(net.wide) not in originals
+    assert net.wide.dtype == torch.float64
     assert net.codes.dtype == torch.float8_e4m3fn
     assert cast_parameters(net, torch.bfloat16, keep=True) == {}
 
@@ -74,3 +77,30 @@ def test_masters_from_the_kept_values_lose_nothing():
     originals = cast_parameters(net, torch.bfloat16, keep=True)
     optimizer = add_masters(optim.SGD(net.parameters(), lr=1.0), "remainder", values=originals)
     assert torch.equal(optimizer.state_dict()["state"][0][MASTER_PARAM], exact)
+
+
+def test_metrics_and_float64_and_complex_layers_stay():
+    """torch itself computes the distance; what only the metric holds must give the same bits."""
+    model = nn.ModuleDict(
+        {
+            "net": nn.Linear(4, 4),
+            "wide": nn.Linear(4, 4).double(),
+        }
+    )
+    model["fourier"] = nn.Linear(4, 4, dtype=torch.complex64)
+    model["metric"] = Distance(nn.Linear(4, 4), nn.Linear(4, 4).half())
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items() if not name.startswith("net")}
+    HalfWeights(MasterConfig(), buffer_dtype=torch.bfloat16).cast(model, torch.bfloat16)
+    assert model["net"].weight.dtype == torch.bfloat16
+    for name, tensor in before.items():
+        assert model.state_dict()[name].dtype == tensor.dtype, name
+        assert torch.equal(model.state_dict()[name], tensor), name
+
+
+class Distance(Metric):
+    update = compute = nn.Module.forward
+
+    def __init__(self, encoder, half):
+        super().__init__()
+        self.encoder, self.half_encoder = encoder, half
+        self.register_buffer("mean", torch.randn(3))
