@@ -17,7 +17,6 @@ from lightning_lowprec.conversion.name_suffixes import (
     EVERYWHERE,
     FP16,
     OPTIONS,
-    in_words,
     suffix_refusal,
 )
 from lightning_lowprec.gone import PRECISIONS as GONE
@@ -82,14 +81,15 @@ def validate_name(name: object) -> None:
 
 
 def unknown_name(name: object, also_allowed: Sequence[object] = OF_LIGHTNING) -> ValueError:
-    """Return the error for an unknown name: what to write instead, then the families that are allowed."""
+    """Return the error for an unknown name: what to write instead, with at most three names."""
+    if hasattr(name, "convert_module"):
+        plugin = f"{getattr(name, '__name__', type(name).__name__)}(...)"
+        return ValueError(f"`precision={plugin}` is a plugin, expected a name. Write `plugins={plugin}`.")
     recipe = _nemo_recipe(name) if "_" in str(name) else None
     hint = f"NeMo's recipe is a plugin: write {recipe}." if recipe else gone(str(name), GONE)
     hint = hint or suffix_refusal(str(name), TABLE) or pointer(name, PRECISIONS, [*also_allowed, *TABLE])
-    theirs = ", ".join(map(repr, also_allowed))
-    allowed = f"{theirs}, {in_words(TABLE, quoted=True)}" if theirs else in_words(TABLE, quoted=True)
-    words = [f"Precision {name!r} is invalid.", hint, f"Allowed precision values: {allowed}."]
-    return ValueError(" ".join(filter(None, words)))
+    hint = hint or "Try 'bf16-mixed', 'fp8-hybrid' or 'bf16-8bit'."
+    return ValueError(f"Precision {name!r} is invalid. {hint} `lowprec doctor` lists the names of this package.")
 
 
 def no_plugin(word: str) -> ValueError:

@@ -9,7 +9,8 @@ parts are patched, if Lightning has them (see :mod:`~lightning_lowprec.private.l
   strategy then gives the optimizers and the wrapped module to the plugin. The Trainer gives them by ``connect``;
 * the ``precision`` annotation of ``Trainer.__init__`` and ``Fabric.__init__``, which LightningCLI and ``--help`` read;
 * the registration of communication hooks in DDPStrategy, which leaves ``fp8_gradient_hook`` out on CPU without a word;
-* the errors of LightningCLI's parser, which then say what to write instead of an unknown precision;
+* the errors of LightningCLI's parser, which then say what to write instead of an unknown precision, or what our plugin
+  says of its arguments;
 * ``convert_module`` of Lightning's plugins, which then warn of layers that this package has left in a model;
 * ``clip_gradients_norm`` of Fabric's strategies, which then writes no float32 copies of the gradients where
   :mod:`~lightning_lowprec.masters.deferred` allows it;
@@ -20,8 +21,10 @@ If Lightning has moved one of the first two parts, importing warns that ``plugin
 any word that Lightning does not know.
 """
 
+import ast
 import os
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterable
 from functools import partial, wraps
@@ -261,12 +264,33 @@ def _show_module(plugin: LowPrecision, original: Callable[[Any], Any], module: A
 
 
 def _say_names(original: Callable[..., None], self: Any, message: str, *args: Any, **kwargs: Any) -> None:
-    """Replace the parser's list of types, which names no remedy, where the value of a ``precision`` is unknown."""
-    key = re.match(r'Parser key "([\w.]*\bprecision)"', message)
+    """Replace the parser's usage and list of types where a ``precision`` is unknown, or our plugin refuses a value."""
+    key = re.match(r'Parser key "([\w.]*\b(?:precision|plugins))"', message)
     value = re.search(r"Given value: (.*)$", message)
     if key and value:
-        message = f"{key[1]}: {names.unknown_name(value[1])}"
+        answer = names.unknown_name(value[1]) if key[1].endswith("precision") else _refusal_of_plugin(value[1])
+        if answer is not None:
+            message = f"{key[1]}: {answer}"
+            if self.exit_on_error and not os.environ.get("JSONARGPARSE_DEBUG"):
+                self.exit(2, f"error: {message}\n")
     original(self, message, *args, **kwargs)
+
+
+def _refusal_of_plugin(value: str) -> Exception | None:
+    """Return what the constructor of one of our plugins says of its arguments in ``value``, a printed config."""
+    try:
+        given = ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return None
+    public = sys.modules[__name__.partition(".")[0]]
+    for config in given if isinstance(given, list) else [given]:
+        package, _, name = str(config.get("class_path") if isinstance(config, dict) else "").rpartition(".")
+        if package == public.__name__ and name in public.__all__:
+            try:
+                getattr(public, name)(**config.get("init_args", {}))
+            except (ValueError, TypeError, ImportError) as error:
+                return error
+    return None
 
 
 def _clip_deferred(

@@ -62,15 +62,14 @@ def families(names: Iterable[str]) -> dict[tuple[str, ...], list[str]]:
     return stems
 
 
-def in_words(names: Collection[str], *, quoted: bool = False) -> str:
+def in_words(names: Collection[str]) -> str:
     """Return one line with every name: families with their suffixes in place of their members."""
-    shown = repr if quoted else str
     parts = []
     for suffixes, stems in families(names).items():
-        words = ", ".join(map(shown, stems))
+        words = ", ".join(stems)
         if suffixes:
             each = ", each" if len(stems) > 1 else ","
-            either = " or ".join(filter(None, [", ".join(map(shown, suffixes[:-1])), shown(suffixes[-1])]))
+            either = " or ".join(filter(None, [", ".join(suffixes[:-1]), suffixes[-1]]))
             words += f"{each} also with {either}"
         parts.append(words)
     return "; ".join(parts)
@@ -78,6 +77,8 @@ def in_words(names: Collection[str], *, quoted: bool = False) -> str:
 
 def suffix_refusal(name: str, table: Mapping[str, PrecisionName]) -> str:
     """Return why a name of a backend does not exist with these suffixes, and what to write; ``""`` for other names."""
+    if name.endswith("-bf16") and (plain := name.removesuffix("-bf16")) in table:
+        return f"Write {plain!r}: what is not FP8 or int8 is bf16."
     suffixes: list[str] = []
     stem, suffix = split(name)
     while suffix:

@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from lightning_lowprec.conversion.name_suffixes import split
 from lightning_lowprec.conversion.steps import count_step
 from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.masters.weights import HalfWeights
@@ -77,9 +78,11 @@ def check_plugin(plugin: LowPrecision, strategy: str) -> None:
     config = usual if plugin.masters is None else plugin.masters.config
     differing = [name for name in ("form", "moments") if getattr(config, name) != getattr(usual, name)]
     if differing:
+        stem = split(plugin.precision)[0]
+        other = "bf16-master" if stem == "bf16" else stem
         reason = (
             f"ZeRO keeps the masters itself, in float32, and has no `{differing[0]}={getattr(config, differing[0])!r}`."
-            f" Use `precision='bf16-master'`, or run {plugin.precision!r} on one device, under 'ddp' and under 'fsdp2'"
+            f" Use `precision={other!r}`, or run {plugin.precision!r} on one device, under 'ddp' and under 'fsdp2'"
         )
     elif plugin.masters is None and plugin.weights is None:
         reason = (

@@ -150,10 +150,22 @@ def test_stock_lightning_cli_refuses_an_unknown_name(project):
     result = python("train.py", "fit", "--trainer.precision=fp8-hybird", *FAST, cwd=project, check=False)
     assert result.returncode != 0
     said = result.stderr.splitlines()[-1]
-    assert said.startswith(
-        "error: trainer.precision: Precision 'fp8-hybird' is invalid. Did you mean 'fp8-hybrid'? Allowed precision"
+    assert said == (
+        "error: trainer.precision: Precision 'fp8-hybird' is invalid. Did you mean 'fp8-hybrid'?"
+        " `lowprec doctor` lists the names of this package."
     )
-    assert "'32-true'" in said
+    assert "usage" not in result.stderr
+
+
+def test_stock_lightning_cli_shows_what_a_plugin_says_of_its_arguments(project):
+    (project / "wrong.yaml").write_text(
+        "trainer: {plugins: [{class_path: lightning_lowprec.FP8TorchAO, init_args: {recipe: tensorwize}}]}\n"
+    )
+    result = python("train.py", "fit", "-c", "wrong.yaml", *FAST, cwd=project, check=False)
+    assert result.returncode == 2
+    said = result.stderr.splitlines()[-1]
+    assert said.startswith("error: trainer.plugins: `recipe='tensorwize'` is not valid; expected")
+    assert "usage" not in result.stderr
 
 
 def test_lowprec_fit_imports_from_the_working_folder_and_from_files_and_adds_no_noise(project):

@@ -1,6 +1,5 @@
 """Names with an ending, such as ``-8bit``: one rule makes them; everything that takes a name takes them."""
 
-import re
 from collections import Counter
 from importlib.util import find_spec
 from typing import get_args
@@ -107,18 +106,6 @@ def test_the_remedies_run():
             for form in FORMS.values():
                 assert FP8TE(kind, master_weights=form).precision.startswith(f"{kind}-te")
         assert FP8TE("block", base="fp16").scaler is not None
-
-
-def test_an_error_lists_families_and_suffixes_not_members():
-    with pytest.raises(ValueError, match="Allowed precision values") as caught:
-        L.Fabric(precision="zzz", accelerator="cpu")
-    listed = str(caught.value).split("Allowed precision values: ")[1]
-    quoted = set(re.findall(r"'([^']+)'", listed))
-    members = {name for name in TABLE if split(name)[1] and split(name)[0] in TABLE}
-    assert quoted >= {*TABLE} - members
-    assert not quoted & members
-    assert quoted >= {"-fp16", *FORMS}
-    assert re.search(r"'int8-mixed'.* each also with '-remainder', '-8bit' or '-sr'", listed)
 
 
 def test_a_family_says_exactly_what_exists():

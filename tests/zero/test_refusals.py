@@ -11,12 +11,13 @@ import lightning_lowprec as lp
     ("how", "reason"),
     [
         ({"precision": "bf16-remainder"}, r"has no `form='remainder'`\. Use `precision='bf16-master'`"),
+        ({"precision": "fp8-hybrid-8bit"}, r"has no `form='remainder'`\. Use `precision='fp8-hybrid'`"),
         ({"precision": "bf16-sr"}, r"has no `form='stochastic'`\. Use `precision='bf16-master'`"),
         ({"plugins": "8bit"}, r"has no `moments='8bit'`\. Use `precision='bf16-master'`"),
         ({"plugins": "keep"}, r"`weights='keep'` trains .* ZeRO always has float32 masters\. Leave `weights` out"),
         ({"plugins": "head"}, r"`head='chunked'` reads the weight of the output head .* Leave `head` out"),
     ],
-    ids=["remainder", "sr", "8bit", "keep", "head"],
+    ids=["remainder", "fp8", "sr", "8bit", "keep", "head"],
 )
 def test_refused_with_reason_and_way_out(make, how, reason):
     plugins = {
