@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_lowprec.conversion.head import LazyLogits
 from lightning_lowprec.hardware import default_device
 from lightning_lowprec.private.either import LightningModule, Trainer, both
 from lightning_lowprec.private.lightning import check_precision_plugin
@@ -70,7 +69,7 @@ def device_of(module: Module) -> torch.device:
 
 def cast_floating(data: Any, dtype: torch.dtype) -> Any:
     """Cast the floating-point tensors of a collection; leave everything else unchanged."""
-    return apply_to_collection(data, (Tensor, LazyLogits), lambda t: t.to(dtype) if t.is_floating_point() else t)
+    return apply_to_collection(data, Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t)
 
 
 class Engine(ABC):

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import pickle
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 
 from lightning_lowprec.conversion import head
 from lightning_lowprec.conversion.backends import revert_all
-from lightning_lowprec.conversion.head import LazyLogits, causal_models
+from lightning_lowprec.conversion.head import LazyLogits, causal_models, values_of
 from tests.quality import sqnr
 
 transformers = pytest.importorskip("transformers")
@@ -23,11 +24,8 @@ KNOWN = {
     "llama": ROTARY, "qwen3": ROTARY, "mistral": ROTARY, "gemma": ROTARY, "gemma3_text": ROTARY, "gpt2": GPT2,
     "mixtral": {**ROTARY, "num_local_experts": 2}, "gpt_neox": {**COMMON, "intermediate_size": 64},
 }  # fmt: skip
-UNKNOWN = {
-    "gemma2": "logits = logits / self.config.final_logit_softcapping",
-    "granite": "logits = logits / self.config.logits_scaling",
-    "cohere": "logits = logits * self.logit_scale",
-}
+READERS = ("gemma2", "granite", "cohere")
+"""Families whose forward computes with the logits."""
 
 
 def build(family="llama", **changes):
@@ -68,12 +66,12 @@ def test_loss_and_gradients_are_those_of_the_model(family):
         torch.testing.assert_close(ours.loss, out.loss, rtol=1e-6, atol=0)
         assert as_exact(found, gradients, 38 if "dtype" in run else 115)
         assert isinstance(ours.logits, LazyLogits)
-        assert torch.equal(ours.logits.tensor(), out.logits)
+        assert torch.equal(values_of(ours.logits), out.logits)
     assert list(model.state_dict()) == keys
     head.restore_heads(model)
     head.replace_heads(model, "fp32", emulate=None)
     out, found = stepped(model, dtype=torch.bfloat16)
-    assert out.logits.tensor().dtype == torch.float32
+    assert values_of(out.logits).dtype == torch.float32
     assert sqnr(stock[0][1][-1], found[-1]) > sqnr(stock[0][1][-1], stock[1][1][-1]) - 1
     head.restore_heads(model)
     head.replace_heads(model, "fp8", emulate=None)
@@ -85,15 +83,18 @@ def test_loss_and_gradients_are_those_of_the_model(family):
     assert torch.equal(out.loss, stock[0][0].loss)
 
 
-@pytest.mark.parametrize("family", UNKNOWN)
-def test_a_forward_that_computes_with_the_logits_is_refused(family):
-    with torch.device("meta"):
-        model = build(family)
-    with pytest.raises(ValueError) as raised:  # noqa: PT011  (the message is compared below)
-        head.replace_heads(model, "chunked", emulate=None)
-    assert UNKNOWN[family] in str(raised.value)
-    assert "lightning_lowprec.losses.linear_cross_entropy" in str(raised.value)
-    assert type(model.get_output_embeddings()) is nn.Linear
+@pytest.mark.parametrize("family", READERS)
+def test_a_forward_that_computes_with_the_logits_is_right_with_one_warning(family):
+    model = build(family)
+    stock, expected = stepped(model)
+    head.replace_heads(model, "chunked", emulate=None)
+    with pytest.warns(UserWarning, match="`head='chunked'` has no effect on this forward") as warned:
+        steps = [stepped(model), stepped(model)]
+    assert len(warned) == 1
+    out, found = steps[0]
+    assert torch.equal(out.loss, stock.loss)
+    assert torch.equal(out.logits, stock.logits)
+    assert as_exact(found, expected, float("inf"))
 
 
 def hooked(model):
@@ -127,20 +128,29 @@ def test_other_models_and_widths_are_refused_with_the_way_out():
         head.replace_heads(nn.ModuleDict({"lm": narrow}), "fp8", emulate=None)
 
 
-def test_logits_that_were_read_before_the_loss_raise():
+def test_logits_that_were_read_and_changed_before_the_loss_are_those_of_the_loss():
+    """Also if they were read without a graph."""
     model = build()
+    hidden = torch.randn(2, 20, 32)
+    labels = batch()["labels"]
+    plain = model.lm_head(hidden)
+    with torch.no_grad():
+        plain[..., 7] = 0
+    expected = model.loss_function(plain, labels, 300)
+    (gradient,) = torch.autograd.grad(expected, model.lm_head.weight)
     head.replace_heads(model, "chunked", emulate=None)
-    lazy = model.lm_head(torch.randn(2, 20, 32, requires_grad=True))
-    with pytest.warns(UserWarning, match="`head='chunked'` has no effect on this forward"):
-        read = lazy * 2
-    with pytest.raises(RuntimeError, match=r"has read its logits before.*linear_cross_entropy"):
-        model.loss_function(read, batch()["labels"], 300)
+    lazy = model.lm_head(hidden)
+    with pytest.warns(UserWarning, match="`head='chunked'` has no effect on this forward"), torch.no_grad():
+        lazy[..., 7] = 0
+    loss = model.loss_function(lazy, labels, 300)
+    assert torch.equal(loss, expected)
+    assert torch.equal(torch.autograd.grad(loss, model.lm_head.weight)[0], gradient)
 
 
 def test_evaluation_generation_and_forwards_without_labels_are_untouched():
     model = build()
     head.replace_heads(model, "chunked", emulate=None)
-    with pytest.warns(UserWarning, match="Pass `labels=...` to the model"):
+    with pytest.warns(UserWarning, match="Pass `labels=...` to a model"):
         logits = model(input_ids=batch()["input_ids"]).logits[:, -1]
     logits.sum().backward()
     with torch.no_grad():
@@ -179,9 +189,11 @@ def test_copies_files_and_checkpointing_keep_the_head(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # dynamo's own, for every autograd.Function
-def test_a_compiler_traces_the_whole_model():
-    model = build()
+@pytest.mark.parametrize("family", ["llama", "granite"])
+def test_a_compiler_traces_the_whole_model(family):
+    model = build(family)
     head.replace_heads(model, "chunked", emulate=None)
+    model.get_output_embeddings().has_warned = True  # of granite, which scales its logits
     expected, gradients = stepped(model)
     model.zero_grad()
     out = torch.compile(model, fullgraph=True, backend="aot_eager")(**batch())
@@ -194,10 +206,18 @@ def test_lazy_logits_are_read_as_a_tensor():
     model = build()
     head.replace_heads(model, "chunked", emulate=None)
     lazy = model(**batch()).logits
+    assert isinstance(lazy, torch.Tensor)
     assert (lazy.shape, lazy.dtype, lazy.device.type, len(lazy)) == ((2, 20, 300), torch.float32, "cpu", 2)
-    assert repr(lazy) == "LazyLogits(shape=(2, 20, 300), dtype=torch.float32)"
-    plain = lazy.tensor()
+    assert lazy.computed is None
+    for unread in (lazy.to(torch.bfloat16), lazy.float(), lazy.contiguous()):
+        assert isinstance(unread, LazyLogits)
+        assert unread.computed is None
+        assert torch.equal(unread, model(**batch()).logits.to(unread.dtype))
+    assert not (lazy.detach() * 1).requires_grad
+    plain = values_of(lazy)
     assert plain.requires_grad
+    assert lazy.requires_grad
+    assert lazy.grad_fn is plain.grad_fn
     for found, same in (
         (lazy.argmax(-1), plain.argmax(-1)),
         (torch.softmax(lazy, -1), plain.softmax(-1)),
@@ -205,9 +225,47 @@ def test_lazy_logits_are_read_as_a_tensor():
         (2 - lazy, 2 - plain),
         (lazy * lazy, plain * plain),
         (torch.cat([lazy, lazy]), torch.cat([plain, plain])),
-        (copy.deepcopy(lazy), plain),
+        (torch.from_numpy(lazy.detach().numpy()), plain),
+        (pickle.loads(pickle.dumps(lazy.detach())), plain),
+        (copy.deepcopy(lazy.detach()), plain),
+        (torch.empty(2, 20, 300).copy_(lazy), plain),
     ):
         assert torch.equal(found, same)
+
+
+def test_logits_of_a_weight_that_has_changed_since_raise():
+    """Logits of the new weight would be other values than a Linear has returned."""
+    model = build()
+    head.replace_heads(model, "chunked", emulate=None)
+    read, unread = stepped(model)[0].logits, stepped(model)[0].logits
+    values = read.detach().clone()
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    assert torch.equal(read, values)
+    with pytest.raises(RuntimeError, match=r"not read before the weight of the head changed.*leave `head` out"):
+        unread.argmax(-1)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits):
+        return 2 * logits
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return 2 * grad_output
+
+
+def test_a_function_of_the_user_gets_no_logits_without_a_graph():
+    """Its gradient would be lost without a word."""
+    model = build()
+    head.replace_heads(model, "chunked", emulate=None)
+    out = model(**batch())
+    doubled = Doubled.apply(out.logits)
+    assert torch.equal(doubled, 2 * out.logits)
+    with pytest.raises(RuntimeError, match="meta"):
+        (out.loss + doubled.sum()).backward()
+    out = model(**batch())
+    (out.loss + Doubled.apply(out.logits.clone()).sum()).backward()
 
 
 def test_fp32_computes_the_head_in_float32_from_a_bf16_weight():
