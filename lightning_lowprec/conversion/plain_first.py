@@ -9,8 +9,10 @@ Nothing of this runs in a step.
 
 from typing import NoReturn
 
+import torch
 from torch import Tensor, nn
 
+from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.private.torch_modules import TracedModule
 from lightning_lowprec.products.transforms import PLAIN_FIRST, check_call
 
@@ -24,6 +26,15 @@ class PlainFirst(TracedModule):
         """Compute as the layer did before it was converted."""
         output: Tensor = self.own_class.forward(self, input)
         return output
+
+    def declared_forward(self, input: Tensor) -> Tensor:
+        """Compute in the dtype of the input, as the program declares (:mod:`~lightning_lowprec.conversion.declared`).
+
+        torch refuses a half-precision weight beside a float32 input.
+        """
+        half = input.dtype in HALF_DTYPES
+        with torch.autocast(input.device.type, input.dtype if half else None, enabled=half):
+            return self.plain_forward(input)
 
     def __prepare_scriptable__(self) -> NoReturn:
         raise RuntimeError(

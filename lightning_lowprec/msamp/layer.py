@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_lowprec.conversion.declared import is_declared
 from lightning_lowprec.conversion.layer_runs import note_run
 from lightning_lowprec.conversion.plain_first import PlainFirst
 from lightning_lowprec.msamp.gradient import ScaledGradient
@@ -65,6 +66,8 @@ class ScaledLayer(PlainFirst):
             check_call("ScaledLinear (MS-AMP)", KEEP)
         if torch.is_autocast_enabled(input.device.type):
             input = input.to(torch.get_autocast_dtype(input.device.type))
+        elif is_declared(self):
+            return self.declared_forward(input)
         tokens = input.numel() // self.in_features  # none are padded too, since kernels refuse K = 0
         fits = tokens % ALIGNMENT == 0 < tokens  # a slice of all rows would be copied in backward
         rows = input.reshape(-1, self.in_features) if fits else pad_rows(input, ALIGNMENT)

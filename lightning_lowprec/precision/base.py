@@ -20,14 +20,13 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_lowprec.conversion import backends, module_dtypes
+from lightning_lowprec.conversion import backends, declared, module_dtypes
 from lightning_lowprec.conversion.experts import follow_autocast
 from lightning_lowprec.conversion.plan import Plan
 from lightning_lowprec.masters import deferred
 from lightning_lowprec.masters.kept_float32 import kept_float32
 from lightning_lowprec.masters.optimizer import main_params
 from lightning_lowprec.masters.weights import HalfWeights
-from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.numerics.parameters import disable_foreach
 from lightning_lowprec.numerics.tensor_cores import Emulation
 from lightning_lowprec.other_stacks import NEMO, refuse_foreign
@@ -85,7 +84,6 @@ class LowPrecision(EitherPrecision, ABC):
         self.after_fit = plain.AfterFit()
         self._in_trainer = False
         self._will_train = True
-        self._half_weights = False
 
     # ---- the methods that a plugin defines
 
@@ -188,8 +186,6 @@ class LowPrecision(EitherPrecision, ABC):
                 module_dtypes.take_float32_on_cpu(module)  # weights are in half precision, or the gathered ones are
             if self.masters is not None:
                 self._set_dtypes(module)
-            casts = self.masters is not None and any(p.dtype in HALF_DTYPES for p in module.parameters())
-            self._half_weights = casts or self.engine is not None
         for optimizer in self.optimizers:
             self._prepare_weights_of(optimizer)
 
@@ -239,7 +235,6 @@ class LowPrecision(EitherPrecision, ABC):
             self.weights.note_sharded(module)
         if self.masters is not None:
             self._cast_to_half(module)
-            self._half_weights = True
 
     def bind_engine(self, engine: Engine) -> None:
         """Leave backward passes, steps, half-precision weights, masters and the loss scale to an engine."""
@@ -298,13 +293,16 @@ class LowPrecision(EitherPrecision, ABC):
         device = self._known_device()
         if self.phases is not None:
             self.phases.follow(self)
-        enters = self.engine is None  # an engine enters autocast itself
-        return torch.autocast(device.type, self.autocast_dtype, enters, cache_enabled=not self._in_trainer)
+        if self.engine is not None:  # enters autocast itself
+            return torch.autocast(device.type, enabled=False)
+        half = self.masters is not None or self.modules.sharded is not None
+        why = refusals.two_dtypes(self.precision, self.autocast_dtype) if half else None
+        return declared.forward(device.type, self.autocast_dtype, cache=not self._in_trainer, half_weights=why)
 
     @override
     def convert_input(self, data: Any) -> Any:
-        """Cast floating-point tensors to the autocast dtype; not in a Trainer with float32 weights, as Lightning."""
-        if self._in_trainer and not self._half_weights:
+        """Fabric: cast floating-point tensors to the autocast dtype. A Trainer's batch stays: autocast casts."""
+        if self._in_trainer:
             return data
         self._known_device()
         return cast_floating(data, self.autocast_dtype)

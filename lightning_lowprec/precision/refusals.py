@@ -35,6 +35,15 @@ def note_rounded(number: int, module: Module, precision: str) -> None:
         )
 
 
+def two_dtypes(precision: str, dtype: torch.dtype) -> str:
+    """Return how to mend an operation that gets float32 beside a weight in half precision."""
+    return (
+        f"Under `precision={precision!r}` weights are {dtype}; batches, and what a program computes with autocast"
+        " switched off, are float32. Cast the input of the operation (`x.to(weight.dtype)`), or keep the weight"
+        " float32: `keep_fp32=['name of the module']`."
+    )
+
+
 def refuse_sharded(module: Module, precision: str) -> None:
     """Raise for a model that is sharded already, because the precision can no longer convert or cast it.
 

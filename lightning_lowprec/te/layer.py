@@ -24,6 +24,7 @@ import transformer_engine.pytorch as te
 from torch import Tensor, nn
 from transformer_engine.pytorch.export import is_in_onnx_export_mode
 
+from lightning_lowprec.conversion.declared import is_declared
 from lightning_lowprec.conversion.in_place import become, revert
 from lightning_lowprec.conversion.layer_runs import note_run
 from lightning_lowprec.conversion.matmuls import linears
@@ -143,6 +144,8 @@ class TELinear(PlainFirst, te.Linear, nn.Linear):  # type: ignore[misc]
         return self._multiply(input)
 
     def _multiply(self, input: Tensor) -> Tensor:
+        if not torch.is_autocast_enabled(input.device.type) and is_declared(self):
+            return self.declared_forward(input)
         if (are_transforms_active() or torch.compiler.is_exporting()) and not is_in_onnx_export_mode():
             check_call(type(self).__name__)
         fits = input.numel() // self.in_features % self.token_alignment == 0

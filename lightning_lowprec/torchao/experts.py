@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_lowprec.conversion.declared import is_declared
 from lightning_lowprec.conversion.experts import (
     RoutedExperts,
     grouped_product,
@@ -68,7 +69,9 @@ class FP8Experts(PlainFirst, RoutedExperts):
         return BLOCK if isinstance(how, Block) else how.tokens
 
     def takes(self, hidden_states: Tensor) -> bool:
-        """Every call."""
+        """Every call, except where the program has switched autocast off."""
+        if not torch.is_autocast_enabled(hidden_states.device.type) and is_declared(self):
+            return False
         if are_transforms_active() or torch.compiler.is_exporting():
             check_call("FP8 experts")
         return True

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_lowprec.conversion import layer_runs
+from lightning_lowprec.conversion.declared import is_declared
 from lightning_lowprec.conversion.matmuls import is_conv1d
 from lightning_lowprec.conversion.plain_first import PlainFirst
 from lightning_lowprec.conversion.recipe_map import Gemm, InBF16, LayerRecipe
@@ -53,7 +54,7 @@ class CodedLayer(PlainFirst):
     """How the layer computes now; None: all products are in high precision. A compiler guards it."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """[*, K] -> [*, N] in the autocast dtype, or in the input's without autocast."""
+        """[*, K] -> [*, N] in the autocast dtype, or in the input's where autocast is off."""
         if not torch.compiler.is_compiling() and layer_runs.waiting:
             layer_runs.note_run(self)
         if input.shape[-1:] != (self.in_features,) or not input.is_floating_point():
@@ -71,6 +72,8 @@ class CodedLayer(PlainFirst):
         device_type = input.device.type
         if torch.is_autocast_enabled(device_type):
             input = input.to(torch.get_autocast_dtype(device_type))
+        elif is_declared(self):
+            return self.declared_forward(input)
         if are_transforms_active() or torch.compiler.is_exporting():
             check_call(type(self).__name__)
         if isinstance(self.weight, DTensor) or isinstance(input, CUT):

@@ -19,6 +19,7 @@ import copy
 import math
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, final
@@ -29,6 +30,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from lightning_lowprec.conversion import declared
 from lightning_lowprec.conversion.name_suffixes import split
 from lightning_lowprec.conversion.steps import count_step
 from lightning_lowprec.masters.config import MasterConfig
@@ -37,6 +39,7 @@ from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.half import HalfMixed
 from lightning_lowprec.precision.host import Engine, in_trainer
 from lightning_lowprec.precision.loss_scale import LossScale, LossScaler
+from lightning_lowprec.precision.refusals import two_dtypes
 from lightning_lowprec.precision.set_up import check_optimizers
 from lightning_lowprec.private import deepspeed as private
 from lightning_lowprec.private import either
@@ -208,7 +211,7 @@ class ZeroEngine(Engine):
         self._plugin = plugin
         self._engine: weakref.ref[Any] | None = None
         self._steps = 0
-        self._autocast: list[torch.autocast] = []
+        self._autocast: list[AbstractContextManager[None]] = []
         self._hooks: list[Any] = []
 
     def attach(self, engine: Any) -> None:
@@ -262,8 +265,9 @@ class ZeroEngine(Engine):
         device = self._plugin.modules.device
         assert device is not None  # the strategy has set it
         # without a cache, as Lightning does in the Trainer: the weights are half precision, so nothing is cast
-        self._autocast.append(torch.autocast(device.type, self.options.dtype, cache_enabled=False))
-        self._autocast[-1].__enter__()  # type: ignore[no-untyped-call]
+        why = two_dtypes(self.options.precision, self.options.dtype)
+        self._autocast.append(declared.forward(device.type, self.options.dtype, cache=False, half_weights=why))
+        self._autocast[-1].__enter__()
 
     def _leave(self, module: Module, args: Any, output: Any) -> None:
         self._autocast.pop().__exit__(None, None, None)

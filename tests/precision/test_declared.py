@@ -1,0 +1,122 @@
+"""A region in which the program has switched autocast off computes in its input's dtype, as torch's own layers do."""
+
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.fabric import Fabric
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import lightning_lowprec
+
+NAMES = ["fp8-hybrid", "fp8-rowwise", "mxfp8", "int8-mixed", "msamp-o2", "msamp-o3"]
+
+
+class Net(nn.Module):
+    """A layer inside of a region without autocast, behind one that runs as the precision says."""
+
+    def __init__(self, checkpointed=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.declared, self.checkpointed = nn.Linear(64, 64), nn.Linear(64, 64), checkpointed
+
+    def region(self, x):
+        with torch.autocast("cpu", enabled=False):
+            return self.declared(x)
+
+    def forward(self, x):
+        coded = self.first(x)
+        return coded, checkpoint(self.region, x, use_reentrant=False) if self.checkpointed else self.region(x)
+
+
+def set_up(name, net, **options):
+    fabric = Fabric(accelerator="cpu", **(options or {"precision": name}))
+    fabric.setup(net, torch.optim.AdamW(net.parameters()))
+    return fabric._precision
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_output_and_gradients_are_those_of_torch(name, checkpointed, dtype):
+    net = Net(checkpointed)
+    plugin = set_up(name, net)
+    x = torch.randn(32, 64).to(dtype).requires_grad_()
+    weight = net.declared.weight.detach().clone().float().to(dtype).requires_grad_()
+    bias = net.declared.bias.detach().clone().to(dtype).requires_grad_()
+    y = F.linear(x, weight, bias)
+    grads = torch.autograd.grad(y.float().square().sum(), (x, weight, bias))
+    with plugin.forward_context():
+        coded, output = net(x)
+    output.float().square().sum().backward()
+    assert output.dtype == dtype
+    assert torch.equal(output, y)
+    for got, expected in zip((x.grad, net.declared.weight.grad, net.declared.bias.grad), grads, strict=True):
+        assert torch.equal(got.to(dtype), expected)
+    assert not torch.equal(coded, F.linear(x.bfloat16(), net.first.weight.bfloat16(), net.first.bias.bfloat16()))
+
+
+@pytest.mark.parametrize("name", ["fp8-hybrid", "msamp-o2"])
+def test_without_a_region_autocast_that_is_off_declares_nothing(name):
+    """By hand, in another thread, and where a Function computes its forward again in the backward."""
+    net = Net()
+    layer, plugin = net.declared, set_up(name, net)
+    x = torch.randn(32, 64)
+    coded = layer(x)
+    assert not torch.equal(coded, F.linear(x, layer.weight, layer.bias))
+    again = []
+
+    class Adjoint(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            again.append(layer(x))
+            return grad
+
+    with plugin.forward_context():
+        layer(x)
+        thread = threading.Thread(target=lambda: again.append(layer(x)))
+        thread.start()
+        thread.join()
+        output = Adjoint.apply(x.clone().requires_grad_())
+    output.sum().backward()
+    net(x)  # the region is no declaration by itself
+    again.append(net.region(x))
+    assert len(again) == 3
+    assert all(torch.equal(other, coded) for other in again)
+
+
+@pytest.mark.parametrize("name", ["bf16-8bit", "fp8-hybrid-8bit"])
+def test_half_weights_are_refused_or_kept_float32(name):
+    net = Net()
+    x = torch.randn(32, 64)
+    with set_up(name, net).forward_context():
+        assert net(x.bfloat16())[1].dtype == torch.bfloat16
+    said = rf"same dtype.*\. Under `precision='{name}'` weights are .*`keep_fp32="
+    with pytest.raises(RuntimeError, match=said), set_up(name, net).forward_context():
+        net(x)
+    net = Net()
+    make = lightning_lowprec.HalfMixed if name == "bf16-8bit" else lightning_lowprec.FP8TorchAO
+    options = ("bf16",) if name == "bf16-8bit" else ()
+    plugin = set_up(name, net, plugins=make(*options, master_weights="8bit", keep_fp32=["declared"]))
+    with plugin.forward_context():
+        output = net(x)[1]
+    assert torch.equal(output, F.linear(x, net.declared.weight, net.declared.bias))
+
+
+def test_compiled_code_is_one_graph_that_follows_the_mark():
+    net = Net()
+    plugin = set_up("fp8-hybrid", net)
+    compiled = torch.compile(net.region, backend="eager", fullgraph=True)
+    x = torch.randn(32, 64)
+    coded, plain = net.declared(x), F.linear(x, net.declared.weight, net.declared.bias)
+    assert not torch.equal(coded, plain)
+    for _ in range(2):
+        assert torch.equal(compiled(x), coded)
+        with plugin.forward_context():
+            assert torch.equal(compiled(x), plain)
