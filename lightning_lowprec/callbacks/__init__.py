@@ -4,7 +4,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_lowprec.gone import missing_attribute
-from lightning_lowprec.private.either import share_bases
 
 if TYPE_CHECKING:
     from lightning_lowprec.callbacks.monitor import NumericsMonitor
@@ -26,5 +25,7 @@ def __getattr__(name: str) -> Any:
         raise missing_attribute(__name__, name)
     value = getattr(import_module(f"{__name__}.{_FROM[name]}"), name)
     if name in ("NumericsMonitor", "PrecisionSchedule"):  # the other classes are no callbacks, and need no Lightning
+        from lightning_lowprec.private.either import share_bases
+
         share_bases()
     return value

@@ -16,6 +16,7 @@ from typing import Final
 from lightning_lowprec.extras import quiet
 from lightning_lowprec.gone import COMMANDS as GONE_COMMANDS
 from lightning_lowprec.gone import FLAGS, gone
+from lightning_lowprec.other_stacks import pointer
 from lightning_lowprec.tools.class_path import import_from_working_folder, load_package, module_paths
 from lightning_lowprec.tools.output import paint
 from lightning_lowprec.tools.parsers import COMMANDS, parse
@@ -105,8 +106,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _known_command(word: str) -> str:
-    """Return a command; one that has left is an error that says what to write."""
-    if answer := gone(word, GONE_COMMANDS):
+    """Return a command; one that has left, or is misspelt, is an error that says what to write."""
+    if answer := gone(word, GONE_COMMANDS) or ("" if word in COMMANDS else pointer(word, {}, COMMANDS)):
         raise argparse.ArgumentTypeError(answer)
     return word
 
@@ -131,7 +132,10 @@ def _refuse(command: str, error: Exception) -> int:
 
 def _fit(args: list[str]) -> int:
     """Run stock LightningCLI, whose warning that arguments are given twice is about this function and not the user."""
-    load_package()
+    try:
+        load_package()
+    except ImportError as error:  # no Lightning
+        return _refuse("fit", error)
     from lightning_lowprec.private.either import LightningCLI
 
     warnings.filterwarnings("ignore", message="LightningCLI's args parameter is intended to run from within Python")

@@ -7,6 +7,7 @@ answers to ``--help``, to a wrong option and to an unknown precision come at onc
 import argparse
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -16,6 +17,7 @@ from lightning_lowprec.callbacks.readings import FILE, Demotion
 from lightning_lowprec.conversion.options import LayerOptions, take
 from lightning_lowprec.gone import FLAGS, gone
 from lightning_lowprec.names import validate_name
+from lightning_lowprec.other_stacks import pointer
 from lightning_lowprec.serving.formats import DtypeName, FormatName
 from lightning_lowprec.tools.compare.spec import DEFAULT_PRECISIONS, CompareSpec
 
@@ -77,8 +79,16 @@ def parsers(command: str) -> list[argparse.ArgumentParser]:
     for fill in _FILL[command]:
         parser = parser_class(prog=f"lowprec {command}")
         fill(parser)
+        parser.error = partial(_with_nearest, parser, parser.error)
         modes.append(parser)
     return modes
+
+
+def _with_nearest(parser: Any, original: Callable[..., None], message: str, *args: Any, **kwargs: Any) -> None:
+    """Say which option was meant, where the parser says that it does not know one."""
+    unknown = re.search(r"nrecognized arguments: (--[\w-]+)", message)
+    hint = pointer(unknown[1], {}, re.findall(r"--[\w-]+", parser.format_usage())) if unknown else ""
+    original(". ".join(filter(None, [message.rstrip(), hint])), *args, **kwargs)
 
 
 def with_underscores(argv: Sequence[str]) -> list[str]:

@@ -6,11 +6,14 @@ import sys
 from pathlib import Path
 from typing import get_args
 
+import jsonargparse
 import pytest
+import torch
 
 import lightning_lowprec
 from lightning_lowprec.names import OF_LIGHTNING
 from lightning_lowprec.private.either import MAIN
+from lightning_lowprec.tools.cli import main
 
 ROOT = Path(lightning_lowprec.__file__).parents[1]
 COMMAND = """
@@ -155,3 +158,44 @@ def test_the_model_of_a_command_finds_the_names_registered(lowprec, tmp_path):
     status, said, _ = lowprec("plan", f"{tmp_path / 'model.py'}:Model")
     assert status in (0, 1), said
     assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["plna", "llama"], "Did you mean 'plan'?"),
+        (["plan", "llama", "--fitz", "80"], "Did you mean '--fits'?"),
+        (["doctor", "--fro", "fp8-hybrid"], "Did you mean '--for'?"),
+    ],
+)
+def test_a_misspelt_command_or_option_names_the_right_one(words, hint, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(words)
+    assert capsys.readouterr().err.rstrip().endswith(hint)
+
+
+@pytest.mark.parametrize("command", [["doctor"], ["compare"], ["fit", "--help"]])
+def test_without_lightning_a_command_says_what_to_install(command, tmp_path):
+    """All installed packages but Lightning's, on the path of a Python that reads no site-packages."""
+    for path in {Path(module.__file__).parents[1] for module in (torch, jsonargparse)}:
+        for entry in path.iterdir():
+            if (
+                not entry.name.startswith(("lightning", "pytorch_lightning", "__editable__"))
+                or "utilities" in entry.name
+            ):
+                (tmp_path / entry.name).symlink_to(entry)
+    script = tmp_path / "bin" / "lowprec"
+    script.parent.mkdir(exist_ok=True)
+    script.write_text(COMMAND)
+    ran = subprocess.run(
+        [sys.executable, "-S", script, *command],
+        cwd=tmp_path / "bin",
+        env={"PYTHONPATH": f"{ROOT}:{tmp_path}", "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert ran.returncode == 2
+    assert ran.stderr.startswith(f"lowprec {command[0]}: error: lightning_lowprec needs Lightning, and neither of its")
+    assert "Traceback" not in ran.stderr
