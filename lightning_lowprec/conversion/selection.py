@@ -58,6 +58,8 @@ def unsupported(
             return f"no Linear ({matmul.kind})"
         if (different := own_work(module)) is not None:
             return different
+        if not hasattr(module, "weight"):  # deleted: a hypernetwork gives one to each forward
+            return "it has no weight before its forward"
         weight = module.weight
         replaced = "forward" in vars(module)
     if replaced:

@@ -107,6 +107,12 @@ def test_networks_of_metrics_are_kept_unless_the_model_has_them_too():
     }
 
 
+def test_a_layer_whose_weight_is_generated_is_kept():
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    del model[1].weight
+    assert reasons(model) == {"0": None, "1": "it has no weight before its forward"}
+
+
 def test_no_base_dtype_is_said_of_what_autocast_does_not_cast():
     model = nn.Sequential(nn.Linear(16, 16).double(), nn.Linear(16, 16, dtype=torch.complex64), nn.Conv1d(2, 2, 2))
     model[2].double()

@@ -120,3 +120,16 @@ def test_compiled_code_is_one_graph_that_follows_the_mark():
         assert torch.equal(compiled(x), coded)
         with plugin.forward_context():
             assert torch.equal(compiled(x), plain)
+
+
+@pytest.mark.parametrize("name", ["fp8-hybrid", "int8-mixed", "msamp-o2"])
+def test_sparse_and_jagged_inputs_are_refused_by_name_of_the_way_out(name):
+    net = Net()
+    plugin = set_up(name, net)
+    x = torch.randn(5, 64)
+    jagged = torch.nested.nested_tensor([x[:2], x[2:]], layout=torch.jagged)
+    with plugin.forward_context():
+        for input, remedy in ((x.to_sparse(), r"`x.to_dense\(\)`"), (jagged, r"`x.values\(\)`")):
+            with pytest.raises(TypeError, match=remedy):
+                net.first(input)
+        assert net.first(jagged.values()).shape == (5, 64)
