@@ -45,8 +45,8 @@ def check_layout(input: Tensor, layer: str) -> None:
     if input.layout is not torch.strided:
         raise TypeError(
             f"{layer}, a layer in low precision, got an input of {input.layout}, and takes dense ones. Give it the"
-            " values of a jagged tensor (`x.values()`), or make a sparse one dense (`x.to_dense()`); or keep the layer in"
-            " high precision: `keep=[...]`."
+            " values of a jagged tensor (`x.values()`), or make a sparse one dense (`x.to_dense()`); or keep the layer"
+            " in high precision: `keep=[...]`."
         )
 
 
