@@ -110,6 +110,20 @@ def test_a_release_is_built_without_rights_and_published_without_a_password():
     assert not re.search(r"password|secrets\.", "".join(line for line in text.splitlines() if "#" not in line))
 
 
+def test_pushes_and_pull_requests_run_lint_and_tests_without_rights():
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text())
+    assert workflow["permissions"] == {"contents": "read"}
+    assert {"push", "pull_request"} <= workflow[True].keys(), "yaml reads `on` as True"
+    (job,) = workflow["jobs"].values()
+    pythons = job["strategy"]["matrix"]["python"]
+    floor = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"].removeprefix(">=")
+    assert pythons[0] == floor
+    actions = [step["uses"] for step in job["steps"] if "uses" in step]
+    assert all(re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", action) for action in actions), actions
+    commands = " ".join(step["run"] for step in job["steps"] if "run" in step)
+    assert re.search(r"\bcheck\b.*\btest\b", commands)
+
+
 def test_the_table_of_versions_follows_the_environments(tmp_path):
     packages = tmp_path / ".venv" / "lib" / "python3.12" / "site-packages"
     for name, version in (("torch", "2.13.0"), ("torchao", "0.18.0"), ("deepspeed", "9.9")):
