@@ -72,6 +72,7 @@ OPTIONS: Final[Mapping[str, str]] = {
     "weight_cache": "Write `FP8TE(fp8_params=True)`: weights are quantised once per optimizer step.",
     "update": f"Leave the option out. {_IN_THE_STEP}",
     "clip_tensor": "Clip all gradients by `Trainer(gradient_clip_val=1.0)` or `fabric.clip_gradients`.",
+    "int8_eval": "Write `Int8TorchAO(fp8_eval=False)`, as for every format.",
     "saved_inputs": "Compiled blocks keep the float8 codes of their inputs without it. Leave the option out.",
     "weight_scales": "Weights of MXFP8 have a scale per 32 x 32 values. Leave the option out.",
     "accumulation": "Sums of a GPU are those of `FP8TorchAO(emulate='hopper')`: compare the losses of two runs, the"

@@ -32,7 +32,8 @@ MODULES |= {name: getattr(lightning_lowprec, name) for name in lightning_lowprec
 MODULES |= {name: getattr(callbacks, name) for name in callbacks.__all__}
 
 HAVE_OPTIONS = [
-    *(lightning_lowprec.FP8TorchAO, lightning_lowprec.FP8TE, lightning_lowprec.HalfMixed, lightning_lowprec.MSAMP),
+    *(lightning_lowprec.FP8TorchAO, lightning_lowprec.Int8TorchAO, lightning_lowprec.FP8TE),
+    *(lightning_lowprec.HalfMixed, lightning_lowprec.MSAMP),
     lightning_lowprec.MasterConfig,
     *(lightning_lowprec.FSDP2Strategy, lightning_lowprec.FabricFSDP2Strategy),
     *(callbacks.NumericsMonitor, callbacks.Demotion),

@@ -160,11 +160,11 @@ class MasterChoices(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class FP8Options(Group):
-    """Options of FP8 layers: the dtype outside of their GEMMs, evaluation, and emulation without FP8 hardware.
+    """Options of layers in FP8 or int8: the dtype outside of their GEMMs, evaluation, and emulation.
 
     Args:
-        base: dtype of every operation outside of FP8: ``"bf16"``, or ``"fp16"`` with loss scaling.
-        fp8_eval: whether validation, test and prediction run in FP8 too.
+        base: dtype of every operation outside of these GEMMs: ``"bf16"``, or ``"fp16"`` with loss scaling.
+        fp8_eval: whether validation, test and prediction run these GEMMs too, and not plain Linears.
         emulate: multiply dequantised codes in float32 instead of calling FP8 kernels. ``"hopper"``, ``"ada"``,
             ``"blackwell"`` and ``"mi300"`` add up as the tensor cores of this GPU do, bit for bit. None: what the
             environment variable ``LOWPREC_EMULATE`` names; else True on CPU, False on a GPU; a GPU without FP8 then

@@ -13,7 +13,7 @@ from lightning_lowprec.private.torch import are_transforms_active, is_exporting,
 
 PLAIN_FIRST: Final = "Call `lightning_lowprec.plain(model)` first: it gives a model torch's own layers back"
 PLAIN_IN_EVALUATION: Final = (
-    "Build the plugin with `fp8_eval=False` (`int8_eval=False`) and call `model.eval()`: the layers are plain then. Or"
+    "Build the plugin with `fp8_eval=False` and call `model.eval()`: the layers are plain then. Or"
     " keep the layers that need it in high precision (`keep=[...]`)."
 )
 KEEP: Final = "Keep the layers that need it in high precision (`keep=[...]`), or take another precision."

@@ -149,7 +149,7 @@ def high_of(settings: LayerSettings, phase: InBF16 = NO_GEMM) -> tuple[Gemm, ...
 
 
 def convert(
-    model: nn.Module, fqns: Sequence[str], settings_of: Callable[[str], LayerSettings], *, low_eval: bool
+    model: nn.Module, fqns: Sequence[str], settings_of: Callable[[str], LayerSettings], *, fp8_eval: bool
 ) -> None:
     """Let the products of the stacked Parameters ``fqns`` run in FP8, in place."""
     by_module: dict[str, dict[str, LayerSettings]] = {}
@@ -159,7 +159,7 @@ def convert(
         check_fast_accum(settings)
     for fqn, by_name in by_module.items():
         experts: Any = model.get_submodule(fqn)
-        options = {"fp8_eval": low_eval, "saves_weight_codes": True, "phase_gemms": NO_GEMM}
+        options = {"fp8_eval": fp8_eval, "saves_weight_codes": True, "phase_gemms": NO_GEMM}
         take_experts(experts, FP8Experts, {"settings": by_name, "in_bf16": {}, **options})
         experts.update()
 

@@ -12,12 +12,11 @@ from typing_extensions import Unpack, override
 from lightning_lowprec.checks import Rule
 from lightning_lowprec.conversion.gains import SOURCE, Recipe
 from lightning_lowprec.conversion.name_formats import GROUPED_ROUND_TO_BF16
-from lightning_lowprec.conversion.options import LayerOptions, shows, take
+from lightning_lowprec.conversion.options import shows
 from lightning_lowprec.conversion.plan import Plan
 from lightning_lowprec.conversion.recipe_map import GemmChoices
 from lightning_lowprec.hardware import emulation_refusal, refusal
 from lightning_lowprec.precision import fp8
-from lightning_lowprec.precision.options import EmulationChoices, FP8Choices, FP8Options
 from lightning_lowprec.precision.schedule import Schedule
 from lightning_lowprec.runs_where import RecipeKey
 from lightning_lowprec.torchao.backend import NAMES, FastAccum, FP8Format
@@ -34,12 +33,8 @@ CPU_SCALES_TENSORWISE = torch.__version__ < "2.13"
 """Whether ``torch._scaled_mm`` on CPU takes one scale per tensor only; given more, it fails an internal assert."""
 
 
-class TorchAOChoices(SharedChoices, FP8Choices, EmulationChoices, total=False):
-    """The options of :class:`FP8TorchAO` that other plugins share, for type checkers."""
-
-
 @final
-@shows(LayerOptions, FP8Options, *SHARED)
+@shows(*SHARED)
 class FP8TorchAO(TorchAO):
     """The GEMMs of the Linear layers in FP8, everything else under autocast; float32 weights unless told otherwise.
 
@@ -91,18 +86,10 @@ class FP8TorchAO(TorchAO):
         fast_accum: FastAccum = "forward",
         experts: Experts = "auto",
         pad_inner_dim: bool = False,
-        **options: Unpack[TorchAOChoices],
+        **options: Unpack[SharedChoices],
     ) -> None:
-        running = take(FP8Options, options)
-        super().__init__(
-            recipe,
-            get_args(Recipe),
-            base=running.base,
-            low_eval=running.fp8_eval,
-            emulate=running.emulation,
-            options=options,
-        )
-        _check(self.kinds, running.base, fp8_format)
+        super().__init__(recipe, get_args(Recipe), options)
+        _check(self.kinds, self.base, fp8_format)
         self.fp8_format: FP8Format = fp8_format or ("hybrid" if "tensorwise" in self.kinds else "e4m3")
         self.round_scales_to_power_of_2 = round_scales_to_power_of_2
         one_scale = "tensorwise" in self.kinds
@@ -119,11 +106,6 @@ class FP8TorchAO(TorchAO):
             self.precision = "fp8-torchao-per-layer" + self.suffix
         else:
             self.precision = NAMES[recipe, self.fp8_format] + self.suffix
-
-    @property
-    def fp8_eval(self) -> bool:
-        """Whether validation, test and prediction run in FP8."""
-        return self.low_eval
 
     @override
     def check_schedule(self, phases: Schedule) -> None:

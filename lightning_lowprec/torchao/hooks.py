@@ -69,7 +69,7 @@ def numerics_of(layer: nn.Module) -> LayerNumerics | str:
         return "a Conv1D"
     if layer.products is None:
         return HIGH
-    if not (layer.training or layer.low_eval):
+    if not (layer.training or layer.fp8_eval):
         return EVALUATES
     weight: Any = layer.weight
     of_weight = _cast(by.forward, "weight")

@@ -38,7 +38,7 @@ class CodedLayer(PlainFirst):
     out_features: int
     weight: Tensor
     bias: Any
-    low_eval: bool
+    fp8_eval: bool
     """Whether evaluation runs on codes too."""
     padding: tuple[int, int]
     """How many zeros are appended to K and N."""
@@ -59,7 +59,7 @@ class CodedLayer(PlainFirst):
             layer_runs.note_run(self)
         if input.shape[-1:] != (self.in_features,) or not input.is_floating_point():
             return self.plain_forward(input)  # raises as nn.Linear does
-        products = self.products if self.training or self.low_eval else None
+        products = self.products if self.training or self.fp8_eval else None
         check_layout(input, type(self).__name__)
         if type(input) is not Tensor:
             one_scale = self.codes_serve_both and self.settings.config is not None
@@ -97,7 +97,7 @@ class CodedLayer(PlainFirst):
 
     def check_trace(self) -> None:
         """Refuse ``torch.jit.trace`` where the layer computes on codes."""
-        if self.training or self.low_eval:
+        if self.training or self.fp8_eval:
             check_call(type(self).__name__)
 
     # ---- what changes during a run; a compiled module that holds the layer stays

@@ -43,7 +43,7 @@ class CodedConv1D(CodedLayer):
 
 
 def convert(
-    model: nn.Module, fqns: Sequence[str], settings_of: Callable[[str], LayerSettings], *, low_eval: bool
+    model: nn.Module, fqns: Sequence[str], settings_of: Callable[[str], LayerSettings], *, fp8_eval: bool
 ) -> None:
     """Make the layers named by ``fqns`` CodedLayers, in place; ``settings_of`` returns the settings of an fqn."""
     convert_to_float8_training(nn.Identity())  # applies torchao's process-wide compiler fixes
@@ -56,7 +56,7 @@ def convert(
             **settings.torchao_attributes,
             **sizes,
             "padding": (-k % FEATURE_ALIGNMENT, -n % FEATURE_ALIGNMENT),
-            "low_eval": low_eval,
+            "fp8_eval": fp8_eval,
             "settings": settings,
             "saves_weight_codes": True,
             "phase_gemms": NO_GEMM,

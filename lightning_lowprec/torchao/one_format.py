@@ -13,12 +13,10 @@ import torch
 from typing_extensions import Unpack, override
 
 from lightning_lowprec.checks import Rule
-from lightning_lowprec.conversion.options import LayerOptions, shows, take
+from lightning_lowprec.conversion.options import shows
 from lightning_lowprec.conversion.recipe_map import GemmChoices, RecipeMap
 from lightning_lowprec.hardware import describe
-from lightning_lowprec.numerics.tensor_cores import Emulation
 from lightning_lowprec.precision import fp8
-from lightning_lowprec.precision.options import Base, EmulationChoices, FP8Options
 from lightning_lowprec.private.torchao import prototype_refusal
 from lightning_lowprec.products.arithmetic import Arithmetic
 from lightning_lowprec.runs_where import RecipeKey
@@ -45,16 +43,8 @@ class OneFormatTorchAO(TorchAO):
     one_code: bool = False
     """Whether forward and backward read the same codes of a weight."""
 
-    def __init__(
-        self,
-        recipe: Any,
-        *,
-        options: Any,
-        base: Base = "bf16",
-        low_eval: bool = True,
-        emulate: Emulation | None = False,
-    ) -> None:
-        super().__init__(recipe, (self.kind,), base=base, low_eval=low_eval, emulate=emulate, options=options)
+    def __init__(self, recipe: Any, options: Any) -> None:
+        super().__init__(recipe, (self.kind,), options)
         self.precision = self.name + ("" if isinstance(recipe, str) else "-per-layer") + self.suffix
 
     @abstractmethod
@@ -89,11 +79,11 @@ class OneFormatTorchAO(TorchAO):
         """FSDP2 gathers codes that serve all products of a weight, else values."""
         if not self.one_code:
             return f"`precision={self.precision!r}` encodes a weight for the forward and once more for the backward"
-        return None if self.low_eval else "`fp8_eval=False` evaluates with the weights in high precision"
+        return None if self.fp8_eval else "`fp8_eval=False` evaluates with the weights in high precision"
 
 
 @final
-@shows(LayerOptions, *SHARED)
+@shows(*SHARED, without=("emulate",))
 class Int8TorchAO(OneFormatTorchAO):
     """The GEMMs of the Linear layers in int8, everything else under autocast; float32 weights unless told otherwise.
 
@@ -103,10 +93,8 @@ class Int8TorchAO(OneFormatTorchAO):
     Args:
         recipe: ``"int8"``, or recipes per layer as in :class:`~lightning_lowprec.FP8TorchAO`:
             ``{"blocks.0.*": "bf16", "*": {"grad_weight": "bf16"}}`` computes one of the GEMMs in high precision.
-        base: dtype of every operation outside of int8: ``"bf16"``, or ``"fp16"`` with loss scaling.
         stochastic_rounding: round the codes of gradients stochastically, in both backward GEMMs: no bias, more noise.
             The random numbers are torch's, which no checkpoint of Lightning holds.
-        int8_eval: whether validation, test and prediction run in int8 too.
 
     Raises:
         ValueError: an unknown or contradictory option, or a model in which nothing converts.
@@ -124,13 +112,12 @@ class Int8TorchAO(OneFormatTorchAO):
         self,
         recipe: Literal["int8"] | ProductsPerLayer = "int8",
         *,
-        base: Base = "bf16",
         stochastic_rounding: bool = False,
-        int8_eval: bool = True,
         **options: Unpack[SharedChoices],
     ) -> None:
         self.stochastic_rounding = stochastic_rounding
-        super().__init__(recipe, base=base, low_eval=int8_eval, options=options)
+        super().__init__(recipe, options)
+        self.emulate = False  # torch has the products of int8 on CPU
 
     @override
     def how(self, device: torch.device) -> str:
@@ -145,14 +132,8 @@ class Int8TorchAO(OneFormatTorchAO):
         return Int8(stochastic=self.stochastic_rounding)
 
 
-class Choices(SharedChoices, EmulationChoices, total=False):
-    """The options of plugins that can emulate, for type checkers."""
-
-    fp8_eval: bool
-
-
 @final
-@shows(LayerOptions, FP8Options, *SHARED, without=("base",))
+@shows(*SHARED, without=("base",))
 class BlockTorchAO(OneFormatTorchAO):
     """The GEMMs of the Linear layers in FP8 with a scale per block, as DeepSeek-V3 trained; everything else in bf16.
 
@@ -184,11 +165,10 @@ class BlockTorchAO(OneFormatTorchAO):
         recipe: Literal["block"] | ProductsPerLayer = "block",
         *,
         experts: Experts = "auto",
-        **options: Unpack[Choices],
+        **options: Unpack[SharedChoices],
     ) -> None:
         self.experts: Experts = experts
-        running = take(FP8Options, options)
-        super().__init__(recipe, low_eval=running.fp8_eval, emulate=running.emulation, options=options)
+        super().__init__(recipe, options)
 
     @override
     def refusal(self, device: torch.device) -> str | None:
@@ -219,7 +199,7 @@ class BlockTorchAO(OneFormatTorchAO):
 
 
 @final
-@shows(LayerOptions, FP8Options, *SHARED, without=("base",))
+@shows(*SHARED, without=("base",))
 class MXFP8TorchAO(OneFormatTorchAO):
     """The GEMMs of the Linear layers in MXFP8, everything else in bf16; float32 weights unless told otherwise.
 
@@ -244,9 +224,8 @@ class MXFP8TorchAO(OneFormatTorchAO):
     alignment: ClassVar[int] = 32
     one_code = True
 
-    def __init__(self, recipe: Literal["mxfp8"] | ProductsPerLayer = "mxfp8", **options: Unpack[Choices]) -> None:
-        running = take(FP8Options, options)
-        super().__init__(recipe, base="bf16", low_eval=running.fp8_eval, emulate=running.emulation, options=options)
+    def __init__(self, recipe: Literal["mxfp8"] | ProductsPerLayer = "mxfp8", **options: Unpack[SharedChoices]) -> None:
+        super().__init__(recipe, options)
 
     @override
     def refusal(self, device: torch.device) -> str | None:

@@ -21,11 +21,18 @@ from lightning_lowprec.conversion.options import LayerChoices, LayerOptions, tak
 from lightning_lowprec.conversion.plan import Plan, PlanRequest
 from lightning_lowprec.conversion.recipe_map import LayerRecipe, RecipeMap
 from lightning_lowprec.extras import import_refusal, require
-from lightning_lowprec.numerics.tensor_cores import Emulation
 from lightning_lowprec.precision import fp8
 from lightning_lowprec.precision.fp8 import BlockChoices, BlockOptions, Scheduled
 from lightning_lowprec.precision.host import Engine
-from lightning_lowprec.precision.options import Base, MasterChoices, MasterOptions, TrainingChoices, TrainingOptions
+from lightning_lowprec.precision.options import (
+    EmulationChoices,
+    FP8Choices,
+    FP8Options,
+    MasterChoices,
+    MasterOptions,
+    TrainingChoices,
+    TrainingOptions,
+)
 from lightning_lowprec.precision.schedule import ScheduleChoices, ScheduleOptions
 from lightning_lowprec.precision.state import BACKEND_STATE
 from lightning_lowprec.torchao.backend import NAME
@@ -36,19 +43,28 @@ if TYPE_CHECKING:
 
 Experts = Literal["auto", "fp8", "bf16"]
 EXPERTS_IN_BF16: Final = "stacked experts (experts='bf16')"
-SHARED: Final = (BlockOptions, TrainingOptions, MasterOptions, ScheduleOptions)
-"""The options of every plugin of torchao's formats, beside those that choose layers."""
+SHARED: Final = (LayerOptions, FP8Options, BlockOptions, TrainingOptions, MasterOptions, ScheduleOptions)
+"""The options of every plugin of torchao's formats."""
 
 
-class SharedChoices(LayerChoices, BlockChoices, TrainingChoices, MasterChoices, ScheduleChoices, total=False):
-    """The same, and those that choose layers, for type checkers."""
+class SharedChoices(
+    LayerChoices,
+    FP8Choices,
+    EmulationChoices,
+    BlockChoices,
+    TrainingChoices,
+    MasterChoices,
+    ScheduleChoices,
+    total=False,
+):
+    """The same, for type checkers."""
 
 
 class TorchAO(Scheduled):
     """Base of the plugins: no state, and no codes between steps.
 
     ``recipe`` is what the user wrote: one of ``names``, or recipes per layer, the first of ``names`` unless they say
-    another. ``low_eval``: whether evaluation runs on codes too. ``options``: the other options of the constructor.
+    another. ``options``: the other options of the constructor.
     """
 
     backend: ClassVar[str | None] = NAME
@@ -56,26 +72,17 @@ class TorchAO(Scheduled):
     """The options of the subclass, by attribute, that are built into a model when it is sharded."""
     advice: ClassVar[str] = "Encoding is slow without `torch.compile`: compile the model yourself."
 
-    def __init__(
-        self,
-        recipe: Any,
-        names: tuple[str, ...],
-        *,
-        base: Base,
-        low_eval: bool,
-        emulate: Emulation | None,
-        options: Any,
-    ) -> None:
+    def __init__(self, recipe: Any, names: tuple[str, ...], options: Any) -> None:
         recipes: Any = RecipeMap.of(recipe, names=names, base=names[0]) if isinstance(recipe, Mapping) else recipe
         training = take(TrainingOptions, options).keeping(recipes.float32 if isinstance(recipes, RecipeMap) else ())
-        masters = take(MasterOptions, options).resolve(base)
-        super().__init__(training.scaler(base), masters, training)
+        running = take(FP8Options, options)
+        masters = take(MasterOptions, options).resolve(running.base)
+        super().__init__(training.scaler(running.base), masters, training)
         require("torchao", f"{type(self).__name__}(recipe={recipe!r})")
         self.recipe, self.recipes = recipe, recipes
         self.kinds: tuple[str, ...] = recipes.names if isinstance(recipes, RecipeMap) else (recipes,)
         """The recipes that the layers have."""
-        self.base: Base = base
-        self.low_eval, self.emulate = low_eval, emulate
+        self.base, self.fp8_eval, self.emulate = running.base, running.fp8_eval, running.emulation
         self.compile = take(BlockOptions, options).compile
         self.layers = take(LayerOptions, options)
         self.set_schedule(take(ScheduleOptions, options).schedule)
@@ -105,7 +112,7 @@ class TorchAO(Scheduled):
     def sharded_identity(self) -> tuple[Any, ...]:
         schedule = None if self.phases is None else self.phases.schedule
         own = (getattr(self, name) for name in self.own)
-        return self.precision, self.recipes, self.layers, self.low_eval, self.emulate, schedule, *own
+        return self.precision, self.recipes, self.layers, self.fp8_eval, self.emulate, schedule, *own
 
     @override
     def _prepare(self, module: Module, device: torch.device) -> None:
@@ -123,7 +130,7 @@ class TorchAO(Scheduled):
         recipes, default = self.layer_recipes(device), LayerRecipe(self.kinds[0])
         with unchanged(module):
             for convert, fqns in ((linear.convert, plan.linears), (experts.convert, plan.stacked)):
-                convert(module, fqns, lambda fqn: recipes.of(plan.recipes.get(fqn, default)), low_eval=self.low_eval)
+                convert(module, fqns, lambda fqn: recipes.of(plan.recipes.get(fqn, default)), fp8_eval=self.fp8_eval)
         module_dtypes.run_in_float32(module, plan)
         if self.masters is not None or self.engine is not None or self.keeps_float32_shards:
             module_dtypes.hold_half_norms(module)  # weights are in half precision, or FSDP2's gathered ones are

@@ -39,7 +39,7 @@ def linear(recipe="tensorwise", k=32, n=48, bias=True, fp8_eval=True, dtype=torc
     layer = nn.Linear(k, n, bias=bias, dtype=dtype)
     name, fp8_format = RECIPES[recipe]
     settings = Settings(fp8_format=fp8_format, emulate=True, round_scales_to_power_of_2=power_of_two)
-    fp8.convert(layer, [""], lambda fqn: settings.of(LayerRecipe(name)), low_eval=fp8_eval)
+    fp8.convert(layer, [""], lambda fqn: settings.of(LayerRecipe(name)), fp8_eval=fp8_eval)
     return layer
 
 
@@ -321,7 +321,7 @@ def test_conversion_changes_the_layer_in_place_and_revert_undoes_it():
     model[0].register_forward_hook(lambda *_: calls.append(1))
     model[0].eval()
     settings = Settings(fp8_format="hybrid", emulate=True).of(LayerRecipe("tensorwise"))
-    fp8.convert(model, ["0"], lambda fqn: settings, low_eval=True)
+    fp8.convert(model, ["0"], lambda fqn: settings, fp8_eval=True)
     assert type(model[0]) is fp8.FP8Linear
     assert model[0].weight is before[1]
     assert not model[0].training

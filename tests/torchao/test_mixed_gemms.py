@@ -44,7 +44,7 @@ def converted(
         emulate=emulate,
         saves_weight_codes=saves_weight_codes,
     )
-    fp8.convert(layer, [""], lambda fqn: settings.of(LayerRecipe(recipe, frozenset(in_bf16))), low_eval=True)
+    fp8.convert(layer, [""], lambda fqn: settings.of(LayerRecipe(recipe, frozenset(in_bf16))), fp8_eval=True)
     return layer
 
 
@@ -169,7 +169,7 @@ def test_a_switch_leaves_parameters_hooks_and_optimizer_alone():
 def test_a_layer_in_bf16_is_torchs_own():
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     settings = Settings(fp8_format="hybrid", emulate=True, saves_weight_codes=True)
-    fp8.convert(model, ["0", "1"], lambda fqn: settings.of(LayerRecipe("tensorwise")), low_eval=True)
+    fp8.convert(model, ["0", "1"], lambda fqn: settings.of(LayerRecipe("tensorwise")), fp8_eval=True)
     backends.reconfigure(model[0], "bf16")
     x = torch.randn(4, 32)
     assert torch.allclose(torch.func.vmap(model[0])(x), model[0](x)), "transforms, which FP8 does not run"

@@ -59,7 +59,7 @@ def converted(kind, layer, gemms=frozenset()):
     arithmetic = MXFP8(emulate=True) if kind == "mxfp8_emulated" else Int8(stochastic=kind == "int8_stochastic")
     recipe = LayerRecipe(kind.partition("_")[0], gemms)
     settings = OneFormat(name=recipe.name, arithmetic=arithmetic).of(recipe)
-    coded.convert(model, ["0"], lambda fqn: settings, low_eval=True)
+    coded.convert(model, ["0"], lambda fqn: settings, fp8_eval=True)
     return layer
 
 

@@ -95,16 +95,16 @@ TRANSFORMS = {
 
 
 @pytest.mark.parametrize(
-    ("name", "class_name", "plugin", "option"),
-    [("fp8-hybrid", "FP8Linear", FP8TorchAO, "fp8_eval"), ("int8-mixed", "CodedLinear", Int8TorchAO, "int8_eval")],
+    ("name", "class_name", "plugin"),
+    [("fp8-hybrid", "FP8Linear", FP8TorchAO), ("int8-mixed", "CodedLinear", Int8TorchAO)],
 )
 @pytest.mark.parametrize("transform", TRANSFORMS)
-def test_torch_func_says_the_way_out_which_works(transform, name, class_name, plugin, option):
+def test_torch_func_says_the_way_out_which_works(transform, name, class_name, plugin):
     linear, x, _ = layer()
-    with pytest.raises(RuntimeError, match=f"`torch.func` .* does not run through {class_name}.*`{option}=False`"):
+    with pytest.raises(RuntimeError, match=f"`torch.func` .* does not run through {class_name}.*`fp8_eval=False`"):
         TRANSFORMS[transform](in_fp8(linear, name).module, x)
     plain, _, _ = layer()
-    model = L.Fabric(accelerator="cpu", devices=1, plugins=plugin(**{option: False})).setup_module(linear).module.eval()
+    model = L.Fabric(accelerator="cpu", devices=1, plugins=plugin(fp8_eval=False)).setup_module(linear).module.eval()
     torch.testing.assert_close(TRANSFORMS[transform](model, x), TRANSFORMS[transform](plain, x))
 
 
