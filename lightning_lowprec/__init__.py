@@ -45,7 +45,7 @@ if not _command_starts():
     from lightning_lowprec.serving.export import export, fp8_state
     from lightning_lowprec.te.plugin import FP8TE
     from lightning_lowprec.torchao.fp8 import FP8TorchAO
-    from lightning_lowprec.torchao.one_format import BlockTorchAO, Int8TorchAO, MXFP8TorchAO
+    from lightning_lowprec.torchao.int8 import Int8TorchAO
 
     register()
 
@@ -55,7 +55,6 @@ _TOOLS: Final = {"compare": "compare.runner", "doctor": "doctor", "plan": "plann
 __all__ = [
     "FP8TE",
     "MSAMP",
-    "BlockTorchAO",
     "FP8TorchAO",
     "FSDP2Strategy",
     "FabricFSDP2Strategy",
@@ -63,7 +62,6 @@ __all__ = [
     "HalfMixed",
     "Int8TorchAO",
     "LossScale",
-    "MXFP8TorchAO",
     "MasterConfig",
     "__version__",
     "compare",

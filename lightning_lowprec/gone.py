@@ -104,6 +104,8 @@ _CHECK: Final = (
 IMPORTS: Final[Mapping[str, str]] = {
     "LowPrecisionEval": _CHECK,
     "ScaledSGD": "Use `lightning_lowprec.msamp.ScaledAdamW`, or 'fp8-hybrid', which takes every optimizer.",
+    "BlockTorchAO": "Write `FP8TorchAO('block')`.",
+    "MXFP8TorchAO": "Write `FP8TorchAO('mxfp8')`.",
     "NVFP4TorchAO": "Write 'nvfp4-te', NVIDIA's kernels for Blackwell, or 'fp8-hybrid'.",
 }
 """Names of ``lightning_lowprec``, ``lightning_lowprec.callbacks`` and ``lightning_lowprec.msamp``."""

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from lightning_lowprec import FP8TE, MXFP8TorchAO
+from lightning_lowprec import FP8TE
 from lightning_lowprec.conversion.name_suffixes import MASTERS, split
 from lightning_lowprec.names import TABLE
 from lightning_lowprec.private.torchao import prototype_refusal
@@ -41,7 +41,7 @@ def names_on_cpu() -> list[str]:
     return once(
         name
         for name, row in TABLE.items()
-        if row.plugin is not FP8TE and not (row.plugin is MXFP8TorchAO and prototype_refusal("mxfp8"))
+        if row.plugin is not FP8TE and not (row.hardware_recipe == "torchao-mxfp8" and prototype_refusal("mxfp8"))
     )
 
 

@@ -21,8 +21,8 @@ FAMILIES: Final = {
     "HalfMixed": ("bf16 and fp16 of this package", COLOURS[1], "s"),
     "FP8TorchAO": ("FP8", COLOURS[2], "o"),
     "Int8TorchAO": ("int8", COLOURS[3], "D"),
-    "MXFP8TorchAO": ("MXFP8", COLOURS[4], "^"),
-    "BlockTorchAO": ("FP8 in blocks", COLOURS[2], "s"),
+    "MXFP8": ("MXFP8", COLOURS[4], "^"),
+    "fp8-block": ("FP8 in blocks", COLOURS[2], "s"),
     "MSAMP": ("MS-AMP", COLOURS[5], "v"),
 }
 """The words, the colour and the shape of a family of names, by the class of the plugin."""
@@ -106,4 +106,8 @@ def _say(axes: Axes, at: int, words: str) -> None:
 
 def family(name: str) -> tuple[str, str, str]:
     """Return the words, the colour and the shape of the family that a name belongs to."""
-    return FAMILIES[TABLE[name].plugin.__name__] if name in TABLE else LIGHTNING
+    if name not in TABLE:
+        return LIGHTNING
+    row = TABLE[name]
+    known = (key for key in (row.format, name.rpartition("-")[0], name, row.plugin.__name__) if key in FAMILIES)
+    return FAMILIES[next(known)]

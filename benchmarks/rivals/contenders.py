@@ -20,7 +20,7 @@ from benchmarks.rivals.values import values_exist
 from lightning_lowprec.conversion.name_suffixes import MASTERS, split
 from lightning_lowprec.names import TABLE
 from lightning_lowprec.tools.doctor import availability
-from lightning_lowprec.torchao.fp8 import CPU_SCALES_TENSORWISE
+from lightning_lowprec.torchao.plugin import CPU_SCALES_TENSORWISE
 
 BASELINE = "lightning bf16-mixed, compiled"
 BF16_TRUE = "lightning bf16-true, compiled"

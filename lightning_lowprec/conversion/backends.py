@@ -17,7 +17,6 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
 
-from lightning_lowprec.conversion.gains import Recipe
 from lightning_lowprec.conversion.name_formats import NO_GROUPED_PRODUCT, Formats
 from lightning_lowprec.conversion.recipe_map import InBF16, LayerRecipe, RecipeMap
 from lightning_lowprec.runs_where import RecipeKey
@@ -62,7 +61,7 @@ class PrecisionName:
     """For each suffix that this name does not have, the reason or the remedy, for error messages."""
     alignment: int = 16
     """The features of a converted Linear are multiples of this number."""
-    gains: Recipe = "tensorwise"
+    gains: str = "tensorwise"
     """The recipe of :mod:`~lightning_lowprec.conversion.gains` that says which shapes gain from FP8."""
     gathers_fp8: bool = False
     """Whether FSDP2 gathers converted weights as codes (``formats.fsdp2``); the plugin's ``gathers`` says why."""
@@ -98,7 +97,7 @@ class PrecisionName:
         """Whether weights are kept as codes with a scale, as MS-AMP's are."""
         return self.formats is not None and self.formats.keeps_codes
 
-    def plan_request(self, recipe: Recipe | RecipeMap | None = None) -> PlanRequest:
+    def plan_request(self, recipe: str | RecipeMap | None = None) -> PlanRequest:
         """Return what a plan under this name asks for; ``recipe``: recipes per layer, None: the name's own."""
         from lightning_lowprec.conversion.plan import PlanRequest
 

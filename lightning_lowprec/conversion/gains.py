@@ -7,7 +7,7 @@ thresholds of its automatic filter. Other devices differ.
 import math
 from typing import Final, Literal, get_args
 
-Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
+Published = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 SOURCE: Final = "torchao's published H100 figures"
 """The origin of the figures, for log lines."""
 PUBLISHED: Final = {(1024, 8192): 1.43, (8192, 7168): 1.73, (3584, 8192): 1.71}
@@ -28,7 +28,7 @@ def expected_gain(recipe: str | None, in_features: int, out_features: int) -> fl
     A recipe without figures counts as tensorwise. The thresholds of the recipe decide whether FP8 is slower.
     The gain is a coarse figure: it orders layers, and it does not predict the time of a step.
     """
-    name = recipe if recipe is not None and recipe in get_args(Recipe) else "tensorwise"
+    name = recipe if recipe is not None and recipe in get_args(Published) else "tensorwise"
     if below_break_even(name, in_features, out_features):
         return None
     place = [math.log2(max(size, 1)) for size in (in_features, out_features)]

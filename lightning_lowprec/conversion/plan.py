@@ -20,7 +20,7 @@ from torch import nn
 from lightning_lowprec import html
 from lightning_lowprec.conversion import selection
 from lightning_lowprec.conversion.experts import is_stack
-from lightning_lowprec.conversion.gains import SOURCE, Recipe, expected_gain
+from lightning_lowprec.conversion.gains import SOURCE, expected_gain
 from lightning_lowprec.conversion.in_place import own_class
 from lightning_lowprec.conversion.matmuls import CONV1D, STACKED, Matmul, is_conv1d, is_linear, matmuls, other_products
 from lightning_lowprec.conversion.name_formats import NO_GROUPED_PRODUCT
@@ -28,6 +28,7 @@ from lightning_lowprec.conversion.options import LayerOptions
 from lightning_lowprec.conversion.recipe_map import FLOAT32, NO_PATTERN, LayerRecipe, RecipeMap
 from lightning_lowprec.conversion.selection import no_multiple
 from lightning_lowprec.numerics.formats import HALF_DTYPES
+from lightning_lowprec.products.formats import FORMATS
 
 NOT_CALLED: Final = "not called in the first training forward"
 """Why a layer that converted counts as kept."""
@@ -188,12 +189,10 @@ class Plan:
 class PlanRequest:
     """What a precision asks of a plan, beside the user's choices of layers."""
 
-    recipe: Recipe | RecipeMap = "tensorwise"
+    recipe: str | RecipeMap = "tensorwise"
     """The recipe whose break-even points and gains are used, or recipes per layer."""
     alignment: int = selection.FEATURE_ALIGNMENT
     """Features must be multiples of this number."""
-    alignments: Mapping[str, int] = field(default_factory=dict)
-    """For recipes per layer that need more: by name of the recipe, the number."""
     converted_class: type[nn.Module] | None = None
     """The class that an earlier plan gave to Linears; such a layer gets the row of a Linear."""
     stores_codes: bool = False
@@ -297,7 +296,11 @@ def _of_map(
         return None, NO_PATTERN
     if recipe.is_kept:
         return None, f"'bf16' in `recipe` ({pattern!r})"
-    multiple = request.alignments.get(recipe.name or "", 1 if request.pads else request.alignment)
+    spec = FORMATS.get(recipe.name or "")
+    if spec is not None and matmul.kind == STACKED and not spec.experts:
+        return None, NO_GROUPED_PRODUCT
+    features = selection.FEATURE_ALIGNMENT if spec is None else spec.features
+    multiple = features if features > selection.FEATURE_ALIGNMENT else 1 if request.pads else request.alignment
     fits = matmul.in_features % multiple == 0 and matmul.out_features % multiple == 0
     return recipe, None if fits else no_multiple(multiple)
 

@@ -4,7 +4,8 @@
 
 The rules that keep a layer (output heads, routers, adapters, ``keep``, ``only``, layers that cannot convert) come
 before the mapping, but not before ``"fp32"``. A layer that no pattern matches is kept; in a map of ``"fp32"`` alone
-it has the backend's first recipe. A recipe may leave some of a Linear's three products in high precision:
+it has the backend's first recipe. A recipe may leave some of a Linear's three products in high precision,
+``{"forward": "bf16"}`` of the first recipe and ``{"recipe": "block", "forward": "bf16"}`` of another:
 
     forward       output      = input       @ weight.T
     grad_input    grad_input  = grad_output @ weight
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Final, Literal, final, get_args
 
-from lightning_lowprec.checks import Rule
+from lightning_lowprec.checks import Rule, check_choice
 from lightning_lowprec.gone import VALUES, gone
 
 Gemm = Literal["forward", "grad_input", "grad_weight"]
@@ -32,8 +33,8 @@ InBF16 = frozenset[Gemm]
 NO_GEMM: Final[InBF16] = frozenset()
 ALL_GEMMS: Final[InBF16] = frozenset(GEMMS)
 GemmChoices = Annotated[
-    Mapping[Gemm, GemmPrecision],
-    Rule("a mapping such as {'forward': 'bf16'} (forward, grad_input, grad_weight)"),
+    Mapping[Gemm | Literal["recipe"], str],
+    Rule("a mapping such as {'forward': 'bf16'} (forward, grad_input, grad_weight, recipe)"),
 ]
 HIGH: Final = "bf16"
 """The value of a pattern whose layers are kept."""
@@ -94,6 +95,9 @@ class LayerRecipe:
         """
         if value == HIGH:
             return cls(base, ALL_GEMMS)
+        if isinstance(value, Mapping) and "recipe" in value:
+            check_choice(f"{field}['recipe']", value["recipe"], names)
+            return cls(value["recipe"], in_bf16({k: v for k, v in value.items() if k != "recipe"}, field))
         if isinstance(value, Mapping):
             return cls(base, in_bf16(value, field))
         if value == FLOAT32 and base is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, final, get_args
 
 import torch
@@ -10,27 +11,25 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import Unpack, override
 
 from lightning_lowprec.checks import Rule
-from lightning_lowprec.conversion.gains import SOURCE, Recipe
-from lightning_lowprec.conversion.name_formats import GROUPED_ROUND_TO_BF16
+from lightning_lowprec.conversion.gains import SOURCE
+from lightning_lowprec.conversion.name_formats import GROUPED_ROUND_TO_BF16, NO_GROUPED_PRODUCT
 from lightning_lowprec.conversion.options import shows
 from lightning_lowprec.conversion.plan import Plan
 from lightning_lowprec.conversion.recipe_map import GemmChoices
 from lightning_lowprec.hardware import emulation_refusal, refusal
-from lightning_lowprec.precision import fp8
 from lightning_lowprec.precision.schedule import Schedule
+from lightning_lowprec.products.formats import FORMATS
 from lightning_lowprec.runs_where import RecipeKey
-from lightning_lowprec.torchao.backend import NAMES, FastAccum, FP8Format
+from lightning_lowprec.torchao.backend import FastAccum, FP8Format, Recipe
 from lightning_lowprec.torchao.plugin import EXPERTS_IN_BF16, SHARED, Experts, SharedChoices, TorchAO
 
 if TYPE_CHECKING:
-    from lightning_lowprec.torchao.settings import Recipes
+    from lightning_lowprec.torchao.settings import Settings
 
 RecipePerLayer = Annotated[
     Mapping[str, Recipe | Literal["bf16", "fp32"] | GemmChoices], Rule("a mapping of patterns of fqns to recipes")
 ]
 WeightCodes = Literal["auto", "per_forward", "per_gemm"]
-CPU_SCALES_TENSORWISE = torch.__version__ < "2.13"
-"""Whether ``torch._scaled_mm`` on CPU takes one scale per tensor only; given more, it fails an internal assert."""
 
 
 @final
@@ -40,11 +39,15 @@ class FP8TorchAO(TorchAO):
 
     Args:
         recipe: ``"tensorwise"`` (one scale per tensor, the fastest), ``"rowwise"`` (one per row, e4m3 everywhere), or
-            ``"rowwise_with_gw_hp"`` (rowwise, with the weight gradient in high precision: the most accurate). A mapping
+            ``"rowwise_with_gw_hp"`` (rowwise, with the weight gradient in high precision: the most accurate).
+            ``"block"`` computes as DeepSeek-V3 trained: e4m3, a scale per 128 values of inputs and gradients, and per
+            128 x 128 of weights. ``"mxfp8"``: e4m3, a power-of-two scale per 32 values, of weights per 32 x 32;
+            features are multiples of 32, kernels run on Blackwell, and stacked experts stay in bf16. A mapping
             gives recipes per layer: ``{"blocks.0.*": "bf16", "*.o_proj": "rowwise", "*": "tensorwise"}``. The first
             pattern that matches an fqn wins; ``keep``, ``only`` and the built-in rules come before. ``"fp32"`` runs a
             layer in float32, with float32 weights, and comes before these rules: for routers and heads. A value
-            ``{"forward": "bf16"}`` is tensorwise with some of the GEMMs in bf16 (forward, grad_input, grad_weight).
+            ``{"forward": "bf16"}`` is tensorwise with some of the GEMMs in bf16 (forward, grad_input, grad_weight), and
+            ``{"recipe": "block", "forward": "bf16"}`` another recipe.
         fp8_format: gradients in e5m2 (``"hybrid"``) or e4m3; None is the recipe's own (hybrid for tensorwise).
         round_scales_to_power_of_2: None is the recipe's own choice (True for rowwise).
         weight_codes: ``"per_forward"`` encodes a weight in each forward, and the backward reads the same codes (1 byte
@@ -57,9 +60,10 @@ class FP8TorchAO(TorchAO):
             and the gradients lose bits. ``"none"`` keeps most bits; models with stacked experts, whose kernels always
             accumulate fast, then need ``experts="bf16"``.
         experts: the stacked experts of mixtures. ``"auto"`` runs their grouped products in FP8: e4m3, one scale per
-            row; weights have one scale per Parameter with ``recipe="tensorwise"``. Where kernels or the base dtype do
-            not allow it, experts run in the base dtype. ``"fp8"`` raises there. ``"bf16"`` keeps experts in the base
-            dtype.
+            row; weights have one scale per Parameter with ``recipe="tensorwise"``. With ``"block"`` each expert is a
+            product of its own, and on a GPU the host waits once per call of the experts. Where kernels or the base
+            dtype do not allow it, experts run in the base dtype. ``"fp8"`` raises there. ``"bf16"`` keeps experts in
+            the base dtype.
         pad_inner_dim: append zeros to layers whose features are no multiples of 16, which the kernels need. The plan
             says what the zeros cost. FSDP2 gathers these weights in high precision. False keeps these layers in the
             base dtype.
@@ -89,23 +93,49 @@ class FP8TorchAO(TorchAO):
         **options: Unpack[SharedChoices],
     ) -> None:
         super().__init__(recipe, get_args(Recipe), options)
-        _check(self.kinds, self.base, fp8_format)
+        self._check(
+            fp8_format=fp8_format,
+            round_scales_to_power_of_2=round_scales_to_power_of_2,
+            weight_codes=weight_codes,
+            fast_accum=fast_accum,
+            experts=experts,
+            pad_inner_dim=pad_inner_dim,
+        )
         self.fp8_format: FP8Format = fp8_format or ("hybrid" if "tensorwise" in self.kinds else "e4m3")
         self.round_scales_to_power_of_2 = round_scales_to_power_of_2
         one_scale = "tensorwise" in self.kinds
-        if weight_codes == "per_forward" and not one_scale:
-            raise ValueError(
-                f"`weight_codes='per_forward'` is not valid with `recipe={self.kinds[0]!r}`: only one scale per weight"
-                " is the same in forward and backward. Use `recipe='tensorwise'`, or leave `weight_codes` out."
-            )
         self.weight_codes = "per_forward" if one_scale and weight_codes != "per_gemm" else "per_gemm"
         self.fast_accum: FastAccum = fast_accum
         self.experts: Experts = experts
         self.pad_inner_dim = pad_inner_dim
         if isinstance(recipe, Mapping):
-            self.precision = "fp8-torchao-per-layer" + self.suffix
-        else:
-            self.precision = NAMES[recipe, self.fp8_format] + self.suffix
+            self.precision = "fp8-torchao-per-layer"
+        elif recipe == "tensorwise" and self.fp8_format == "e4m3":
+            self.precision = "fp8-e4m3"
+        self.precision += self.suffix
+
+    def _check(self, **given: Any) -> None:
+        """Raise for options that no recipe of a layer reads, and for a base dtype that one does not have."""
+        defaults = {"weight_codes": "auto", "fast_accum": "forward", "experts": "auto", "pad_inner_dim": False}
+        for kind, spec in zip(self.kinds, self.specs, strict=True):
+            if self.base == "fp16" and spec.not_fp16 is not None:
+                raise ValueError(
+                    f"`base='fp16'` is not valid with `recipe={kind!r}`: {spec.not_fp16}. Use `base='bf16'` or"
+                    " `recipe='tensorwise'`."
+                )
+        read = frozenset().union(*(spec.options for spec in self.specs))
+        for option, value in given.items():
+            if value != defaults.get(option) and option not in read and (option, value) != ("weight_codes", "per_gemm"):
+                users = [repr(kind) for kind in get_args(Recipe) if option in FORMATS[kind].options]
+                raise ValueError(
+                    f"`{option}={value!r}` is not valid with `recipe={self.kinds[0]!r}`, which does not read it; it is"
+                    f" for {', '.join(users)}. Leave `{option}` out."
+                )
+        if given["fp8_format"] == "hybrid" and "tensorwise" not in self.kinds:
+            raise ValueError(
+                f"`fp8_format='hybrid'` is not valid with `recipe={self.kinds[0]!r}`, which uses e4m3 everywhere; use"
+                " `fp8_format='e4m3'` or `recipe='tensorwise'`."
+            )
 
     @override
     def check_schedule(self, phases: Schedule) -> None:
@@ -113,31 +143,11 @@ class FP8TorchAO(TorchAO):
         if "rowwise_with_gw_hp" in self.kinds:
             phases.check_fp8(frozenset({"grad_weight"}), "recipe='rowwise_with_gw_hp'")
 
-    @property
     @override
-    def hardware_recipe(self) -> RecipeKey:
+    def hardware_of(self, kind: str) -> RecipeKey | None:
         """One scale per tensor is made by this package, or by torchao: MI300 runs torchao's codes only."""
-        if self.recipe != "tensorwise":
-            return "rowwise" if self.recipe == "rowwise" else "rowwise-gw-hp"
-        return "tensorwise" if self.weight_codes == "per_forward" else "tensorwise-per-gemm"
-
-    @override
-    def refusal(self, device: torch.device) -> str | None:
-        if (
-            device.type == "cpu"
-            and not self.emulates(device)
-            and self.kinds != ("tensorwise",)
-            and CPU_SCALES_TENSORWISE
-        ):
-            return f"torch {torch.__version__} has no rowwise FP8 kernel for CPU (2.13 has). Leave `emulate` alone"
-        reason = fp8.kernel_refusal(self.hardware_recipe, self.emulate, device, "FP8TorchAO(..., emulate=True)")
-        return reason or super().refusal(device)
-
-    @override
-    def gathers(self, options: Any) -> str | None:
-        if "tensorwise" not in self.kinds:
-            return f"`recipe={self.recipe!r}` has a scale per row, and only one per tensor can be gathered"
-        return None if self.fp8_eval else "`fp8_eval=False` evaluates with the weights in high precision"
+        by_torchao = kind == "tensorwise" and self.weight_codes == "per_gemm"
+        return "tensorwise-per-gemm" if by_torchao else super().hardware_of(kind)
 
     @override
     def plan_options(self, device: torch.device) -> dict[str, Any]:
@@ -147,7 +157,11 @@ class FP8TorchAO(TorchAO):
         """Return why stacked experts stay in the base dtype; None: they convert."""
         if self.experts == "bf16":
             return EXPERTS_IN_BF16
+        if not any(spec.experts for spec in self.specs):
+            return NO_GROUPED_PRODUCT
         reason, emulate = None, self.emulates(device)
+        if all(spec.arithmetic is not None for spec in self.specs):
+            return None  # a product per expert
         if self.base == "fp16":
             reason = GROUPED_ROUND_TO_BF16
         elif isinstance(emulate, str) and (unable := emulation_refusal("experts", emulate)) is not None:
@@ -161,12 +175,10 @@ class FP8TorchAO(TorchAO):
         return reason
 
     @override
-    def layer_recipes(self, device: torch.device) -> Recipes:
-        from lightning_lowprec.torchao.settings import Settings
-
-        return Settings(
+    def layer_recipes(self, device: torch.device) -> Settings:
+        return replace(
+            super().layer_recipes(device),
             fp8_format=self.fp8_format,
-            emulate=self.emulates(device),
             round_scales_to_power_of_2=self.round_scales_to_power_of_2,
             saves_weight_codes=self.weight_codes == "per_forward",
             fast_accum=self.fast_accum,
@@ -174,7 +186,8 @@ class FP8TorchAO(TorchAO):
 
     @override
     def say(self, plan: Plan, device: torch.device) -> None:
-        slow = plan.below_break_even()
+        figures = all(spec.arithmetic is None for spec in self.specs)
+        slow = plan.below_break_even() if figures else ()
         if self.emulates(device):
             rank_zero_info(f"{self.precision}: {self.how(device)}.")
         elif slow and device.type == "cuda":  # the published figures are those of a GPU
@@ -184,17 +197,3 @@ class FP8TorchAO(TorchAO):
                 f" be slower in FP8 than in bf16 ({SOURCE}): {names}{', ...' if len(slow) > 3 else ''}."
                 " `plugins=FP8TorchAO(keep=[...])` keeps them in bf16."
             )
-
-
-def _check(kinds: tuple[str, ...], base: str, fp8_format: str | None) -> None:
-    rowwise = next((kind for kind in kinds if kind != "tensorwise"), None)
-    if rowwise is not None and base == "fp16":
-        raise ValueError(
-            f"`base='fp16'` is not valid with `recipe={rowwise!r}`, whose kernels round their output through bf16;"
-            " use `base='bf16'` or `recipe='tensorwise'`."
-        )
-    if rowwise is not None and fp8_format == "hybrid" and "tensorwise" not in kinds:
-        raise ValueError(
-            f"`fp8_format='hybrid'` is not valid with `recipe={rowwise!r}`, which uses e4m3 everywhere; use"
-            " `fp8_format='e4m3'` or `recipe='tensorwise'`."
-        )

@@ -115,7 +115,9 @@ def weight_roundings(layer: nn.Module) -> Mapping[str, WeightRounding | None]:
     }
 
 
-def rounding_of(scale_per: ScalePer, power_of_2: bool) -> WeightRounding:
-    """Return torchao's rounding of weights."""
+def rounding_of(scale_per: ScalePer | None, power_of_2: bool) -> WeightRounding | None:
+    """Return torchao's rounding of weights; None: no server's format has these codes."""
+    if scale_per is None:
+        return None
     coding = Coding(dtype=E4M3.dtype, by_row=scale_per == "row", power_of_2=power_of_2)
     return WeightRounding(scale_per=scale_per, scale_of=coding.scales)

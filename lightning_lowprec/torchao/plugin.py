@@ -1,26 +1,27 @@
 """The base of the plugins of torchao's formats: a plan, layers whose products run on codes, compilation, a schedule.
 
-The plugins are in `fp8.py` and `one_format.py`: options, names, and the arithmetic of the layers.
+The plugins are in `fp8.py` and `int8.py`: options and names. The rows of `products/formats.py` say the rest.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.nn import Module
 from typing_extensions import override
 
+from lightning_lowprec.checks import Rule
 from lightning_lowprec.conversion import module_dtypes
 from lightning_lowprec.conversion.invariants import unchanged
 from lightning_lowprec.conversion.name_suffixes import of_options
 from lightning_lowprec.conversion.options import LayerChoices, LayerOptions, take
 from lightning_lowprec.conversion.plan import Plan, PlanRequest
-from lightning_lowprec.conversion.recipe_map import LayerRecipe, RecipeMap
+from lightning_lowprec.conversion.recipe_map import GemmChoices, LayerRecipe, RecipeMap
 from lightning_lowprec.extras import import_refusal, require
+from lightning_lowprec.hardware import describe
 from lightning_lowprec.precision import fp8
 from lightning_lowprec.precision.fp8 import BlockChoices, BlockOptions, Scheduled
 from lightning_lowprec.precision.host import Engine
@@ -35,13 +36,23 @@ from lightning_lowprec.precision.options import (
 )
 from lightning_lowprec.precision.schedule import ScheduleChoices, ScheduleOptions
 from lightning_lowprec.precision.state import BACKEND_STATE
+from lightning_lowprec.private.torchao import prototype_refusal
+from lightning_lowprec.products.arithmetic import Arithmetic
+from lightning_lowprec.products.block import by_cublas
+from lightning_lowprec.products.formats import FORMATS, FormatSpec
+from lightning_lowprec.runs_where import RecipeKey
 from lightning_lowprec.torchao.backend import NAME
 
 if TYPE_CHECKING:
-    from lightning_lowprec.torchao.settings import Recipes
+    from lightning_lowprec.torchao.settings import Settings
 
 
+CPU_SCALES_TENSORWISE = torch.__version__ < "2.13"
+"""Whether ``torch._scaled_mm`` on CPU takes one scale per tensor only; given more, it fails an internal assert."""
 Experts = Literal["auto", "fp8", "bf16"]
+ProductsPerLayer = Annotated[
+    Mapping[str, Literal["int8", "bf16", "fp32"] | GemmChoices], Rule("a mapping of patterns of fqns to recipes")
+]
 EXPERTS_IN_BF16: Final = "stacked experts (experts='bf16')"
 SHARED: Final = (LayerOptions, FP8Options, BlockOptions, TrainingOptions, MasterOptions, ScheduleOptions)
 """The options of every plugin of torchao's formats."""
@@ -82,7 +93,12 @@ class TorchAO(Scheduled):
         self.recipe, self.recipes = recipe, recipes
         self.kinds: tuple[str, ...] = recipes.names if isinstance(recipes, RecipeMap) else (recipes,)
         """The recipes that the layers have."""
-        self.base, self.fp8_eval, self.emulate = running.base, running.fp8_eval, running.emulation
+        self.specs: tuple[FormatSpec, ...] = tuple(FORMATS[kind] for kind in self.kinds)
+        titles = {spec.title for spec in self.specs}
+        self.format = titles.pop() if len(titles) == 1 else "FP8"  # type: ignore[misc]
+        self.precision = self.specs[0].precision
+        self.base, self.fp8_eval = running.base, running.fp8_eval
+        self.emulate = running.emulation if any(spec.emulates for spec in self.specs) else False
         self.compile = take(BlockOptions, options).compile
         self.layers = take(LayerOptions, options)
         self.set_schedule(take(ScheduleOptions, options).schedule)
@@ -92,17 +108,77 @@ class TorchAO(Scheduled):
         """The end of the precision's name: the base dtype, or what is kept beside bf16 weights."""
         return of_options(self.base, None if self.masters is None else self.masters.config.kept)
 
-    @abstractmethod
-    def layer_recipes(self, device: torch.device) -> Recipes:
-        """Return what gives each recipe its settings."""
+    def layer_recipes(self, device: torch.device) -> Settings:
+        """Return what gives each recipe its settings; this imports torchao."""
+        from lightning_lowprec.torchao.settings import Settings
+
+        by_recipe = {kind: self.arithmetic(kind, device) for kind in self.kinds}
+        arithmetics = {kind: arithmetic for kind, arithmetic in by_recipe.items() if arithmetic is not None}
+        return Settings(emulate=self.emulates(device), arithmetics=arithmetics)
+
+    def arithmetic(self, kind: str, device: torch.device) -> Arithmetic | None:
+        """Return how a recipe computes; None: as torchao's configuration says."""
+        make = FORMATS[kind].arithmetic
+        return None if make is None else make(self.emulates(device))
 
     def plan_options(self, device: torch.device) -> dict[str, Any]:
-        """Return the fields of the ``PlanRequest`` that the format decides."""
+        """Return the fields of the ``PlanRequest`` that an option decides."""
         return {}
+
+    def hardware_of(self, kind: str) -> RecipeKey | None:
+        """Return the row of the table of what runs where of a recipe."""
+        return FORMATS[kind].hardware
+
+    @property
+    @override
+    def hardware_recipe(self) -> RecipeKey | None:
+        return self.hardware_of(self.kinds[0])
 
     @override
     def refusal(self, device: torch.device) -> str | None:
-        return import_refusal("torchao.float8", f"`precision={self.precision!r}`")
+        one = None if isinstance(self.recipes, RecipeMap) else self.refusal_of(self.recipes, device)
+        return import_refusal("torchao.float8", f"`precision={self.precision!r}`") or one
+
+    def refusal_of(self, kind: str, device: torch.device) -> str | None:
+        """Return why layers with a recipe cannot run on a device, and the remedy."""
+        spec = FORMATS[kind]
+        if (lacking := prototype_refusal(kind)) is not None or not spec.emulates:
+            return lacking
+        emulates = self.emulates(device)
+        if device.type == "cpu" and not emulates and spec.cpu != "always":
+            if spec.cpu == "never":
+                return f"cpu has no {spec.title} kernels. Leave `emulate=False` out"
+            if CPU_SCALES_TENSORWISE:
+                return f"torch {torch.__version__} has no rowwise FP8 kernel for CPU (2.13 has). Leave `emulate` alone"
+        hardware = self.hardware_of(kind)
+        assert hardware is not None
+        refused = fp8.kernel_refusal(hardware, self.emulate, device, f"{type(self).__name__}(..., emulate=True)")
+        by_triton = kind == "block" and not emulates and not by_cublas(device)
+        return refused or (prototype_refusal("block-triton") if by_triton else None)
+
+    def _check_layers(self, plan: Plan, device: torch.device) -> None:
+        """Raise if the device cannot run the recipe of a layer."""
+        for kind in self.kinds if isinstance(self.recipes, RecipeMap) else ():
+            fqn = next((fqn for fqn, recipe in plan.recipes.items() if recipe.name == kind), None)
+            if fqn is not None and (reason := self.refusal_of(kind, device)) is not None:
+                raise RuntimeError(f"`recipe={kind!r}` of layer {fqn!r} cannot run: {reason}.")
+
+    @override
+    def how(self, device: torch.device) -> str:
+        if self.kinds != ("block",) or self.emulates(device):
+            return super().how(device)
+        kernels = "cuBLASLt" if by_cublas(device) else "torchao's Triton kernels"
+        return f"FP8 GEMMs with a scale per block by {kernels} on {describe(device)}"
+
+    @override
+    def gathers(self, options: Any) -> str | None:
+        """FSDP2 gathers codes that serve all products of a weight, else values."""
+        gathered = [kind for kind, spec in zip(self.kinds, self.specs, strict=True) if spec.one_code]
+        if not gathered:
+            return f"`recipe={self.recipe!r}` encodes a weight for the forward and once more for the backward"
+        if len(gathered) > 1:
+            return f"{' and '.join(map(repr, gathered))} in `recipe` have different scales"
+        return None if self.fp8_eval else "`fp8_eval=False` evaluates with the weights in high precision"
 
     @override
     def engine_refusal(self, engine: Engine) -> str | None:
@@ -124,9 +200,17 @@ class TorchAO(Scheduled):
         plan = fp8.plan_or_raise(
             module,
             self.layers,
-            PlanRequest(base=self.base, head=self.head, **{"recipe": self.recipes, **self.plan_options(device)}),
+            PlanRequest(
+                recipe=self.recipes,
+                alignment=min(spec.features for spec in self.specs),
+                format=self.format,
+                base=self.base,
+                head=self.head,
+                **self.plan_options(device),
+            ),
             precision=self.precision,
         )
+        self._check_layers(plan, device)
         recipes, default = self.layer_recipes(device), LayerRecipe(self.kinds[0])
         with unchanged(module):
             for convert, fqns in ((linear.convert, plan.linears), (experts.convert, plan.stacked)):

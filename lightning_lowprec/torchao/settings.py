@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
-from typing import Any, Protocol, cast, final, get_args
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, cast, final, get_args
 
 import torch
 from torchao.float8 import CastConfig, Float8LinearConfig
 from torchao.float8.config import Float8GemmConfig, ScalingGranularity, ScalingType, e4m3_dtype
 from torchao.float8.float8_linear import Float8Linear
 
-from lightning_lowprec.conversion.gains import Recipe
+from lightning_lowprec.conversion.gains import Published
 from lightning_lowprec.conversion.recipe_map import NO_GEMM, InBF16, LayerRecipe
 from lightning_lowprec.numerics.tensor_cores import FNUZ, Emulation
 from lightning_lowprec.products.arithmetic import Arithmetic, Products, Transposable
@@ -21,32 +22,33 @@ from lightning_lowprec.torchao.backend import FastAccum, FP8Format
 from lightning_lowprec.torchao.wire_format import TorchAOWire
 
 
-class Recipes(Protocol):
-    """The recipes that a layer may take."""
-
-    def of(self, recipe: LayerRecipe) -> LayerSettings:
-        """Return the settings of a layer with this recipe; raise ValueError if the layer cannot take it."""
-
-
 @final
 @dataclass(frozen=True, kw_only=True)
 class LayerSettings:
     """Everything that makes one layer compute as the layer does."""
 
+    name: str
+    """The recipe."""
     products: Products
     """How the recipe computes the three products."""
     in_bf16: InBF16 = NO_GEMM
     """The products that the user wants in high precision instead."""
     config: Float8LinearConfig | None = None
     """torchao's configuration of the same products; None: torchao's ``Float8Linear`` has no such format."""
-    others: Recipes
+    others: Settings
     """The recipes that the layer may take."""
 
     def changed(self, recipe: LayerRecipe) -> LayerSettings:
         """Return the settings with another recipe; without a name, the layer's own recipe stays."""
         if recipe.name is None:
             return replace(self, in_bf16=recipe.in_bf16)
-        return self.others.of(recipe)
+        changed = None if self.config is None and recipe.name != self.name else self.others.of(recipe)
+        if changed is None or (changed.config is None and recipe.name != self.name):
+            raise ValueError(
+                f"`recipe={recipe.name!r}` is not possible for a layer of {self.name!r}, whose arithmetic stays for the"
+                f" whole run; expected {self.name!r}, 'bf16', or a mapping such as {{'forward': 'bf16'}}."
+            )
+        return changed
 
     @property
     def mm_config(self) -> Any:
@@ -82,21 +84,26 @@ def _example(config: Float8LinearConfig) -> Any:
 class Settings:
     """The options of a plugin that all its layers share; the arguments are those of ``FP8TorchAO``."""
 
-    fp8_format: FP8Format
     emulate: Emulation
+    fp8_format: FP8Format = "hybrid"
     round_scales_to_power_of_2: bool | None = None
     saves_weight_codes: bool = False
     fast_accum: FastAccum = "forward"
+    arithmetics: Mapping[str, Arithmetic] = field(default_factory=dict, hash=False)
+    """By recipe: the formats that torchao's configuration does not have."""
 
     def of(self, recipe: LayerRecipe) -> LayerSettings:
-        """Return the settings of a layer; raise ValueError for a recipe that is none of torchao's float8 recipes."""
-        if recipe.name not in get_args(Recipe):
-            expected = ", ".join(map(repr, get_args(Recipe)))
+        """Return the settings of a layer; raise ValueError for a recipe that the plugin does not have."""
+        if (by := self.arithmetics.get(recipe.name or "")) is not None:
+            products = Products(forward=by, grad_input=by, grad_weight=by, saves_weight=True)
+            return LayerSettings(name=recipe.name or "", products=products, in_bf16=recipe.in_bf16, others=self)
+        if recipe.name not in get_args(Published):
+            expected = ", ".join(map(repr, (*get_args(Published), *self.arithmetics)))
             raise ValueError(
                 f"`recipe={recipe.name!r}` is not possible for a layer in FP8; expected {expected}, 'bf16', or a"
                 " mapping such as {'forward': 'bf16'}."
             )
-        name = cast(Recipe, recipe.name)
+        name = cast(Published, recipe.name)
         one_scale = name == "tensorwise"
         config = replace(Float8LinearConfig.from_recipe_name(name), emulate=bool(self.emulate))
         if one_scale and self.fp8_format == "e4m3":
@@ -113,7 +120,7 @@ class Settings:
             products_of(config, self.emulate),
             saves_weight=self.saves_weight_codes and one_scale,
         )
-        return LayerSettings(products=products, in_bf16=recipe.in_bf16, config=config, others=self)
+        return LayerSettings(name=name, products=products, in_bf16=recipe.in_bf16, config=config, others=self)
 
 
 def products_of(config: Float8LinearConfig, emulate: Emulation) -> Products:
@@ -142,23 +149,3 @@ def products_of(config: Float8LinearConfig, emulate: Emulation) -> Products:
         grad_input=product(config.gemm_config_grad_input, gradient, config.cast_config_weight_for_grad_input, gradient),
         grad_weight=product(config.gemm_config_grad_weight, input_again, input_again, gradient_again),
     )
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class OneFormat:
-    """The recipes of a plugin whose layers have one format: the user chooses products in high precision only."""
-
-    name: str
-    arithmetic: Arithmetic
-
-    def of(self, recipe: LayerRecipe) -> LayerSettings:
-        """Return the settings of a layer; raise ValueError for a recipe of another format."""
-        if recipe.name != self.name:
-            raise ValueError(
-                f"`recipe={recipe.name!r}` is not possible for a layer of {self.name!r}, whose arithmetic stays for the"
-                f" whole run; expected {self.name!r}, 'bf16', or a mapping such as {{'forward': 'bf16'}}."
-            )
-        by = self.arithmetic
-        products = Products(forward=by, grad_input=by, grad_weight=by, saves_weight=True)
-        return LayerSettings(products=products, in_bf16=recipe.in_bf16, others=self)

@@ -90,7 +90,7 @@ SCALING = [
     ("patience_at_floor", "50", "an integer of at least 1"),
 ]
 TORCHAO = [
-    ("recipe", "tensorwize", "'tensorwise', 'rowwise', 'rowwise_with_gw_hp' or a mapping"),
+    ("recipe", "tensorwize", "'tensorwise', 'rowwise', 'rowwise_with_gw_hp', 'block', 'mxfp8' or a mapping"),
     ("fp8_format", "e5m2", "one of: None, hybrid, e4m3"),
     ("compile", 1, "'auto', True, False or a mapping"),
     ("round_scales_to_power_of_2", "abc", "None, True or False"),

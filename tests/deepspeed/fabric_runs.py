@@ -39,7 +39,7 @@ def reference(name):
         "fp8-rowwise": lambda: lp.FP8TorchAO("rowwise", master_weights=True),
         "fp8-rowwise-gw-hp": lambda: lp.FP8TorchAO("rowwise_with_gw_hp", master_weights=True),
         "int8-mixed": lambda: lp.Int8TorchAO(master_weights=True),
-        "mxfp8": lambda: lp.MXFP8TorchAO(master_weights=True),
+        "mxfp8": lambda: lp.FP8TorchAO("mxfp8", master_weights=True),
         "fp8-hybrid-fp16": lambda: lp.FP8TorchAO(base="fp16", master_weights=True),
     }
     return plugins[name]()

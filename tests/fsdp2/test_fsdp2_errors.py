@@ -89,8 +89,8 @@ def test_an_unknown_option_is_a_type_error():
 @pytest.mark.parametrize(
     ("plugin", "reason"),
     [
-        (FP8TorchAO(recipe="rowwise"), r"`recipe='rowwise'` has a scale per row, and only one per tensor"),
-        (Int8TorchAO(), "`precision='int8-mixed'` encodes a weight for the forward and once more for the backward"),
+        (FP8TorchAO(recipe="rowwise"), r"`recipe='rowwise'` encodes a weight for the forward and once more"),
+        (Int8TorchAO(), "`recipe='int8'` encodes a weight for the forward and once more for the backward"),
         (FP8TorchAO(fp8_eval=False), r"`fp8_eval=False` evaluates with the weights in high precision"),
         ("bf16-mixed", r"`precision='bf16-mixed'` has no FP8 weights"),
         ("32-true", r"`precision='32-true'` has no FP8 weights"),

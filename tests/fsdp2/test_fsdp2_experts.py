@@ -14,8 +14,8 @@ WAYS = {
     "float32 gathered": ({}, False),
     "rowwise": ({"recipe": "rowwise"}, False),
     "up to step 3 in bf16": ({"schedule": [{"until": 3, "gemms": "bf16"}, {}]}, True),
-    "block": ({"plugin": "BlockTorchAO", "hidden_size": 128}, True),
-    "block, sides that 128 does not divide": ({"plugin": "BlockTorchAO"}, True),
+    "block": ({"recipe": "block", "hidden_size": 128}, True),
+    "block, sides that 128 does not divide": ({"recipe": "block"}, True),
 }
 
 
@@ -35,7 +35,7 @@ def converted(options):
 
     options = dict(options)
     model = mixture(options.pop("hidden_size", 32))
-    plugin = getattr(lightning_lowprec, options.pop("plugin", "FP8TorchAO"))(emulate=True, **options)
+    plugin = lightning_lowprec.FP8TorchAO(emulate=True, **options)
     plugin.bind_device(torch.device("cpu"))
     plugin.convert_module(model)
     return model, plugin

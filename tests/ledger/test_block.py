@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from benchmarks.ledger.recorder import recording
-from lightning_lowprec import BlockTorchAO
+from lightning_lowprec import FP8TorchAO
 from lightning_lowprec.products import block
 
 
@@ -17,7 +17,7 @@ def test_three_products_of_codes(by_cublas, monkeypatch):
     assert block.by_cublas(torch.device("cuda")) == by_cublas
     tokens, inputs, outputs = 48, 272, 144  # no multiples of 128
     model = nn.Sequential(nn.Linear(inputs, outputs, bias=False)).cuda()
-    plugin = BlockTorchAO(compile=False)
+    plugin = FP8TorchAO("block", compile=False)
     plugin.bind_device(torch.device("cuda"))
     plugin.convert_module(model)
     x = torch.randn(tokens, inputs, device="cuda", requires_grad=True)
@@ -45,7 +45,7 @@ def test_products_of_ragged_sizes_compile(by_cublas, monkeypatch):
     """torch's rules for compiled products of blocks ask for multiples of 128; its code for Triton's lacks an import."""
     monkeypatch.setattr(block, "by_cublas", lambda device: by_cublas)
     model = nn.Linear(272, 144, bias=False).cuda()
-    plugin = BlockTorchAO(compile=False)
+    plugin = FP8TorchAO("block", compile=False)
     plugin.bind_device(torch.device("cuda"))
     plugin.convert_module(nn.Sequential(model))
     compiled = torch.compile(model, fullgraph=True)
@@ -60,7 +60,7 @@ def test_products_of_ragged_sizes_compile(by_cublas, monkeypatch):
 @torch._dynamo.config.patch(fail_on_recompile_limit_hit=True)
 def test_layers_of_all_shapes_share_a_few_graphs(autocast):
     """Beyond torch's limit of eight graphs the codes would be made by many kernels, in silence."""
-    plugin = BlockTorchAO(compile=False)
+    plugin = FP8TorchAO("block", compile=False)
     plugin.bind_device(torch.device("cuda"))
     sizes = [(272, 144), (256, 256), (512, 256), (128, 384), (144, 272)]
     model = nn.ModuleList(nn.Linear(*size, bias=False) for size in sizes).cuda()

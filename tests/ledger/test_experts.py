@@ -6,7 +6,7 @@ import torch
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from benchmarks.ledger.recorder import recording
-from lightning_lowprec import BlockTorchAO, FP8TorchAO, HalfMixed
+from lightning_lowprec import FP8TorchAO, HalfMixed
 from lightning_lowprec.numerics.groups import Groups
 from lightning_lowprec.products import block
 
@@ -86,7 +86,7 @@ def test_a_scale_per_block_needs_a_product_per_expert_and_one_wait_per_layer(by_
     monkeypatch.setattr(Groups, "ends_on_host", known)
     monkeypatch.setattr(block, "by_cublas", lambda device: by_cublas)
     experts = 4
-    one, two = (counted(BlockTorchAO(compile=False), layers, experts=experts) for layers in (1, 2))
+    one, two = (counted(FP8TorchAO("block", compile=False), layers, experts=experts) for layers in (1, 2))
     products = [len([r for r in log.of("gemm") if "scales=" in r.info]) for log in (one, two)]
     kernels = [len([r for r in log.of("kernel") if r.name.startswith("triton_fp8_gemm")]) for log in (one, two)]
     per_layer = 3 * (2 * experts + 4)  # forward and both gradients of two weights of each expert, and of attention

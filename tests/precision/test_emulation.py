@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from lightning_lowprec import MSAMP, FP8TorchAO, HalfMixed, Int8TorchAO, MXFP8TorchAO
+from lightning_lowprec import MSAMP, FP8TorchAO, HalfMixed, Int8TorchAO
 from lightning_lowprec.losses import linear_cross_entropy
 from lightning_lowprec.numerics import grouped_fp8, tensor_cores
 from lightning_lowprec.numerics.fp8_matrices import Codes
@@ -90,7 +90,7 @@ def test_a_power_of_two_per_tensor():
 @needs_mxfp8
 def test_a_scale_per_block():
     """On Blackwell scales are a part of the sums; those of a weight are shared by 32 rows."""
-    input, weight, _, (output, *_) = one_step(MXFP8TorchAO(emulate="blackwell"))
+    input, weight, _, (output, *_) = one_step(FP8TorchAO("mxfp8", emulate="blackwell"))
     operands = []
     for values, rows in ((input, 1), (weight, 32)):
         blocks = values.float().unflatten(1, (-1, 32))
@@ -153,7 +153,7 @@ def test_the_environment_names_a_gpu_where_the_plugin_says_nothing(monkeypatch, 
     assert FP8TorchAO().emulates(torch.device("cuda")) == "hopper"
     assert FP8TorchAO(emulate=False).emulates(CPU) is False
     assert FP8TorchAO(emulate=True).emulates(CPU) is True
-    assert MSAMP().emulates(CPU) == MXFP8TorchAO().emulates(CPU) == "hopper"
+    assert MSAMP().emulates(CPU) == FP8TorchAO("mxfp8").emulates(CPU) == "hopper"
     monkeypatch.setenv("LOWPREC_EMULATE", "hoper")
     with pytest.raises(ValueError, match=r"`LOWPREC_EMULATE='hoper'` is not valid; expected one of: hopper, ada, bl"):
         FP8TorchAO()
@@ -172,7 +172,10 @@ def test_other_names_are_refused():
 @pytest.mark.parametrize(
     ("plugin", "reason"),
     [
-        (MXFP8TorchAO(emulate="hopper"), r"'hopper'` is not valid: NVIDIA 9.0 \(Hopper\) has no products with a scale"),
+        (
+            FP8TorchAO("mxfp8", emulate="hopper"),
+            r"'hopper'` is not valid: NVIDIA 9.0 \(Hopper\) has no products with a scale",
+        ),
         (FP8TorchAO(emulate="mi300"), "'mi300'` is not valid: AMD MI300 multiplies float8_e4m3fnuz only"),
         (MSAMP(emulate="mi300"), "'mi300'` is not valid: AMD MI300 multiplies float8_e4m3fnuz only"),
     ],

@@ -332,7 +332,9 @@ def test_the_base_is_abstract():
 
 
 def test_the_table_and_the_plugin_agree_on_the_format():
-    assert {name: row.format for name, row in TABLE.items()} == {name: row.plugin.format for name, row in TABLE.items()}
+    for name, row in TABLE.items():
+        plugin = create(name) if row.backend == "torchao" else row.plugin
+        assert row.format == plugin.format, name
 
 
 @pytest.mark.parametrize("name", [name for name, row in TABLE.items() if row.plugin.backend is not None])

@@ -8,7 +8,7 @@ import lightning as L
 import pytest
 import torch
 
-from lightning_lowprec import FP8TE, BlockTorchAO, FP8TorchAO, Int8TorchAO, MasterConfig, MXFP8TorchAO
+from lightning_lowprec import FP8TE, FP8TorchAO, Int8TorchAO, MasterConfig
 from lightning_lowprec.conversion.name_suffixes import families, in_words, split
 from lightning_lowprec.names import TABLE, create
 from lightning_lowprec.tools.cli import main
@@ -18,9 +18,7 @@ FORMS = {"-remainder": "remainder", "-8bit": "8bit", "-sr": "stochastic"}
 BF16_BASED = [
     name
     for name, row in TABLE.items()
-    if row.plugin in (BlockTorchAO, FP8TorchAO, FP8TE, Int8TorchAO, MXFP8TorchAO)
-    and split(name)[1] == ""
-    and name not in ("mxfp8-te", "nvfp4-te")
+    if row.plugin in (FP8TorchAO, FP8TE, Int8TorchAO) and split(name)[1] == "" and name not in ("mxfp8-te", "nvfp4-te")
 ]
 HERE = [name for name in BF16_BASED if TABLE[name].plugin is not FP8TE or find_spec("transformer_engine")]
 

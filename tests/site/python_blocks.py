@@ -18,7 +18,6 @@ from lightning_lowprec import (
     FSDP2Strategy,
     HalfMixed,
     Int8TorchAO,
-    MXFP8TorchAO,
 )
 from lightning_lowprec.callbacks import Demotion, NumericsMonitor
 from lightning_lowprec.fsdp2.fabric import FabricFSDP2Strategy
@@ -34,7 +33,6 @@ PLUGINS = (
     FabricFSDP2Strategy,
     HalfMixed,
     Int8TorchAO,
-    MXFP8TorchAO,
 )
 OURS: dict[str, Any] = {cls.__name__: cls for cls in (*PLUGINS, Demotion, NumericsMonitor, fits, load)}
 

@@ -2,7 +2,7 @@
 
 import re
 
-from lightning_lowprec import FP8TE, FP8TorchAO, Int8TorchAO, MXFP8TorchAO
+from lightning_lowprec import FP8TE, FP8TorchAO, Int8TorchAO
 from lightning_lowprec.conversion.name_suffixes import families, split
 from lightning_lowprec.names import TABLE
 from tests.site.pages import DOCS
@@ -25,7 +25,7 @@ def test_the_lines_of_endings_say_which_names_have_them():
               for ending in ("-fp16", "-sr")}  # fmt: skip
     assert having["-fp16"] == {"fp8-hybrid", "fp8-hybrid-te"}
     assert all(f"`{name}-fp16`" in text for name in having["-fp16"])
-    plugins = (FP8TorchAO, FP8TE, Int8TorchAO, MXFP8TorchAO)
+    plugins = (FP8TorchAO, FP8TE, Int8TorchAO)
     fp8 = {name for name in TABLE if TABLE[name].plugin in plugins and not split(name)[1]}
     assert fp8 - having["-sr"] == {"mxfp8-te", "nvfp4-te"}
     assert "every FP8 and int8 format except `mxfp8-te` and `nvfp4-te`" in text

@@ -112,7 +112,7 @@ def test_the_list_of_names_has_every_name_with_its_plugin_and_options():
     rows = re.findall(r"^\| `([\w-]+)` \| `(\w+)` \| (.*?) \| `[\w-]+` \| .+ \|$", written, flags=re.MULTILINE)
     assert [row[:2] for row in rows] == [(name, row.plugin.__name__) for name, row in TABLE.items()]
     assert dict(zip(TABLE, rows, strict=True))["fp8-rowwise-sr"][2] == (
-        "`recipe='rowwise'`, `fp8_format='e4m3'`, `master_weights='stochastic'`"
+        "`recipe='rowwise'`, `master_weights='stochastic'`"
     )
     assert "`make docs` writes the list here" not in written
     assert hooks.on_page_markdown("# Other", page=None) == "# Other"

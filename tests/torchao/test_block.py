@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_lowprec import BlockTorchAO, MXFP8TorchAO, export
+from lightning_lowprec import FP8TorchAO, export
 from lightning_lowprec.conversion.recipe_map import GEMMS
 from lightning_lowprec.numerics.tensor_cores import accumulate
 from lightning_lowprec.private.torchao import prototype_refusal
@@ -75,7 +75,7 @@ def by_paper(x, weight, gradient):
 def layer_of(inputs, outputs, dtype=torch.float32, **options):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(inputs, outputs, bias=False)).to(dtype)
-    plugin = BlockTorchAO(**options, weights="keep")
+    plugin = FP8TorchAO("block", **options, weights="keep")
     plugin.bind_device(CPU)
     return plugin.convert_module(model)
 
@@ -162,14 +162,17 @@ def test_exports_hold_the_codes_of_the_forward(tmp_path):
 
 def test_devices_are_refused_with_the_remedy(monkeypatch):
     cuda = torch.device("cuda", 0)
-    assert BlockTorchAO(emulate=False).refusal(CPU).endswith("Leave `emulate=False` out")
+    assert FP8TorchAO("block", emulate=False).refusal(CPU).endswith("Leave `emulate=False` out")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "GPU X")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
-    assert BlockTorchAO().refusal(cuda).endswith("`plugins=BlockTorchAO(emulate=True)` to emulate FP8, slowly")
+    assert FP8TorchAO("block").refusal(cuda).endswith("`plugins=FP8TorchAO(..., emulate=True)` to emulate FP8, slowly")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch.version, "cuda", "12.9")
-    assert BlockTorchAO().refusal(cuda) is None
-    assert BlockTorchAO().how(cuda) == "FP8 GEMMs with a scale per block by cuBLASLt on GPU X (compute capability 9.0)"
+    assert FP8TorchAO("block").refusal(cuda) is None
+    assert (
+        FP8TorchAO("block").how(cuda)
+        == "FP8 GEMMs with a scale per block by cuBLASLt on GPU X (compute capability 9.0)"
+    )
 
 
 # ---- MXFP8 with a scale per 32 x 32 values of a weight
@@ -201,7 +204,7 @@ def test_mxfp8_in_tiles_reads_one_rounded_weight_in_forward_and_backward(dtype):
         model[0].weight[:3] *= torch.tensor([[1.0], [2.0**-12], [0.0]])
         model[0].weight[32:] *= 2.0**-20
         model[0].weight[0, 0] = 449 / 2**6
-    plugin = MXFP8TorchAO(weights="keep")
+    plugin = FP8TorchAO("mxfp8", weights="keep")
     plugin.bind_device(CPU)
     plugin.convert_module(model)
     x, gradient = data(64, 96, 64, dtype)

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig
 from transformers.pytorch_utils import Conv1D
 
-from lightning_lowprec import BlockTorchAO, HalfMixed
+from lightning_lowprec import FP8TorchAO, HalfMixed
 from lightning_lowprec.conversion.experts import stacks
 from lightning_lowprec.numerics.groups import group, spread
 from lightning_lowprec.torchao.experts import fp8_experts
@@ -25,7 +25,7 @@ COUNTS = [130, 0, 1, 16, 300]
 
 
 def converted(model, dtype=torch.float32, **options):
-    plugin = BlockTorchAO(compile=False, weights="keep", **options)
+    plugin = FP8TorchAO("block", compile=False, weights="keep", **options)
     plugin.bind_device(CPU)
     plugin.convert_module(model.to(dtype))
     return model
@@ -86,7 +86,7 @@ def test_a_layer_is_near_to_the_model_and_compiles_to_the_same_values(family):
     layer = Layer(family)
     inputs = routed(layer.experts, tokens=60)
     expected = gradients(layer, inputs)
-    layer = set_up(layer, BlockTorchAO(compile=False))
+    layer = set_up(layer, FP8TorchAO("block", compile=False))
     eager = gradients(layer, inputs)
     for name, value in expected.items():
         assert sqnr(value, eager[name].float()) > 20, name
@@ -98,17 +98,17 @@ def test_a_layer_is_near_to_the_model_and_compiles_to_the_same_values(family):
 def test_products_in_bf16_of_a_schedule_a_recipe_and_a_choice():
     inputs = routed(Layer("mixtral").experts)
     half = gradients(set_up(Layer("mixtral"), HalfMixed("auto")), inputs)
-    plain = gradients(set_up(Layer("mixtral"), BlockTorchAO()), inputs)
-    scheduled = set_up(Layer("mixtral"), plugin := BlockTorchAO(schedule=[{"until": 1, "gemms": "bf16"}, {}]))
+    plain = gradients(set_up(Layer("mixtral"), FP8TorchAO("block")), inputs)
+    scheduled = set_up(Layer("mixtral"), plugin := FP8TorchAO("block", schedule=[{"until": 1, "gemms": "bf16"}, {}]))
     for step, expected in enumerate((half, plain)):
         plugin.set_step(step)
         found = gradients(scheduled, inputs)
         assert all(torch.equal(found[name], value) for name, value in expected.items())
-    high = gradients(set_up(Layer("mixtral"), BlockTorchAO(recipe={"*": {"grad_weight": "bf16"}})), inputs)
+    high = gradients(set_up(Layer("mixtral"), FP8TorchAO({"*": {"recipe": "block", "grad_weight": "bf16"}})), inputs)
     assert torch.equal(high["hidden"], plain["hidden"])
     assert not torch.equal(high["down_proj"], plain["down_proj"])
     model = AutoModelForCausalLM.from_config(MixtralConfig(**WIDE))
-    set_up(model, plugin := BlockTorchAO(experts="bf16"))
+    set_up(model, plugin := FP8TorchAO("block", experts="bf16"))
     assert not fp8_experts(model)
     reasons = {row.kept_because for row in plugin.plan.rows if row.kind == "stacked experts"}
     assert reasons == {"stacked experts (experts='bf16')"}

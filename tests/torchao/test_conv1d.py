@@ -12,8 +12,8 @@ from lightning_lowprec import FP8TorchAO
 from lightning_lowprec.conversion.invariants import unchanged
 from lightning_lowprec.conversion.layer_runs import remove_hooks
 from lightning_lowprec.torchao import linear as fp8
-from lightning_lowprec.torchao.fp8 import CPU_SCALES_TENSORWISE
 from lightning_lowprec.torchao.linear import CodedConv1D
+from lightning_lowprec.torchao.plugin import CPU_SCALES_TENSORWISE
 from tests.quality import FLOAT32, expect_db, sqnr
 
 IN, OUT = 64, 96

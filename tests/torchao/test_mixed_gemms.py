@@ -11,8 +11,8 @@ from transformers.pytorch_utils import Conv1D
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.recipe_map import GEMMS, LayerRecipe
 from lightning_lowprec.torchao import linear as fp8
-from lightning_lowprec.torchao.fp8 import CPU_SCALES_TENSORWISE
 from lightning_lowprec.torchao.hooks import reconfigure, set_phase
+from lightning_lowprec.torchao.plugin import CPU_SCALES_TENSORWISE
 from lightning_lowprec.torchao.settings import Settings
 
 BF16_ROUNDING = 2**-7

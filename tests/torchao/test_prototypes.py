@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.utils import counters
 
-from lightning_lowprec import FP8TorchAO, HalfMixed, Int8TorchAO, MXFP8TorchAO
+from lightning_lowprec import FP8TorchAO, HalfMixed, Int8TorchAO
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.recipe_map import GEMMS, LayerRecipe
 from lightning_lowprec.names import TABLE, create
@@ -26,7 +26,7 @@ from lightning_lowprec.tools.cli import main
 from lightning_lowprec.tools.demo import ByteGPT
 from lightning_lowprec.torchao import linear as coded
 from lightning_lowprec.torchao.linear import CodedLinear
-from lightning_lowprec.torchao.settings import OneFormat
+from lightning_lowprec.torchao.settings import Settings
 from tests.quality import expect_db, sqnr
 
 CPU = torch.device("cpu")
@@ -36,7 +36,7 @@ IN, OUT = 128, 192
 NO_MXFP8 = prototype_refusal("mxfp8")
 needs_mxfp8 = pytest.mark.skipif(NO_MXFP8 is not None, reason=f"{NO_MXFP8}")
 KINDS = ["int8", pytest.param("mxfp8_emulated", marks=needs_mxfp8)]
-PLUGINS = [Int8TorchAO, pytest.param(MXFP8TorchAO, marks=needs_mxfp8)]
+PLUGINS = [(Int8TorchAO, "int8"), pytest.param(FP8TorchAO, "mxfp8", marks=needs_mxfp8)]
 SUBSETS = [frozenset(gemms) for gemms in chain.from_iterable(combinations(GEMMS, n) for n in range(4))]
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
@@ -58,7 +58,7 @@ def converted(kind, layer, gemms=frozenset()):
     model = nn.Sequential(layer)
     arithmetic = MXFP8(emulate=True) if kind == "mxfp8_emulated" else Int8(stochastic=kind == "int8_stochastic")
     recipe = LayerRecipe(kind.partition("_")[0], gemms)
-    settings = OneFormat(name=recipe.name, arithmetic=arithmetic).of(recipe)
+    settings = Settings(emulate=True, arithmetics={recipe.name: arithmetic}).of(recipe)
     coded.convert(model, ["0"], lambda fqn: settings, fp8_eval=True)
     return layer
 
@@ -252,15 +252,15 @@ class Named(nn.Linear):
 
 
 @needs_transformers
-@pytest.mark.parametrize("plugin", PLUGINS)
-def test_conversion_is_in_place_and_is_undone(plugin):
+@pytest.mark.parametrize(("plugin", "recipe"), PLUGINS)
+def test_conversion_is_in_place_and_is_undone(plugin, recipe):
     from transformers.pytorch_utils import Conv1D
 
     model = nn.Sequential(plain(), nn.LayerNorm(OUT), Named(OUT, IN), Conv1D(OUT, IN))
     before, own = list(model.parameters()), [(type(layer), set(vars(layer))) for layer in model]
     seen = []
     model[0].register_forward_hook(lambda *_: seen.append(1))
-    made = plugin()
+    made = plugin(recipe)
     made.bind_device(CPU)
     made.convert_module(model)
     assert made.plan.converted == ("0", "2", "3")
@@ -309,9 +309,11 @@ def test_names_train_a_gpt_within_one_percent_of_bf16():
         assert finals[name] != finals["bf16-mixed"]
 
 
-@pytest.mark.parametrize("plugin", PLUGINS)
-def test_a_schedule_and_recipes_per_layer_say_the_format(plugin, caplog):
-    low = plugin({"0": "bf16", "*": {"grad_weight": "bf16"}}, schedule=[{"until": 1, "gemms": "bf16"}, {}])
+@pytest.mark.parametrize(("plugin", "recipe"), PLUGINS)
+def test_a_schedule_and_recipes_per_layer_say_the_format(plugin, recipe, caplog):
+    low = plugin(
+        {"0": "bf16", "*": {"recipe": recipe, "grad_weight": "bf16"}}, schedule=[{"until": 1, "gemms": "bf16"}, {}]
+    )
     with caplog.at_level(logging.INFO):
         found = []
         for chosen in (low, HalfMixed("bf16")):
@@ -323,13 +325,13 @@ def test_a_schedule_and_recipes_per_layer_say_the_format(plugin, caplog):
                 if chosen is low:
                     low.set_step(step)
                 found.append(module(torch.ones(4, IN)))
-    assert low.precision == f"{low.name}-per-layer"
+    assert low.precision == {"int8": "int8-mixed-per-layer", "mxfp8": "fp8-torchao-per-layer"}[recipe]
     assert torch.equal(found[0], found[2]), "the first phase is bf16-mixed"
     assert not torch.equal(found[1], found[3])
     assert [layer.in_bf16 for layer in coded.coded_layers(model)] == []
     assert f"steps 1: {low.format}" in caplog.text or f"from step 1: {low.format}" in caplog.text
     assert "FP8" not in caplog.text.replace("MXFP8", "").replace("FP8 is emulated", "")
-    assert f"{low.format} ({low.kind}, grad_weight in bf16)" in str(low.plan)
+    assert f"{low.format} ({recipe}, grad_weight in bf16)" in str(low.plan)
 
 
 @needs_transformers
@@ -347,13 +349,13 @@ def test_experts_stay_in_bf16_with_the_reason(capsys):
     ("make", "error", "message"),
     [
         (lambda: Int8TorchAO("mxfp8"), ValueError, r"`recipe='mxfp8'` is not valid; expected"),
-        (lambda: MXFP8TorchAO("int8"), ValueError, r"`recipe='int8'` is not valid; expected"),
+        (lambda: FP8TorchAO("int8"), ValueError, r"`recipe='int8'` is not valid; expected"),
         (
             lambda: Int8TorchAO({"*": "tensorwise"}),
             ValueError,
             r"expected one of: 'int8', 'bf16', 'fp32', or a mapping",
         ),
-        (lambda: MXFP8TorchAO(base="fp16"), TypeError, "unexpected keyword argument 'base'"),
+        (lambda: FP8TorchAO("mxfp8", base="fp16"), ValueError, r"`base='fp16'` .* `recipe='mxfp8'`: its kernels take"),
         (lambda: Int8TorchAO(emulate=True), TypeError, "unexpected keyword argument 'emulate'"),
         (lambda: Int8TorchAO(stochastic_rounding="no"), ValueError, "`stochastic_rounding='no'` is not valid"),
         (lambda: Int8TorchAO(schedule=[{"gemms": "int8"}]), ValueError, "is not valid; expected 'bf16', 'fp8'"),
@@ -372,16 +374,16 @@ def on_gpu(monkeypatch, capability):
 
 @needs_mxfp8
 def test_devices_without_mxfp8_are_refused_unless_the_user_asks_for_emulation(monkeypatch):
-    assert MXFP8TorchAO(emulate=False).refusal(CPU) == "cpu has no MXFP8 kernels. Leave `emulate=False` out"
+    assert FP8TorchAO("mxfp8", emulate=False).refusal(CPU) == "cpu has no MXFP8 kernels. Leave `emulate=False` out"
     on_gpu(monkeypatch, (9, 0))
     cuda = torch.device("cuda", 0)
-    refusal = MXFP8TorchAO().refusal(cuda)
+    refusal = FP8TorchAO("mxfp8").refusal(cuda)
     assert refusal.startswith("GPU X (compute capability 9.0) has no products with a scale per 32 values")
-    assert refusal.endswith("Use 'fp8-hybrid', or `plugins=MXFP8TorchAO(emulate=True)` to emulate FP8, slowly")
-    assert MXFP8TorchAO(emulate=True).refusal(cuda) is None
+    assert refusal.endswith("Use 'fp8-hybrid', or `plugins=FP8TorchAO(..., emulate=True)` to emulate FP8, slowly")
+    assert FP8TorchAO("mxfp8", emulate=True).refusal(cuda) is None
     assert Int8TorchAO().refusal(cuda) is None
     on_gpu(monkeypatch, (10, 0))
-    assert MXFP8TorchAO().refusal(cuda) is None
+    assert FP8TorchAO("mxfp8").refusal(cuda) is None
 
 
 def test_an_older_torchao_is_named_with_the_version_that_has_the_prototype(monkeypatch):
@@ -392,7 +394,7 @@ def test_an_older_torchao_is_named_with_the_version_that_has_the_prototype(monke
     else:  # the oldest torchao that is supported
         kinds, name, version = ("mxfp8",), "torchao.prototype.mx_formats.", "0.18"
     for kind in kinds:
-        made = {"int8": Int8TorchAO, "mxfp8": MXFP8TorchAO}[kind]()
+        made = {"int8": Int8TorchAO, "mxfp8": FP8TorchAO}[kind](kind)
         made.bind_device(CPU)
         message = rf"cannot run: torchao [\d.+a-z]+ does not have '{name}.*; torchao {version} has: `pip install"
         with pytest.raises(RuntimeError, match=message):
@@ -403,13 +405,13 @@ def test_a_layer_keeps_its_arithmetic_and_a_plan_needs_wide_layers():
     layer = converted("int8", plain())
     with pytest.raises(ValueError, match=r"`recipe='mxfp8'` is not possible for a layer of 'int8', whose arithmetic"):
         backends.reconfigure(layer, "mxfp8")
-    for made, multiple in ((Int8TorchAO(), 16), *([] if NO_MXFP8 else [(MXFP8TorchAO(), 32)])):
+    for made, multiple in ((Int8TorchAO(), 16), *([] if NO_MXFP8 else [(FP8TorchAO("mxfp8"), 32)])):
         made.bind_device(CPU)
         with pytest.raises(ValueError, match=rf"nothing would run in {made.format}:(.|\n)*multiples of {multiple}"):
             made.convert_module(nn.Linear(48 if multiple == 32 else 24, 48))
 
 
 def test_mxfp8_is_ours_whatever_is_installed():
-    assert TABLE["mxfp8"].plugin is type(create("mxfp8")) is MXFP8TorchAO
-    assert create("mxfp8").precision == MXFP8TorchAO().precision == "mxfp8"
+    assert TABLE["mxfp8"].plugin is type(create("mxfp8")) is FP8TorchAO
+    assert create("mxfp8").precision == FP8TorchAO("mxfp8").precision == "mxfp8"
     create("mxfp8").load_state_dict({"backend": "transformer_engine"})

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_lowprec import FP8TorchAO, plain
 from lightning_lowprec.conversion.backends import reconfigure
 from lightning_lowprec.tools.cli import main
-from lightning_lowprec.torchao.fp8 import CPU_SCALES_TENSORWISE
 from lightning_lowprec.torchao.linear import FP8Linear
+from lightning_lowprec.torchao.plugin import CPU_SCALES_TENSORWISE
 from tests.toys import Stack
 
 MIXED = {"blocks.[0-1].*": "bf16", "*.o_proj": "rowwise", "blocks.2.up": {"forward": "bf16"}, "*": "tensorwise"}
@@ -145,7 +145,7 @@ def test_a_pattern_may_keep_what_is_kept_already():
         ({"recipe": {"*": {"forward": "fp4"}}}, r"`recipe\['\*'\]=\{'forward': 'fp4'\}` is not valid"),
         ({"recipe": {"*": {}}}, r"`recipe\['\*'\]=\{\}` is not valid"),
         ({"recipe": {3: "rowwise"}}, r"`recipe=\{3: 'rowwise'\}` is not valid"),
-        ({"recipe": ["rowwise"]}, "'tensorwise', 'rowwise', 'rowwise_with_gw_hp' or a mapping of patterns"),
+        ({"recipe": ["rowwise"]}, "'rowwise_with_gw_hp', 'block', 'mxfp8' or a mapping of patterns"),
         ({"recipe": MIXED, "base": "fp16"}, "`base='fp16'` is not valid with `recipe='rowwise'`"),
         ({"recipe": {"*": "rowwise"}, "weight_codes": "per_forward"}, "`weight_codes='per_forward'` is not valid with"),
         ({"recipe": {"*": "rowwise"}, "fp8_format": "hybrid"}, "`fp8_format='hybrid'` is not valid with"),

@@ -12,7 +12,6 @@ from torch import nn
 from lightning_lowprec import names as precisions
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.backends import PrecisionName
-from lightning_lowprec.conversion.gains import Recipe
 from lightning_lowprec.conversion.options import LayerChoices, LayerOptions
 from lightning_lowprec.conversion.plan import Plan, make_plan
 from lightning_lowprec.conversion.recipe_map import RecipeMap
@@ -118,7 +117,7 @@ def converting_name(precision: str) -> PrecisionName:
     return converting[precision]
 
 
-def recipes_of(patterns: Mapping[str, Any] | None, precision: str, name: PrecisionName) -> Recipe | RecipeMap:
+def recipes_of(patterns: Mapping[str, Any] | None, precision: str, name: PrecisionName) -> str | RecipeMap:
     """Return the recipes per layer that the user gives, or the recipe of the precision."""
     if not patterns:
         return name.gains

@@ -1,0 +1,131 @@
+"""The formats in which layers compute: one row for each recipe, which plugins, plans, names and ``lowprec`` read.
+
+"To add a format" in docs/architecture.md shows a new row. This module imports no format: a row names its arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal, final
+
+from lightning_lowprec.runs_where import RecipeKey
+
+if TYPE_CHECKING:  # the command `lowprec` reads rows before it imports torch
+    from lightning_lowprec.numerics.tensor_cores import Emulation
+    from lightning_lowprec.products.arithmetic import Arithmetic
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class FormatSpec:
+    """What a recipe is, beside its arithmetic."""
+
+    precision: str
+    """The name for ``precision=``, without an ending."""
+    title: str = "FP8"
+    """The format in words."""
+    features: int = 16
+    """The features of a layer are multiples of this number."""
+    tile: int = 0
+    """Rows and columns of what has a scale of its own in a weight; 0: the weight has one scale, or one per row."""
+    scale_per: Literal["tensor", "row", "block"] | None = None
+    """What has a scale in an exported weight; None: no server reads the codes."""
+    one_code: bool = False
+    """Whether forward and backward read the same codes of a weight, which FSDP2 can gather."""
+    not_fp16: str | None = None
+    """Why the base dtype is no fp16; None: it may be."""
+    experts: bool = False
+    """Whether stacked experts run in the format."""
+    options: frozenset[str] = frozenset()
+    """The options of the plugin that the format reads, beside those that all formats share."""
+    emulates: bool = True
+    """Whether the format can be emulated."""
+    cpu: Literal["always", "torch 2.13", "never"] = "never"
+    """When a CPU has kernels."""
+    hardware: RecipeKey | None = None
+    """The row of :mod:`~lightning_lowprec.runs_where`."""
+    arithmetic: Callable[[Emulation], Arithmetic] | None = None
+    """Returns how all products are computed, and may import torchao; None: torchao's own configuration says how."""
+
+
+def _block(emulate: Emulation) -> Arithmetic:
+    from lightning_lowprec.products.block import Block
+
+    return Block(emulate=emulate)
+
+
+def _mxfp8(emulate: Emulation) -> Arithmetic:
+    from lightning_lowprec.products.mxfp8 import MXFP8
+
+    return MXFP8(emulate=emulate)
+
+
+def _int8(emulate: Emulation) -> Arithmetic:
+    from lightning_lowprec.products.int8 import Int8
+
+    return Int8(stochastic=False)
+
+
+_OF_TORCHAO: Final = frozenset({"fp8_format", "round_scales_to_power_of_2", "fast_accum", "experts", "pad_inner_dim"})
+_BY_ROW: Final = "its kernels round their output through bf16"
+FORMATS: Final[dict[str, FormatSpec]] = {
+    "tensorwise": FormatSpec(
+        precision="fp8-hybrid",
+        scale_per="tensor",
+        one_code=True,
+        experts=True,
+        options=_OF_TORCHAO | {"weight_codes"},
+        cpu="always",
+        hardware="tensorwise",
+    ),
+    "rowwise": FormatSpec(
+        precision="fp8-rowwise",
+        scale_per="row",
+        not_fp16=_BY_ROW,
+        experts=True,
+        options=_OF_TORCHAO,
+        cpu="torch 2.13",
+        hardware="rowwise",
+    ),
+    "rowwise_with_gw_hp": FormatSpec(
+        precision="fp8-rowwise-gw-hp",
+        scale_per="row",
+        not_fp16=_BY_ROW,
+        experts=True,
+        options=_OF_TORCHAO,
+        cpu="torch 2.13",
+        hardware="rowwise-gw-hp",
+    ),
+    "block": FormatSpec(
+        precision="fp8-block",
+        tile=128,
+        scale_per="block",
+        one_code=True,
+        not_fp16="its kernels return bf16",
+        experts=True,
+        options=frozenset({"experts"}),
+        hardware="torchao-block",
+        arithmetic=_block,
+    ),
+    "mxfp8": FormatSpec(
+        precision="mxfp8",
+        title="MXFP8",
+        features=32,
+        tile=32,
+        one_code=True,
+        not_fp16="its kernels take and return bf16",
+        hardware="torchao-mxfp8",
+        arithmetic=_mxfp8,
+    ),
+    "int8": FormatSpec(
+        precision="int8-mixed",
+        title="int8",
+        options=frozenset({"stochastic_rounding"}),
+        emulates=False,
+        cpu="always",
+        hardware="int8",
+        arithmetic=_int8,
+    ),
+}
+"""By recipe."""

@@ -1,0 +1,57 @@
+"""int8 training through torchao: both operands of each product have int8 codes with a scale per row."""
+
+from typing import Literal, final
+
+import torch
+from typing_extensions import Unpack, override
+
+from lightning_lowprec.conversion.options import shows
+from lightning_lowprec.hardware import describe
+from lightning_lowprec.products.arithmetic import Arithmetic
+from lightning_lowprec.torchao.plugin import SHARED, ProductsPerLayer, SharedChoices, TorchAO
+
+
+@final
+@shows(*SHARED, without=("emulate",))
+class Int8TorchAO(TorchAO):
+    """The GEMMs of the Linear layers in int8, everything else under autocast; float32 weights unless told otherwise.
+
+    Both operands of each GEMM get int8 codes with a scale per row (``torchao.prototype.quantized_training``). Stacked
+    experts stay in the base dtype. FSDP2 gathers weights in the base dtype.
+
+    Args:
+        recipe: ``"int8"``, or recipes per layer as in :class:`~lightning_lowprec.FP8TorchAO`:
+            ``{"blocks.0.*": "bf16", "*": {"grad_weight": "bf16"}}`` computes one of the GEMMs in high precision.
+        stochastic_rounding: round the codes of gradients stochastically, in both backward GEMMs: no bias, more noise.
+            The random numbers are torch's, which no checkpoint of Lightning holds.
+
+    Raises:
+        ValueError: an unknown or contradictory option, or a model in which nothing converts.
+        ImportError: torchao is not installed (ModuleNotFoundError) or does not import.
+        RuntimeError: torchao is too old.
+    """
+
+    own = ("stochastic_rounding",)
+
+    def __init__(
+        self,
+        recipe: Literal["int8"] | ProductsPerLayer = "int8",
+        *,
+        stochastic_rounding: bool = False,
+        **options: Unpack[SharedChoices],
+    ) -> None:
+        super().__init__(recipe, ("int8",), options)
+        self.stochastic_rounding = stochastic_rounding
+        self.precision += ("" if isinstance(recipe, str) else "-per-layer") + self.suffix
+
+    @override
+    def arithmetic(self, kind: str, device: torch.device) -> Arithmetic:
+        from lightning_lowprec.products.int8 import Int8
+
+        return Int8(stochastic=self.stochastic_rounding)
+
+    @override
+    def how(self, device: torch.device) -> str:
+        if device.type == "cuda":
+            return f"int8 GEMMs by torchao's Triton kernel on {describe(device)}"
+        return f"int8 GEMMs by torch._int_mm on {describe(device)}: the codes of a GPU; slow"
