@@ -46,9 +46,16 @@ class HalfWeights:
     """
 
     def __init__(
-        self, config: MasterConfig, buffer_dtype: torch.dtype | None = None, accumulation: torch.dtype | None = None
+        self,
+        config: MasterConfig,
+        buffer_dtype: torch.dtype | None = None,
+        accumulation: torch.dtype | None = None,
+        *,
+        cast_inputs: bool = False,
     ) -> None:
         self.config = config
+        self.cast_inputs = cast_inputs
+        """Whether the Trainer's batch is cast to the dtype of the weights."""
         self.buffer_dtype = buffer_dtype
         self.accumulation = accumulation
         """The dtype in which gradients accumulate, ``torch.float32`` or None: that of the weights."""

@@ -301,8 +301,8 @@ class LowPrecision(EitherPrecision, ABC):
 
     @override
     def convert_input(self, data: Any) -> Any:
-        """Fabric: cast floating-point tensors to the autocast dtype. A Trainer's batch stays: autocast casts."""
-        if self._in_trainer:
+        """Cast floating-point tensors to the autocast dtype; a Trainer's batch stays without ``cast_inputs=True``."""
+        if self._in_trainer and (self.masters is None or not self.masters.cast_inputs):
             return data
         self._known_device()
         return cast_floating(data, self.autocast_dtype)

@@ -123,17 +123,22 @@ class MasterOptions(Group):
             (rotary tables and running statistics need float32).
         grad_accumulation_dtype: needs ``master_weights``. ``torch.float32`` accumulates the gradients of micro-batches
             in float32 (2 more bytes per parameter); not under DDP. None accumulates in the dtype of the weights.
+        cast_inputs: needs ``master_weights``. Cast floating-point tensors of the Trainer's batch to the dtype of the
+            weights, targets too, for models that write half-precision weights into what they are given
+            (``index_put``, ``lerp``, ``scatter_add``). False: the batch arrives as the loader made it. Fabric casts
+            the arguments of ``forward`` always, as it does for ``bf16-mixed``.
     """
 
     master_weights: MasterWeights = False
     buffer_dtype: FloatingDtype | None = None
     grad_accumulation_dtype: Float32OrNone = None
+    cast_inputs: bool = False
 
     def resolve(self, base: Literal["bf16", "fp16", "auto"]) -> HalfWeights | None:
         """Return what casts the weights and gives optimizers masters; None for float32 weights."""
         choice = self.master_weights
-        for field in ("buffer_dtype", "grad_accumulation_dtype") if choice is False else ():
-            if (value := getattr(self, field)) is not None:
+        for field in ("buffer_dtype", "grad_accumulation_dtype", "cast_inputs") if choice is False else ():
+            if value := getattr(self, field):
                 raise ValueError(
                     f"`{field}={value}` goes with `master_weights`, got `master_weights=False`: float32 weights leave"
                     f" buffers alone and always accumulate and reduce gradients in float32. Leave `{field}` out, or set"
@@ -147,7 +152,7 @@ class MasterOptions(Group):
                 f"`master_weights={choice!r}` is not valid with fp16, because it needs bf16 to be the upper half of"
                 " float32; use `master_weights=True`, or bf16."
             )
-        return HalfWeights(config, self.buffer_dtype, self.grad_accumulation_dtype)
+        return HalfWeights(config, self.buffer_dtype, self.grad_accumulation_dtype, cast_inputs=self.cast_inputs)
 
 
 class MasterChoices(TypedDict, total=False):
@@ -156,6 +161,7 @@ class MasterChoices(TypedDict, total=False):
     master_weights: MasterWeights
     buffer_dtype: torch.dtype | None
     grad_accumulation_dtype: torch.dtype | None
+    cast_inputs: bool
 
 
 @dataclass(frozen=True, kw_only=True)

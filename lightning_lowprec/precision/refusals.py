@@ -39,8 +39,8 @@ def two_dtypes(precision: str, dtype: torch.dtype) -> str:
     """Return how to mend an operation that gets float32 beside a weight in half precision."""
     return (
         f"Under `precision={precision!r}` weights are {dtype}; batches, and what a program computes with autocast"
-        " switched off, are float32. Cast the input of the operation (`x.to(weight.dtype)`), or keep the weight"
-        " float32: `keep_fp32=['name of the module']`."
+        " switched off, are float32. Cast the input of the operation (`x.to(weight.dtype)`), keep the weight float32"
+        " (`keep_fp32=['name of the module']`), or have the whole batch cast: `master_weights=..., cast_inputs=True`."
     )
 
 

@@ -50,6 +50,7 @@ MASTERS = [
     ("buffer_dtype", "bf16", "None or a floating-point torch.dtype"),
     ("buffer_dtype", torch.int8, "None or a floating-point torch.dtype"),
     ("grad_accumulation_dtype", "fp32", "one of: None, torch.float32"),
+    ("cast_inputs", "yes", TRUE_OR_FALSE),
 ]
 WEIGHTS = [("weights", "bf16", "one of: float32, keep"), ("plain_after_fit", 1, TRUE_OR_FALSE)]
 KEPT = [("keep_fp32", "lm_head", "a list of fqns")]

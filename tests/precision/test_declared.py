@@ -2,12 +2,14 @@
 
 import threading
 
+import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
 from lightning.fabric import Fabric
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_lowprec
 
@@ -133,3 +135,38 @@ def test_sparse_and_jagged_inputs_are_refused_by_name_of_the_way_out(name):
             with pytest.raises(TypeError, match=remedy):
                 net.first(input)
         assert net.first(jagged.values()).shape == (5, 64)
+
+
+class Writes(L.LightningModule):
+    """Writes a half-precision weight into the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.token = nn.Linear(64, 64), nn.Parameter(torch.ones(64))
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        (x,) = batch
+        self.seen.append(x.dtype)
+        return self.layer(x.index_put((torch.tensor([0]),), self.token)).float().square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+
+def test_a_batch_is_cast_on_request_for_models_that_cannot_take_float32():
+    def fit(**options):
+        plugin = lightning_lowprec.HalfMixed("bf16", master_weights="8bit", **options)
+        trainer = L.Trainer(
+            plugins=plugin, max_steps=2, accelerator="cpu", logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        net = Writes()
+        trainer.fit(net, DataLoader(TensorDataset(torch.randn(8, 64)), batch_size=4))
+        return net.seen
+
+    with pytest.raises(RuntimeError, match=r"keep_fp32=.* or have the whole batch cast: .*`.*cast_inputs=True`"):
+        fit()
+    assert fit(cast_inputs=True) == [torch.bfloat16] * 2
+    with pytest.raises(ValueError, match=r"`cast_inputs=True` goes with `master_weights`"):
+        lightning_lowprec.FP8TorchAO(cast_inputs=True)
