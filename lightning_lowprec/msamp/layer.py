@@ -36,7 +36,7 @@ from lightning_lowprec.numerics.kernel_operands import ALIGNMENT, cut_rows, pad_
 from lightning_lowprec.numerics.one_pass import compiled_on_cuda
 from lightning_lowprec.numerics.tensor_cores import Emulation
 from lightning_lowprec.private.torch import are_transforms_active, is_tracing
-from lightning_lowprec.products.transforms import KEEP, check_backward, check_call, check_layout
+from lightning_lowprec.products.transforms import KEEP, check_backward, check_call, refuse_layout
 
 
 class ScaledLayer(PlainFirst):
@@ -68,7 +68,8 @@ class ScaledLayer(PlainFirst):
             input = input.to(torch.get_autocast_dtype(input.device.type))
         elif is_declared(self):
             return self.declared_forward(input)
-        check_layout(input, "ScaledLinear (MS-AMP)")
+        if input.layout is not torch.strided:
+            refuse_layout(input, "ScaledLinear (MS-AMP)")
         tokens = input.numel() // self.in_features  # none are padded too, since kernels refuse K = 0
         fits = tokens % ALIGNMENT == 0 < tokens  # a slice of all rows would be copied in backward
         rows = input.reshape(-1, self.in_features) if fits else pad_rows(input, ALIGNMENT)

@@ -142,10 +142,11 @@ def _namesakes(cls: Any) -> Iterator[Any]:
                     yield getattr(module, cls.__name__)
 
 
-def namesake(cls: Any, module: Any) -> Any:
-    """Return a class of Lightning in the package of a LightningModule, for code that asks for its own."""
+@cache  # cleared by `share_bases`; asked in every step
+def namesake(cls: Any, module: type) -> Any:
+    """Return a class of Lightning in the package of a class of LightningModule, for code that asks for its own."""
     known = both(_get("LightningModule"))
-    index = next((index for index, owner in enumerate(known) if isinstance(module, owner)), 0)
+    index = next((index for index, owner in enumerate(known) if issubclass(module, owner)), 0)
     return both(cls)[index]
 
 
@@ -155,6 +156,7 @@ def share_bases() -> None:
     Lightning asks for its own classes by ``isinstance``. What both packages define, is inherited from the main one.
     """
     both.cache_clear()
+    namesake.cache_clear()
     callback, precision = _get("Callback"), _get("TrainerPrecision")
     others = {callback: both(callback)[1:], precision: both(precision)[1:] or both(_get("FabricPrecision"))[1:]}
     for base, namesakes in others.items():

@@ -248,7 +248,7 @@ class EitherPrecision(either.TrainerPrecision):
 
     def _clip_gradients(self, model: Any, *args: Any, **kwargs: Any) -> None:
         """Clip as the package of ``model`` does: the other one clips nothing of a class that it does not know."""
-        namesake(either.TrainerPrecision, model)._clip_gradients(self, model, *args, **kwargs)
+        namesake(either.TrainerPrecision, type(model))._clip_gradients(self, model, *args, **kwargs)
 
 
 def check_precision_plugin() -> None:

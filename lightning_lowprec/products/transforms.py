@@ -40,14 +40,13 @@ def check_call(layer: str, remedy: str = PLAIN_IN_EVALUATION) -> None:
         raise RuntimeError(f"{refused} {layer}, a layer in low precision. {remedy}")
 
 
-def check_layout(input: Tensor, layer: str) -> None:
+def refuse_layout(input: Tensor, layer: str) -> None:
     """Raise TypeError for a sparse or jagged input."""
-    if input.layout is not torch.strided:
-        raise TypeError(
-            f"{layer}, a layer in low precision, got an input of {input.layout}, and takes dense ones. Give it the"
-            " values of a jagged tensor (`x.values()`), or make a sparse one dense (`x.to_dense()`); or keep the layer"
-            " in high precision: `keep=[...]`."
-        )
+    raise TypeError(
+        f"{layer}, a layer in low precision, got an input of {input.layout}, and takes dense ones. Give it the values"
+        " of a jagged tensor (`x.values()`), or make a sparse one dense (`x.to_dense()`); or keep the layer in high"
+        " precision: `keep=[...]`."
+    )
 
 
 def check_backward(layer: str, remedy: str = KEEP) -> None:

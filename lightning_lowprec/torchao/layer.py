@@ -25,7 +25,7 @@ from lightning_lowprec.conversion.recipe_map import Gemm, InBF16, LayerRecipe
 from lightning_lowprec.private.torch import are_transforms_active
 from lightning_lowprec.products.arithmetic import Products, serves
 from lightning_lowprec.products.linear import linear
-from lightning_lowprec.products.transforms import check_call, check_layout
+from lightning_lowprec.products.transforms import check_call, refuse_layout
 from lightning_lowprec.torchao.settings import LayerSettings
 from lightning_lowprec.torchao.tensor_parallel import CUT, check_coded_input, linear_by_torchao
 from lightning_lowprec.torchao.wire_format import TorchAOWire
@@ -60,7 +60,8 @@ class CodedLayer(PlainFirst):
         if input.shape[-1:] != (self.in_features,) or not input.is_floating_point():
             return self.plain_forward(input)  # raises as nn.Linear does
         products = self.products if self.training or self.fp8_eval else None
-        check_layout(input, type(self).__name__)
+        if input.layout is not torch.strided:
+            refuse_layout(input, type(self).__name__)
         if type(input) is not Tensor:
             one_scale = self.codes_serve_both and self.settings.config is not None
             check_coded_input(input, in_fp8=products is not None, one_scale=one_scale)

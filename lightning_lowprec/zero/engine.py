@@ -240,7 +240,7 @@ class ZeroEngine(Engine):
         """Call the engine, as Lightning's own plugins do."""
         lightnings: Any = either.FabricDeepSpeed
         if in_trainer(model):
-            lightnings = either.namesake(either.TrainerDeepSpeed, model)
+            lightnings = either.namesake(either.TrainerDeepSpeed, type(model))
         lightnings.backward(self._plugin, tensor, model, *args, **kwargs)
 
     def optimizer_step(
@@ -256,7 +256,7 @@ class ZeroEngine(Engine):
         if model is None:
             output = engine.step(**kwargs)
         else:
-            lightnings: Any = either.namesake(either.TrainerDeepSpeed, model)
+            lightnings: Any = either.namesake(either.TrainerDeepSpeed, type(model))
             output = lightnings.optimizer_step(self._plugin, optimizer, model=model, closure=closure, **kwargs)
         self.ended_step, self._steps = engine.global_steps != self._steps, engine.global_steps
         return output
