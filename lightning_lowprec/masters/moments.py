@@ -22,11 +22,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
+from lightning_lowprec.conversion import backends
 from lightning_lowprec.masters.stores import Store
 from lightning_lowprec.numerics import block_floats
 from lightning_lowprec.numerics.block_floats import BlockFormat
 from lightning_lowprec.numerics.formats import HALF_DTYPES
-from lightning_lowprec.numerics.rounding import bits_of_positions, join_
+from lightning_lowprec.numerics.rounding import bits_of_positions, join_, reconcile
 from lightning_lowprec.private.torch import dtensor, local_tensor, tree_map_only, with_local_tensor
 
 CODES: Final = "_codes"
@@ -253,13 +254,23 @@ def decode_on_load(optimizer: Optimizer) -> None:
         optimizer.register_load_state_dict_pre_hook(_decoded)
 
 
+@torch.no_grad()
 def _decoded(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-    plain, codes, remainders = taken_out(state_dict, MASTER_REMAINDER)
-    if not any((*codes.values(), *remainders.values())):
+    plain, codes, masters = taken_out(state_dict, MASTER_PARAM, MASTER_REMAINDER)
+    if not any((*codes.values(), *masters.values())):
         return None
     for key, param in params_by_key(optimizer, state_dict).items():
         if codes.get(key):
             plain["state"][key] |= decoded_entry(codes[key], param)
+        held, weight = masters.get(key, {}), local_tensor(param)
+        if backends.keeps_master(param) and held:  # MS-AMP's
+            plain["state"][key] = {**plain["state"].get(key, {}), **held}
+            continue
+        master = held.get(MASTER_PARAM)
+        if master is None and MASTER_REMAINDER in held:
+            master = joined(param.bfloat16(), held[MASTER_REMAINDER])
+        if master is not None and weight.dtype == torch.float32:  # the weight was loaded rounded
+            weight.copy_(reconcile(local_tensor(master).to(weight.device), weight))
     return plain
 
 

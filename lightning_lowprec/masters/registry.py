@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_lowprec.masters import moments
 from lightning_lowprec.masters.config import MasterConfig
+from lightning_lowprec.masters.float32_values import drop, kept
 from lightning_lowprec.masters.stores import STORES, RemainderStore, Store
 from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.numerics.parameters import chunks, grouped, is_one, multiply, parameters_of
@@ -91,9 +92,11 @@ class MasterRegistry:
         state = self.live().state
         for members in (part for group in new for part in chunks(group, BUCKET)):
             start = self.stores[-1].start + self.stores[-1].elements if self.stores else 0
-            store = STORES[self.config.form](members, values, seed=self.config.seed, start=start)
+            known = kept(members) | {id(p): values[id(p)] for p in members if id(p) in values}
+            store = STORES[self.config.form](members, known, seed=self.config.seed, start=start)
             self.stores.append(store)
             for index, (p, master) in enumerate(zip(store.params, store.masters, strict=True)):
+                drop(p)
                 self.place_of[id(p)] = (store, index)
                 self.master_of[id(p)], self.param_of[id(master)] = master.requires_grad_(), p
                 if p in state:  # made before there were masters, in the parameter's dtype
@@ -154,11 +157,17 @@ class MasterRegistry:
         """Take the masters of a state dict by ``id(parameter)``: float32 values, or remainders beside the weights."""
         params = {id(p): p for store in self.stores for p in store.params}
         whole = {
-            key: moments.joined(params[key], remainder)
+            key: moments.joined(existing_masters([params[key]]).get(key, params[key]).bfloat16(), remainder)
             for key, remainder in remainders.items()
             if key in params and not (isinstance(self.place_of[key][0], RemainderStore) and _is_whole(remainder))
         }
-        self.refresh({**values, **whole} if values or remainders else None)
+        coming = {**values, **whole}
+        for own in self.stores:
+            own.round_again(coming)
+            if coming and not any(id(p) in remainders for p in own.params):  # of a part of the parameters
+                others = [i for i, p in enumerate(own.params) if id(p) not in coming]
+                coming |= {id(own.params[i]): own.value(i) for i in others if self.config.form != "stochastic"}
+        self.refresh(coming if values or remainders else None)
         for key, remainder in remainders.items():
             store, index = self.place_of.get(key, (None, 0))
             if isinstance(store, RemainderStore) and _is_whole(remainder):
@@ -413,19 +422,26 @@ def optimizers_with_masters() -> list[Optimizer]:
     return [optimizer for registry, optimizer in pairs if optimizer is not None and registry_of(optimizer) is registry]
 
 
-def existing_masters(params: Iterable[Tensor]) -> dict[int, Tensor]:
-    """Return copies of the float32 masters of ``params`` by ``id(parameter)``, if an optimizer still has them.
+def places_of(parameter: Tensor) -> Iterator[tuple[Store, int]]:
+    """Yield the stores that hold a float32 value of ``parameter``, the last one first, and its index there."""
+    for registry in reversed(list(registries)):
+        store, index = registry.place_of.get(id(parameter), (None, 0))
+        if store is None or registry.config.form == "stochastic":
+            continue
+        if store.params[index] is parameter and parameter.dtype == store.dtype:
+            yield store, index
 
-    A master that no longer rounds to its parameter follows the parameter. Of two optimizers, the one that got its
-    masters last counts. A parameter that is not half precision any more has no master here.
+
+def existing_masters(params: Iterable[Tensor]) -> dict[int, Tensor]:
+    """Return copies of the float32 values of half-precision ``params`` by ``id(parameter)``, where they are known.
+
+    A value is the master, if an optimizer still has it, else what :mod:`~lightning_lowprec.masters.float32_values` has
+    kept. It follows a parameter to which it does not round any more. Of two optimizers, the one that got its masters
+    last counts.
     """
-    wanted = {id(p): p for p in params}
-    masters: dict[int, Tensor] = {}
-    for registry in registries:
-        for store in registry.stores:
-            members = [p for p in store.params if wanted.get(id(p)) is p]
-            if members and registry.config.form != "stochastic" and all(p.dtype == store.dtype for p in store.params):
-                store.follow_edits()
-                values = {id(p): value for p, value in zip(store.params, store.values(), strict=True)}
-                masters |= {id(p): values[id(p)].detach().to(p.device, copy=True) for p in members}
-    return masters
+    wanted = list(params)
+    found = kept(wanted)
+    for p in wanted:
+        for store, index in itertools.islice(places_of(p), 1):
+            found[id(p)] = store.value(index).to(p.device)
+    return found

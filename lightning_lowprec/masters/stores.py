@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lightning_lowprec.numerics import rounding
 from lightning_lowprec.numerics.parameters import aligned
+from lightning_lowprec.numerics.rounding import reconcile
 from lightning_lowprec.private.torch import copy_all_, first_element, local_tensor, version_of, with_local_tensor
 
 
@@ -111,6 +112,38 @@ class Store(ABC):
         self.follow_edits()
         self._unsaved = True
 
+    @torch.no_grad()
+    def arrive(self, values: Mapping[int, Tensor]) -> None:
+        """Take loaded values of some parameters by ``id(parameter)``.
+
+        A master that was loaded before, and waits for its parameter, stays where they are a rounding of it.
+        """
+        if not self.allocated:
+            self.load()
+        for p, view in zip(self.params, self.views, strict=True):
+            if id(p) in values:
+                value = local_tensor(values[id(p)]).to(view.device)
+                waits = not torch.equal(reconcile(view, local_tensor(p).to(view.device)), view)
+                view.copy_(reconcile(view, value) if waits else value)
+        self.follow_edits()
+        self._unsaved = True
+
+    @torch.no_grad()
+    def round_again(self, values: Mapping[int, Tensor]) -> None:
+        """Round parameters to the masters ``values`` where they hold another rounding of these, such as fp16's."""
+        coming = any(id(p) in values for p in self.params)
+        for p, present in zip(self.params, self.values() if coming else self.params, strict=True):
+            if id(p) in values:
+                new, weight = local_tensor(values[id(p)]).to(self.device), local_tensor(p)
+                agrees = reconcile(new, local_tensor(present)) == new
+                weight.copy_(torch.where(agrees & (reconcile(new, weight) != new), new, weight.float()))
+
+    @torch.no_grad()
+    def value(self, index: int) -> Tensor:
+        """Return a copy of the float32 value of one parameter; it follows an edit of the parameter."""
+        weight = local_tensor(self.params[index])
+        return with_local_tensor(reconcile(self.views[index], weight.to(self.device)), self.params[index])
+
     def refresh(self) -> None:
         """Follow all edits of the parameters, also those without a trace; masters in memory stay where they agree."""
         if self.allocated:
@@ -129,7 +162,7 @@ class Store(ABC):
         if self.allocated:
             for p, view, saved in zip(self.params, self.views, self._fingerprints, strict=True):
                 if _fingerprint(p) != saved:
-                    view.copy_(rounding.reconcile(view, local_tensor(p).to(view.device)))
+                    view.copy_(reconcile(view, local_tensor(p).to(view.device)))
         else:
             self.allocate()
             self._fill()
@@ -259,6 +292,16 @@ class RemainderStore(Store):
         self._remainders[index].copy_(local_tensor(remainder))
         self.follow_edits()
 
+    @torch.no_grad()
+    def value(self, index: int) -> Tensor:
+        """Return a copy of the float32 value of one parameter, without loading the others."""
+        if self.allocated:
+            return super().value(index)
+        rest = self._remainders[index]
+        value = torch.empty_like(rest, dtype=torch.float32).copy_(local_tensor(self.params[index]))
+        rounding.join_(*(t.as_strided((t.numel(),), (1,)) for t in (value, rest)))
+        return with_local_tensor(value, self.params[index])
+
     def _fill(self) -> None:
         super()._fill()
         rounding.join_(self.flat, self.remainder)
@@ -277,6 +320,9 @@ class StochasticStore(Store):
     def set_values(self, values: Mapping[int, Tensor]) -> None:
         """Take nothing: the weights are the masters."""
         self.free()
+
+    def arrive(self, values: Mapping[int, Tensor]) -> None:
+        """Take nothing."""
 
     def _round(self, step: int) -> None:
         parts = [self.flat]

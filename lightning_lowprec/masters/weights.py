@@ -21,6 +21,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.selection import left_alone
 from lightning_lowprec.masters.config import MasterConfig
+from lightning_lowprec.masters.copies import watch
+from lightning_lowprec.masters.float32_values import KEPT, MARK, drop, is_marked, keep, kept, mark, raw
 from lightning_lowprec.masters.kept_float32 import coupled, kept_float32
 from lightning_lowprec.masters.moments import decode_on_load, float32_state
 from lightning_lowprec.masters.optimizer import add_masters, remove_masters
@@ -41,8 +43,7 @@ _CASTABLE: Final = (torch.float32, *HALF_DTYPES)  # float64 is meant; codes of F
 class HalfWeights:
     """Half-precision weights of a plugin: casts modules and gives the optimizers of their parameters masters.
 
-    Modules and optimizers may be set up in any order. The float32 weights from before the cast are kept until the
-    optimizer comes, so that the masters lose nothing.
+    Modules and optimizers may be set up in any order: the float32 weights from before the cast are kept.
     """
 
     def __init__(
@@ -60,39 +61,43 @@ class HalfWeights:
         self.accumulation = accumulation
         """The dtype in which gradients accumulate, ``torch.float32`` or None: that of the weights."""
         self.keep_fp32: Sequence[str] = ()
-        self._originals: dict[int, Tensor] = {}  # by id(parameter): the float32 weight from before the cast
         self._counted: set[int] = set()  # id(parameter) of those that were half precision at the set-up
 
-    def cast(self, module: Module, dtype: torch.dtype) -> int:
+    def cast(self, module: Module, dtype: torch.dtype, *, trains: bool = True) -> int:
         """Cast the module's parameters in place, and its buffers to ``buffer_dtype`` if there is one.
 
-        Masters that an earlier run's optimizer still has become the masters of this run. Return the number of trainable
-        parameters whose float32 weights are not known, because they were half precision before the first call.
+        Their float32 values are kept, in host memory those of parameters that do not train. Masters that an earlier
+        run's optimizer still has become the masters of this run. Return the number of trainable parameters whose
+        float32 values are not known, because they were half precision before the first call.
         """
         _refuse_plain_steps()
         with_buffers, named = self._with_buffers(module), kept_float32(module, dtype, self.keep_fp32)
         trained = {id(p): p for p in module.parameters() if p.requires_grad}
-        changed = [p for p in module.parameters() if p.dtype != dtype]
-        half = [p for p in trained.values() if p.dtype in HALF_DTYPES and id(p) not in self._originals]
-        keep = self.config.form != "stochastic"
-        masters = existing_masters(half) if keep else {}
+        changed = {id(p): p.dtype for p in module.parameters() if p.dtype != dtype}
+        half = [p for p in module.parameters() if p.dtype in HALF_DTYPES]
+        known = existing_masters(half)
         # a master is rounded once, not from one half precision to the other
-        _make_float32([p for p in half if id(p) in masters and p.dtype != dtype], masters)
+        _make_float32([p for p in half if id(p) in known and p.dtype != dtype], known)
         widened = [p for fqn, p in module.named_parameters() if fqn in named.keys() - with_buffers]
         # loaded in half precision, or an earlier precision has cast them
-        _make_float32([p for p in widened if p.dtype in HALF_DTYPES], masters)
+        _make_float32([p for p in widened if p.dtype in HALF_DTYPES], known)
         skip = with_buffers | named.keys()
-        originals = cast_parameters(module, dtype, keep=keep, buffer_dtype=self.buffer_dtype, skip=skip)
-        for p in changed if self.config.form == "remainder" else ():  # ties away from zero, as the steps round
-            if id(p) in originals and not hasattr(p, "to_local"):
-                p.data.copy_(upper_half(originals[id(p)]))
-        self._originals |= {key: value for key, value in originals.items() if key in trained} | masters
+        values = known | cast_parameters(module, dtype, keep=True, buffer_dtype=self.buffer_dtype, skip=skip)
+        for p in module.parameters():
+            if p.dtype != dtype or (id(p) not in changed and not p.requires_grad):
+                continue
+            ties_away = self.config.form == "remainder" and not hasattr(p, "to_local")
+            if ties_away and id(p) in values and id(p) in changed:  # as the steps round
+                p.data.copy_(upper_half(values[id(p)]))
+            mark(p)
+            vars(p)[NO_PLAIN_STEP] = True
+            if id(p) in values and (trains or id(p) in changed):
+                on_host = not (trains and p.requires_grad)
+                stored = changed.get(id(p), torch.float32) if on_host and id(p) not in known else torch.float32
+                keep(p, values[id(p)].to(stored), on_host=on_host)
+        watch(module)
         self._set_accumulation(module.parameters())
-        for p in (*changed, *trained.values()):
-            if p.dtype == dtype:
-                mark(p)
-                vars(p)[NO_PLAIN_STEP] = True
-        rounded = {id(p) for p in half} - masters.keys() - self._counted
+        rounded = {id(p) for p in half if id(p) in trained} - known.keys() - self._counted
         self._counted |= rounded
         return len(rounded)
 
@@ -130,6 +135,8 @@ class HalfWeights:
         if not optimizer.param_groups:  # stands for no optimizer in Lightning
             return
         if brings_masters(optimizer):
+            for p in parameters_of(optimizer):
+                drop(p)
             if not vars(optimizer).get(_OWN_MASTERS):
                 vars(optimizer)[_OWN_MASTERS] = True
                 rank_zero_info(
@@ -139,14 +146,12 @@ class HalfWeights:
             return
         registry = registry_of(optimizer)
         if registry is not None and registry.is_stale(self.config):
-            self._originals = existing_masters(parameters_of(optimizer)) | self._originals
+            params = {id(p): p for p in parameters_of(optimizer)}
+            for key, value in existing_masters(params.values()).items():
+                keep(params[key], value, on_host=False)
             remove_masters(optimizer)
-        add_masters(optimizer, self.config, values=self._originals)
-        params = parameters_of(optimizer)
-        self._set_accumulation(params)
-        for p in params:
-            if p.dtype in HALF_DTYPES:
-                self._originals.pop(id(p), None)
+        add_masters(optimizer, self.config)
+        self._set_accumulation(parameters_of(optimizer))
 
     def _set_accumulation(self, params: Iterable[Tensor]) -> None:
         """Let autograd accumulate the gradients of half-precision parameters in float32, if that was chosen."""
@@ -156,13 +161,29 @@ class HalfWeights:
                 p.grad_dtype = torch.float32
                 p.grad = None if grad is None else grad.float()
 
-    def drop_originals(self) -> None:
-        """Free the float32 weights that no optimizer asked for; call it when training has begun."""
-        self._originals = {}
+    def settle(self, modules: Iterable[Module], *, widen: bool) -> int:
+        """Decide about weights that no optimizer took, when training begins; return the bytes kept in host memory.
+
+        ``widen``: what no optimizer holds and nobody froze becomes float32 again, such as an average that the module
+        keeps. Else its float32 values wait in host memory, with those of frozen weights.
+        """
         self._counted = set()
+        size = 0
+        for module in modules:
+            together = {id(p) for group in coupled(module) for p in group.params}
+            for p in module.parameters():
+                if (value := raw(p)) is None or p.dtype not in HALF_DTYPES:
+                    continue
+                if widen and p.requires_grad and id(p) not in together:
+                    _make_float32([p], kept([p]))
+                    unmark(p)
+                else:
+                    keep(p, value, on_host=True)
+                    size += value.numel() * value.element_size()
+        return size
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_originals": {}, "_counted": set()}
+        return {**self.__dict__, "_counted": set()}
 
 
 @final
@@ -195,9 +216,13 @@ class Float32Weights:
             f" {source}"
         )
 
-    def undo_cast(self, module: Module, masters: Mapping[int, Tensor]) -> None:
-        """Make the parameters float32 that a plugin has cast, with ``masters``, by ``id(parameter)``, where known."""
+    def undo_cast(self, module: Module, masters: Mapping[int, Tensor], *, all_cast: bool = True) -> None:
+        """Make the parameters float32 that a plugin has cast, with ``masters``, by ``id(parameter)``, where known.
+
+        With ``all_cast=False`` only those of ``masters``.
+        """
         half = [p for p in module.parameters() if p.dtype in HALF_DTYPES and is_marked(p)]
+        half = [p for p in half if all_cast or id(p) in masters]
         if half:
             self._make(module, half, masters)
 
@@ -233,20 +258,10 @@ def _is_made_float32(parameter: Tensor) -> bool:
     return parameter.dtype is torch.float32 and is_marked(parameter)
 
 
-def mark(parameter: Tensor) -> None:
-    """Note at ``parameter`` that a plugin gave it its dtype; a weak reference would keep torch from swapping it."""
-    parameter.lowprec_dtype = parameter.dtype  # type: ignore[attr-defined]
-
-
 def unmark(parameter: Tensor) -> None:
     """Forget what :func:`mark` has noted."""
-    for name in ("lowprec_dtype", NO_PLAIN_STEP):
+    for name in (MARK, NO_PLAIN_STEP, KEPT):
         vars(parameter).pop(name, None)
-
-
-def is_marked(parameter: Tensor) -> bool:
-    """Return whether a plugin gave ``parameter`` the dtype that it has."""
-    return getattr(parameter, "lowprec_dtype", None) == parameter.dtype
 
 
 @functools.cache
@@ -301,6 +316,7 @@ def _make_float32(params: Collection[Parameter], masters: Mapping[int, Tensor]) 
     """Cast ``params`` to float32 in place; ``masters`` are their values by ``id(parameter)``, where known."""
     for p in params:
         cast_parameter(p, torch.float32)
+        drop(p)
         if id(p) in masters:
             p.data.copy_(masters[id(p)])
 

@@ -27,8 +27,9 @@ from torch import Tensor
 from lightning_lowprec.conversion.declared import is_declared
 from lightning_lowprec.conversion.layer_runs import note_run
 from lightning_lowprec.conversion.plain_first import PlainFirst
+from lightning_lowprec.masters.float32_values import keep, raw
 from lightning_lowprec.msamp.gradient import ScaledGradient
-from lightning_lowprec.msamp.weight import move_, required_state_of, values_of
+from lightning_lowprec.msamp.weight import best_values_of, move_, required_state_of, values_of
 from lightning_lowprec.msamp.weight_state import encode
 from lightning_lowprec.numerics.formats import E4M3, E5M2, Format, saturating_cast
 from lightning_lowprec.numerics.fp8_matrices import product
@@ -86,7 +87,7 @@ class ScaledLayer(PlainFirst):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if not keep_vars:
-            destination[prefix + "weight"] = values_of(self.weight)
+            destination[prefix + "weight"] = best_values_of(self.weight)
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any, **kwargs: Any
@@ -97,6 +98,8 @@ class ScaledLayer(PlainFirst):
         state.loading = True
         try:
             super()._load_from_state_dict(state_dict, prefix, metadata, *args, **kwargs)
+            if raw(self.weight) is not None and prefix + "weight" in state_dict:
+                keep(self.weight, state_dict[prefix + "weight"], on_host=True)
         finally:
             state.loading = False
 

@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_lowprec.checks import check_choice
-from lightning_lowprec.masters.moments import MASTER_PARAM, decoded_entry, params_by_key
+from lightning_lowprec.masters.moments import MASTER_PARAM, MASTER_REMAINDER, decoded_entry, joined, params_by_key
 from lightning_lowprec.msamp.gradient import ScaledGradient
 from lightning_lowprec.msamp.step import Flats, step_codes
-from lightning_lowprec.msamp.weight import codes_of, master_of, msamp_state_of, required_state_of
+from lightning_lowprec.msamp.weight import best_values_of, codes_of, master_of, msamp_state_of, required_state_of
 from lightning_lowprec.msamp.weight_state import LEVELS, Level, encode
 from lightning_lowprec.numerics.formats import E4M3, Format
 from lightning_lowprec.numerics.one_pass import compiles, tensor_on
@@ -240,7 +240,7 @@ class ScaledOptimizer(Optimizer):
 
     def _load(self, p: Tensor, saved: Mapping[str, Any]) -> None:
         moments = self._moments()
-        others = sorted(saved.keys() - {"step", MASTER_PARAM, *moments})
+        others = sorted(saved.keys() - {"step", MASTER_PARAM, MASTER_REMAINDER, *moments})
         if others and not moments.keys() & saved.keys():
             raise ValueError(
                 f"the state holds {', '.join(others)}; expected that of an optimizer with {', '.join(moments)}."
@@ -256,8 +256,11 @@ class ScaledOptimizer(Optimizer):
             if weight is not None and f"{key}_scale" in state:
                 values, state[f"{key}_scale"] = encode(values.float(), format, weight.shards)
             state[key].copy_(values)
-        if MASTER_PARAM in saved and weight is not None:
-            weight.set_master_(local_tensor(saved[MASTER_PARAM]).to(p.device).float())
+        master = saved.get(MASTER_PARAM)
+        if master is None and MASTER_REMAINDER in saved and weight is not None:
+            master = joined(best_values_of(p).bfloat16(), saved[MASTER_REMAINDER])
+        if master is not None and weight is not None:
+            weight.set_master_(local_tensor(master).to(p.device).float())
 
 
 def _viewed(entry: Mapping[str, Any], dtype: torch.dtype, other: torch.dtype) -> dict[str, Any]:
@@ -272,8 +275,7 @@ def _with_values(entry: Mapping[str, Any], p: Tensor) -> dict[str, Any]:
         scale = entry.get(f"{key}_scale")
         if key != "step" and not key.endswith("_scale"):
             values[key] = value if scale is None else with_local_tensor(value.float() / scale, p)
-    master = master_of(p)
-    return values if master is None else {**values, MASTER_PARAM: master}
+    return values if master_of(p) is None else {**values, MASTER_PARAM: best_values_of(p)}
 
 
 def check_options(optimizer: Optimizer) -> None:

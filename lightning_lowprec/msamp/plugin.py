@@ -13,6 +13,7 @@ from lightning_lowprec.checks import check_choice
 from lightning_lowprec.conversion.invariants import unchanged
 from lightning_lowprec.conversion.options import LayerChoices, LayerOptions, shows, take
 from lightning_lowprec.conversion.plan import PlanRequest
+from lightning_lowprec.masters.float32_values import keep
 from lightning_lowprec.msamp.adamw import convert_optimizer_
 from lightning_lowprec.msamp.backend import NAME
 from lightning_lowprec.msamp.ddp import average_scaled_gradients, broadcast_codes, exclude_codes, ranks
@@ -20,6 +21,7 @@ from lightning_lowprec.msamp.layer import ScaledLayer
 from lightning_lowprec.msamp.linear import revert, scale_linears, scaled_linears
 from lightning_lowprec.msamp.weight import msamp_state_of, required_state_of
 from lightning_lowprec.msamp.weight_state import Level
+from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.numerics.one_pass import compiles
 from lightning_lowprec.numerics.parameters import parameters_of
 from lightning_lowprec.precision import fp8
@@ -123,6 +125,10 @@ class MSAMP(Converting):
         has_masters = {required_state_of(layer.weight).master is not None for layer in layers.values()}
         if not layers or layers.keys() != set(plan.converted) or has_masters != {self.level == "O3"}:
             revert(module)
+            converted = [module.get_submodule(fqn) for fqn in plan.converted]
+            for p in {p for part in converted for fqn, p in part.named_parameters(recurse=False) if fqn == "weight"}:
+                if not (self._will_train and p.requires_grad) and p.dtype not in HALF_DTYPES:
+                    keep(p, p, on_host=True)
             with unchanged(module, may_change="the dtype"):
                 scale_linears(module, plan.converted, self.level)
             layers = scaled_linears(module)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_lowprec.checks import check_choice
+from lightning_lowprec.masters.float32_values import drop, raw
 from lightning_lowprec.msamp.gradient import ScaledGradient
 from lightning_lowprec.msamp.weight_state import LEVELS, Level, MsampWeightState
 from lightning_lowprec.numerics.formats import E4M3
@@ -269,9 +270,10 @@ def scale_weight_(param: nn.Parameter, level: Level) -> MsampWeightState:
 
 @torch.no_grad()
 def revert_weight_(param: nn.Parameter) -> None:
-    """Make a parameter of codes a plain one, in place: float32, with the values of its master, else its own."""
+    """Make a parameter of codes a plain one, in place: float32, with :func:`best_values_of`."""
     gradient, param.grad = param.grad, None
-    private.swap_data(param, in_place_of(param, required_state_of(param).exact_values()))
+    private.swap_data(param, in_place_of(param, best_values_of(param)))
+    drop(param)
     param.grad = gradient.decode() if isinstance(gradient, ScaledGradient) else gradient
 
 
@@ -320,6 +322,19 @@ def codes_of(param: Tensor) -> Tensor:
 def values_of(param: Tensor) -> Tensor:
     """Return the exact values of a parameter of codes: (...) float32, sharded like the parameter."""
     return private.with_local_tensor(required_state_of(param).values(), param)
+
+
+@torch.no_grad()
+def best_values_of(param: Tensor) -> Tensor:
+    """Return the most exact values of a parameter of codes that exist: (...) float32, sharded like the parameter.
+
+    They are the values from before the encoding, if they are kept and nothing was written since, else the master's,
+    else those of the codes.
+    """
+    state, before = required_state_of(param), raw(param)
+    if before is not None and state.encodes(before := before.to(param.device).float()):
+        return before
+    return private.with_local_tensor(state.exact_values(), param)
 
 
 @torch.no_grad()

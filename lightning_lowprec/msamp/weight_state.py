@@ -17,7 +17,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_lowprec.numerics.formats import E4M3, FP16, Format, amax, power_of_two_scale, saturating_cast
+from lightning_lowprec.numerics.formats import (
+    E4M3,
+    FP16,
+    HALF_DTYPES,
+    Format,
+    amax,
+    power_of_two_scale,
+    saturating_cast,
+)
+from lightning_lowprec.numerics.rounding import upper_half
 
 Level = Literal["O1", "O2", "O3"]
 LEVELS: Final[tuple[Level, ...]] = get_args(Level)
@@ -37,7 +46,7 @@ class MsampWeightState:
     master_scale: Tensor | None = None
     """Scalar float32, for the master."""
     pending_master: Tensor | None = None
-    """Values of a master, (...) float32, that was loaded before its weight."""
+    """Values of a master of any precision, (...) float32, that was loaded before its weight."""
     shards: dist.ProcessGroup | None = None
     """The ranks that have a shard of the weight each, and the scale of the whole; None: the weight is whole."""
     whole: MsampWeightState | None = None
@@ -85,31 +94,32 @@ class MsampWeightState:
     def set_values_(self, values: Tensor, *, keep_master: bool = True, refuse_loss: bool = False) -> None:
         """Encode other values of this rank, (...) float32, in place; of a sharded weight a collective.
 
-        ``keep_master``: keep a master, or one that waits, that rounds to the values.
+        ``keep_master``: keep a master, or one that waits, of which the values are a rounding.
         ``refuse_loss``: raise on every rank, and change nothing, if more than half of the changed values would be
         rounded back, as small updates and running averages are. Loading a state dict never raises.
         """
         new = self._encoded(values)
-        if self.master is not None and keep_master:
-            waiting = [] if self.pending_master is None else [self.pending_master]
-            for other in map(self._encoded, (self.exact_values(), *waiting)):
-                new = other if self._are_equal(other, new) else new
+        if keep_master:
+            known = (None if self.master is None else self.exact_values(), self.pending_master)
+            masters = [m for m in known if m is not None and self._is_rounding(new, m)]
+            new = self._encoded(masters[-1]) if masters else new
         if refuse_loss and not self.loading:
             self._refuse_loss(values, new)
         self.copy_(new)
         self.pending_master = None
 
+    def encodes(self, values: Tensor) -> bool:
+        """Return whether codes and master are those of ``values``, (...) float32, which were never written over."""
+        fresh = self._encoded(values)
+        return torch.equal(fresh.exact_values(), self.exact_values()) and torch.equal(fresh.values(), self.values())
+
     def set_master_(self, values: Tensor) -> None:
-        """Take a master, (...) float32, if that rounds to the codes; else keep the master until such codes come.
+        """Take a master, (...) float32, if the weight is a rounding of it; else keep it until such values come.
 
         (An optimizer may be loaded before its model.) Of a sharded weight a collective.
         """
-        if self.master is None or self.master_scale is None:
-            return
-        new = self._encoded(values)
-        if self._are_equal(new, self):
-            self.master.copy_(new.stepped()[0])
-            self.master_scale.copy_(new.stepped()[1])
+        if self._is_rounding(self, values):
+            self.copy_(self._encoded(values))
         else:
             self.pending_master = values
 
@@ -123,10 +133,15 @@ class MsampWeightState:
     def _encoded(self, values: Tensor) -> MsampWeightState:
         return MsampWeightState.of(values, "O2" if self.master is None else "O3", self.shards)
 
+    def _is_rounding(self, state: MsampWeightState, values: Tensor) -> bool:
+        """Return whether ``state`` holds ``values``, or their rounding to codes or half precision, as programs save."""
+        roundings = (values, self._encoded(values).values(), upper_half(values), *map(values.to, HALF_DTYPES))
+        return any(self._are_equal(self._encoded(rounded.float()), state) for rounded in roundings)
+
     def _are_equal(self, state: MsampWeightState, other: MsampWeightState) -> bool:
         """Return whether two states of this weight have the same values on every rank."""
-        differ = torch.tensor(float(not torch.equal(state.values(), other.values())), device=self.scale.device)
-        return not bool(maximum(differ, self.shards))
+        equal = torch.equal(state.exact_values(), other.exact_values())
+        return not bool(maximum(torch.tensor(float(not equal), device=self.scale.device), self.shards))
 
     def _refuse_loss(self, values: Tensor, new: MsampWeightState) -> None:
         """Raise if ``new``, the state of ``values``, has the present values where most of the values differ."""

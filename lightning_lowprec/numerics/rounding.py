@@ -19,7 +19,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from lightning_lowprec.numerics.formats import power_of_two
+from lightning_lowprec.numerics.formats import HALF_DTYPES, power_of_two
 
 _HALF: Final = 0x8000  # half of the last place of a bf16, in float32 bits
 _UPPER: Final = -0x10000  # the bits that a bf16 keeps, as an int32
@@ -63,11 +63,12 @@ def upper_half(master: Tensor) -> Tensor:
 def reconcile(master: Tensor, weight: Tensor) -> Tensor:
     """Return ``master`` where it rounds to ``weight`` (either way at a tie), and ``weight`` where it was edited.
 
-    (...) float32, (...) float16 or bfloat16 -> (...) float32.
+    (...) float32, (...) float16, bfloat16 or float32 -> (...) float32. A float32 weight may be a rounding to either.
     """
-    agrees = master.to(weight.dtype) == weight
-    if weight.dtype == torch.bfloat16:
-        agrees |= upper_half(master) == weight
+    dtypes = (weight.dtype,) if weight.dtype in HALF_DTYPES else HALF_DTYPES
+    agrees = upper_half(master) == weight if torch.bfloat16 in dtypes else torch.zeros_like(weight, dtype=torch.bool)
+    for dtype in dtypes:
+        agrees |= master.to(dtype) == weight
     return torch.where(agrees, master, weight.float())
 
 

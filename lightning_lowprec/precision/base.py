@@ -17,6 +17,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -194,8 +195,6 @@ class LowPrecision(EitherPrecision, ABC):
         if self.masters is not None:
             if self.modules.sharded is None:
                 self._cast_to_half(module)
-                if not self._will_train:
-                    self.masters.drop_originals()  # `after_fit` has them
         elif self.weights is not None and self._will_train:
             finetunes = either.both(either.trainer_callbacks.BaseFinetuning)
             unfreezes = any(isinstance(callback, finetunes) for callback in callbacks_of(module))
@@ -205,7 +204,7 @@ class LowPrecision(EitherPrecision, ABC):
 
     def _cast_to_half(self, module: Module) -> None:
         assert self.masters is not None
-        rounded = self.masters.cast(module, self.autocast_dtype)
+        rounded = self.masters.cast(module, self.autocast_dtype, trains=self._will_train)
         if self._will_train:
             refusals.note_rounded(rounded, module, self.precision)
 
@@ -250,7 +249,8 @@ class LowPrecision(EitherPrecision, ABC):
         self._prepare_optimizer(optimizer)
 
     def see_module(self, module: Module) -> None:
-        """Look at a module that the strategy has wrapped."""
+        """Note a module that DDP has wrapped."""
+        self.modules.replicated |= isinstance(module, DistributedDataParallel)
 
     def _prepare_optimizer(self, optimizer: Optimizer) -> None:
         if self.scaler is not None:

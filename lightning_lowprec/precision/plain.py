@@ -8,13 +8,11 @@ Lightning's own precisions do not look at the layers of a model, so FP8 layers s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final, final
 
-import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -26,14 +24,16 @@ from torch.optim import Optimizer
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.head import LossHead
 from lightning_lowprec.conversion.layer_runs import remove_hooks
+from lightning_lowprec.masters.copies import unwatch
+from lightning_lowprec.masters.float32_values import is_marked, kept
 from lightning_lowprec.masters.registry import existing_masters, optimizers_with_masters
-from lightning_lowprec.masters.weights import Float32Weights, is_marked, mark, unmark
+from lightning_lowprec.masters.weights import Float32Weights, unmark
 from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.numerics.parameters import parameters_of
-from lightning_lowprec.numerics.rounding import reconcile, upper_half
+from lightning_lowprec.numerics.rounding import upper_half
 from lightning_lowprec.numerics.weight_rounding import WeightRounding
 from lightning_lowprec.private.deepspeed import refuse_zero
-from lightning_lowprec.private.either import Trainer, TrainerFn, is_wrapped
+from lightning_lowprec.private.either import Trainer, is_wrapped
 from lightning_lowprec.private.lightning import is_tuning
 from lightning_lowprec.private.torch_modules import undo_compile, without_compiled_wrapper
 from lightning_lowprec.private.transformers_cache import with_own_cache
@@ -78,18 +78,24 @@ def plain(model: Module, *, copy: bool = False) -> Module:
     optimizers = [o for o in changed.values() if any(id(p) in ids for p in parameters_of(o))]
     if not copy:
         _refuse_part(module, optimizers)
-    masters = existing_masters(module.parameters())
     if copy:
-        module, masters = _copied(module, masters)
+        module = deepcopy(module)  # whose weights are float32
+    masters = existing_masters(module.parameters())
     take_back(module)
     weights = Float32Weights()
     weights.undo_cast(module, masters)
     for optimizer in () if copy else optimizers:
         backends.revert_optimizer(optimizer)
         weights.follow(optimizer)
+    leave_no_marks(module)
+    return module
+
+
+def leave_no_marks(module: Module) -> None:
+    """Remove what half-precision weights have left in ``module``: attributes of Parameters, hooks of state dicts."""
+    unwatch(module)
     for parameter in module.parameters():
         unmark(parameter)
-    return module
 
 
 def unwrapped(model: Module) -> Module:
@@ -116,16 +122,6 @@ def _refuse_sharded(module: Module) -> None:
     if sharded or any(isinstance(part, wrappers) for part in module.modules()):
         which = f"{len(sharded)} parameters of {type(module).__name__} are sharded" if sharded else "FSDP has the model"
         raise RuntimeError(f"`plain(model)` needs whole weights, and {which}. {_GATHER}.")
-
-
-def _copied(module: Module, masters: Mapping[int, Tensor]) -> tuple[Module, dict[int, Tensor]]:
-    """Return a deep copy, whose parameters know again which dtype they got by a precision, and its masters."""
-    copy = deepcopy(module)
-    pairs = list(zip(module.parameters(), copy.parameters(), strict=True))
-    for parameter, copied in pairs:
-        if is_marked(parameter):
-            mark(copied)
-    return copy, {id(copied): masters[id(p)] for p, copied in pairs if id(p) in masters}
 
 
 def _refuse_part(module: Module, optimizers: list[Optimizer]) -> None:
@@ -190,8 +186,8 @@ def forget(model: Module) -> None:
 class AfterFit:
     """The modules, tensors and optimizers of one run of the Trainer, to undo what the precision has done to them.
 
-    Half-precision weights of an evaluation, and the checkpoint from which the Tuner restores weights after a search,
-    hold rounded values. So both keep the tensors from before the set-up, on the CPU.
+    The checkpoint from which the Tuner restores weights after a search holds rounded values. So a search keeps the
+    tensors from before the set-up, on the CPU.
     """
 
     def __init__(self) -> None:
@@ -206,9 +202,7 @@ class AfterFit:
             return
         self._modules.add(module)
         self._tunes = is_tuning(trainer)
-        if _sharded_by(plugin) is not None:
-            return
-        if self._tunes or trainer.state.fn != TrainerFn.FITTING:
+        if _sharded_by(plugin) is None and self._tunes:
             self._before += [(tensor, tensor.data) for tensor in (*module.parameters(), *module.buffers())]
 
     def keep_changed(self) -> None:
@@ -235,14 +229,12 @@ class AfterFit:
             return
         for module in modules:
             remove_hooks(module)
-        cast = [(t, data) for t, data in before if t.dtype in HALF_DTYPES and data.dtype is torch.float32]
-        unwritten = {} if self._tunes else {id(t): reconcile(data.to(t.device), t.data) for t, data in cast}
         if not plugin.plain_after_fit and not self._tunes:
-            for module in modules if unwritten else ():  # an evaluation leaves no rounded weights
-                weights.undo_cast(module, existing_masters(module.parameters()) | unwritten)
+            for module in modules if not plugin._will_train else ():  # an evaluation leaves no rounded weights
+                weights.undo_cast(module, kept(module.parameters()), all_cast=False)
             return
         for module in modules:
-            values = existing_masters(module.parameters()) | unwritten
+            values = existing_masters(module.parameters())
             ties_away = plugin.masters is not None and plugin.masters.config.form.startswith("remainder")
             roundings = _roundings(module, ties_away=ties_away)
             take_back(module)
@@ -257,6 +249,8 @@ class AfterFit:
         for optimizer in self.optimizers:
             backends.revert_optimizer(optimizer)
             weights.follow(optimizer)
+        for module in modules:
+            leave_no_marks(module)
 
     def __reduce__(self) -> tuple[type[AfterFit], tuple[()]]:
         return type(self), ()  # tensors and optimizers stay in their process

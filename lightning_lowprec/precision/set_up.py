@@ -20,9 +20,9 @@ from torch.optim import Optimizer
 
 from lightning_lowprec.conversion import head, layer_runs
 from lightning_lowprec.hardware import caution, default_device, emulation_refusal, refusal
-from lightning_lowprec.masters.registry import registry_of
+from lightning_lowprec.masters.float32_values import is_marked
+from lightning_lowprec.masters.registry import registries, registry_of
 from lightning_lowprec.masters.stores import Fp32Store
-from lightning_lowprec.masters.weights import is_marked
 from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.numerics.parameters import parameters_of
 from lightning_lowprec.precision import refusals
@@ -47,6 +47,7 @@ class Modules:
         self.device: torch.device | None = None
         self.sharded: weakref.WeakSet[Module] | None = None
         """The modules that FSDP2 has sharded; None: this plugin does not run under FSDP2."""
+        self.replicated = False  # whether DDP has wrapped a module
         self.ready = False  # whether the device is known and no module waits
         self.need_check = False
         """Whether a module was prepared since the last check of optimizers, even if this module no longer exists."""
@@ -165,8 +166,7 @@ def before_training(plugin: Any, model: Any, optimizers: Sequence[Optimizer], *,
             refusals.warn_of_averages(model, plugin.precision)
         for optimizer in optimizers:
             plugin._prepare_optimizer(optimizer)
-        if plugin.masters is not None:
-            plugin.masters.drop_originals()
+        settle_weights(plugin)
         check_optimizers(plugin, list(optimizers))
     plugin.modules.note_check()
 
@@ -183,8 +183,22 @@ def before_step_in_fabric(plugin: Any, optimizer: Optimizer) -> None:
                 " without it. Use `strategy='fsdp2'`, or shard with `lightning_lowprec.parallelize(model, mesh,"
                 " plugin)`."
             )
-        plugin.masters.drop_originals()
+        settle_weights(plugin, all_known=bool(plugin.optimizers))
     plugin.modules.note_check()
+
+
+def settle_weights(plugin: Any, *, all_known: bool = True) -> None:
+    """Let weights that no optimizer took be float32 again, or keep their float32 values in host memory.
+
+    FSDP2 takes one dtype per group, and DDP has made buckets by dtype: there, weights stay in half precision.
+    """
+    if plugin.masters is None:
+        return
+    widen = all_known and plugin.modules.sharded is None and not plugin.modules.replicated
+    if size := plugin.masters.settle(plugin.modules.prepared, widen=widen):
+        rank_zero_info(
+            f"{plugin.precision}: weights that do not train keep their float32 values in host memory, {size} bytes."
+        )
 
 
 # ---- writes that are lost
@@ -213,9 +227,10 @@ class FrozenWrites:
         stores = [store for o in optimizers if (registry := registry_of(o)) is not None for store in registry.stores]
         edits = [edit for store in stores if isinstance(store, Fp32Store) for edit in store.unseen_edits()]
         trained = {id(p) for o in optimizers for p in parameters_of(o)}
+        trained.update(key for registry in registries for key in registry.place_of)
         named = {fqn: p for model in plugin.modules.prepared for fqn, p in model.named_parameters()}
         cast = {fqn: p for fqn, p in named.items() if p.dtype in HALF_DTYPES and is_marked(p) and not is_lazy(p)}
-        frozen = {fqn: p for fqn, p in cast.items() if not p.requires_grad and id(p) not in trained}
+        frozen = {fqn: p for fqn, p in cast.items() if id(p) not in trained}
         before, self._weights = self._weights, {fqn: _look(p) for fqn, p in frozen.items()}
         seen = {fqn: (before[fqn], new) for fqn, new in self._weights.items() if fqn in before}
         same = {

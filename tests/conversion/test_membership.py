@@ -47,7 +47,9 @@ def test_a_probe_of_a_body_that_is_not_frozen_trains_with_one_warning(precision)
         warnings.simplefilter("always")
         probe = fit(lambda net: net[1].parameters(), precision)
     assert len([w for w in caught if re.search(FORGOTTEN, str(w.message))]) == 1
-    assert probe.losses == frozen.losses
+    # in half precision a body that does not train is rounded to bf16; one that nobody froze is float32 again
+    rounding = 2.0**-6 if precision == "fp8-hybrid-remainder" else 0.0
+    assert probe.losses == pytest.approx(frozen.losses, rel=rounding, abs=0.0)
     assert probe.losses[-1] < 0.9 * probe.losses[0]
 
 

@@ -190,7 +190,7 @@ def test_a_copied_module_accumulates_in_float32_after_its_own_set_up():
     first = Net()
     L.Fabric(accelerator="cpu", devices=1, plugins=plugin("bf16-master", **FLOAT32)).setup(first)
     second = copy.deepcopy(first)
-    assert second.layers[1].weight.dtype == torch.bfloat16
+    assert second.layers[1].weight.dtype == torch.float32
     fabric = L.Fabric(accelerator="cpu", devices=1, plugins=plugin("bf16-master", **FLOAT32))
     module, _ = fabric.setup(second, second.configure_optimizers())
     for batch in batches(2):

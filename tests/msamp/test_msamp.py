@@ -16,7 +16,7 @@ from lightning_lowprec import MSAMP
 from lightning_lowprec.msamp.adamw import ScaledAdamW
 from lightning_lowprec.msamp.gradient import ScaledGradient
 from lightning_lowprec.msamp.linear import scale_linears, scaled_linears
-from lightning_lowprec.msamp.weight import values_of
+from lightning_lowprec.msamp.weight import best_values_of, values_of
 from tests.msamp.msamp_runs import CHATTER, LEVELS, Batches, Net, fit, in_fabric
 from tests.quality import expect_db, sqnr
 from tests.toys import ON_CPU
@@ -117,7 +117,7 @@ def test_tied_layers_share_their_codes(level):
         assert twin[0].weight is twin[1].weight
         assert torch.equal(twin(x), model(x))
     plain.load_state_dict(model.state_dict())
-    assert torch.equal(plain[1].weight, values_of(model[0].weight))
+    assert torch.equal(plain[1].weight, best_values_of(model[0].weight))
 
 
 def test_a_tie_of_a_layer_that_is_kept_is_refused_with_both_names():
@@ -161,8 +161,9 @@ def test_the_state_dict_gives_the_same_outputs_in_the_plain_model(level):
     plain.load_state_dict(module.state_dict(), strict=True)
     module.eval(), plain.eval()
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(module(Batches()[0]), plain(Batches()[0]))
-    assert torch.equal(plain.first.weight, values_of(module.first.weight))
+        if level != "O3":  # whose state dict holds the masters
+            assert torch.equal(module(Batches()[0]), plain(Batches()[0]))
+    assert torch.equal(plain.first.weight, best_values_of(module.first.weight))
 
 
 def test_testing_without_fit_and_halving_leave_the_codes():

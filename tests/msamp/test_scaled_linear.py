@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lightning_lowprec.msamp.adamw import ScaledAdamW
 from lightning_lowprec.msamp.linear import ScaledLinear, revert, scale_linears
-from lightning_lowprec.msamp.weight import master_of, values_of
+from lightning_lowprec.msamp.weight import best_values_of, master_of, values_of
 from lightning_lowprec.private import torch as private
 from tests.quality import expect_db, sqnr
 
@@ -171,7 +171,7 @@ def test_the_state_dict_is_plain_and_gives_the_same_outputs_back(level, tmp_path
         assert torch.equal(values_of(other.weight), values_of(module.weight))
     plain = nn.Linear(32, 48)
     plain.load_state_dict(state)
-    assert torch.equal(plain.weight, values_of(module.weight))
+    assert torch.equal(plain.weight, best_values_of(module.weight))
     with pytest.raises(RuntimeError, match="size mismatch for weight"):
         other.load_state_dict({**state, "weight": torch.zeros(3, 3)})
     with pytest.raises(RuntimeError, match="Missing key"):

@@ -1,0 +1,183 @@
+"""The float32 value of a weight is never lost: {how it arrives} x {how it leaves} x {name}, error 0 or a rounding.
+
+The names of MS-AMP round trained weights to 11 bits, with a scale per weight. All other values are the same bits.
+"""
+
+import copy
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from lightning_lowprec import plain
+from tests.toys import ON_CPU
+
+HALF = ["bf16-master", "fp16-master", "bf16-remainder", "bf16-8bit", "fp8-hybrid-8bit"]
+MSAMP = ["msamp-o1", "msamp-o2", "msamp-o3"]
+NAMES = ["fp8-hybrid", *HALF, *MSAMP]
+ARRIVALS = ["set-up", "load", "added group", "unfrozen", "frozen", "loaded frozen", "no optimizer"]
+ONE_LAYER = ("frozen", "loaded frozen", "no optimizer")
+WIDTH = 64  # 4,096 numbers: moments of 8 bits are coded
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*is trainable and in no optimizer"),
+    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch"),
+]
+
+
+def layers(seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+
+
+def set_up(name: str, net: nn.Sequential, how: str):
+    fabric = L.Fabric(accelerator="cpu", devices=1, precision=name)
+    net[1].requires_grad_("frozen" not in how)
+    late = how in ("added group", "unfrozen", *ONE_LAYER)
+    held = net[0].parameters() if late else net.parameters()
+    model, optimizer = fabric.setup(net, torch.optim.AdamW(held, lr=0.0, weight_decay=0.0))
+    if how in ("added group", "unfrozen"):
+        if how == "unfrozen":
+            step(fabric, model, optimizer)
+            net[1].requires_grad_(True)
+        optimizer.add_param_group({"params": list(net[1].parameters())})
+    return fabric, model, optimizer
+
+
+def step(fabric, model, optimizer) -> None:
+    fabric.backward(model(torch.randn(16, WIDTH)).float().square().mean())
+    optimizer.step()
+    model.zero_grad()
+
+
+def values(model) -> list[torch.Tensor]:
+    return [p.detach() for p in plain(model, copy=True).parameters()]
+
+
+def assert_kept(found, expected, names, frozen: bool) -> None:
+    for index, (a, b) in enumerate(zip(found, expected, strict=True)):
+        assert a.dtype == torch.float32
+        if a.ndim == 2 and any(name in MSAMP for name in names) and not (frozen and index > 1):
+            # 11 significant bits; the scale is at least 2**14 / amax, and codes are multiples of 2**-24
+            assert bool(((a - b).abs() <= b.abs() * 2.0**-11 + b.abs().max() * 2.0**-38).all())
+        else:
+            assert torch.equal(a, b), (names, index)
+
+
+@pytest.fixture(scope="module")
+def float32_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("float32") / "plain.ckpt"
+    net = layers(0)
+    torch.save({"model": net.state_dict(), "optimizer": torch.optim.AdamW(net.parameters()).state_dict()}, path)
+    return path
+
+
+@pytest.mark.parametrize("how", ARRIVALS)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_value_that_arrives_leaves_again(name, how, float32_file, tmp_path):
+    expected = [p.detach().clone() for p in layers(0).parameters()]
+    net = layers(1 if "load" in how else 0)
+    fabric, model, optimizer = set_up(name, net, how)
+    if "load" in how:
+        fabric.load(float32_file, {"model": model})
+    step(fabric, model, optimizer)
+    frozen = how in ONE_LAYER
+    if how == "no optimizer" and name not in MSAMP:  # MS-AMP makes codes of what may train
+        assert net[1].weight.dtype == torch.float32
+    assert_kept(values(model), expected, [name], frozen and how != "no optimizer")
+    if name in HALF:  # a copy has no master
+        assert_kept([p.detach() for p in copy.deepcopy(net).parameters()], expected, [name], frozen)
+    fabric.save(tmp_path / "left.ckpt", {"model": model, "optimizer": optimizer})
+    for other in ("fp8-hybrid", "bf16-remainder", "fp16-master", "msamp-o1", "msamp-o3"):
+        resumed, to, with_optimizer = set_up(other, layers(2), how)
+        resumed.load(tmp_path / "left.ckpt", {"model": to, "optimizer": with_optimizer})
+        step(resumed, to, with_optimizer)
+        names = [name] if how != "no optimizer" and frozen else [name, other]
+        assert_kept(values(to), expected, [*names, other], frozen and how != "no optimizer")
+
+
+class Net(L.LightningModule):
+    def __init__(self, seed: int = 0):
+        super().__init__()
+        self.net, self.trained = layers(seed), nn.Linear(WIDTH, WIDTH)
+        self.net.requires_grad_(False)
+
+    def training_step(self, batch, _):
+        return self.trained(self.net(batch)).square().mean()
+
+    def test_step(self, batch):
+        self.trained(self.net(batch))
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.trained.parameters(), lr=1e-2)
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.randn(32, WIDTH), batch_size=16)
+
+    test_dataloader = train_dataloader
+
+
+@pytest.mark.parametrize("run", ["fit", "test"])
+@pytest.mark.parametrize("name", [*NAMES, "bf16-sr"])
+def test_a_run_of_the_trainer_gives_weights_back_that_it_did_not_train(name, run):
+    module = Net()
+    before = {fqn: p.detach().clone() for fqn, p in module.named_parameters()}
+    trainer = L.Trainer(precision=name, **{**ON_CPU, "max_epochs": 1})
+    trainer.fit(module) if run == "fit" else trainer.test(module, verbose=False)
+    for fqn, p in module.named_parameters():
+        if run == "test" or not fqn.startswith("trained"):
+            assert torch.equal(p, before[fqn]), fqn
+
+
+class Saves(L.Callback):
+    def __init__(self, path=None):
+        self.path = path
+
+    def on_train_start(self, trainer, module):
+        self.first = values(module)
+
+    def on_train_end(self, trainer, module):
+        self.last = values(module)
+        if self.path:
+            trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("fp16-master", "bf16-master"),
+        ("fp16-master", "bf16-8bit"),
+        ("bf16-8bit", "fp8-hybrid"),
+        ("bf16-remainder", "half-auto"),
+        *[("msamp-o3", other) for other in ("32-true", "fp8-hybrid", "bf16-master", "bf16-remainder", "msamp-o3")],
+    ],
+)
+def test_a_run_of_the_trainer_resumes_under_another_name_with_the_same_values(name, other, tmp_path):
+    one, two = Saves(tmp_path / "one.ckpt"), Saves()
+    L.Trainer(precision=name, callbacks=[one], **{**ON_CPU, "max_epochs": 1}).fit(Net())
+    resumed = L.Trainer(precision=other, callbacks=[two], **{**ON_CPU, "max_epochs": 2})
+    resumed.fit(Net(1), ckpt_path=tmp_path / "one.ckpt", weights_only=False)
+    assert all(torch.equal(a, b) for a, b in zip(one.last, two.first, strict=True))
+
+
+class Averages(Net):
+    """An average that nobody froze, by torch's AveragedModel; beside it the same average of the exact weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.average = AveragedModel(self.trained, multi_avg_fn=get_ema_multi_avg_fn(0.999))
+        self.average.n_averaged += 1
+        self.exact = [p.detach().clone() for p in self.trained.parameters()]
+
+    def on_train_batch_end(self, *_):
+        self.average.update_parameters(self.trained)
+        for mean, value in zip(self.exact, values(self.trained), strict=True):
+            mean.lerp_(value, 1 - 0.999)
+
+
+@pytest.mark.parametrize("name", [*HALF, "bf16-sr"])
+def test_an_average_that_no_optimizer_holds_is_that_of_the_exact_weights(name):
+    module = Averages()
+    L.Trainer(precision=name, **{**ON_CPU, "max_epochs": 3}).fit(module)
+    assert all(torch.equal(a, b) for a, b in zip(module.average.module.parameters(), module.exact, strict=True))
