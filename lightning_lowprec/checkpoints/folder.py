@@ -188,9 +188,11 @@ def read_manifest(folder: Path) -> Mapping[str, FileRecord] | None:
         stored = json.loads(path.read_bytes())
         if not stored["format"] > FORMAT:
             records = {name: FileRecord(r["size"], int(r["crc32"], 16)) for name, r in stored["files"].items()}
-            for name in records:
+            for name, record in records.items():
                 if Path(name).name != name:
                     raise ValueError(f"the file {name!r} is not in the folder")
+                if stored["files"][name]["crc32"] != f"{record.crc32:08x}":
+                    raise ValueError(f"the checksum of {name!r} is not as it was written")
             return records
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{str(path)!r} is damaged: {error}. Load another checkpoint.") from error

@@ -214,6 +214,17 @@ def test_every_flipped_bit_of_a_folder_is_noticed(copy):
     open_checkpoint(copy)
 
 
+def test_a_checksum_in_other_letters_is_noticed(copy):
+    """A flipped bit makes an upper-case letter of a lower-case one, and both are the same number."""
+    manifest = copy / FILES[-1]
+    stored = json.loads(manifest.read_text())
+    for entry in stored["files"].values():
+        entry["crc32"] = entry["crc32"].upper()
+    manifest.write_text(json.dumps(stored))
+    with pytest.raises(ValueError, match=r"lightning_lowprec\.json' is damaged: the checksum of .* is not as it was"):
+        open_checkpoint(copy)
+
+
 def test_every_flipped_bit_of_a_file_is_noticed_or_changes_nothing(saved, tmp_path):
     """torch.save fills up with zeros between tensors: no checksum covers the filling, and nobody reads it."""
     path, source, noticed = tmp_path / "a.ckpt", random.Random(0), 0
