@@ -142,12 +142,14 @@ def _namesakes(cls: Any) -> Iterator[Any]:
                     yield getattr(module, cls.__name__)
 
 
-@cache  # cleared by `share_bases`; asked in every step
-def namesake(cls: Any, module: type) -> Any:
+def _namesake(cls: Any, module: Any) -> Any:
     """Return a class of Lightning in the package of a class of LightningModule, for code that asks for its own."""
     known = both(_get("LightningModule"))
     index = next((index for index, owner in enumerate(known) if issubclass(module, owner)), 0)
     return both(cls)[index]
+
+
+namesake: Any = cache(_namesake)  # asked in every step; cleared by `share_bases`
 
 
 def share_bases() -> None:

@@ -420,6 +420,9 @@ def test_a_monitor_reads_the_whole_weight_from_shards(results, precision):
     assert of["input"].amax == largest
     rows = precision == "fp8-rowwise"
     weight = weight.bfloat16().float() if rows else weight  # as it is gathered
+    if precision == "msamp-o3":  # the state dict has the masters, and the layer computes with codes
+        power = (448 / weight.abs().amax()).log2().floor().exp2()
+        weight = (weight * power).to(torch.float8_e4m3fn).float() / power
     assert of["weight"].amax == weight.abs().max().item()
     scale = 448 / (weight.abs().amax(1, keepdim=True) if rows else weight.abs().amax())
     scale = scale if precision == "fp8-hybrid" else scale.log2().floor().exp2()

@@ -157,7 +157,7 @@ def test_a_run_of_the_trainer_resumes_under_another_name_with_the_same_values(na
     one, two = Saves(tmp_path / "one.ckpt"), Saves()
     L.Trainer(precision=name, callbacks=[one], **{**ON_CPU, "max_epochs": 1}).fit(Net())
     resumed = L.Trainer(precision=other, callbacks=[two], **{**ON_CPU, "max_epochs": 2})
-    resumed.fit(Net(1), ckpt_path=tmp_path / "one.ckpt", weights_only=False)
+    resumed.fit(Net(1), ckpt_path=tmp_path / "one.ckpt")
     assert all(torch.equal(a, b) for a, b in zip(one.last, two.first, strict=True))
 
 
