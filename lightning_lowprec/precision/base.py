@@ -73,6 +73,7 @@ class LowPrecision(EitherPrecision, ABC):
         options = TrainingOptions() if options is None else options
         self.scaler = scaler
         self.masters = masters
+        self._casts_batch = masters is not None and masters.cast_inputs  # a strategy may take the masters away
         if masters is not None:
             masters.keep_fp32 = options.keep_fp32
         self.weights = options.float32_weights(masters)
@@ -302,7 +303,7 @@ class LowPrecision(EitherPrecision, ABC):
     @override
     def convert_input(self, data: Any) -> Any:
         """Cast floating-point tensors to the autocast dtype; a Trainer's batch stays without ``cast_inputs=True``."""
-        if self._in_trainer and (self.masters is None or not self.masters.cast_inputs):
+        if self._in_trainer and not self._casts_batch:
             return data
         self._known_device()
         return cast_floating(data, self.autocast_dtype)

@@ -180,9 +180,12 @@ def as_one_process(rank, ranks, folder, precision):
 
 def in_the_trainer(rank, ranks, folder):
     from lightning_lowprec.fsdp2.trainer import FSDP2Strategy
+    from lightning_lowprec.precision.half import HalfMixed
 
+    # Fabric casts what the model is called with; the Trainer casts the batch on request
+    plugin = HalfMixed("bf16", master_weights="8bit", cast_inputs=True)
     trainer = L.Trainer(
-        accelerator="cpu", devices=ranks, strategy=FSDP2Strategy(), precision="bf16-8bit", max_steps=4,
+        accelerator="cpu", devices=ranks, strategy=FSDP2Strategy(), plugins=plugin, max_steps=4,
         use_distributed_sampler=False, enable_checkpointing=False, default_root_dir=folder, **QUIET,
     )  # fmt: skip
     model = Net()
