@@ -100,3 +100,9 @@ class Task(L.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return self.optimizer(self)
+
+
+def in_e4m3(values: Tensor) -> Tensor:
+    """The values of e4m3 codes with a scale for all, the largest power of two that keeps them below 448."""
+    scale = (448 / values.abs().amax()).log2().floor().exp2()
+    return (values * scale).to(torch.float8_e4m3fn).float() / scale

@@ -15,6 +15,7 @@ from lightning_lowprec.conversion import backends
 from lightning_lowprec.fsdp2.strategy import _sharded
 from tests.fsdp2.models import Block, LlamaBlock, Net, batch, full, loss_of
 from tests.fsdp2.ranks import run
+from tests.toys import in_e4m3
 
 pytestmark = pytest.mark.distributed
 MONITORED = ("fp8-hybrid", "fp8-rowwise", "msamp-o3")
@@ -419,10 +420,8 @@ def test_a_monitor_reads_the_whole_weight_from_shards(results, precision):
     of = {r.tensor: r for r in readings if r.fqn == "blocks.0.up"}
     assert of["input"].amax == largest
     rows = precision == "fp8-rowwise"
-    weight = weight.bfloat16().float() if rows else weight  # as it is gathered
-    if precision == "msamp-o3":  # the state dict has the masters, and the layer computes with codes
-        power = (448 / weight.abs().amax()).log2().floor().exp2()
-        weight = (weight * power).to(torch.float8_e4m3fn).float() / power
+    if precision != "fp8-hybrid":  # as it is gathered; the state dict of O3 has the masters, the layer their codes
+        weight = weight.bfloat16().float() if rows else in_e4m3(weight)
     assert of["weight"].amax == weight.abs().max().item()
     scale = 448 / (weight.abs().amax(1, keepdim=True) if rows else weight.abs().amax())
     scale = scale if precision == "fp8-hybrid" else scale.log2().floor().exp2()
