@@ -31,6 +31,15 @@ _IN_FP16: Final = {
     "fp8-current-te": "FP8TE('current', base='fp16')",
 }
 _NO_MASTER: Final = "Write '{0}-remainder': the same float32 masters in 2 bytes less. Under DeepSpeed write '{0}'."
+_TWO_RUNS: Final = (
+    "A checkpoint resumes under any precision: train with 'bf16-mixed' and `Trainer(max_steps=...)`, then with"
+    " 'fp8-hybrid' and `trainer.fit(model, ckpt_path=...)`. For single products or layers in bf16 resume with"
+    " `FP8TorchAO({'*': {'forward': 'bf16'}})` or `FP8TorchAO(keep=['blocks.0'])`."
+)
+_KEEP_BY_NAME: Final = (
+    "`lowprec monitor lightning_logs --keep` prints the layers that FP8 serves worst: resume with"
+    " `FP8TorchAO(keep=['blocks.0.up'])`."
+)
 _IN_THE_STEP: Final = "Weights are updated in the step, so that clipping and accumulation are those of every precision."
 PRECISIONS: Final[Mapping[str, str]] = {
     **{f"{left}{end}": f"Write '{new}{end}'." for left, new in _ONE_NAME.items() for end in ("", *ENDINGS)},
@@ -80,6 +89,8 @@ OPTIONS: Final[Mapping[str, str]] = {
     "threads": "Set the environment variable `OMP_NUM_THREADS`.",
     "min_gain": "`lowprec plan` shows which layers are too small to gain. Keep them in bf16 by name:"
     " `FP8TorchAO(keep=['*.k_proj', '*.v_proj'])`.",
+    "schedule": _TWO_RUNS,
+    "demote": _KEEP_BY_NAME,
     "tokens": "Gains are shown for 16384 tokens per step, as published. Leave the option out.",
 }
 """Arguments of classes and functions, as they were spelled."""
@@ -103,6 +114,8 @@ _CHECK: Final = (
 )
 IMPORTS: Final[Mapping[str, str]] = {
     "LowPrecisionEval": _CHECK,
+    "PrecisionSchedule": _TWO_RUNS,
+    "Demotion": _KEEP_BY_NAME,
     "ScaledSGD": "Use `lightning_lowprec.msamp.ScaledAdamW`, or 'fp8-hybrid', which takes every optimizer.",
     "BlockTorchAO": "Write `FP8TorchAO('block')`.",
     "MXFP8TorchAO": "Write `FP8TorchAO('mxfp8')`.",
@@ -115,6 +128,7 @@ COMMANDS: Final[Mapping[str, str]] = {"parity": _CHECK}
 
 _MIN_GAIN: Final = "Keep layers in bf16 by name: `lowprec plan llama --keep '*.k_proj' '*.v_proj'`."
 FLAGS: Final[Mapping[str, str]] = {
+    "compare --schedule": f"Compare whole runs. {_TWO_RUNS}",
     "compare --threads": OPTIONS["threads"],
     "plan --min_gain": _MIN_GAIN,
     "plan --tokens": OPTIONS["tokens"],

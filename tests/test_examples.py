@@ -20,6 +20,7 @@ RUNS = {
     "te_llama.py": ["--steps=3", "--precision=fp8-hybrid", "--hidden=64", "--layers=2"],  # without a GPU: torchao
     "train_then_serve.py": ["--steps=3"],
     "trainer_script.py": ["--steps=3", "--keep", "blocks.0"],
+    "two_precisions.py": ["--steps=3"],
     "lightning_cli.yaml": ["--trainer.max_steps=3", "--trainer.val_check_interval=3", "--trainer.limit_val_batches=1"],
 }
 SAYS = {
@@ -29,6 +30,7 @@ SAYS = {
     "te_llama.py": "saved to te_llama",
     "train_then_serve.py": "14 weights: the codes are those of the last step, bit for bit",
     "trainer_script.py": "kept: kept by 'blocks.0'",
+    "two_precisions.py": "6 steps, 3 of them in FP8",
     "lightning_cli.yaml": "`Trainer.fit` stopped: `max_steps=3` reached",
 }
 

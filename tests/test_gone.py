@@ -36,7 +36,7 @@ HAVE_OPTIONS = [
     *(lightning_lowprec.HalfMixed, lightning_lowprec.MSAMP),
     lightning_lowprec.MasterConfig,
     *(lightning_lowprec.FSDP2Strategy, lightning_lowprec.FabricFSDP2Strategy),
-    *(callbacks.NumericsMonitor, callbacks.Demotion),
+    callbacks.NumericsMonitor,
 ]
 
 

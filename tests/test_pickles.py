@@ -11,8 +11,7 @@ from lightning_lowprec import callbacks
 
 ARGUMENTS = {
     "HalfMixed": [{"dtype": "bf16", "master_weights": True}, {"dtype": "fp16"}],
-    "NumericsMonitor": [{}, {"rows": 1.0, "demote": callbacks.Demotion()}],
-    "PrecisionSchedule": [{"phases": [{"until": 1}, {"gemms": "bf16"}]}],
+    "NumericsMonitor": [{}, {"rows": 1.0}],
 }
 PUBLIC = [
     getattr(package, name)

@@ -7,24 +7,21 @@ from lightning_lowprec.gone import missing_attribute
 
 if TYPE_CHECKING:
     from lightning_lowprec.callbacks.monitor import NumericsMonitor
-    from lightning_lowprec.callbacks.readings import Demotion, Reading
-    from lightning_lowprec.callbacks.schedule import PrecisionSchedule
+    from lightning_lowprec.callbacks.readings import Reading
 
 _FROM: Final = {
-    "Demotion": "readings",
     "NumericsMonitor": "monitor",
-    "PrecisionSchedule": "schedule",
     "Reading": "readings",
 }
 
-__all__ = ["Demotion", "NumericsMonitor", "PrecisionSchedule", "Reading"]
+__all__ = ["NumericsMonitor", "Reading"]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _FROM:
         raise missing_attribute(__name__, name)
     value = getattr(import_module(f"{__name__}.{_FROM[name]}"), name)
-    if name in ("NumericsMonitor", "PrecisionSchedule"):  # the other classes are no callbacks, and need no Lightning
+    if name == "NumericsMonitor":  # a reading is no callback, and needs no Lightning
         from lightning_lowprec.private.either import share_bases
 
         share_bases()

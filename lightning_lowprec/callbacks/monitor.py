@@ -1,10 +1,9 @@
-"""A callback that says how much FP8 takes from every layer, every few steps, and runs in bf16 what loses too much."""
+"""A callback that says how much FP8 takes from every layer, every few steps."""
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, final
+from typing import Annotated, Any, Literal, final
 
 import torch
 import torch.distributed as dist
@@ -14,59 +13,16 @@ from typing_extensions import override
 
 from lightning_lowprec.callbacks import readings as files
 from lightning_lowprec.callbacks.paused_compiler import PausedCompiler, may_compile
-from lightning_lowprec.callbacks.readings import FILE, Demotion, Reading
-from lightning_lowprec.callbacks.sampling import Sampler, named_layers
+from lightning_lowprec.callbacks.readings import FILE, Reading
+from lightning_lowprec.callbacks.sampling import Sampler
 from lightning_lowprec.checks import Count, Rule
-from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.options import shows
 from lightning_lowprec.precision.plain import unwrapped
 from lightning_lowprec.private.either import Callback, LightningModule, Trainer
 from lightning_lowprec.private.lightning import log_metrics
 
 Log = bool | Literal["layers"]
-_HIGH: Final = "bf16"
 Share = Annotated[float, Rule("a number above 0 and at most 1", lambda value: bool(0 < value <= 1))]
-
-
-@final
-@dataclass
-class Demoter:
-    """Counts bad readings, the same on all ranks, and gives layers back to bf16 for the rest of the run."""
-
-    limits: Demotion
-    bad: dict[str, int] = field(default_factory=dict)
-    """By fqn: bad readings in a row."""
-    demoted: dict[str, str] = field(default_factory=dict)
-    """By fqn: the recipe that the layer has got, always bf16."""
-
-    def see(self, model: nn.Module, readings: Sequence[Reading]) -> None:
-        """Demote the layers whose patience is at an end."""
-        layers = dict(named_layers(model))
-        patience = self.limits.patience
-        for fqn, layer in layers.items():
-            backend = backends.owner(layer)
-            if backend is not None and backend.reconfigure is None:
-                raise ValueError(
-                    f"`demote=` is not possible with {backend.title}, whose layers ({fqn!r}) cannot change their"
-                    " precision during a run. Leave it out, or use FP8TorchAO or FP8TE."
-                )
-        for fqn, of_layer in files.by_layer(readings).items():
-            reason = self.limits.reason(of_layer)
-            self.bad[fqn] = 0 if reason is None else (self.bad.get(fqn, 0) + 1) % patience
-            if reason is None or self.bad[fqn] or fqn in self.demoted:
-                continue
-            backends.reconfigure(layers[fqn], _HIGH)
-            self.demoted[fqn] = _HIGH
-            rank_zero_warn(
-                f"NumericsMonitor: {fqn!r} runs in {_HIGH} from here on: {patience} readings in a row were bad, at step"
-                f" {of_layer[0].step} because {reason}."
-            )
-
-    def restore(self, model: nn.Module) -> None:
-        """Demote the layers that an earlier part of the run has demoted."""
-        for fqn, layer in named_layers(model):
-            if fqn in self.demoted and backends.owner(layer) is not None:
-                backends.reconfigure(layer, self.demoted[fqn])
 
 
 @final
@@ -91,8 +47,6 @@ class NumericsMonitor(Callback):
         log: what to send to the Trainer's loggers. True: the worst number of all layers and the mean
             (``lowprec/worst/input/underflow``, ``lowprec/mean/output_db``). ``"layers"``: the numbers of each layer too
             (``lowprec/<layer>/input/underflow``). False: nothing.
-        demote: run layers whose readings are bad several times in a row in bf16. Kept in the Trainer's checkpoints; in
-            Fabric save :meth:`state_dict`. The end of the run says how the next run begins so.
 
     Raises:
         ValueError: an argument that is not valid.
@@ -105,13 +59,10 @@ class NumericsMonitor(Callback):
         rows: Share = 1 / 16,
         folder: str | Path | None = None,
         log: Log = True,
-        demote: Demotion | None = None,
     ) -> None:
         self.every, self.rows = every, rows
         self._logs = log  # the Trainer sets `log` of every callback
         self.folder = None if folder is None else Path(folder)
-        self.demoter = None if demote is None else Demoter(demote)
-        """What was demoted so far."""
         self.readings: list[Reading] = []
         """The readings of the last sampling."""
         self.missing: dict[str, str] = {}
@@ -139,7 +90,6 @@ class NumericsMonitor(Callback):
     def finish(self) -> list[Reading]:
         """Read a sampling that waits; return the last readings. Every rank must call this."""
         self._end(self.folder)
-        self._say_demoted()
         self._release()
         return self.readings
 
@@ -174,18 +124,15 @@ class NumericsMonitor(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._say_demoted()
         self._release()
 
     @override
-    def state_dict(self) -> dict[str, Any]:
-        return {} if self.demoter is None else {"bad": self.demoter.bad, "demoted": self.demoter.demoted}
-
-    @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if self.demoter is not None and state_dict:
-            self.demoter.bad, self.demoter.demoted = dict(state_dict["bad"]), dict(state_dict["demoted"])
-            self._model = None
+        if demoted := list(state_dict.get("demoted", ())):  # of a version that could do so
+            rank_zero_warn(
+                "NumericsMonitor: dropped from the checkpoint that these layers run in bf16. To go on so, resume with"
+                f" `FP8TorchAO(keep={demoted!r})`."
+            )
 
     # ---- both
 
@@ -193,8 +140,6 @@ class NumericsMonitor(Callback):
         if model is not self._model:
             self._release()
             self._model, self._last = model, None
-            if self.demoter is not None:
-                self.demoter.restore(model)
         last = step - 1 if self._last is None else self._last
         self._last = step
         if step // self.every <= last // self.every:
@@ -222,16 +167,7 @@ class NumericsMonitor(Callback):
             rank_zero_info(_report(self.readings, self.missing))
         if folder is not None and not (dist.is_initialized() and dist.get_rank()):
             files.append(folder / FILE, self._sampled, self.readings)
-        if self.demoter is not None and self._model is not None:
-            self.demoter.see(self._model, self.readings)
         return True
-
-    def _say_demoted(self) -> None:
-        if self.demoter is not None and self.demoter.demoted:
-            rank_zero_info(
-                f"NumericsMonitor: {len(self.demoter.demoted)} layers were demoted. The next run begins so with"
-                f" `keep={list(self.demoter.demoted)!r}`."
-            )
 
     def _release(self) -> None:
         if self._sampler is not None:

@@ -52,13 +52,13 @@ class Reading:
 @final
 @shows()
 @dataclass(frozen=True, kw_only=True)
-class Demotion:
+class Limits:
     """The limits beyond which a layer is better kept in high precision.
 
     Args:
         underflow: a reading is bad if a larger share of the values of one tensor becomes 0.
         output_db: a reading is bad if the signal to noise of the output is smaller, dB.
-        patience: a layer with so many bad readings in a row goes to bf16.
+        patience: a layer is listed after so many bad readings in a row.
     """
 
     underflow: float = 0.3

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
 
 from lightning_lowprec.conversion.name_formats import NO_GROUPED_PRODUCT, Formats
-from lightning_lowprec.conversion.recipe_map import InBF16, LayerRecipe, RecipeMap
+from lightning_lowprec.conversion.recipe_map import RecipeMap
 from lightning_lowprec.runs_where import RecipeKey
 
 if TYPE_CHECKING:
@@ -151,11 +151,6 @@ class Backend:
     shard_codes: Callable[[nn.Module, int, Any], Callable[[DeviceMesh], None]] | None = None
     """Called before ``fully_shard`` with a model that keeps codes, the number of shards and the ``ShardOptions``.
     Checks the arguments, prepares the weights, and returns a function to call with the mesh after ``fully_shard``."""
-    reconfigure: Callable[[nn.Module, LayerRecipe], None] | None = None
-    """Give one layer another recipe in place, between two optimizer steps; a recipe without a name keeps the layer's.
-    Under FSDP2 and DDP all ranks must do so before the same forward. None: the layers cannot be changed."""
-    set_phase: Callable[[nn.Module, InBF16], None] | None = None
-    """Compute these products of one layer in high precision, beside those of its recipe; see ``reconfigure``."""
     notes_runs: bool = False
     """Whether its layers call ``layer_runs.note_run`` in their forward: a warning names those that are never called."""
     cuts: Callable[[nn.Module], bool] = lambda layer: True
@@ -226,24 +221,6 @@ def get(name: str | None) -> Backend:
 def owner(module: nn.Module) -> Backend | None:
     """Return the backend whose layer ``module`` is, or None for any other module."""
     return next((backend for backend in _registered.values() if backend.owns(module)), None)
-
-
-def reconfigure(layer: nn.Module, recipe: str | Mapping[str, str]) -> None:
-    """Give one converted layer another recipe, in place: Parameters, optimizer, hooks and compiled modules stay.
-
-    ``recipe`` is one of the backend, ``"bf16"``, or a mapping such as ``{"forward": "bf16"}``, which keeps the layer's
-    recipe for the other products. Call this between two optimizer steps, and on all ranks before the same forward.
-
-    Raises:
-        ValueError: ``layer`` is no converted layer, or its backend does not know the recipe or cannot change layers.
-    """
-    backend = owner(layer)
-    if backend is None or backend.reconfigure is None:
-        raise ValueError(
-            f"`layer={type(layer).__name__}(...)` cannot get another recipe: expected a layer that"
-            f" {' or '.join(b.title for b in registered() if b.reconfigure is not None)} has converted."
-        )
-    backend.reconfigure(layer, LayerRecipe.of(recipe, names=tuple(backend.recipes), base=None))
 
 
 def weight_roundings(layer: nn.Module) -> Mapping[str, WeightRounding | None] | None:

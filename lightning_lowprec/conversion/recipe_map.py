@@ -44,30 +44,18 @@ NO_PATTERN: Final = "no pattern of `recipe` matches"
 """The reason of a layer that no pattern matches."""
 
 
-def in_bf16(choice: Any, field: str) -> InBF16:
+def in_bf16(choice: Mapping[Any, Any], field: str) -> InBF16:
     """Return the products that a choice computes in high precision.
 
-    ``choice`` is ``"bf16"`` (all), ``"fp8"`` or None (none), or a mapping of some products to ``"bf16"`` and ``"fp8"``;
-    a product that the mapping does not name runs in the precision of the recipe.
+    ``choice`` maps some products to ``"bf16"`` and ``"fp8"``; a product that it does not name runs in the precision of
+    the recipe.
     """
-    if choice is None or choice == "fp8":
-        return NO_GEMM
-    if choice == "bf16":
-        return ALL_GEMMS
-    is_mapping = isinstance(choice, Mapping) and choice
-    if not is_mapping or any(g not in GEMMS or value not in get_args(GemmPrecision) for g, value in choice.items()):
-        left = [gone(str(value), VALUES["recipe"]) for value in choice.values()] if is_mapping else []
-        expected = f"expected 'bf16', 'fp8', or a mapping of {', '.join(GEMMS)} to 'bf16' or 'fp8'"
+    if not choice or any(g not in GEMMS or value not in get_args(GemmPrecision) for g, value in choice.items()):
+        left = [gone(str(value), VALUES["recipe"]) for value in choice.values()]
+        expected = f"expected a mapping of {', '.join(GEMMS)} to 'bf16' or 'fp8'"
         message = f"`{field}={choice!r}` is not valid; {expected}, e.g. {{'forward': 'bf16'}}."
         raise ValueError(" ".join(filter(None, [message, *dict.fromkeys(left)])))
     return frozenset(gemm for gemm, precision in choice.items() if precision == "bf16")
-
-
-def asked_in_fp8(choice: Any) -> InBF16:
-    """Return the products that a choice, which :func:`in_bf16` accepts, names as FP8."""
-    if choice == "fp8":
-        return ALL_GEMMS
-    return frozenset(g for g, p in choice.items() if p == "fp8") if isinstance(choice, Mapping) else NO_GEMM
 
 
 def words(gemms: InBF16, high: str = "bf16") -> str:
@@ -82,16 +70,15 @@ def words(gemms: InBF16, high: str = "bf16") -> str:
 class LayerRecipe:
     """The precision of one layer: a recipe, and the products that run in high precision instead."""
 
-    name: str | None
-    """A recipe of the backend, such as ``"rowwise"``; None: the recipe that the layer has."""
+    name: str
+    """A recipe of the backend, such as ``"rowwise"``, or ``"fp32"``."""
     in_bf16: InBF16 = NO_GEMM
 
     @classmethod
-    def of(cls, value: Any, *, names: Sequence[str], base: str | None, field: str = "recipe") -> LayerRecipe:
+    def of(cls, value: Any, *, names: Sequence[str], base: str, field: str) -> LayerRecipe:
         """Return the recipe that a user has written: one of ``names``, "bf16", "fp32", or a mapping of products.
 
-        ``base`` is the recipe that a mapping of products changes; None: that of one converted layer, whose weights keep
-        their dtype, so ``"fp32"`` is not valid.
+        ``base`` is the recipe that a mapping of products changes.
         """
         if value == HIGH:
             return cls(base, ALL_GEMMS)
@@ -100,11 +87,10 @@ class LayerRecipe:
             return cls(value["recipe"], in_bf16({k: v for k, v in value.items() if k != "recipe"}, field))
         if isinstance(value, Mapping):
             return cls(base, in_bf16(value, field))
-        if value == FLOAT32 and base is not None:
+        if value == FLOAT32:
             return cls(FLOAT32, ALL_GEMMS)
         if value not in names:
-            other = "'bf16'" if base is None else "'bf16', 'fp32'"
-            expected = f"{', '.join(map(repr, names))}, {other}, or a mapping such as {{'forward': 'bf16'}}"
+            expected = f"{', '.join(map(repr, names))}, 'bf16', 'fp32', or a mapping such as {{'forward': 'bf16'}}"
             raise ValueError(f"`{field}={value!r}` is not valid; expected one of: {expected}.")
         return cls(value)
 
@@ -154,7 +140,7 @@ class RecipeMap:
     def names(self) -> tuple[str, ...]:
         """The recipes of layers that convert, in the order of the map, each once."""
         converting = (recipe.name for _, recipe in self.entries if not recipe.is_kept)
-        return tuple(dict.fromkeys(name for name in converting if name is not None))
+        return tuple(dict.fromkeys(converting))
 
     @property
     def float32(self) -> tuple[str, ...]:

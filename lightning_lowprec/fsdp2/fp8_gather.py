@@ -31,9 +31,8 @@ A shard is encoded once per optimizer step, and all micro-batches send these cod
 refresh allocates the memory of the codes of all weights, which later codes take again. A shard that CPU offloading
 moves to the device is a new tensor for every gather, and so is encoded at every gather, into new memory.
 
-A layer may change to products in high precision, and back (a schedule, a demotion). Then its weight is gathered in high
-precision: FSDP2 forgets the memory of the gathered weight at the switch, and the codes are freed. All ranks must switch
-before the same gather. A backend defines the arithmetic and the tensor that its layers get
+A weight is gathered in high precision if a product in high precision reads it (recipes per layer). A backend defines
+the arithmetic and the tensor that its layers get
 (:mod:`~lightning_lowprec.numerics.wire_format`).
 """
 
@@ -52,9 +51,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from lightning_lowprec.numerics.parameters import grouped, mesh_of
 from lightning_lowprec.numerics.tiles import Tile, largest_of_rows
-from lightning_lowprec.numerics.wire_format import WiredWeight, WireFormat, on_wire_change, reads_values, wired_weights
+from lightning_lowprec.numerics.wire_format import WiredWeight, WireFormat, reads_values, wired_weights
 from lightning_lowprec.private import torch as private
-from lightning_lowprec.private.fsdp2 import forget_gathered, gathered_parameters
+from lightning_lowprec.private.fsdp2 import gathered_parameters
 from lightning_lowprec.private.torch import local_tensor
 from lightning_lowprec.references import WeakList
 
@@ -92,34 +91,17 @@ class GatherScales:
         """By the module that FSDP2 names as the owner of a weight: all layers that read the weight."""
 
     def collect(self, model: nn.Module) -> None:
-        """Find the weights, and follow layers that change how they read them; call this after ``fully_shard``."""
+        """Find the weights; call this after ``fully_shard``."""
         weights = {id(wired.weight): wired.weight for wired in wired_weights(model)}
         self.weights = [weight for weight in weights.values() if isinstance(local_tensor(weight), Fp8GatherShard)]
-        listeners: dict[nn.Module, list[Callable[[], None]]] = {}
         for owner in [module for module in model.modules() if isinstance(module, FSDPModule)]:
             for record, layers in gathered_parameters(owner):
                 if isinstance(local_tensor(record.sharded_param), Fp8GatherShard):
                     self._readers[layers[0]] = WeakList(layers)
-                    change = partial(self._change_wire, weakref.ref(owner), weakref.ref(record))
-                    for layer in layers:
-                        listeners.setdefault(layer, []).append(change)
-        for layer, changes in listeners.items():
-            on_wire_change(layer, changes)
 
     def sends_values(self, module: nn.Module) -> bool:
-        """Return whether the weight of ``module`` is gathered in high precision now: a layer reads its values."""
+        """Return whether the weight of ``module`` is gathered in high precision: a layer reads its values."""
         return any(map(reads_values, self._readers.get(module, ())))
-
-    def _change_wire(self, owner: weakref.ref[Any], record: weakref.ref[Any]) -> None:
-        """Prepare a weight for gathers in another dtype, and have scales computed that were not needed before."""
-        module, parameter = owner(), record()
-        if module is None or parameter is None:
-            return
-        module.reshard()
-        forget_gathered(parameter)
-        shard: Any = local_tensor(parameter.sharded_param)
-        shard._kept = None
-        shard.note_written()
 
     @torch.no_grad()
     def refresh(self) -> None:

@@ -36,7 +36,7 @@ class ByteGather:
 
     @property
     def has_fp8(self) -> bool:
-        """Whether a weight of the group is gathered as codes now, and not in high precision (a phase, a demotion)."""
+        """Whether a weight of the group is gathered as codes, and not in high precision."""
         return self._has_fp8 and not (self._layers and all(map(reads_values, self._layers)))
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -3,8 +3,6 @@
 A layer whose weight can be gathered as codes has a ``wire_format``.
 """
 
-import weakref
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, final
 
@@ -45,23 +43,8 @@ class WireFormat(Protocol):
         """Give a tensor that ``whole`` returned earlier other codes."""
 
 
-_listeners: weakref.WeakKeyDictionary[nn.Module, Sequence[Callable[[], None]]] = weakref.WeakKeyDictionary()
-"""By layer: called when the layer reads its weights in another form."""
-
-
-def on_wire_change(layer: nn.Module, listeners: Sequence[Callable[[], None]]) -> None:
-    """Call ``listeners``, and no others, whenever ``layer`` begins to read codes, or values."""
-    _listeners[layer] = listeners
-
-
-def wire_changed(layer: nn.Module) -> None:
-    """Tell the listener that ``layer`` may read its weight in another form from now on."""
-    for listener in _listeners.get(layer, ()):
-        listener()
-
-
 def reads_values(layer: nn.Module) -> bool:
-    """Return whether ``layer`` reads its weight in high precision now, though the weight can be gathered in float8."""
+    """Return whether ``layer`` reads its weight in high precision, though the weight can be gathered in float8."""
     return bool(getattr(layer, "reads_values", False))
 
 

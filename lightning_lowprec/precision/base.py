@@ -35,7 +35,6 @@ from lightning_lowprec.precision import layer_calls, plain, refusals, set_up, st
 from lightning_lowprec.precision.host import Engine, callbacks_of, cast_floating, in_trainer, shown_as, trainer_of
 from lightning_lowprec.precision.loss_scale import LossScaler
 from lightning_lowprec.precision.options import BASE_DTYPES, Base, TrainingOptions
-from lightning_lowprec.precision.phases import ScheduledPhases
 from lightning_lowprec.private import either
 from lightning_lowprec.private.inductor import store_float8_right
 from lightning_lowprec.private.lightning import EitherPrecision
@@ -61,7 +60,6 @@ class LowPrecision(EitherPrecision, ABC):
     keeps_codes: bool = False  # whether weights become codes with scales (MS-AMP), which other precisions do not know
     keeps_float32_shards: bool = False  # whether FSDP2's float32 shards take the place of masters
     shards_codes: bool = False  # whether FSDP2 can shard these codes
-    phases: ScheduledPhases | None = None  # the option `schedule`: the phases that the layers follow
     engine: Engine | None = None
     """Runs backward passes and steps, and has the masters and the loss scale, in place of the plugin (DeepSpeed)."""
     reduce_dtype: torch.dtype | None = None
@@ -292,8 +290,6 @@ class LowPrecision(EitherPrecision, ABC):
     def forward_context(self) -> AbstractContextManager[Any]:
         """Return autocast on the module's device; casts are cached in Fabric, not in the Trainer, as in Lightning."""
         device = self._known_device()
-        if self.phases is not None:
-            self.phases.follow(self)
         if self.engine is not None:  # enters autocast itself
             return torch.autocast(device.type, enabled=False)
         half = self.masters is not None or self.modules.sharded is not None

@@ -1,11 +1,11 @@
-"""What the plugins with converted layers share: emulation, a plan or an error, compiled blocks, a schedule.
+"""What the plugins with converted layers share: emulation, a plan or an error, and compiled blocks.
 
 FP8 is slow without a compiler: casting and scaling are many small kernels, which only a compiler makes cheap.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal, TypedDict
+from typing import Final, Literal, TypedDict
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -21,8 +21,6 @@ from lightning_lowprec.hardware import architecture, default_device, describe, e
 from lightning_lowprec.numerics.tensor_cores import UNITS, Emulation
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.host import Engine
-from lightning_lowprec.precision.phases import ScheduledPhases
-from lightning_lowprec.precision.schedule import Schedule
 from lightning_lowprec.private.inductor import block_options
 from lightning_lowprec.private.lightning import is_compiled_whole
 from lightning_lowprec.private.torch_modules import compile_in_place, is_compiled
@@ -71,45 +69,6 @@ class Converting(LowPrecision):
         if isinstance(emulation, str):
             as_on = f", scales and sums as on {UNITS[emulation].title}"
         return f"FP8 is emulated on {describe(device)}: codes{as_on}; slow, for tests and for looking at the numerics"
-
-
-class Scheduled(Converting):
-    """Base of the plugins whose layers can change their precision during a run."""
-
-    def check_schedule(self, phases: Schedule) -> None:
-        """Raise ValueError for a schedule with a phase that the plugin cannot compute."""
-
-    def set_schedule(self, schedule: Sequence[Mapping[str, Any]] | None) -> None:
-        """Follow a schedule, as the option ``schedule`` does; call this before a module is set up."""
-        self.follow_schedule(None if schedule is None else Schedule.of(schedule))
-
-    def follow_schedule(self, checked: Schedule | None) -> None:
-        """Follow a schedule."""
-        if checked is None:
-            self.phases = None
-            return
-        if self.head == "fp8" and any(phase.in_bf16 for phase in checked.phases):
-            raise ValueError(
-                "`schedule` with `gemms` in bf16 is not valid with `head='fp8'`: the head would stay in FP8. Use"
-                " `head='chunked'` or `head='bf16'`."
-            )
-        self.check_schedule(checked)
-        self.phases = ScheduledPhases(checked)
-
-    def set_step(self, step: int, total: int | None = None) -> None:
-        """Fabric, with a ``schedule``: say before each optimizer step which step comes.
-
-        Args:
-            step: the number of optimizer steps so far, from 0.
-            total: the number of optimizer steps of the run, for a schedule with fractions.
-
-        Raises:
-            RuntimeError: there is no schedule, or the Trainer runs the plugin.
-            ValueError: a number is not valid, or ``total`` is missing.
-        """
-        if self.phases is None:
-            raise RuntimeError(f"`set_step` needs a schedule: `{type(self).__name__}(schedule=[...])`.")
-        self.phases.set_step(self, step, total)
 
 
 def kernel_refusal(recipe: RecipeKey, emulate: Emulation | None, device: torch.device, constructor: str) -> str | None:

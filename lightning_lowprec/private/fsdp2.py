@@ -84,13 +84,6 @@ def unreduced_gradient(record: Any) -> Tensor | None:
     return None if gathered is None else gathered.grad
 
 
-def forget_gathered(record: Any) -> None:
-    """Let the next gather of a sharded parameter allocate memory, because the parameter is sent in another dtype."""
-    record.all_gather_outputs = []
-    record._unsharded_inner_tensors = []
-    vars(record).pop("_unsharded_param", None)
-
-
 def classes_of(policy: Any) -> set[type[nn.Module]]:
     """Return the classes that a ``ModuleWrapPolicy`` of FSDP1 wraps."""
     classes: set[type[nn.Module]] = policy._module_classes

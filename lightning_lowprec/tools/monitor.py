@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from importlib.resources import files
 from typing import Any, Final, final
 
-from lightning_lowprec.callbacks.readings import FILE, TENSORS, Demotion, Reading, by_layer, read
+from lightning_lowprec.callbacks.readings import FILE, TENSORS, Limits, Reading, by_layer, read
 from lightning_lowprec.tools.output import dumps, format_table, working
 
 Samplings = Mapping[int, Sequence[Reading]]
@@ -35,7 +35,7 @@ class Worst:
 
 def run(args: Any) -> int:
     """Write the page and print the table, or with ``--keep`` the list alone."""
-    limits = Demotion(underflow=args.underflow, output_db=args.output_db, patience=args.patience)
+    limits = Limits(underflow=args.underflow, output_db=args.output_db, patience=args.patience)
     path = args.run / FILE if args.run.is_dir() else args.run
     if not path.is_file():
         raise ValueError(
@@ -65,7 +65,7 @@ def run(args: Any) -> int:
     return 0
 
 
-def worst(samplings: Samplings, limits: Demotion) -> list[Worst]:
+def worst(samplings: Samplings, limits: Limits) -> list[Worst]:
     """Return the layers of a run, those first that are beyond a limit for longest, then by signal to noise."""
     last: dict[str, list[Reading]] = {}
     beyond: dict[str, int] = {}

@@ -13,7 +13,7 @@ from typing import Any, Final, Literal
 
 from jsonargparse import ArgumentParser
 
-from lightning_lowprec.callbacks.readings import FILE, Demotion
+from lightning_lowprec.callbacks.readings import FILE, Limits
 from lightning_lowprec.conversion.options import LayerOptions, take
 from lightning_lowprec.gone import FLAGS, gone
 from lightning_lowprec.names import validate_name
@@ -160,7 +160,7 @@ def _monitor(parser: ArgumentParser) -> None:
     parser.add_argument("--keep", action="store_true", help="print `keep=[...]`: the layers beyond a limit; no page")
     parser.add_argument("--json", action="store_true", help="print JSON, with every layer; with --keep a list of names")
     parser.add_argument("--top", type=int, default=10, help="the number of layers in the table")
-    parser.add_class_arguments(Demotion, as_group=False)
+    parser.add_class_arguments(Limits, as_group=False)
 
 
 def _export(parser: ArgumentParser) -> None:

@@ -81,9 +81,7 @@ BACKEND: Final = Backend(
     distribution="torchao",
     layers_from=("lightning_lowprec.torchao.",),
     revert=later(".torchao.hooks:revert"),
-    reconfigure=later(".torchao.hooks:reconfigure"),
     cuts=later(".torchao.hooks:cuts"),
-    set_phase=later(".torchao.hooks:set_phase"),
     numerics=later(".torchao.hooks:numerics_of"),
     weight_roundings=later(".torchao.hooks:weight_roundings"),
 )

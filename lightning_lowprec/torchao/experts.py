@@ -30,7 +30,7 @@ from lightning_lowprec.conversion.experts import (
     take_experts,
 )
 from lightning_lowprec.conversion.plain_first import PlainFirst
-from lightning_lowprec.conversion.recipe_map import GEMMS, NO_GEMM, Gemm, InBF16, LayerRecipe
+from lightning_lowprec.conversion.recipe_map import GEMMS, NO_GEMM, Gemm, InBF16
 from lightning_lowprec.numerics.grouped_fp8 import encode_columns, encode_rows, encode_weight, encode_whole, product
 from lightning_lowprec.numerics.groups import Groups
 from lightning_lowprec.numerics.weight_rounding import BLOCK
@@ -52,9 +52,7 @@ class FP8Experts(PlainFirst, RoutedExperts):
     settings: dict[str, LayerSettings]
     """By the name of a Parameter whose products run in FP8; those of others run in the dtype of autocast."""
     in_bf16: dict[str, tuple[Gemm, ...]]
-    """The products of these Parameters in high precision now, of recipe and phase together."""
-    phase_gemms: InBF16
-    """The products that the phase of a schedule computes in high precision."""
+    """The products of these Parameters in high precision."""
     fp8_eval: bool
     saves_weight_codes: bool
     """Whether the backward may read the codes of a weight that the forward made."""
@@ -113,18 +111,6 @@ class FP8Experts(PlainFirst, RoutedExperts):
         """Whether a product reads a weight in high precision now."""
         return any({"forward", "grad_input"} & set(gemms) for gemms in self.in_bf16.values())
 
-    # ---- other precisions for the same layer
-
-    def reconfigure(self, recipe: LayerRecipe) -> None:
-        """Give all Parameters another recipe; ``recipe.name`` is None for the recipe that each has."""
-        changed = {name: settings.changed(recipe) for name, settings in self.settings.items()}
-        self.settings = changed
-        self.update()
-
-    def update(self) -> None:
-        """Bring ``in_bf16`` up to date after a change of ``settings`` or ``phase_gemms``."""
-        self.in_bf16 = {name: high_of(settings, self.phase_gemms) for name, settings in self.settings.items()}
-
 
 def check_fast_accum(settings: LayerSettings) -> None:
     """Raise ValueError for a forward without fast accumulation: kernels for grouped products have it."""
@@ -142,10 +128,10 @@ def format_of(products: Products) -> Scaled | Block:
     return products.forward
 
 
-def high_of(settings: LayerSettings, phase: InBF16 = NO_GEMM) -> tuple[Gemm, ...]:
-    """Return the products that run in high precision in a phase."""
+def high_of(settings: LayerSettings) -> tuple[Gemm, ...]:
+    """Return the products that run in high precision."""
     of_recipe: InBF16 = frozenset({"grad_weight"}) if settings.products.grad_weight is None else NO_GEMM
-    return tuple(sorted(settings.in_bf16 | phase | of_recipe))
+    return tuple(sorted(settings.in_bf16 | of_recipe))
 
 
 def convert(
@@ -159,9 +145,9 @@ def convert(
         check_fast_accum(settings)
     for fqn, by_name in by_module.items():
         experts: Any = model.get_submodule(fqn)
-        options = {"fp8_eval": fp8_eval, "saves_weight_codes": True, "phase_gemms": NO_GEMM}
-        take_experts(experts, FP8Experts, {"settings": by_name, "in_bf16": {}, **options})
-        experts.update()
+        in_bf16 = {name: high_of(settings) for name, settings in by_name.items()}
+        options = {"fp8_eval": fp8_eval, "saves_weight_codes": True}
+        take_experts(experts, FP8Experts, {"settings": by_name, "in_bf16": in_bf16, **options})
 
 
 def fp8_experts(model: nn.Module) -> list[FP8Experts]:

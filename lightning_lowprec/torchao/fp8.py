@@ -17,7 +17,6 @@ from lightning_lowprec.conversion.options import shows
 from lightning_lowprec.conversion.plan import Plan
 from lightning_lowprec.conversion.recipe_map import GemmChoices
 from lightning_lowprec.hardware import emulation_refusal, refusal
-from lightning_lowprec.precision.schedule import Schedule
 from lightning_lowprec.products.formats import FORMATS
 from lightning_lowprec.runs_where import RecipeKey
 from lightning_lowprec.torchao.backend import FastAccum, FP8Format, Recipe
@@ -136,12 +135,6 @@ class FP8TorchAO(TorchAO):
                 f"`fp8_format='hybrid'` is not valid with `recipe={self.kinds[0]!r}`, which uses e4m3 everywhere; use"
                 " `fp8_format='e4m3'` or `recipe='tensorwise'`."
             )
-
-    @override
-    def check_schedule(self, phases: Schedule) -> None:
-        """Refuse a product as FP8 that the recipe computes in bf16."""
-        if "rowwise_with_gw_hp" in self.kinds:
-            phases.check_fp8(frozenset({"grad_weight"}), "recipe='rowwise_with_gw_hp'")
 
     @override
     def hardware_of(self, kind: str) -> RecipeKey | None:

@@ -1,13 +1,6 @@
-"""What the rest of the package asks of torchao's layers: how they round, and to change their recipe during a run.
+"""What the rest of the package asks of torchao's layers: how they round.
 
-    recipe of the layer   settings      written by `reconfigure` (the plan, a demotion)
-    phase of a schedule   phase_gemms   written by `set_phase`
-                               |
-                               v  a product in bf16 in one of the two runs in bf16
-    the layer             products      read by the forward; a compiler guards it
-
-Parameters, optimizer, hooks and compiled modules stay. FSDP2 follows: a weight that a product reads in bf16 is
-gathered in bf16. All ranks must switch a layer before the same forward. Importing this module imports torchao.
+Importing this module imports torchao.
 """
 
 from collections.abc import Mapping
@@ -16,12 +9,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_lowprec.conversion.matmuls import is_conv1d
-from lightning_lowprec.conversion.recipe_map import InBF16, LayerRecipe
 from lightning_lowprec.numerics.casts import EVALUATES, HIGH, Cast, LayerNumerics
 from lightning_lowprec.numerics.formats import E4M3
 from lightning_lowprec.numerics.one_pass import compiled_on_cuda
 from lightning_lowprec.numerics.weight_rounding import ScalePer, WeightRounding
-from lightning_lowprec.numerics.wire_format import wire_changed
 from lightning_lowprec.products.coded_weight import CodedWeight
 from lightning_lowprec.products.scaled import Coding, Scaled
 from lightning_lowprec.torchao import experts, linear
@@ -38,21 +29,6 @@ def revert(model: nn.Module) -> None:
 def cuts(layer: nn.Module) -> bool:
     """Return whether a layer computes with DTensors: torchao's ``Float8Linear`` knows its format."""
     return not isinstance(layer, CodedLayer) or layer.settings.config is not None
-
-
-def set_phase(layer: nn.Module, gemms: InBF16) -> None:
-    """Compute these products of a layer in high precision, beside those of the layer's recipe."""
-    assert isinstance(layer, (FP8Experts, CodedLayer))
-    layer.phase_gemms = gemms
-    layer.update()
-    wire_changed(layer)
-
-
-def reconfigure(layer: nn.Module, recipe: LayerRecipe) -> None:
-    """Give a layer another recipe, between two optimizer steps; without a name, the layer's own recipe stays."""
-    assert isinstance(layer, (FP8Experts, CodedLayer))
-    layer.reconfigure(recipe)
-    wire_changed(layer)
 
 
 # ---- how tensors are rounded, for the monitor

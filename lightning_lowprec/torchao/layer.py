@@ -1,10 +1,10 @@
 """A layer that does a Linear's work with products on codes, in any format that torchao trains in.
 
-The way of computing is decided where it changes, at conversion, at a phase of a schedule or at another recipe, and is
-``products`` then; the forward reads it. Any batch runs: :mod:`lightning_lowprec.products.linear` pads the tokens. The
-features fit the kernels by the plan, or with ``pad_inner_dim`` zeros are appended to input and weight here. (torchao's
-own ``pad_inner_dim`` pads the inner dimension of each product alone. Each of K and N is an outer dimension of another
-product, where the kernels need multiples of 16 too.)
+The way of computing is decided at conversion, and is ``products`` then; the forward reads it. Any batch runs:
+:mod:`lightning_lowprec.products.linear` pads the tokens. The features fit the kernels by the plan, or with
+``pad_inner_dim`` zeros are appended to input and weight here. (torchao's own ``pad_inner_dim`` pads the inner dimension
+of each product alone. Each of K and N is an outer dimension of another product, where the kernels need multiples of 16
+too.)
 
 Importing this module imports torchao (about 3 s).
 """
@@ -21,7 +21,7 @@ from lightning_lowprec.conversion import layer_runs
 from lightning_lowprec.conversion.declared import is_declared
 from lightning_lowprec.conversion.matmuls import is_conv1d
 from lightning_lowprec.conversion.plain_first import PlainFirst
-from lightning_lowprec.conversion.recipe_map import Gemm, InBF16, LayerRecipe
+from lightning_lowprec.conversion.recipe_map import Gemm
 from lightning_lowprec.private.torch import are_transforms_active
 from lightning_lowprec.products.arithmetic import Products, serves
 from lightning_lowprec.products.linear import linear
@@ -46,10 +46,8 @@ class CodedLayer(PlainFirst):
     """The recipe of the layer."""
     saves_weight_codes: bool
     """Whether the backward may read the codes of the weight that the forward made: not if the weight is freed."""
-    phase_gemms: InBF16
-    """The products that the phase of a schedule computes in high precision."""
     in_bf16: tuple[Gemm, ...]
-    """The products in high precision, of recipe and phase together."""
+    """The products in high precision."""
     products: Products | None
     """How the layer computes now; None: all products are in high precision. A compiler guards it."""
 
@@ -101,18 +99,9 @@ class CodedLayer(PlainFirst):
         if self.training or self.fp8_eval:
             check_call(type(self).__name__)
 
-    # ---- what changes during a run; a compiled module that holds the layer stays
-
-    def reconfigure(self, recipe: LayerRecipe) -> None:
-        """Take another recipe; without a name, keep the layer's own."""
-        self.settings = self.settings.changed(recipe)
-        if self.settings.config is not None:
-            vars(self)["config"] = self.settings.config  # which torchao's own code reads
-        self.update()
-
     def update(self) -> None:
-        """Bring ``products`` up to date after a change of ``settings``, ``phase_gemms`` or ``saves_weight_codes``."""
-        self.in_bf16 = tuple(sorted(self.settings.in_bf16 | self.phase_gemms))
+        """Bring ``products`` up to date after a change of ``saves_weight_codes``."""
+        self.in_bf16 = tuple(sorted(self.settings.in_bf16))
         of_recipe = self.settings.products
         self.products = replace(
             of_recipe,

@@ -12,7 +12,6 @@ from torchao.float8.float8_linear import Float8Linear
 
 from lightning_lowprec.conversion import in_place
 from lightning_lowprec.conversion.matmuls import is_conv1d, sizes_of_conv1d
-from lightning_lowprec.conversion.recipe_map import NO_GEMM
 from lightning_lowprec.conversion.selection import FEATURE_ALIGNMENT
 from lightning_lowprec.torchao.experts import fp8_experts
 from lightning_lowprec.torchao.layer import CodedLayer
@@ -59,7 +58,6 @@ def convert(
             "fp8_eval": fp8_eval,
             "settings": settings,
             "saves_weight_codes": True,
-            "phase_gemms": NO_GEMM,
             "in_bf16": (),
             "products": None,
         }

@@ -1,4 +1,4 @@
-"""The base of the plugins of torchao's formats: a plan, layers whose products run on codes, compilation, a schedule.
+"""The base of the plugins of torchao's formats: a plan, layers whose products run on codes, and compilation.
 
 The plugins are in `fp8.py` and `int8.py`: options and names. The rows of `products/formats.py` say the rest.
 """
@@ -23,7 +23,7 @@ from lightning_lowprec.conversion.recipe_map import GemmChoices, LayerRecipe, Re
 from lightning_lowprec.extras import import_refusal, require
 from lightning_lowprec.hardware import describe
 from lightning_lowprec.precision import fp8
-from lightning_lowprec.precision.fp8 import BlockChoices, BlockOptions, Scheduled
+from lightning_lowprec.precision.fp8 import BlockChoices, BlockOptions, Converting
 from lightning_lowprec.precision.host import Engine
 from lightning_lowprec.precision.options import (
     EmulationChoices,
@@ -34,7 +34,6 @@ from lightning_lowprec.precision.options import (
     TrainingChoices,
     TrainingOptions,
 )
-from lightning_lowprec.precision.schedule import ScheduleChoices, ScheduleOptions
 from lightning_lowprec.precision.state import BACKEND_STATE
 from lightning_lowprec.private.torchao import prototype_refusal
 from lightning_lowprec.products.arithmetic import Arithmetic
@@ -54,7 +53,7 @@ ProductsPerLayer = Annotated[
     Mapping[str, Literal["int8", "bf16", "fp32"] | GemmChoices], Rule("a mapping of patterns of fqns to recipes")
 ]
 EXPERTS_IN_BF16: Final = "stacked experts (experts='bf16')"
-SHARED: Final = (LayerOptions, FP8Options, BlockOptions, TrainingOptions, MasterOptions, ScheduleOptions)
+SHARED: Final = (LayerOptions, FP8Options, BlockOptions, TrainingOptions, MasterOptions)
 """The options of every plugin of torchao's formats."""
 
 
@@ -65,13 +64,12 @@ class SharedChoices(
     BlockChoices,
     TrainingChoices,
     MasterChoices,
-    ScheduleChoices,
     total=False,
 ):
     """The same, for type checkers."""
 
 
-class TorchAO(Scheduled):
+class TorchAO(Converting):
     """Base of the plugins: no state, and no codes between steps.
 
     ``recipe`` is what the user wrote: one of ``names``, or recipes per layer, the first of ``names`` unless they say
@@ -101,7 +99,6 @@ class TorchAO(Scheduled):
         self.emulate = running.emulation if any(spec.emulates for spec in self.specs) else False
         self.compile = take(BlockOptions, options).compile
         self.layers = take(LayerOptions, options)
-        self.set_schedule(take(ScheduleOptions, options).schedule)
 
     @property
     def suffix(self) -> str:
@@ -186,16 +183,13 @@ class TorchAO(Scheduled):
 
     @override
     def sharded_identity(self) -> tuple[Any, ...]:
-        schedule = None if self.phases is None else self.phases.schedule
         own = (getattr(self, name) for name in self.own)
-        return self.precision, self.recipes, self.layers, self.fp8_eval, self.emulate, schedule, *own
+        return self.precision, self.recipes, self.layers, self.fp8_eval, self.emulate, *own
 
     @override
     def _prepare(self, module: Module, device: torch.device) -> None:
         from lightning_lowprec.torchao import experts, hooks, linear
 
-        if self.phases is not None:
-            self.phases.forget()
         hooks.revert(module)  # fit, then test, makes the same plan again
         plan = fp8.plan_or_raise(
             module,

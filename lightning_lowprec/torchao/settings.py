@@ -35,20 +35,6 @@ class LayerSettings:
     """The products that the user wants in high precision instead."""
     config: Float8LinearConfig | None = None
     """torchao's configuration of the same products; None: torchao's ``Float8Linear`` has no such format."""
-    others: Settings
-    """The recipes that the layer may take."""
-
-    def changed(self, recipe: LayerRecipe) -> LayerSettings:
-        """Return the settings with another recipe; without a name, the layer's own recipe stays."""
-        if recipe.name is None:
-            return replace(self, in_bf16=recipe.in_bf16)
-        changed = None if self.config is None and recipe.name != self.name else self.others.of(recipe)
-        if changed is None or (changed.config is None and recipe.name != self.name):
-            raise ValueError(
-                f"`recipe={recipe.name!r}` is not possible for a layer of {self.name!r}, whose arithmetic stays for the"
-                f" whole run; expected {self.name!r}, 'bf16', or a mapping such as {{'forward': 'bf16'}}."
-            )
-        return changed
 
     @property
     def mm_config(self) -> Any:
@@ -94,9 +80,9 @@ class Settings:
 
     def of(self, recipe: LayerRecipe) -> LayerSettings:
         """Return the settings of a layer; raise ValueError for a recipe that the plugin does not have."""
-        if (by := self.arithmetics.get(recipe.name or "")) is not None:
+        if (by := self.arithmetics.get(recipe.name)) is not None:
             products = Products(forward=by, grad_input=by, grad_weight=by, saves_weight=True)
-            return LayerSettings(name=recipe.name or "", products=products, in_bf16=recipe.in_bf16, others=self)
+            return LayerSettings(name=recipe.name, products=products, in_bf16=recipe.in_bf16)
         if recipe.name not in get_args(Published):
             expected = ", ".join(map(repr, (*get_args(Published), *self.arithmetics)))
             raise ValueError(
@@ -120,7 +106,7 @@ class Settings:
             products_of(config, self.emulate),
             saves_weight=self.saves_weight_codes and one_scale,
         )
-        return LayerSettings(name=name, products=products, in_bf16=recipe.in_bf16, config=config, others=self)
+        return LayerSettings(name=name, products=products, in_bf16=recipe.in_bf16, config=config)
 
 
 def products_of(config: Float8LinearConfig, emulate: Emulation) -> Products:

@@ -82,8 +82,8 @@ def check_coded_input(input: Tensor, *, in_fp8: bool, one_scale: bool) -> None:
     got = f"An FP8 layer got an input of shape {tuple(input.shape)} that is float8 codes with one scale"
     if not in_fp8:
         raise RuntimeError(
-            f"{got}, and computes in high precision now. Use `FP8TorchAO(fp8_eval=True)`, no phases in bf16, or torch's"
-            f" own styles in place of {STYLES}."
+            f"{got}, and computes in high precision now. Use `FP8TorchAO(fp8_eval=True)`, or torch's own"
+            f" styles in place of {STYLES}."
         )
     raise RuntimeError(
         f"{got}, and the recipe of the layer has a scale per row. Use `FP8TorchAO(recipe='tensorwise')`, or torch's"

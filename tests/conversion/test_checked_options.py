@@ -99,7 +99,6 @@ TORCHAO = [
     ("weight_codes", "per_epoch", "one of: auto, per_forward, per_gemm"),
     ("experts", "on", "one of: auto, fp8, bf16"),
     ("pad_inner_dim", "yes", TRUE_OR_FALSE),
-    ("schedule", "warmup", "None or a list of phases"),
 ]
 TE = [
     ("fp8_format", "e5m2", "one of: None, hybrid, e4m3"),

@@ -10,8 +10,7 @@ from torch import distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 from lightning_lowprec import FabricFSDP2Strategy, FP8TorchAO, plain
-from lightning_lowprec.callbacks import Demotion, NumericsMonitor
-from lightning_lowprec.conversion import backends
+from lightning_lowprec.callbacks import NumericsMonitor
 from lightning_lowprec.fsdp2.strategy import _sharded
 from tests.fsdp2.models import Block, LlamaBlock, Net, batch, full, loss_of
 from tests.fsdp2.ranks import run
@@ -279,31 +278,6 @@ def _monitored(precision, rank, watch):
     return full(net), readings, weight, largest.item(), 10 * (powers[0] / powers[1]).log10().item()
 
 
-def demoted(rank):
-    """One layer's input is bad on rank 0 alone: by a monitor, and switched by hand on both ranks."""
-    return _demoted(rank, by_hand=False), _demoted(rank, by_hand=True)
-
-
-def _demoted(rank, by_hand):
-    fabric = fabric_for()
-    net = Net()
-    up = net.blocks[0].up
-    with torch.no_grad():
-        up.weight[:, 0] = 0
-    if rank == 0:  # a large value in each row: all others become 0, with one scale and with a scale per row
-        up.register_forward_pre_hook(lambda _, args: args[0].index_fill(-1, torch.tensor([0]), 1e6))
-    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=1e-6))
-    monitor = NumericsMonitor(every=1, rows=1.0, demote=None if by_hand else Demotion(patience=2))
-    for number in range(6):
-        if by_hand and number == 2:
-            backends.reconfigure(up, "bf16")
-        if not by_hand:
-            monitor.step(model, number)
-        step(fabric, model, optimizer, number, rank)
-    monitor.finish()
-    return full(net), None if by_hand else monitor.demoter.demoted
-
-
 def plain_of_shards(rank):
     """`plain` of a sharded model raises; the way out that the message names gives a whole model its weights."""
     found = {}
@@ -327,7 +301,7 @@ def plain_of_shards(rank):
 def worker(rank):
     parts = (
         optimizers, evaluation, scale_reductions, skipping, loading, variants, without_bias, llama_bytes, origins,
-        monitored, demoted, plain_of_shards,
+        monitored, plain_of_shards,
     )  # fmt: skip
     return {part.__name__: part(rank) for part in parts}
 
@@ -431,14 +405,6 @@ def test_a_monitor_reads_the_whole_weight_from_shards(results, precision):
     assert lost.any() or precision == "msamp-o3"  # whose codes under FSDP2 are the values
     if precision != "msamp-o3":
         assert of["weight"].output_db == pytest.approx(output_db, abs=0.01)
-
-
-def test_ranks_demote_a_layer_together_and_as_by_hand(results):
-    (weights, demoted), (by_hand, _) = results[0]["demoted"]
-    (others, demoted_there), _ = results[1]["demoted"]
-    assert demoted == demoted_there == {"blocks.0.up": "bf16"}
-    assert same(weights, by_hand)
-    assert same(weights, others)
 
 
 @pytest.mark.parametrize("precision", ["fp8-hybrid", "msamp-o3"])

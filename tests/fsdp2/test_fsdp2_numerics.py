@@ -158,7 +158,7 @@ def step_counts(step):
     return sent, ops.bytes, Counter(event.name for event in seen.events() if event.name in WRITING)
 
 
-PHASES = ((), ("forward", "grad_input", "grad_weight"), ("forward",), ("grad_weight",), ())
+IN_BF16 = ((), ("forward",), ("grad_weight",))
 """The products in bf16."""
 
 
@@ -173,31 +173,19 @@ def segment(model, rank, steps):
     return full(model)
 
 
-def phases(rank, mesh, conv1d=False):
-    """One sharded model whose layers are switched in place, and for each phase a fresh model that is never switched."""
-    from lightning_lowprec.torchao.hooks import set_phase
-    from lightning_lowprec.torchao.linear import coded_layers
-
-    policy, found = {"param_dtype": torch.bfloat16}, []
-    model, made = sharded(mesh, True, model=converted(conv1d), **policy)
-    weights = full(model)
-    for number, gemms in enumerate(PHASES):
-        plain = with_conv1d(Net()) if conv1d else Net()
-        fresh = converted(conv1d) if gemms != PHASES[1] else plain
-        fresh.load_state_dict(weights)
-        if gemms in PHASES[2:4]:  # gathered as these products need it, from the beginning
-            for layer in coded_layers(fresh):
-                set_phase(layer, frozenset(gemms))
-        alone, _ = sharded(mesh, gemms != PHASES[1], model=fresh, **policy)
-        for layer in coded_layers(model):
-            set_phase(layer, frozenset(gemms))
-        for gather in made.traffic.gathers.values():
-            gather.calls.clear()
-        steps = range(2 * number, 2 * number + 2)
-        weights = segment(model, rank, steps)
-        reference = segment(alone, rank, steps)
-        kept = [weight._local_tensor._kept is not None for weight in made.scales.weights]
-        found.append((weights, reference, dict(made.traffic.gathers["blocks.0"].calls), kept))
+def recipes(rank, mesh, conv1d=False):
+    """By products in bf16: weights of models whose gather was asked to send codes, and values; and what was sent."""
+    found = {}
+    for gemms in IN_BF16:
+        runs = []
+        for fp8_all_gather in (True, False):
+            model = converted(conv1d, recipe={"*": dict.fromkeys(gemms, "bf16") or "tensorwise"})
+            alone, made = sharded(mesh, fp8_all_gather, param_dtype=torch.bfloat16, model=model)
+            runs.append(segment(alone, rank, range(2)))
+            if fp8_all_gather:
+                kept = [weight._local_tensor._kept is not None for weight in made.scales.weights]
+                sent = dict(made.traffic.gathers["blocks.0"].calls)
+        found[gemms] = *runs, sent, kept
     return found
 
 
@@ -209,7 +197,7 @@ def worker(rank):
         "runs": runs(rank, mesh),
         "counted": counted_steps(rank, mesh),
         "conv1d": conv1d_runs(rank, mesh),
-        "phases": {kind: phases(rank, mesh, conv1d=kind == "Conv1D") for kind in ("Linear", "Conv1D")},
+        "recipes": {kind: recipes(rank, mesh, conv1d=kind == "Conv1D") for kind in ("Linear", "Conv1D")},
     }
 
 
@@ -259,15 +247,11 @@ def test_a_step_makes_the_collectives_and_ops_of_the_hand_written_loop(results):
 
 
 @pytest.mark.parametrize("kind", ["Linear", "Conv1D"])
-def test_layers_that_are_switched_in_place_compute_as_layers_that_were_never_switched(results, kind):
-    """And their weights are gathered as the products need them: a product in bf16 reads a weight that came in bf16."""
-    codes, values = {torch.uint8: 4}, {torch.bfloat16: 4}  # two steps, forward and backward
-    sent = [codes, values, values, codes, codes]
-    last = None
-    for phase, (switched, fresh, calls, kept) in enumerate(results[0]["phases"][kind]):
-        assert all(torch.equal(switched[name], fresh[name]) for name in switched), phase
-        assert calls == sent[phase], phase
-        assert all(kept) if sent[phase] is codes else not any(kept)
-        last = switched if last is None else last
-    assert not torch.equal(last["blocks.0.up.weight"], switched["blocks.0.up.weight"])
-    assert all(torch.equal(switched[name], results[1]["phases"][kind][-1][0][name]) for name in switched), "ranks agree"
+def test_a_weight_is_gathered_as_the_products_of_its_recipe_read_it(results, kind):
+    """A forward in bf16 reads a weight that came in bf16, also where codes were asked for."""
+    for gemms, (asked, values, sent, kept) in results[0]["recipes"][kind].items():
+        codes = "forward" not in gemms
+        assert sent == {torch.uint8 if codes else torch.bfloat16: 4}, "two steps, forward and backward"
+        assert all(kept) if codes else not any(kept)
+        assert codes or all(torch.equal(asked[name], values[name]) for name in asked), gemms
+        assert all(torch.equal(asked[name], results[1]["recipes"][kind][gemms][0][name]) for name in asked)

@@ -5,7 +5,6 @@ import logging
 import tempfile
 import warnings
 
-import lightning as L
 import pytest
 import torch
 
@@ -196,37 +195,6 @@ def compiled(rank):
     return results
 
 
-SCHEDULE = [{"until": 2, "gemms": "bf16"}, {"until": 0.75}, {"gemms": {"forward": "bf16"}}]
-
-
-class SavesAt(L.Callback):
-    def __init__(self, folder, steps):
-        self.folder, self.steps = folder, steps
-
-    def on_train_epoch_end(self, trainer, *args):
-        if trainer.global_step in self.steps:
-            trainer.save_checkpoint(f"{self.folder}/{trainer.global_step}.ckpt")
-
-
-def scheduled(rank):
-    """Eight steps, one per epoch, in phases; resumed at a boundary and within a phase."""
-    from lightning_lowprec.callbacks import PrecisionSchedule
-
-    def weights(precision, schedule=None, callbacks=(), ckpt_path=None):
-        model, chosen = Module(), [*callbacks, *([PrecisionSchedule(schedule)] if schedule else [])]
-        options = {"max_epochs": 8, "limit_train_batches": 1, "limit_val_batches": 0}
-        trainer_for(precision, callbacks=chosen, **options).fit(model, loader(), ckpt_path=ckpt_path)
-        return full(model.net), {d for g in wire(model).gathers.values() for d in g.sent}
-
-    folder = [tempfile.mkdtemp() if rank == 0 else None]
-    torch.distributed.broadcast_object_list(folder)
-    found = {"bf16-mixed": weights("bf16-mixed"), "bf16": weights("fp8-hybrid", [{"gemms": "bf16"}])}
-    found["whole"] = weights("fp8-hybrid", SCHEDULE, [SavesAt(folder[0], (2, 4, 7))])
-    for step in (2, 4, 7):
-        found[step] = weights("fp8-hybrid", SCHEDULE, ckpt_path=f"{folder[0]}/{step}.ckpt")
-    return found
-
-
 def manual(rank):
     return {
         case: fitted(case[0], Manual(case[2]), case[1], limit_val_batches=0)[0].losses
@@ -282,7 +250,7 @@ def without_optimizer(rank):
 def worker(rank):
     warnings.simplefilter("ignore")
     parts = (every_precision, places, by_hand, again, accumulated, inference, compiled, manual)
-    parts += (from_half, without_optimizer, scheduled)
+    parts += (from_half, without_optimizer)
     return {part.__name__: part(rank) for part in parts}
 
 
@@ -357,17 +325,6 @@ def test_compiled_and_recomputed(results, way):
     assert gathered == runs["eager"][1]
     assert (graphs > 0, breaks) == (True, {})
     assert runs["eager"][2] == 0
-
-
-def test_a_schedule_gathers_as_its_phase_computes_and_resumes_exactly(results):
-    found = results[0]["scheduled"]
-    assert same(found["bf16"][0], found["bf16-mixed"][0])
-    assert found["bf16"][1] == found["bf16-mixed"][1] == {torch.bfloat16}
-    assert found["whole"][1] == {torch.bfloat16, torch.uint8}
-    assert not same(found["whole"][0], found["bf16"][0])
-    for step in (2, 4, 7):
-        assert same(found[step][0], found["whole"][0]), step
-    assert found[7][1] == {torch.bfloat16}
 
 
 def test_manual_optimization(results):

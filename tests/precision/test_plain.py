@@ -19,7 +19,6 @@ BY_LIGHTNING, BY_TORCH = {"_hparams"}, {"_dynamo_static_input_type"}
 PLUGINS = {
     "torchao": FP8TorchAO,
     "torchao-recipes": lambda: FP8TorchAO(recipe={"first": "rowwise", "*": "tensorwise"}),
-    "torchao-schedule": lambda: FP8TorchAO(schedule=[{"until": 1, "gemms": "bf16"}, {"gemms": {"forward": "bf16"}}]),
     "torchao-master": lambda: FP8TorchAO(master_weights=True),
     "msamp-o1": lambda: MSAMP("O1"),
     "msamp-o2": lambda: MSAMP("O2"),

@@ -19,7 +19,7 @@ from lightning_lowprec import (
     HalfMixed,
     Int8TorchAO,
 )
-from lightning_lowprec.callbacks import Demotion, NumericsMonitor
+from lightning_lowprec.callbacks import NumericsMonitor
 from lightning_lowprec.fsdp2.fabric import FabricFSDP2Strategy
 from lightning_lowprec.tools.demo import ByteGPT, StdlibText
 from lightning_lowprec.tools.planning.fits import fits
@@ -34,7 +34,7 @@ PLUGINS = (
     HalfMixed,
     Int8TorchAO,
 )
-OURS: dict[str, Any] = {cls.__name__: cls for cls in (*PLUGINS, Demotion, NumericsMonitor, fits, load)}
+OURS: dict[str, Any] = {cls.__name__: cls for cls in (*PLUGINS, NumericsMonitor, fits, load)}
 
 READ = {
     "deepspeed-1": "tests/deepspeed/test_zero_runs.py",
@@ -96,8 +96,8 @@ def surroundings(name: str) -> dict[str, Any]:
     }
 
 
-def _in_fabric(**options: Any) -> dict[str, Any]:
-    fabric = L.Fabric(accelerator="cpu", plugins=FP8TorchAO(keep=["embedding"], **options))
+def _in_fabric() -> dict[str, Any]:
+    fabric = L.Fabric(accelerator="cpu", plugins=FP8TorchAO(keep=["embedding"]))
     model = Model()
     model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters()))
     return {"fabric": fabric, "model": model, "optimizer": optimizer}
@@ -105,10 +105,6 @@ def _in_fabric(**options: Any) -> dict[str, Any]:
 
 def _not_set_up() -> dict[str, Any]:
     return {"fabric": L.Fabric(accelerator="cpu")}
-
-
-def _with_schedule() -> dict[str, Any]:
-    return _in_fabric(schedule=[{"until": 0.5, "gemms": "bf16"}, {}])
 
 
 def _with_ddp() -> dict[str, Any]:
@@ -134,7 +130,6 @@ EXTRA: dict[str, Callable[[], dict[str, Any]]] = {
     "head-and-loss-2": _with_a_head,
     "many-machines-1": _with_ddp,
     "monitor-2": _in_fabric,
-    "torchao-6": _with_schedule,
 }
 """What single blocks find beside that."""
 

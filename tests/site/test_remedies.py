@@ -32,7 +32,6 @@ from lightning_lowprec import FP8TE, FP8TorchAO, callbacks, losses
 from lightning_lowprec.conversion.backends import Backend
 from lightning_lowprec.extras import INSTALL
 from lightning_lowprec.precision.loss_scale import LossScale
-from lightning_lowprec.precision.schedule import Phase
 from lightning_lowprec.tools import cli
 from tests.site.commands import CHECKS, check_line
 from tools.site.messages import GAP, PACKAGE, messages
@@ -59,7 +58,7 @@ SPACE: dict[str, Any] = {
     "requires_grad_": nn.Module.requires_grad_,
     "reset_parameters": nn.Linear.reset_parameters, "plugin": FP8TorchAO, "AORecipeKwargs": AORecipeKwargs,
     "fabric": L.Fabric(accelerator="cpu", plugins=FP8TorchAO()),
-    "trainer": SimpleNamespace(precision_plugin=FP8TorchAO()),
+    "trainer": SimpleNamespace(precision_plugin=FP8TorchAO(), fit=L.Trainer.fit),
 }  # fmt: skip
 FILL = {
     "floor": "1.0", "gradient_clip_val": "1.0", "growth_interval": "10",
@@ -70,8 +69,8 @@ FILL = {
 }  # fmt: skip
 """What ``...`` stands for, by the name of the option."""
 OWNERS = [
-    *filter(callable, PUBLIC.values()), *(getattr(callbacks, name) for name in callbacks.__all__), LossScale, Phase,
-    Backend, losses.linear_cross_entropy, FP8TorchAO.set_step, L.Trainer,
+    *filter(callable, PUBLIC.values()), *(getattr(callbacks, name) for name in callbacks.__all__), LossScale,
+    Backend, losses.linear_cross_entropy, L.Trainer,
     L.Trainer.save_checkpoint, L.Fabric, L.Fabric.save, L.Fabric.clip_gradients, ModelCheckpoint, DDPStrategy,
     FSDPStrategy, DeepSpeedStrategy, nn.Module.load_state_dict, nn.Embedding, torch.autograd.grad, checkpoint,
     torch.distributed.all_reduce, LlamaForCausalLM.forward,
@@ -79,7 +78,7 @@ OWNERS = [
 """Ours first, then what the options of other packages in the messages belong to."""
 ELSEWHERE = {
     "backend", "experts_implementation", "peft_type",
-    "safe_merge", "schedule", "fp8_recipe", "grad_reduce_in_fp32", "gradient_clipping", "independent_parameters",
+    "safe_merge", "fp8_recipe", "grad_reduce_in_fp32", "gradient_clipping", "independent_parameters",
     "strict_loading", "log_graph",
 }  # fmt: skip
 """Options of configurations and classes without a signature, and values that a message refuses."""

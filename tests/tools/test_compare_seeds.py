@@ -1,4 +1,4 @@
-"""`lowprec compare --seeds`: paired differences, their intervals, and schedules."""
+"""`lowprec compare --seeds`: paired differences and their intervals."""
 
 import json
 import math
@@ -21,14 +21,13 @@ from tests.tools.comparing import compare
 # ---- a real run
 
 
-def test_seeds_are_compared_in_pairs_and_a_schedule_is_followed(tmp_path):
-    """In its first phase, all in bf16, fp8-hybrid computes what bf16-mixed computes, bit for bit, with each seed."""
+def test_seeds_are_compared_in_pairs(tmp_path):
     status, stdout, stderr = compare(
         [
             *("--precisions=bf16-mixed,fp8-hybrid", "--model-args", "{depth: 1, width: 16, heads: 1, block_size: 16}"),
             *("--data-args", '{"block_size": 16, "max_bytes": 20000}', "--accelerator=cpu"),
             *("--max-steps=24", "--val-every=12", "--val-batches=2", f"--out={tmp_path}", "--seed=3", "--seeds=2"),
-            *("--schedule", "[{until: 0.5, gemms: bf16}, {}]", "--max-loss-gap=1000", "--monitor"),
+            *("--max-loss-gap=1000", "--monitor"),
         ],
         tmp_path,
     )
@@ -39,8 +38,7 @@ def test_seeds_are_compared_in_pairs_and_a_schedule_is_followed(tmp_path):
     assert [*runs] == [(seed, name) for seed in (3, 4) for name in ("bf16-mixed", "fp8-hybrid")]
     for seed in (3, 4):
         baseline, fp8 = runs[seed, "bf16-mixed"], runs[seed, "fp8-hybrid"]
-        assert fp8[:12] == baseline[:12]
-        assert fp8[13:] != baseline[13:]
+        assert fp8 != baseline
         assert fp8 == pytest.approx(baseline, rel=0.01), "the same weights, the same data"
         assert baseline[0] == pytest.approx(math.log(256), abs=0.1)
         assert (tmp_path / f"fp8-hybrid-seed{seed}.log").is_file()
@@ -53,8 +51,6 @@ def test_seeds_are_compared_in_pairs_and_a_schedule_is_followed(tmp_path):
     assert f"{folder}." in stdout
     assert not (tmp_path / "monitor" / "bf16-mixed-seed4").exists(), "which converts nothing"
     page = (tmp_path / "report.md").read_text()
-    assert "The schedule was followed by fp8-hybrid; without it: bf16-mixed." in page
-    assert page.count("schedule over 24 steps") == 1, "the runs of both seeds say the same"
     assert "## Final val_loss of each seed" in page
 
 
@@ -225,12 +221,6 @@ def test_curves_have_bands_over_seeds():
     [
         (["--precisions=32-true,bf16-master", "--monitor"], "they convert no layers. Add an FP8 precision"),
         (["--seeds=0"], "`seeds=0` is not valid; expected an integer of at least 1"),
-        (["--schedule=[{until: 0.5, gemms: fp32}, {}]"], r"schedule[0]['gemms']"),
-        (["--schedule=[{until: 0.001, gemms: bf16}, {}]"], "a phase without a step in a run of 200 steps"),
-        (
-            ["--precisions=32-true,msamp-o2", "--schedule=[{until: 0.5, gemms: bf16}, {}]"],
-            "goes with none of `precisions=32-true,msamp-o2`: no layer there changes between FP8 and bf16. Add a name",
-        ),
     ],
 )
 def test_wrong_options(options, message, tmp_path, capsys):

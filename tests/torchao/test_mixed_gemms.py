@@ -8,10 +8,8 @@ from torch import nn
 from torch._dynamo.utils import counters
 from transformers.pytorch_utils import Conv1D
 
-from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.recipe_map import GEMMS, LayerRecipe
 from lightning_lowprec.torchao import linear as fp8
-from lightning_lowprec.torchao.hooks import reconfigure, set_phase
 from lightning_lowprec.torchao.plugin import CPU_SCALES_TENSORWISE
 from lightning_lowprec.torchao.settings import Settings
 
@@ -68,10 +66,8 @@ def test_each_gemm_is_bit_for_bit_that_of_bf16_mixed_or_of_the_recipe(recipe, ke
         high, low = results(plain(dtype)), results(converted(recipe, **kept, dtype=dtype))
         assert not any(torch.equal(high[gemm], low[gemm]) for gemm in GEMMS if (recipe, gemm) != (
             "rowwise_with_gw_hp", "grad_weight"))  # fmt: skip
-        layer = converted(recipe, **kept, dtype=dtype)
-        for gemms in (*SUBSETS, ()):
-            set_phase(layer, frozenset(gemms))
-            found = results(layer)
+        for gemms in SUBSETS:
+            found = results(converted(recipe, **kept, dtype=dtype, in_bf16=gemms))
             for name, tensor in found.items():
                 expected = high if name in gemms or name == "bias" else low
                 assert torch.equal(tensor, expected[name]), (gemms, name, dtype)
@@ -90,40 +86,34 @@ def test_each_gemm_is_bit_for_bit_that_of_bf16_mixed_or_of_the_recipe(recipe, ke
     ids=str,
 )
 def test_each_gemm_of_a_conv1d_is_that_of_a_linear_with_the_transposed_weight(recipe, options, emulate):
-    """In every subset, through phases and through recipes; a product in bf16 is that of ``bf16-mixed``."""
+    """In every subset; a product in bf16 is that of ``bf16-mixed``."""
     if not emulate and recipe != "tensorwise" and CPU_SCALES_TENSORWISE:
         pytest.skip("this torch has no rowwise FP8 kernel for CPU (2.13 has)")
-    linear, conv = (converted(recipe, **options, emulate=emulate, conv1d=conv1d) for conv1d in (False, True))
-    high = plain(conv1d=True)
-    weight, bias = conv.weight, conv.bias
-    for switch, given in (*((set_phase, frozenset(gemms)) for gemms in (*SUBSETS, ())),
-                          *((reconfigure, LayerRecipe(None, frozenset(gemms))) for gemms in SUBSETS)):  # fmt: skip
-        for layer in (linear, conv):
-            switch(layer, given)
+    for gemms in SUBSETS:
+        linear, conv = (
+            converted(recipe, **options, emulate=emulate, in_bf16=gemms, conv1d=conv1d) for conv1d in (False, True)
+        )
+        high = plain(conv1d=True)
+        weight, bias = conv.weight, conv.bias
         for tokens in (13, 32):
             found, expected = results(conv, tokens), results(linear, tokens)
             assert found["grad_weight"].is_contiguous(), "a transposed gradient would be copied"
             for name, tensor in found.items():
                 other = expected[name].t() if name == "grad_weight" else expected[name]
-                in_bf16 = name in conv.in_bf16
                 # bf16 products sum in the order of a layout: on a CPU without bf16 instructions one rounding differs
-                bound = BF16_ROUNDING if in_bf16 or (recipe, name) == ("rowwise_with_gw_hp", "grad_weight") else 0
-                torch.testing.assert_close(tensor, other, rtol=bound, atol=bound, msg=f"{name}: {given}")
-                if in_bf16:
-                    assert torch.equal(tensor, results(high, tokens)[name]), (given, name)
-        with torch.no_grad():  # the next forward computes with what is written
-            for layer in (linear, conv, high):
-                layer.weight.mul_(1.1)
-    for name in ("tensorwise", "rowwise", "rowwise_with_gw_hp") if emulate or not CPU_SCALES_TENSORWISE else ():
-        for layer in (linear, conv):
-            backends.reconfigure(layer, name)
-        assert torch.equal(results(conv)["grad_weight"], results(linear)["grad_weight"].t())
-        assert torch.equal(results(conv)["forward"], results(linear)["forward"])
-    assert conv.weight is weight
-    assert conv.bias is bias
-    fp8.revert(conv)
-    assert type(conv) is Conv1D
-    assert set(vars(conv)) == set(vars(plain(conv1d=True)))
+                in_bf16 = name in gemms or (recipe, name) == ("rowwise_with_gw_hp", "grad_weight")
+                bound = BF16_ROUNDING if in_bf16 else 0
+                torch.testing.assert_close(tensor, other, rtol=bound, atol=bound, msg=f"{name}: {gemms}")
+                if name in gemms:
+                    assert torch.equal(tensor, results(high, tokens)[name]), (gemms, name)
+            with torch.no_grad():  # the next forward computes with what is written
+                for layer in (linear, conv, high):
+                    layer.weight.mul_(1.1)
+        assert conv.weight is weight
+        assert conv.bias is bias
+        fp8.revert(conv)
+        assert type(conv) is Conv1D
+        assert set(vars(conv)) == set(vars(plain(conv1d=True)))
 
 
 @pytest.mark.parametrize("tokens", [13, 16])
@@ -143,61 +133,15 @@ def test_a_model_may_write_to_an_output(gemms, conv1d, tokens):
     assert torch.equal(found[1], found[3])
 
 
-def test_a_switch_leaves_parameters_hooks_and_optimizer_alone():
-    layer = converted(saves_weight_codes=True)
-    seen = []
-    layer.register_forward_hook(lambda *_: seen.append(1))
-    before, parameters = results(layer), list(layer.parameters())
-    optimizer = torch.optim.AdamW(layer.parameters())
-    reconfigure(layer, LayerRecipe(None, frozenset(GEMMS)))
-    results(layer)
-    layer.weight.grad, layer.bias.grad = before["grad_weight"].float(), before["bias"].float()
-    optimizer.step()
-    set_phase(layer, frozenset())
-    assert layer.in_bf16 == ("forward", "grad_input", "grad_weight"), "a phase does not promote a layer"
-    reconfigure(layer, LayerRecipe("tensorwise"))
-    assert all(a is b for a, b in zip(parameters, optimizer.param_groups[0]["params"], strict=True))
-    assert all(a is b for a, b in zip(parameters, layer.parameters(), strict=True))
-    assert len(seen) == 2
-    fresh = converted()
-    fresh.load_state_dict(layer.state_dict())
-    found, expected = results(layer), results(fresh)
-    assert all(torch.equal(found[name], expected[name]) for name in found)
-    assert not torch.equal(found["forward"], before["forward"]), "the weight has been encoded anew"
-
-
 def test_a_layer_in_bf16_is_torchs_own():
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     settings = Settings(fp8_format="hybrid", emulate=True, saves_weight_codes=True)
-    fp8.convert(model, ["0", "1"], lambda fqn: settings.of(LayerRecipe("tensorwise")), fp8_eval=True)
-    backends.reconfigure(model[0], "bf16")
+    recipes = {"0": LayerRecipe("tensorwise", frozenset(GEMMS)), "1": LayerRecipe("tensorwise")}
+    fp8.convert(model, ["0", "1"], lambda fqn: settings.of(recipes[fqn]), fp8_eval=True)
     x = torch.randn(4, 32)
     assert torch.allclose(torch.func.vmap(model[0])(x), model[0](x)), "transforms, which FP8 does not run"
     with pytest.raises(RuntimeError, match="FP8Linear"):
         torch.func.vmap(model[1])(x)
-
-
-def test_a_layer_gets_another_recipe_in_place():
-    layer = converted("tensorwise", saves_weight_codes=True)
-    results(layer)
-    for recipe in ("rowwise", "rowwise_with_gw_hp", "tensorwise"):
-        backends.reconfigure(layer, recipe)
-        found, expected = results(layer), results(converted(recipe))
-        assert all(torch.equal(found[name], expected[name]) for name in found)
-    backends.reconfigure(layer, {"forward": "bf16"})
-    assert torch.equal(results(layer)["forward"], results(plain())["forward"])
-    assert torch.equal(results(layer)["grad_input"], expected["grad_input"])
-    backends.reconfigure(layer, "bf16")
-    assert torch.equal(results(layer)["grad_input"], results(plain())["grad_input"])
-
-
-def test_what_cannot_be_reconfigured():
-    with pytest.raises(
-        ValueError, match=r"`layer=Linear\(...\)` cannot get another recipe: expected a layer that torchao"
-    ):
-        backends.reconfigure(nn.Linear(16, 16), "rowwise")
-    with pytest.raises(ValueError, match="`recipe='fp4'` is not valid; expected one of: 'tensorwise'"):
-        backends.reconfigure(converted(), "fp4")
 
 
 def test_evaluation_follows_the_forward():
@@ -219,20 +163,14 @@ def test_second_gradients_are_in_high_precision():
 
 
 @pytest.mark.parametrize("conv1d", [False, True], ids=["Linear", "Conv1D"])
-def test_one_compilation_per_state_of_a_layer_and_none_to_go_back(conv1d):
+@pytest.mark.parametrize("gemms", [(), ("forward",)], ids=str)
+def test_equal_layers_share_one_compilation_and_compute_as_eager_ones(gemms, conv1d):
     torch._dynamo.reset()
-    model = nn.ModuleList([converted(saves_weight_codes=True, conv1d=conv1d) for _ in range(2)])
-    eager = converted(saves_weight_codes=True, conv1d=conv1d)
+    eager, *model = (converted(saves_weight_codes=True, conv1d=conv1d, in_bf16=gemms) for _ in range(3))
     for layer in model:
         layer.compile(backend="aot_eager")
     counters.clear()
-    graphs = []
-    for gemms in ((), GEMMS, ("forward",), (), GEMMS, ("forward",)):
-        for layer in (*model, eager):
-            set_phase(layer, frozenset(gemms))
-        for _ in range(2):
-            found, expected = results(model[0]), results(eager)
-            results(model[1])
-            assert all(torch.equal(found[name], expected[name]) for name in found), gemms
-        graphs.append(counters["stats"]["unique_graphs"])
-    assert graphs == [1, 2, 3, 3, 3, 3]
+    for layer in (*model, *model):
+        found, expected = results(layer), results(eager)
+        assert all(torch.equal(found[name], expected[name]) for name in found)
+    assert counters["stats"]["unique_graphs"] == 1

@@ -10,7 +10,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.pytorch_utils import Conv1D
 
 from lightning_lowprec import FP8TorchAO, plan
-from lightning_lowprec.conversion.backends import reconfigure
 from tests.quality import expect_db, sqnr
 
 SIZES = (20, 36)  # padded to 32 and 48
@@ -127,13 +126,10 @@ def test_a_model_of_such_layers_alone():
         L.Fabric(accelerator="cpu", precision="fp8-hybrid").setup(nn.Linear(300, 300))
 
 
-def test_with_another_recipe():
+def test_the_padding_of_a_layer():
     layer = nn.Linear(*SIZES)
     run(layer, FP8TorchAO(pad_inner_dim=True), torch.randn(4, SIZES[0]))
     assert layer.padding == (12, 12)
-    for recipe in ("rowwise", "tensorwise"):
-        reconfigure(layer, recipe)
-        assert layer.padding == (12, 12)
     with pytest.raises(ValueError, match="`pad_inner_dim='yes'` is not valid; expected True or False"):
         FP8TorchAO(pad_inner_dim="yes")
 

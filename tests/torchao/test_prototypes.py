@@ -147,7 +147,7 @@ def test_batches_of_any_size_are_rows_of_a_larger_one(kind):
 @pytest.mark.parametrize("conv1d", [False, pytest.param(True, marks=needs_transformers)], ids=["Linear", "Conv1D"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_gemm_is_that_of_bf16_mixed_or_of_the_arithmetic(kind, conv1d):
-    """Bit for bit, in every subset, by a recipe, by a phase, and for a Conv1D: that of a Linear, transposed."""
+    """Bit for bit, in every subset, by a recipe, and for a Conv1D: that of a Linear, transposed."""
     high, low = results(plain(conv1d=conv1d), 45, True), results(converted(kind, plain(conv1d=conv1d)), 45, True)
     linear = results(converted(kind, plain()), 45, True)
     assert not any(torch.equal(high[gemm], low[gemm]) for gemm in GEMMS)
@@ -156,20 +156,11 @@ def test_each_gemm_is_that_of_bf16_mixed_or_of_the_arithmetic(kind, conv1d):
         assert torch.equal(low["grad_input"], linear["grad_input"])
         torch.testing.assert_close(low["grad_weight"], linear["grad_weight"].t(), rtol=2**-7, atol=0)  # order of scales
         assert low["grad_weight"].is_contiguous()
-    switched = converted(kind, plain(conv1d=conv1d))
-    for gemms in (*SUBSETS, frozenset()):
-        backends.owner(switched).set_phase(switched, gemms)
-        for layer in (switched, converted(kind, plain(conv1d=conv1d), gemms)):
-            found = results(layer, 45, True)
-            for name in GEMMS:
-                assert torch.equal(found[name], (high if name in gemms else low)[name]), (gemms, name)
-            assert torch.equal(found["bias"], high["bias"])
-    backends.reconfigure(switched, {"forward": "bf16"})
-    assert torch.equal(results(switched, 45, True)["forward"], high["forward"])
-    backends.reconfigure(switched, "bf16")
-    assert torch.equal(results(switched, 45, True)["grad_weight"], high["grad_weight"])
-    backends.reconfigure(switched, kind.partition("_")[0])
-    assert torch.equal(results(switched, 45, True)["grad_weight"], low["grad_weight"])
+    for gemms in SUBSETS:
+        found = results(converted(kind, plain(conv1d=conv1d), gemms), 45, True)
+        for name in GEMMS:
+            assert torch.equal(found[name], (high if name in gemms else low)[name]), (gemms, name)
+        assert torch.equal(found["bias"], high["bias"])
 
 
 @pytest.mark.parametrize("suffix", ["-remainder", "-sr"])
@@ -310,10 +301,8 @@ def test_names_train_a_gpt_within_one_percent_of_bf16():
 
 
 @pytest.mark.parametrize(("plugin", "recipe"), PLUGINS)
-def test_a_schedule_and_recipes_per_layer_say_the_format(plugin, recipe, caplog):
-    low = plugin(
-        {"0": "bf16", "*": {"recipe": recipe, "grad_weight": "bf16"}}, schedule=[{"until": 1, "gemms": "bf16"}, {}]
-    )
+def test_recipes_per_layer_say_the_format(plugin, recipe, caplog):
+    low = plugin({"0": "bf16", "*": {"recipe": recipe, "grad_weight": "bf16"}})
     with caplog.at_level(logging.INFO):
         found = []
         for chosen in (low, HalfMixed("bf16")):
@@ -321,15 +310,10 @@ def test_a_schedule_and_recipes_per_layer_say_the_format(plugin, recipe, caplog)
             model = nn.Sequential(nn.Linear(IN, IN), nn.Linear(IN, IN))
             fabric = L.Fabric(accelerator="cpu", devices=1, plugins=chosen)
             module, _ = fabric.setup(model, torch.optim.SGD(model.parameters()))
-            for step in range(2):
-                if chosen is low:
-                    low.set_step(step)
-                found.append(module(torch.ones(4, IN)))
+            found.append(module(torch.ones(4, IN)))
     assert low.precision == {"int8": "int8-mixed-per-layer", "mxfp8": "fp8-torchao-per-layer"}[recipe]
-    assert torch.equal(found[0], found[2]), "the first phase is bf16-mixed"
-    assert not torch.equal(found[1], found[3])
+    assert not torch.equal(*found)
     assert [layer.in_bf16 for layer in coded.coded_layers(model)] == []
-    assert f"steps 1: {low.format}" in caplog.text or f"from step 1: {low.format}" in caplog.text
     assert "FP8" not in caplog.text.replace("MXFP8", "").replace("FP8 is emulated", "")
     assert f"{low.format} ({recipe}, grad_weight in bf16)" in str(low.plan)
 
@@ -358,9 +342,8 @@ def test_experts_stay_in_bf16_with_the_reason(capsys):
         (lambda: FP8TorchAO("mxfp8", base="fp16"), ValueError, r"`base='fp16'` .* `recipe='mxfp8'`: its kernels take"),
         (lambda: Int8TorchAO(emulate=True), TypeError, "unexpected keyword argument 'emulate'"),
         (lambda: Int8TorchAO(stochastic_rounding="no"), ValueError, "`stochastic_rounding='no'` is not valid"),
-        (lambda: Int8TorchAO(schedule=[{"gemms": "int8"}]), ValueError, "is not valid; expected 'bf16', 'fp8'"),
     ],
-    ids=["recipe", "recipe-mx", "recipes", "base", "emulate", "rounding", "schedule"],
+    ids=["recipe", "recipe-mx", "recipes", "base", "emulate", "rounding"],
 )
 def test_options_that_are_not_valid_raise(make, error, message):
     with pytest.raises(error, match=message):
@@ -401,10 +384,7 @@ def test_an_older_torchao_is_named_with_the_version_that_has_the_prototype(monke
             made.convert_module(plain())
 
 
-def test_a_layer_keeps_its_arithmetic_and_a_plan_needs_wide_layers():
-    layer = converted("int8", plain())
-    with pytest.raises(ValueError, match=r"`recipe='mxfp8'` is not possible for a layer of 'int8', whose arithmetic"):
-        backends.reconfigure(layer, "mxfp8")
+def test_a_plan_needs_wide_layers():
     for made, multiple in ((Int8TorchAO(), 16), *([] if NO_MXFP8 else [(FP8TorchAO("mxfp8"), 32)])):
         made.bind_device(CPU)
         with pytest.raises(ValueError, match=rf"nothing would run in {made.format}:(.|\n)*multiples of {multiple}"):

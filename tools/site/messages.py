@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parents[2] / "lightning_lowprec"
 ROOMS = {
     "": "Names, hardware and registration",
     "conversion": "Which layers convert",
-    "precision": "Plugins, loss scale, schedules",
+    "precision": "Plugins, loss scale",
     "masters": "Half-precision weights and optimizers",
     "products": "Products of a layer",
     "torchao": "FP8, int8 and MXFP8 by torchao",
@@ -23,7 +23,7 @@ ROOMS = {
     "fsdp2": "FSDP2",
     "checkpoints": "Checkpoints",
     "zero": "DeepSpeed",
-    "callbacks": "Monitor, demotion, schedule",
+    "callbacks": "Monitor",
     "serving": "Export and serving",
     "tools": "The lowprec command",
     "private": "Versions of torch, Lightning, torchao, Transformer Engine and transformers",

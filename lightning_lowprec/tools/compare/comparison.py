@@ -178,9 +178,6 @@ def remarks(comparison: Comparison) -> list[str]:
     if spec.monitor:
         folders = ", ".join(str(spec.readings(name, seed)) for seed, name in spec.runs if name in spec.monitored)
         sentences.append(f"`lowprec monitor FOLDER` draws what FP8 took from every layer; the folders: {folders}.")
-    if spec.schedule is not None:
-        others = ", ".join(name for name in spec.precisions if name not in spec.scheduled)
-        sentences.append(f"The schedule was followed by {', '.join(spec.scheduled)}; without it: {others or 'none'}.")
     rows = filter(None, map(TABLE.get, on_cpu))
     if any(row.formats is not None and row.formats.output.startswith("e") for row in rows):  # floats of 8 or 4 bits
         sentences.append(

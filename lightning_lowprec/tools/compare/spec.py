@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 from lightning_lowprec.checks import Count, Rule, Size, check_fields
 from lightning_lowprec.names import TABLE
-from lightning_lowprec.precision.schedule import Phases, Schedule
 
 DEFAULT_PRECISIONS = ("32-true", "bf16-mixed", "fp8-hybrid")
 
@@ -31,8 +30,6 @@ class CompareSpec:
         seed: seed of Python, numpy and torch, and of the data if its class takes a seed.
         seeds: train each precision with this many seeds, from `seed` on; from 2, the differences from the baseline have
             95 % confidence intervals. `val_metric` must then be a loss: lower is better.
-        schedule: phases of the run for the FP8 precisions, as JSON or YAML, written like the plugin option `schedule`,
-            e.g. '[{until: 0.1, gemms: bf16}, {}]'.
         monitor: sample ten times per run what FP8 takes from every layer, and write the readings for `lowprec monitor`.
         accelerator: auto, cpu, cuda, ...; one device is used.
         max_loss_gap: the largest relative difference from the baseline's final validation metric; 0.01 is one percent.
@@ -51,7 +48,6 @@ class CompareSpec:
     val_metric: str = "val_loss"
     seed: Size = 0
     seeds: Count = 1
-    schedule: Phases | None = None
     monitor: bool = False
     accelerator: str = "auto"
     max_loss_gap: Annotated[float, Rule("0 or more, e.g. 0.01 for 1 %", lambda gap: gap >= 0)] = 0.01
@@ -71,26 +67,11 @@ class CompareSpec:
                 f"`monitor=True` goes with none of `precisions={','.join(self.precisions)}`: they convert no layers."
                 " Add an FP8 precision, such as 'fp8-hybrid', or leave `monitor` out."
             )
-        if self.schedule is not None:
-            Schedule.of(self.schedule).ends(self.max_steps)
-            if not self.scheduled:
-                raise ValueError(
-                    f"`schedule={self.schedule!r}` goes with none of `precisions={','.join(self.precisions)}`: no layer"
-                    " there changes between FP8 and bf16. Add a name of FP8TorchAO or FP8TE, such as 'fp8-hybrid', or"
-                    " leave `schedule` out."
-                )
 
     @property
     def runs(self) -> list[tuple[int, str]]:
         """Every training, as seed and precision: all precisions with one seed, then with the next."""
         return [(seed, name) for seed in range(self.seed, self.seed + self.seeds) for name in self.precisions]
-
-    @property
-    def scheduled(self) -> list[str]:
-        """The precisions that follow ``schedule``: those whose plugin has the option."""
-        rows = {name: TABLE.get(name) for name in self.precisions}
-        follow = [name for name, row in rows.items() if row is not None and hasattr(row.plugin, "set_schedule")]
-        return follow if self.schedule is not None else []
 
     @property
     def monitored(self) -> list[str]:

@@ -16,7 +16,7 @@ from typing import Any, final
 import torch
 from typing_extensions import override
 
-from lightning_lowprec.callbacks import NumericsMonitor, PrecisionSchedule
+from lightning_lowprec.callbacks import NumericsMonitor
 from lightning_lowprec.callbacks.readings import FILE
 from lightning_lowprec.extras import import_refusal
 from lightning_lowprec.hardware import describe
@@ -75,8 +75,6 @@ def fit(spec: CompareSpec, precision: str, seed: int, send: Send, callbacks: Seq
 
 def _callbacks(spec: CompareSpec, precision: str, seed: int) -> list[Callback]:
     callbacks: list[Callback] = []
-    if spec.schedule is not None and precision in spec.scheduled:
-        callbacks.append(PrecisionSchedule(spec.schedule))
     if precision in spec.monitored:
         folder = spec.readings(precision, seed)
         (folder / FILE).unlink(missing_ok=True)  # a monitor continues a file
