@@ -167,7 +167,7 @@ def _resolve_name(
         if type(plugin).__module__.startswith("accelerate."):
             raise TypeError(
                 f"`plugins={type(plugin).__name__}(...)` is an object of Accelerate. Write `FP8TorchAO(recipe=...)`,"
-                " `FP8TE('delayed', margin=...)` or `MSAMP('O2')`: docs/migration/hugging-face.md has every value."
+                " `FP8TE('delayed', margin=...)` or `MSAMP('O2')`: docs/migration.md has every value."
             )
     ours = next((plugin for plugin in given if isinstance(plugin, LowPrecision)), None)
     if isinstance(precision, str) and precision in names.TABLE:

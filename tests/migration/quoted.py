@@ -1,4 +1,4 @@
-"""The names that the pages of migration quote from other stacks, and where these names stand in the stacks.
+"""The names that docs/migration.md quotes from other stacks, and where these names stand in the stacks.
 
 ``python -m tests.migration.quoted STACK CHECKOUT`` looks up those of a stack that is not installed, in a clone of its
 repository: the commits are those of ``sources.yaml``.
@@ -13,7 +13,7 @@ from pathlib import Path
 import yaml
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "docs" / "migration.md", *sorted((ROOT / "docs" / "migration").glob("*.md"))]
+PAGE = ROOT / "docs" / "migration.md"
 STACKS = {
     "From NeMo and Megatron": "nemo-megatron",
     "From torchtitan": "torchtitan",
@@ -32,7 +32,7 @@ NAME = r"[A-Za-z_][\w-]*"
 
 def sections() -> dict[str, str]:
     """Return the text of the section of every stack."""
-    parts = [part for page in PAGES for part in re.split(r"^## ", page.read_text(), flags=re.MULTILINE)[1:]]
+    parts = re.split(r"^## ", PAGE.read_text(), flags=re.MULTILINE)[1:]
     return {STACKS[part.partition("\n")[0]]: part for part in parts}
 
 

@@ -1,4 +1,4 @@
-"""docs/migration names only what exists: every call of ours there is made, every recipe and name looked up."""
+"""docs/migration.md names only what exists: every call of ours there is made, every recipe and name looked up."""
 
 import ast
 import re
@@ -11,9 +11,9 @@ from lightning_lowprec import FP8TE, MSAMP, FP8TorchAO, FSDP2Strategy, HalfEval,
 from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.names import OF_LIGHTNING, TABLE
 from lightning_lowprec.precision.loss_scale import LossScale
-from tests.migration.quoted import PAGES, ROOT, SOURCES, known, sections
+from tests.migration.quoted import PAGE, ROOT, SOURCES, known, sections
 
-TEXT = "\n".join(re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL) for page in PAGES)
+TEXT = re.sub(r"```.*?```", "", PAGE.read_text(), flags=re.DOTALL)
 OURS = {
     cls.__name__: cls for cls in (FP8TE, MSAMP, FP8TorchAO, FSDP2Strategy, HalfEval, HalfMixed, LossScale, MasterConfig)
 }
@@ -67,8 +67,7 @@ def test_names_and_recipes_exist():
 
 
 def test_every_stack_has_a_section_with_a_table_and_their_config_beside_ours():
-    index = (ROOT / "docs" / "migration.md").read_text()
-    listed = re.findall(r"^\* \[.+\]\((.*)#from-(.+)\)$", index, flags=re.MULTILINE)
+    listed = re.findall(r"^\* \[.+\]\(#from-(.+)\)$", PAGE.read_text(), flags=re.MULTILINE)
     assert len(listed) == len(sections()) == len(SOURCES)
     for section in sections().values():
         assert section.count("\n| there | here |\n") == 1

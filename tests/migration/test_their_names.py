@@ -1,4 +1,4 @@
-"""Every name of another stack on the pages of migration has a source, and stands there where the stack is installed."""
+"""Every name of another stack on docs/migration.md has a source, and stands there where the stack is installed."""
 
 import importlib.metadata
 import subprocess
@@ -38,7 +38,7 @@ def test_the_section_says_which_version_was_run_or_read(stack: str):
 def test_every_name_stands_in_the_installed_version(stack: str, entry: dict):
     pytest.importorskip(entry["package"])
     installed = importlib.metadata.version(entry["package"])
-    assert f"{installed}.".startswith(f"{entry['version']}."), f"read again: the section of {stack} in docs/migration"
+    assert f"{installed}.".startswith(f"{entry['version']}."), f"read docs/migration.md again: {stack}"
     assert list(absent(entry, lambda file: (SITE / file).read_text())) == []
 
 

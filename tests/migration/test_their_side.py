@@ -117,5 +117,5 @@ def test_accelerates_fp8_and_ours_give_the_same_weights():
     assert distance(theirs, ours.module) < 1e-6 < distance(theirs, stack())
 
     by_default = by_accelerate(batch)
-    assert torch.equal(by_default[1].weight.float(), stack()[1].weight), "docs/migration/hugging-face.md says so"
+    assert torch.equal(by_default[1].weight.float(), stack()[1].weight), "docs/migration.md says so"
     assert not torch.equal(ours.module[1].weight, stack()[1].weight)

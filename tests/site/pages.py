@@ -6,7 +6,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = sorted(path.relative_to(ROOT).as_posix() for path in [ROOT / "README.md", *DOCS.rglob("*.md")])
+FILES = [ROOT / "README.md", ROOT / ".github" / "upstream.md", *DOCS.rglob("*.md")]
+PAGES = sorted(path.relative_to(ROOT).as_posix() for path in FILES)
 
 
 @dataclass(frozen=True)
