@@ -21,7 +21,6 @@ MSAMP: Final = "MS-AMP"
 TRANSFORMER_ENGINE: Final = "FP8TE"
 FSDP2: Final = "'fsdp2'"
 EXPORT: Final = "`lightning_lowprec.export` of a model that every rank has"
-SIMULATED_MEMORY: Final = "`lowprec plan --fits`"
 FSDP: Final = "torch.distributed.fsdp._fully_shard"
 PARAM_GROUPS: Final = ("_fsdp_param_groups", "_fsdp_param_group")
 """Attributes of FSDPState: torch 2.11 has one group of parameters per module, later versions have a list."""
@@ -90,31 +89,6 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
         "torch.compiler._is_exporting_flag",
         "torch.Tensor._version",
         "torch.utils._python_dispatch._get_current_dispatch_mode",
-    ),
-    SIMULATED_MEMORY: (
-        "torch._subclasses.fake_tensor.FakeTensorMode",
-        "torch._subclasses.fake_tensor.FakeTensor",
-        "torch._subclasses.fake_tensor._DISPATCH_META_HANDLERS",
-        "torch._subclasses.fake_tensor.init_gpu_context",
-        "torch._C.DispatchKey.AutocastCUDA",
-        "torch._C._EnablePythonDispatcher",
-        "torch._C._ExcludeDispatchKeyGuard",
-        "torch._C._dispatch_get_registrations_for_dispatch_key",
-        "torch.ops.aten.mm.default.py_kernels",
-        "torch.ops.aten.mm.default._dispatch_cache",
-        "torch.cuda.amp.common.amp_definitely_not_available",
-        "torch.ops.prim.device.default",
-        "torch.ops.aten.view.default.is_view",
-        "torch.ops.aten._local_scalar_dense.default",
-        "torch.ops.aten._scaled_dot_product_flash_attention.default",
-        "torch.ops.aten._scaled_dot_product_efficient_attention.default",
-        "torch._functorch.aot_autograd.aot_function",
-        "torch._functorch.partitioners.min_cut_rematerialization_partition",
-        "torch._inductor.decomposition.select_decomp_table",
-        "torch.nn.Module._call_impl",
-        "torch.nn.Module()._compiled_call_impl",
-        "torch.nn.utils.stateless._reparametrize_module",
-        "torch.utils.checkpoint._checkpoint_without_reentrant_generator",
     ),
     "NumericsMonitor": ("torch.utils._python_dispatch._disable_current_modes", "torch.Tensor._base"),
     "compiled models": (

@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, ViTConfig, ViTForImageClassification
 
 from lightning_lowprec.private.transformers import as_with_values
+from lightning_lowprec.tools.fits.simulated_step import Setting
+from lightning_lowprec.tools.fits.simulation import Simulator
 from lightning_lowprec.tools.planning.inputs import inputs_of
-from lightning_lowprec.tools.planning.simulated_step import Setting
-from lightning_lowprec.tools.planning.simulation import Simulator
 
 BATCH, TOKENS, WIDTH = 2, 2048, 1024
 IMAGES, LARGE, MANY = 64, 224, 1000

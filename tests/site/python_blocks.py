@@ -22,7 +22,7 @@ from lightning_lowprec import (
 from lightning_lowprec.callbacks import NumericsMonitor
 from lightning_lowprec.fsdp2.fabric import FabricFSDP2Strategy
 from lightning_lowprec.tools.demo import ByteGPT, StdlibText
-from lightning_lowprec.tools.planning.fits import fits
+from lightning_lowprec.tools.fits.report import fits
 from lightning_lowprec.tools.planning.source import load
 
 PLUGINS = (

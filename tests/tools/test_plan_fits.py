@@ -10,13 +10,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.checkpoint import checkpoint
 
-from lightning_lowprec.private import fake_gpu
 from lightning_lowprec.tools.cli import main
-from lightning_lowprec.tools.planning import simulation
-from lightning_lowprec.tools.planning.fits import _verdict, fits, needed, read_gpu
+from lightning_lowprec.tools.fits import fake_gpu, simulation
+from lightning_lowprec.tools.fits.report import _verdict, fits, needed, read_gpu
+from lightning_lowprec.tools.fits.simulated_step import Setting, simulate
+from lightning_lowprec.tools.fits.simulation import Simulator, longest_run
 from lightning_lowprec.tools.planning.inputs import inputs_of
-from lightning_lowprec.tools.planning.simulated_step import Setting, simulate
-from lightning_lowprec.tools.planning.simulation import Simulator, longest_run
 from tests import toys
 
 SIDE, ROWS = 512, 16
@@ -223,6 +222,7 @@ def test_the_command(shallow, tmp_path, capsys):
     }  # fmt: skip
     text = page.read_text()
     assert "Simulated, not measured" in text
+    assert "subtract the gradients" in text
     assert "AdamW (foreach, the default of torch)" in text
     assert "5% of the peak + 1 GB" in text
     assert "not simulated: msamp-o2" in text

@@ -27,9 +27,9 @@ def run(args: Any) -> int:
     if args.source is None and (args.fits is not None or args.precisions is None):
         raise ValueError("`source` is missing: give a model, or `--precisions` for the table of bit widths.")
     if args.fits is not None:
-        from lightning_lowprec.tools.planning import fits
+        from lightning_lowprec.tools.fits import report
 
-        return fits.run(args)
+        return report.run(args)
     if args.precisions is not None:
         rows = [widths(name) for name in all_names()]
         print(dumps(rows) if args.json else widths_page(rows))

@@ -10,12 +10,12 @@ from torch import nn
 
 from lightning_lowprec.names import validate_name
 from lightning_lowprec.tools.class_path import build
+from lightning_lowprec.tools.fits.memory_meter import CATEGORIES, Category
+from lightning_lowprec.tools.fits.simulated_step import Setting, loaded_in_bf16, refusal
+from lightning_lowprec.tools.fits.simulation import DEPTHS, Simulator
 from lightning_lowprec.tools.output import dumps, prints_to_stderr, working
 from lightning_lowprec.tools.planning.inputs import inputs_of
-from lightning_lowprec.tools.planning.memory_meter import CATEGORIES, Category
 from lightning_lowprec.tools.planning.pages import Table, page
-from lightning_lowprec.tools.planning.simulated_step import Setting, loaded_in_bf16, refusal
-from lightning_lowprec.tools.planning.simulation import DEPTHS, Simulator
 from lightning_lowprec.tools.planning.source import load
 
 DEFAULT_NAMES: Final = (
@@ -254,6 +254,8 @@ def fits_page(report: Report, origin: str, *, markdown: bool = False) -> str:
     heading = [
         f"{', '.join(filter(None, how))}.",
         "Simulated, not measured: two steps on tensors without values; peak as torch.cuda.max_memory_allocated().",
+        "In the Trainer's order: gradients live through the next forward. A loop of Fabric that calls zero_grad()"
+        " before the forward needs fewer bytes there: subtract the gradients from a peak in the forward.",
         f"Batch and loss: {report.inputs}.",
         report.extrapolated,
         *([f"{', '.join(halves)}: the model is loaded in bf16, with `dtype=torch.bfloat16`."] if halves else []),

@@ -10,8 +10,8 @@ from typing import Any, Final, Literal, final, get_args
 
 from torch import Tensor
 
-from lightning_lowprec.private.fake_gpu import DispatchMode, is_fake
 from lightning_lowprec.private.torch import tensors_of
+from lightning_lowprec.tools.fits.fake_gpu import DispatchMode, is_fake
 
 Category = Literal["weights", "gradients", "state", "activations", "temporaries"]
 CATEGORIES: Final[tuple[Category, ...]] = get_args(Category)

@@ -26,11 +26,11 @@ from lightning_lowprec.numerics.one_pass import simulated
 from lightning_lowprec.private.either import FabricHalf as HalfPrecision
 from lightning_lowprec.private.either import FabricMixed as MixedPrecision
 from lightning_lowprec.private.either import FabricPrecision as Precision
-from lightning_lowprec.private.fake_gpu import FAKE, compiling_on_fakes, compute_again, fake_gpu
 from lightning_lowprec.private.names import replaced
 from lightning_lowprec.private.transformers import as_with_values, is_model
+from lightning_lowprec.tools.fits.fake_gpu import FAKE, compiling_on_fakes, compute_again, fake_gpu
+from lightning_lowprec.tools.fits.memory_meter import MemoryMeter, Peaks
 from lightning_lowprec.tools.planning.inputs import Inputs
-from lightning_lowprec.tools.planning.memory_meter import MemoryMeter, Peaks
 
 OPTIMIZER: Final = "optimizer"
 _CUBLAS_ON_HOPPER, _CUBLAS_ELSEWHERE = 32 << 20, (8 << 20) + (128 << 10)

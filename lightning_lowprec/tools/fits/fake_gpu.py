@@ -22,9 +22,35 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from lightning_lowprec.private.names import replaced
-from lightning_lowprec.private.torch import SIMULATED_MEMORY, check, tensors_of, tree_map_only
+from lightning_lowprec.private.names import missing, replaced
+from lightning_lowprec.private.torch import tensors_of, tree_map_only
 
+NAMES: Final = (
+    "torch._subclasses.fake_tensor.FakeTensorMode",
+    "torch._subclasses.fake_tensor.FakeTensor",
+    "torch._subclasses.fake_tensor._DISPATCH_META_HANDLERS",
+    "torch._subclasses.fake_tensor.init_gpu_context",
+    "torch._C.DispatchKey.AutocastCUDA",
+    "torch._C._EnablePythonDispatcher",
+    "torch._C._ExcludeDispatchKeyGuard",
+    "torch._C._dispatch_get_registrations_for_dispatch_key",
+    "torch.ops.aten.mm.default.py_kernels",
+    "torch.ops.aten.mm.default._dispatch_cache",
+    "torch.cuda.amp.common.amp_definitely_not_available",
+    "torch.ops.prim.device.default",
+    "torch.ops.aten.view.default.is_view",
+    "torch.ops.aten._local_scalar_dense.default",
+    "torch.ops.aten._scaled_dot_product_flash_attention.default",
+    "torch.ops.aten._scaled_dot_product_efficient_attention.default",
+    "torch._functorch.aot_autograd.aot_function",
+    "torch._functorch.partitioners.min_cut_rematerialization_partition",
+    "torch._inductor.decomposition.select_decomp_table",
+    "torch.nn.Module._call_impl",
+    "torch.nn.Module()._compiled_call_impl",
+    "torch.nn.utils.stateless._reparametrize_module",
+    "torch.utils.checkpoint._checkpoint_without_reentrant_generator",
+)
+"""Private names of torch that a simulation needs. Training needs none of them, so they are not in ``private/``."""
 FAKE: Final = torch.device("cuda", 0)  # as Python code sees the device
 DispatchMode: Any = TorchDispatchMode
 """The base of classes that see every operation."""
@@ -53,7 +79,11 @@ def fake_gpu(capability: tuple[int, int]) -> Iterator[None]:
 
     No other code of the process may train meanwhile.
     """
-    check(SIMULATED_MEMORY)
+    if lost := missing(NAMES):
+        raise ImportError(
+            f"torch {torch.__version__} no longer has {', '.join(lost)}, needed to simulate the memory of a GPU. Install a"
+            " torch that this version of lightning_lowprec supports."
+        )
     importlib.import_module("torch._dynamo")  # compares signatures of what is replaced below, so it comes before
     answers: Mapping[str, Any] = {
         "is_available": lambda: True,

@@ -17,10 +17,10 @@ from torch import nn
 from lightning_lowprec import names
 from lightning_lowprec.conversion.name_suffixes import MASTERS, split
 from lightning_lowprec.conversion.plan import make_plan
+from lightning_lowprec.tools.fits.memory_meter import Peaks
+from lightning_lowprec.tools.fits.simulated_step import OPTIMIZER, Setting, simulate
 from lightning_lowprec.tools.planning.costs import footprints, per_rank
 from lightning_lowprec.tools.planning.inputs import Inputs
-from lightning_lowprec.tools.planning.memory_meter import Peaks
-from lightning_lowprec.tools.planning.simulated_step import OPTIMIZER, Setting, simulate
 
 DEPTHS: Final = (3, 4)  # numbers of blocks that are simulated
 
