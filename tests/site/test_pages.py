@@ -87,5 +87,5 @@ def test_the_table_of_torchao_has_true_defaults():
 
 
 def test_the_table_of_loss_scaling_lists_every_option_with_its_default():
-    rows = re.findall(r"^\| `(\w+)` \| ([\d.]+) \|", (DOCS / "fp16.md").read_text(), flags=re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)` \| ([\d.]+) \|", (DOCS / "master-weights.md").read_text(), flags=re.MULTILINE)
     assert dict(rows) == {field.name: repr(field.default) for field in fields(LossScale)}
