@@ -121,7 +121,7 @@ def test_the_page_on_speed_shows_the_budgets_of_a_model_of_transformers():
 
 
 def test_the_page_on_the_head_shows_its_budgets():
-    page = (ROOT / "docs/head-and-loss.md").read_text()
+    page = (ROOT / "docs/memory.md").read_text()
     rows = re.findall(r'\| `head="(\w+)"` \| ([\d.]+) \(float32 weights ([\d.]+)\) \| ([\d.]+) \| ([\d.]+) \|', page)
     for head, *figures in rows:
         budgets = [budget[head, f"torch.{dtype}"].most for budget in (HEAD_GB, HEAD_PEAK_GB) for dtype in DTYPES]

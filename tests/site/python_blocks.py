@@ -45,7 +45,7 @@ READ = {
     "serving-1": "tests/tools/test_export_serving.py",
     "serving-2": "tests/serving/test_formats.py",
     "transformer-engine-1": "tests/te/test_te_recipes.py",
-    "memory-2": "tests/tools/test_plan_fits.py",
+    "memory-4": "tests/tools/test_plan_fits.py",
 }
 """Blocks that need several processes, DeepSpeed, a checkpoint, Transformer Engine or much time, each with the test that
 runs the same calls. The signatures of our own calls in them are checked."""
@@ -127,7 +127,7 @@ EXTRA: dict[str, Callable[[], dict[str, Any]]] = {
     "checkpoints-2": _in_fabric,
     "checkpoints-3": _in_fabric,
     "getting-started-2": _not_set_up,
-    "head-and-loss-2": _with_a_head,
+    "memory-3": _with_a_head,
     "many-machines-1": _with_ddp,
     "monitor-2": _in_fabric,
 }
