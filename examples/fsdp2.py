@@ -3,7 +3,7 @@
 python examples/fsdp2.py                                  # all GPUs of this machine; without a GPU two processes
 python examples/fsdp2.py --precision=bf16-mixed           # in bf16: twice the bytes are gathered
 python examples/fsdp2.py --strategy=fsdp                  # the name that Lightning users know
-torchrun --nproc-per-node=8 examples/fsdp2.py             # see docs/many-machines.md for more machines
+torchrun --nproc-per-node=8 examples/fsdp2.py             # see docs/fsdp2.md for more machines
 """
 
 import argparse

@@ -15,7 +15,7 @@ PAGE = json.loads((RESULTS / "worlds.json").read_text())
 
 
 def test_the_docs_and_the_page_show_the_results():
-    docs = (ROOT / "docs" / "many-machines.md").read_text().split("<!-- worlds")[1].split("<!-- /worlds")[0]
+    docs = (ROOT / "docs" / "fsdp2.md").read_text().split("<!-- worlds")[1].split("<!-- /worlds")[0]
     assert docs.splitlines()[1:] == summary(PAGE)
     assert (RESULTS / "worlds.md").read_text() == markdown(PAGE)
 

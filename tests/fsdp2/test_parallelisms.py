@@ -365,6 +365,6 @@ def test_a_sequence_cut_by_context_parallel(results, precision):
 
 
 def test_torch_has_no_ring_attention_on_cpu(results):
-    """docs/many-machines.md says so."""
+    """docs/parallelism.md says so."""
     for rank in results:
         assert "_scaled_dot_product_flash_attention_for_cpu" in rank["ring"]

@@ -1,4 +1,4 @@
-"""The table of docs/many-machines.md is what the formula gives, for what the plan of a real Llama says."""
+"""The table of docs/fsdp2.md is what the formula gives, for what the plan of a real Llama says."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ import torch
 
 from lightning_lowprec.tools.planning.costs import Weights, step
 
-DOCS = Path(__file__).parents[2] / "docs" / "many-machines.md"
+DOCS = Path(__file__).parents[2] / "docs" / "fsdp2.md"
 HIDDEN, INNER, KEYS, VOCABULARY, LAYERS = 4096, 14336, 1024, 128256, 32
 LINEARS = LAYERS * (2 * HIDDEN * HIDDEN + 2 * HIDDEN * KEYS + 3 * HIDDEN * INNER)
 NORMS = LAYERS * 2 * HIDDEN

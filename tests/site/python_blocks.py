@@ -128,7 +128,7 @@ EXTRA: dict[str, Callable[[], dict[str, Any]]] = {
     "checkpoints-3": _in_fabric,
     "getting-started-2": _not_set_up,
     "memory-3": _with_a_head,
-    "many-machines-1": _with_ddp,
+    "fsdp2-4": _with_ddp,
     "monitor-2": _in_fabric,
 }
 """What single blocks find beside that."""

@@ -1,6 +1,6 @@
 """What a plan costs: FLOPs, the bytes of a model with AdamW, and what a rank of ``strategy="fsdp2"`` holds and sends.
 
-docs/many-machines.md has the formulas of the collectives, which are rings. A dimension that the shards do not divide is
+docs/fsdp2.md has the formulas of the collectives, which are rings. A dimension that the shards do not divide is
 padded, which is counted. Not counted: buffers, what tensor parallelism sends, gradient accumulation.
 """
 
