@@ -129,7 +129,7 @@ EXTRA: dict[str, Callable[[], dict[str, Any]]] = {
     "getting-started-2": _not_set_up,
     "memory-3": _with_a_head,
     "fsdp2-4": _with_ddp,
-    "monitor-2": _in_fabric,
+    "compare-2": _in_fabric,
 }
 """What single blocks find beside that."""
 
