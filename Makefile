@@ -43,7 +43,7 @@ help:
 	@echo "make test-te     conversion, recipes, training by the reference quantizers with the real Transformer Engine, without a GPU (5 GB)"
 	@echo "make test-deepspeed  ZeRO 1, 2 and 3 with the real DeepSpeed on 2 gloo ranks, without a GPU (25 MB on disk)"
 	@echo "make ledger      count what a GPU would be asked to do, without a GPU (needs g++; 6 minutes; the first time 5 GB and 20 more)"
-	@echo "make ledger-score hold the predicted gains against figures that others have published; writes docs/benchmarks.md"
+	@echo "make ledger-score hold the predicted gains against figures that others have published; writes docs/speed.md"
 	@echo "make test-ledger every CUDA path on a GPU that computes nothing: kernels, bytes, waits, memory (needs g++)"
 	@echo "make rehearse    on a GPU that computes nothing: the cases that others stand for in make test-ledger"
 	@echo "make test-gpu    FP8 kernels against their emulation, on a GPU with FP8 (skips by itself elsewhere)"

@@ -64,7 +64,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=2, help="sequences per step")
     parser.add_argument(
         "--rates",
-        help="'middle', 'optimistic' or 'pessimistic' (an H200), a device that docs/benchmarks.md has rates of (B200),"
+        help="'middle', 'optimistic' or 'pessimistic' (an H200), a device that docs/speed.md has rates of (B200),"
         " or a JSON file of measured rates",
     )
     parser.add_argument("--out", type=Path, default=Path("ledger-out"))

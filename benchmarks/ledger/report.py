@@ -7,6 +7,7 @@ from pathlib import Path
 
 from benchmarks.ledger.entry import PHASES, Entry
 from benchmarks.ledger.roofline import Rates, predict
+from benchmarks.ledger.score import missed
 from benchmarks.rivals.contenders import BASELINE, BF16_TRUE, CHUNKED, FP8_HEAD
 
 GB = 1e9
@@ -28,7 +29,8 @@ PREDICTED = """
 ## Predicted, not measured
 
 Counted FLOPs and bytes over named rates ({label}): {rates}.
-Gaps are the time between two kernels. No tails, no clocks, no host: published steps took 1.1 to 4 times as long.
+Gaps are the time between two kernels. No tails, no clocks, no host: published steps took 1.1 to 4 times as long. Ratios
+of such predictions miss published ratios by {missed:.1f} % in the mean (docs/speed.md).
 
 """
 
@@ -51,7 +53,7 @@ def markdown(entries: Sequence[Entry], missing: Mapping[str, str], rates: Rates 
     parts += ["\n## Counted: memory, GB (torch's own allocator)\n\n", _memory(entries)]
     if rates is not None:
         named = ", ".join(f"{name} {_rate(name, value)}" for name, value in sorted(rates.values.items()))
-        parts += [PREDICTED.format(label=rates.label, rates=named), _predicted(entries, rates)]
+        parts += [PREDICTED.format(label=rates.label, rates=named, missed=missed()), _predicted(entries, rates)]
     else:
         parts.append("\nNo rates are known for this device, so no time is predicted; `--rates FILE` gives rates.\n")
     if missing:

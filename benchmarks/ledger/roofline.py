@@ -2,7 +2,7 @@
 
 A matrix product takes FLOPs / rate of its format; attention likewise; everything else bytes / bandwidth; each kernel
 adds a gap. Tails, clocks and the host are left out: published steps took 1.1 to 4 times as long, and their ratios are
-nearer (``benchmarks/ledger/score.py``, docs/benchmarks.md).
+nearer (``benchmarks/ledger/score.py``, docs/speed.md).
 """
 
 from __future__ import annotations

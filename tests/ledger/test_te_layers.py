@@ -33,7 +33,7 @@ def test_every_product_of_the_blocks_is_in_fp8(recipe):
 
 
 def test_they_run_in_fp8_in_a_model_under_our_plugin():
-    """The way out that docs/which-backend.md names."""
+    """The way out that docs/speed.md names."""
 
     def setup(job):
         from benchmarks.rivals.running import Running
