@@ -81,7 +81,7 @@ def fake_gpu(capability: tuple[int, int]) -> Iterator[None]:
     """
     if lost := missing(NAMES):
         raise ImportError(
-            f"torch {torch.__version__} no longer has {', '.join(lost)}, needed to simulate the memory of a GPU. Install a"
+            f"torch {torch.__version__} no longer has {', '.join(lost)}, which the simulation of a GPU needs. Install a"
             " torch that this version of lightning_lowprec supports."
         )
     importlib.import_module("torch._dynamo")  # compares signatures of what is replaced below, so it comes before
