@@ -51,7 +51,7 @@ help:
 	@echo "make test-clients  other people's packages of Lightning with only the precision changed (CLIENTS=\"darts timm\"; 7 GB on disk, a quarter of an hour)"
 	@echo "make test-faults plant the faults of tests/faults/table.jsonl, one at a time, and see that a test catches each (FAULTS=\"--some 30\": fewer)"
 	@echo "make test-dtypes no float32 products in a step of any mixture of transformers; what stays float32 in all of its models"
-	@echo "make evidence    four small models under every precision of a CPU, 5 seeds, against float32 (about 70 minutes on 2 quiet cores)"
+	@echo "make evidence    four small models under every precision of a CPU, 5 seeds, against float32 (some hours; goes on with the next model)"
 	@echo "make docs        build the docs site into site/, without network once its tools are installed (140 MB on disk)"
 	@echo "make docs-test   the same, then look for broken links, and open every page in Chromium where there is one"
 	@echo "make notebook    execute the notebook of the examples and write it with its outputs (two minutes)"
@@ -214,7 +214,7 @@ docs-test: docs
 	$(RUN)/python -m tools.site.browse site
 
 evidence: $(VENV)/.installed
-	$(RUN)/python -m benchmarks.convergence --out evidence-out
+	$(RUN)/python -m benchmarks.evidence --out evidence-out
 
 clean:
 	rm -rf dist .venv-2.* $(VENV) $(FLOOR) $(TE) $(CLIENTS_VENV) $(DEEPSPEED) $(DOCS) site .nullgpu .pytest_cache .mypy_cache .ruff_cache

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from benchmarks.convergence.precisions import FAST, ON, PROMOTED
+from benchmarks.evidence.names import FAST, PROMOTED
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.names import TABLE
 
@@ -19,8 +19,8 @@ backends.register(
         title="FP8 summed as on a GPU",
         layers_from=(),  # the layers are torchao's
         names={
-            FAST: replace(_ROW, options={"emulate": ON}),
-            PROMOTED: replace(_ROW, options={"emulate": ON, "fast_accum": "none"}),
+            FAST: replace(_ROW, options={"emulate": "hopper"}),
+            PROMOTED: replace(_ROW, options={"emulate": "hopper", "fast_accum": "none"}),
         },
     )
 )

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import zlib
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,17 +43,3 @@ class HeaderText(StdlibText):
         drawn = train[torch.randint(len(train), (self.train_windows,), generator=generator)].long()
         even = val[torch.arange(self.val_windows) * len(val) // self.val_windows].long()
         self.train_set, self.val_set = (TensorDataset(cut[:, :-1], cut[:, 1:]) for cut in (drawn, even))
-
-
-def facts() -> dict[str, Any]:
-    """Return the size and the hash of both texts: losses on other text do not compare."""
-    digest = hashlib.sha256()
-    tensors = [*parts(python=True), *parts(python=False)]
-    for tensor in tensors:
-        digest.update(tensor.numpy().tobytes())
-    return {
-        "bytes": sum(map(len, tensors)),
-        "sha256": digest.hexdigest(),
-        "where": "files of Python's standard library and of torch's headers",
-        "share": "a tenth",
-    }

@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from typing_extensions import override
 
-from benchmarks.convergence.digits import CLASSES, SIDE
+from benchmarks.evidence.digits import CLASSES, SIDE
 from lightning_lowprec.tools.demo import VOCAB_SIZE, WARMUP_STEPS, ByteGPT
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -37,10 +37,16 @@ def share(step: int, steps: int) -> float:
     return min((step + 1) / (warmup + 1), (steps - step) / (steps - warmup))
 
 
+def know_names() -> None:
+    """Make the names with ``@`` known to the process that trains."""
+    from benchmarks.evidence import devices  # noqa: F401
+
+
 class DecayedGPT(ByteGPT):
     """The GPT of ``lowprec compare``."""
 
     def __init__(self, steps: int, **sizes: float) -> None:
+        know_names()
         super().__init__(**sizes)
         self.steps = steps
 
@@ -53,6 +59,7 @@ def random_llama(depth: int, width: int, heads: int, block_size: int) -> Any:
     """Return a Llama of transformers with random weights: one token per byte, grouped queries, an untied head."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    know_names()
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=width,
@@ -105,11 +112,11 @@ class ByteLlama(L.LightningModule):
 class LoraLlama(ByteLlama):
     """The same Llama with trained, frozen weights, and adapters of PEFT on every Linear of its blocks."""
 
-    def __init__(self, base: str, rank: int = 8, **sizes: float) -> None:
+    def __init__(self, base: str, seed: int, rank: int = 8, **sizes: float) -> None:
         from peft import LoraConfig, get_peft_model
 
         super().__init__(**sizes)
-        self.llama.load_state_dict(torch.load(Path(base), weights_only=True))
+        self.llama.load_state_dict(torch.load(Path(base, f"base-{seed}.pt"), weights_only=True))
         config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=list(TARGETS), lora_dropout=0.0)
         self.llama = get_peft_model(self.llama, config)
 
@@ -122,6 +129,7 @@ class DigitViT(L.LightningModule):
     ) -> None:
         from transformers import ViTConfig, ViTForImageClassification
 
+        know_names()
         super().__init__()
         self.lr = lr
         self.steps = steps

@@ -1,0 +1,148 @@
+"""`python -m benchmarks.evidence`: names, text, digits, statistics, the committed tables, and a toy run of it all."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.evidence.__main__ import main
+from benchmarks.evidence.digits import CLASSES, SIDE, pictures
+from benchmarks.evidence.gaps import gaps_of, holm, overview, t_of
+from benchmarks.evidence.models import share
+from benchmarks.evidence.names import BASELINE, left_out, on_cpu, without_ending
+from benchmarks.evidence.text import MAX_BYTES, HeaderText, headers, parts
+from lightning_lowprec.names import TABLE
+from lightning_lowprec.tools.compare.result import Interval
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(("folder", "page", "rows"), [("eight-bits", "memory", 2), ("formats", "evidence", 7)])
+def test_a_page_shows_the_gaps_of_a_run_apart(folder, page, rows):
+    (report,) = (ROOT / "benchmarks/results").glob(f"*/{folder}/report.md")
+    table = re.search(r"### The gaps\n\n((\|.*\n)+)", report.read_text())[1]
+    assert table.count("±") == 4 * rows
+    assert table in (ROOT / f"docs/{page}.md").read_text()
+
+
+def test_the_page_has_the_gaps_of_the_committed_losses():
+    (file,) = (ROOT / "benchmarks/results").glob("*/convergence/results.json")
+    runs = [
+        {"name": run["precision"], "seed": run["seed"], "final_val": run["val_loss"], "model": run["subject"]}
+        for run in json.loads(file.read_text())["runs"]
+    ]
+    found = {}
+    for model in ("gpt", "llama", "vit", "lora"):
+        of_model = [run for run in runs if run["model"] == model]
+        names = list(dict.fromkeys(run["name"] for run in of_model))
+        found[model] = gaps_of({"spec": {"precisions": names}, "results": of_model})
+    page = [[cell.strip() for cell in row.split("|")] for row in (ROOT / "docs/evidence.md").read_text().splitlines()]
+    rows = [[cell.strip() for cell in row.split("|")] for row in overview(found).splitlines()[2:]]
+    assert len(rows) == 41
+    assert all(row in page for row in rows)
+
+
+def test_every_name_is_trained_or_has_a_reason():
+    trained = on_cpu()
+    assert {*TABLE} <= {*trained, *left_out()}
+    assert not {*trained} & {*left_out()}
+    assert trained[0] == BASELINE
+    assert {"bf16-mixed", "bf16-true", "16-true", "fp8-hybrid", "int8-mixed-sr", "msamp-o3"} <= {*trained}
+    some = {*without_ending(trained)}
+    assert {"fp8-hybrid", "fp8-rowwise", "bf16-remainder", "bf16-sr", "int8-mixed", "msamp-o2"} <= some
+    assert not {"fp8-hybrid-sr", "fp8-rowwise-remainder", "mxfp8-sr"} & some
+
+
+def test_the_texts_are_there_and_validation_is_other_text():
+    for python in (True, False):
+        train, val = parts(python)
+        assert len(train) == MAX_BYTES
+        assert 0 < len(val) <= MAX_BYTES // 10
+    assert not {*headers()[0]} & {*headers()[1]}
+
+
+def test_windows_of_the_headers_depend_on_the_seed_and_those_of_validation_do_not():
+    sets = []
+    for seed in (0, 0, 1):
+        data = HeaderText(block_size=8, batch_size=2, train_windows=50, val_windows=6, seed=seed)
+        data.setup("fit")
+        sets.append((data.train_set.tensors[0], data.val_set.tensors[0]))
+        x, y = data.train_set.tensors
+        assert torch.equal(x[:, 1:], y[:, :-1])
+    assert torch.equal(sets[0][0], sets[1][0])
+    assert not torch.equal(sets[0][0], sets[2][0])
+    assert torch.equal(sets[0][1], sets[2][1])
+
+
+def test_digits_are_legible_and_drawn_from_the_seed():
+    images, classes = pictures(300, 5)
+    assert images.shape == (300, 1, SIDE, SIDE)
+    assert torch.equal(images, pictures(300, 5)[0])
+    assert not torch.equal(images, pictures(300, 6)[0])
+    ink = images.clamp(0, 1).flatten(1)
+    means = torch.stack([ink[classes == k].mean(0) for k in range(CLASSES)])
+    fresh_ink, wanted = pictures(300, 7)
+    nearest = torch.cdist(fresh_ink.clamp(0, 1).flatten(1), means).argmin(1)
+    assert (nearest == wanted).float().mean() > 0.5, "the mean picture of a class is near to its members"
+
+
+def test_the_learning_rate_rises_and_falls_to_zero():
+    shares = [share(step, 120) for step in range(121)]
+    assert shares[0] == pytest.approx(1 / 21)
+    assert max(shares) == shares[20] == 1.0
+    assert shares[70] == pytest.approx(0.5)
+    assert shares[120] == 0.0
+    assert min(share(step, 6) for step in range(6)) > 0
+
+
+def test_t_is_that_of_the_paired_test():
+    assert t_of([0.01, 0.03]) == pytest.approx(0.02 / (math.sqrt(0.0002) / math.sqrt(2)))
+    assert t_of([0.0, 0.0]) == 0.0
+    assert t_of([0.01, 0.01]) == math.inf
+
+
+def with_t(t: float) -> list[float]:
+    spread = [-2.0, -1.0, 0.0, 1.0, 2.0]  # standard error sqrt(2.5 / 5)
+    return [x + t * math.sqrt(0.5) for x in spread]
+
+
+def test_holm_is_stricter_than_single_intervals_and_milder_than_bonferroni():
+    """Table of Student's t with 4 degrees of freedom, two-sided: 2.776 at 5 %, 3.495 at 2.5 %, 3.961 at 5/3 %."""
+    assert t_of(with_t(3.7)) == pytest.approx(3.7)
+    assert holm({"a": with_t(3.9), "b": with_t(3.7), "c": with_t(0.1)}) == set(), "3.961 is needed of the first"
+    assert holm({"a": with_t(4.0), "b": with_t(3.6), "c": with_t(2.7)}) == {"a", "b"}
+    assert holm({"a": with_t(4.0), "b": with_t(3.4), "c": with_t(3.3)}) == {"a"}
+    assert holm({"a": with_t(2.8)}) == {"a"}
+
+
+def test_gaps_pair_seeds_and_a_failure_has_none():
+    losses = {BASELINE: (2.0, 4.0), "p": (2.2, 4.0), "r": (None, 4.0), "q": (2.0, 4.0)}
+    runs = [{"name": name, "seed": seed, "final_val": of[seed]} for seed in (1, 0) for name, of in losses.items()]
+    gaps = gaps_of({"spec": {"precisions": [*losses]}, "results": runs})
+    assert sorted(gaps["p"]) == pytest.approx([0.0, 0.1])
+    assert gaps["r"] is None
+    table = overview({"m": gaps, "n": {"p": with_t(9.0)}})
+    (row,) = re.findall(r"^\| p .*", table, re.M)
+    assert f"**{Interval.of(with_t(9.0)).percent()}**" in row
+    assert re.search(r"^\| q +\| +equal \| +- \|$", table, re.M)
+    assert re.search(r"^\| r +\| +fails \| +- \|$", table, re.M)
+
+
+def test_a_toy_run_goes_on_and_its_table_has_the_gaps_of_the_runs(tmp_path, capsys):
+    call = ["--smoke", "--seeds", "2", "--steps", "4", "--names", "fp8-hybrid@hopper", "--out", str(tmp_path)]
+    assert main([*call, "--models", "lora"]) == 0
+    report = (tmp_path / "lora" / "results.json").read_text()
+    runs = {(run["name"], run["seed"]): run for run in json.loads(report)["results"]}
+    assert {*runs} == {(name, seed) for name in ("32-true", "fp8-hybrid@hopper") for seed in (0, 1)}
+    gaps = [runs["fp8-hybrid@hopper", s]["final_val"] / runs["32-true", s]["final_val"] - 1 for s in (0, 1)]
+    assert 0 < max(map(abs, gaps)) < 0.02
+    assert Interval.of(gaps).percent() in (tmp_path / "gaps.md").read_text()
+    assert "`fp8-hybrid-te`" in (tmp_path / "gaps.md").read_text() or not left_out()
+    assert main([*call, "--models", "lora"]) == 0
+    assert "left as it is" in capsys.readouterr().err
+    assert (tmp_path / "lora" / "results.json").read_text() == report
+    assert main([*call, "--models", "lora", "--steps", "5"]) == 1
+    assert "other settings" in capsys.readouterr().err
