@@ -163,7 +163,7 @@ def check_reduced(model: nn.Module, params: Iterable[nn.Parameter]) -> None:
     """Raise RuntimeError if a gradient of one of ``params`` arrived outside of a forward's backward: FSDP2 keeps it."""
     stepped = set(params)
     for module in model.modules():
-        for record, _ in gathered_parameters(module) if isinstance(module, FSDPModule) else ():
+        for record in gathered_parameters(module) if isinstance(module, FSDPModule) else ():
             if record.sharded_param in stepped and unreduced_gradient(record) is not None:
                 raise RuntimeError(NOT_REDUCED)
 

@@ -9,7 +9,7 @@ The life of such a weight, on one rank:
       |           GatherScales.refresh: scale = FMAX / max|weight| over all ranks, one all-reduce for all weights;
       |           of a format with a scale per tile, the largest values of all tiles are reduced
       v           fsdp_pre_all_gather: codes = saturate(shard * scale).to(float8)
-    codes       a byte per element, sent as uint8 (traffic.ByteGather), and kept for the gathers that follow
+    codes       a byte per element, sent as uint8, which gloo knows too, and kept for the gathers that follow
       |           all-gather
       v           fsdp_post_all_gather: codes and scale as the tensor that the layer's backend computes with
     gathered    the whole weight in codes
@@ -31,14 +31,12 @@ A shard is encoded once per optimizer step, and all micro-batches send these cod
 refresh allocates the memory of the codes of all weights, which later codes take again. A shard that CPU offloading
 moves to the device is a new tensor for every gather, and so is encoded at every gather, into new memory.
 
-A weight is gathered in high precision if a product in high precision reads it (recipes per layer). A backend defines
-the arithmetic and the tensor that its layers get
-(:mod:`~lightning_lowprec.numerics.wire_format`).
+A weight that a product in high precision reads (recipes per layer) is none of these: FSDP2 gathers it as any other. A
+backend defines the arithmetic and the tensor that its layers get (:mod:`~lightning_lowprec.numerics.wire_format`).
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, final
@@ -47,15 +45,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_lowprec.numerics.parameters import grouped, mesh_of
 from lightning_lowprec.numerics.tiles import Tile, largest_of_rows
-from lightning_lowprec.numerics.wire_format import WiredWeight, WireFormat, reads_values, wired_weights
+from lightning_lowprec.numerics.wire_format import WiredWeight, WireFormat, wired_weights
 from lightning_lowprec.private import torch as private
-from lightning_lowprec.private.fsdp2 import gathered_parameters
 from lightning_lowprec.private.torch import local_tensor
-from lightning_lowprec.references import WeakList
 
 _aten = torch.ops.aten
 # FSDP2 makes and moves shards by these operations, so their results are shards too. The results of views are shards as
@@ -87,28 +83,18 @@ class GatherScales:
         self.stale = True
         self.keeps_codes = False  # whether shards keep their codes: known after the first `refresh`
         self.reductions = 0  # the number of times that `refresh` has computed scales
-        self._readers: weakref.WeakKeyDictionary[nn.Module, WeakList[nn.Module]] = weakref.WeakKeyDictionary()
-        """By the module that FSDP2 names as the owner of a weight: all layers that read the weight."""
 
     def collect(self, model: nn.Module) -> None:
         """Find the weights; call this after ``fully_shard``."""
         weights = {id(wired.weight): wired.weight for wired in wired_weights(model)}
         self.weights = [weight for weight in weights.values() if isinstance(local_tensor(weight), Fp8GatherShard)]
-        for owner in [module for module in model.modules() if isinstance(module, FSDPModule)]:
-            for record, layers in gathered_parameters(owner):
-                if isinstance(local_tensor(record.sharded_param), Fp8GatherShard):
-                    self._readers[layers[0]] = WeakList(layers)
-
-    def sends_values(self, module: nn.Module) -> bool:
-        """Return whether the weight of ``module`` is gathered in high precision: a layer reads its values."""
-        return any(map(reads_values, self._readers.get(module, ())))
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Compute the scales of all weights with one all-reduce per mesh, if a weight has changed."""
         if not self.stale or not self.weights:
             return
-        for weights in grouped(self._sent_as_codes(), mesh_of):
+        for weights in grouped(self.weights, mesh_of):
             for weight, scale in zip(weights, self._scales_of(weights), strict=True):
                 shard: Any = local_tensor(weight)
                 shard._scale = scale
@@ -131,12 +117,6 @@ class GatherScales:
         dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=mesh.get_group(mesh.ndim - 1))
         parts = amax.clamp_(min=format.least_amax).split([grid.numel() for grid in grids])
         return [format.scales(part.view_as(grid)) for part, grid in zip(parts, grids, strict=True)]
-
-    def _sent_as_codes(self) -> list[Tensor]:
-        owners = [owner for owner in self._readers if self.sends_values(owner)]
-        layers = [layer for owner in owners for layer in self._readers[owner]]
-        values = {id(wired.weight) for layer in layers for wired in wired_weights(layer)}
-        return [weight for weight in self.weights if id(weight) not in values]
 
 
 @final
@@ -249,14 +229,11 @@ class Fp8GatherShard(Tensor):
     ) -> tuple[tuple[Tensor, ...], Any]:
         """Return the codes to send, and the scale, which every rank knows; called by FSDP2.
 
-        A weight that a layer reads in high precision is sent in the dtype of ``mp_policy``, without a scale. Codes are
-        kept if the format says so, and if their scale is the one of all weights. :meth:`fsdp_post_all_gather` also gets
-        whether the memory of the scale belongs to the stream of this call, on which FSDP2 copies.
+        Codes are kept if the format says so, and if their scale is the one of all weights. :meth:`fsdp_post_all_gather`
+        also gets whether the memory of the scale belongs to the stream of this call, on which FSDP2 copies.
         """
         format, values, scale = self._scales.format, self._tensor, self._scale
         place: dict[str, Any] = {} if format.tile is None else {"first": _first_row(values, mesh)}
-        if self._scales.sends_values(module):
-            return (values.to(mp_policy.param_dtype or values.dtype),), None
         if self._scales.stale or scale is None:
             if format.tile is None:
                 amax = values.abs().amax().float()
@@ -264,11 +241,12 @@ class Fp8GatherShard(Tensor):
                 amax = _largest(values, format.tile, outer_size, mesh)
             dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=mesh.get_group())
             scale = format.scales(amax.clamp(min=format.least_amax))
-            return (format.encode(values, scale, **place),), (scale, True)
+            return (format.encode(values, scale, **place).view(torch.uint8),), (scale, True)
         if self._scales.keeps_codes:
             self.allocate_codes()  # of a shard that took the place of another, such as by `model.bfloat16()`
         encode = partial(format.encode, values, scale, **place)
-        return (encode() if self._kept is None else self._kept.of(scale, encode),), (scale, False)
+        codes = encode() if self._kept is None else self._kept.of(scale, encode)
+        return (codes.view(torch.uint8),), (scale, False)
 
     def fsdp_post_all_gather(
         self,
@@ -279,14 +257,13 @@ class Fp8GatherShard(Tensor):
         out: Tensor | None = None,
     ) -> Any:
         """Return the whole weight, ready for the GEMM; called by FSDP2. Later gathers fill the memory of the first."""
-        (codes,) = all_gather_outputs
-        if metadata is None:  # values in high precision, which later gathers write to the same memory
-            return (codes, (codes,)) if out is None else None
+        (sent,) = all_gather_outputs
+        codes = sent.view(self.sent_as)
         scale, made_while_copying = metadata
         if made_while_copying and scale.is_cuda:  # no other tensor gets the memory before the GEMMs have read the scale
             scale.record_stream(torch.cuda.current_stream(scale.device))
         if out is None:
-            return self._scales.format.whole(codes, scale, param_dtype), (codes,)
+            return self._scales.format.whole(codes, scale, param_dtype), (sent,)
         self._scales.format.refill(local_tensor(out), codes, scale)
         return None
 
@@ -327,7 +304,7 @@ def _largest(shard: Tensor, tile: Tile, shape: torch.Size, mesh: DeviceMesh) -> 
 def gather_in_fp8(model: nn.Module) -> GatherScales | None:
     """Replace the weights of FP8 layers by :class:`Fp8GatherShard` tensors; call this before ``fully_shard``.
 
-    Weights that a layer without FP8 shares (tied embeddings), or that are no parameters, stay; None if all do. Call
+    Weights that another layer shares (tied embeddings), or that are no parameters, stay; None if all do. Call
     :meth:`GatherScales.collect` after ``fully_shard``.
     """
     weights = _gathered_weights(model)

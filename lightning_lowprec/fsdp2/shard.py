@@ -7,9 +7,9 @@ function. Everything happens in place: module objects and fqns stay, parameters 
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, Literal
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -33,23 +33,14 @@ from lightning_lowprec.checkpoints.agreement import gathered
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.fsdp2 import meshes
 from lightning_lowprec.fsdp2.forward_hooks import install_hooks
-from lightning_lowprec.fsdp2.fp8_gather import GatherScales, check_even, gather_in_fp8
+from lightning_lowprec.fsdp2.fp8_gather import check_even, gather_in_fp8
 from lightning_lowprec.fsdp2.options import ShardOptions, chosen
-from lightning_lowprec.fsdp2.traffic import Traffic
 from lightning_lowprec.private.fsdp2 import add_group, has_several_groups
 from lightning_lowprec.private.torch_modules import compile_in_place, is_batch_or_instance_norm
 from lightning_lowprec.private.transformers_cache import has_cache, train_without_cache
 
 Origin = Literal["every rank", "rank 0", "nowhere"]
 _SHARDED_TYPES: Final = (FSDPModule, DTensor)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sharded:
-    """The parts that sharding has added to a model. None of them refers to the model, which may be deleted."""
-
-    traffic: Traffic
-    scales: GatherScales | None  # the scales of the weights that are gathered as float8
 
 
 def shard(
@@ -62,7 +53,7 @@ def shard(
     fp8_all_gather: bool,
     methods: tuple[str, ...] = (),
     float32: Collection[str] = (),
-) -> Sharded:
+) -> None:
     """Shard a converted ``model`` in place; it may be on meta, or on meta on all ranks but 0.
 
     Choices of the user in ``options`` come before ``param_dtype``. The ``methods`` compute without calling the module.
@@ -93,7 +84,7 @@ def shard(
         unless = has_cache if train_without_cache(model) else None
         for module in wrapped.values() or [model]:
             compile_in_place(module, options.compile if isinstance(options.compile, Mapping) else {}, unless=unless)
-    groups = _fully_shard(model, wrapped, data_mesh, options, param_dtype, device, float32)
+    _fully_shard(model, wrapped, data_mesh, options, param_dtype, device, float32)
     fill(model, torch.device("cpu") if options.cpu_offload else device, source, values)
     if options.buffer_dtype is not None:
         for fqn, buffer in model.named_buffers():
@@ -104,7 +95,6 @@ def shard(
     for finish in after_sharding:
         finish(data_mesh)
     install_hooks(model, scales, options.output_dtype, methods)
-    return Sharded(traffic=Traffic(groups), scales=scales)
 
 
 def check_model(model: nn.Module) -> None:
@@ -197,7 +187,7 @@ def _fully_shard(
     param_dtype: torch.dtype | None,
     device: torch.device,
     float32: Collection[str],
-) -> dict[str, FSDPModule]:
+) -> None:
     dtypes: dict[str, Any] = {
         "param_dtype": options.param_dtype or param_dtype,
         "reduce_dtype": options.reduce_dtype or torch.float32,
@@ -224,7 +214,6 @@ def _fully_shard(
     # the inputs of the root are the user's batch with its targets: autocast and the plugin cast what needs it
     root = MixedPrecisionPolicy(**dtypes, output_dtype=options.output_dtype, cast_forward_inputs=False)
     shard_group(model, mp_policy=root)
-    return {fqn: cast(FSDPModule, module) for fqn, module in {**norms, **wrapped, "": model}.items()}
 
 
 def _kept_apart(model: nn.Module, float32: Collection[str], param_dtype: torch.dtype | None) -> set[nn.Parameter]:

@@ -19,9 +19,10 @@ from lightning_lowprec.conversion.options import shows
 from lightning_lowprec.conversion.selection import left_alone
 from lightning_lowprec.fsdp2.forward_hooks import reshard
 from lightning_lowprec.fsdp2.from_fsdp import translate
-from lightning_lowprec.fsdp2.meshes import data_ranks, make_mesh, shards
+from lightning_lowprec.fsdp2.meshes import data_ranks, make_mesh, shard_mesh, shards
 from lightning_lowprec.fsdp2.options import ShardChoices, ShardOptions
-from lightning_lowprec.fsdp2.shard import Sharded, shard
+from lightning_lowprec.fsdp2.shard import shard
+from lightning_lowprec.fsdp2.traffic import gathered_line
 from lightning_lowprec.masters.kept_float32 import kept_float32
 from lightning_lowprec.numerics.parameters import disable_foreach
 from lightning_lowprec.precision.base import LowPrecision
@@ -187,7 +188,6 @@ class ReplacedParameters:
 class _Known(NamedTuple):
     precision: tuple[Any, ...]
     options: ShardOptions
-    sharded: Sharded
 
 
 _sharded: weakref.WeakKeyDictionary[Module, _Known] = weakref.WeakKeyDictionary()
@@ -200,7 +200,7 @@ class Sharding:
     def __init__(self, options: ShardOptions) -> None:
         self.options = options
         self._replacements: list[ReplacedParameters] = []
-        self._unreported: list[Sharded] = []
+        self._unreported: list[tuple[weakref.ref[Module], int]] = []  # models, and the number of their shards
 
     def check(self, plugin: Any) -> None:
         """Raise if ``plugin`` does not run under FSDP2, or not with these options, or not with this torch."""
@@ -241,7 +241,7 @@ class Sharding:
         replacements = ReplacedParameters(model)
         ours = isinstance(plugin, LowPrecision)
         float32 = kept_float32(model, plugin.autocast_dtype, plugin.keep_fp32) if ours else ()
-        sharded = shard(
+        shard(
             model,
             mesh,
             self.options,
@@ -255,8 +255,9 @@ class Sharding:
             plugin.cast_shards(model)
         replacements.record(model)
         self._replacements.append(replacements)
-        self._unreported.append(sharded)
-        _sharded[model] = _Known(_identity(plugin), self.options, sharded)
+        data_mesh = shard_mesh(mesh)
+        self._unreported.append((weakref.ref(model), data_mesh.size(data_mesh.ndim - 1)))
+        _sharded[model] = _Known(_identity(plugin), self.options)
 
     def follow(self, optimizer: Optimizer) -> None:
         """Let an optimizer that was built before sharding update the new parameters."""
@@ -269,9 +270,8 @@ class Sharding:
     def after_step(self) -> None:
         """Log what was gathered, once after the first step; raise if weights were not gathered as float8."""
         unreported, self._unreported = self._unreported, []
-        for sharded in unreported:
-            line = sharded.traffic.report()
-            if line is not None:
+        for model, ranks in [(reference(), ranks) for reference, ranks in unreported]:
+            if model is not None and (line := gathered_line(model, ranks)) is not None:
                 rank_zero_info(f"fsdp2: {line}.")
 
 

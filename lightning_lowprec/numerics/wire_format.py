@@ -43,11 +43,6 @@ class WireFormat(Protocol):
         """Give a tensor that ``whole`` returned earlier other codes."""
 
 
-def reads_values(layer: nn.Module) -> bool:
-    """Return whether ``layer`` reads its weight in high precision, though the weight can be gathered in float8."""
-    return bool(getattr(layer, "reads_values", False))
-
-
 @final
 @dataclass(frozen=True)
 class WiredWeight:

@@ -31,11 +31,9 @@ def without_root_hooks(module: nn.Module) -> Iterator[None]:
         state._training_state = before
 
 
-def gathered_parameters(module: nn.Module) -> Iterator[tuple[Any, list[nn.Module]]]:
-    """Yield FSDP2's record of each parameter that ``module`` gathers, and the modules that own the parameter."""
-    for group in _parameter_groups(module):
-        for record in group.fsdp_params:
-            yield record, [record._module_info.module, *record._module_info.shared_modules]
+def gathered_parameters(module: nn.Module) -> list[Any]:
+    """Return FSDP2's record of each parameter that ``module`` gathers."""
+    return [record for group in _parameter_groups(module) for record in group.fsdp_params]
 
 
 def _parameter_groups(module: nn.Module) -> list[Any]:
@@ -62,20 +60,6 @@ def add_group(
         p.data = p.data.to(first.device)
     meshes = first.mesh_info, first.post_forward_mesh_info
     state._fsdp_param_groups.append(FSDPParamGroup(params, first.modules, *meshes, first.device, None, policy, offload))
-
-
-def gather_by(module: nn.Module, gather: Any) -> None:
-    """Let ``gather`` gather the parameters of ``module``, except those of :func:`add_group`.
-
-    FSDP2 refuses a gather of ours for a module with several groups, so the second group is hidden meanwhile.
-    """
-    sharded = cast(FSDPModule, module)
-    groups = vars(sharded._get_fsdp_state()).get(PARAM_GROUPS[0], [])
-    added, groups[1:] = groups[1:], []
-    try:
-        sharded.set_custom_all_gather(gather)
-    finally:
-        groups += added
 
 
 def unreduced_gradient(record: Any) -> Tensor | None:

@@ -73,7 +73,7 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
         f"{FSDP}._fsdp_param_group.FSDPParamGroup().modules",
         f"{FSDP}._fsdp_param_group.FSDPParamGroup().post_forward_mesh_info",
         f"{FSDP}._fsdp_state.FSDPState()._training_state",
-        f"{FSDP}._fsdp_param.FSDPParam()._module_info",
+        f"{FSDP}._fsdp_param.FSDPParam().all_gather_outputs",
         f"{FSDP}._fsdp_param.FSDPParam()._unsharded_param",
     ),
     TRANSFORMER_ENGINE: (

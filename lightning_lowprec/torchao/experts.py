@@ -97,6 +97,8 @@ class FP8Experts(PlainFirst, RoutedExperts):
 
     def _has_one_code(self, name: str) -> bool:
         how = format_of(self.settings[name].products)
+        if {"forward", "grad_input"} & set(self.in_bf16[name]):
+            return False
         if isinstance(how, Block):  # FSDP2 gathers tiles of experts one below the other, of which none belongs to two
             return not any(size % BLOCK for size in getattr(self, name).shape[1:])
         return how.coding("weight") is not None
@@ -105,11 +107,6 @@ class FP8Experts(PlainFirst, RoutedExperts):
     def wire_format(self) -> TorchAOWire | None:
         """The format in which FSDP2 may gather these Parameters."""
         return next((self.settings[name].wire_format for name in self.wired), None)
-
-    @property
-    def reads_values(self) -> bool:
-        """Whether a product reads a weight in high precision now."""
-        return any({"forward", "grad_input"} & set(gemms) for gemms in self.in_bf16.values())
 
 
 def check_fast_accum(settings: LayerSettings) -> None:

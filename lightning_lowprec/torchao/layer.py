@@ -112,16 +112,12 @@ class CodedLayer(PlainFirst):
     # ---- FSDP2
 
     @property
-    def reads_values(self) -> bool:
-        """Whether a product that reads the weight runs in high precision: FSDP2 then gathers the values."""
-        return "forward" in self.in_bf16 or "grad_input" in self.in_bf16 or not self.codes_serve_both
-
-    @property
     def codes_serve_both(self) -> bool:
         """Whether the two products that read the weight read the same codes."""
         return serves(self.settings.products.forward, self.settings.products.grad_input, "weight")
 
     @property
     def wire_format(self) -> TorchAOWire | None:
-        """The format in which FSDP2 may gather the weight; None: it has codes for each product, or is padded."""
-        return self.settings.wire_format if self.codes_serve_both and not any(self.padding) else None
+        """The format in which FSDP2 gathers the weight; None: it is padded, or no codes serve both of its products."""
+        serves_both = self.codes_serve_both and not {"forward", "grad_input"} & set(self.in_bf16)
+        return self.settings.wire_format if serves_both and not any(self.padding) else None

@@ -24,6 +24,8 @@ from lightning_lowprec.fsdp2.meshes import data_ranks, make_mesh, shards
 from lightning_lowprec.fsdp2.options import ShardOptions, blocks, chosen
 from lightning_lowprec.fsdp2.shard import check_model, check_shared, origin
 from lightning_lowprec.fsdp2.strategy import gathers_fp8
+from lightning_lowprec.fsdp2.traffic import gathered_line
+from lightning_lowprec.private.fsdp2 import gathered_parameters
 from tests.fsdp2.models import Net, batch, loss_of, with_conv1d
 
 CPU = torch.device("cpu")
@@ -254,13 +256,15 @@ def test_models_in_part_on_meta(alone):
 
 
 def test_fp8_weights_that_were_sent_in_bf16_raise(alone):
-    made = shard_alone(fp8_net(), alone, fp8_all_gather=True)
-    made.traffic.gathers["blocks.0"].calls[torch.uint8] += 1
-    made.traffic.gathers["blocks.0"].sent[torch.uint8] += 2 * 64 * 128 + 2 * 320
-    assert made.traffic.report() == "all-gather: float8, 17.0 KB per block and rank, 0.51x of bf16"
-    made.traffic.gathers["blocks.0"].sent[torch.bfloat16] += 2 * (2 * 64 * 128 + 320)
+    model = fp8_net()
+    shard_alone(model, alone, fp8_all_gather=True)
+    loss_of(model, batch(0, 0))
+    assert gathered_line(model, 1) is None
+    assert gathered_line(model, 2).startswith("all-gather: float8, ")
+    coded = next(one for one in gathered_parameters(model.blocks[0]) if one.sharded_param.ndim == 2)
+    coded.all_gather_outputs = [torch.empty(64 * 128, dtype=torch.bfloat16)]
     with pytest.raises(RuntimeError, match=r"'blocks.0' were to be gathered as float8, but bfloat16 was sent"):
-        made.traffic.report()
+        gathered_line(model, 2)
 
 
 def test_a_tensor_parallel_plan_that_does_nothing(alone):

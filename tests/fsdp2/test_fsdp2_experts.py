@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.fsdp2.gathers import scales_of
 from tests.fsdp2.models import full
 from tests.fsdp2.ranks import run
 
@@ -63,9 +64,9 @@ def runs(rank):
     found = {}
     for name, (options, gathers) in WAYS.items():
         model, plugin = converted(options)
-        made = shard(model, mesh, ShardOptions(), device=torch.device("cpu"), param_dtype=None, fp8_all_gather=gathers)
-        weights = train(model, plugin, [rank], made.scales.refresh if gathers else lambda: None)
-        shards = [local_tensor(weight) for weight in made.scales.weights] if gathers else []
+        shard(model, mesh, ShardOptions(), device=torch.device("cpu"), param_dtype=None, fp8_all_gather=gathers)
+        weights = train(model, plugin, [rank], scales_of(model).refresh if gathers else lambda: None)
+        shards = [local_tensor(weight) for weight in scales_of(model).weights] if gathers else []
         expected = train(*converted(options), [0, 1])  # here, with as many threads
         found[name] = weights, expected, len(shards), sum(own._kept is not None for own in shards)
     return found

@@ -11,7 +11,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from lightning_lowprec import FabricFSDP2Strategy, FP8TorchAO, plain
 from lightning_lowprec.callbacks import NumericsMonitor
-from lightning_lowprec.fsdp2.strategy import _sharded
+from lightning_lowprec.fsdp2.traffic import gathered_line
+from tests.fsdp2.gathers import count_gathers, scales_of
 from tests.fsdp2.models import Block, LlamaBlock, Net, batch, full, loss_of
 from tests.fsdp2.ranks import run
 from tests.toys import in_e4m3
@@ -46,10 +47,6 @@ def step(fabric, model, optimizer, number, rank, **kwargs):
 def trained(fabric, model, optimizer, rank, steps=4):
     losses = [step(fabric, model, optimizer, number, rank) for number in range(steps)]
     return full(model), losses
-
-
-def made_of(model):
-    return next(known.sharded for m, known in _sharded.items() if m is getattr(model, "module", model))
 
 
 def optimizers(rank):
@@ -105,7 +102,7 @@ def scale_reductions(rank):
     counts = {}
     fabric = fabric_for()
     model, optimizer = set_up(fabric)
-    scales = made_of(model).scales
+    scales = scales_of(model)
     for number in range(6):  # three steps of two micro-batches
         with fabric.no_backward_sync(model, enabled=number % 2 == 0):
             fabric.backward(loss_of(model, batch(number, rank)))
@@ -120,7 +117,7 @@ def scale_reductions(rank):
 
     fabric = fabric_for("fp8-hybrid-fp16")
     model, optimizer = set_up(fabric)
-    scales = made_of(model).scales
+    scales = scales_of(model)
     scaler = fabric.strategy.precision.scaler
     step(fabric, model, optimizer, 0, rank)
     loss = loss_of(model, batch(1, rank))
@@ -208,9 +205,9 @@ def without_bias(rank):
     """Groups of float8 weights alone, which gloo would refuse."""
     fabric = fabric_for(wrap=[torch.nn.Linear])
     model, optimizer = set_up(fabric, bias=False)
+    gathers = count_gathers(model)
     losses = trained(fabric, model, optimizer, rank)[1]
-    wire = made_of(model).traffic
-    return losses, {fqn: dict(gather.sent) for fqn, gather in wire.gathers.items()}
+    return losses, {fqn: dict(gather.sent) for fqn, gather in gathers.items()}
 
 
 def llama_bytes(rank):
@@ -220,10 +217,12 @@ def llama_bytes(rank):
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(8, 256), torch.nn.Sequential(LlamaBlock(), LlamaBlock()))
         model = fabric_for(precision).setup_module(model)
+        gathers = count_gathers(model)
+        assert gathered_line(model.module, 2) is None, "nothing was gathered"
         with torch.no_grad():
             model(torch.ones(1, 4, 8))
-        gathers = made_of(model).traffic.gathers
         sent[precision] = {fqn: gather.sent.total() for fqn, gather in gathers.items()}
+        sent[f"{precision} line"] = gathered_line(model.module, 2)
     return sent
 
 
@@ -362,8 +361,7 @@ def test_options_change_where_not_what(results):
 def test_groups_of_float8_alone_travel_as_uint8(results):
     losses, sent = results[0]["without_bias"]
     assert all(0 < loss < 10 for loss in losses)
-    assert set(sent["blocks.0.up"]) == {torch.float8_e4m3fn}
-    assert sent["blocks.0.up"][torch.float8_e4m3fn] == 4 * 2 * (64 * 128 // 2)  # 4 steps, forward and backward
+    assert sent["blocks.0.up"] == {torch.uint8: 4 * 2 * (64 * 128 // 2)}, "4 steps, forward and backward"
 
 
 def test_float8_is_half_of_bf16_on_a_llama_block(results):
@@ -372,6 +370,9 @@ def test_float8_is_half_of_bf16_on_a_llama_block(results):
     assert sent["bf16-mixed"]["1.0"] == (weights + 2 * 256) * 2 // 2, "half of the elements, two bytes each"
     assert sent["fp8-hybrid"]["1.0"] == (weights + 2 * 256 * 2) // 2
     assert sent["fp8-hybrid"]["1.0"] <= 0.51 * sent["bf16-mixed"]["1.0"]
+    for name, dtype, ratio in (("fp8-hybrid", "float8", "0.50"), ("bf16-mixed", "bfloat16", "1.00")):
+        size = f"{sent[name]['1.0'] / 1e3:.1f} KB"
+        assert sent[f"{name} line"] == f"all-gather: {dtype}, {size} per block and rank, {ratio}x of bf16"
 
 
 def test_weights_from_rank_0_from_nowhere(results):

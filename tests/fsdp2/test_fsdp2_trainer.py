@@ -10,7 +10,7 @@ import torch
 
 from tests.fsdp2.models import Net, full, loss_of
 from tests.fsdp2.ranks import run
-from tests.fsdp2.trained import Module, Normed, Tokens, loader, trainer_for, wire
+from tests.fsdp2.trained import Module, Normed, Tokens, loader, trainer_for
 
 pytestmark = pytest.mark.distributed
 PRECISIONS = (
@@ -84,7 +84,7 @@ def every_precision(rank):
     for precision in PRECISIONS:
         model, trainer = fitted(precision, gradient_clip_val=0.5, limit_val_batches=3)
         dtypes = {p.dtype for p in model.parameters()}
-        gathered = {d for g in wire(model).gathers.values() for d in g.sent}
+        gathered = {d for g in model.gathers.values() for d in g.sent}
         results[precision] = (model.losses, model.evaluated, dtypes, gathered, trainer.global_step)
     return results
 
@@ -189,7 +189,7 @@ def compiled(rank):
         plugin = FP8TorchAO(compile=by_plugin)
         limits = {"limit_train_batches": 3, "limit_val_batches": evaluations}
         model, _ = fitted(None, strategy=FSDP2Strategy(**by_strategy), plugins=plugin, **limits)
-        gathered = {d for g in wire(model).gathers.values() for d in g.sent}
+        gathered = {d for g in model.gathers.values() for d in g.sent}
         counters = torch._dynamo.utils.counters
         results[name] = model.losses, gathered, counters["stats"]["unique_graphs"], dict(counters["graph_break"])
     return results

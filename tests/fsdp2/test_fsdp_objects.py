@@ -12,8 +12,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecision
 from torch.distributed.tensor import DTensor
 
 from lightning_lowprec import FabricFSDP2Strategy, FSDP2Strategy
-from lightning_lowprec.fsdp2 import strategy as sharding
 from lightning_lowprec.tools.demo import Block, ByteGPT
+from tests.fsdp2.gathers import count_gathers
 from tests.fsdp2.ranks import run
 from tests.toys import QUIET
 
@@ -28,6 +28,7 @@ FACTORIES = {
     },
     "ours": {"wrap": [Block], "activation_checkpointing": [Block], "reshard_after_forward": False},
 }
+counted = {}
 
 
 def model(seed=0):
@@ -44,6 +45,9 @@ def by_trainer(strategy, net, precision="fp8-hybrid"):
     losses = []
 
     class Note(L.Callback):
+        def on_train_start(self, trainer, module):
+            counted[module] = count_gathers(module)
+
         def on_train_batch_end(self, trainer, module, outputs, batch, index):
             losses.append(outputs["loss"].item())
 
@@ -60,6 +64,7 @@ def by_fabric(strategy, net, precision="fp8-hybrid"):
     fabric.launch()
     optimizer = net.configure_optimizers()["optimizer"]
     wrapped, optimizer = fabric.setup(net, optimizer)
+    counted[net] = count_gathers(net)
     losses = []
     for x, y in batches(fabric.global_rank):
         loss = torch.nn.functional.cross_entropy(wrapped(x).float().flatten(0, 1), y.flatten())
@@ -78,8 +83,8 @@ def sharded_as(net):
         "groups": [fqn for fqn, module in net.named_modules() if isinstance(module, FSDPModule)],
         "layouts": sorted(layouts),
         "meshes": sorted(meshes),
-        "gathers": {f: sum(g.calls.values()) for f, g in sharding._sharded[net].sharded.traffic.gathers.items()},
-        "dtypes": sorted({str(d) for g in sharding._sharded[net].sharded.traffic.gathers.values() for d in g.sent}),
+        "gathers": {f: sum(g.calls.values()) for f, g in counted[net].items()},
+        "dtypes": sorted({str(d) for g in counted[net].values() for d in g.sent}),
     }
 
 

@@ -10,9 +10,10 @@ from torch import nn
 
 from lightning_lowprec import FabricFSDP2Strategy
 from lightning_lowprec.fsdp2 import fp8_gather
-from lightning_lowprec.fsdp2 import strategy as sharding
+from lightning_lowprec.fsdp2.traffic import gathered_line
 from lightning_lowprec.numerics.tiles import largest, largest_of_rows, spread
 from lightning_lowprec.private.torchao import prototype_refusal
+from tests.fsdp2.gathers import count_gathers
 from tests.fsdp2.ranks import run
 
 STEPS = 3
@@ -53,6 +54,7 @@ def train(fabric, sizes):
     fabric.launch()
     net = Net(sizes)
     model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
+    gathers = count_gathers(net).values()
     made, losses = torch.Generator().manual_seed(1), []
     for _ in range(STEPS):
         for _ in range(2):
@@ -64,7 +66,7 @@ def train(fabric, sizes):
         optimizer.zero_grad()
     with torch.no_grad():
         losses.append(model(x).float().square().mean().item())
-    return net, losses
+    return net, losses, gathers
 
 
 CASES = {
@@ -85,16 +87,14 @@ def sharded(rank):
     for case, (precision, options) in CASES.items():
         strategy = FabricFSDP2Strategy(wrap=[Block], **options)
         fabric = L.Fabric(accelerator="cpu", devices=2, precision=precision, strategy=strategy)
-        net, losses = train(fabric, sizes_of(case))
-        traffic = sharding._sharded[net].sharded.traffic
-        gathers = traffic.gathers.values()
+        net, losses, gathers = train(fabric, sizes_of(case))
         found[case] = {
             "losses": losses,
             "weights": {name: p.full_tensor() for name, p in net.named_parameters()},
             "sent": sum(gather.sent.total() for gather in gathers),
             "calls": [gather.calls.total() for gather in gathers if gather.calls],
             "reduced": reduced.copy(),
-            "said": traffic.report(),
+            "said": gathered_line(net, 2),
         }
         reduced.clear()
     return found
@@ -107,7 +107,7 @@ def ranks(tmp_path_factory):
 
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_compute_the_bits_of_one(ranks, case):
-    net, losses = train(L.Fabric(accelerator="cpu", devices=1, precision=CASES[case][0]), sizes_of(case))
+    net, losses, _ = train(L.Fabric(accelerator="cpu", devices=1, precision=CASES[case][0]), sizes_of(case))
     assert len(set(losses)) == STEPS + 1
     for found in ranks:
         assert found[case]["losses"] == losses

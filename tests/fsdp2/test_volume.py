@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_lowprec import FabricFSDP2Strategy, FSDP2Strategy
-from lightning_lowprec.fsdp2 import strategy as sharding
 from lightning_lowprec.tools.demo import ByteGPT
 from lightning_lowprec.tools.planning.costs import (
     Weights,
@@ -23,6 +22,7 @@ from lightning_lowprec.tools.planning.costs import (
     step,
     weights_of,
 )
+from tests.fsdp2.gathers import count_gathers, scales_of
 from tests.fsdp2.ranks import run
 from tests.toys import QUIET
 
@@ -68,7 +68,7 @@ class CountedScatter(DefaultReduceScatter):
 
 class CountScatters(L.Callback):
     def on_train_start(self, trainer, net):
-        self.scatters = count_scatters(net)
+        self.gathers, self.scatters = count_gathers(net), count_scatters(net)
 
 
 def count_scatters(net):
@@ -79,8 +79,7 @@ def count_scatters(net):
     return scatters
 
 
-def counts_of(net, scales, scatters):
-    gathers = sharding._sharded[net].sharded.traffic.gathers
+def counts_of(gathers, scales, scatters):
     return {
         "gathered": {f: g.sent.total() for f, g in gathers.items()},
         "calls": {f: g.calls.total() for f, g in gathers.items()},
@@ -94,8 +93,8 @@ def by_fabric(precision, **options):
     fabric.launch()
     net = model()
     wrapped, optimizer = fabric.setup(net, net.configure_optimizers()["optimizer"])
-    scatters = count_scatters(net)
-    scales = sharding._sharded[net].sharded.scales
+    gathers, scatters = count_gathers(net), count_scatters(net)
+    scales = scales_of(net)
     mode = AllReduces()
     if scales is not None:
         with mode:
@@ -104,7 +103,7 @@ def by_fabric(precision, **options):
     fabric.backward(torch.nn.functional.cross_entropy(wrapped(x).float().flatten(0, 1), y.flatten()))
     optimizer.step()
     assert scales is None or scales.reductions == 1
-    return counts_of(net, mode, scatters)
+    return counts_of(gathers, mode, scatters)
 
 
 def by_trainer(precision, **options):
@@ -114,7 +113,7 @@ def by_trainer(precision, **options):
         accelerator="cpu", devices=2, precision=precision, strategy=strategy, callbacks=counting, max_steps=1, **QUIET
     )
     trainer.fit(net, torch.utils.data.DataLoader([batch()], batch_size=None))
-    return counts_of(net, AllReduces(), counting.scatters)
+    return counts_of(counting.gathers, AllReduces(), counting.scatters)
 
 
 def copies():

@@ -3,6 +3,7 @@
 import lightning as L
 import torch
 
+from tests.fsdp2.gathers import count_gathers
 from tests.fsdp2.models import Net, batch, loss_of
 from tests.toys import QUIET
 
@@ -21,8 +22,11 @@ class Module(L.LightningModule):
     def __init__(self, early_optimizer=False):
         super().__init__()
         self.net = Net()
-        self.losses, self.evaluated = [], []
+        self.losses, self.evaluated, self.gathers = [], [], {}
         self.optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2) if early_optimizer else None
+
+    def on_train_start(self):
+        self.gathers = count_gathers(self)
 
     def training_step(self, tokens, _):
         loss = loss_of(self.net, tokens)
@@ -60,9 +64,3 @@ def trainer_for(precision, strategy="fsdp2", **kwargs):
 def loader(steps=8):
     """``steps`` batches of two for each of two ranks."""
     return torch.utils.data.DataLoader(torch.utils.data.Subset(Tokens(), range(4 * steps)), batch_size=2)
-
-
-def wire(model):
-    from lightning_lowprec.fsdp2.strategy import _sharded
-
-    return _sharded[model].sharded.traffic

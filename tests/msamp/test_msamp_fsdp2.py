@@ -14,7 +14,7 @@ from lightning_lowprec.private.torch_modules import is_compiled
 from tests.fsdp2.models import Net
 from tests.fsdp2.ranks import run
 from tests.fsdp2.toy import X, Y, differences, everything, full, setup, train
-from tests.fsdp2.trained import Module, loader, trainer_for, wire
+from tests.fsdp2.trained import Module, loader, trainer_for
 
 GRAPHS = {"backend": "aot_eager"}
 pytestmark = pytest.mark.distributed
@@ -34,7 +34,7 @@ def in_trainer(folder):
     first, trainer = fit(0, 1)
     trainer.save_checkpoint(folder / "trainer.ckpt")
     resumed, _ = fit(1, 2, folder / "trainer.ckpt")
-    gathers = [gather for fqn, gather in wire(straight).gathers.items() if fqn]
+    gathers = [gather for fqn, gather in straight.gathers.items() if fqn]
     return {
         "weights": [full(dict(model.state_dict())) for model in (straight, resumed)],
         "losses": (straight.losses, first.losses + resumed.losses),
