@@ -19,7 +19,7 @@ from lightning_lowprec.msamp.gradient import ScaledGradient
 from lightning_lowprec.msamp.step import Flats, step_codes
 from lightning_lowprec.msamp.weight import best_values_of, codes_of, master_of, msamp_state_of, required_state_of
 from lightning_lowprec.msamp.weight_state import LEVELS, Level, encode
-from lightning_lowprec.numerics.formats import E4M3, Format
+from lightning_lowprec.numerics.formats import E4M3, HALF_DTYPES, Format
 from lightning_lowprec.numerics.one_pass import compiles, tensor_on
 from lightning_lowprec.numerics.parameters import aligned, chunks, grouped, parameters_of
 from lightning_lowprec.numerics.rounding import keys_of_bits
@@ -120,9 +120,10 @@ class ScaledOptimizer(Optimizer):
         """Let torch step the parameters without codes; those in half precision as float32, with float32 state."""
         groups, state = self.param_groups, self.state
         plain = [p for p in parameters_of(self) if msamp_state_of(p) is None and p.grad is not None]
-        shown = {p: p.float() for p in plain}  # the parameter itself if it is float32
+        shown = {p: p.float() if p.dtype in HALF_DTYPES else p for p in plain}
         for p, values in shown.items():
-            values.grad = p.grad.float()  # type: ignore[union-attr]
+            if values is not p:
+                values.grad = p.grad.float()  # type: ignore[union-attr]
         members = [[shown[p] for p in group["params"] if p in shown] for group in groups]
         self.param_groups = [{**g, "params": own} for g, own in zip(groups, members, strict=True) if own]
         self.state = defaultdict(dict, {shown[p]: state[p] for p in plain if p in state})
@@ -201,7 +202,8 @@ class ScaledOptimizer(Optimizer):
         if coded:
             state.setdefault("step", 0)
         for key in [key for key in moments if key not in state]:
-            state[key] = torch.zeros_like(codes_of(p), dtype=moments[key].dtype if scaled else torch.float32)
+            dtype = moments[key].dtype if scaled else torch.promote_types(p.dtype, torch.float32)
+            state[key] = torch.zeros_like(codes_of(p), dtype=dtype)
             if scaled:
                 state[f"{key}_scale"] = torch.ones((), device=p.device)
         return state

@@ -135,13 +135,13 @@ class MsampWeight(CodedWeight):
 
     @property
     def data(self) -> Tensor:
-        """The same weight for code that writes behind autograd's back; new data are encoded."""
+        """The same codes for code that writes behind autograd's back."""
         return self.detach()
 
     @data.setter
+    @torch.inference_mode(False)  # an optimizer writes to the codes later
     def data(self, values: Tensor) -> None:
-        if getattr(values, "msamp_state", None) is self.msamp_state:
-            return  # `weight.data += x` ends so
+        """Take the codes of ``values``, or fresh codes: the old ``data`` keep theirs, as those of any tensor do."""
         if values.shape != self.shape or values.device != self.device:
             raise RuntimeError(
                 f"a weight of shape {tuple(self.shape)} on {self.device} that is kept as codes with a scale (MS-AMP)"
@@ -149,7 +149,12 @@ class MsampWeight(CodedWeight):
                 " Move the layer with `layer.to(device)`. Keep the layer in high precision to change its shape:"
                 " `MSAMP(..., keep=[...])`."
             )
-        self.detach().copy_(values)
+        state = msamp_state_of(values)
+        if state is None or not state.may_replace(self.msamp_state):
+            fresh = MsampWeight(self.msamp_state.copied())
+            fresh.copy_(values)
+            state = fresh.msamp_state
+        self.msamp_state = state
 
     # ---- FSDP2
 

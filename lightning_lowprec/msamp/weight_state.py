@@ -76,6 +76,13 @@ class MsampWeightState:
         }
         return replace(self, whole=None, **tensors)
 
+    def may_replace(self, other: MsampWeightState) -> bool:
+        """Return whether a weight that has the state ``other`` may get this one: whole, of one level and layout."""
+        alike = self.codes.dtype == other.codes.dtype and (self.master is None) == (other.master is None)
+        return (
+            alike and self.whole is None and self.shards is other.shards and self.codes.stride() == other.codes.stride()
+        )
+
     def stepped(self) -> tuple[Tensor, Tensor]:
         """Return the float16 codes that an optimizer or a write changes, and their scale: the master, or the codes."""
         if self.master is None or self.master_scale is None:

@@ -61,6 +61,22 @@ def test_ten_steps_are_those_of_the_specification(level, coded, kind):
             assert p.msamp_state.master_scale.item() == reference.master[1]
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float64])
+def test_complex_and_float64_parameters_keep_their_digits(dtype):
+    """Also in a run that goes on from a state dict in the middle."""
+    ours, theirs = (
+        [nn.Parameter(v.to(dtype) * (1 + 2**-30 + (1j if dtype.is_complex else 0))) for v in starts()] for _ in "ab"
+    )
+    optimizer, reference = converted(AdamW, [*ours, *scaled_params("O2")]), AdamW(theirs, **OPTIONS)
+    for step in range(5):
+        for p, q, g in zip(ours, theirs, gradients(step), strict=True):
+            p.grad, q.grad = g.to(dtype) * p.detach(), g.to(dtype) * q.detach()
+        optimizer.step()
+        reference.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+    assert all(torch.equal(p, q) for p, q in zip(ours, theirs, strict=True))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("implementation", [{}, {"foreach": True}, {"fused": True}], ids=["", "foreach", "fused"])
 @pytest.mark.parametrize("kind", [Adam, AdamW])

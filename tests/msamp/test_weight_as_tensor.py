@@ -263,6 +263,32 @@ def test_weights_copy_each_other_with_their_masters(level):
     assert bool(values_of(other.weight).any()), "memory of its own"
 
 
+@every_level
+def test_data_that_were_put_aside_come_back_and_two_weights_exchange_theirs(level):
+    """``backup = p.data; p.data = average; ...; p.data = backup``, as averages do that people copy from each other."""
+    module, _ = linear(level)
+    other, _ = linear(level)
+    with torch.no_grad():
+        other.weight.mul_(-1.7)
+    first, second = module.state_dict()["weight"], other.state_dict()["weight"]
+    average, x = torch.linspace(-4, 4, first.numel()).view_as(first), torch.randn(16, 32)
+    output = module(x)
+    backup = module.weight.data
+    with torch.inference_mode():  # as in Lightning's validation
+        module.weight.data = average
+    assert torch.equal(values_of(module.weight), encoded(average, level))
+    assert not torch.equal(module(x), output)
+    module(x).sum().backward()
+    ScaledAdamW(module.parameters(), level=level).step()
+    module.weight.data = backup
+    assert torch.equal(module.state_dict()["weight"], first)
+    module.weight.data, other.weight.data = other.weight.data, module.weight.data
+    assert torch.equal(module.state_dict()["weight"], second)
+    assert torch.equal(other.state_dict()["weight"], first)
+    module.weight.data = module.weight.data[:].t().contiguous().t()  # a view, and another layout: the values count
+    assert torch.equal(values_of(module.weight), values_of(other.weight) * 0 + encoded(second, level))
+
+
 # ---- the parameter
 
 
