@@ -82,7 +82,7 @@ def decode(state: Mapping[str, Any], name: str, param: Tensor) -> Tensor:
             " and the ranks of a tensor-parallel group have parts of such blocks now. Load the checkpoint with the"
             " `tensor_parallel_size` that it was saved with."
         )
-    flat = block_floats.decode(_flat(codes), exponents.reshape(-1), block, block_floats.BY_DTYPE[codes.dtype])
+    flat = block_floats.from_blocks(_flat(codes), exponents.reshape(-1), block, block_floats.BY_DTYPE[codes.dtype])
     return _like(param, flat.as_strided(codes.shape, codes.stride()))
 
 
@@ -130,7 +130,7 @@ def encode_state(state: Mapping[Any, State], store: Store, step: int) -> None:
                 values = local_tensor(entry.pop(name))
                 seed = store.seed + number * _SEED_STEP
                 bits = bits_of_positions(values.numel(), seed, step, store.position(index), values.device)
-                codes, exponents = block_floats.encode(_flat(values), bits, block, MOMENTS[name])
+                codes, exponents = block_floats.to_blocks(_flat(values), bits, block, MOMENTS[name])
                 _set(entry, name, param, codes.as_strided(values.shape, values.stride()), exponents)
 
 

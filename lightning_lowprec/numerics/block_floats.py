@@ -65,7 +65,7 @@ def block_size(row: int) -> int:
     return size if size >= SMALLEST_BLOCK else 0
 
 
-def encode(values: Tensor, bits: Tensor, block: int, format: BlockFormat) -> tuple[Tensor, Tensor]:
+def to_blocks(values: Tensor, bits: Tensor, block: int, format: BlockFormat) -> tuple[Tensor, Tensor]:
     """Return codes, (N,) of ``format.dtype``, and exponents, (N / block,) uint8, of values, (N,) float32.
 
     ``bits``: (N,) int32, random in [0, 65536). Values of a format that is not ``signed`` must not be negative.
@@ -88,7 +88,7 @@ def encode(values: Tensor, bits: Tensor, block: int, format: BlockFormat) -> tup
     return codes.to(torch.uint8).view(format.dtype), exponents.to(torch.uint8)
 
 
-def decode(codes: Tensor, exponents: Tensor, block: int, format: BlockFormat) -> Tensor:
+def from_blocks(codes: Tensor, exponents: Tensor, block: int, format: BlockFormat) -> Tensor:
     """Return values, (N,) float32, of codes, (N,), and exponents, (N / block,)."""
     all_bits = codes.view(torch.uint8).to(torch.int32)
     magnitude = all_bits & 0x7F if format.signed else all_bits

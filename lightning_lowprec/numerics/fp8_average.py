@@ -66,11 +66,11 @@ def average_(flat: Tensor, sizes: Sequence[int], group: Any) -> None:
     dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=group)
     ranks = dist.get_world_size(group)
     padded = torch.zeros(ranks, -(-flat.numel() // ranks), dtype=torch.uint8, device=flat.device)
-    padded.view(-1)[: flat.numel()] = encode(flat, sizes, amaxes)
+    padded.view(-1)[: flat.numel()] = encode_runs(flat, sizes, amaxes)
     slices = torch.empty_like(padded)  # slices[r]: the values of rank r for this rank's slice
     dist.all_to_all_single(slices, padded, group=group)
     _all_gather(padded.view(-1), mean(slices), group=group)
-    flat.copy_(decode(padded.view(-1)[: flat.numel()], sizes, amaxes, flat.dtype))
+    flat.copy_(decode_runs(padded.view(-1)[: flat.numel()], sizes, amaxes, flat.dtype))
 
 
 def run_amaxes(flat: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -82,7 +82,7 @@ def run_amaxes(flat: Tensor, sizes: Sequence[int]) -> Tensor:
     return torch.where(amaxes.isfinite(), amaxes, torch.inf)
 
 
-def encode(flat: Tensor, sizes: Sequence[int], amaxes: Tensor) -> Tensor:
+def encode_runs(flat: Tensor, sizes: Sequence[int], amaxes: Tensor) -> Tensor:
     """Return float8_e4m3fn codes: (N,) any float, (runs,) float32 -> (N,) uint8; NaN where the amax is not finite."""
     return saturating_cast(_scales(amaxes, sizes).mul_(flat), E4M3).view(torch.uint8)
 
@@ -92,7 +92,7 @@ def mean(codes: Tensor) -> Tensor:
     return saturating_cast(codes.view(E4M3.dtype).float().sum(0).div_(codes.shape[0]), E4M3).view(torch.uint8)
 
 
-def decode(codes: Tensor, sizes: Sequence[int], amaxes: Tensor, dtype: torch.dtype) -> Tensor:
+def decode_runs(codes: Tensor, sizes: Sequence[int], amaxes: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the values of codes: (N,) uint8, (runs,) float32 -> (N,) float32, finite in ``dtype`` unless NaN.
 
     Rounding to FP8 may lift the largest value of ``dtype`` to the next power of two, which ``dtype`` does not have.

@@ -36,7 +36,7 @@ _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Codes:
+class TwoLayouts:
     """A matrix as float8 codes, (M, N), the transposed codes, (N, M), and the reciprocal of their scale, () float32."""
 
     rows: Tensor
@@ -44,7 +44,7 @@ class Codes:
     inv_scale: Tensor
 
     @classmethod
-    def of(cls, values: Tensor) -> Codes:
+    def of(cls, values: Tensor) -> TwoLayouts:
         """Encode a matrix to e4m3 by the scale of its amax; rows and columns of zeros fill it up to multiples of 16.
 
         values: (M, N) any float, with any strides. With inf or NaN among them the scale is NaN, and so are products.

@@ -32,11 +32,6 @@ from lightning_lowprec.private.torch_products import scaled_grouped_mm
 DEVICES = {"cuda"}
 
 
-def scales(amax: Tensor, power_of_2: bool) -> Tensor:
-    """Return the scales of largest absolute values: (...) float32 -> (...) float32; NaN stays NaN."""
-    return largest_scale(amax, E4M3.dtype, power_of_2)
-
-
 def encode_rows(rows: Tensor, power_of_2: bool) -> tuple[Tensor, Tensor]:
     """(P, C) any float -> codes (P, C), and the reciprocals of the scales, (P,) float32."""
     traced = torch.compiler.is_compiling() or type(rows) is not Tensor  # the tensors of a compiler
@@ -56,12 +51,12 @@ def encode_weight(weight: Tensor, power_of_2: bool) -> tuple[Tensor, Tensor]:
 @compiled_on_cuda
 def encode_whole(weight: Tensor, power_of_2: bool) -> tuple[Tensor, Tensor]:
     """(E, A, C) any float -> codes (E, A, C), contiguous, of one scale, and its reciprocal, () float32."""
-    scale = scales(weight.abs().amax().float(), power_of_2)
+    scale = largest_scale(weight.abs().amax(), E4M3.dtype, power_of_2)
     return encode(weight, scale, E4M3.dtype).contiguous(), scale.reciprocal()
 
 
 def _rows(rows: Tensor, power_of_2: bool) -> tuple[Tensor, Tensor]:
-    scale = scales(rows.abs().amax(dim=-1).float(), power_of_2)
+    scale = largest_scale(rows.abs().amax(dim=-1), E4M3.dtype, power_of_2)
     return encode(rows, scale.unsqueeze(-1), E4M3.dtype), scale.reciprocal()
 
 
@@ -83,7 +78,7 @@ def encode_columns(rows: Tensor, ends: Tensor, power_of_2: bool) -> tuple[Tensor
     group = torch.searchsorted(ends, torch.arange(rows.shape[0], device=ends.device), right=True)  # E behind the last
     amax = torch.zeros(ends.shape[0] + 1, rows.shape[1], device=rows.device)
     amax.scatter_reduce_(0, group.unsqueeze(1).expand_as(rows), rows.abs().float(), "amax")
-    scale = scales(amax, power_of_2)
+    scale = largest_scale(amax, E4M3.dtype, power_of_2)
     return encode(rows, scale[group], E4M3.dtype).t().contiguous(), scale[:-1].reciprocal()
 
 

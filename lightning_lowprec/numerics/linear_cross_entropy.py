@@ -37,7 +37,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_lowprec.numerics.formats import E5M2, encode
-from lightning_lowprec.numerics.fp8_matrices import Codes, padded, product, transposed
+from lightning_lowprec.numerics.fp8_matrices import TwoLayouts, padded, product, transposed
 from lightning_lowprec.numerics.kernel_operands import ALIGNMENT
 from lightning_lowprec.numerics.one_pass import is_simulated, kernels_run, on_device, rows_in_one_pass
 from lightning_lowprec.numerics.tensor_cores import Emulation
@@ -147,14 +147,14 @@ def in_fp8(
     """
     losses, of_hidden, _, of_bias = empty_results(hidden, weight, (wanted[0], False, wanted[2]), fp8=True)
     dtype = dtype_of_grad_weight(len(hidden), weight, hidden.dtype, rows)
-    coded = Codes.of(hidden)
+    coded = TwoLayouts.of(hidden)
     if terms[2]:
         room = _room(hidden, weight, bias, terms[2])
         factors, after = factors * room, after / room
     if (missing := len(coded.rows) - len(target)) > 0:
         target = F.pad(target, (0, missing), value=terms[0])
         factors = F.pad(factors, (0, missing)) if factors.ndim else factors
-    run = _Fp8Run(hidden.dtype, coded, Codes.of(weight), len(weight), after, emulate)
+    run = _Fp8Run(hidden.dtype, coded, TwoLayouts.of(weight), len(weight), after, emulate)
     spread, span = _spread_and_span(weight, hidden.dtype, rows)
     of_weight = None
     for outer in _parts(len(target), span):
@@ -205,7 +205,13 @@ class _Fp8Run:
     """The products of one call in FP8."""
 
     def __init__(
-        self, dtype: torch.dtype, hidden: Codes, weight: Codes, vocabulary: int, after: Tensor, emulate: Emulation
+        self,
+        dtype: torch.dtype,
+        hidden: TwoLayouts,
+        weight: TwoLayouts,
+        vocabulary: int,
+        after: Tensor,
+        emulate: Emulation,
     ) -> None:
         self.dtype, self.hidden, self.weight, self.vocabulary = dtype, hidden, weight, vocabulary
         self.of_codes = after / CODE_SCALE

@@ -8,6 +8,7 @@ Lightning's own precisions do not look at the layers of a model, so FP8 layers s
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -80,22 +81,32 @@ def plain(model: Module, *, copy: bool = False) -> Module:
         _refuse_part(module, optimizers)
     if copy:
         module = deepcopy(module)  # whose weights are float32
-    masters = existing_masters(module.parameters())
-    take_back(module)
-    weights = Float32Weights()
-    weights.undo_cast(module, masters)
-    for optimizer in () if copy else optimizers:
-        backends.revert_optimizer(optimizer)
-        weights.follow(optimizer)
-    leave_no_marks(module)
+    _make_plain([module], [] if copy else optimizers)
     return module
 
 
-def leave_no_marks(module: Module) -> None:
-    """Remove what half-precision weights have left in ``module``: attributes of Parameters, hooks of state dicts."""
-    unwatch(module)
-    for parameter in module.parameters():
-        unmark(parameter)
+def _make_plain(
+    modules: list[Module], optimizers: Iterable[Optimizer], before: Iterable[tuple[Tensor, Tensor]] = ()
+) -> None:
+    """Give modules their own layers and float32 weights back, and optimizers their class and state, in place.
+
+    ``before``: tensors of the modules, and the data that they get back instead.
+    """
+    weights = Float32Weights()
+    for module in modules:
+        masters = existing_masters(module.parameters())
+        take_back(module)
+        weights.undo_cast(module, masters)
+    for tensor, data in before:
+        tensor.grad = None
+        tensor.data = data.to(tensor.device)
+    for optimizer in optimizers:
+        backends.revert_optimizer(optimizer)
+        weights.follow(optimizer)
+    for module in modules:
+        unwatch(module)
+        for parameter in module.parameters():
+            unmark(parameter)
 
 
 def unwrapped(model: Module) -> Module:
@@ -217,7 +228,6 @@ class AfterFit:
         The layers note how they rounded weights, for :func:`lightning_lowprec.export`. A model that the strategy leaves
         sharded stays as it is.
         """
-        weights = Float32Weights()
         modules, self._modules = list(self._modules), WeakList()
         before, self._before = self._before, []
         if (where := _sharded_by(plugin)) is not None:
@@ -231,26 +241,14 @@ class AfterFit:
             remove_hooks(module)
         if not plugin.plain_after_fit and not self._tunes:
             for module in modules if not plugin._will_train else ():  # an evaluation leaves no rounded weights
-                weights.undo_cast(module, kept(module.parameters()), all_cast=False)
+                Float32Weights().undo_cast(module, kept(module.parameters()), all_cast=False)
             return
-        for module in modules:
-            values = existing_masters(module.parameters())
-            ties_away = plugin.masters is not None and plugin.masters.config.form.startswith("remainder")
-            roundings = _roundings(module, ties_away=ties_away)
-            take_back(module)
+        ties_away = plugin.masters is not None and plugin.masters.config.form.startswith("remainder")
+        roundings = [_roundings(module, ties_away=ties_away) for module in modules]
+        _make_plain(modules, self.optimizers, before if self._tunes else ())
+        for module, by_fqn in zip(modules, roundings, strict=True):
             layers = dict(module.named_modules())
-            backends.left_roundings.update(
-                (layers[fqn], rounding) for fqn, rounding in roundings.items() if fqn in layers
-            )
-            weights.undo_cast(module, values)
-        for tensor, data in before if self._tunes else ():
-            tensor.grad = None
-            tensor.data = data.to(tensor.device)
-        for optimizer in self.optimizers:
-            backends.revert_optimizer(optimizer)
-            weights.follow(optimizer)
-        for module in modules:
-            leave_no_marks(module)
+            backends.left_roundings.update((layers[fqn], by_name) for fqn, by_name in by_fqn.items() if fqn in layers)
 
     def __reduce__(self) -> tuple[type[AfterFit], tuple[()]]:
         return type(self), ()  # tensors and optimizers stay in their process

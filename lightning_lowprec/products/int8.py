@@ -24,7 +24,9 @@ from lightning_lowprec.products.arithmetic import Arithmetic, Operand, Product, 
 _names = functools.cache(int8_names)
 
 
-class _Codes(NamedTuple):
+class _OfRole(NamedTuple):
+    """A matrix as codes, and its role, which decides the order of roundings."""
+
     codes: Tensor
     """[A, B] int8, contiguous."""
     scale: Tensor
@@ -46,7 +48,7 @@ class Int8(Arithmetic):
         how = matrix.to(dtype), self.stochastic and role == "gradient", role
         return Operand(partial(_encoded, _rows, *how), partial(_encoded, _columns, *how))
 
-    def multiply(self, a: _Codes, b: _Codes, dtype: torch.dtype, product: Product) -> Tensor:
+    def multiply(self, a: _OfRole, b: _OfRole, dtype: torch.dtype, product: Product) -> Tensor:
         """Return a product, rounded as torchao rounds it on the device."""
         if a.codes.is_cuda:
             _, scaled_mm = _names()
@@ -60,13 +62,13 @@ class Int8(Arithmetic):
         return (int8_product(a.codes, b.codes.t()) * first * second).to(dtype)
 
 
-def _encoded(encode: Any, matrix: Tensor, stochastic: bool, role: Role) -> _Codes:
+def _encoded(encode: Any, matrix: Tensor, stochastic: bool, role: Role) -> _OfRole:
     # neither within code that is being compiled, nor for the tensors of a compiler that traces
     if torch.compiler.is_compiling() or type(matrix) is not Tensor or not matrix.is_cuda:
         codes, scale = encode(matrix, stochastic)
     else:
         codes, scale = rows_in_one_pass(encode, matrix.detach().contiguous(), stochastic)
-    return _Codes(codes, scale, role)
+    return _OfRole(codes, scale, role)
 
 
 def _rows(matrix: Tensor, stochastic: bool) -> tuple[Tensor, Tensor]:

@@ -10,12 +10,8 @@ import sys
 import types
 
 import pytest
-import torch
 
 from lightning_lowprec.checkpoints.weights import open_weights
-from lightning_lowprec.numerics.formats import largest_scale
-from lightning_lowprec.numerics.grouped_fp8 import scales
-from lightning_lowprec.products.scaled import Coding
 from lightning_lowprec.tools.planning.source import load
 
 LLAMA = {
@@ -140,13 +136,3 @@ def test_a_changed_byte_is_noticed_or_changes_nothing_but_values(seed, tmp_path)
         message = refusal(open_weights, file)
         assert message is None or str(file) in message
         assert message is not None or all(shape.size.numel() <= 64 for shape in open_weights(file).shapes.values())
-
-
-def test_scales_of_stacked_experts_are_those_of_linear_layers():
-    """The same formula, torchao's: for largest values whose exact scale lies just below a power of two too."""
-    below = torch.nextafter(2.0 ** torch.arange(-20.0, 20.0), torch.tensor(0.0))
-    for power_of_2 in (False, True):
-        coding = Coding(dtype=torch.float8_e4m3fn, by_row=True, power_of_2=power_of_2)
-        for largest in (448 / below, torch.rand(1000) * 1e3):
-            assert torch.equal(scales(largest, power_of_2), coding.scales(largest))
-            assert torch.equal(coding.scales(largest), largest_scale(largest, torch.float8_e4m3fn, power_of_2))

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lightning_lowprec.numerics.block_floats import E4M3, E5M3, NAN_EXPONENT, block_size, decode, encode
+from lightning_lowprec.numerics.block_floats import E4M3, E5M3, NAN_EXPONENT, block_size, from_blocks, to_blocks
 
 FORMATS = pytest.mark.parametrize("format", [E4M3, E5M3], ids=["e4m3", "e5m3"])
 SMALLEST = {E4M3: 2.0**-17, E5M3: 2.0**-33}
@@ -23,8 +23,8 @@ def block(*first):
 
 
 def around(values, format, seed=0):
-    codes, exponents = encode(values, bits_of(values.numel(), seed), BLOCK, format)
-    return decode(codes, exponents, BLOCK, format)
+    codes, exponents = to_blocks(values, bits_of(values.numel(), seed), BLOCK, format)
+    return from_blocks(codes, exponents, BLOCK, format)
 
 
 @FORMATS
@@ -33,8 +33,8 @@ def test_the_mean_over_all_random_bits_is_the_value(format):
     values = torch.where(values < SMALLEST[format], 0.0, values)  # second moments never round to zero
     rows = 1 << 16
     bits = torch.arange(rows, dtype=torch.int32)[:, None].expand(rows, BLOCK).reshape(-1)
-    codes, exponents = encode(values.repeat(rows), bits, BLOCK, format)
-    found = decode(codes, exponents, BLOCK, format).view(rows, BLOCK).double()
+    codes, exponents = to_blocks(values.repeat(rows), bits, BLOCK, format)
+    found = from_blocks(codes, exponents, BLOCK, format).view(rows, BLOCK).double()
     steps = torch.tensor([max(2.0 ** (math.frexp(v)[1] - 1 - format.mantissa), SMALLEST[format]) for v in values])
     assert ((found.mean(0) - values).abs() <= steps * 2.0**-16).all(), "16 random bits say no more"
     assert ((found - values).abs() < steps).all(), "one of the two neighbours"
@@ -53,7 +53,7 @@ def test_encoding_what_was_decoded_gives_the_same_numbers(format):
     rows[:, 1:] = flat.view(rows.shape[0], BLOCK - 1)
     for exponent in (40, 127, 253):
         exponents = torch.full((rows.shape[0],), exponent, dtype=torch.uint8)
-        values = decode(rows.view(-1).to(torch.uint8).view(format.dtype), exponents, BLOCK, format)
+        values = from_blocks(rows.view(-1).to(torch.uint8).view(format.dtype), exponents, BLOCK, format)
         assert torch.equal(around(values, format, seed=exponent), values)
         assert values.unique().numel() == (2 * largest + 1 if format.signed else largest + 1)
 
@@ -73,11 +73,11 @@ def test_range_beside_the_largest_number(format):
 def test_codes_are_torchs_float8_times_a_power_of_two():
     """The largest binade of a block is the largest binade of the float8: 2**8."""
     values = torch.rand(64, BLOCK, generator=torch.Generator().manual_seed(0)).pow(8).view(-1) * 1e-3
-    codes, exponents = encode(values, bits_of(values.numel()), BLOCK, E4M3)
+    codes, exponents = to_blocks(values, bits_of(values.numel()), BLOCK, E4M3)
     assert codes.dtype == E4M3.dtype
     scales = 2.0 ** (exponents.double() - 127) * 2.0**-8
     expected = codes.double().view(-1, BLOCK) * scales[:, None]
-    assert torch.equal(decode(codes, exponents, BLOCK, E4M3).double(), expected.view(-1))
+    assert torch.equal(from_blocks(codes, exponents, BLOCK, E4M3).double(), expected.view(-1))
 
 
 @FORMATS
@@ -85,9 +85,9 @@ def test_blocks_of_zeros_and_blocks_with_nan_or_inf(format):
     assert torch.equal(around(torch.zeros(BLOCK), format), torch.zeros(BLOCK))
     for lost in (math.nan, math.inf):
         values = torch.cat([block(1.0, lost), block(2.0)])
-        codes, exponents = encode(values, bits_of(2 * BLOCK), BLOCK, format)
+        codes, exponents = to_blocks(values, bits_of(2 * BLOCK), BLOCK, format)
         assert exponents.tolist() == [NAN_EXPONENT, 128], "2 is 2**(128 - 127)"
-        found = decode(codes, exponents, BLOCK, format)
+        found = from_blocks(codes, exponents, BLOCK, format)
         assert found[:BLOCK].isnan().all()
         assert torch.equal(found[BLOCK:], block(2.0)), "other blocks do not notice"
 

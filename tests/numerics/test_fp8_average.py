@@ -25,8 +25,8 @@ INF = float("inf")
 def averaged(gradients, sizes, dtype=torch.float32):
     """What every rank ends with, for the gradients of all ranks: (ranks, N) -> (N,)."""
     amaxes = torch.stack([fp8_gradients.run_amaxes(g, sizes) for g in gradients]).amax(0)
-    codes = torch.stack([fp8_gradients.encode(g, sizes, amaxes) for g in gradients])
-    return fp8_gradients.decode(fp8_gradients.mean(codes), sizes, amaxes, dtype)
+    codes = torch.stack([fp8_gradients.encode_runs(g, sizes, amaxes) for g in gradients])
+    return fp8_gradients.decode_runs(fp8_gradients.mean(codes), sizes, amaxes, dtype)
 
 
 def student_t(shape, freedom, seed):

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from lightning_lowprec import MSAMP, FP8TorchAO, HalfMixed, Int8TorchAO
 from lightning_lowprec.losses import linear_cross_entropy
 from lightning_lowprec.numerics import grouped_fp8, tensor_cores
-from lightning_lowprec.numerics.fp8_matrices import Codes
+from lightning_lowprec.numerics.fp8_matrices import TwoLayouts
 from tests.numerics.tensor_core_judges import E4M3, E5M2, mma_sim
 from tests.torchao.test_prototypes import needs_mxfp8
 
@@ -127,7 +127,7 @@ def test_the_loss_of_an_fp8_head():
     torch.manual_seed(0)
     hidden, weight, target = torch.rand(32, 512), torch.rand(64, 512), torch.arange(32)
     loss = linear_cross_entropy(hidden, weight, target, fp8=True, emulate="hopper")
-    x, w = Codes.of(hidden), Codes.of(weight)
+    x, w = TwoLayouts.of(hidden), TwoLayouts.of(weight)
     logits = mma_sim("hopper", x.rows, w.rows) * (x.inv_scale * w.inv_scale)
     assert_close(loss, nn.functional.cross_entropy(logits, target))
     assert not torch.equal(loss, linear_cross_entropy(hidden, weight, target, fp8=True))

@@ -6,7 +6,7 @@ from torchao.float8.float8_utils import amax_to_scale
 
 from lightning_lowprec.masters.optimizer import add_masters
 from lightning_lowprec.numerics import fp8_matrices as encode
-from lightning_lowprec.numerics.fp8_matrices import Codes, asked, largest
+from lightning_lowprec.numerics.fp8_matrices import TwoLayouts, asked, largest
 
 
 def same_codes(weight, rows, columns, scale):
@@ -73,7 +73,7 @@ def test_the_head_takes_the_note_of_the_optimizers_kernel(modes):
     weight = torch.nn.Parameter(torch.randn(48, 144, generator=torch.Generator().manual_seed(0)).bfloat16())
     optimizer = add_masters(torch.optim.AdamW([weight], lr=1e-2), "remainder")
     for _ in range(3):
-        ours, expected = Codes.of(weight), Codes.of(weight.detach())  # no Parameter: torch's own operations
+        ours, expected = TwoLayouts.of(weight), TwoLayouts.of(weight.detach())  # no Parameter: torch's own operations
         assert torch.equal(ours.rows.view(torch.uint8), expected.rows.view(torch.uint8))
         assert torch.equal(ours.columns.view(torch.uint8), expected.columns.view(torch.uint8))
         assert torch.equal(ours.inv_scale, expected.inv_scale)
