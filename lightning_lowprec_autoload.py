@@ -17,6 +17,7 @@ imports torch.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import warnings
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 SWITCH: Final = "LOWPREC_AUTOLOAD"
 """The variable that switches this file off where it is ``"0"``."""
+LOGGER: Final = "lightning_lowprec"
+"""The logger of all lines of this package."""
 MONITOR: Final = "LOWPREC_MONITOR"
 """The variable that gives every Trainer a monitor that samples every so many optimizer steps."""
 _READERS: Final = {
@@ -62,6 +65,12 @@ _TYPE: Final = "_PRECISION_INPUT"
 """The type of ``precision`` in Fabric's connector, which clients import for their own configuration."""
 _STOCK: Final = ("_PRECISION_INPUT_STR", "_PRECISION_INPUT_STR_ALIAS", "_PRECISION_INPUT_INT")
 
+_NOT_USED: Final = {
+    "torchao": ("Failed to load ",),
+    "torch.utils._pytree": ("<enum 'KernelPreference'> ", "<enum 'ScaleCalculationMode'> "),
+}
+"""Loggers, and the beginnings of what they say while torchao is imported: of kernels and Enums that we do not use."""
+
 installed_by_torch = False
 """Whether torch has called :func:`install`."""
 _first_use: Callable[[], None] | None = None
@@ -76,6 +85,25 @@ def install() -> None:
         return
     _put_finder()
     installed_by_torch = True
+
+
+def info(line: str) -> None:
+    """Log a line of this package at level INFO, on rank 0."""
+    logger = logging.getLogger(LOGGER)
+    logger.setLevel(logger.level or logging.INFO)
+    if not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.addFilter(lambda record: not logging.getLogger().handlers)  # else those show the line
+        logger.addHandler(handler)
+    if is_rank_zero():
+        logger.info(line, stacklevel=2)
+
+
+def is_rank_zero() -> bool:
+    """Return whether Lightning, whose two packages share this rank, takes this process for the first one now."""
+    from lightning_utilities.core.rank_zero import rank_zero_only
+
+    return getattr(rank_zero_only, "rank", 0) == 0
 
 
 def monitor() -> list[Any]:
@@ -104,8 +132,14 @@ def before_first_use(function: Callable[[], None]) -> None:
 def _put_finder() -> None:
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
+        for logger in _NOT_USED:
+            logging.getLogger(logger).addFilter(_is_shown)
         for module in [sys.modules[name] for name in (*_READERS, *_LOSSY) if name in sys.modules]:
             _watch(module)
+
+
+def _is_shown(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(_NOT_USED[record.name])
 
 
 class _Finder:
@@ -182,11 +216,9 @@ def _tell(precision: Any, optimizers: Any) -> None:
     )
     if precision not in _LOST or not any(p.requires_grad and p.element_size() == 2 for p in trained):
         return
-    from lightning_utilities.core.rank_zero import rank_zero_info
-
     _told.add(precision)
     lost, name, price = _LOST[precision]
-    rank_zero_info(
+    info(
         f"precision={precision!r} steps half-precision weights, and loses every update below {lost}."
         f" precision={name!r} of lightning_lowprec keeps all of them, for {price} per parameter."
         f" {SWITCH}=0 silences this line."

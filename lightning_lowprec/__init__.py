@@ -36,6 +36,7 @@ if not _command_starts():
     from lightning_lowprec.fsdp2.strategy import parallelize
     from lightning_lowprec.fsdp2.trainer import FSDP2Strategy
     from lightning_lowprec.masters.config import MasterConfig
+    from lightning_lowprec.messages import LowPrecisionWarning
     from lightning_lowprec.msamp.plugin import MSAMP
     from lightning_lowprec.numerics.fp8_average import fp8_gradient_hook
     from lightning_lowprec.precision.half import HalfEval, HalfMixed
@@ -62,6 +63,7 @@ __all__ = [
     "HalfMixed",
     "Int8TorchAO",
     "LossScale",
+    "LowPrecisionWarning",
     "MasterConfig",
     "__version__",
     "compare",

@@ -1,9 +1,7 @@
 """Import optional and heavy dependencies on demand, and say how to install them."""
 
 import importlib
-import logging
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from importlib.metadata import distributions
 from types import ModuleType
 
@@ -23,8 +21,7 @@ def require(module: str, purpose: str) -> ModuleType:
     root = module.partition(".")[0]
     remedy = INSTALL.get(root, f"pip install {root}")
     try:
-        with quiet():
-            return importlib.import_module(module)
+        return importlib.import_module(module)
     except (ImportError, OSError, AttributeError, AssertionError, RuntimeError) as error:  # Transformer Engine asserts
         if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == root:
             message = f"{purpose} needs {root}, which is not installed: `{remedy}`."
@@ -40,24 +37,6 @@ def installed(packages: Iterable[str]) -> dict[str, str | None]:
     """Return the version of each package, or None for a package that is not installed."""
     found = {name: next(iter(distributions(name=name)), None) for name in packages}
     return {name: None if package is None else package.version for name, package in found.items()}
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Leave out two kinds of lines that torchao logs at import: kernels that this package does not use, and Enums."""
-
-    def is_ours(record: logging.LogRecord) -> bool:
-        message = record.getMessage()
-        return not message.startswith("Failed to load ") and "register_constant() on Enum subclasses" not in message
-
-    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
-    for logger in loggers:
-        logger.addFilter(is_ours)
-    try:
-        yield
-    finally:
-        for logger in loggers:
-            logger.removeFilter(is_ours)
 
 
 def import_refusal(module: str, purpose: str) -> str | None:

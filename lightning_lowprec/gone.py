@@ -136,6 +136,7 @@ FLAGS: Final[Mapping[str, str]] = {
     "export --tokens": OPTIONS["tokens"],
     "plan --copies": "`lowprec plan llama --shards 8` shows one copy of the model. With c copies, each rank sends"
     " 2 (c - 1) / c times 4 bytes more per parameter of its shard.",
+    "monitor --top": "`lowprec monitor lightning_logs --json` prints every layer.",
     "--completion": "`lowprec plan --help` shows the options of a command.",
 }
 """Flags of commands that are still there, as ``"plan --copies"``; ``"--completion"`` is one of ``lowprec`` itself."""

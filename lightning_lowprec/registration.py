@@ -31,7 +31,6 @@ from functools import partial, wraps
 from types import ModuleType
 from typing import Any, Final, Literal, Union
 
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
@@ -40,6 +39,7 @@ from lightning_lowprec import names
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.fsdp2.forward_hooks import reshard
 from lightning_lowprec.masters.weights import NO_PLAIN_STEP
+from lightning_lowprec.messages import info, warn
 from lightning_lowprec.numerics.fp8_average import fp8_gradient_hook
 from lightning_lowprec.precision import plain
 from lightning_lowprec.precision.base import LowPrecision
@@ -94,7 +94,7 @@ def _register_at(package: Package, for_trainer: bool) -> None:
         function(user)
     problems = private.moved_connectors(package)
     if problems:
-        warnings.warn(
+        warn(
             f"lightning_lowprec does not support {package.name} {package.version}: {', '.join(problems)} moved."
             " Its names are not available in `precision=`; `plugins=lightning_lowprec.FP8TorchAO()` still works.",
             stacklevel=4,
@@ -197,7 +197,7 @@ def _launched(precision: Any, plugins: Any) -> tuple[Any, Any]:
     given = [f"precision={precision!r}"] if precision is not None and str(precision) != asked else []
     given += [f"plugins={plugin}" for plugin in replaced]
     if given and (asked, *given) not in _said:
-        rank_zero_info(f"lowprec run: `--precision={asked}` wins over `{'` and `'.join(given)}` of the script.")
+        info(f"lowprec run: `--precision={asked}` wins over `{'` and `'.join(given)}` of the script.")
     _said.add((asked, *given))
     return asked, [plugin for plugin in several if plugin is not None and plugin not in replaced]
 

@@ -22,6 +22,7 @@ FLOORS = [
         "gone",
         "losses",
         "html",
+        "messages",
         "version",
         "private",
     },

@@ -43,7 +43,7 @@ def public_objects() -> dict[str, Any]:
 
 def parameters(value: Any) -> list[str]:
     """The arguments of a class or function, without the catch-all that a signature of ours resolves."""
-    if not callable(value):
+    if not callable(value) or (inspect.isclass(value) and issubclass(value, Warning)):
         return []
     kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     return [name for name, parameter in inspect.signature(value).parameters.items() if parameter.kind not in kinds]

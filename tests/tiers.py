@@ -100,6 +100,10 @@ TESTS = {
     "site/test_how_it_works.py": ("test_the_pictures_are_drawn_anew", "test_the_table_of_sums_says_what_is_computed"),
     "test_examples.py": ("test_example_runs",),
     "test_installs.py": ("test_import_torch_itself_in_a_process_of_its_own",),
+    "test_messages.py": (
+        "test_a_run_without_any_logging_says_its_lines",
+        "test_import_of_torchao_says_nothing_of_what_nobody_asked_for[0]",
+    ),
     "tools/test_command_line.py": ("test_json_is_all_of_stdout[plan --fits]",),
     "tools/test_compare.py": ("test_the_command_trains_the_demo", "test_what_fails_is_shown_and_leaves_the_others"),
     "tools/test_doctor.py": ("test_it_is_short_and_ends_with_a_recommendation_and_nothing_else_is_printed",),

@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal, final
 
 import torch
 import torch.distributed as dist
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from typing_extensions import override
 
@@ -17,6 +16,7 @@ from lightning_lowprec.callbacks.readings import FILE, Reading
 from lightning_lowprec.callbacks.sampling import Sampler
 from lightning_lowprec.checks import Count, Rule
 from lightning_lowprec.conversion.options import shows
+from lightning_lowprec.messages import info, warn
 from lightning_lowprec.precision.plain import unwrapped
 from lightning_lowprec.private.either import Callback, LightningModule, Trainer
 from lightning_lowprec.private.lightning import log_metrics
@@ -129,7 +129,7 @@ class NumericsMonitor(Callback):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if demoted := list(state_dict.get("demoted", ())):  # of a version that could do so
-            rank_zero_warn(
+            warn(
                 "NumericsMonitor: dropped from the checkpoint that these layers run in bf16. To go on so, resume with"
                 f" `FP8TorchAO(keep={demoted!r})`."
             )
@@ -164,7 +164,7 @@ class NumericsMonitor(Callback):
         if not any(site.seen for site in sampler.sites) and "torch._dynamo" in sys.modules:
             self._compiles = True  # a compiled function calls the model, without hooks
         if first:
-            rank_zero_info(_report(self.readings, self.missing))
+            info(_report(self.readings, self.missing))
         if folder is not None and not (dist.is_initialized() and dist.get_rank()):
             files.append(folder / FILE, self._sampled, self.readings)
         return True

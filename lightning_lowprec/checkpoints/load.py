@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.optim import Optimizer
@@ -27,6 +26,7 @@ from lightning_lowprec.checkpoints.save import find
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.masters.moments import MASTER_PARAM, MASTER_REMAINDER, decoded_entry, joined
 from lightning_lowprec.masters.registry import registry_of
+from lightning_lowprec.messages import info
 from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.numerics.rounding import reconcile
 from lightning_lowprec.private.torch import local_tensor, with_local_tensor
@@ -135,16 +135,14 @@ def open_checkpoint(path: Path, weights_only: bool | None = None, *, verify: boo
     """
     complete = on_rank_zero(lambda: find(path))
     if complete != path:
-        rank_zero_info(
-            f"fsdp2: {str(path)!r} is being replaced, or a run was killed there; loading the new {str(complete)!r}."
-        )
+        info(f"fsdp2: {str(path)!r} is being replaced, or a run was killed there; loading the new {str(complete)!r}.")
     if not verify:
-        rank_zero_info(f"fsdp2: the checksums of {str(complete)!r} are not compared (`verify_checkpoints=False`).")
+        info(f"fsdp2: the checksums of {str(complete)!r} are not compared (`verify_checkpoints=False`).")
     if complete.is_dir():
         return StoredFolder(ShardFolder(complete, weights_only, verify=verify))
     # each rank compares the checksums of its part of the file
     if verify and not on_all_ranks(lambda: files.check_records(complete, *rank_and_ranks())):
-        rank_zero_info(f"fsdp2: {str(complete)!r} was written without checksums; damage to it is not noticed.")
+        info(f"fsdp2: {str(complete)!r} was written without checksums; damage to it is not noticed.")
     return StoredFile(on_all_ranks(lambda: files.read(complete, weights_only)))
 
 

@@ -17,7 +17,6 @@ layer's own forward, where FSDP2 has gathered it.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Final, Literal, final
@@ -28,6 +27,7 @@ from torch import Tensor, nn
 
 from lightning_lowprec.conversion import in_place
 from lightning_lowprec.losses import linear_cross_entropy
+from lightning_lowprec.messages import warn
 from lightning_lowprec.numerics.kernel_operands import ALIGNMENT
 from lightning_lowprec.numerics.tensor_cores import Emulation
 from lightning_lowprec.private import transformers
@@ -225,7 +225,7 @@ def values_of(value: Any) -> Any:
             raise RuntimeError(TOO_LATE)
         if not (value.has_loss or head.has_warned or torch.compiler.is_compiling()):
             head.has_warned = True
-            warnings.warn(NOT_USED.format(head.kind), stacklevel=3)
+            warn(NOT_USED.format(head.kind), stacklevel=3)
         autocast = torch.autocast(hidden.device.type, dtype=value.autocast, enabled=value.autocast is not None)
         with autocast, torch.enable_grad():  # the next reader may want the graph
             value.computed = head(hidden, task="logits").to(value.dtype)

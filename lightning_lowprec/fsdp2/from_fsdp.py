@@ -3,10 +3,10 @@
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.distributed.fsdp import MixedPrecision
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, lambda_auto_wrap_policy, transformer_auto_wrap_policy
 
+from lightning_lowprec.messages import info
 from lightning_lowprec.private.either import both
 from lightning_lowprec.private.either import fabric_strategies as fabric
 from lightning_lowprec.private.either import trainer_strategies as trainer
@@ -39,7 +39,7 @@ def translate(strategy: Any) -> dict[str, Any]:
     shown = [f"{name}={classes.get(name, repr(v))}" for name, v in arguments.items() if name not in _SAME[1:]]
     line = f"FSDPStrategy became FSDP2Strategy({', '.join(shown)})"
     line += "" if "wrap" in arguments else "; without an auto_wrap_policy, repeated blocks are gathered one by one"
-    rank_zero_info(line + (f"; dropped, as FSDP2 has its own way: {', '.join(dropped)}." if dropped else "."))
+    info(line + (f"; dropped, as FSDP2 has its own way: {', '.join(dropped)}." if dropped else "."))
     return arguments
 
 

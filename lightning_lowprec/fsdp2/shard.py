@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any, Final, Literal
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -35,6 +34,7 @@ from lightning_lowprec.fsdp2 import meshes
 from lightning_lowprec.fsdp2.forward_hooks import install_hooks
 from lightning_lowprec.fsdp2.fp8_gather import check_even, gather_in_fp8
 from lightning_lowprec.fsdp2.options import ShardOptions, chosen
+from lightning_lowprec.messages import warn
 from lightning_lowprec.private.fsdp2 import add_group, has_several_groups
 from lightning_lowprec.private.torch_modules import compile_in_place, is_batch_or_instance_norm
 from lightning_lowprec.private.transformers_cache import has_cache, train_without_cache
@@ -221,7 +221,7 @@ def _kept_apart(model: nn.Module, float32: Collection[str], param_dtype: torch.d
     named = model.named_parameters(remove_duplicate=False)
     apart = {p for fqn, p in named if fqn in float32 and param_dtype not in (None, p.dtype)}
     if apart and not has_several_groups():
-        rank_zero_warn(
+        warn(
             f"fsdp2: {len(apart)} parameters that are to stay float32 are gathered as {param_dtype}, because torch"
             f" {torch.__version__} gathers all parameters of a module in one dtype. torch 2.12 and later keep them."
         )

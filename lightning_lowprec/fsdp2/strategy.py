@@ -7,7 +7,6 @@ from datetime import timedelta
 from typing import Any, ClassVar, Final, Literal, NamedTuple, Self, Unpack, final
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,6 +23,7 @@ from lightning_lowprec.fsdp2.options import ShardChoices, ShardOptions
 from lightning_lowprec.fsdp2.shard import shard
 from lightning_lowprec.fsdp2.traffic import gathered_line
 from lightning_lowprec.masters.kept_float32 import kept_float32
+from lightning_lowprec.messages import info, warn
 from lightning_lowprec.numerics.parameters import disable_foreach
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.host import in_trainer
@@ -231,7 +231,7 @@ class Sharding:
             other = [name for name in compared if _comparable(before[name]) != _comparable(getattr(self.options, name))]
             if other:
                 kept = ", ".join(f"{name}={before[name]!r}" for name in other)
-                rank_zero_warn(
+                warn(
                     f"fsdp2: {type(model).__name__.removeprefix('FSDP')} stays sharded as it was, with {kept}; for"
                     " other options build the model anew."
                 )
@@ -264,7 +264,7 @@ class Sharding:
         for replacements in self._replacements:
             replacements.put_into(optimizer)
         if disable_foreach(optimizer):
-            rank_zero_info(f"fsdp2: {type(optimizer).__name__} runs without foreach: its parameters are on two meshes.")
+            info(f"fsdp2: {type(optimizer).__name__} runs without foreach: its parameters are on two meshes.")
         optimizer_state.check_optimizer(optimizer)
 
     def after_step(self) -> None:
@@ -272,7 +272,7 @@ class Sharding:
         unreported, self._unreported = self._unreported, []
         for model, ranks in [(reference(), ranks) for reference, ranks in unreported]:
             if model is not None and (line := gathered_line(model, ranks)) is not None:
-                rank_zero_info(f"fsdp2: {line}.")
+                info(f"fsdp2: {line}.")
 
 
 NOT_COMPARED: Final = ("sync_module_states", "tensor_parallel")

@@ -12,18 +12,17 @@ decodes for an optimizer that has other masters or moments, or none.
 """
 
 import functools
-import warnings
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, Final
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.masters.stores import Store
+from lightning_lowprec.messages import info, warn
 from lightning_lowprec.numerics import block_floats
 from lightning_lowprec.numerics.block_floats import BlockFormat
 from lightning_lowprec.numerics.formats import HALF_DTYPES
@@ -136,7 +135,7 @@ def encode_state(state: Mapping[Any, State], store: Store, step: int) -> None:
 
 @functools.cache  # once per process
 def _warn_of_float32(names: str) -> None:
-    warnings.warn(
+    warn(
         f"`moments='8bit'`: the optimizer's state {names} stays float32, 4 bytes per parameter, because it is not known"
         " to be an average of gradients. AdamW, Adam, SGD, RMSprop and Muon of torch have moments of 8 bits.",
         stacklevel=2,
@@ -203,7 +202,7 @@ def _without_norms(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return parameter groups without the norms by which updates in the backward pass were clipped; log that."""
     if not any(_CLIPPING[1] in group for group in groups):
         return [dict(group) for group in groups]
-    rank_zero_info(
+    info(
         "The checkpoint is of a precision that updated weights in the backward pass. Its norm of the last gradients is"
         " not used: gradients are clipped by the norm of the same step."
     )

@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, final
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.nn import Module, Parameter
 from torch.nn.parameter import is_lazy
@@ -27,6 +26,7 @@ from lightning_lowprec.masters.kept_float32 import coupled, kept_float32
 from lightning_lowprec.masters.moments import decode_on_load, float32_state
 from lightning_lowprec.masters.optimizer import add_masters, remove_masters
 from lightning_lowprec.masters.registry import existing_masters, registry_of
+from lightning_lowprec.messages import info
 from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.numerics.parameters import parameters_of
 from lightning_lowprec.numerics.rounding import upper_half
@@ -139,7 +139,7 @@ class HalfWeights:
                 drop(p)
             if not vars(optimizer).get(_OWN_MASTERS):
                 vars(optimizer)[_OWN_MASTERS] = True
-                rank_zero_info(
+                info(
                     f"{type(optimizer).__name__} of FlashOptim keeps masters and moments itself, so it gets none of"
                     " ours: `master_weight_bits` says how many bits of a weight it keeps."
                 )

@@ -12,7 +12,6 @@ import functools
 import os
 import shutil
 import types
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 
 from lightning_lowprec.hardware import architecture
+from lightning_lowprec.messages import warn
 from lightning_lowprec.private.inductor import compiled
 
 R = TypeVar("R")
@@ -156,7 +156,7 @@ def _kernels_run() -> bool:
     elif not any(shutil.which(compiler) for compiler in compilers if compiler):
         reason = "there is no C compiler, which Triton needs"
     if reason is not None:
-        warnings.warn(
+        warn(
             f"{reason}: optimizer steps with masters, and FP8 codes, are computed by torch's own operations,"
             " with the same results, and move two to six times as many bytes. Install `triton` and a C compiler (for"
             " example gcc).",

@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
@@ -28,6 +27,7 @@ from lightning_lowprec.masters import deferred
 from lightning_lowprec.masters.kept_float32 import kept_float32
 from lightning_lowprec.masters.optimizer import main_params
 from lightning_lowprec.masters.weights import HalfWeights
+from lightning_lowprec.messages import info
 from lightning_lowprec.numerics.parameters import disable_foreach
 from lightning_lowprec.numerics.tensor_cores import Emulation
 from lightning_lowprec.other_stacks import NEMO, refuse_foreign
@@ -199,7 +199,7 @@ class LowPrecision(EitherPrecision, ABC):
             unfreezes = any(isinstance(callback, finetunes) for callback in callbacks_of(module))
             if (change := self.weights.make(module, frozen_too=unfreezes)) is not None:
                 remedy = "" if self.keeps_float32_shards else " `weights='keep'` trains them in half precision."
-                rank_zero_info(f"{self.precision}: {change}.{remedy}")
+                info(f"{self.precision}: {change}.{remedy}")
 
     def _cast_to_half(self, module: Module) -> None:
         assert self.masters is not None
@@ -261,7 +261,7 @@ class LowPrecision(EitherPrecision, ABC):
         backends.revert_optimizer(optimizer, except_for=self.backend)
         if disable_foreach(optimizer):
             name = type(optimizer).__name__
-            rank_zero_info(f"{name} runs without foreach: some of its parameters are DTensors, or of another mesh.")
+            info(f"{name} runs without foreach: some of its parameters are DTensors, or of another mesh.")
         if self.masters is not None:
             self.masters.add_masters(optimizer)
         elif self.weights is not None:

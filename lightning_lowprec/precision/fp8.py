@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Final, Literal, TypedDict
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.nn import Module
 from typing_extensions import override
 
@@ -18,6 +17,7 @@ from lightning_lowprec.conversion.options import Group, LayerOptions
 from lightning_lowprec.conversion.plan import Plan, PlanRequest, make_plan
 from lightning_lowprec.conversion.selection import block_stacks
 from lightning_lowprec.hardware import architecture, default_device, describe, emulation_refusal, refusal_and_remedy
+from lightning_lowprec.messages import info
 from lightning_lowprec.numerics.tensor_cores import UNITS, Emulation
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.host import Engine
@@ -103,7 +103,7 @@ def take_plan(plugin: LowPrecision, module: Module, plan: Plan, *lines: str) -> 
     is_new, plugin.plan = plan != plugin.plan, plan
     if is_new:
         for line in (plan.summary(), *lines):
-            rank_zero_info(f"{plugin.precision}: {line}.")
+            info(f"{plugin.precision}: {line}.")
     return is_new
 
 
@@ -144,11 +144,9 @@ def compile_blocks(
     for block in blocks:
         compile_in_place(block, option if isinstance(option, Mapping) else block_options(), unless=unless)
     if blocks:
-        rank_zero_info(f"{precision}: compiling blocks ({len(blocks)}); the first steps are slow.")
+        info(f"{precision}: compiling blocks ({len(blocks)}); the first steps are slow.")
     elif option == "auto":
-        rank_zero_info(
-            f"{precision}: found no blocks to compile (children of an nn.ModuleList or nn.Sequential). {advice}"
-        )
+        info(f"{precision}: found no blocks to compile (children of an nn.ModuleList or nn.Sequential). {advice}")
     else:
         raise ValueError(
             f"`compile={option!r}` found no blocks (children of one class in an nn.ModuleList or nn.Sequential"

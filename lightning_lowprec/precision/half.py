@@ -5,13 +5,13 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final, Literal, final
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.nn import Module
 from typing_extensions import Unpack, override
 
 from lightning_lowprec.conversion.name_suffixes import of_options
 from lightning_lowprec.conversion.options import shows, take
 from lightning_lowprec.hardware import bf16_refusal, default_device, refusal_and_remedy
+from lightning_lowprec.messages import info
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.loss_scale import LossScaler
 from lightning_lowprec.precision.options import (
@@ -102,7 +102,7 @@ class HalfMixed(LowPrecision):
         """Choose the dtype of ``"auto"`` for a device, and say which; with fp16 the loss is scaled."""
         if self._dtype is not None:
             return
-        rank_zero_info(f"{self.precision}: {self.how(device)}.")
+        info(f"{self.precision}: {self.how(device)}.")
         self._dtype = torch.bfloat16 if bf16_refusal(device) is None else torch.float16
         if self._dtype is torch.float16:
             if self.masters is not None and self.masters.config.form != "fp32":

@@ -6,10 +6,9 @@ Two backward passes after a set-up are looked at; later ones cost nothing.
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_utilities.core.rank_zero import rank_zero_warn
-
 from lightning_lowprec.conversion import layer_runs
 from lightning_lowprec.conversion.plan import NOT_CALLED
+from lightning_lowprec.messages import warn
 
 
 def look(plugin: Any) -> None:
@@ -21,7 +20,7 @@ def look(plugin: Any) -> None:
         for layer in found.values():
             layer_runs.note_read(layer)
         if found:
-            rank_zero_warn(_warning(plugin, list(found)))
+            warn(_warning(plugin, list(found)))
             if plugin.plan is not None:  # of the module that was set up last
                 plugin.plan = plugin.plan.without(layer_runs.not_called(list(modules.prepared)[-1]))
         if found or not modules.watched_backwards:

@@ -19,7 +19,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Final, Literal, final
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -28,6 +27,7 @@ from lightning_lowprec.conversion.options import shows
 from lightning_lowprec.masters import deferred
 from lightning_lowprec.masters.optimizer import held_masters
 from lightning_lowprec.masters.registry import registry_of
+from lightning_lowprec.messages import info
 from lightning_lowprec.numerics.parameters import grouped, mesh_of, parameters_of
 from lightning_lowprec.private.torch import LOSS_SCALING, check, multiply_all_, unscale_all_
 from lightning_lowprec.private.torch_optimizers import refuse_copies
@@ -192,7 +192,7 @@ class LossScaler:
             count = str(self.skipped_steps)
             if not self.scales_loss and count == "1" + "0" * (len(count) - 1):  # the 1st, 10th, 100th, ...
                 steps = "1 step" if count == "1" else f"{count} steps"
-                rank_zero_info(f"skip_nonfinite: {steps} skipped so far, because a gradient was NaN or inf.")
+                info(f"skip_nonfinite: {steps} skipped so far, because a gradient was NaN or inf.")
             self._back_off()
         else:
             self._good_steps += 1

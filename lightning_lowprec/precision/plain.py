@@ -14,7 +14,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final, final
 
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -29,6 +28,7 @@ from lightning_lowprec.masters.copies import unwatch
 from lightning_lowprec.masters.float32_values import is_marked, kept
 from lightning_lowprec.masters.registry import existing_masters, optimizers_with_masters
 from lightning_lowprec.masters.weights import Float32Weights, unmark
+from lightning_lowprec.messages import info, warn
 from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.numerics.parameters import parameters_of
 from lightning_lowprec.numerics.rounding import upper_half
@@ -165,7 +165,7 @@ def warn_of_layers(model: Module, run: str) -> None:
     ]
     titles = {"`head='fp8'`" if (owner := backends.owner(layer)) is None else owner.title for layer in layers}
     if layers:
-        rank_zero_warn(
+        warn(
             f"{len(layers)} layers of {type(model).__name__} are those of {' and '.join(sorted(titles))}, from an"
             f" earlier set-up. They still compute in low precision, and here the model runs {run}. {REMEDY}."
         )
@@ -175,7 +175,7 @@ def warn_of_half_weights(model: Module, run: str) -> None:
     """Warn of trainable weights that masters have left in half precision: here they would train without masters."""
     half = [p for p in model.parameters() if p.requires_grad and p.dtype in HALF_DTYPES and is_marked(p)]
     if half:
-        rank_zero_warn(
+        warn(
             f"{len(half)} parameters of {type(model).__name__} are {half[0].dtype} since an earlier run with master"
             f" weights. The model runs {run}, where they train without masters and lose small updates. Make them"
             " float32 before, by `lightning_lowprec.plain(model)`; or use a precision of lightning_lowprec. Both take"
@@ -232,7 +232,7 @@ class AfterFit:
         before, self._before = self._before, []
         if (where := _sharded_by(plugin)) is not None:
             if plugin._in_trainer and plugin._will_train:
-                rank_zero_info(
+                info(
                     f"{plugin.precision}: the model keeps its low-precision layers and weights after `fit`, because"
                     f" {where} has sharded it. To call it outside of the Trainer, load a checkpoint into a fresh model."
                 )

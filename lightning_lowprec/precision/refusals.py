@@ -4,11 +4,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.nn import Module
 
 from lightning_lowprec.conversion.experts import cut_by_expert
 from lightning_lowprec.hardware import caution
+from lightning_lowprec.messages import info, warn
 from lightning_lowprec.precision.host import callbacks_of
 from lightning_lowprec.private.either import MisconfigurationException, both, trainer_callbacks
 
@@ -22,13 +22,13 @@ def check_runs(plugin: Any, device: torch.device) -> None:
         raise RuntimeError(f"`precision={plugin.precision!r}` cannot run: {refusal}.")
     recipe = plugin.hardware_recipe
     if recipe is not None and not getattr(plugin, "emulate", None) and (doubt := caution(recipe, device)) is not None:
-        rank_zero_warn(f"`precision={plugin.precision!r}`: {doubt}.")
+        warn(f"`precision={plugin.precision!r}`: {doubt}.")
 
 
 def note_rounded(number: int, module: Module, precision: str) -> None:
     """Log the number of trainable parameters, if there are any, whose masters start from half-precision values."""
     if number:
-        rank_zero_info(
+        info(
             f"{precision}: {number} trainable parameters of {type(module).__name__} were half precision already, so"
             " their float32 values start from rounded values. Load the model in float32 (`dtype=torch.float32` of"
             " transformers' `from_pretrained`) to keep them exact."
@@ -81,7 +81,7 @@ def refuse_averaging(callbacks: Iterable[Any], why: str) -> None:
 def warn_of_averages(model: Any, precision: str) -> None:
     """Warn of averages of half-precision weights."""
     for callback in averaging(callbacks_of(model)):
-        rank_zero_warn(
+        warn(
             f"`{type(callback).__name__}` averages the weights of the model, which `precision={precision!r}` keeps in"
             " half precision: the average is rounded whenever it is put into the model, for validation and at the end."
             " An average that moves slowly loses most of its way. Use a precision with float32 weights ('bf16-mixed',"

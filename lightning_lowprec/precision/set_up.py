@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence, Set
 from typing import Any, Final, final
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.parameter import is_lazy
@@ -23,6 +22,7 @@ from lightning_lowprec.hardware import caution, default_device, emulation_refusa
 from lightning_lowprec.masters.float32_values import is_marked
 from lightning_lowprec.masters.registry import registries, registry_of
 from lightning_lowprec.masters.stores import Fp32Store
+from lightning_lowprec.messages import info, warn
 from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.numerics.parameters import parameters_of
 from lightning_lowprec.precision import refusals
@@ -130,7 +130,7 @@ def _check_module(module: Module, converted: Set[int], optimizers: list[Optimize
             " model, from `model.parameters()`."
         )
     if any(id(p) in trained for p in parameters.values()):
-        rank_zero_warn(
+        warn(
             f"{names} is trainable and in no optimizer: it gets gradients and never learns. Freeze it with"
             " `requires_grad_(False)`, which saves its gradients, or add it to an optimizer."
         )
@@ -145,13 +145,13 @@ def set_up_heads(plugin: Any, module: Module, device: torch.device) -> None:
         if (reason := refusal("fp8-head", device)) is not None:
             raise RuntimeError(f"`head='fp8'` cannot run: {reason}. Use `head='chunked'`.")
         if (doubt := caution("fp8-head", device)) is not None:
-            rank_zero_warn(f"`head='fp8'`: {doubt}.")
+            warn(f"`head='fp8'`: {doubt}.")
     on: Any = emulate if isinstance(emulate, str) else None
     if plugin.head == "fp8" and on and (reason := emulation_refusal("fp8-head", on)):
         raise RuntimeError(f"`head='fp8'` with {reason}, or `head='chunked'`.")
     fqns = head.replace_heads(module, plugin.head, emulate=emulate)
     where = ", ".join(repr(fqn) if fqn else type(module).__name__ for fqn in fqns)
-    rank_zero_info(
+    info(
         f"{plugin.precision}: head={plugin.head!r} computes the loss of {where} from hidden states, without all logits."
     )
 
@@ -196,9 +196,7 @@ def settle_weights(plugin: Any, *, all_known: bool = True) -> None:
         return
     widen = all_known and plugin.modules.sharded is None and not plugin.modules.replicated
     if size := plugin.masters.settle(plugin.modules.prepared, widen=widen):
-        rank_zero_info(
-            f"{plugin.precision}: weights that do not train keep their float32 values in host memory, {size} bytes."
-        )
+        info(f"{plugin.precision}: weights that do not train keep their float32 values in host memory, {size} bytes.")
 
 
 # ---- writes that are lost
@@ -262,4 +260,4 @@ def _look(parameter: Tensor) -> tuple[int, int, int, Tensor]:
 def _warn(plugin: Any, fqns: Sequence[str], why: str) -> None:
     more = f" and {len(fqns) - 1} more" if len(fqns) > 1 else ""
     if fqns:
-        rank_zero_warn(f"`precision={plugin.precision!r}`: the program writes to {fqns[0]!r}{more}{why}")
+        warn(f"`precision={plugin.precision!r}`: the program writes to {fqns[0]!r}{more}{why}")

@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Final
 
-from lightning_utilities.core.rank_zero import rank_zero_info
-
+from lightning_lowprec.messages import info
 from lightning_lowprec.precision.loss_scale import LossScaler
 
 SCALER_STATE: Final = "loss_scale"  # key of the loss scale in a plugin's state
@@ -28,7 +27,7 @@ def load_loss_scale(scaler: LossScaler | None, state: Mapping[str, Any], precisi
     if scaler is not None and scales:
         scaler.load_state_dict(stored)
     else:
-        rank_zero_info(f"Dropped the loss scale of the checkpoint: `precision={precision!r}` needs none.")
+        info(f"Dropped the loss scale of the checkpoint: `precision={precision!r}` needs none.")
 
 
 def foreign_states(checkpoint: Mapping[str, Any], plugin: type, root: type) -> list[dict[str, Any]]:

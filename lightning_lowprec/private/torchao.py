@@ -7,7 +7,6 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from lightning_lowprec.extras import quiet
 from lightning_lowprec.private.names import missing
 
 _TENSOR: Final = "torchao.float8.float8_training_tensor.Float8TrainingTensor"
@@ -67,8 +66,7 @@ def prototype_refusal(kind: str) -> str | None:
     import torchao
 
     version, names = _PROTOTYPES.get(kind, ("", ()))
-    with quiet():
-        lacking = missing(names)
+    lacking = missing(names)
     if not lacking:
         return None
     return (

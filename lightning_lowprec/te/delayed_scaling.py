@@ -23,9 +23,9 @@ from functools import partial
 from typing import Any, Final, final
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
+from lightning_lowprec.messages import info
 from lightning_lowprec.private import transformer_engine
 from lightning_lowprec.private.torch import copy_all_
 from lightning_lowprec.private.transformers import CHECKPOINT_FUNCTION
@@ -116,7 +116,7 @@ class DelayedScales:
         left = restore_scales(layers, self._loaded[SCALES], self.recipe)
         self._forget_copies()
         if left:
-            rank_zero_info(f"No layer for {len(left)} of the checkpoint's delayed scales ({left[0]!r}, ...).")
+            info(f"No layer for {len(left)} of the checkpoint's delayed scales ({left[0]!r}, ...).")
         self._loaded = {}
 
     def _forget_copies(self) -> None:

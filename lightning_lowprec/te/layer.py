@@ -14,7 +14,6 @@ docs/architecture.md draws the life of a weight.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection
 from contextlib import AbstractContextManager
 from typing import Any, final
@@ -30,6 +29,7 @@ from lightning_lowprec.conversion.layer_runs import note_run
 from lightning_lowprec.conversion.matmuls import linears
 from lightning_lowprec.conversion.plain_first import PlainFirst
 from lightning_lowprec.conversion.steps import Seen, seen, watch
+from lightning_lowprec.messages import warn
 from lightning_lowprec.numerics.kernel_operands import cut_rows, pad_rows
 from lightning_lowprec.private import transformer_engine
 from lightning_lowprec.private.torch import (
@@ -135,7 +135,7 @@ class TELinear(PlainFirst, te.Linear, nn.Linear):  # type: ignore[misc]
                 return self._multiply(input)
         in_autocast = _STATE.quantization_state.autocast_depth or is_in_onnx_export_mode()
         if torch.is_grad_enabled() and self.training and not in_autocast:  # not even in one that disables FP8
-            warnings.warn(
+            warn(
                 "A layer of Transformer Engine trains outside of its precision's context, and so in high precision. In"
                 " Fabric call the module that `setup` returned, or enter `fabric.autocast()`; on one device Fabric"
                 " calls other methods than `forward` (`training_step`, marked ones) without any precision.",

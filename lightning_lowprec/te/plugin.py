@@ -5,7 +5,6 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar, Literal, final
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.nn import Module
 from typing_extensions import Unpack, override
 
@@ -16,6 +15,7 @@ from lightning_lowprec.conversion.options import LayerChoices, LayerOptions, sho
 from lightning_lowprec.conversion.plan import Plan, PlanRequest
 from lightning_lowprec.extras import require
 from lightning_lowprec.hardware import describe
+from lightning_lowprec.messages import info
 from lightning_lowprec.precision import fp8
 from lightning_lowprec.precision.fp8 import Converting
 from lightning_lowprec.precision.host import Engine
@@ -247,7 +247,7 @@ class FP8TE(Converting):
         if self.scales is not None:
             self.scales.load(state_dict)
         elif state_dict.get(SCALES):
-            rank_zero_info(f"Dropped the delayed scales of the checkpoint: `precision={self.precision!r}` needs none.")
+            info(f"Dropped the delayed scales of the checkpoint: `precision={self.precision!r}` needs none.")
 
 
 def _check(kind: str, layers: LayerOptions, base: str) -> None:

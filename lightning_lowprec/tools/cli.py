@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from pickle import UnpicklingError
 from typing import Final
 
-from lightning_lowprec.extras import quiet
 from lightning_lowprec.gone import COMMANDS as GONE_COMMANDS
 from lightning_lowprec.gone import FLAGS, gone
 from lightning_lowprec.other_stacks import pointer
@@ -72,8 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         debug = True
     import_from_working_folder()
     try:
-        with quiet():
-            status = _run(args.command, args.arguments)
+        status = _run(args.command, args.arguments)
         sys.stdout.flush()  # here, where a reader that has ended is noticed
         return status
     except KeyboardInterrupt:

@@ -19,7 +19,7 @@ from lightning_lowprec.architectures import ARCHITECTURES, Architecture, named
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.backends import Backend
 from lightning_lowprec.conversion.name_suffixes import in_words
-from lightning_lowprec.extras import INSTALL, import_refusal, installed, quiet
+from lightning_lowprec.extras import INSTALL, import_refusal, installed
 from lightning_lowprec.hardware import architecture, bf16_refusal, caution, default_device, describe
 from lightning_lowprec.names import validate_name
 from lightning_lowprec.private import deepspeed, lightning, torchao, transformer_engine, transformers
@@ -240,11 +240,10 @@ def doctor(device: torch.device | str | None = None) -> Diagnosis:
 
 def _diagnosis(device: torch.device, advance: Callable[[], None] = lambda: None) -> Diagnosis:
     verdicts = []
-    with quiet():
-        for name in precisions.TABLE:
-            verdicts.append(availability(name, device))
-            advance()
-        return Diagnosis(facts=machine(device), precisions=verdicts)
+    for name in precisions.TABLE:
+        verdicts.append(availability(name, device))
+        advance()
+    return Diagnosis(facts=machine(device), precisions=verdicts)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -58,7 +58,7 @@ def run(args: Any) -> int:
         page_and_limits = {"page": str(out), "steps": list(samplings), "limits": asdict(limits)}
         print(dumps({**page_and_limits, "layers": list(map(asdict, layers)), "keep": names}))
         return 0
-    print("\n".join(format_table([_HEADER, *map(_cells, layers[: args.top])], right=range(1, 6))))
+    print("\n".join(format_table([_HEADER, *map(_cells, layers[:SHOWN])], right=range(1, 6))))
     print(f"{len(layers)} layers, {len(samplings)} samplings, steps {min(samplings)} to {max(samplings)}.")
     print(f"{len(beyond)} layers are beyond a limit in their last {limits.patience} readings; `--keep` lists them.")
     print(f"wrote {out}")
@@ -86,6 +86,8 @@ def worst(samplings: Samplings, limits: Limits) -> list[Worst]:
     return sorted(rows, key=lambda layer: (-layer.beyond, math.inf if layer.output_db is None else layer.output_db))
 
 
+SHOWN: Final = 10
+"""The number of layers in the table."""
 _HEADER: Final = ("layer", "output dB", "input to 0", "weight to 0", "gradient to 0", "beyond", "reason")
 
 

@@ -159,7 +159,6 @@ def _monitor(parser: ArgumentParser) -> None:
     parser.add_argument("--html", type=Path | None, help="the page to write; by default monitor.html beside the file")
     parser.add_argument("--keep", action="store_true", help="print `keep=[...]`: the layers beyond a limit; no page")
     parser.add_argument("--json", action="store_true", help="print JSON, with every layer; with --keep a list of names")
-    parser.add_argument("--top", type=int, default=10, help="the number of layers in the table")
     parser.add_class_arguments(Limits, as_group=False)
 
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, final, get_args
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import Unpack, override
 
 from lightning_lowprec.checks import Rule
@@ -17,6 +16,7 @@ from lightning_lowprec.conversion.options import shows
 from lightning_lowprec.conversion.plan import Plan
 from lightning_lowprec.conversion.recipe_map import GemmChoices
 from lightning_lowprec.hardware import emulation_refusal, refusal
+from lightning_lowprec.messages import info, warn
 from lightning_lowprec.products.formats import FORMATS
 from lightning_lowprec.runs_where import RecipeKey
 from lightning_lowprec.torchao.backend import FastAccum, FP8Format, Recipe
@@ -182,10 +182,10 @@ class FP8TorchAO(TorchAO):
         figures = all(spec.arithmetic is None for spec in self.specs)
         slow = plan.below_break_even() if figures else ()
         if self.emulates(device):
-            rank_zero_info(f"{self.precision}: {self.how(device)}.")
+            info(f"{self.precision}: {self.how(device)}.")
         elif slow and device.type == "cuda":  # the published figures are those of a GPU
             names = ", ".join(f"{row.fqn} ({row.in_features} -> {row.out_features})" for row in slow[:3])
-            rank_zero_warn(
+            warn(
                 f"`precision={self.precision!r}`: {len(slow)} of {len(plan.converted)} converted layers are expected to"
                 f" be slower in FP8 than in bf16 ({SOURCE}): {names}{', ...' if len(slow) > 3 else ''}."
                 " `plugins=FP8TorchAO(keep=[...])` keeps them in bf16."

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.nn import Module
 from typing_extensions import override
 
@@ -22,6 +21,7 @@ from lightning_lowprec.conversion.plan import Plan, PlanRequest
 from lightning_lowprec.conversion.recipe_map import GemmChoices, LayerRecipe, RecipeMap
 from lightning_lowprec.extras import import_refusal, require
 from lightning_lowprec.hardware import describe
+from lightning_lowprec.messages import info
 from lightning_lowprec.precision import fp8
 from lightning_lowprec.precision.fp8 import BlockChoices, BlockOptions, Converting
 from lightning_lowprec.precision.host import Engine
@@ -214,7 +214,7 @@ class TorchAO(Converting):
             module_dtypes.hold_half_norms(module)  # weights are in half precision, or FSDP2's gathered ones are
         if self.engine is not None and self.engine.frees_weights:
             linear.save_no_weight_codes(module)
-            rank_zero_info(
+            info(
                 f"{self.precision}: {self.engine.name} frees weights after each use: {self.format} encodes them at"
                 " every product, and no block is compiled."
             )
@@ -233,7 +233,7 @@ class TorchAO(Converting):
 
     def say(self, plan: Plan, device: torch.device) -> None:
         """Log a new plan's device."""
-        rank_zero_info(f"{self.precision}: {self.how(device)}.")
+        info(f"{self.precision}: {self.how(device)}.")
 
     @override
     def state_dict(self) -> dict[str, Any]:

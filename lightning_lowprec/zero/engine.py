@@ -25,7 +25,6 @@ from functools import partial
 from typing import Any, Final, final
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -35,6 +34,7 @@ from lightning_lowprec.conversion.name_suffixes import split
 from lightning_lowprec.conversion.steps import count_step
 from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.masters.weights import HalfWeights
+from lightning_lowprec.messages import info
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.half import HalfMixed
 from lightning_lowprec.precision.host import Engine, in_trainer
@@ -225,7 +225,7 @@ class ZeroEngine(Engine):
         dtype = "bf16" if engine.bfloat16_enabled() else "fp16"
         moved = "gathers weights" if self.frees_weights else "gathers updated weights"
         products = f"; {self.format} is for matrix products alone" if self.format else ""
-        rank_zero_info(
+        info(
             f"{self.options.precision}: {self.name} keeps {dtype} weights with float32 masters, {moved} in {dtype} and"
             f" {'scales the loss' if dtype == 'fp16' else 'scales no loss'}{products}."
         )

@@ -35,7 +35,7 @@ DTYPES = {
 AXES = {"-1": "0", "0": "-1", "1": "0"}
 SAYS_NOTHING = {"stacklevel", "strict", "help", "msg"}
 """Keywords that only messages have, or that check what always holds."""
-TALKS = {"rank_zero_warn", "rank_zero_info", "rank_zero_debug", "warn", "warning", "print", "write", "add_argument"}
+TALKS = {"info", "warn", "warning", "print", "write", "add_argument"}
 """Functions whose arguments are words for a person."""
 
 

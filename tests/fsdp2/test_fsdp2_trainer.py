@@ -124,9 +124,9 @@ def again(rank):
     trainer.validate(model, loader(), verbose=False)
     said = io.StringIO()
     handler = logging.StreamHandler(said)
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addHandler(handler)
+    logging.getLogger("lightning_lowprec").addHandler(handler)
     trainer.fit(model, loader())
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").removeHandler(handler)
+    logging.getLogger("lightning_lowprec").removeHandler(handler)
     masters = registry_of(trainer.optimizers[0]) is not None
     steps = len(model.losses)
     trainer.test(model, loader(), verbose=False)

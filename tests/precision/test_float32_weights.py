@@ -22,8 +22,6 @@ MASTERS = ["bf16-master", "fp16-master", "bf16-remainder", "bf16-sr"]
 @pytest.fixture
 def lines(caplog):
     caplog.set_level(logging.INFO)
-    for name in ("lightning.fabric.utilities.rank_zero", "lightning.pytorch.utilities.rank_zero"):
-        logging.getLogger(name).setLevel(logging.INFO)
     return lambda: [record.getMessage() for record in caplog.records]
 
 

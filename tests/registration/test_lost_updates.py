@@ -4,7 +4,6 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning_utilities.core import rank_zero
 from torch import nn
 
 import lightning_lowprec_autoload as autoload
@@ -22,7 +21,7 @@ class OfSomebodyElse(torch.optim.SGD):
 def said(monkeypatch):
     lines = []
     monkeypatch.setattr(autoload, "_told", set())
-    monkeypatch.setattr(rank_zero, "rank_zero_info", lines.append)
+    monkeypatch.setattr(autoload, "info", lines.append)
     return lines
 
 

@@ -1,0 +1,79 @@
+"""Log lines and warnings of this package: one logger, one class of warnings, on rank 0, and none of torchao's."""
+
+import logging
+import os
+import subprocess
+import sys
+import warnings
+
+import lightning as L
+import pytest
+from lightning_utilities.core.rank_zero import rank_zero_only
+from torch import nn
+
+import lightning_lowprec
+from lightning_lowprec import messages
+
+SAID = "half-auto: "
+OF_TORCHAO = ("Failed to load", "KernelPreference")
+
+
+def stderr_of(code: str, **variables: str) -> str:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, text=True, capture_output=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+@pytest.mark.parametrize(
+    ("first", "times"),
+    [
+        ("import lightning_lowprec_autoload as ours", 1),
+        ("import logging; logging.basicConfig(); import lightning_lowprec_autoload as ours", 1),
+        ("import lightning_lowprec_autoload as ours, logging; logging.basicConfig()", 1),
+        ("import lightning_lowprec_autoload as ours, logging; ours.info('first'); logging.basicConfig()", 1),
+        ("import lightning_lowprec_autoload as ours, logging; logging.getLogger(ours.LOGGER).setLevel('ERROR')", 0),
+    ],
+)
+def test_a_line_is_said_once_whoever_has_set_up_logging(first, times):
+    assert stderr_of(f"{first}; ours.info('a line')").count("a line") == times
+
+
+def test_a_run_without_any_logging_says_its_lines():
+    run = "L.Fabric(precision='half-auto', accelerator='cpu', devices=1).setup(torch.nn.Linear(2, 2))"
+    assert stderr_of(f"import torch, lightning_fabric as L; {run}").count(SAID) == 1
+
+
+def test_lines_have_the_file_that_says_them_and_reach_handlers_of_the_root(caplog):
+    L.Fabric(precision="half-auto", accelerator="cpu", devices=1).setup(nn.Linear(2, 2))
+    (record,) = [record for record in caplog.records if record.getMessage().startswith(SAID)]
+    assert (record.name, record.levelno, record.filename) == ("lightning_lowprec", logging.INFO, "half.py")
+
+
+def test_the_rank_is_that_of_lightning_at_the_moment_of_the_line(monkeypatch, caplog):
+    for rank in (1, 0, 3):
+        monkeypatch.setattr(rank_zero_only, "rank", rank)
+        messages.info(f"of rank {rank}")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            messages.warn(f"of rank {rank}")
+        assert [str(w.message) for w in caught] == ([f"of rank {rank}"] if rank == 0 else [])
+    assert [record.getMessage() for record in caplog.records if record.name == "lightning_lowprec"] == ["of rank 0"]
+
+
+def test_warnings_of_this_package_can_be_silenced_alone():
+    assert issubclass(lightning_lowprec.LowPrecisionWarning, UserWarning)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warnings.simplefilter("ignore", lightning_lowprec.LowPrecisionWarning)
+        messages.warn("ours")
+        warnings.warn("another", UserWarning, stacklevel=1)
+    assert [str(w.message) for w in caught] == ["another"]
+
+
+@pytest.mark.parametrize("switch", ["1", "0"])
+def test_import_of_torchao_says_nothing_of_what_nobody_asked_for(switch):
+    code = "import torch, logging; logging.basicConfig(); import torchao.float8; logging.getLogger('torchao').error('own')"
+    said = stderr_of(code, LOWPREC_AUTOLOAD=switch)
+    assert "own" in said
+    assert any(line in said for line in OF_TORCHAO) == (switch == "0")
