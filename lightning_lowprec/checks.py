@@ -15,10 +15,18 @@ from dataclasses import dataclass, fields
 from functools import cache
 from numbers import Integral, Real
 from types import NoneType, UnionType
-from typing import Annotated, Any, Final, Literal, Union, final, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Final, Literal, TypeVar, Union, final, get_args, get_origin, get_type_hints
 
 from lightning_lowprec.gone import VALUES, gone
 from lightning_lowprec.other_stacks import nearest
+
+C = TypeVar("C", bound=type)
+
+
+def abstract(cls: C) -> C:
+    """Let nobody make an object of a base class of ours, so that LightningCLI does not list the class either."""
+    cls.__abstractmethods__ = frozenset({"__init__"})  # type: ignore[attr-defined]  # subclasses do not inherit this
+    return cls
 
 
 @final

@@ -73,7 +73,9 @@ def test_warnings_of_this_package_can_be_silenced_alone():
 
 @pytest.mark.parametrize("switch", ["1", "0"])
 def test_import_of_torchao_says_nothing_of_what_nobody_asked_for(switch):
-    code = "import torch, logging; logging.basicConfig(); import torchao.float8; logging.getLogger('torchao').error('own')"
+    code = (
+        "import torch, logging; logging.basicConfig(); import torchao.float8; logging.getLogger('torchao').error('own')"
+    )
     said = stderr_of(code, LOWPREC_AUTOLOAD=switch)
     assert "own" in said
     assert any(line in said for line in OF_TORCHAO) == (switch == "0")

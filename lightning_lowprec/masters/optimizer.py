@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
+from lightning_lowprec.checks import abstract
 from lightning_lowprec.conversion.steps import count_step
 from lightning_lowprec.masters import moments
 from lightning_lowprec.masters.config import Kept, MasterConfig
@@ -136,6 +137,7 @@ def held_masters(optimizer: Optimizer) -> list[Tensor]:
     return [] if registry is None else list(registry.master_of.values())
 
 
+@abstract
 class MasterOptimizer(Optimizer):
     """The methods of an optimizer with masters: :func:`add_masters` puts them into a class derived from its own.
 

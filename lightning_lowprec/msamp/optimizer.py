@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_lowprec.checks import check_choice
+from lightning_lowprec.checks import abstract, check_choice
 from lightning_lowprec.masters.moments import MASTER_PARAM, MASTER_REMAINDER, decoded_entry, joined, params_by_key
 from lightning_lowprec.msamp.gradient import ScaledGradient
 from lightning_lowprec.msamp.step import Flats, step_codes
@@ -37,6 +37,7 @@ def scaled_optimizers() -> list[Optimizer]:
     return [optimizer for optimizer in _alive if isinstance(optimizer, ScaledOptimizer)]
 
 
+@abstract
 class ScaledOptimizer(Optimizer):
     """Abstract: an optimizer of torch that also steps parameters of codes; a subclass derives from torch's class too.
 

@@ -11,7 +11,7 @@ import torch
 from torch.nn import Module
 from typing_extensions import override
 
-from lightning_lowprec.checks import CompileOptions
+from lightning_lowprec.checks import CompileOptions, abstract
 from lightning_lowprec.conversion.layer_runs import not_called
 from lightning_lowprec.conversion.options import Group, LayerOptions
 from lightning_lowprec.conversion.plan import Plan, PlanRequest, make_plan
@@ -51,6 +51,7 @@ class BlockChoices(TypedDict, total=False):
     compile: Compile
 
 
+@abstract
 class Converting(LowPrecision):
     """Base of the plugins that convert layers, which run by kernels or emulated; all else has a base dtype."""
 

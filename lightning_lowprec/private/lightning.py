@@ -6,6 +6,7 @@ from typing import Any, Final
 
 import torch
 
+from lightning_lowprec.checks import abstract
 from lightning_lowprec.private import either
 from lightning_lowprec.private.either import MAIN, Package, both, namesake
 
@@ -243,6 +244,7 @@ def _logged_step(trainer: Any) -> int:
 # ---- the step of a precision plugin
 
 
+@abstract
 class EitherPrecision(either.TrainerPrecision):
     """Lightning's precision plugin, for the Trainer of either package."""
 

@@ -12,7 +12,7 @@ import torch
 from torch.nn import Module
 from typing_extensions import override
 
-from lightning_lowprec.checks import Rule
+from lightning_lowprec.checks import Rule, abstract
 from lightning_lowprec.conversion import module_dtypes
 from lightning_lowprec.conversion.invariants import unchanged
 from lightning_lowprec.conversion.name_suffixes import of_options
@@ -69,6 +69,7 @@ class SharedChoices(
     """The same, for type checkers."""
 
 
+@abstract
 class TorchAO(Converting):
     """Base of the plugins: no state, and no codes between steps.
 

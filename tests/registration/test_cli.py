@@ -1,6 +1,7 @@
 """LightningCLI, the launchers, and a Lightning whose seams moved."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -69,6 +70,9 @@ def test_stock_lightning_cli_help_lists_the_names(project):
     text = "".join(python("train.py", "fit", "--help", cwd=project, COLUMNS="200").stdout.split())
     assert "fp8-hybrid" in text
     assert "fp8-rowwise-gw-hp" in text
+    classes = re.findall(r"lightning_lowprec\.([\w.]+)", text)
+    assert classes
+    assert [name for name in classes if name not in (*lightning_lowprec.__all__, "msamp.ScaledAdamW")] == []
 
 
 def test_the_gpu_to_emulate_is_named_by_a_flag_or_by_the_environment(project):
