@@ -15,7 +15,7 @@ from tests.garbage import leave_what_is_there
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--tier", type=int, choices=(1, 2), help="run the tests of this tier only: see tests/tiers.py")
+    parser.addoption("--tier", type=int, choices=(1, 2), help="1: without tests marked slow; 2: only these")
     parser.addoption("--plugin", action="append", default=[], help="with --tier 1: the contract of this plugin too")
 
 
@@ -33,8 +33,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.option.tier:
         also = config.option.plugin
         mine = [item for item in items if tiers.of_test(item, also) == config.option.tier]
-        if config.option.tier == 1 and (lost := tiers.without_a_case(items, mine)):
-            raise pytest.UsageError(f"`CASES` of tests/tiers.py names cases that are not there: of {sorted(lost)}")
+        whole = not any("::" in arg for arg in config.args) and not config.option.keyword
+        if whole and (lost := tiers.cases_that_are_not_there(items)):
+            raise pytest.UsageError(f"marks name cases that are not there: {sorted(lost)}")
         chosen = set(mine)
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = mine

@@ -49,6 +49,7 @@ def run(name: str, cwd: Path, *more: str, launcher: Sequence[str] = ()) -> str:
     return result.stdout + result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(path.name for path in FILES))
 def test_example_runs(name, tmp_path):
     said = run(name, tmp_path)

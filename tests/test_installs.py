@@ -114,6 +114,7 @@ def test_a_half_removed_package(built, tmp_path):
     assert warned.count(LOST) == 1
 
 
+@pytest.mark.slow
 def test_import_torch_itself_in_a_process_of_its_own(built):
     path = [str(built / "editable"), *(path for path in sys.path if path.endswith("site-packages"))]
     code = f"import sys; sys.path[:0] = {path}; import torch; print('imported')"

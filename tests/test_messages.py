@@ -39,6 +39,7 @@ def test_a_line_is_said_once_whoever_has_set_up_logging(first, times):
     assert stderr_of(f"{first}; ours.info('a line')").count("a line") == times
 
 
+@pytest.mark.slow
 def test_a_run_without_any_logging_says_its_lines():
     run = "L.Fabric(precision='half-auto', accelerator='cpu', devices=1).setup(torch.nn.Linear(2, 2))"
     assert stderr_of(f"import torch, lightning_fabric as L; {run}").count(SAID) == 1
@@ -71,6 +72,7 @@ def test_warnings_of_this_package_can_be_silenced_alone():
     assert [str(w.message) for w in caught] == ["another"]
 
 
+@pytest.mark.slow("0")
 @pytest.mark.parametrize("switch", ["1", "0"])
 def test_import_of_torchao_says_nothing_of_what_nobody_asked_for(switch):
     code = (

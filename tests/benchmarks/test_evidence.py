@@ -17,6 +17,8 @@ from benchmarks.evidence.text import MAX_BYTES, HeaderText, headers, parts
 from lightning_lowprec.names import TABLE
 from lightning_lowprec.tools.compare.result import Interval
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -9,6 +9,8 @@ from benchmarks import gpu
 from benchmarks.ledger import roofline
 from benchmarks.rivals import contenders, models
 
+pytestmark = pytest.mark.slow
+
 STACK = models.SHAPES["8b"]
 BASE = {"contender": contenders.BASELINE, "ms": 400.0, "peak_bytes": 95.8e9, "losses": [11.8, 7.25]}
 MAIN = {"contender": contenders.MAIN, "ms": 320.0, "peak_bytes": 81.9e9, "losses": [11.8, 7.26]}

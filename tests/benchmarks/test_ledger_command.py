@@ -8,6 +8,8 @@ import torch
 
 from benchmarks.ledger import __main__ as command
 
+pytestmark = pytest.mark.slow
+
 no_cuda = pytest.mark.skipif(torch.version.cuda is not None, reason="this torch was built for CUDA")
 
 

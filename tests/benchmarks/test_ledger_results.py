@@ -13,6 +13,8 @@ from benchmarks.rivals import models
 from benchmarks.rivals.contenders import MAIN, MAIN_TE, TE_COMPILED, TE_LAYERS
 from tests.ledger.budgets import ALL_LOGITS_GB, ALL_LOGITS_PEAK_GB, HEAD_GB, HEAD_PEAK_GB, LLAMA
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/speed.md"
 FOLDER = ROOT / "benchmarks/results/null-gpu-2026-11-24"

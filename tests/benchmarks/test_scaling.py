@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import nn
 
+pytestmark = pytest.mark.slow
+
 NAMES = (
     "bf16-mixed", "fp8-hybrid", "fp8-rowwise", "int8-mixed", "half-auto", "fp16-master", "bf16-remainder", "bf16-sr",
     "fp8-hybrid-remainder", "msamp-o1", "msamp-o2", "msamp-o3",

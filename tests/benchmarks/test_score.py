@@ -7,6 +7,8 @@ import pytest
 from benchmarks.ledger import score
 from benchmarks.ledger.roofline import COMMON
 
+pytestmark = pytest.mark.slow
+
 FIGURES = {figure["name"]: figure for figure in score.DATA["figures"]}
 
 

@@ -9,6 +9,8 @@ import torch
 from benchmarks.ledger.world_case import Case, Model, promised
 from benchmarks.ledger.worlds_report import expected, markdown, summary
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "null-gpu-2026-11-22"
 PAGE = json.loads((RESULTS / "worlds.json").read_text())

@@ -117,6 +117,7 @@ RUNS = {
 }
 
 
+@pytest.mark.slow("compiled", "compiled and recomputed")
 @pytest.mark.parametrize("run", RUNS)
 def test_a_monitor_changes_no_weight_and_sees_every_layer(run, tmp_path):
     torch._dynamo.reset()
@@ -309,6 +310,7 @@ def test_compiled_blocks_are_compiled_once(tmp_path):
     assert counts[0] == counts[1] > 0
 
 
+@pytest.mark.slow_but("model")
 @pytest.mark.parametrize("how", ["model", "set-up model", "function", "LightningModule"])
 def test_every_way_to_compile_is_seen(how, tmp_path):
     """Of a compiled function that calls the model, the monitor learns by its first, empty sampling."""

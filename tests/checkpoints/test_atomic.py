@@ -87,6 +87,7 @@ def all_cases(rank, ranks, root):
             killed_at_every_step(rank, ranks, root, before, folder)
 
 
+@pytest.mark.slow
 def test_killed_at_every_step(tmp_path):
     launch(all_cases, 1, tmp_path, tmp_path)
 

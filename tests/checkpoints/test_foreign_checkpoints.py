@@ -178,5 +178,6 @@ def says_what_is_wrong(rank, ranks, folder):
         fabric.load(path, {"model": wider})
 
 
+@pytest.mark.slow
 def test_under_fsdp2(tmp_path):
     launch(fsdp1, 2, tmp_path, tmp_path)

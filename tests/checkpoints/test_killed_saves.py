@@ -11,7 +11,7 @@ import torch
 from tests.fsdp2.ranks import enter, free_port, launch
 from tests.fsdp2.toy import assert_same, everything, setup, train
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 CASES = (("sharded", (1, 0)), ("sharded", (0,)), ("sharded", (1,)), ("full", (1, 0)))  # and who is killed
 
 

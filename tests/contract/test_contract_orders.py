@@ -17,6 +17,7 @@ def test_every_order_of_two(name):
     assert check_orders(name, 2) == len(OPERATIONS) ** 2 + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fp8-hybrid", "fp8-hybrid-remainder", "msamp-o2", "bf16-master"])
 def test_every_order_of_three(name):
     assert check_orders(name, 3) == len(OPERATIONS) ** 3 + 2

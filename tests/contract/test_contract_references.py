@@ -99,6 +99,7 @@ def test_fp16_in_fabric() -> None:
     assert_overflows_and_grows(theirs[1])
 
 
+@pytest.mark.slow
 def test_no_precision_is_another_one_in_disguise() -> None:
     """Whoever asks for a precision gets it: a few steps under any two of them give different weights."""
     weights = {}

@@ -188,6 +188,7 @@ def test_copies_files_and_checkpointing_keep_the_head(tmp_path):
     assert as_exact(found, gradients, float("inf"))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # dynamo's own, for every autograd.Function
 @pytest.mark.parametrize("family", ["llama", "granite"])
 def test_a_compiler_traces_the_whole_model(family):

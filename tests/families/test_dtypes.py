@@ -16,6 +16,8 @@ from lightning_lowprec.conversion.plan import make_plan
 from tests.families.products import Products
 from tests.families.tiny import batch, build, classes, loss_of
 
+pytestmark = pytest.mark.slow
+
 MIXTURES = {  # the number of products of stacked experts in the forward pass
     "mixtral": 6,
     "gpt_oss": 6,  # biases, transposed

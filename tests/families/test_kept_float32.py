@@ -12,6 +12,8 @@ from lightning_lowprec.zero.engine import ZeroEngine
 from tests.families.tiny import build, classes, config
 from tests.peers.float32 import look
 
+pytestmark = pytest.mark.slow
+
 FAMILIES = ("deepseek_v3", "bailing_hybrid", "ernie4_5_moe", "afmoe", "gpt_oss", "t5", "rwkv", "mamba")
 
 

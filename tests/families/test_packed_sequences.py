@@ -12,10 +12,13 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralC
 import lightning_lowprec
 from lightning_lowprec.private import transformers_cache
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning",  # since 5.2x
-    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning",  # PEFT's own call
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings(
+        "ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning",  # since 5.2x
+        "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning",  # PEFT's own call
+    ),
+]
 IDS = torch.arange(16).view(2, 8)
 PADDED = torch.tensor([[1, 1, 1, 1, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1, 1, 1]])
 PACKED = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]]).expand(2, -1)

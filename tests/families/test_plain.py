@@ -14,6 +14,8 @@ from transformers import (
 
 from lightning_lowprec import MSAMP, FP8TorchAO, HalfMixed, plain
 
+pytestmark = pytest.mark.slow
+
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 SIZES |= {"num_key_value_heads": 2, "intermediate_size": 32}
 IDS = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(0))

@@ -28,6 +28,8 @@ from tests.families import gpt2_runs
 from tests.quality import FLOAT32, expect_db, sqnr
 from tests.toys import ON_CPU, Task, adamw, causal_loss
 
+pytestmark = pytest.mark.slow
+
 transformers.logging.set_verbosity_error()
 SMALL = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 ROTARY = {**SMALL, "num_key_value_heads": 1, "intermediate_size": 64}

@@ -34,7 +34,7 @@ CROSSINGS = (
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 CODED = {"up.weight", "down.weight", "experts", "tall.weight"}
 WIDTH = 64
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
 
 class Net(L.LightningModule):

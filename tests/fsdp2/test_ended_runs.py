@@ -12,7 +12,7 @@ import torch
 from tests.fsdp2.ranks import enter, free_port, launch
 from tests.fsdp2.toy import QUIET, Toy, X, Y
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 SECONDS = 60  # generous: it takes two on an idle machine
 ENDINGS = {
     "SIGTERM to all": (signal.SIGTERM, (0, 1)),

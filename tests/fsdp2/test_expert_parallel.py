@@ -23,6 +23,8 @@ from tests.conversion.test_sorted_experts import COUNTS, GroupedExperts, Layer, 
 from tests.fsdp2.ranks import run
 from tests.fsdp2.toy import full
 
+pytestmark = pytest.mark.slow
+
 E4M3 = torch.float8_e4m3fn
 PLUGINS = {
     "half-auto": lambda: HalfMixed("auto"),

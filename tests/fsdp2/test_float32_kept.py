@@ -11,7 +11,7 @@ from lightning_lowprec.fsdp2 import shard
 from lightning_lowprec.private.fsdp2 import has_several_groups
 from tests.fsdp2.ranks import launch
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 NAMES = ("bf16-master", "bf16-remainder", "bf16-sr", "bf16-8bit", "fp8-hybrid", "fp8-hybrid-remainder")
 STEPS = 3
 

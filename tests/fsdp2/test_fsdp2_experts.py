@@ -7,7 +7,7 @@ from tests.fsdp2.gathers import scales_of
 from tests.fsdp2.models import full
 from tests.fsdp2.ranks import run
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 STEPS = 5
 WAYS = {
     "float8 gathered": ({}, True),

@@ -17,7 +17,7 @@ from tests.fsdp2.models import Block, LlamaBlock, Net, batch, full, loss_of
 from tests.fsdp2.ranks import run
 from tests.toys import in_e4m3
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 MONITORED = ("fp8-hybrid", "fp8-rowwise", "msamp-o3")
 
 

@@ -9,7 +9,7 @@ from tests.fsdp2.models import Net, batch, full, loss_of
 from tests.fsdp2.ranks import run
 
 STEPS = 3
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
 
 def fabric_for(precision, **options):

@@ -14,7 +14,7 @@ from tests.fsdp2.ranks import run
 
 STEPS = 20
 WRITING = {f"aten::{name}" for name in ("copy_", "mul", "div", "clamp", "abs", "max", "mm", "sum", "cat")}
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
 
 def train(model, step_of=loss_of, rank=0, steps=STEPS, after_step=lambda: None, lr=1e-2):

@@ -13,7 +13,7 @@ from tests.fsdp2.models import Block
 from tests.fsdp2.ranks import run
 from tests.toys import QUIET, Task
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 QUIET["use_distributed_sampler"] = False
 
 

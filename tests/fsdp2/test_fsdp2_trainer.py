@@ -12,7 +12,7 @@ from tests.fsdp2.models import Net, full, loss_of
 from tests.fsdp2.ranks import run
 from tests.fsdp2.trained import Module, Normed, Tokens, loader, trainer_for
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 PRECISIONS = (
     "32-true", "bf16-mixed", "bf16-true", "16-mixed", "half-auto", "bf16-master", "fp16-master", "bf16-remainder",
     "bf16-8bit", "bf16-sr", "fp8-hybrid", "fp8-hybrid-fp16", "fp8-rowwise-gw-hp", "fp8-hybrid-remainder",

@@ -17,7 +17,7 @@ from tests.fsdp2.gathers import count_gathers
 from tests.fsdp2.ranks import run
 from tests.toys import QUIET
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 STEPS = 3
 QUIET = {**QUIET, "use_distributed_sampler": False}
 FACTORIES = {

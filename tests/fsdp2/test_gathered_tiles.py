@@ -105,6 +105,7 @@ def ranks(tmp_path_factory):
     return run(sharded, 2, tmp_path_factory.mktemp("ranks"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_compute_the_bits_of_one(ranks, case):
     net, losses, _ = train(L.Fabric(accelerator="cpu", devices=1, precision=CASES[case][0]), sizes_of(case))
@@ -115,6 +116,7 @@ def test_two_ranks_compute_the_bits_of_one(ranks, case):
             assert torch.equal(found[case]["weights"][name], weight), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", TILES)
 def test_a_gather_sends_the_codes_and_a_step_reduces_the_tiles(ranks, precision):
     """A byte per parameter; of two ranks each has half of the parameters."""

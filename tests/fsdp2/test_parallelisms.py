@@ -23,7 +23,7 @@ from lightning_lowprec import MSAMP, FabricFSDP2Strategy, FP8TorchAO, HalfMixed
 from tests.fsdp2.models import Net, batch, loss_of
 from tests.fsdp2.ranks import run
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,7 @@ from tests.fsdp2.models import Net, batch
 from tests.fsdp2.ranks import run
 from tests.fsdp2.test_parallelisms import CPU, converted, cross_entropy, gradients, precisions
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 BATCHES = 4
 
 

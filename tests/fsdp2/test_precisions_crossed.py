@@ -18,7 +18,7 @@ CROSSINGS = (
     ("bf16-sr", "32-true", "sharded"), ("bf16-remainder", "bf16-sr", "full"),
     ("16-mixed", "fp8-hybrid-fp16", "sharded"),
 )  # fmt: skip
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
 
 def float32_of(model, optimizer):

@@ -13,7 +13,7 @@ PRECISIONS = (
 IN_SHARDS = PRECISIONS[::2]
 """Of these a folder of shards is saved too, and four ranks load them: a scale, remainders, weights without masters."""
 SAVED = [*((name, "full") for name in PRECISIONS), *((name, "sharded") for name in IN_SHARDS)]
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
 
 def state(fabric, model, optimizer, step=0):

@@ -14,7 +14,11 @@ CASES = (
 )  # fmt: skip
 ELSEWHERE = ("bf16-master", "bf16-remainder", "fp8-hybrid-fp16")
 PLUGIN = {"bf16-master": "HalfMixed", "bf16-remainder": "HalfMixed", "fp8-hybrid-fp16": "FP8TorchAO"}
-pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore:.*does not have many workers")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.distributed,
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+]
 
 
 class Look(L.Callback):

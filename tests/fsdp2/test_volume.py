@@ -26,6 +26,8 @@ from tests.fsdp2.gathers import count_gathers, scales_of
 from tests.fsdp2.ranks import run
 from tests.toys import QUIET
 
+pytestmark = pytest.mark.slow
+
 PRECISIONS = ("fp8-hybrid", "fp8-rowwise-gw-hp", "bf16-mixed", "32-true")
 RESHARD = (None, True, False)
 QUIET = {**QUIET, "use_distributed_sampler": False}

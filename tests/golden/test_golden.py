@@ -26,11 +26,28 @@ def check(run: str, found: dict) -> None:
     assert max(off) < 0.02 * float.fromhex(first), f"{run}: losses differ by up to {max(off)}"
 
 
+@pytest.mark.slow_but(
+    "half-auto",
+    "fp16-master",
+    "bf16-remainder",
+    "bf16-8bit",
+    "bf16-sr",
+    "fp8-hybrid",
+    "fp8-hybrid-fp16",
+    "fp8-hybrid-remainder",
+    "fp8-block",
+    "mxfp8",
+    "fp8-rowwise",
+    "fp8-rowwise-gw-hp-8bit",
+    "int8-mixed",
+    "msamp-o2",
+)
 @pytest.mark.parametrize("name", names_on_cpu())
 def test_one_process(name):
     check(name, runs.train(0, name))
 
 
+@pytest.mark.slow_but("fp8-hybrid-ddp", "fp8-hybrid-remainder-fsdp2")
 @pytest.mark.distributed
 @pytest.mark.parametrize(("name", "strategy"), goldens.TWO_RANKS)
 def test_two_ranks(name, strategy, tmp_path):

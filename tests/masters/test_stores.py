@@ -71,6 +71,7 @@ def regression(dtype, form):
         return (x @ model.weight.float().T + model.bias.float() - y).pow(2).mean().item()
 
 
+@pytest.mark.slow
 def test_regression_with_small_updates_learns_as_float32():
     exact = regression(None, None)
     loss = {form: regression(torch.bfloat16, form) for form in FORMS}

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 
 from lightning_lowprec.tools.demo import ByteGPT, StdlibText
 
+pytestmark = pytest.mark.slow
+
 
 def loss_of(model, batch):
     tokens, targets = batch

@@ -43,6 +43,7 @@ class Restored(Net):
 PAIRS = [(a, b) for a in OTHERS for b in OTHERS if (a in LEVELS or b in LEVELS)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("source", "target"), PAIRS, ids=lambda name: name)
 def test_checkpoints_load_into_every_other_precision(saved, source, target):
     """Weights and moments are those of the checkpoint but for the rounding of the target; training goes on well."""

@@ -22,7 +22,11 @@ from tests.precision.weights_left import as_trained
 LEVELS = ("O1", "O2", "O3")
 CLIP = 0.25
 GRAPHS = {"backend": "aot_eager"}
-pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore:.*does not have many workers")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.distributed,
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+]
 
 
 def adamw(model):

@@ -17,7 +17,7 @@ from tests.fsdp2.toy import X, Y, differences, everything, full, setup, train
 from tests.fsdp2.trained import Module, loader, trainer_for
 
 GRAPHS = {"backend": "aot_eager"}
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
 
 def in_trainer(folder):

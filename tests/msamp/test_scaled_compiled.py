@@ -44,6 +44,7 @@ def trained(form, level, steps=5, **options):
 
 
 # O1 has the passes of O2
+@pytest.mark.slow_but("O1-adamw-False")
 @pytest.mark.parametrize(
     ("level", "form", "stochastic"),
     [
@@ -110,6 +111,7 @@ def trained_blocks(level, sizes, compile, **options):
     return found, kinds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("level", "sizes", "options", "kind"),
     [

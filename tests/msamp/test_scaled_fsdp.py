@@ -30,7 +30,7 @@ from tests.fsdp2.ranks import run
 from tests.quality import sqnr
 from tests.toys import Block, Stack
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 STEPS = 20
 OF_STRATEGY = ShardOptions()
 COMPILED = {"eager": False, "compiled": True}

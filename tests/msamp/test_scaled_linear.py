@@ -273,6 +273,7 @@ def final_loss(level):
         return (model(x) - teacher(x)).square().mean().item()
 
 
+@pytest.mark.slow_but("O2")
 @every_level
 def test_training_comes_near_float32(level):
     assert final_loss(level) < 1.3 * final_loss(None)

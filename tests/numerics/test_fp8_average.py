@@ -210,6 +210,7 @@ def results(tmp_path_factory):
 pytestmark = pytest.mark.distributed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["float32", "bfloat16", "float16", "small-buckets", "views"])
 def test_the_hook_does_the_arithmetic_on_every_rank(results, case):
     dtype = getattr(torch, case, torch.float32)
@@ -220,6 +221,7 @@ def test_the_hook_does_the_arithmetic_on_every_rank(results, case):
         assert torch.equal(torch.cat([g.flatten() for g in result[case]]), expected)
 
 
+@pytest.mark.slow
 def test_a_group_of_its_own(results):
     model = Net()
     gradients = torch.stack([torch.cat(model.gradients(batch(rank))) for rank in range(2)])

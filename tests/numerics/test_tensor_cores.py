@@ -21,6 +21,7 @@ def test_sums_with_scales_per_block_are_mma_sims_bit_for_bit():
     assert differing_mx(25_000)[0] == 0
 
 
+@pytest.mark.slow
 def test_products_are_those_of_mmaemus_h100_where_it_splits_k_too():
     different, split = differing_products(12, largest=1 << 21)
     assert different == 0
@@ -48,6 +49,7 @@ def on_hopper(a, b):
     return accumulate(of_a, of_b, "hopper", True), accumulate(of_a, of_b, "hopper", False), exact_a @ exact_b.t()
 
 
+@pytest.mark.slow
 def test_hopper_loses_what_was_reported():
     """Figures of a first trial in numpy, with e4m3 codes of one scale: in dB, and as a share of the value."""
     torch.manual_seed(0)

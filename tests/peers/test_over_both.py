@@ -4,6 +4,8 @@ import pytest
 
 from tests.peers import __main__ as peers
 
+pytestmark = pytest.mark.slow
+
 FOLDER = peers.HERE.parents[2] / "shared" / "peers"
 TESTS = {
     "trainer/optimization/test_optimizers.py": (

@@ -50,6 +50,7 @@ def multiplied(on, a, b, *, fast, dtype=torch.bfloat16):
     return (sums * (scale_a.reciprocal() * scale_b.reciprocal().t())).to(dtype)
 
 
+@pytest.mark.slow_but("hopper")
 @pytest.mark.parametrize("on", ["hopper", "ada", "blackwell"])
 def test_one_scale_per_tensor(on):
     """torchao's flags: fast accumulation forward, promotion backward; gradients are e5m2."""
@@ -61,6 +62,7 @@ def test_one_scale_per_tensor(on):
     assert_close(grad_weight, multiplied(on, turned[2], turned[0], fast=False).float(), rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_mi300_multiplies_the_codes_that_torchao_makes_there():
     input, weight, gradient, (output, grad_input, _) = one_step(FP8TorchAO(emulate="mi300", weight_codes="per_gemm"))
     fnuz = [tensor_cores.FNUZ[dtype] for dtype in (E4M3, E5M2)]

@@ -59,6 +59,7 @@ def losses_with_all_logits(name):
     return fit(PLUGINS[name]("bf16"))[0].losses
 
 
+@pytest.mark.slow("chunked-msamp", "chunked-fp16-master", "fp8-torchao", "fp8-bf16-remainder", "fp8-fp16")
 @pytest.mark.parametrize("name", PLUGINS)
 @pytest.mark.parametrize("head", ["chunked", "fp8"])
 def test_a_run_with_accumulation_clipping_and_resume_follows_that_of_all_logits(name, head, tmp_path):

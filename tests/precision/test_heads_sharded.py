@@ -11,7 +11,7 @@ from tests.fsdp2.ranks import run
 from tests.quality import sqnr
 
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 CONFIG = {
     "vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
     "intermediate_size": 64, "pad_token_id": 0,

@@ -40,6 +40,7 @@ def final_losses(precision: str) -> tuple[float, float]:
     return sum(losses[-20:]) / 20, trainer.validate(model, datamodule=data(), verbose=False)[0]["val_loss"]
 
 
+@pytest.mark.slow
 def test_fp8_stays_within_one_percent_of_fp32_after_200_steps():
     train, val = final_losses("32-true")
     assert val < 3.2, "it must have learned something for the comparison to mean anything"
@@ -50,6 +51,7 @@ def test_fp8_stays_within_one_percent_of_fp32_after_200_steps():
         assert fp8_train != train, "nothing ran in FP8"
 
 
+@pytest.mark.slow
 def test_fabric_loop():
     torch.manual_seed(0)
     fabric = L.Fabric(precision="fp8-hybrid", accelerator="cpu")
@@ -86,6 +88,7 @@ def test_cli_trains_the_gpt(tmp_path):
     ByteGPT(depth=1, width=32, heads=2).load_state_dict(checkpoint["state_dict"])
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_ddp_on_two_processes(tmp_path):
     names = (

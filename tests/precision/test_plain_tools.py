@@ -22,6 +22,7 @@ PLUGINS = {
     "bf16-remainder": lambda: HalfMixed("bf16", master_weights="remainder"),
 }
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of torch.jit, torch.ao and their own insides
     pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
     pytest.mark.filterwarnings("ignore:.*(to_torchscript|isinstance.treespec, LeafSpec|torch.quantize_per_tensor).*"),

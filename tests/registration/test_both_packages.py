@@ -8,6 +8,8 @@ from lightning_lowprec.callbacks import NumericsMonitor
 from tests.once import once
 from tests.registration.test_cli import ROOT, python
 
+pytestmark = pytest.mark.slow
+
 MODEL = """
 import sys, torch
 

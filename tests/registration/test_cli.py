@@ -59,6 +59,7 @@ def test_stock_lightning_cli_flag(project):
     python("train.py", "fit", "--trainer.precision=fp8-hybrid", *FAST, cwd=project)
 
 
+@pytest.mark.slow
 def test_stock_lightning_cli_yaml_written_by_print_config(project):
     printed = python("train.py", "fit", "--trainer.precision=fp8-rowwise", *FAST, "--print_config", cwd=project).stdout
     assert "precision: fp8-rowwise" in printed
@@ -75,6 +76,7 @@ def test_stock_lightning_cli_help_lists_the_names(project):
     assert [name for name in classes if name not in (*lightning_lowprec.__all__, "msamp.ScaledAdamW")] == []
 
 
+@pytest.mark.slow
 def test_the_gpu_to_emulate_is_named_by_a_flag_or_by_the_environment(project):
     plugin = ["--trainer.plugins=lightning_lowprec.FP8TorchAO", "--trainer.plugins.emulate=hopper"]
     by_flag = python("train.py", "fit", *plugin, *FAST, cwd=project)
@@ -84,6 +86,7 @@ def test_the_gpu_to_emulate_is_named_by_a_flag_or_by_the_environment(project):
         assert "codes, scales and sums as on NVIDIA Hopper" in result.stdout + result.stderr
 
 
+@pytest.mark.slow
 def test_stock_lightning_cli_takes_the_plugin_by_class_path(project):
     """One recipe, or a mapping of patterns; the mapping survives a YAML file."""
     plugin = ["--trainer.plugins=lightning_lowprec.FP8TorchAO", "--trainer.plugins.recipe=rowwise"]
@@ -117,6 +120,7 @@ def one_process(*args):
     return ["train.py", "fit", *args, *FAST, "--trainer.devices=1", "--trainer.callbacks=modules.Says"]
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_stock_lightning_cli_configures_fsdp2_by_flags_and_by_yaml(saying):
     more = ["--trainer.strategy.wrap=[torch.nn.Linear]", "--trainer.strategy.state_dict_type=full"]
@@ -138,6 +142,7 @@ def test_stock_lightning_cli_refuses_an_option_that_fsdp2_does_not_have(saying):
     assert "replicas" in result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_stock_lightning_cli_takes_fsdp2_and_fsdp_by_name(saying):
     for name, kept in (("fsdp2", "sharded"), ("fsdp", "full")):
@@ -168,6 +173,7 @@ def test_stock_lightning_cli_shows_what_a_plugin_says_of_its_arguments(project):
     assert "usage" not in result.stderr
 
 
+@pytest.mark.slow
 def test_lowprec_fit_imports_from_the_working_folder_and_from_files_and_adds_no_noise(project):
     command = ["-P", "-m", "lightning_lowprec.tools.cli"]  # -P: as a console command, without the working folder
     args = ["fit", "--model=modules.Model", "--data=modules.py:Data", *FAST, "--trainer.precision=fp8-hybrid"]
@@ -184,6 +190,7 @@ print(fabric.strategy.precision.precision, fabric.world_size, *sys.argv[1:])
 """
 
 
+@pytest.mark.slow
 def test_stock_fabric_launcher_with_lt_precision(project):
     (project / "script.py").write_text(FABRIC_SCRIPT.format(imports="import lightning_lowprec"))
     code = "from lightning.fabric.cli import _main; _main()"
@@ -191,6 +198,7 @@ def test_stock_fabric_launcher_with_lt_precision(project):
     assert "fp8-e4m3 1" in result.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_lowprec_run_launches_a_console_command_with_fabric_and_trainer_and_its_precision_wins(project):
     """The command neither imports this package nor leaves the precision open, and it launches Fabric itself."""
@@ -284,6 +292,7 @@ print(*loaded())
 """
 
 
+@pytest.mark.slow
 def test_importing_the_package_loads_nothing_heavy(tmp_path):
     ran = python("-c", IMPORT_COST, cwd=tmp_path, from_nothing=True)
     assert ran.stdout.splitlines() == ["", "torchao"]

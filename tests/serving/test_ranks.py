@@ -18,6 +18,8 @@ from tests.fsdp2.ranks import free_port, server
 from tests.serving.models import Module, llama
 from tests.toys import QUIET
 
+pytestmark = pytest.mark.slow
+
 TOKENS = torch.arange(64).reshape(4, 16) % 96
 
 

@@ -21,7 +21,7 @@ from tests.fsdp2.ranks import run
 from tests.serving.models import Module, config, llama, tensors
 from tests.toys import QUIET
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 TOKENS = torch.arange(256).reshape(16, 16) % 96
 
 

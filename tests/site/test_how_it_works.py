@@ -36,6 +36,7 @@ def test_a_product_of_random_data_has_28_db():
     assert f"the error is {100 * noise.norm() / exact.norm():.0f} % of" in " ".join(PAGE.split())
 
 
+@pytest.mark.slow
 def test_the_pictures_are_drawn_anew(tmp_path):
     assert pictures.main([str(tmp_path)]) == 0
     for name in ("grids.png", "errors.png", "sums.png"):
@@ -43,6 +44,7 @@ def test_the_pictures_are_drawn_anew(tmp_path):
         assert (DOCS / "pictures" / name).stat().st_size > 20_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", re.findall(r"\n\| ([^|]+) \| ([\d,]+) \| (\d+) dB \| (.*) \| (\d+) dB \|", PAGE))
 def test_the_table_of_sums_says_what_is_computed(row):
     data, k, of_rounding, fast, of_promoted = row

@@ -8,6 +8,8 @@ from lightning_lowprec.conversion import backends
 from tests.site.pages import ROOT, Block, blocks
 from tests.site.python_blocks import READ, check_read, surroundings
 
+pytestmark = pytest.mark.slow
+
 PYTHON = blocks("python")
 RUN = [block for block in PYTHON if block.name not in READ]
 

@@ -142,6 +142,7 @@ WITH_JSON = {
 ANSWERS_NO = {"doctor --device", "export --format"}
 
 
+@pytest.mark.slow("plan --fits")
 @pytest.mark.parametrize("form", WITH_JSON)
 def test_json_is_all_of_stdout(form, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)

@@ -74,6 +74,7 @@ def user_file(tmp_path):
 # ---- real runs
 
 
+@pytest.mark.slow
 def test_the_command_trains_the_demo(tmp_path, capfd):
     """One precision, in a process that starts from nothing; test_compare_seeds.py compares two."""
     out = tmp_path / "deep" / "out"
@@ -117,6 +118,7 @@ FAILURES = {
 }
 
 
+@pytest.mark.slow
 def test_what_fails_is_shown_and_leaves_the_others(user_file):
     out = user_file.parent / "out"
     modes = {name: mode for name, (mode, _) in FAILURES.items()}

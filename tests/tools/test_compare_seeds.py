@@ -18,6 +18,8 @@ from lightning_lowprec.tools.compare.result import (
 from lightning_lowprec.tools.compare.spec import CompareSpec
 from tests.tools.comparing import compare
 
+pytestmark = pytest.mark.slow
+
 # ---- a real run
 
 

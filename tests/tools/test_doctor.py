@@ -32,6 +32,7 @@ def doctor():
     return subprocess.run(command, capture_output=True, text=True, timeout=240, check=True, env=environ)
 
 
+@pytest.mark.slow
 def test_it_is_short_and_ends_with_a_recommendation_and_nothing_else_is_printed():
     ran = doctor()
     assert ran.stderr == ""

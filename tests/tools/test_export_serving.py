@@ -220,6 +220,7 @@ def test_an_adapter_in_a_checkpoint_needs_its_config_and_is_merged(trained, tmp_
         torch.testing.assert_close(values[name], value, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_some_rows_and_not_of_a_tensor(tmp_path):
     """The largest tensor has 410 MB; its file has holes in place of zeros."""
     config = LlamaConfig(**{**SIZES, "vocab_size": 100_000, "hidden_size": 1024, "tie_word_embeddings": True})

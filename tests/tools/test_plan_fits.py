@@ -18,6 +18,8 @@ from lightning_lowprec.tools.fits.simulation import Simulator, longest_run
 from lightning_lowprec.tools.planning.inputs import inputs_of
 from tests import toys
 
+pytestmark = pytest.mark.slow
+
 SIDE, ROWS = 512, 16
 SMALL = 512
 """Bytes of a few numbers, such as AdamW's count of steps."""

@@ -153,6 +153,7 @@ class Model(torch.nn.Linear):
 """
 
 
+@pytest.mark.slow
 def test_the_model_of_a_command_finds_the_names_registered(lowprec, tmp_path):
     (tmp_path / "model.py").write_text(MODEL)
     status, said, _ = lowprec("plan", f"{tmp_path / 'model.py'}:Model")

@@ -31,6 +31,11 @@ def converted(model, dtype=torch.float32, **options):
     return model
 
 
+@pytest.mark.slow(
+    "dtype2-True-hopper-down_proj-gpt_oss",
+    "dtype2-True-hopper-down_proj-mixtral",
+    "dtype2-True-hopper-gate_up_proj-gpt_oss",
+)
 @pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize("name", ["gate_up_proj", "down_proj"])
 @pytest.mark.parametrize(
@@ -81,6 +86,7 @@ def test_each_expert_is_a_linear_with_its_weight(family, name, dtype, autocast, 
         start = end
 
 
+@pytest.mark.slow("gpt_oss")
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_a_layer_is_near_to_the_model_and_compiles_to_the_same_values(family):
     layer = Layer(family)

@@ -330,6 +330,7 @@ def test_most_of_a_mixture_runs_in_fp8(family, share):
         assert found == pytest.approx(expected, abs=0.005 if experts is None else 0.03)
 
 
+@pytest.mark.slow
 def test_losses_stay_within_one_percent_of_bf16():
     """200 steps of text that has something to learn; a Mixtral, of equal layout, trains in the goldens."""
     finals = {}

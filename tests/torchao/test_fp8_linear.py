@@ -252,6 +252,28 @@ def test_evaluation_in_high_precision_on_request():
         assert not torch.equal(layer(x), exact)
 
 
+@pytest.mark.slow_but(
+    "32-False-False-tensorwise",
+    "32-True-False-tensorwise",
+    "37-False-False-tensorwise",
+    "37-True-False-tensorwise",
+    "37-True-True-tensorwise",
+    "32-False-False-e4m3",
+    "32-True-False-e4m3",
+    "37-False-False-e4m3",
+    "37-True-False-e4m3",
+    "37-True-True-e4m3",
+    "32-False-False-rowwise",
+    "32-True-False-rowwise",
+    "37-False-False-rowwise",
+    "37-True-False-rowwise",
+    "37-True-True-rowwise",
+    "32-False-False-rowwise_with_gw_hp",
+    "32-True-False-rowwise_with_gw_hp",
+    "37-False-False-rowwise_with_gw_hp",
+    "37-True-False-rowwise_with_gw_hp",
+    "37-True-True-rowwise_with_gw_hp",
+)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("autocast", [False, True])

@@ -318,12 +318,14 @@ def python(code, folder):
     return forked.python("-c", NOT_IMPORTED + code, cwd=folder, environ=environ)
 
 
+@pytest.mark.slow
 def test_without_torchao(tmp_path):
     result = python(MISSING, tmp_path)
     assert result.returncode == 0, result.stderr
     assert "needs torchao" in result.stderr
 
 
+@pytest.mark.slow
 def test_with_a_broken_torchao(tmp_path):
     (tmp_path / "torchao").mkdir()
     (tmp_path / "torchao" / "__init__.py").write_text("import torch\ntorch.no_such_thing")

@@ -57,6 +57,7 @@ def test_each_product_is_that_of_the_codes(page):
     expect_db(sqnr(exact.weight.grad, layer.weight.grad), 20)
 
 
+@pytest.mark.slow("True")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_it_trains_with_recipes(page, compiled):
     options = {"compile": {"backend": "aot_eager"}} if compiled else {}
@@ -116,6 +117,7 @@ def train_sharded(rank, folder):
     return {"losses": losses, "layers": len(coded_layers(model.module))}
 
 
+@pytest.mark.slow
 def test_it_is_sharded(tmp_path):
     """The first loss of each rank is that of one process; the others are finite and change."""
     ranks = run(train_sharded, 2, tmp_path, str(tmp_path))

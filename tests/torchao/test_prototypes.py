@@ -276,6 +276,7 @@ def test_conversion_is_in_place_and_is_undone(plugin, recipe):
     assert torch.equal(model[0](x), F.linear(x, *before[:2]))
 
 
+@pytest.mark.slow
 def test_names_train_a_gpt_within_one_percent_of_bf16():
     """200 steps of text that has something to learn."""
     names, finals = ("int8-mixed", *([] if NO_MXFP8 else ["mxfp8"])), {}

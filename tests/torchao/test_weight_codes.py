@@ -74,6 +74,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.slow("{'compile': {'backend': 'aot_eager'}}")
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_results_are_those_of_encoding_at_every_product(options, encoded):
     assert same(run("per_forward", **options), run("per_gemm", **options))
@@ -102,6 +103,7 @@ def replaced_parameter(step, net):
     net.blocks[1][0].weight = nn.Parameter(net.blocks[1][0].weight.detach() * 1.5)
 
 
+@pytest.mark.slow("compiled-loaded")
 @pytest.mark.parametrize("change", [in_place, by_data_after_a_step, replaced_data, loaded, replaced_parameter])
 @pytest.mark.parametrize("options", [{}, {"compile": {"backend": "aot_eager"}}], ids=["eager", "compiled"])
 def test_changed_weights_are_encoded_again(change, options):
