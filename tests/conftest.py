@@ -41,6 +41,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = mine
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Write a failure down at once where ``FAILURES`` names a file: the output of a lane comes whole, when it ends."""
+    file = os.environ.get("FAILURES")
+    if file and report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        crash = getattr(report.longrepr, "reprcrash", None)
+        said = str(crash.message if crash else report.longrepr).strip().partition("\n")[0]
+        with Path(file).open("a", encoding="utf-8") as lines:
+            lines.write(f"FAILED {report.nodeid} ({report.when}): {said}\n")
+
+
 def pytest_collection_finish() -> None:
     """Have entry points read once."""
     read_once()
