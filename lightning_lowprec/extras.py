@@ -6,6 +6,7 @@ from importlib.metadata import distributions
 from types import ModuleType
 
 INSTALL = {
+    "deepspeed": "pip install 'deepspeed>=0.19.8,<0.20'",
     "torchao": "pip install 'torchao>=0.13,<0.19'",
     "transformer_engine": "pip install --no-build-isolation 'transformer-engine[core-cu13,pytorch]>=2.20,<2.21'",
     "transformers": "pip install 'transformers>=4.55' 'safetensors>=0.4'",

@@ -37,6 +37,7 @@ from torch.nn.parameter import is_lazy
 import lightning_lowprec_autoload as autoload
 from lightning_lowprec import names
 from lightning_lowprec.conversion import backends
+from lightning_lowprec.extras import require
 from lightning_lowprec.fsdp2.forward_hooks import reshard
 from lightning_lowprec.masters.weights import NO_PLAIN_STEP
 from lightning_lowprec.messages import info, warn
@@ -184,6 +185,8 @@ def _resolve_name(
         strategy = resolve_strategy(strategy, package, for_trainer)
     if ours is not None:
         check_strategy(ours, strategy, private.strategy_registry(package, for_trainer=for_trainer))
+        if isinstance(strategy, str) and strategy.startswith("deepspeed"):  # Lightning's error names no version
+            require("deepspeed", f"`strategy={strategy!r}`")
     original(self, precision=precision, plugins=given or None, strategy=strategy, **kwargs)
 
 

@@ -63,6 +63,20 @@ def test_the_bytes_are_those_of_the_page_on_speed():
     assert re.findall(r"([\d.]+) GB", counted) == figures
 
 
+def test_the_three_figures_are_those_of_their_pages():
+    figures = section("Speed and memory")
+    page = {name: (ROOT / "docs" / f"{name}.md").read_text() for name in ("speed", "memory", "evidence")}
+    (hybrid,) = re.findall(r"^\| `fp8-hybrid` \| [\d.]+ \| [\d.]+ \| [\d.]+ \| \d+ \| ([\d.]+) ", page["speed"], re.M)
+    (best,) = re.findall(r"the best row is predicted at ([\d.]+)\.", page["speed"])
+    (missed,) = re.findall(r"\| steps \| \d+ \| fixed constants \| ([\d.]+) \|", page["speed"])
+    assert re.findall(r"([\d.]+)(?: times as|; such| %)", figures) == [hybrid, best, missed]
+    held = re.findall(r"^\| `bf16-(?:mixed|remainder|8bit)`.* \| (\d+) \| [^|]+ \|$", page["memory"], re.M)
+    assert re.findall(r"(\d+) under", figures) == held
+    (row,) = re.findall(r"^\| fp8-hybrid +\|(.*)", page["evidence"].split("### The gaps")[1].split("\n## ")[0], re.M)
+    gaps = [cell.strip() for cell in row.split("|")]
+    assert f"byte-level GPT {gaps[0]}, Llama {gaps[1]}," in figures
+
+
 def test_the_sentence_under_the_picture_is_what_was_compared():
     results = json.loads(COMPARISON.read_text())
     finals = {run["name"]: run["final_val"] for run in results["results"]}

@@ -13,6 +13,7 @@ import torch
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_summary import ModelSummary
 
 import lightning_lowprec
@@ -36,6 +37,17 @@ def test_transformer_engine_is_missing(name):
         L.Trainer(precision=name, **ON_CPU)
     with pytest.raises(ModuleNotFoundError, match="needs transformer_engine"):
         L.Fabric(precision=name, accelerator="cpu")
+
+
+@pytest.mark.parametrize("start", [L.Trainer, L.Fabric])
+@pytest.mark.skipif(find_spec("deepspeed") is not None, reason="DeepSpeed is installed")
+def test_deepspeed_is_missing(start):
+    """Lightning's own words name no version that runs; under its own names they stay."""
+    said = r"`strategy='deepspeed_stage_2'` needs deepspeed, which is not installed: `pip install 'deepspeed>=0\.19\.8"
+    with pytest.raises(ModuleNotFoundError, match=said):
+        start(precision="fp8-hybrid", strategy="deepspeed_stage_2", accelerator="cpu")
+    with pytest.raises((ImportError, MisconfigurationException), match="must have DeepSpeed installed"):
+        start(precision="bf16-mixed", strategy="deepspeed_stage_2", accelerator="cpu")
 
 
 @pytest.mark.parametrize("name", [name for name in TABLE if not (WITHOUT_TE and name in TE_NAMES)])
