@@ -69,7 +69,9 @@ FILL = {
 }  # fmt: skip
 """What ``...`` stands for, by the name of the option."""
 OWNERS = [
-    *filter(callable, PUBLIC.values()), *(getattr(callbacks, name) for name in callbacks.__all__), LossScale,
+    *filter(inspect.isroutine, PUBLIC.values()),
+    *(found for found in PUBLIC.values() if inspect.isclass(found) and not issubclass(found, Warning)),
+    *(getattr(callbacks, name) for name in callbacks.__all__), LossScale,
     Backend, losses.linear_cross_entropy, L.Trainer,
     L.Trainer.save_checkpoint, L.Fabric, L.Fabric.save, L.Fabric.clip_gradients, ModelCheckpoint, DDPStrategy,
     FSDPStrategy, DeepSpeedStrategy, nn.Module.load_state_dict, nn.Embedding, torch.autograd.grad, checkpoint,
