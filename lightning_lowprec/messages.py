@@ -1,4 +1,4 @@
-"""Every log line and every warning of this package, on rank 0.
+"""Every log line and every warning of this package, on rank 0; and how a number of bytes is printed.
 
 Log lines go through ``logging.getLogger("lightning_lowprec")``, warnings have the class :class:`LowPrecisionWarning`:
 both can be silenced without those of Lightning and torch.
@@ -9,7 +9,7 @@ from typing import final
 
 from lightning_lowprec_autoload import info, is_rank_zero
 
-__all__ = ["LowPrecisionWarning", "info", "warn"]
+__all__ = ["LowPrecisionWarning", "in_units", "info", "warn"]
 
 
 @final
@@ -21,3 +21,10 @@ def warn(message: str, *, stacklevel: int = 1) -> None:
     """Warn on rank 0; ``stacklevel=1`` shows the line that calls this function, 2 the line that called that one."""
     if is_rank_zero():
         warnings.warn(message, LowPrecisionWarning, stacklevel=stacklevel + 1)
+
+
+def in_units(count: float) -> str:
+    """Return a number of bytes with three digits, in the unit that suits it: ``"25.4 kB"``."""
+    units = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+    unit, scale = next((row for row in units if count >= 0.9995 * row[1]), ("bytes", 1.0))
+    return f"{count / scale:.3g} {unit}"

@@ -16,6 +16,8 @@ from typing import Any, Final, NamedTuple, final
 import torch
 from typing_extensions import override
 
+from lightning_lowprec.messages import in_units
+
 READ_AT_ONCE: Final = 2**24
 """Bytes; larger blocks are not read faster."""
 FORCE_SAFE: Final = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
@@ -98,7 +100,7 @@ def read(path: Path, weights_only: bool | None) -> Any:
             raise  # both variables are set
         if isinstance(error, RuntimeError) and "unable to mmap" in str(error):
             raise OSError(
-                f"{str(path)!r} has {path.stat().st_size / 1e9:.1f} GB, and this system maps no more than its memory"
+                f"{str(path)!r} has {in_units(path.stat().st_size)}, and this system maps no more than its memory"
                 " and swap. Add swap, or set `vm.overcommit_memory=1`."
             ) from error
         raise refused_object(path, error, weights_only) or _damaged(path, is_zip, error) from error

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from lightning_lowprec.messages import in_units
 from lightning_lowprec.private.fsdp2 import gathered_parameters
 from lightning_lowprec.private.torch import local_tensor
 from lightning_lowprec.private.torch_modules import is_batch_or_instance_norm
@@ -37,7 +38,7 @@ def gathered_line(model: nn.Module, shards: int) -> str | None:
     in_bf16 = sum(2 * local_tensor(one.sharded_param).numel() for group in blocks for one in group)
     dtype = "float8" if codes else " and ".join(sorted({_name(tensor.dtype) for tensor in sent}))
     of_bf16 = size / max(in_bf16, 1)  # a rank that has nothing of a group sends padding only
-    return f"all-gather: {dtype}, {_size(size / len(blocks))} per {unit} and rank, {of_bf16:.2f}x of bf16"
+    return f"all-gather: {dtype}, {in_units(size / len(blocks))} per {unit} and rank, {of_bf16:.2f}x of bf16"
 
 
 def _sends_codes(record: Any) -> bool:
@@ -46,10 +47,3 @@ def _sends_codes(record: Any) -> bool:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _size(count: float) -> str:
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
-        if count >= scale:
-            return f"{count / scale:.1f} {unit}"
-    return f"{count:.0f} bytes"

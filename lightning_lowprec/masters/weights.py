@@ -26,7 +26,7 @@ from lightning_lowprec.masters.kept_float32 import coupled, kept_float32
 from lightning_lowprec.masters.moments import decode_on_load, float32_state
 from lightning_lowprec.masters.optimizer import add_masters, remove_masters
 from lightning_lowprec.masters.registry import existing_masters, registry_of
-from lightning_lowprec.messages import info
+from lightning_lowprec.messages import in_units, info
 from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.numerics.parameters import parameters_of
 from lightning_lowprec.numerics.rounding import upper_half
@@ -212,7 +212,7 @@ class Float32Weights:
         if 0 < exact < len(half):
             source += f" ({len(half) - exact} of them from rounded values, without masters)"
         return (
-            f"{len(half)} trainable half-precision parameters became float32, {more} bytes more, and start from"
+            f"{len(half)} trainable half-precision parameters became float32, {in_units(more)} more, and start from"
             f" {source}"
         )
 

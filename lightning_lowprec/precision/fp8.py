@@ -65,11 +65,12 @@ class Converting(LowPrecision):
     def how(self, device: torch.device) -> str:
         emulation = self.emulates(device)
         if not emulation:
-            return f"FP8 kernels of {describe(device)}"
-        as_on = " and scales as on a GPU, products in float32"
+            return f"{self.format} kernels of {describe(device)}"
+        codes = "codes and scales as on a GPU, products in float32"
         if isinstance(emulation, str):
-            as_on = f", scales and sums as on {UNITS[emulation].title}"
-        return f"FP8 is emulated on {describe(device)}: codes{as_on}; slow, for tests and for looking at the numerics"
+            codes = f"codes, scales and sums as on {UNITS[emulation].title}"
+        emulated = f"{self.format} is emulated on {describe(device)}"
+        return f"{emulated}: {codes}; slow, for tests"
 
 
 def kernel_refusal(recipe: RecipeKey, emulate: Emulation | None, device: torch.device, constructor: str) -> str | None:

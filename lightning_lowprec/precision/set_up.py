@@ -22,7 +22,7 @@ from lightning_lowprec.hardware import caution, default_device, emulation_refusa
 from lightning_lowprec.masters.float32_values import is_marked
 from lightning_lowprec.masters.registry import registries, registry_of
 from lightning_lowprec.masters.stores import Fp32Store
-from lightning_lowprec.messages import info, warn
+from lightning_lowprec.messages import in_units, info, warn
 from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.numerics.parameters import parameters_of
 from lightning_lowprec.precision import refusals
@@ -196,7 +196,8 @@ def settle_weights(plugin: Any, *, all_known: bool = True) -> None:
         return
     widen = all_known and plugin.modules.sharded is None and not plugin.modules.replicated
     if size := plugin.masters.settle(plugin.modules.prepared, widen=widen):
-        info(f"{plugin.precision}: weights that do not train keep their float32 values in host memory, {size} bytes.")
+        where = f"in host memory, {in_units(size)}"
+        info(f"{plugin.precision}: weights that do not train keep their float32 values {where}.")
 
 
 # ---- writes that are lost

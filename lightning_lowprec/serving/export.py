@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from lightning_lowprec.checkpoints.weights import Source
 from lightning_lowprec.checks import check_choice
+from lightning_lowprec.messages import in_units
 from lightning_lowprec.precision.plain import unwrapped
 from lightning_lowprec.private.deepspeed import refuse_zero
 from lightning_lowprec.private.lightning import precision_plugin_of
@@ -80,7 +81,7 @@ class Exported(Tally):
 
     def text(self) -> str:
         """Return some lines for people."""
-        lines = [f"wrote {self.tensors} tensors, {self.size / 1e6:.1f} MB, to {self.out}"]
+        lines = [f"wrote {self.tensors} tensors, {in_units(self.size)}, to {self.out}"]
         if self.coded:
             lines.append(f"{len(self.coded)} weights in FP8, {len(self.kept)} linear layers kept in high precision")
         if self.same:

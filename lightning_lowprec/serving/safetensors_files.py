@@ -32,6 +32,7 @@ from typing_extensions import Self
 
 from lightning_lowprec.checkpoints.agreement import on_all_ranks, rank_and_ranks
 from lightning_lowprec.checkpoints.weights import INDEX
+from lightning_lowprec.messages import in_units
 from lightning_lowprec.private.fsdp2 import default_store
 
 T = TypeVar("T")
@@ -87,7 +88,7 @@ def new_folder(out: Path, size: int) -> Iterator[Path]:
     free = shutil.disk_usage(out.parent).free
     if size > free:
         raise OSError(
-            f"`out={str(out)!r}` needs {size / 1e9:.1f} GB, and its disk has {free / 1e9:.1f} GB left. Free some, or"
+            f"`out={str(out)!r}` needs {in_units(size)}, and its disk has {in_units(free)} left. Free some, or"
             " choose another disk; nothing was written."
         )
     private = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=out.parent))

@@ -137,7 +137,8 @@ class FP8TE(Converting):
 
     @override
     def how(self, device: torch.device) -> str:
-        return f"FP8 kernels of Transformer Engine on {describe(device)}"
+        format = {"mxfp8": "MXFP8", "nvfp4": "NVFP4"}.get(self.kind, "FP8")
+        return f"{format} kernels of Transformer Engine on {describe(device)}"
 
     @override
     def gathers(self, options: Any) -> str | None:

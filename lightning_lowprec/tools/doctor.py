@@ -25,10 +25,10 @@ from lightning_lowprec.names import validate_name
 from lightning_lowprec.private import deepspeed, lightning, torchao, transformer_engine, transformers
 from lightning_lowprec.private import torch as torch_names
 from lightning_lowprec.tools import doctor_report, hardware_text
-from lightning_lowprec.tools.output import Colour, dumps, paint, working
+from lightning_lowprec.tools.output import WIDTH, Colour, dumps, folded, paint, working
 
 _BASELINE: Final = "float32 weights, half-precision compute: the baseline of the comparison"
-_REMAINDER: Final = "half the bytes of the weights, float32 masters: 14 bytes per parameter with AdamW, not 16"
+_REMAINDER: Final = "weights of 2 bytes, float32 masters: 14 bytes per parameter with AdamW, not 16"
 _CANDIDATES: Final[Sequence[tuple[str, str]]] = (
     ("mxfp8", "FP8 GEMMs with a scale per 32 values, which this GPU has in hardware"),
     ("fp8-hybrid", "FP8 GEMMs with one scale per tensor: pays on large linear layers"),
@@ -49,7 +49,6 @@ _EMULATED: Final = (
     ("bf16-remainder", _REMAINDER),
     ("fp8-hybrid", "emulated here, slow: shows the numerics of FP8 before you rent a GPU"),
 )
-_WIDTH: Final = 120
 _WITHOUT_MASTERS: Final = ("bf16-true", "16-true")
 _STUCK: Final = (
     "A norm weight that stays at exactly 1.0 is the sign. 'bf16-remainder' keeps such updates, and keeps what a model"
@@ -102,6 +101,9 @@ class Diagnosis:
 
     def __repr__(self) -> str:
         facts = self.facts
+        width = max(len(row.name) for row in self.recommended)
+        compare, run = commands(self.recommended)
+        try_first = folded(f"    {row.name:<{width}}  {row.why}" for row in self.recommended)
         lines = [
             f"device    {facts['device']}",
             f"driver    {facts['driver'] or 'no NVIDIA driver'}",
@@ -109,18 +111,20 @@ class Diagnosis:
             f"names     {facts['names']}",
             *(f"backend   {title}: {status}" for title, status in facts["backends"].items()),
             *(f"warning   {warning}" for warning in self._warnings()),
-            "",
-            *_families(self.precisions),
-            "",
         ]
-        for reason in dict.fromkeys(verdict.reason for verdict in self.precisions):
-            names = [verdict.name for verdict in self.precisions if verdict.reason == reason]
-            said, listed = f"{reason.rstrip('.')}:", in_words(names)
-            lines += [f"{said} {listed}"] if len(said) + len(listed) < _WIDTH else [said, f"    {listed}"]
-        lines += ["", *hardware_text.column(ARCHITECTURES[facts["architecture"]]), "", "Try first on this machine:"]
-        width = max(len(row.name) for row in self.recommended)
-        lines += [f"    {row.name:<{width}}  {row.why}" for row in self.recommended]
-        return "\n".join([*lines, *(f"    $ {command}" for command in commands(self.recommended))])
+        return "\n".join(
+            [
+                "Try first on this machine:",
+                *try_first,
+                *(f"    $ {line}" for line in (compare.replace(" --model", " \\\n          --model"), run)),
+                "",
+                *folded(lines),
+                "",
+                *_families(self.precisions),
+                "",
+                "`lowprec doctor --all` shows what runs where, on every architecture.",
+            ]
+        )
 
     def _repr_html_(self) -> str:
         parts = [
@@ -207,7 +211,7 @@ def versions() -> dict[str, str | None]:
 
 def _names() -> str:
     if autoload.installed_by_torch:
-        return f"known without an import, in both packages of Lightning (`{autoload.SWITCH}=0` switches this off)"
+        return f"known without an import, in both packages of Lightning (`{autoload.SWITCH}=0` ends this)"
     return "known after `import lightning_lowprec`; torch did not call the entry point of this package"
 
 
@@ -335,16 +339,20 @@ def commands(recommended: Sequence[Recommended]) -> list[str]:
 
 
 def _families(verdicts: Sequence[Availability]) -> list[str]:
-    """Return one line per family and answer: half precision, the names without a backend, and each backend."""
-    rows: dict[tuple[str, str], list[str]] = {}
+    """Return for each family, answer and reason the names and then the reason: half precision, then each backend."""
+    rows: dict[tuple[str, str, str], list[str]] = {}
     for verdict in verdicts:
-        rows.setdefault((_family(verdict.name), word(verdict)), []).append(verdict.name)
-    width = max(len(family) for family, _ in rows)
+        rows.setdefault((_family(verdict.name), word(verdict), verdict.reason), []).append(verdict.name)
+    width = max(len(family) for family, *_ in rows)
     colours: Mapping[str, Colour] = {"yes": "green", "no": "red"}
-    return [
-        f"{family:<{width}}  {paint(f'{answer:<9}', colours.get(answer, 'yellow'), sys.stdout)}  {in_words(names)}"
-        for (family, answer), names in rows.items()
-    ]
+    lines = []
+    for (family, answer, reason), names in rows.items():
+        names_and_reason = [f"{family:<{width}}  {answer:<9}  {in_words(names)}", reason]
+        short = ": ".join(names_and_reason)
+        first, *more = [short] if len(short) <= WIDTH else folded("\n    ".join(names_and_reason).split("\n"))
+        coloured = paint(answer, colours.get(answer, "yellow"), sys.stdout)
+        lines += [first.replace(f"  {answer}", f"  {coloured}", 1), *more]
+    return lines
 
 
 def _family(name: str) -> str:

@@ -16,6 +16,7 @@ from lightning_lowprec.checkpoints.weights import Shape, Source, check_file, ope
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.plan import make_plan
 from lightning_lowprec.extras import require
+from lightning_lowprec.messages import in_units
 from lightning_lowprec.precision.state import BACKEND_STATE
 from lightning_lowprec.serving.choice import NOTHING, WITHOUT_FP8, RoundedWeights, of_plan
 from lightning_lowprec.serving.export import DTYPES, Options, dtype_name, report, served_model, write
@@ -46,7 +47,7 @@ def run(args: Any) -> int:
         tensors = {n: {"shape": list(v.shape), "dtype": dtype_name(v.dtype)} for n, v in weights.items()}
         print(dumps({"out": str(args.out), "bytes": size, "tensors": tensors}))
         return 0
-    print(f"wrote {len(weights)} tensors, {size / 1e6:.1f} MB, to {args.out}")
+    print(f"wrote {len(weights)} tensors, {in_units(size)}, to {args.out}")
     return 0
 
 

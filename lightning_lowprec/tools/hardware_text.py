@@ -8,7 +8,7 @@ from typing import Any, Final
 from lightning_lowprec import names
 from lightning_lowprec.architectures import ARCHITECTURES, OTHER, Architecture
 from lightning_lowprec.runs_where import RECIPES, TITLES, Cell, RecipeKey, cell, instead
-from lightning_lowprec.tools.output import format_table
+from lightning_lowprec.tools.output import folded, format_table
 
 _NVIDIA: Final = [key for key in ARCHITECTURES if key.startswith("sm_")]
 _ABROAD: Final = [key for key in ARCHITECTURES if key not in (*_NVIDIA, OTHER.key)]
@@ -37,7 +37,7 @@ def column(architecture: Architecture) -> list[str]:
     lines = [f"Recipes on {architecture.key}, {architecture.title} (`lowprec doctor --all`: on every architecture):"]
     for (said, why), recipes in grouped.items():
         lines.append(f"    {said:<9}  {', '.join(recipes)}{why}")
-    return lines
+    return folded(lines)
 
 
 def whole() -> str:

@@ -1,7 +1,7 @@
 """``lowprec monitor RUN``: draw the readings of a run as one HTML file, and print the layers that FP8 serves worst.
 
 The page has a heat map, layers x samplings, of every number that a monitor has written. Every cell is one byte: 0 for
-no number, 1 to 255 for the place between the least and the largest number of its map.
+no number, 1 to 255 for the place between the two ends of its colours.
 """
 
 import base64
@@ -47,7 +47,7 @@ def run(args: Any) -> int:
         layers = worst(samplings, limits)
         if not args.keep:
             out = args.html or path.with_name("monitor.html")
-            out.write_text(page(samplings))
+            out.write_text(page(samplings, "/".join(path.resolve().parent.parts[-2:])))
     beyond = [layer for layer in layers if layer.beyond >= limits.patience]
     names = [layer.fqn for layer in beyond]
     if args.keep:
@@ -116,32 +116,30 @@ class Statistic:
     """The field of a reading."""
     logarithmic: bool = False
     """Whether powers of two are drawn at equal distances."""
-    least: float | None = None
-    """The number of the lightest colour; None: the least that was seen."""
-    most: float | None = None
-    """The number of the darkest colour; None: the largest that was seen."""
+    ends: tuple[float, float] | None = None
+    """The numbers of the first and the last colour, the same for every run; None: the least and the largest seen."""
     low_is_bad: bool = False
     """Whether small numbers are drawn dark."""
     unit: str = ""
 
 
 STATISTICS: Final = (
-    Statistic(name="underflow", least=0.0, most=1.0),
-    Statistic(name="saturated", least=0.0),
+    Statistic(name="underflow", ends=(0.0, 1.0)),
+    Statistic(name="saturated", ends=(0.0, 0.01)),
     Statistic(name="amax", logarithmic=True),
     Statistic(name="scale", logarithmic=True),
 )
-OUTPUT: Final = Statistic(name="output_db", low_is_bad=True, unit=" dB")
+OUTPUT: Final = Statistic(name="output_db", ends=(10.0, 30.0), low_is_bad=True, unit=" dB")
 
 
-def page(samplings: Samplings) -> str:
-    """Return the page of a run: readings by step."""
+def page(samplings: Samplings, name: str) -> str:
+    """Return the page of a run, with its name: readings by step."""
     layers = list(dict.fromkeys(reading.fqn for readings in samplings.values() for reading in readings))
     maps = [_map("output dB", OUTPUT, samplings, layers, None)]
     for statistic in STATISTICS:
         for tensor in TENSORS:
             maps.append(_map(f"{statistic.name} of {tensor}", statistic, samplings, layers, tensor))
-    content = json.dumps({"steps": list(samplings), "layers": layers, "maps": maps}, separators=(",", ":"))
+    content = json.dumps({"run": name, "steps": list(samplings), "layers": layers, "maps": maps}, separators=(",", ":"))
     template = files("lightning_lowprec.tools").joinpath("monitor.html").read_text()
     return template.replace("__CONTENT__", content.replace("<", "\\u003c"))
 
@@ -157,8 +155,7 @@ def _map(
                 number = getattr(reading, statistic.name)
                 numbers[rows[reading.fqn] * len(samplings) + column] = _drawn(statistic, number)
     seen = [number for number in numbers if number is not None]
-    least = min(seen, default=0.0) if statistic.least is None else statistic.least
-    most = max(seen, default=0.0) if statistic.most is None else statistic.most
+    least, most = statistic.ends or (min(seen, default=0.0), max(seen, default=0.0))
     span = most - least or 1.0
     levels = bytes(0 if n is None else 1 + round(_LEVELS * min(max((n - least) / span, 0), 1)) for n in numbers)
     return {
@@ -166,6 +163,7 @@ def _map(
         "least": least,
         "most": least + span,
         "log": statistic.logarithmic,
+        "fixed": statistic.ends is not None,
         "lowIsBad": statistic.low_is_bad,
         "unit": statistic.unit,
         "cells": base64.b64encode(levels).decode(),

@@ -6,8 +6,9 @@ import os
 import re
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
+from textwrap import wrap
 from threading import Event, Thread
 from typing import Any, Final, Literal, TextIO, final
 
@@ -98,7 +99,21 @@ class working:  # is used like a function
             self._bar.refresh()
 
 
-# ---- tables and JSON
+# ---- lines, tables and JSON
+
+WIDTH: Final = 100
+
+
+def folded(lines: Iterable[str]) -> list[str]:
+    """Return lines of at most ``WIDTH`` columns. What is between backticks, a command, stays in one piece."""
+    short: list[str] = []
+    for line in lines:
+        words = re.sub("`[^`]*`", lambda quoted: quoted[0].replace(" ", "\0"), line)
+        indent = re.match(r" *(?:\S+ ?\S* {2,})*", line)
+        space = " " * max(len(indent[0]) if indent else 0, 4)
+        cut = wrap(words, WIDTH, subsequent_indent=space, break_long_words=False, break_on_hyphens=False)
+        short += [part.replace("\0", " ") for part in cut] or [""]
+    return short
 
 
 def format_table(rows: Sequence[Sequence[str]], *, right: Collection[int] = (), markdown: bool = False) -> list[str]:

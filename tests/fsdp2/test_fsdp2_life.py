@@ -371,7 +371,7 @@ def test_float8_is_half_of_bf16_on_a_llama_block(results):
     assert sent["fp8-hybrid"]["1.0"] == (weights + 2 * 256 * 2) // 2
     assert sent["fp8-hybrid"]["1.0"] <= 0.51 * sent["bf16-mixed"]["1.0"]
     for name, dtype, ratio in (("fp8-hybrid", "float8", "0.50"), ("bf16-mixed", "bfloat16", "1.00")):
-        size = f"{sent[name]['1.0'] / 1e3:.1f} KB"
+        size = f"{sent[name]['1.0'] / 1e3:.3g} kB"
         assert sent[f"{name} line"] == f"all-gather: {dtype}, {size} per block and rank, {ratio}x of bf16"
 
 

@@ -227,6 +227,7 @@ def test_the_command(shallow, tmp_path, capsys):
     assert "subtract the gradients" in text
     assert "AdamW (foreach, the default of torch)" in text
     assert "5% of the peak + 1 GB" in text
+    assert "| peak, at least |" in text
     assert "not simulated: msamp-o2" in text
     assert "the kernels of Transformer Engine do not run on tensors without values" in " ".join(text.split())
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_lowprec.tools.compare.comparison import Comparison, smooth, write_report
+from lightning_lowprec.tools.compare.comparison import Comparison, picture, smooth, write_report
 from lightning_lowprec.tools.compare.result import PrecisionResult
 from lightning_lowprec.tools.compare.spec import CompareSpec
 from lightning_lowprec.tools.output import format_table
@@ -51,18 +51,26 @@ def test_the_picture_shows_curves(tmp_path):
     assert len(picture.convert("RGB").getcolors(2**24)) > 20, "something is drawn"
 
 
+def test_the_picture_has_whole_steps(tmp_path):
+    few = {"train_losses": [5.0, 4.0], "step_seconds": [0.1] * 2, "val_steps": [1, 2], "val_losses": [4.0, 3.0]}
+    _, comparison = report(tmp_path, [trained("32-true", **few), trained("bf16-mixed", **few)])
+    figure = picture(comparison.spec, comparison.runs)
+    figure.canvas.draw()
+    assert [float(tick) % 1 for axes in figure.axes for tick in axes.get_xticks()] .count(0.0) >= 6
+
+
 def test_it_says_what_was_measured_where_and_how(tmp_path):
     page, comparison = report(
         tmp_path, [trained("32-true"), trained("fp8-hybrid", 0.01, notes=["converted 4 of 5"])], seed=17
     )
     for said in ("FP8 is emulated", "say nothing about a GPU", "CPU (a chip)", torch.__version__, "17"):
         assert said in page
-    for said in ("within 1%", "+0.33%", "100.0 ms", "3 MiB", "converted 4 of 5", "Every precision trained"):
+    for said in ("within 1%", "+0.33%", "100.0 ms", "3.15 MB", "converted 4 of 5", "Every precision trained"):
         assert said in page
     head, rule, baseline, fp8, *_ = table_of(page)
     assert head[:2] == ["precision", "val_loss"]
     assert len(rule) == len(head) == len(fp8)
-    assert baseline == ["32-true", "3.0000", "+0.00%", "3.1500", "100.0 ms", "3 MiB", "baseline"]
+    assert baseline == ["32-true", "3.0000", "+0.00%", "3.1500", "100.0 ms", "3.15 MB", "baseline"]
     assert f'"out": "{comparison.spec.out}"' in page
 
 

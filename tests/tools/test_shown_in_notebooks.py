@@ -158,7 +158,8 @@ def test_doctor_answers_for_every_name():
     answers = {row[0] for row in shown.rows[5:]}
     assert {"yes", "emulated"} <= answers <= {"yes", "emulated", "no", "not known"}
     assert torch.__version__ in shown.text[-1]
-    assert repr(found).startswith("device    cpu\n")
+    assert repr(found).startswith("Try first on this machine:\n    half-auto ")
+    assert "\ndevice    cpu\n" in repr(found)
 
 
 def test_reasons_and_broken_libraries_are_text():

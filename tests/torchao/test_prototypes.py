@@ -326,6 +326,7 @@ def test_experts_stay_in_bf16_with_the_reason(capsys):
     assert "kept: no Linear (stacked experts), bf16" in shown
     assert re.search(r"self_attn.q_proj .* int8\n", shown)
     assert "in int8 (" in shown
+    assert re.search(r"with AdamW +weights +gradients +moments \+ masters +together", shown)
     assert "gains per layer: not known for int8" in shown
     assert "FP8" not in shown.split("with AdamW")[0]
 

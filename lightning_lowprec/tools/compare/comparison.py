@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from lightning_lowprec import html
 from lightning_lowprec.extras import import_refusal
+from lightning_lowprec.messages import in_units
 from lightning_lowprec.names import TABLE
 from lightning_lowprec.tools.compare.result import (
     Cost,
@@ -211,7 +212,7 @@ def rows(comparison: Comparison) -> tuple[list[tuple[str, ...]], range]:
         times = [run.step_time for run in runs if run.step_time is not None]
         memory = [run.peak_memory for run in runs if run.peak_memory is not None]
         time = f"{1e3 * statistics.median(times):.1f} ms" if times else "-"
-        peak = f"{max(memory) * 2**-20:.0f} MiB" if memory else "-"
+        peak = in_units(max(memory)) if memory else "-"
         val, train = _spread([run.final_val for run in runs]), _spread([run.final_train for run in runs])
         cells.append((name, val, gap, train, time, peak, verdict.text))
     return cells, range(1, len(header))
@@ -250,6 +251,7 @@ def png(spec: CompareSpec, runs: Runs) -> bytes:
 def picture(spec: CompareSpec, runs: Runs) -> Figure:
     """Return the training loss, the validation metric and its distance from the baseline; seeds make bands."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(15, 4.4), layout="constrained", dpi=100)
     train, val, gap = figure.subplots(1, 3)
@@ -273,6 +275,7 @@ def picture(spec: CompareSpec, runs: Runs) -> Figure:
     gap.set(title=f"Distance from {spec.baseline} (green: ±{allowed:g} %)", ylabel=f"{spec.val_metric}, %")
     for axes in (train, val, gap):
         axes.set_xlabel("step")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(True, alpha=0.25)
     figure.legend(loc="outside lower center", ncols=min(len(runs), 6), frameon=False)
     return figure

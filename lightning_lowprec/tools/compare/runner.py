@@ -19,7 +19,7 @@ from lightning_lowprec.extras import require
 from lightning_lowprec.names import validate_name
 from lightning_lowprec.other_stacks import unknown_option
 from lightning_lowprec.tools.class_path import load_class
-from lightning_lowprec.tools.compare.comparison import REPORT, Comparison, write_report
+from lightning_lowprec.tools.compare.comparison import REPORT, Comparison, verdict_on_all, write_report
 from lightning_lowprec.tools.compare.result import PrecisionResult
 from lightning_lowprec.tools.compare.spec import DEFAULT_PRECISIONS, CompareSpec
 from lightning_lowprec.tools.compare.training import train
@@ -35,12 +35,14 @@ def run(args: Any) -> int:
     """Train, then print the table and the path of the report; return 1 if a precision failed or is off the baseline."""
     with prints_to_stderr(wanted=args.json):
         comparison = train_all(args.spec)
+    status = 0 if comparison.ok else 1
     if args.json:
         print(comparison.to_json(), end="")
     else:
         print(comparison)
         print(comparison.spec.out / REPORT)
-    return 0 if comparison.ok else 1
+        print(f"{verdict_on_all(comparison)} The exit status is {status}.")
+    return status
 
 
 def compare(

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from torch import nn
 
+from lightning_lowprec.messages import in_units
 from lightning_lowprec.names import validate_name
 from lightning_lowprec.tools.class_path import build
 from lightning_lowprec.tools.fits.memory_meter import CATEGORIES, Category
@@ -260,30 +261,26 @@ def fits_page(report: Report, origin: str, *, markdown: bool = False) -> str:
         report.extrapolated,
         *([f"{', '.join(halves)}: the model is loaded in bf16, with `dtype=torch.bfloat16`."] if halves else []),
     ]
-    header = ["precision (GB)", *CATEGORIES, "peak", "in", "fits", "largest batch"]
+    header = ["precision", *CATEGORIES, "peak, at least", "in", "fits", "largest batch"]
     rows = [
-        [v.precision, *map(_gigabytes, (*v.peak.values(), v.total)), v.at, answer[v.fits], str(v.largest_batch)]
+        [v.precision, *map(in_units, (*v.peak.values(), v.total)), v.at, answer[v.fits], str(v.largest_batch)]
         for v in report.verdicts
         if v.refused is None
     ]
     parts: list[Table | Sequence[str]] = [heading, Table([header, *rows]), [_conclusion(report)]]
     if report.remedies:
-        remedies = [[v.change, v.precision, _gigabytes(v.total), answer[v.fits]] for v in report.remedies]
-        changes = Table([["change", "precision", "peak", "fits"], *remedies])
-        parts += [["What would need less, each with those above, simulated (GB):"], changes]
+        remedies = [[v.change, v.precision, in_units(v.total), answer[v.fits]] for v in report.remedies]
+        changes = Table([["change", "precision", "peak, at least", "fits"], *remedies])
+        parts += [["What would need less, each with those above, simulated:"], changes]
     parts.append([f"not simulated: {v.precision}: {v.refused}" for v in report.verdicts if v.refused is not None])
     return page(parts, markdown=markdown)
 
 
 def _conclusion(report: Report) -> str:
-    margin = f"{MARGIN_SHARE:.0%} of the peak + {MARGIN / 1e9:g} GB"
+    margin = f"{MARGIN_SHARE:.0%} of the peak + {in_units(MARGIN)}"
     gpu = f"{report.gpu.words}: a peak fits with a margin of {margin} (fragmentation; CUDA's context)"
     best = next((v for v in report.verdicts if v.largest_batch), None)
     if best is not None:
         return f"{gpu}. Largest batch: {best.precision}, {best.largest_batch}."
     least = min((v.total for v in report.verdicts if v.refused is None), default=0)
-    return f"{gpu}. None fits: the least needs {_gigabytes(needed(least))} GB with the margin."
-
-
-def _gigabytes(size: float) -> str:
-    return f"{size / 1e9:.1f}" if size >= 1e8 else f"{size / 1e9:.3f}"
+    return f"{gpu}. None fits: the least needs at least {in_units(needed(least))} with the margin."

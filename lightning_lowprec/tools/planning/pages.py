@@ -8,6 +8,7 @@ from lightning_lowprec.conversion.gains import SOURCE
 from lightning_lowprec.conversion.name_formats import COLUMNS, HALF, LIGHTNINGS
 from lightning_lowprec.conversion.name_suffixes import MASTERS, families
 from lightning_lowprec.conversion.plan import Plan, grouped, verdict_with_gain
+from lightning_lowprec.messages import in_units
 from lightning_lowprec.tools.output import format_table
 from lightning_lowprec.tools.planning.costs import Bytes, Flops, Rank, formats_of
 
@@ -71,14 +72,14 @@ def plan_page(
     rows = [(row.fqn, row) for row in plan.all_rows] if all_rows else grouped(plan.all_rows)
     layers = [(name or "(the model)", row.shape, verdict_with_gain(row, plan.format)) for name, row in rows]
     bytes_rows = [
-        (row.precision, *map(_size, (row.weights, row.gradients, row.optimizer, row.state)), _sent(row.gathered))
+        (row.precision, *map(in_units, (row.weights, row.gradients, row.optimizer, row.state)), _sent(row.gathered))
         for row in sizes
     ]
     parts: list[Table | Sequence[str]] = [
         [f"{'# ' if markdown else ''}{origin}: {plan.summary()}"],
         Table([("layer", "in -> out", "verdict"), *layers], words=(0, 2)),
         [f"{'- ' if markdown else ''}{line}" for line in _flops_lines(plan, flops)],
-        Table([("with AdamW", "weights", "gradients", "moments", "together", "all-gather"), *bytes_rows]),
+        Table([("with AdamW", "weights", "gradients", "moments + masters", "together", "all-gather"), *bytes_rows]),
         [GATHER_NOTE],
     ]
     if ranks:
@@ -116,12 +117,7 @@ def _flops_lines(plan: Plan, flops: Flops) -> list[str]:
 
 
 def _sent(value: float) -> str:
-    return _size(value) if value else "-"
-
-
-def _size(value: float) -> str:
-    unit, size = next(((u, s) for u, s in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)) if value >= s), ("kB", 1e3))
-    return f"{value / size:.3g} {unit}"
+    return in_units(value) if value else "-"
 
 
 # ---- the formats of every name
