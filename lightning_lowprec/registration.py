@@ -13,7 +13,7 @@ parts are patched, if Lightning has them (see :mod:`~lightning_lowprec.private.l
   says of its arguments;
 * ``convert_module`` of Lightning's plugins, which then warn of layers that this package has left in a model;
 * ``clip_gradients_norm`` of Fabric's strategies, which then writes no float32 copies of the gradients where
-  :mod:`~lightning_lowprec.masters.deferred` allows it;
+  :mod:`~lightning_lowprec.masters.step` allows it;
 * ``ModelSummary``, which then counts the bytes of parameters under these precisions;
 * the throughput monitors, which then know the peak rates of these precisions.
 
@@ -39,7 +39,7 @@ from lightning_lowprec import names
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.extras import require
 from lightning_lowprec.fsdp2.forward_hooks import reshard
-from lightning_lowprec.masters.weights import NO_PLAIN_STEP
+from lightning_lowprec.masters.float32_values import NO_PLAIN_STEP
 from lightning_lowprec.messages import info, warn
 from lightning_lowprec.numerics.fp8_average import fp8_gradient_hook
 from lightning_lowprec.precision import plain

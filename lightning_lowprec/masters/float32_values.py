@@ -22,6 +22,7 @@ from lightning_lowprec.private.torch import local_tensor, with_local_tensor
 KEPT: Final = "lowprec_float32"  # an attribute of Parameters; a map by weak references would keep torch from swapping
 MARK: Final = "lowprec_dtype"
 """Another one: the dtype that a plugin gave the parameter."""
+NO_PLAIN_STEP: Final = "lowprec_no_plain_step"  # an attribute of weights that only optimizers with masters may step
 
 
 def keep(parameter: Tensor, value: Tensor, *, on_host: bool) -> None:

@@ -4,8 +4,7 @@ Bytes per parameter, with bf16 gradients and Adam: 28 with float32 masters, 26 w
 rounding. The same step by torch's own code moves gradients and loads masters first.
 
 A parameter is stepped in one pass if it is on a GPU and dense, its optimizer is exactly torch's ``AdamW``, ``Adam``
-(without ``amsgrad``) or ``SGD``, and its state exists: torch's own code makes the first step. The rest goes through
-``registry.stepping_only``.
+(without ``amsgrad``) or ``SGD``, and its state exists: torch's own code makes the first step, and steps the rest.
 
 Operations and names of the update rules are those of ``torch.optim``'s ``_single_tensor_adam`` and
 ``_single_tensor_sgd``.
@@ -22,9 +21,9 @@ from torch.nn import Parameter
 
 from lightning_lowprec.masters.moments import CODES, EXPONENTS, adam_state, block_of, is_dense
 from lightning_lowprec.masters.registry import MasterRegistry
-from lightning_lowprec.masters.stores import Store
+from lightning_lowprec.masters.stores import Group, Store
 from lightning_lowprec.numerics.fp8_matrices import Largest, asked
-from lightning_lowprec.numerics.one_pass import is_simulated, kernels_run, on_device, tensor_on
+from lightning_lowprec.numerics.one_pass import is_simulated, on_device, tensor_on
 from lightning_lowprec.numerics.parameters import grouped
 from lightning_lowprec.private.torch import add_to_all_, copy_all_, increment_versions, local_tensor
 
@@ -121,26 +120,19 @@ def numbers_of(rule: Rule, plain: type, group: Mapping[str, Any], steps: Sequenc
 
 
 @torch.no_grad()
-def step_in_one_pass(registry: MasterRegistry) -> None:
-    """Step the parameters that the kernel can step, and drop their gradients; the others keep theirs."""
-    for group in registry.live().param_groups:
-        places = [registry.place_of[id(p)] for p in group["params"] if id(p) in registry.place_of]
-        _step_places(registry, group, places)
-
-
-def _step_places(registry: MasterRegistry, group: Any, places: list[tuple[Store, int]]) -> None:
-    rule = rule_of(registry.plain, group)
-    if rule is None or not any(store.device.type in DEVICES for store, _ in places) or not kernels_run():
-        return
-    for store in dict.fromkeys(store for store, _ in places):
-        registry.settle(store)
-    rows = [row for store, index in places if (row := _row(registry, group, rule, store, index)) is not None]
-    for same in grouped(rows, lambda row: local_tensor(row.param).device):
-        by_variant = grouped(same, lambda row: (row.variant, row.master.grad is None))
-        _step_rows(registry, group, rule, by_variant)
+def step_in_one_pass(registry: MasterRegistry, options: Any, group: Group, rule: Rule, steps: int) -> None:
+    """Step the parameters of a group that the kernel can step, and drop their gradients; the others keep theirs."""
+    rows = [
+        row
+        for store in group.stores
+        for index, p in enumerate(store.params)
+        if id(p) in group.ids and (row := _row(registry, options, rule, store, index)) is not None
+    ]
+    if rows:
+        _step_rows(registry, options, rule, steps, grouped(rows, lambda row: (row.variant, row.master.grad is None)))
     for row in rows:
         row.param.grad = row.master.grad = None
-    for store in {store for store, _ in places}:
+    for store in group.stores:
         store.note_agreement()
 
 
@@ -174,10 +166,12 @@ def _row(registry: MasterRegistry, group: Any, rule: Rule, store: Store, index: 
     exponents = [local_tensor(state[f"{name}{EXPONENTS}"]) for name in STATE[rule]] if block else []
     largest = asked(param)
     filled = (*[*tensors, None, None][:5], *exponents, None, None)[:7]
-    return Row(variant, filled, store.position(index), state.get("step"), param, master, largest)
+    return Row(variant, filled, store.positions[index], state.get("step"), param, master, largest)
 
 
-def _step_rows(registry: MasterRegistry, group: Any, rule: Rule, by_variant: list[list[Row]]) -> None:
+def _step_rows(
+    registry: MasterRegistry, group: Any, rule: Rule, steps_before: int, by_variant: list[list[Row]]
+) -> None:
     """Step rows of one device; their numbers are computed together, in launches that do not depend on the variants."""
     rows = [row for same in by_variant for row in same]
     steps = [row.step for row in rows if row.step is not None] if rule == "adam" else []
@@ -189,8 +183,8 @@ def _step_rows(registry: MasterRegistry, group: Any, rule: Rule, by_variant: lis
     if hints:
         copy_all_([hint.value for hint, _ in hints], [_constant(device, 0.0)] * len(hints))
     for same, own in zip(by_variant, torch.split(numbers, [len(same) for same in by_variant]), strict=True):
-        scale = _scalar(device, registry.factor if same[0].master.grad is None else 1.0)
-        launch(same, own, scale, registry.config.seed, registry.step)
+        scale = _scalar(device, 1.0 if registry.factor is None or same[0].master.grad is not None else registry.factor)
+        launch(same, own, scale, registry.config.seed, steps_before)
     written = [t for row in rows for i, t in enumerate(row.tensors) if t is not None and i != 2]
     for row in rows:
         weight = row.tensors[0]

@@ -64,8 +64,12 @@ def block_of(param: Tensor) -> int:
 
 def coded(state: Mapping[str, Any]) -> list[str]:
     """Return the names of the state that is coded."""
-    names = [name.removesuffix(CODES) for name in state if name.endswith(CODES)]
-    return [name for name in names if f"{name}{EXPONENTS}" in state]
+    names = []
+    for key in state:
+        name = key.removesuffix(CODES)
+        if name != key and f"{name}{EXPONENTS}" in state:
+            names.append(name)
+    return names
 
 
 @torch.no_grad()
@@ -81,7 +85,8 @@ def decode(state: Mapping[str, Any], name: str, param: Tensor) -> Tensor:
             " and the ranks of a tensor-parallel group have parts of such blocks now. Load the checkpoint with the"
             " `tensor_parallel_size` that it was saved with."
         )
-    flat = block_floats.from_blocks(_flat(codes), exponents.reshape(-1), block, block_floats.BY_DTYPE[codes.dtype])
+    in_line = codes.as_strided((codes.numel(),), (1,))
+    flat = block_floats.from_blocks(in_line, exponents.reshape(-1), block, block_floats.BY_DTYPE[codes.dtype])
     return _like(param, flat.as_strided(codes.shape, codes.stride()))
 
 
@@ -114,22 +119,33 @@ def decoded_entry(entry: Any, param: Tensor) -> Any:
     return plain
 
 
+def decode_state(state: Mapping[Any, State], store: Store) -> None:
+    """Make the coded state of a store's parameters float32, in place."""
+    for param in store.params:
+        if param in state:
+            decode_in_place(state[param], param)
+
+
 @torch.no_grad()
 def encode_state(state: Mapping[Any, State], store: Store, step: int) -> None:
     """Encode the float32 state of a store's parameters, in place; ``step`` counts the steps before."""
     for index, param in enumerate(store.params):
         entry = state.get(param, {})
         if entry and (block := block_of(param)):
-            tensors = {name: value for name, value in entry.items() if isinstance(value, Tensor)}
-            whole = {n for n, t in tensors.items() if t.dtype == torch.float32 and t.numel() >= param.numel()}
-            moments = sorted(name for name in whole & MOMENTS.keys() if tensors[name].shape == param.shape)
-            if others := whole.difference(moments):
-                _warn_of_float32(", ".join(f"`{name}`" for name in sorted(others)))
+            moments: list[str] = []
+            others: list[str] = []
+            for name in sorted(entry):
+                value = entry[name]
+                if isinstance(value, Tensor) and value.dtype == torch.float32 and value.numel() >= param.numel():
+                    (moments if name in MOMENTS and value.shape == param.shape else others).append(name)
+            if others:
+                _warn_of_float32(", ".join(f"`{name}`" for name in others))
             for number, name in enumerate(moments, start=1):
                 values = local_tensor(entry.pop(name))
                 seed = store.seed + number * _SEED_STEP
-                bits = bits_of_positions(values.numel(), seed, step, store.position(index), values.device)
-                codes, exponents = block_floats.to_blocks(_flat(values), bits, block, MOMENTS[name])
+                bits = bits_of_positions(values.numel(), seed, step, store.positions[index], values.device)
+                in_line = values.as_strided((values.numel(),), (1,))
+                codes, exponents = block_floats.to_blocks(in_line, bits, block, MOMENTS[name])
                 _set(entry, name, param, codes.as_strided(values.shape, values.stride()), exponents)
 
 
@@ -163,10 +179,6 @@ def _row(param: Tensor) -> int:
         if isinstance(placement, Shard) and placement.dim > 0:
             parts *= param.device_mesh.size(dim) if placement.dim == 1 else 0  # type: ignore[attr-defined]
     return 0 if not parts or (parts > 1 and param.shape[1] % parts) else param.numel() // param.shape[0] // parts
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def is_dense(tensor: Tensor) -> bool:

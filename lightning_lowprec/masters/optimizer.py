@@ -21,28 +21,28 @@ their weights follow them.
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final, TypeVar
 
-import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from lightning_lowprec.checks import abstract
-from lightning_lowprec.conversion.steps import count_step
 from lightning_lowprec.masters import moments
+from lightning_lowprec.masters import step as steps
 from lightning_lowprec.masters.config import Kept, MasterConfig
-from lightning_lowprec.masters.kernel_step import step_in_one_pass
-from lightning_lowprec.masters.registry import SEVERAL_EVALUATIONS, MasterRegistry, registry_of
+from lightning_lowprec.masters.registry import MasterRegistry, registry_of
+from lightning_lowprec.masters.stores import ROUNDING_STEP, steps_of
 from lightning_lowprec.numerics.parameters import parameters_of
-from lightning_lowprec.private.torch import MASTERS, check
-from lightning_lowprec.private.torch_optimizers import (
-    check_step,
-    noted_by_schedulers,
-    refuse_copies,
-    steps_alone,
-    without_own_hooks,
-)
+from lightning_lowprec.private.torch import MASTERS, check, version_of
+from lightning_lowprec.private.torch_optimizers import check_step, refuse_copies
 
+SEVERAL_EVALUATIONS: Final = (
+    "{} evaluates its closure where it has moved the weights, and half-precision weights follow their float32 masters"
+    " after a step only. Use a precision with float32 weights (`bf16-mixed`, `32-true`, or in FP8 `fp8-hybrid`), or"
+    " `torch.optim.AdamW`."
+)
+"""The error for an optimizer such as LBFGS."""
 T = TypeVar("T", bound=Optimizer)
 
 
@@ -110,13 +110,13 @@ def move_grads_to_masters(optimizer: Optimizer) -> None:
         raise TypeError(
             f"expected an optimizer with masters, got {type(optimizer).__name__}. Call `add_masters` on it first."
         )
-    registry.move_grads()
+    steps.move_grads(registry)
 
 
 def show_master_grads(optimizer: Optimizer) -> None:
     """Show moved gradients at the parameters too, until the next ``step`` or ``zero_grad``; edits reach the step."""
     if (registry := registry_of(optimizer)) is not None:
-        registry.show_grads()
+        steps.show_grads(registry)
 
 
 def main_params(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -126,7 +126,7 @@ def main_params(optimizer: Optimizer) -> Iterator[Tensor]:
     """
     registry = registry_of(optimizer)
     if registry is not None:
-        registry.load()
+        steps.load(registry)
     for param in parameters_of(optimizer):
         yield param if registry is None else registry.master_of.get(id(param), param)
 
@@ -135,6 +135,89 @@ def held_masters(optimizer: Optimizer) -> list[Tensor]:
     """Return the masters, to look at their ``grad``; their values may have no memory. Empty without masters."""
     registry = registry_of(optimizer)
     return [] if registry is None else list(registry.master_of.values())
+
+
+# ---- all masters at once
+
+
+@contextmanager
+def stepping(registry: MasterRegistry) -> Iterator[None]:
+    """Show the optimizer all masters; at the end, also after an error, save them and drop the moved gradients.
+
+    Raises RuntimeError if parameters got gradients meanwhile: from weights that had not followed their masters.
+    """
+    steps.load(registry)
+    steps.move_grads(registry)
+    try:
+        with steps.loaded(registry, registry.live(), registry.stores), showing_masters(registry):
+            yield
+    finally:
+        if registry.rounds:
+            registry.live().param_groups[0][ROUNDING_STEP] = steps_of(registry.live()) + 1
+    if any(p.grad is not None for p, _ in registry.pairs()):
+        raise RuntimeError(SEVERAL_EVALUATIONS.format(registry.plain.__name__))
+
+
+@contextmanager
+def changing(registry: MasterRegistry, method: str, reads_gradients: bool) -> Iterator[None]:
+    """Show the optimizer all masters beside its step; at the end, also after an error, save them.
+
+    Moved gradients stay, unless the optimizer's ``method`` reads them. Raises TypeError, which names the method,
+    where weights have no masters between steps.
+    """
+    if registry.config.form == "stochastic":
+        raise TypeError(
+            f"`{method}` moves the weights between steps, and stochastic rounding would round them once more each"
+            " time. Use a precision with float32 masters (`bf16-master`, `bf16-remainder`) or float32 weights."
+        )
+    if registry.in_step:  # called by the step
+        yield
+    elif reads_gradients:
+        with stepping(registry):
+            yield
+    else:
+        steps.hide_grads(registry)
+        steps.load(registry)
+        grads = [(master, master.grad) for master in registry.master_of.values()]
+        try:
+            with steps.loaded(registry, registry.live(), registry.stores), showing_masters(registry):
+                yield
+        finally:
+            for master, grad in grads:
+                master.grad = grad
+
+
+def evaluated_once(registry: MasterRegistry, result: Any) -> Callable[[], Any]:
+    """Return a closure for the optimizer that returns ``result`` once, before a master has changed."""
+    versions: list[int] = [version_of(store.flat) for store in registry.stores]
+
+    def closure() -> Any:
+        if versions != [version_of(store.flat) for store in registry.stores]:
+            raise RuntimeError(SEVERAL_EVALUATIONS.format(registry.plain.__name__))
+        versions.append(-1)  # so that a second call raises
+        return result
+
+    return closure
+
+
+@contextmanager
+def showing_masters(registry: MasterRegistry) -> Iterator[None]:
+    """Put masters in the place of parameters, in the optimizer's groups and state."""
+    steps.follow(registry, registry.live())
+    _replace(registry, registry.master_of)
+    try:
+        yield
+    finally:
+        _replace(registry, registry.param_of)
+
+
+def _replace(registry: MasterRegistry, other: Mapping[int, Tensor]) -> None:
+    optimizer = registry.live()
+    for group in optimizer.param_groups:
+        group["params"][:] = [other.get(id(p), p) for p in group["params"]]  # in place: others may keep the list
+    items = [(other.get(id(key), key), entry) for key, entry in optimizer.state.items()]
+    optimizer.state.clear()
+    optimizer.state.update(items)
 
 
 @abstract
@@ -147,46 +230,16 @@ class MasterOptimizer(Optimizer):
 
     _masters: MasterRegistry
 
-    @without_own_hooks
-    @noted_by_schedulers
-    def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Step in one pass, or by the optimizer's own code on some masters at a time, or on all."""
-        registry = self._masters
-        with torch.enable_grad():  # before any master is loaded: activations need the memory
-            first = None if closure is None else closure()
-        if not args and not kwargs and steps_alone(self, registry.plain):
-            self._step_apart()
-            return first
-        with registry.stepping():
-            if closure is not None:
-                args = (registry.evaluated_once(first), *args)
-            return registry.plain.step(self, *args, **kwargs)
+    step = steps.step
 
-    def _step_apart(self) -> None:
-        """Step some parameters at a time, so that only their masters and float32 gradients need memory."""
-        registry = self._masters
-        registry.hide_grads()
-        registry.follow_moves()
-        registry.deferred_grads()
-        try:
-            step_in_one_pass(registry)
-            for store in registry.stores:
-                if any(t.grad is not None for t in (*store.params, *store.masters)):
-                    with registry.stepping_only(store):
-                        registry.plain.step(self)
-            others = [p for p in registry.without_master() if p.grad is not None]
-            if others:
-                with registry.showing_only(others):
-                    registry.plain.step(self)
-        finally:
-            registry.drop_grads()
-            registry.count_step()
-            count_step()
+    def _step_together(self, first: Any, args: Any, kwargs: Any) -> Any:
+        """Step all masters by the optimizer's own code; ``first`` has what the closure returned, if there is one."""
+        with stepping(self._masters):
+            if first is not None:
+                args = (evaluated_once(self._masters, first[0]), *args)
+            return self._masters.plain.step(self, *args, **kwargs)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Also drop gradients that were moved to the masters."""
-        self._masters.plain.zero_grad(self, set_to_none)
-        self._masters.drop_grads()
+    zero_grad = steps.zero_grad
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Also make masters of the new parameters."""
@@ -196,7 +249,7 @@ class MasterOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's own state dict, with a ``master_param`` for every parameter that has a master."""
         registry = self._masters
-        with registry.showing_masters():
+        with showing_masters(registry):
             state_dict = registry.plain.state_dict(self)
         name, values = registry.saved()
         state = {key: moments.guarded(entry) for key, entry in state_dict["state"].items()}
@@ -209,7 +262,7 @@ class MasterOptimizer(Optimizer):
         """Load a state dict of any form of masters, or of a plain optimizer: masters follow changed weights."""
         registry = self._masters
         plain, codes, masters = moments.taken_out(state_dict, moments.MASTER_PARAM, moments.MASTER_REMAINDER)
-        with registry.showing_masters():
+        with showing_masters(registry):
             registry.plain.load_state_dict(self, plain)
         params = moments.params_by_key(self, state_dict)
         values, remainders = (
@@ -254,7 +307,7 @@ def _on_masters(move: Callable[..., Any], name: str) -> Callable[..., Any]:
 
     @functools.wraps(move)
     def moved(self: MasterOptimizer, *args: Any, **kwargs: Any) -> Any:
-        with self._masters.changing(f"{type(self).__name__}.{name}", _MOVES[name]):
+        with changing(self._masters, f"{type(self).__name__}.{name}", _MOVES[name]):
             return move(self, *args, **kwargs)
 
     return moved

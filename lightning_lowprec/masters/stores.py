@@ -15,15 +15,21 @@ can be keyed by them. A master must not be read between :meth:`Store.release` an
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import ClassVar, Final, final
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_lowprec.numerics import rounding
+from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.numerics.parameters import aligned
 from lightning_lowprec.numerics.rounding import reconcile
 from lightning_lowprec.private.torch import copy_all_, first_element, local_tensor, version_of, with_local_tensor
+
+ROUNDING_STEP: Final = "rounding_step"  # in param_groups[0], where state dicts and pickles carry it along
+_dtype_of: Final = attrgetter("dtype")
 
 
 class Store(ABC):
@@ -33,11 +39,12 @@ class Store(ABC):
     these are. ``views`` are plain tensors on the same memory.
 
     Random bits depend on the ``seed`` of the run, the step and the position only. ``start`` is the position of the
-    first element among the elements of all stores of the optimizer. Of DTensors, the whole tensors count, so that
-    positions do not depend on the number of ranks.
+    first element among the elements of all stores of the optimizer, ``positions`` are those of the first elements of
+    the shards. Of DTensors, the whole tensors count, so that positions do not depend on the number of ranks.
     """
 
     form: ClassVar[str]
+    group: int = 0  # the index of the optimizer's group
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16,)
 
     @torch.no_grad()
@@ -60,8 +67,8 @@ class Store(ABC):
         self.views, self.masters = self.views_on(self.flat), self.tensors_on(self.flat)
         self.allocated = True
         *firsts, self.elements = itertools.accumulate((aligned(p.numel()) for p in self.params), initial=0)
-        self._positions = [at + first_element(p) for at, p in zip(firsts, self.params, strict=True)]
-        gaps = {position - offset for position, offset in zip(self._positions, offsets, strict=True)}
+        self.positions = [start + at + first_element(p) for at, p in zip(firsts, self.params, strict=True)]
+        gaps = {position - offset for position, offset in zip(self.positions, offsets, strict=True)}
         self._in_line = len(gaps) == 1  # the positions follow each other as the memory does
         self._unsaved = False  # whether the memory has values that are stored nowhere else
         self._fingerprints: list[tuple[int, int] | None]  # of the parameters, when they last met the masters
@@ -71,8 +78,10 @@ class Store(ABC):
     @torch.no_grad()
     def tensors_on(self, flat: Tensor) -> list[Tensor]:
         """Return tensors like ``masters`` on another flat tensor of the same size."""
-        pairs = zip(self.views_on(flat), self.params, strict=True)
-        return [with_local_tensor(view, like).detach() for view, like in pairs]
+        made = []
+        for layout, like in zip(self._layout, self.params, strict=True):
+            made.append(with_local_tensor(flat.as_strided(*layout), like).detach())
+        return made
 
     def views_on(self, flat: Tensor) -> list[Tensor]:
         """Return tensors like ``views`` on another flat tensor of the same size."""
@@ -84,18 +93,13 @@ class Store(ABC):
             self.flat.untyped_storage().resize_(self.flat.numel() * self.flat.element_size())
             self.allocated = True
 
-    def free(self) -> None:
-        """Free the memory; the content is lost."""
-        self.flat.untyped_storage().resize_(0)
-        self.allocated = False
-
     @abstractmethod
     def _round(self, step: int) -> None:
         """Round the buffer to values of the parameters' dtype, and store the difference if the form does so."""
 
     def _fill(self) -> None:
         """Put the float32 values of all parameters into the (allocated) buffer."""
-        copy_all_(self.views, [local_tensor(p) for p in self.params])
+        copy_all_(self.views, [*map(local_tensor, self.params)])
 
     @torch.no_grad()
     def set_values(self, values: Mapping[int, Tensor]) -> None:
@@ -172,7 +176,7 @@ class Store(ABC):
     def save(self, step: int) -> None:
         """Round the masters into the parameters and free their memory; ``step`` counts the calls."""
         self._round(step)
-        copy_all_([local_tensor(p) for p in self.params], self.views)
+        copy_all_([*map(local_tensor, self.params)], self.views)
         self.note_agreement()
         self.release()
 
@@ -184,20 +188,17 @@ class Store(ABC):
 
     def note_agreement(self) -> None:
         """Note that the parameters agree with their masters now, for example after a kernel has updated both."""
-        self._fingerprints = [_fingerprint(p) for p in self.params]
+        self._fingerprints = [*map(_fingerprint, self.params)]
 
     def companion(self, index: int) -> Tensor | None:
         """Return what is stored beside a parameter: a tensor of its local shape and strides, or None."""
         return None
 
-    def position(self, index: int) -> int:
-        """Return the position of a shard's first element among the elements of all stores of the optimizer."""
-        return self.start + self._positions[index]
-
     def release(self) -> None:
         """Free the memory of loaded masters without saving, unless their values are stored nowhere else."""
         if not self._unsaved:
-            self.free()
+            self.flat.untyped_storage().resize_(0)
+            self.allocated = False
 
     def values(self) -> list[Tensor]:
         """Return one float32 tensor per parameter, for a state dict."""
@@ -210,14 +211,16 @@ class Store(ABC):
 
     def moved(self) -> bool:
         """Return whether a parameter has moved to another device; raise if one has another dtype now."""
+        moved = False
         for p in self.params:
+            moved |= p.device != self.device
             if p.dtype != self.dtype:
                 raise RuntimeError(
                     f"a parameter of shape {tuple(p.shape)} was {self.dtype} when its optimizer got master weights and"
                     f" is {p.dtype} now. Cast the model before its optimizer gets masters. Lightning's pruning puts"
                     " float32 weights back. Use `ModelPruning('l1_unstructured', use_lottery_ticket_hypothesis=False)`."
                 )
-        return any(p.device != self.device for p in self.params)
+        return moved
 
 
 @final
@@ -279,8 +282,8 @@ class RemainderStore(Store):
         if values:
             super().set_values(values)
         else:
-            self.free()
             self._unsaved = False
+            self.release()
 
     def remainders(self) -> list[Tensor]:
         """Return the remainders, sharded as the parameters."""
@@ -303,7 +306,7 @@ class RemainderStore(Store):
         return with_local_tensor(value, self.params[index])
 
     def _fill(self) -> None:
-        super()._fill()
+        copy_all_(self.views, [*map(local_tensor, self.params)])
         rounding.join_(self.flat, self.remainder)
 
     def _round(self, step: int) -> None:
@@ -319,7 +322,7 @@ class StochasticStore(Store):
 
     def set_values(self, values: Mapping[int, Tensor]) -> None:
         """Take nothing: the weights are the masters."""
-        self.free()
+        self.release()
 
     def arrive(self, values: Mapping[int, Tensor]) -> None:
         """Take nothing."""
@@ -330,10 +333,34 @@ class StochasticStore(Store):
             sizes = [view.numel() for view in self.views]
             parts = [self.flat[at : at + size] for (*_, at), size in zip(self._layout, sizes, strict=True)]
         for index, part in enumerate(parts):
-            rounding.stochastic_round_(part, seed=self.seed, step=step, start=self.position(index))
+            rounding.stochastic_round_(part, seed=self.seed, step=step, start=self.positions[index])
 
 
 STORES: Final = {store.form: store for store in (Fp32Store, RemainderStore, StochasticStore)}
+
+
+@final
+class Group:
+    """Parameters of one group of the optimizer, dtype and device: their weights, masters, moments and gradients.
+
+    ``index`` is that of the optimizer's group. Float32 parameters have no stores: they are their own masters.
+    """
+
+    def __init__(self, index: int, params: Sequence[Tensor], stores: Sequence[Store]) -> None:
+        self.index, self.params, self.stores = index, params, stores
+        self.ids = set(map(id, params))
+
+    def changed(self) -> bool:
+        """Return whether a parameter has moved or become half precision since the masters were made."""
+        for store in self.stores:
+            if store.moved():
+                return True
+        return not self.stores and not set(map(_dtype_of, self.params)).isdisjoint(HALF_DTYPES)
+
+
+def steps_of(optimizer: Optimizer) -> int:
+    """Return the number of steps so far, for the random bits of stochastic rounding."""
+    return int(optimizer.param_groups[0].get(ROUNDING_STEP, 0))
 
 
 def _fingerprint(param: Tensor) -> tuple[int, int]:

@@ -6,36 +6,34 @@ model. A precision with float32 weights would train both without masters, and lo
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Final, final
+from typing import Final, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Module, Parameter
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.selection import left_alone
 from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.masters.copies import watch
-from lightning_lowprec.masters.float32_values import KEPT, MARK, drop, is_marked, keep, kept, mark, raw
+from lightning_lowprec.masters.float32_values import KEPT, MARK, NO_PLAIN_STEP, drop, is_marked, keep, kept, mark, raw
 from lightning_lowprec.masters.kept_float32 import coupled, kept_float32
 from lightning_lowprec.masters.moments import decode_on_load, float32_state
 from lightning_lowprec.masters.optimizer import add_masters, remove_masters
 from lightning_lowprec.masters.registry import existing_masters, registry_of
+from lightning_lowprec.masters.step import refuse_plain_steps
 from lightning_lowprec.messages import in_units, info
 from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.numerics.parameters import parameters_of
 from lightning_lowprec.numerics.rounding import upper_half
 from lightning_lowprec.private.fsdp2 import reset_shards
-from lightning_lowprec.private.torch_optimizers import brings_masters, sees_no_masters
+from lightning_lowprec.private.torch_optimizers import brings_masters
 from lightning_lowprec.private.torchao import parameters_of_copies
 
 _OWN_MASTERS: Final = "lowprec_own_masters"  # an attribute of optimizers of which was said that they bring masters
-NO_PLAIN_STEP: Final = "lowprec_no_plain_step"  # an attribute of weights that only optimizers with masters may step
 _CASTABLE: Final = (torch.float32, *HALF_DTYPES)  # float64 is meant; codes of FP8 need a scale
 
 
@@ -70,7 +68,7 @@ class HalfWeights:
         run's optimizer still has become the masters of this run. Return the number of trainable parameters whose
         float32 values are not known, because they were half precision before the first call.
         """
-        _refuse_plain_steps()
+        refuse_plain_steps()
         with_buffers, named = self._with_buffers(module), kept_float32(module, dtype, self.keep_fp32)
         trained = {id(p): p for p in module.parameters() if p.requires_grad}
         changed = {id(p): p.dtype for p in module.parameters() if p.dtype != dtype}
@@ -262,24 +260,6 @@ def unmark(parameter: Tensor) -> None:
     """Forget what :func:`mark` has noted."""
     for name in (MARK, NO_PLAIN_STEP, KEPT):
         vars(parameter).pop(name, None)
-
-
-@functools.cache
-def _refuse_plain_steps() -> None:
-    """Let optimizers without masters raise RuntimeError from now on where they would step weights that were cast."""
-
-    @sees_no_masters
-    def check(optimizer: Optimizer, *_: Any) -> None:
-        own = registry_of(optimizer) is not None or brings_masters(optimizer)
-        params = () if own else parameters_of(optimizer)
-        if any(NO_PLAIN_STEP in vars(p) and p.dtype in HALF_DTYPES and p.grad is not None for p in params):
-            raise RuntimeError(
-                f"{type(optimizer).__name__} steps half-precision weights without their masters. Give it to"
-                " `fabric.setup` or return it from `configure_optimizers`. An optimizer inside of another needs float32"
-                " weights (`bf16-mixed`, `fp8-hybrid`). After Lightning, `lightning_lowprec.plain(model)` makes them."
-            )
-
-    register_optimizer_step_pre_hook(check)
 
 
 def cast_parameters(

@@ -24,8 +24,6 @@ from typing import Final, final
 import torch
 from torch import Tensor
 
-from lightning_lowprec.numerics.formats import power_of_two
-
 LARGEST_BLOCK: Final = 256
 """Numbers that share an exponent, where rows are multiples of this."""
 SMALLEST_BLOCK: Final = 32
@@ -48,11 +46,6 @@ class BlockFormat:
     """The largest mantissa of the largest exponent field."""
     signed: bool
 
-    @property
-    def limit(self) -> int:
-        """Bits of the mantissa of a float32 above which a block takes the next exponent."""
-        return self.last << (_MANTISSA - self.mantissa)
-
 
 E4M3: Final = BlockFormat(torch.float8_e4m3fn, 3, 15, 6, signed=True)
 E5M3: Final = BlockFormat(torch.uint8, 3, 31, 7, signed=False)
@@ -73,7 +66,7 @@ def to_blocks(values: Tensor, bits: Tensor, block: int, format: BlockFormat) -> 
     blocks = (values.numel() // block, block)  # not -1: a shard may be empty
     magnitude = values.abs()
     exponents = _exponents(magnitude.view(blocks).amax(1), format)
-    scaled = (magnitude.view(blocks) * power_of_two(_inside(2 * _BIAS - exponents))[:, None]).view(-1)
+    scaled = (magnitude.view(blocks) * _powers(2 * _BIAS - exponents)[:, None]).view(-1)
     shift = _MANTISSA - format.mantissa
     normal = ((scaled.view(torch.int32) + (bits << (shift - 16))) >> shift) - ((_BIAS - format.top) << format.mantissa)
     steps = scaled * 2.0 ** (format.top - 1 + format.mantissa) + bits * 2.0**-16
@@ -99,19 +92,18 @@ def from_blocks(codes: Tensor, exponents: Tensor, block: int, format: BlockForma
     if format.signed:
         values = torch.where(all_bits > 0x7F, -values, values)
     shared = exponents.to(torch.int32)
-    scales = power_of_two(_inside(shared))
-    scales = torch.where(shared == NAN_EXPONENT, torch.nan, torch.where(shared == 0, 0.0, scales))
+    scales = torch.where(shared == NAN_EXPONENT, torch.nan, torch.where(shared == 0, 0.0, _powers(shared)))
     return (values.view(len(scales), block) * scales[:, None]).view(-1)
 
 
 def _exponents(largest: Tensor, format: BlockFormat) -> Tensor:
     """Return float32's exponents of the largest values, with bias, one more where rounding could carry: int32."""
-    bits = largest.view(torch.int32)
+    bits, limit = largest.view(torch.int32), format.last << (_MANTISSA - format.mantissa)
     exponents = bits >> _MANTISSA
-    exponents = torch.where(exponents == 0, 0, exponents + ((bits & 0x7FFFFF) > format.limit).to(torch.int32))
+    exponents = torch.where(exponents == 0, 0, exponents + ((bits & 0x7FFFFF) > limit).to(torch.int32))
     return torch.where(exponents > 2 * _BIAS - 1, NAN_EXPONENT, exponents)
 
 
-def _inside(exponents: Tensor) -> Tensor:
-    """Return exponents without bias, where they are none of the special ones."""
-    return (exponents - _BIAS).clamp(1 - _BIAS, _BIAS - 1)
+def _powers(exponents: Tensor) -> Tensor:
+    """Return the powers of two of exponents with bias, int32, where they are none of the special ones: float32."""
+    return (exponents.clamp(1, 2 * _BIAS - 1) << _MANTISSA).view(torch.float32)

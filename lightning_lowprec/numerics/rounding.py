@@ -13,6 +13,7 @@ The lower half of a NaN may have any bits, and an addition can carry into the si
 first.
 """
 
+import functools
 from collections.abc import Iterator
 from typing import Final
 
@@ -25,6 +26,9 @@ _HALF: Final = 0x8000  # half of the last place of a bf16, in float32 bits
 _UPPER: Final = -0x10000  # the bits that a bf16 keeps, as an int32
 _LOWER: Final = 0xFFFF
 _CHUNK: Final = 1 << 22  # elements, where an operation needs temporary memory; random bits have keys per chunk
+_canonical_nan_: Final = functools.partial(
+    torch.nan_to_num_, nan=float("nan"), posinf=float("inf"), neginf=-float("inf")
+)
 _MASK64: Final = (1 << 64) - 1
 
 
@@ -148,14 +152,11 @@ def round_fp16(values: Tensor, bits: Tensor) -> Tensor:
 
 
 def _hashed(counters: Tensor, key: Tensor | int, second_key: Tensor | int) -> Tensor:
-    x = _xor_shift(counters + key, 16) * 0x7FEB352D
-    x = (_xor_shift(x, 15) + second_key) * (0x846CA68B - (1 << 32))
-    return _xor_shift(x, 16)
-
-
-def _xor_shift(x: Tensor, shift: int) -> Tensor:
     # >> on int32 copies the sign; the mask makes it a logical shift
-    return x ^ ((x >> shift) & ((1 << (32 - shift)) - 1))
+    x = counters + key
+    x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D
+    x = ((x ^ ((x >> 15) & 0x1FFFF)) + second_key) * (0x846CA68B - (1 << 32))
+    return x ^ ((x >> 16) & 0xFFFF)
 
 
 def _keys(*numbers: int) -> tuple[int, int]:
@@ -167,7 +168,3 @@ def _keys(*numbers: int) -> tuple[int, int]:
         z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
         z ^= z >> 31
     return (z & 0xFFFFFFFF) - (1 << 31), (z >> 32) - (1 << 31)
-
-
-def _canonical_nan_(x: Tensor) -> Tensor:
-    return torch.nan_to_num_(x, nan=float("nan"), posinf=float("inf"), neginf=-float("inf"))

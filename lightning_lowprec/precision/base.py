@@ -23,7 +23,7 @@ from typing_extensions import override
 from lightning_lowprec.conversion import backends, declared, module_dtypes
 from lightning_lowprec.conversion.experts import follow_autocast
 from lightning_lowprec.conversion.plan import Plan
-from lightning_lowprec.masters import deferred
+from lightning_lowprec.masters import step as masters_step
 from lightning_lowprec.masters.kept_float32 import kept_float32
 from lightning_lowprec.masters.optimizer import main_params
 from lightning_lowprec.masters.weights import HalfWeights
@@ -32,7 +32,7 @@ from lightning_lowprec.numerics.parameters import disable_foreach
 from lightning_lowprec.numerics.tensor_cores import Emulation
 from lightning_lowprec.other_stacks import NEMO, refuse_foreign
 from lightning_lowprec.precision import layer_calls, plain, refusals, set_up, state, step
-from lightning_lowprec.precision.host import Engine, callbacks_of, cast_floating, in_trainer, shown_as, trainer_of
+from lightning_lowprec.precision.host import Engine, callbacks_of, cast_floating, shown_as, trainer_of
 from lightning_lowprec.precision.loss_scale import LossScaler
 from lightning_lowprec.precision.options import BASE_DTYPES, Base, TrainingOptions
 from lightning_lowprec.private import either
@@ -315,10 +315,10 @@ class LowPrecision(EitherPrecision, ABC):
     @shown_as(either.FabricPrecision.pre_backward)
     def pre_backward(self, tensor: Tensor, module: Module | None) -> Tensor:
         """Trainer: scale the loss, then run the Trainer's hooks."""
-        return super().pre_backward(self._scaled(tensor), module) if in_trainer(module) else tensor
-
-    def _scaled(self, loss: Tensor) -> Tensor:
-        return loss if self.scaler is None else self.scaler.scale_loss(loss)
+        if not self._in_trainer:
+            return tensor
+        scaled = tensor if self.scaler is None else self.scaler.scale_loss(tensor)
+        return super().pre_backward(scaled, module)  # type: ignore[arg-type]
 
     @property
     def backward(self) -> Callable[..., None]:
@@ -329,20 +329,22 @@ class LowPrecision(EitherPrecision, ABC):
 
     @shown_as(either.FabricPrecision.backward)
     def _backward_plain(self, tensor: Tensor, model: Module | None, *args: Any, **kwargs: Any) -> None:
-        if self.masters is not None:
-            deferred.multiply_waiting()  # gradients that wait for a step, if another backward comes before the step
-        parent: Any = either.TrainerPrecision if in_trainer(model) else either.FabricPrecision
+        if self.masters is not None and masters_step.waiting:
+            masters_step.multiply_waiting()  # gradients that wait for a step, if another backward comes before the step
+        parent: Any = either.TrainerPrecision if self._in_trainer else either.FabricPrecision
         parent.backward(self, tensor, model, *args, **kwargs)
         if self.modules.watched_backwards and self.backend:
             layer_calls.look(self)
 
     def _backward_scaled(self, tensor: Tensor, model: Module | None, *args: Any, **kwargs: Any) -> None:
-        self._backward_plain(tensor if in_trainer(model) else self._scaled(tensor), model, *args, **kwargs)
+        assert self.scaler is not None
+        tensor = tensor if self._in_trainer else self.scaler.scale_loss(tensor)
+        self._backward_plain(tensor, model, *args, **kwargs)
 
     @override
     @shown_as(either.FabricPrecision.post_backward)
     def post_backward(self, tensor: Tensor, module: Module | None) -> Tensor:
-        return super().post_backward(tensor, module) if in_trainer(module) else tensor
+        return super().post_backward(tensor, module) if self._in_trainer else tensor  # type: ignore[arg-type]
 
     @override
     def optimizer_step(
@@ -358,7 +360,10 @@ class LowPrecision(EitherPrecision, ABC):
         if self.modules.need_check:
             set_up.before_step_in_fabric(self, optimizer)
         if self.masters is not None:
-            self.modules.frozen_writes.watch(self)
+            writes = self.modules.frozen_writes
+            writes.steps += 1
+            if writes.steps in set_up.LOOKS:
+                writes.look(self)
         if self.scaler is not None:
             return step.scaled_step(self, self.scaler, optimizer, model, closure, kwargs)
         if model is not None and closure is not None:

@@ -1,5 +1,6 @@
 """fp16 and bf16 by autocast: in training, with float32 or half-precision weights, or in evaluation alone."""
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final, Literal, final
@@ -61,7 +62,7 @@ class HalfMixed(LowPrecision):
         else:
             self.precision = dtype + of_options("bf16", masters.config.kept)
 
-    @property
+    @functools.cached_property
     @override
     def autocast_dtype(self) -> torch.dtype:
         if self._dtype is not None:
@@ -104,6 +105,7 @@ class HalfMixed(LowPrecision):
             return
         info(f"{self.precision}: {self.how(device)}.")
         self._dtype = torch.bfloat16 if bf16_refusal(device) is None else torch.float16
+        vars(self).pop("autocast_dtype", None)
         if self._dtype is torch.float16:
             if self.masters is not None and self.masters.config.form != "fp32":
                 raise RuntimeError(

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from lightning_lowprec.checks import Count, Rule, check_fields
 from lightning_lowprec.conversion.options import shows
-from lightning_lowprec.masters import deferred
+from lightning_lowprec.masters import step as masters_step
 from lightning_lowprec.masters.optimizer import held_masters
 from lightning_lowprec.masters.registry import registry_of
 from lightning_lowprec.messages import info
@@ -138,7 +138,7 @@ class LossScaler:
         for optimizer, gradients in self._gradients.items():
             if gradients.unscaled:  # for clipping, and another backward follows before a step
                 gradients.unscaled = False  # `found_inf` stays: clipping may have hidden non-finite values
-                deferred.multiply_waiting()
+                masters_step.multiply_waiting()
                 if self.scales_loss:
                     _multiply_grads(optimizer, self.scale)
         if not self.scales_loss:
@@ -160,11 +160,11 @@ class LossScaler:
         if self.scales_loss and gradients.after == self._scaled_losses and any(p.grad is not None for p in params):
             raise RuntimeError(_NEVER_SCALED)
         registry = registry_of(optimizer)
-        if registry is not None and defer and deferred.defers(optimizer):
-            gradients.found_inf.append(deferred.unscale(optimizer, inv_scale))
+        if registry is not None and defer and masters_step.defers(optimizer):
+            gradients.found_inf.append(masters_step.unscale(optimizer, inv_scale))
             params = registry.without_master()
         elif registry is not None:
-            registry.move_grads()
+            masters_step.move_grads(registry)
         gradients.found_inf += [unscale_all_(grads, inv_scale) for grads in _groups_of_grads(params)]
         gradients.unscaled = True
 
@@ -178,7 +178,7 @@ class LossScaler:
         self.unscale(optimizer, defer=True)
         skip = self.found_inf(optimizer)
         if skip and (registry := registry_of(optimizer)) is not None:
-            registry.drop_grads()  # `model.zero_grad()` does not reach gradients that were moved to masters
+            masters_step.drop_grads(registry)  # `model.zero_grad()` does not reach gradients that were moved to masters
         output = None if skip else optimizer.step(**kwargs)
         self._gradients[optimizer] = _Gradients(after=self._scaled_losses)
         self._update(skip, stepped=optimizer)

@@ -1,5 +1,6 @@
 """Errors for models that a precision would train wrongly, raised at set-up."""
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
@@ -35,6 +36,7 @@ def note_rounded(number: int, module: Module, precision: str) -> None:
         )
 
 
+@functools.cache  # asked in every forward
 def two_dtypes(precision: str, dtype: torch.dtype) -> str:
     """Return how to mend an operation that gets float32 beside a weight in half precision."""
     return (

@@ -214,14 +214,11 @@ class FrozenWrites:
     """
 
     def __init__(self) -> None:
-        self._steps = 0
+        self.steps = 0  # that were counted
         self._weights: dict[str, tuple[int, int, int, Tensor]] = {}  # identity, version, place, values
 
-    def watch(self, plugin: Any) -> None:
-        """Count a step of a plugin with masters, and look before it if it is one of :data:`LOOKS`."""
-        self._steps += 1
-        if self._steps not in LOOKS:
-            return
+    def look(self, plugin: Any) -> None:
+        """Look at the weights of a plugin with masters before a step, one of :data:`LOOKS`."""
         optimizers = (*plugin.optimizers, *plugin.after_fit.optimizers)
         stores = [store for o in optimizers if (registry := registry_of(o)) is not None for store in registry.stores]
         edits = [edit for store in stores if isinstance(store, Fp32Store) for edit in store.unseen_edits()]
@@ -246,7 +243,7 @@ class FrozenWrites:
         _warn(plugin, [fqn for fqn, p in named.items() if id(p) in undone], " in place through `.data`, which float32"
               " masters cannot see: the next step undoes it. Write to the parameter itself under `torch.no_grad()`, or"
               " use `master_weights='remainder'`.")  # fmt: skip
-        self._steps = LOOKS[-1] if lost or undone else self._steps
+        self.steps = LOOKS[-1] if lost or undone else self.steps
 
     def __reduce__(self) -> tuple[type[FrozenWrites], tuple[()]]:
         return type(self), ()  # the weights stay in their process

@@ -4,7 +4,7 @@
          --> clip --> step, or skip if a gradient is not finite (fp16, `skip_nonfinite`) --> new loss scale
          --> masters to weights
 
-On a GPU, unscaling and clipping are factors that the step multiplies by: see `masters/deferred.py`. A plugin without
+On a GPU, unscaling and clipping are factors that the step multiplies by: see `masters/step.py`. A plugin without
 loss scaling skips every line about the scale. The hooks of
 :class:`~lightning_lowprec.precision.base.LowPrecision` call the functions below. Without loss scaling and
 ``skip_nonfinite``, ``scaler`` is None.
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from lightning_lowprec.masters import deferred
+from lightning_lowprec.masters import step as masters_step
 from lightning_lowprec.masters.optimizer import main_params, show_master_grads
 from lightning_lowprec.masters.registry import registry_of
 from lightning_lowprec.numerics.parameters import clip_grad_norm, on_several_meshes
@@ -35,14 +35,14 @@ def clip_by_norm(
     The result is None if torch can clip these gradients in place. The norm of a step that will be skipped is 0.
     """
     _refuse_copies(optimizer)
-    if not deferred.defers(optimizer):
+    if not masters_step.defers(optimizer):
         if not on_several_meshes(main_params(optimizer)):
             return None
         unscale_or_zero(scaler, optimizer)
         return clip_grad_norm(main_params(optimizer), max_norm, norm_type)
     if scaler is not None:
         scaler.unscale(optimizer, defer=True)
-    norm = deferred.clip_by_norm(optimizer, max_norm, norm_type)
+    norm = masters_step.clip_by_norm(optimizer, max_norm, norm_type)
     return torch.zeros_like(norm) if scaler is not None and scaler.found_inf(optimizer) else norm
 
 
@@ -64,7 +64,7 @@ def unscale(scaler: LossScaler | None, optimizer: Optimizer) -> None:
     if scaler is not None:
         scaler.unscale(optimizer)
     elif (registry := registry_of(optimizer)) is not None:
-        registry.move_grads()
+        masters_step.move_grads(registry)
     show_master_grads(optimizer)
 
 

@@ -6,6 +6,7 @@ from typing import Any, Final, TypeVar
 
 from torch import optim
 from torch.optim import Optimizer
+from torch.optim import optimizer as module
 
 from lightning_lowprec.private.torchao import parameters_of_copies
 
@@ -29,22 +30,29 @@ def check_step(optimizer: Optimizer, part: str) -> None:
         )
 
 
+STEPPED: Final = "_opt_called"
+"""An attribute of optimizers by which schedulers know that a step was made."""
+
+
+def replaces_step(step: F) -> F:
+    """Decorate the ``step`` of an optimizer's class that calls another class's ``step``, where torch runs the hooks.
+
+    Schedulers do not wrap it; it sets :data:`STEPPED`.
+    """
+    step.hooked = step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    return step
+
+
 def noted_by_schedulers(step: F) -> F:
     """Decorate the ``step`` of an optimizer's class: tell schedulers about every call, so that they do not wrap it."""
 
     @functools.wraps(step)
     def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self._opt_called = True
+        setattr(self, STEPPED, True)
         return step(self, *args, **kwargs)
 
     noted._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     return noted  # type: ignore[return-value]
-
-
-def without_own_hooks(step: F) -> F:
-    """Decorate a ``step`` that calls another class's ``step``: torch runs the step hooks there, so not here too."""
-    step.hooked = True  # type: ignore[attr-defined]
-    return step
 
 
 def steps_alone(optimizer: Optimizer, plain: type) -> bool:
@@ -53,15 +61,13 @@ def steps_alone(optimizer: Optimizer, plain: type) -> bool:
     True for the classes of ``torch.optim`` except LBFGS, and for classes that say so (:data:`ALONE`). Step hooks must
     see all masters at once.
     """
-    return (plain in _ALONE or vars(plain).get(ALONE) is True) and not _has_step_hooks(optimizer)
-
-
-def _has_step_hooks(optimizer: Any) -> bool:
-    from torch.optim import optimizer as module
-
-    hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-    of_all = (module._global_optimizer_pre_hooks, module._global_optimizer_post_hooks)
-    return any(hooks) or any(not hasattr(hook, _SEES_NO_MASTERS) for group in of_all for hook in group.values())
+    if plain not in _ALONE and vars(plain).get(ALONE) is not True:
+        return False
+    seen: Any = optimizer
+    for hook in (*module._global_optimizer_pre_hooks.values(), *module._global_optimizer_post_hooks.values()):
+        if not hasattr(hook, _SEES_NO_MASTERS):
+            return False
+    return not seen._optimizer_step_pre_hooks and not seen._optimizer_step_post_hooks
 
 
 def sees_no_masters(hook: F) -> F:

@@ -7,7 +7,7 @@ import torch
 from torch import distributed as dist
 from torch import optim
 
-from lightning_lowprec.masters import deferred
+from lightning_lowprec.masters import step as masters_step
 from lightning_lowprec.masters.optimizer import add_masters, main_params, move_grads_to_masters
 from tests.masters.master_loops import loss_of, masters_of, net, train
 
@@ -60,14 +60,14 @@ def test_clipping_by_a_factor_is_clipping_in_place(mesh, form, monkeypatch):
     """On GPUs gradients stay at the parameters, and the step multiplies them; here on DTensors of one process."""
     found = []
     for devices in (set(), {"cpu"}):
-        monkeypatch.setattr(deferred, "DEVICES", devices)
+        monkeypatch.setattr(masters_step, "DEVICES", devices)
         model, optimizer = sharded(mesh, form)
         for step in range(3):
             optimizer.zero_grad()
             loss_of(model, step).backward()
-            assert deferred.defers(optimizer) == bool(devices)
+            assert masters_step.defers(optimizer) == bool(devices)
             if devices:
-                norm = deferred.clip_by_norm(optimizer, 1e-2)
+                norm = masters_step.clip_by_norm(optimizer, 1e-2)
             else:
                 move_grads_to_masters(optimizer)
                 norm = torch.nn.utils.clip_grad_norm_(list(main_params(optimizer)), 1e-2).full_tensor()
@@ -81,7 +81,7 @@ def test_the_norm_is_that_of_all_meshes(mesh, monkeypatch):
     """Tensor parallelism shards some parameters over another mesh, and leaves others whole."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    monkeypatch.setattr(deferred, "DEVICES", {"cpu"})
+    monkeypatch.setattr(masters_step, "DEVICES", {"cpu"})
     other = dist.device_mesh.init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))["b"]
     plain = [torch.ones(4, 2).bfloat16(), torch.ones(8).bfloat16(), torch.ones(3).bfloat16(), torch.ones(5)]
     params = [distribute_tensor(plain[0], mesh, [Shard(0)]), distribute_tensor(plain[1], other, [Shard(0)]), *plain[2:]]
@@ -89,8 +89,8 @@ def test_the_norm_is_that_of_all_meshes(mesh, monkeypatch):
     optimizer = add_masters(optim.SGD(params, lr=1.0), "fp32")
     for p in params:
         p.grad = torch.full_like(p, 2.0)
-    assert deferred.defers(optimizer)
-    norm = deferred.clip_by_norm(optimizer, 1.0)
+    assert masters_step.defers(optimizer)
+    norm = masters_step.clip_by_norm(optimizer, 1.0)
     assert norm.item() == pytest.approx((4 * 24) ** 0.5)
     optimizer.step()
     for p in params:

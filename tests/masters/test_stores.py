@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.masters.optimizer import add_masters, move_grads_to_masters
-from lightning_lowprec.masters.stores import Fp32Store
+from lightning_lowprec.masters.stores import StochasticStore
 from lightning_lowprec.masters.weights import cast_parameters
 from tests.masters.master_loops import buffers_of, masters_of, through_file, train, wrapped
 
@@ -226,13 +226,14 @@ def test_a_step_costs_the_same_number_of_calls_for_any_number_of_parameters(form
 
 def test_memory_that_is_there_is_not_allocated_again():
     """torch's `resize_` to the same size allocates a second time and copies."""
-    store = Fp32Store([torch.ones(100, dtype=torch.bfloat16)], {}, seed=0, start=0)
+    store = StochasticStore([torch.ones(100, dtype=torch.bfloat16)], {}, seed=0, start=0)
+    store.allocate()
     address = store.flat.data_ptr()
     store.views[0].fill_(3)
     store.allocate()
     assert store.flat.data_ptr() == address
     assert store.views[0].eq(3).all()
-    store.free()
+    store.release()
     assert store.flat.untyped_storage().size() == 0
     store.allocate()
     assert store.flat.untyped_storage().size() == store.flat.numel() * 4

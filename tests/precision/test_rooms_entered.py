@@ -1,4 +1,4 @@
-"""A first fit under FP8 enters no room of another backend, and a step few files: a reader can follow both."""
+"""A fit enters no room of another backend, and a step few files and functions: a reader can follow both."""
 
 import inspect
 import sys
@@ -12,6 +12,7 @@ from torch.optim import optimizer
 from torch.utils.data import DataLoader
 
 import lightning_lowprec
+from lightning_lowprec.masters.step import refuse_plain_steps
 
 ROOT = Path(lightning_lowprec.__file__).parent
 
@@ -34,11 +35,12 @@ class Net(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-@pytest.mark.filterwarnings("ignore:.*(many workers|isinstance.treespec|expected to be slower).*")
-def test_a_fit_enters_its_own_rooms(tmp_path, monkeypatch):
-    # without the check of steps past masters, which other runs of this process have added
+def entered(precision, tmp_path, monkeypatch):
+    """Return the files that a fit enters, and the functions that its sixth step enters, with their files."""
+    # without the check of steps past masters, which other runs of this process may have added
+    refuse_plain_steps()
     monkeypatch.setattr(optimizer, "_global_optimizer_pre_hooks", {})
-    marks, fit, step = {"in a step": False}, set(), set()
+    marks, fit, step = {"in a step": False}, set(), set()  # functions, with the files that they stand in
 
     def note(frame, event, _):
         code = frame.f_code
@@ -47,10 +49,10 @@ def test_a_fit_enters_its_own_rooms(tmp_path, monkeypatch):
         file = str(Path(code.co_filename).relative_to(ROOT))
         fit.add(file)
         if marks["in a step"]:
-            step.add(file)
+            step.add((file, code.co_qualname))
 
     trainer = L.Trainer(
-        precision="fp8-hybrid", accelerator="cpu", max_steps=8, default_root_dir=tmp_path, logger=False,
+        precision=precision, accelerator="cpu", max_steps=8, default_root_dir=tmp_path, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     data, net = DataLoader(torch.randn(32, 64), batch_size=4), Net(marks)
@@ -60,6 +62,17 @@ def test_a_fit_enters_its_own_rooms(tmp_path, monkeypatch):
         trainer.fit(net, data)
     finally:
         sys.setprofile(before)
+    return fit, step
+
+
+@pytest.mark.filterwarnings("ignore:.*(many workers|isinstance.treespec|expected to be slower).*")
+@pytest.mark.parametrize(
+    ("precision", "files", "functions"), [("fp8-hybrid", 9, 36), ("bf16-8bit", 10, 59), ("bf16-remainder", 8, 39)]
+)
+def test_a_fit_enters_its_own_rooms(precision, files, functions, tmp_path, monkeypatch):
+    """Comprehensions count as functions."""
+    fit, step = entered(precision, tmp_path, monkeypatch)
     assert not {file for file in fit if file.startswith(("te/", "msamp/", "fsdp2/", "zero/"))}
     assert len(fit) <= 60, sorted(fit)
-    assert len(step) <= 10, sorted(step)
+    assert len({file for file, _ in step}) <= files, sorted({file for file, _ in step})
+    assert len(step) <= functions, sorted(step)

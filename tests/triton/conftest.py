@@ -15,7 +15,8 @@ collect_ignore_glob = [] if find_spec("triton") else ["test_*.py"]
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):
     """Kernels run in the interpreter, and CPU tensors take the way of CUDA tensors."""
-    from lightning_lowprec.masters import deferred, kernel_step
+    from lightning_lowprec.masters import kernel_step
+    from lightning_lowprec.masters import step as masters_step
 
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     for name in KERNELS:
@@ -23,7 +24,7 @@ def interpreted(monkeypatch):
     import triton
 
     monkeypatch.setattr(triton.language, "max", triton.jit(triton.language.max.fn))  # else it was compiled at import
-    for module in (deferred, kernel_step):
+    for module in (masters_step, kernel_step):
         monkeypatch.setattr(module, "DEVICES", {"cpu"})
     yield
     for name in KERNELS:

@@ -9,7 +9,8 @@ import torch
 from torch import nn, optim
 
 from lightning_lowprec import HalfMixed
-from lightning_lowprec.masters import deferred, kernel_step, registry
+from lightning_lowprec.masters import kernel_step, registry
+from lightning_lowprec.masters import step as masters_step
 from lightning_lowprec.masters.optimizer import add_masters, main_params, move_grads_to_masters
 from lightning_lowprec.masters.registry import registry_of
 from lightning_lowprec.numerics.fp8_matrices import asked, largest
@@ -60,8 +61,8 @@ def train(model, optimizer, steps, clip=False):
     for _ in range(steps):
         optimizer.zero_grad()
         backward(model)
-        if clip and deferred.defers(optimizer):
-            deferred.clip_by_norm(optimizer, MAX_NORM)
+        if clip and masters_step.defers(optimizer):
+            masters_step.clip_by_norm(optimizer, MAX_NORM)
         elif clip:
             move_grads_to_masters(optimizer)
             nn.utils.clip_grad_norm_(list(main_params(optimizer)), MAX_NORM)
@@ -80,7 +81,7 @@ def test_steps_as_torch_does(form, make, clip, launches, monkeypatch):
     assert len(launches) == 4 - first, "one launch per step"
     assert all(len(rows) == 4 for rows in launches)
     monkeypatch.setattr(kernel_step, "DEVICES", set())
-    monkeypatch.setattr(deferred, "DEVICES", set())
+    monkeypatch.setattr(masters_step, "DEVICES", set())
     reference = net()
     theirs = train(reference, add_masters(OPTIMIZERS[make](reference.parameters()), form), 4, clip)
     assert len(launches) == 4 - first
@@ -271,7 +272,7 @@ def test_a_fit_is_the_same(make, clip, launches, monkeypatch):
     assert len(launches) == 3
     ours = optimizer.state_dict()["state"]
     monkeypatch.setattr(kernel_step, "DEVICES", set())
-    monkeypatch.setattr(deferred, "DEVICES", set())
+    monkeypatch.setattr(masters_step, "DEVICES", set())
     _, reference = fit(make(), clip)
     for entry, expected in zip(ours.values(), reference.state_dict()["state"].values(), strict=True):
         for name in expected:
@@ -304,7 +305,7 @@ def test_fabric_is_the_same(make, clip, launches, monkeypatch):
     norms, ours = in_fabric(make(), clip)
     assert len(launches) == 3
     monkeypatch.setattr(kernel_step, "DEVICES", set())
-    monkeypatch.setattr(deferred, "DEVICES", set())
+    monkeypatch.setattr(masters_step, "DEVICES", set())
     expected_norms, theirs = in_fabric(make(), clip)
     assert norms == pytest.approx(expected_norms, rel=1e-5)
     for entry, expected in zip(ours.values(), theirs.values(), strict=True):
@@ -339,7 +340,7 @@ def test_a_backward_after_clipping_adds_an_unclipped_gradient():
     """Clip, run another backward, step: the sum is the clipped gradient plus the new one, as without deferral."""
     found = []
     for devices in ({"cpu"}, set()):
-        kernel_step.DEVICES, deferred.DEVICES = devices, devices
+        kernel_step.DEVICES, masters_step.DEVICES = devices, devices
         fabric = L.Fabric(accelerator="cpu", devices=1, plugins=HalfMixed("bf16", master_weights=True))
         module = Module().net
         model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=1.0))
@@ -359,7 +360,7 @@ def test_gradients_that_replace_clipped_ones_are_not_clipped(dropped):
     """Clip, drop gradients at the parameters, run a bare backward, and step or clip again: as without deferral."""
     found = []
     for devices in ({"cpu"}, set()):
-        kernel_step.DEVICES, deferred.DEVICES = devices, devices
+        kernel_step.DEVICES, masters_step.DEVICES = devices, devices
         fabric = L.Fabric(accelerator="cpu", devices=1, plugins=HalfMixed("bf16", master_weights=True))
         module = Module().net
         model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=1.0))
@@ -390,7 +391,7 @@ def test_float8_shards_under_fsdp2_get_new_scales(launches, monkeypatch):
     found = []
     for devices in ({"cpu"}, set()):
         monkeypatch.setattr(kernel_step, "DEVICES", devices)
-        monkeypatch.setattr(deferred, "DEVICES", devices)
+        monkeypatch.setattr(masters_step, "DEVICES", devices)
         fabric = L.Fabric(accelerator="cpu", devices=1, strategy="fsdp2", precision="fp8-hybrid-remainder")
         fabric.launch()
         torch.manual_seed(0)
