@@ -75,6 +75,8 @@ class PrecisionName:
     plugin; None: never."""
     experts: str | None = NO_GROUPED_PRODUCT
     """Why the stacked experts of mixtures stay in high precision; None: they run in FP8 too."""
+    frozen_codes: bool = False
+    """Whether frozen weights can be stored as codes alone, by ``frozen="codes"``."""
     layer_recipes: tuple[str, ...] = ()
     """The recipes that a layer may have under this name; (): all of its backend's (``Backend.recipes``)."""
     formats: Formats | None = None
@@ -105,6 +107,7 @@ class PrecisionName:
             recipe=recipe or self.gains,
             alignment=self.alignment,
             stores_codes=self.keeps_codes,
+            frozen_codes=self.frozen_codes,
             conv1d=self.conv1d != "kept",
             pads=self.pads,
             experts=self.experts,

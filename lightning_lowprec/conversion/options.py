@@ -21,7 +21,7 @@ from typing import Annotated, Any, Final, Literal, TypedDict, TypeVar, get_type_
 from lightning_lowprec.checks import Rule, Size, check_fields, check_types, hints_of
 from lightning_lowprec.other_stacks import unknown_option
 
-Frozen = Literal["convert", "keep"]
+Frozen = Literal["convert", "keep", "codes"]
 Names = Annotated[Sequence[str], Rule("a list of fqns or patterns, e.g. ['lm_head']")]
 Layers = Annotated[Size, Rule("a number of layers, 0 or more")]
 T = TypeVar("T")
@@ -49,7 +49,9 @@ class LayerOptions(Group):
             ``num_layers_at_end_in_bf16`` blocks of every stack of blocks in high precision.
         num_layers_at_start_in_bf16: number of blocks at the start, with ``first_last_layers_bf16``.
         num_layers_at_end_in_bf16: number of blocks at the end, with ``first_last_layers_bf16``.
-        frozen: ``"keep"`` leaves Linears whose weight does not train in high precision; ``"convert"`` converts them.
+        frozen: ``"keep"`` leaves Linears whose weight does not train in high precision; ``"convert"`` converts them;
+            ``"codes"`` (``FP8TorchAO``, tensorwise and block) also stores these weights as codes and scales, 1 byte per
+            parameter, without the values from before.
     """
 
     keep: Names = ()

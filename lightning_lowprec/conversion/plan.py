@@ -51,6 +51,8 @@ class PlanRow(Matmul):
     """With recipes per layer, the recipe of a weight that converts, in words; None: one recipe for all."""
     padded_to: tuple[int, int] | None = None
     """In and out features with the zeros that ``pad_inner_dim`` appends, whether on or not; None: it appends none."""
+    stored_as_codes: bool = False
+    """Whether the weight is stored as codes alone: it is frozen, and converts under ``frozen="codes"``."""
     runs_in: str | None = None
     """The dtype in which a kept weight multiplies: ``"bf16"``; None: the weight converts, or the model decides."""
 
@@ -197,6 +199,8 @@ class PlanRequest:
     """The class that an earlier plan gave to Linears; such a layer gets the row of a Linear."""
     stores_codes: bool = False
     """Weights become parameters of codes, so a weight that a hook computes at each forward is kept."""
+    frozen_codes: bool = False
+    """Whether the precision has ``frozen="codes"``."""
     conv1d: bool = True
     """Whether ``Conv1D`` of transformers can convert, whose weight is [in, out]."""
     pads: bool | None = None
@@ -220,6 +224,11 @@ def make_plan(model: nn.Module, options: LayerOptions | None = None, request: Pl
         ValueError: a name or pattern matches no Linear, or the options ask for blocks in a model without blocks.
     """
     options, request = options or LayerOptions(), request or PlanRequest()
+    if options.frozen == "codes" and not request.frozen_codes:
+        raise ValueError(
+            "`frozen='codes'` is not possible with this precision or recipe. Use `FP8TorchAO` with 'tensorwise' or"
+            " 'block' ('fp8-hybrid', 'fp8-e4m3', 'fp8-block'), or `frozen='convert'`."
+        )
     recipes = None if isinstance(request.recipe, str) else request.recipe
     one_recipe = request.recipe if isinstance(request.recipe, str) else request.recipe.names[0]
     built_in, by_user = selection.built_in(model), selection.by_user(model, options)
@@ -249,6 +258,7 @@ def make_plan(model: nn.Module, options: LayerOptions | None = None, request: Pl
             kept_because=reason,
             gain=gain,
             trains=_trains(module),
+            stored_as_codes=reason is None and _stores_codes(options, matmul, module),
             recipe=str(recipe) if recipe is not None and (reason is None or in_float32) else None,
             padded_to=None if request.pads is None else _padded(matmul, reason, request.alignment),
             runs_in=FLOAT32 if in_float32 else _runs_in(matmul, module, reason, built_in, request),
@@ -281,6 +291,11 @@ def _kept_by(options: LayerOptions, module: nn.Module, request: PlanRequest) -> 
 
 def _trains(module: nn.Module) -> bool:
     return any(p.requires_grad for p in module.parameters(recurse=False))
+
+
+def _stores_codes(options: LayerOptions, matmul: Matmul, module: nn.Module) -> bool:
+    weight = module._parameters.get("weight")
+    return options.frozen == "codes" and matmul.kind != STACKED and weight is not None and not weight.requires_grad
 
 
 def _of_map(
@@ -348,6 +363,7 @@ def verdict(row: PlanRow, format: str) -> str:
     if row.kept_because is not None:
         return row.kept
     said = format if row.recipe is None else f"{format} ({row.recipe})"
+    said = f"{said}, stored as codes" if row.stored_as_codes else said
     return f"{said}, {row.padding}" if row.padded_to else said
 
 

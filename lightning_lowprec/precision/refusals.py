@@ -92,6 +92,15 @@ def warn_of_averages(model: Any, precision: str) -> None:
         )
 
 
+def refuse_unfreezing(module: Module) -> None:
+    """Raise for callbacks that train or average what ``frozen="codes"`` stores as codes."""
+    callbacks, instead = callbacks_of(module), "needs values, and `frozen='codes'` has none. Use `frozen='convert'`."
+    refuse_averaging(callbacks, instead)
+    for callback in callbacks:
+        if isinstance(callback, both(trainer_callbacks.BaseFinetuning)):
+            raise MisconfigurationException(f"`{type(callback).__name__}` unfreezes weights, which {instead}")
+
+
 def averaging(callbacks: Iterable[Any]) -> list[Any]:
     """Return the callbacks that are Lightning's for averages of weights."""
     kinds = both(*(getattr(trainer_callbacks, name) for name in AVERAGING if hasattr(trainer_callbacks, name)))

@@ -48,6 +48,11 @@ class FormatSpec:
     arithmetic: Callable[[Emulation], Arithmetic] | None = None
     """Returns how all products are computed, and may import torchao; None: torchao's own configuration says how."""
 
+    @property
+    def stores_codes(self) -> bool:
+        """Whether frozen weights can be codes alone: the products read one set of codes, and servers read them too."""
+        return self.one_code and self.scale_per is not None
+
 
 def _block(emulate: Emulation) -> Arithmetic:
     from lightning_lowprec.products.block import Block

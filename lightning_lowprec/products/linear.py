@@ -42,18 +42,20 @@ class _Linear(torch.autograd.Function):
         ctx: Any,
         input: Tensor,
         weight: Tensor,
+        scale: Tensor | None,
         bias: Tensor | None,
         by: Products,
     ) -> Tensor:
         ctx.by, ctx.dtype, ctx.has_bias = by, input.dtype, bias is not None
         to_input, to_weight = ctx.needs_input_grad[:2]
-        of_weight: SavedWeight = (weight, None, None)
+        of_weight: SavedWeight = (weight, None, None) if scale is None else (None, weight, scale)
         bias = None if bias is None else bias.to(input.dtype)
         if (how := by.forward) is None:
-            output = _in_high_precision(input, weight.to(input.dtype), bias, by.in_by_out)
+            output = in_high_precision(input, weight.to(input.dtype), bias, by.in_by_out)
         else:
             x = _operand(how, "input", input.dtype, input)
-            if (keeper := by.keeper_of_weight) is not None and not isinstance(weight, CodedWeight):
+            keeper = by.keeper_of_weight if scale is None else None
+            if keeper is not None and not isinstance(weight, CodedWeight):
                 of_weight = weight, *keeper.encoded(weight, "weight")
             w = _operand(how, "weight", input.dtype, *of_weight)
             output = how.multiply(x.rows(), w.columns() if by.in_by_out else w.rows(), input.dtype, "forward")
@@ -66,12 +68,14 @@ class _Linear(torch.autograd.Function):
         saved = ctx.saved_tensors  # once: checkpoints give a tensor only once
         input, of_weight = saved[0], saved[1:]
         weight = of_weight[0]
-        to_input, to_weight, to_bias = ctx.needs_input_grad[:3]
+        to_input, to_weight, _, to_bias = ctx.needs_input_grad[:4]
         by: Products = ctx.by
         by_input, by_weight = by.grad_input, by.grad_weight
         if torch.is_grad_enabled():  # the gradients will be differentiated
             if isinstance(weight, CodedWeight):
                 check_backward("FP8Linear under FSDP2", "Use 'ddp'.")
+            if to_input and weight is None:
+                check_backward("a frozen weight that is stored as codes", "Use `frozen='convert'`.")
             by_input = by_weight = None
         g = grad_output.reshape(-1, grad_output.shape[-1])
         grad_input = grad_weight = grad = None
@@ -94,16 +98,16 @@ class _Linear(torch.autograd.Function):
             grad_weight = by_weight.multiply(a.columns(), b.columns(), g.dtype, "grad_weight")
         if grad_input is not None:
             grad_input = grad_input.view(*grad_output.shape[:-1], grad_input.shape[-1])
-        return grad_input, grad_weight, g.sum(0) if ctx.has_bias and to_bias else None, None
+        return grad_input, grad_weight, None, g.sum(0) if ctx.has_bias and to_bias else None, None
 
 
-def linear(input: Tensor, weight: Tensor, bias: Tensor | None, by: Products) -> Tensor:
+def linear(input: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, by: Products) -> Tensor:
     """[*, K] -> [*, N] in the dtype of ``input``, with gradients of input, weight and bias.
 
     ``input`` is in the dtype of autocast. The weight is [N, K], or [K, N] with ``by.in_by_out``, or codes that FSDP2
-    has gathered.
+    has gathered; or, with their ``scale``, the codes of a frozen weight, which has no values.
     """
-    output: Tensor = _Linear.apply(input, weight, bias, by)  # type: ignore[no-untyped-call]
+    output: Tensor = _Linear.apply(input, weight, scale, bias, by)  # type: ignore[no-untyped-call]
     return output
 
 
@@ -118,7 +122,7 @@ def _operand(
     return how.operand(matrix if role == "weight" else pad_rows(matrix, how.tokens), role, dtype)
 
 
-def _in_high_precision(input: Tensor, weight: Tensor, bias: Tensor | None, in_by_out: bool) -> Tensor:
+def in_high_precision(input: Tensor, weight: Tensor, bias: Tensor | None, in_by_out: bool) -> Tensor:
     """[*, K] -> [*, N], as a Linear computes it, or a Conv1D with ``in_by_out``."""
     if not in_by_out:
         return F.linear(input, weight, bias)

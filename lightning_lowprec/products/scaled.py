@@ -72,6 +72,10 @@ class Scaled(Transposable):
         codes: Codes = _operand(matrix, getattr(self, role)).rows()
         return codes
 
+    def decode(self, codes: Tensor, scale: Tensor, first: int = 0) -> Tensor:
+        """Return the values of codes with one scale, float32."""
+        return decode(codes) / scale
+
     def weight_rounding(self) -> WeightRounding:
         """Return the rounding of weights."""
         coding = replace(self.weight, dtype=E4M3.dtype)  # servers read no other

@@ -30,10 +30,10 @@ class Tiled(Transposable):
         codes = _encode_rows(values.flatten(0, -2), scale, self.tile, first, self.coding("weight").dtype)
         return codes.view(values.shape)
 
-    def decode(self, codes: Tensor, scale: Tensor) -> Tensor:
-        """Return the values of codes and the scales of all tiles, float32."""
+    def decode(self, codes: Tensor, scale: Tensor, first: int = 0) -> Tensor:
+        """Return the values of codes, the rows from ``first`` on, by the scales of all tiles: float32."""
         rows = codes.flatten(0, -2).float()
-        return (rows * spread(scale.reciprocal(), self.tile, rows.shape)).view(codes.shape)
+        return (rows * spread(scale.reciprocal(), self.tile, rows.shape, first)).view(codes.shape)
 
 
 @compiled_on_cuda

@@ -15,7 +15,7 @@ from lightning_lowprec.numerics.one_pass import compiled_on_cuda
 from lightning_lowprec.numerics.weight_rounding import ScalePer, WeightRounding
 from lightning_lowprec.products.coded_weight import CodedWeight
 from lightning_lowprec.products.scaled import Coding, Scaled
-from lightning_lowprec.torchao import experts, linear
+from lightning_lowprec.torchao import experts, frozen, linear
 from lightning_lowprec.torchao.experts import FP8Experts
 from lightning_lowprec.torchao.layer import CodedLayer
 
@@ -23,6 +23,7 @@ from lightning_lowprec.torchao.layer import CodedLayer
 def revert(model: nn.Module) -> None:
     """Give layers and experts their own classes back, in place."""
     experts.revert(model)
+    frozen.restore(model)
     linear.revert(model)
 
 
@@ -56,7 +57,7 @@ def numerics_of(layer: nn.Module) -> LayerNumerics | str:
         input=_cast(by.forward, "input"),
         weight=of_weight,
         gradient=_cast(by.grad_input, "gradient"),
-        values=None if gathered else layer.weight,
+        values=None if gathered else layer.values(),
     )
 
 

@@ -20,18 +20,18 @@ from torch.distributed.tensor import DTensor
 from lightning_lowprec.conversion import layer_runs
 from lightning_lowprec.conversion.declared import is_declared
 from lightning_lowprec.conversion.matmuls import is_conv1d
-from lightning_lowprec.conversion.plain_first import PlainFirst
 from lightning_lowprec.conversion.recipe_map import Gemm
 from lightning_lowprec.private.torch import are_transforms_active
 from lightning_lowprec.products.arithmetic import Products, serves
 from lightning_lowprec.products.linear import linear
 from lightning_lowprec.products.transforms import check_call, refuse_layout
+from lightning_lowprec.torchao.frozen import StoresCodes
 from lightning_lowprec.torchao.settings import LayerSettings
 from lightning_lowprec.torchao.tensor_parallel import CUT, check_coded_input, linear_by_torchao
 from lightning_lowprec.torchao.wire_format import TorchAOWire
 
 
-class CodedLayer(PlainFirst):
+class CodedLayer(StoresCodes):
     """A layer whose products run on codes, for any batch, under autocast of any device."""
 
     in_features: int
@@ -79,7 +79,7 @@ class CodedLayer(PlainFirst):
         if isinstance(self.weight, DTensor) or isinstance(input, CUT):
             return linear_by_torchao(self, input, self.weight if products.in_by_out else self.weight.t())
         if not any(self.padding):
-            return linear(input, self.weight, self.bias, products)
+            return linear(input, *self.codes_of(self.weight), self.bias, products)
         return self._padded(input, products)
 
     def _padded(self, input: Tensor, products: Products) -> Tensor:
@@ -88,7 +88,7 @@ class CodedLayer(PlainFirst):
         weight = F.pad(self.weight, (0, n, 0, k) if products.in_by_out else (0, k, 0, n))
         bias = None if self.bias is None else F.pad(self.bias, (0, n))
         rows = F.pad(input, (0, k))
-        output = linear(rows, weight, bias, products)
+        output = linear(rows, *self.codes_of(weight), bias, products)
         if not n:
             return output
         # a copy and no view: a model may write to it
@@ -118,6 +118,7 @@ class CodedLayer(PlainFirst):
 
     @property
     def wire_format(self) -> TorchAOWire | None:
-        """The format in which FSDP2 gathers the weight; None: it is padded, or no codes serve both of its products."""
+        """The format in which FSDP2 gathers the weight; None: padded, stored as codes, or two sets of codes."""
         serves_both = self.codes_serve_both and not {"forward", "grad_input"} & set(self.in_bf16)
-        return self.settings.wire_format if serves_both and not any(self.padding) else None
+        values = self.values_dtype is None
+        return self.settings.wire_format if serves_both and values and not any(self.padding) else None

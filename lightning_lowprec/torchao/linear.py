@@ -58,6 +58,7 @@ def convert(
             "fp8_eval": fp8_eval,
             "settings": settings,
             "saves_weight_codes": True,
+            "values_dtype": None,
             "in_bf16": (),
             "products": None,
         }

@@ -22,7 +22,7 @@ from lightning_lowprec.conversion.recipe_map import GemmChoices, LayerRecipe, Re
 from lightning_lowprec.extras import import_refusal, require
 from lightning_lowprec.hardware import describe
 from lightning_lowprec.messages import info
-from lightning_lowprec.precision import fp8
+from lightning_lowprec.precision import fp8, refusals
 from lightning_lowprec.precision.fp8 import BlockChoices, BlockOptions, Converting
 from lightning_lowprec.precision.host import Engine
 from lightning_lowprec.precision.options import (
@@ -180,6 +180,8 @@ class TorchAO(Converting):
 
     @override
     def engine_refusal(self, engine: Engine) -> str | None:
+        if self.layers.frozen == "codes":
+            return "its engine casts weights, and `frozen='codes'` has none. Use 'ddp' or 'fsdp2'"
         return fp8.engine_refusal(engine, self.compile)
 
     @override
@@ -189,7 +191,7 @@ class TorchAO(Converting):
 
     @override
     def _prepare(self, module: Module, device: torch.device) -> None:
-        from lightning_lowprec.torchao import experts, hooks, linear
+        from lightning_lowprec.torchao import experts, frozen, hooks, linear
 
         hooks.revert(module)  # fit, then test, makes the same plan again
         plan = fp8.plan_or_raise(
@@ -201,6 +203,7 @@ class TorchAO(Converting):
                 format=self.format,
                 base=self.base,
                 head=self.head,
+                frozen_codes=all(spec.stores_codes for spec in self.specs),
                 **self.plan_options(device),
             ),
             precision=self.precision,
@@ -211,6 +214,14 @@ class TorchAO(Converting):
             for convert, fqns in ((linear.convert, plan.linears), (experts.convert, plan.stacked)):
                 convert(module, fqns, lambda fqn: recipes.of(plan.recipes.get(fqn, default)), fp8_eval=self.fp8_eval)
         module_dtypes.run_in_float32(module, plan)
+        if self.layers.frozen == "codes":
+            refusals.refuse_unfreezing(module)
+            if self.modules.sharded is not None and torch.__version__ < "2.13":  # FSDP2 wants gradients of every weight
+                raise RuntimeError(
+                    f"`frozen='codes'` under FSDP2 needs torch 2.13, got {torch.__version__}. Use 'ddp', or"
+                    " `frozen='convert'`."
+                )
+            info(f"{self.precision}: {frozen.store(module)}.")
         if self.masters is not None or self.engine is not None or self.keeps_float32_shards:
             module_dtypes.hold_half_norms(module)  # weights are in half precision, or FSDP2's gathered ones are
         if self.engine is not None and self.engine.frees_weights:

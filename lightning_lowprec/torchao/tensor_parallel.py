@@ -40,6 +40,8 @@ def linear_by_torchao(layer: Any, input: Tensor, weight_t: Tensor) -> Tensor:
 
 def _refusal(layer: Any) -> tuple[str, str] | None:
     cut = "does not run with tensor parallelism, which cuts the weight"
+    if layer.values_dtype is not None:
+        return f"A frozen weight that is stored as codes {cut}", "Use `frozen='convert'`."
     if layer.settings.config is None:
         return f"{type(layer).__name__} {cut}", "Use 'fp8-hybrid', or keep what is cut (`keep=[...]`)."
     if by_name := {getattr(by, "emulate", None) for by in vars(layer.settings.products).values()} & UNITS.keys():

@@ -254,7 +254,7 @@ def test_frozen_layers_convert_unless_told_otherwise():
     assert reasons(model) == {"0": None, "1": None}
     assert reasons(model, frozen="keep") == {"0": "frozen", "1": None}
     assert [row.trains for row in make_plan(model).rows] == [False, True]
-    with pytest.raises(ValueError, match=r"`frozen='never'` is not valid; expected one of: convert, keep\."):
+    with pytest.raises(ValueError, match=r"`frozen='never'` is not valid; expected one of: convert, keep, codes\."):
         LayerOptions(frozen="never")
 
 

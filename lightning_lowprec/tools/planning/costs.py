@@ -91,6 +91,7 @@ def footprints(model: nn.Module, plan: Plan, precision: str) -> list[Bytes]:
     gathered = mixed.gathered - sum(row.elements for row in coded)
     if not formats.keeps_codes:
         row = _bytes(precision, formats, total, trained)
+        row = replace(row, weights=row.weights - _saved_by_codes(plan, precision, formats))
         return [*rows, replace(row, gathered=gathered) if precision not in COMPARED else row]
     converted = [row for row in plan.rows if row.kept_because is None]
     inside = sum(row.elements for row in converted), sum(row.elements for row in converted if row.trains)
@@ -124,6 +125,14 @@ def _bytes(precision: str, formats: Formats, total: int, trained: int) -> Bytes:
         optimizer=int(kept * trained),
         gathered=int(sent * total),
     )
+
+
+def _saved_by_codes(plan: Plan, precision: str, formats: Formats) -> int:
+    """Return the bytes that the frozen weights need less which are stored as codes with their scales."""
+    tile = 0 if (name := names.TABLE.get(precision)) is None else name.tile
+    stored = [row for row in plan.rows if row.stored_as_codes]
+    scales = sum(scales_of(torch.empty(row.out_features, row.in_features, device="meta"), tile) for row in stored)
+    return int((formats.bytes_per_parameter[0] - 1) * sum(row.elements for row in stored)) - _FLOAT32 * scales
 
 
 def gathered_rows(plan: Plan, precision: str) -> list[PlanRow]:
@@ -333,6 +342,7 @@ def per_rank(
         root, below = groups.pop(""), list(groups.values())
         together = sum(below, Weights())
         keeps = together.fp8 + root.fp8  # codes of shards in high precision, from gather to gather
+        keeps -= sum(r.elements for r in plan.rows if r.stored_as_codes and r.fqn in fp8)  # these are no copies
         if name is not None and name.keeps_codes:  # the step reduces the scales of codes and moments
             together = replace(together, scales=_SCALES_OF_CODES * together.scales)
         if name is not None and (name.keeps_codes or name.options.get("weight_codes") == "per_gemm"):

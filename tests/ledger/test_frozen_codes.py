@@ -1,0 +1,53 @@
+"""A block of an 8B Llama under adapters of rank 16, by torch's allocator: a byte per parameter of the base."""
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+
+from lightning_lowprec import FP8TorchAO
+
+HIDDEN, KEYS, INNER, RANK = 4096, 1024, 14336, 16
+SHAPES = [(HIDDEN, HIDDEN), (HIDDEN, KEYS), (HIDDEN, KEYS), (HIDDEN, HIDDEN)]
+SHAPES += [(HIDDEN, INNER), (HIDDEN, INNER), (INNER, HIDDEN)]
+BASE = sum(k * n for k, n in SHAPES)
+ADAPTERS = sum(RANK * (k + n) for k, n in SHAPES)
+STATE = 4 * 4  # float32: weight, gradient and AdamW's moments
+
+
+class Adapted(nn.Module):
+    def __init__(self, k, n):
+        super().__init__()
+        self.base = nn.Linear(k, n, bias=False, dtype=torch.bfloat16).requires_grad_(False)
+        self.lora_A, self.lora_B = nn.Linear(k, RANK, bias=False), nn.Linear(RANK, n, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.lora_B(self.lora_A(x))
+
+
+def held(frozen, recipe):
+    before = torch.cuda.memory_allocated()
+    fabric = L.Fabric(
+        accelerator="cuda", devices=1, plugins=FP8TorchAO(recipe, frozen=frozen, compile=False, keep=["*lora_*"])
+    )
+    with torch.device("cuda"):
+        model = nn.ModuleList(Adapted(*shape) for shape in SHAPES)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    _, optimizer = fabric.setup(model, torch.optim.AdamW(trained, lr=1e-3, foreach=False))
+    inputs = {k: torch.zeros(16, k, device="cuda", dtype=torch.bfloat16, requires_grad=True) for k in (HIDDEN, INNER)}
+    for part in model:
+        with fabric.autocast():
+            fabric.backward(part(inputs[part.base.in_features]).float().sum())
+    optimizer.step()
+    inputs.clear()
+    print(recipe, frozen, torch.cuda.memory_allocated() - before)
+    return torch.cuda.memory_allocated() - before
+
+
+@pytest.mark.filterwarnings("ignore:.*are expected to be slower in FP8")
+def test_the_base_takes_a_byte_per_parameter():
+    held("codes", "tensorwise")  # torch's workspaces stay
+    for recipe in ("tensorwise", "block"):
+        scales = 4 * sum(-(-k // 128) * -(-n // 128) for k, n in SHAPES) if recipe == "block" else 0
+        assert held("codes", recipe) == pytest.approx(BASE + scales + STATE * ADAPTERS, rel=0.005)
+    assert held("convert", "tensorwise") == pytest.approx(2 * BASE + STATE * ADAPTERS, rel=0.005)

@@ -1,0 +1,318 @@
+"""``FP8TorchAO(frozen="codes")``: the base under an adapter takes a byte per parameter, and computes the same."""
+
+import copy
+import io
+import math
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import BaseFinetuning
+from torch import nn
+from torch.nn import functional as F
+
+import lightning_lowprec as lp
+from lightning_lowprec import FP8TorchAO, Int8TorchAO
+from tests.fsdp2.toy import QUIET
+
+WIDTH, INNER, RANK = 144, 272, 4  # parts of tiles of 128
+X = torch.randn(6, 5, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+class Adapted(nn.Module):
+    """A frozen Linear, and two small matrices that train beside it."""
+
+    def __init__(self, k, n):
+        super().__init__()
+        self.base = nn.Linear(k, n).to(torch.bfloat16).requires_grad_(False)
+        self.down = nn.Parameter(torch.randn(RANK, k) * 0.1)
+        self.up = nn.Parameter(torch.randn(n, RANK) * 0.1)
+
+    def forward(self, x):
+        return self.base(x) + F.linear(F.linear(x, self.down), self.up)
+
+
+class Net(L.LightningModule):
+    def __init__(self, seed=0, width=WIDTH, inner=INNER):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first, self.trained, self.last = Adapted(width, inner), nn.Linear(inner, inner), Adapted(inner, width)
+        self.losses = []
+
+    def forward(self, x):
+        return self.last(F.gelu(self.trained(self.first(x))))
+
+    def training_step(self, batch, _):
+        loss = (self(batch[0] if isinstance(batch, list) else batch).float() - 1).square().mean()
+        self.losses.append(loss.detach())
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def frozen_layers(model):
+    return [part.base for part in model.modules() if isinstance(part, Adapted)]
+
+
+def set_up(frozen="codes", seed=0, **options):
+    fabric = L.Fabric(accelerator="cpu", devices=1, plugins=FP8TorchAO(frozen=frozen, **options))
+    net = Net(seed)
+    module, optimizer = fabric.setup(net, net.configure_optimizers())
+    return fabric, net, module, optimizer
+
+
+def run(frozen, seed=0, steps=3, **options):
+    fabric, net, module, optimizer = set_up(frozen, seed, **options)
+    seen = []
+    for _ in range(steps):
+        x = X.clone().requires_grad_()
+        loss = (module(x).float() - 1).square().mean()
+        fabric.backward(loss)
+        seen += [loss.detach(), x.grad, *(p.grad.clone() for p in net.parameters() if p.grad is not None)]
+        optimizer.step()
+        optimizer.zero_grad()
+    net.eval()
+    with torch.no_grad():
+        seen.append(module(X))
+    return seen
+
+
+OPTIONS = [
+    {}, {"weight_codes": "per_gemm"}, {"fp8_format": "e4m3"}, {"round_scales_to_power_of_2": True}, {"base": "fp16"},
+    {"fast_accum": "none"}, {"emulate": "hopper"}, {"recipe": "block"},
+    {"recipe": {"last.*": "block", "*": "tensorwise"}}, {"master_weights": "remainder"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_losses_gradients_and_outputs_are_those_of_converted_layers(options):
+    assert all(map(torch.equal, run("codes", **options), run("convert", **options)))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_four_runs_lose_nothing_against_fp8_hybrid(seed):
+    assert all(map(torch.equal, run("codes", seed, steps=8), run("convert", seed, steps=8)))
+
+
+def test_compiled_layers_compute_the_same():
+    torch.manual_seed(0)
+    fabric, net, _, _ = set_up()
+    compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
+    with fabric.autocast():
+        assert torch.equal(compiled(X), net(X))
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "block"])
+def test_a_byte_per_parameter_and_torchs_own_classes(recipe):
+    _, net, _, _ = set_up(recipe=recipe)
+    for layer in frozen_layers(net):
+        tiles = 1 if recipe == "tensorwise" else math.prod(-(-size // 128) for size in layer.weight.shape)
+        assert (layer.weight.dtype, layer.weight.element_size()) == (torch.uint8, 1)
+        assert isinstance(layer.weight, nn.Parameter)
+        assert layer.weight_scale.numel() == tiles
+    assert net.trained.weight.dtype is torch.float32
+
+
+def test_values_are_codes_by_scale():
+    """The formula, on the base's own values: codes of ``w * 448 / max|w|``, divided by this scale."""
+    weight = Net().first.base.weight.float()
+    scale = (448 / weight.abs().max().double()).float()
+    expected = ((weight * scale).to(torch.float8_e4m3fn).float() / scale).to(torch.bfloat16)
+    _, net, _, _ = set_up()
+    assert torch.equal(net.state_dict()["first.base.weight"], expected)
+
+
+def bits(model):
+    return [tensor.clone() for layer in frozen_layers(model) for tensor in (layer.weight.data, layer.weight_scale)]
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "block"])
+def test_a_checkpoint_has_plain_keys_and_gives_the_same_codes_back(recipe):
+    plain_keys = {key: value.dtype for key, value in Net().state_dict().items()}
+    _, net, _, _ = set_up(recipe=recipe)
+    state = net.state_dict()
+    assert {key: value.dtype for key, value in state.items()} == plain_keys
+    memory = io.BytesIO()
+    torch.save(state, memory)
+    memory.seek(0)
+    _, other, _, _ = set_up(recipe=recipe, seed=7)
+    assert not torch.equal(bits(other)[0], bits(net)[0])
+    other.load_state_dict(torch.load(memory, weights_only=True))
+    assert all(map(torch.equal, bits(other), bits(net)))
+    copied = copy.deepcopy(net)
+    assert all(map(torch.equal, bits(copied), bits(net)))
+
+
+def test_casts_of_a_module_leave_the_codes():
+    _, net, _, _ = set_up()
+    before = bits(net)
+    assert all(map(torch.equal, before, bits(net.to(torch.bfloat16))))
+
+
+@pytest.mark.parametrize(("recipe", "format"), [("tensorwise", "compressed-tensors"), ("block", "hf-fp8-block")])
+def test_an_export_has_the_codes_of_the_run(recipe, format):
+    net = Net(width=128, inner=256)
+    L.Fabric(accelerator="cpu", plugins=FP8TorchAO(recipe, frozen="codes")).setup_module(net)
+    expected = [layer.weight.data.clone() for layer in frozen_layers(net)]
+    exported = dict(lp.fp8_state(net, format=format))
+    found = [exported[f"{name}.base.weight"].view(torch.uint8) for name in ("first", "last")]
+    assert all(map(torch.equal, found, expected))
+
+
+def trainer(plugin, **options):
+    return L.Trainer(accelerator="cpu", max_steps=2, plugins=plugin, enable_checkpointing=False, **QUIET, **options)
+
+
+def test_after_fit_the_decoded_values_stand_in_the_same_parameters(caplog):
+    net = Net()
+    params, before = list(net.parameters()), net.first.base.weight.clone()
+    trainer(FP8TorchAO(frozen="codes")).fit(net, torch.utils.data.DataLoader(X, batch_size=2))
+    assert all(a is b for a, b in zip(net.parameters(), params, strict=True))
+    assert [type(layer) for layer in frozen_layers(net)] == [nn.Linear] * 2
+    weight = net.first.base.weight
+    assert (type(weight), weight.dtype) == (nn.Parameter, torch.bfloat16)
+    assert not torch.equal(weight, before)
+    torch.testing.assert_close(weight, before, rtol=0.0625, atol=float(before.abs().max()) * 2**-9 / 448 * 1.01)
+    assert "2 frozen weights are stored as codes (frozen='codes'), 78336 bytes" in caplog.text
+    assert "decoded values in bfloat16, not the values from before" in caplog.text
+    assert not list(net.first.base.named_buffers())
+
+
+# ---- what has no values
+
+
+@pytest.mark.parametrize("unfreeze", [
+    lambda net: net.requires_grad_(True),
+    lambda net: setattr(net.first.base.weight, "requires_grad", True),
+    lambda net: net.unfreeze(),
+], ids=["module", "attribute", "lightning"])  # fmt: skip
+def test_unfreezing_names_the_way_out(unfreeze):
+    _, net, _, _ = set_up()
+    with pytest.raises(RuntimeError, match=r"cannot train\. .*frozen='convert'"):
+        unfreeze(net)
+    assert lp.plain(net).requires_grad_(True).first.base.weight.requires_grad
+
+
+class Unfreezes(BaseFinetuning):
+    def freeze_before_training(self, module):
+        pass
+
+    def finetune_function(self, module, epoch, optimizer):
+        pass
+
+
+@pytest.mark.parametrize("callback", [Unfreezes(), L.pytorch.callbacks.StochasticWeightAveraging(1e-2)])
+def test_callbacks_that_need_values_are_refused(callback):
+    with pytest.raises(Exception, match=f"{type(callback).__name__}.*frozen='convert'"):
+        trainer(FP8TorchAO(frozen="codes"), callbacks=[callback]).fit(Net(), torch.utils.data.DataLoader(X))
+
+
+@pytest.mark.parametrize("make", [
+    lambda: FP8TorchAO("rowwise", frozen="codes"), lambda: FP8TorchAO("mxfp8", frozen="codes"),
+    lambda: Int8TorchAO(frozen="codes"), lambda: lp.MSAMP("O2", frozen="codes"),
+    lambda: FP8TorchAO({"first.*": "rowwise", "*": "tensorwise"}, frozen="codes"),
+], ids=["rowwise", "mxfp8", "int8", "msamp", "mapping"])  # fmt: skip
+def test_other_recipes_and_plugins_name_those_that_have_codes(make):
+    with pytest.raises(ValueError, match=r"frozen='codes'` is not possible.*fp8-hybrid"):
+        L.Fabric(accelerator="cpu", plugins=make()).setup_module(Net())
+
+
+def test_products_in_bf16_are_refused():
+    with pytest.raises(ValueError, match=r"'first\.base': a product of its recipe runs in bf16"):
+        set_up(recipe={"first.*": {"forward": "bf16"}, "*": "tensorwise"})
+
+
+def test_without_frozen_weights_there_is_nothing_to_store():
+    fabric = L.Fabric(accelerator="cpu", plugins=FP8TorchAO(frozen="codes"))
+    with pytest.raises(ValueError, match=r"finds no converted layer with a frozen weight\. Freeze the base"):
+        fabric.setup_module(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)))
+
+
+def test_a_weight_that_another_module_reads_is_refused():
+    net = Net()
+    net.table = nn.Embedding(INNER, WIDTH)
+    net.table.weight = net.first.base.weight
+    with pytest.raises(ValueError, match=r"'first.base': .*another module reads the weight too"):
+        L.Fabric(accelerator="cpu", plugins=FP8TorchAO(frozen="codes", only=["*.base"])).setup_module(net)
+
+
+def test_a_gradient_of_a_gradient_is_refused():
+    _, _, module, _ = set_up()
+    x = X.clone().requires_grad_()
+    with pytest.raises(RuntimeError, match=r"stored as codes\. Use `frozen='convert'`"):
+        torch.autograd.grad(module(x).float().sum(), x, create_graph=True)
+
+
+def test_evaluation_in_high_precision_reads_decoded_values():
+    _, net, module, _ = set_up(fp8_eval=False)
+    net.eval()
+    expected = lp.plain(net, copy=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(module(X), expected(X))
+
+
+def test_tied_layers_share_codes():
+    net = Net()
+    net.first.base, net.last.base = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+    net.again = nn.Linear(WIDTH, INNER)
+    net.again.weight = net.first.base.weight
+    net.requires_grad_(False)
+    fabric = L.Fabric(accelerator="cpu", plugins=FP8TorchAO(frozen="codes"))
+    fabric.setup_module(net)
+    assert net.again.weight is net.first.base.weight
+    lp.plain(net)
+    assert net.again.weight is net.first.base.weight
+    assert net.again.weight.dtype is torch.float32
+
+
+# ---- PEFT
+
+
+def peft_model(**options):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(WIDTH, INNER), nn.GELU(), nn.Linear(INNER, WIDTH)).to(torch.bfloat16)
+    config = peft.LoraConfig(r=RANK, target_modules=["0", "2"], init_lora_weights=False, **options)
+    return peft.get_peft_model(net, config)
+
+
+def test_an_adapter_of_peft_trains_and_merges(caplog):
+    fabric = L.Fabric(accelerator="cpu", plugins=FP8TorchAO(frozen="codes"))
+    model = peft_model()
+    keys = list(model.state_dict())
+    module, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    fabric.backward(module(X).float().square().mean())
+    optimizer.step()
+    assert list(model.state_dict()) == keys
+    layer = model.base_model.model[0]
+    merged = layer.base_layer.values()
+    merged += layer.get_delta_weight("default").detach()
+    model.merge_adapter()
+    assert layer.base_layer.weight.dtype is torch.uint8
+    assert torch.equal(layer.base_layer.weight, layer.base_layer.encoded(merged)[0])
+    assert caplog.text.count("decoded, changed and encoded again") == 1
+    model.unmerge_adapter()
+    assert layer.base_layer.weight.dtype is torch.uint8
+    whole = lp.plain(model).merge_and_unload()
+    assert whole[0].weight.dtype is torch.bfloat16
+    assert type(layer).__module__.startswith("peft")
+
+
+def test_an_adapter_that_reads_the_base_is_refused():
+    with pytest.raises(ValueError, match=r"frozen='codes'` is not possible for 'base_model.model.0': .*DoRA"):
+        L.Fabric(accelerator="cpu", plugins=FP8TorchAO(frozen="codes")).setup_module(peft_model(use_dora=True))
+
+
+def test_the_plan_counts_a_byte_for_the_base():
+    model = peft_model()
+    plan = lp.plan(model, "fp8-hybrid", frozen="codes")
+    stored = [row for row in plan.rows if row.stored_as_codes]
+    assert [row.fqn for row in stored] == ["base_model.model.0.base_layer", "base_model.model.2.base_layer"]
+    from lightning_lowprec.tools.planning.costs import footprints
+
+    whole = footprints(model, lp.plan(model, "fp8-hybrid"), "fp8-hybrid")[-1]
+    coded = footprints(model, plan, "fp8-hybrid")[-1]
+    assert whole.weights - coded.weights == 2 * WIDTH * INNER * (4 - 1) - 2 * 4
+    with pytest.raises(ValueError, match="frozen='codes'"):
+        lp.plan(model, "fp8-rowwise", frozen="codes")
