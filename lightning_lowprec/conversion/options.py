@@ -1,22 +1,30 @@
 """Options that several plugins share: each is defined, documented and checked once.
 
-A group of options is a frozen dataclass; its docstring describes every field under ``Args:``. A ``TypedDict`` with the
-same names and types follows each dataclass, for type checkers and editors. A constructor takes the groups by keyword:
+A group of options is a frozen dataclass; its docstring describes every field under ``Args:``. The arguments of a
+constructor are a dataclass too, which derives from groups:
 
-    @shows(LayerOptions)
+    @dataclass(frozen=True, kw_only=True)
+    class PluginOptions(LayerOptions):
+        recipe: str = field(default="tensorwise", kw_only=False)
+
+    @shows()
     class Plugin:
-        def __init__(self, recipe: str = "tensorwise", **options: Unpack[LayerChoices]) -> None:
+        @takes(PluginOptions)
+        def __init__(self, options: PluginOptions) -> None:
             self.layers = take(LayerOptions, options)
 
-:func:`shows` writes the fields into the constructor's signature and into the class docstring, which is where ``help()``
-and jsonargparse (LightningCLI, ``--help``) look.
+    Plugin("rowwise", keep=["lm_head"])
+
+Type checkers and editors read the dataclass. :func:`shows` writes its fields into the constructor's signature and into
+the class docstring, which is where ``help()`` and jsonargparse (LightningCLI, ``--help``) look.
 """
 
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, fields
-from typing import Annotated, Any, Final, Literal, TypedDict, TypeVar, get_type_hints
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import MISSING, dataclass, fields
+from functools import wraps
+from typing import Annotated, Any, Concatenate, Final, Literal, ParamSpec, TypeVar, get_type_hints
 
 from lightning_lowprec.checks import Rule, Size, check_fields, check_types, hints_of
 from lightning_lowprec.other_stacks import unknown_option
@@ -24,6 +32,9 @@ from lightning_lowprec.other_stacks import unknown_option
 Frozen = Literal["convert", "keep", "codes"]
 Names = Annotated[Sequence[str], Rule("a list of fqns or patterns, e.g. ['lm_head']")]
 Layers = Annotated[Size, Rule("a number of layers, 0 or more")]
+P = ParamSpec("P")
+R = TypeVar("R")
+S = TypeVar("S")
 T = TypeVar("T")
 Class = TypeVar("Class", bound=type)
 _ARGS: Final = "Args:\n"
@@ -68,45 +79,85 @@ class LayerOptions(Group):
                 raise ValueError(f"`{name}={number}` keeps no block without `first_last_layers_bf16=True`; write both.")
 
 
-class LayerChoices(TypedDict, total=False):
-    """The fields of :class:`LayerOptions`, for type checkers."""
-
-    keep: Sequence[str]
-    only: Sequence[str] | None
-    first_last_layers_bf16: bool
-    num_layers_at_start_in_bf16: int
-    num_layers_at_end_in_bf16: int
-    frozen: Frozen
-
-
 def take(group: type[T], options: Any) -> T:
-    """Return an instance of the dataclass ``group``, made from the ``options`` that are its fields."""
-    names = {field.name for field in fields(group)}  # type: ignore[arg-type]
-    return group(**{name: value for name, value in options.items() if name in names})
+    """Return the part of ``options``, a dataclass that derives from ``group``, which are the fields of ``group``."""
+    return group(**{field.name: getattr(options, field.name) for field in fields(group)})  # type: ignore[arg-type]
 
 
-def shows(*groups: type[Any], without: Collection[str] = ()) -> Callable[[Class], Class]:
-    """Show the fields of option groups in a class's constructor and docstring, in place of ``**options``.
+def takes(options: Callable[P, T]) -> Callable[[Callable[[S, T], None]], Callable[Concatenate[S, P], None]]:
+    """Let a constructor take the fields of the dataclass ``options`` as arguments; it gets the dataclass.
 
-    The constructor then refuses every other keyword, as a constructor with written-out parameters does, and a value
-    that the type hint of a parameter does not allow (see :mod:`~lightning_lowprec.checks`). ``without`` are fields that
-    the class does not take.
+    Type checkers see every field. :func:`shows` writes the fields into signature and docstring of the class.
+    """
+
+    def decorate(init: Callable[[S, T], None]) -> Callable[Concatenate[S, P], None]:
+        @wraps(init)
+        def taking(self: S, /, *args: P.args, **kwargs: P.kwargs) -> None:
+            init(self, options(*args, **kwargs))
+
+        vars(taking).update(
+            options=options, __signature__=_signature(options, inspect.signature(init).parameters["self"])
+        )
+        return taking
+
+    return decorate
+
+
+def called_with(options: Callable[P, T]) -> Callable[[Callable[[T], R]], Callable[P, R]]:
+    """Let a function be called with the fields of the dataclass ``options``; it gets the dataclass."""
+
+    def decorate(function: Callable[[T], R]) -> Callable[P, R]:
+        @wraps(function)
+        def called(*args: P.args, **kwargs: P.kwargs) -> R:
+            return function(options(*args, **kwargs))
+
+        vars(called)["__signature__"] = _signature(options)
+        return called
+
+    return decorate
+
+
+def _signature(options: Any, *first: inspect.Parameter) -> inspect.Signature:
+    """Return the fields that ``options`` itself defines, and ``**options`` for those of its groups."""
+    hints = get_type_hints(options)
+    own = [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY if field.kw_only else inspect.Parameter.POSITIONAL_OR_KEYWORD,
+            default=inspect.Parameter.empty if field.default is MISSING else field.default,
+            annotation=hints[field.name],
+        )
+        for field in fields(options)
+        if field.name in inspect.get_annotations(options)
+    ]
+    own.sort(key=lambda parameter: parameter.kind)
+    return inspect.Signature([*first, *own, inspect.Parameter("options", inspect.Parameter.VAR_KEYWORD)])
+
+
+def shows() -> Callable[[Class], Class]:
+    """Check the arguments of a class's constructor, and show the fields of option groups that it :func:`takes`.
+
+    The constructor refuses every unknown keyword, and a value that the type hint of a parameter does not allow (see
+    :mod:`~lightning_lowprec.checks`). Signature and docstring of the class show the groups in place of ``**options``.
     """
 
     def decorate(cls: Class) -> Class:
         init: Any = cls.__init__  # type: ignore[misc]
+        options = getattr(init, "options", None)
+        groups = [] if options is None else [c for c in options.__mro__[1:] if inspect.get_annotations(c)]
         direct = [p for p in inspect.signature(init).parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-        hints = get_type_hints(init)
+        hints = get_type_hints(init if options is None else options)
         direct = [p.replace(annotation=hints.get(p.name, p.annotation)) for p in direct]
         shared = [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=getattr(group, name), annotation=hint)
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=getattr(group, name), annotation=hints[name]
+            )
             for group in groups
-            for name, hint in get_type_hints(group).items()
-            if name not in without
+            for name in inspect.get_annotations(group)
         ]
         allowed = {p.name for p in (*direct, *shared)}
         positional = [p.name for p in direct if p.kind is not inspect.Parameter.KEYWORD_ONLY][1:]  # without `self`
-        types = {name: hint for group in (*groups, init) for name, hint in hints_of(group).items() if name in allowed}
+        types = hints_of(init if options is None else options)
 
         def checked(self: Any, *args: Any, **kwargs: Any) -> None:
             for name in kwargs.keys() - allowed:
@@ -119,16 +170,15 @@ def shows(*groups: type[Any], without: Collection[str] = ()) -> Callable[[Class]
         checked.__module__ = init.__module__
         cls.__init__ = checked  # type: ignore[misc]
         if cls.__doc__ is not None:  # python -OO has none
-            cls.__doc__ = _described(cls.__doc__, groups, without)
+            cls.__doc__ = _described(cls.__doc__, groups)
         return cls
 
     return decorate
 
 
-def _described(doc: str, groups: Iterable[type[Any]], without: Collection[str]) -> str:
-    """Return a docstring with the entries under ``Args:`` of the groups', except those of the fields in ``without``."""
+def _described(doc: str, groups: Iterable[type[Any]]) -> str:
+    """Return a docstring with the entries under ``Args:`` of the groups'."""
     head, raises, tail = inspect.cleandoc(doc).partition(_RAISES)
     shared = ((inspect.getdoc(group) or "").partition(_ARGS)[2] for group in groups)
     entries = [entry for text in shared for entry in re.split(r"\n(?= {4}\S)", text)]
-    left = [entry for entry in entries if entry.partition(":")[0].strip() not in without]
-    return "\n".join([head, *left]) + raises + tail
+    return "\n".join([head, *filter(None, entries)]) + raises + tail

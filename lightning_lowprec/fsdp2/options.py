@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, Literal, TypedDict
+from typing import Annotated, Any, Final, Literal
 
-import torch
 from torch import nn
 
-from lightning_lowprec.checks import CompileOptions, Count, Rule, check_fields
+from lightning_lowprec.checks import CompileOptions, Count, Rule
+from lightning_lowprec.conversion.options import Group
 from lightning_lowprec.precision.options import FloatingDtype
 
 _CLASSES: Final = Rule("a collection of nn.Module classes", lambda classes: len(classes) > 0)
@@ -21,7 +21,7 @@ Modules = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShardOptions:
+class ShardOptions(Group):
     """Choices for :func:`~lightning_lowprec.fsdp2.shard.shard`; by default they follow the precision.
 
     Args:
@@ -68,32 +68,12 @@ class ShardOptions:
     output_dtype: FloatingDtype | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        super().__post_init__()
         if (self.tensor_parallel is None) != (self.tensor_parallel_size == 1):
             raise ValueError(
                 f"`tensor_parallel_size={self.tensor_parallel_size}` with `tensor_parallel={self.tensor_parallel!r}`:"
                 " tensor parallelism needs both, a size above 1 and a plan (or a function that applies one)."
             )
-
-
-class ShardChoices(TypedDict, total=False):
-    """The fields of :class:`ShardOptions`, for type checkers and editors."""
-
-    wrap: Literal["auto"] | Modules
-    replicate: int | Literal["nodes"]
-    shards: int | None
-    tensor_parallel: Callable[[nn.Module, Any], Any] | Mapping[str, Any] | None
-    tensor_parallel_size: int
-    activation_checkpointing: bool | Modules
-    compile: bool | Mapping[str, Any]
-    cpu_offload: bool
-    reshard_after_forward: bool | int | None
-    fp8_all_gather: Literal["auto"] | bool
-    param_dtype: torch.dtype | None
-    reduce_dtype: torch.dtype | None
-    sync_module_states: bool
-    buffer_dtype: torch.dtype | None
-    output_dtype: torch.dtype | None
 
 
 def blocks(model: nn.Module) -> dict[str, nn.Module]:

@@ -2,9 +2,9 @@
 
 import weakref
 from collections.abc import Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any, ClassVar, Final, Literal, NamedTuple, Self, Unpack, final
+from typing import Any, ClassVar, Final, Literal, NamedTuple, Self, final
 
 import torch
 from torch import Tensor
@@ -14,12 +14,12 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from lightning_lowprec.checkpoints import optimizer_state
-from lightning_lowprec.conversion.options import shows
+from lightning_lowprec.conversion.options import called_with, shows, take, takes
 from lightning_lowprec.conversion.selection import left_alone
 from lightning_lowprec.fsdp2.forward_hooks import reshard
 from lightning_lowprec.fsdp2.from_fsdp import translate
 from lightning_lowprec.fsdp2.meshes import data_ranks, make_mesh, shard_mesh, shards
-from lightning_lowprec.fsdp2.options import ShardChoices, ShardOptions
+from lightning_lowprec.fsdp2.options import ShardOptions
 from lightning_lowprec.fsdp2.shard import shard
 from lightning_lowprec.fsdp2.traffic import gathered_line
 from lightning_lowprec.masters.kept_float32 import kept_float32
@@ -39,7 +39,19 @@ STEPS: Final = ("training_step", "validation_step", "test_step", "predict_step")
 """The Trainer calls these methods, and not the module itself; Fabric calls the module."""
 
 
-@shows(ShardOptions)
+@dataclass(frozen=True, kw_only=True)
+class StrategyOptions(ShardOptions):
+    """The arguments of both strategies."""
+
+    state_dict_type: Literal["sharded", "full"] = "sharded"
+    verify_checkpoints: bool = True
+    process_group_backend: str | None = None
+    timeout: timedelta | None = default_pg_timeout
+    cluster_environment: either.ClusterEnvironment | None = None
+    checkpoint_io: either.CheckpointIO | None = None
+
+
+@shows()
 class FSDP2Base:
     """Share one half between both strategies; their other base is Lightning's ModelParallelStrategy.
 
@@ -66,45 +78,29 @@ class FSDP2Base:
         _, title, options = (FSDP2Base.__doc__ or "").partition("\n\nArgs:\n")
         cls.__doc__ = f"{cls.__doc__}{title}{options}"
 
-    def __init__(
-        self,
-        *,
-        state_dict_type: Literal["sharded", "full"] = "sharded",
-        verify_checkpoints: bool = True,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = default_pg_timeout,
-        cluster_environment: either.ClusterEnvironment | None = None,
-        checkpoint_io: either.CheckpointIO | None = None,
-        **options: Unpack[ShardChoices],
-    ) -> None:
+    @takes(StrategyOptions)
+    def __init__(self, options: StrategyOptions) -> None:
+        checkpoint_io = options.checkpoint_io
         if checkpoint_io is not None and self.in_fabric:
             raise ValueError(
                 f"`checkpoint_io={checkpoint_io!r}` is not possible in Fabric: its sharded strategies write their"
                 " checkpoints themselves. Leave it out, or use the Trainer."
             )
-        self.sharding = Sharding(ShardOptions(**options))
-        self.state_dict_type = state_dict_type
-        self.is_full = state_dict_type == "full"
-        self.verify_checkpoints = verify_checkpoints
-        self.arguments: dict[str, Any] = {
-            "state_dict_type": state_dict_type,
-            "verify_checkpoints": verify_checkpoints,
-            "process_group_backend": process_group_backend,
-            "timeout": timeout,
-            "cluster_environment": cluster_environment,
-            "checkpoint_io": checkpoint_io,
-            **options,
-        }
+        self.sharding = Sharding(take(ShardOptions, options))
+        self.state_dict_type = options.state_dict_type
+        self.is_full = options.state_dict_type == "full"
+        self.verify_checkpoints = options.verify_checkpoints
+        self.arguments: dict[str, Any] = dict(vars(options))
         """All arguments, to build the same strategy for the other one of Trainer and Fabric."""
         parent: Any = super()
         parent.__init__(
-            save_distributed_checkpoint=state_dict_type == "sharded",
-            process_group_backend=process_group_backend,
-            timeout=timeout,
+            save_distributed_checkpoint=options.state_dict_type == "sharded",
+            process_group_backend=options.process_group_backend,
+            timeout=options.timeout,
             **({"parallelize_fn": None} if self.in_fabric else {}),  # ours shards without such a function
         )
         names.check_model_parallel(self)
-        self.cluster_environment = cluster_environment
+        self.cluster_environment = options.cluster_environment
         if checkpoint_io is not None:
             self.checkpoint_io = checkpoint_io
 
@@ -337,7 +333,25 @@ def gathers_fp8(plugin: Any, options: ShardOptions) -> bool:
     return wanted is not False and reason is None
 
 
-def parallelize(model: Module, mesh: DeviceMesh, plugin: LowPrecision, **options: Unpack[ShardChoices]) -> Module:
+@dataclass(frozen=True, kw_only=True)
+class ParallelizeOptions(ShardOptions):
+    """The arguments of :func:`parallelize`."""
+
+    model: Module = field(kw_only=False)
+    mesh: DeviceMesh = field(kw_only=False)
+    plugin: LowPrecision = field(kw_only=False)
+
+    def __post_init__(self) -> None:
+        for name, value in (("replicate", self.replicate), ("shards", self.shards)):
+            if value not in (1, None):
+                raise ValueError(
+                    f"`{name}={value!r}` is not valid in `parallelize`: the mesh says it. Pass such a mesh."
+                )
+        super().__post_init__()
+
+
+@called_with(ParallelizeOptions)
+def parallelize(options: ParallelizeOptions) -> Module:
     """Convert and shard ``model`` in place, in ``configure_model`` or in a ``parallelize_fn``.
 
         def configure_model(self):
@@ -359,12 +373,8 @@ def parallelize(model: Module, mesh: DeviceMesh, plugin: LowPrecision, **options
         TypeError: the model was sharded already, but not by this function.
         ValueError: options that do not fit the precision or the model.
     """
-    for name in ("replicate", "shards"):
-        if name in options:
-            raise ValueError(
-                f"`{name}={options[name]!r}` is not valid in `parallelize`: the mesh says it. Pass such a mesh."
-            )
-    sharding = Sharding(ShardOptions(**options))
+    model, mesh, plugin, choices = options.model, options.mesh, options.plugin, take(ShardOptions, options)
+    sharding = Sharding(choices)
     device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
     sharding.meet(plugin, device)
     if not sharding.knows(model, plugin):

@@ -1,17 +1,18 @@
 """MS-AMP's levels: Linear weights, their gradients and their optimizer state in 8 and 16 bits, with scales."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, final
 
 import torch
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from typing_extensions import Unpack, override
+from typing_extensions import override
 
 from lightning_lowprec.checks import check_choice
 from lightning_lowprec.conversion.invariants import unchanged
-from lightning_lowprec.conversion.options import LayerChoices, LayerOptions, shows, take
+from lightning_lowprec.conversion.options import LayerOptions, shows, take, takes
 from lightning_lowprec.conversion.plan import PlanRequest
 from lightning_lowprec.masters.float32_values import keep
 from lightning_lowprec.msamp.adamw import convert_optimizer_
@@ -25,14 +26,12 @@ from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.numerics.one_pass import compiles
 from lightning_lowprec.numerics.parameters import parameters_of
 from lightning_lowprec.precision import fp8
-from lightning_lowprec.precision.fp8 import BlockChoices, BlockOptions, Converting, compile_blocks
+from lightning_lowprec.precision.fp8 import BlockOptions, Converting, compile_blocks
 from lightning_lowprec.precision.host import callbacks_of
 from lightning_lowprec.precision.options import (
-    EmulationChoices,
-    FP8Choices,
+    EmulationOptions,
     FP8Options,
-    TrainingChoices,
-    TrainingOptions,
+    RunOptions,
 )
 from lightning_lowprec.precision.refusals import refuse_averaging
 from lightning_lowprec.precision.state import BACKEND_STATE
@@ -41,12 +40,18 @@ from lightning_lowprec.references import WeakList
 from lightning_lowprec.runs_where import RecipeKey
 
 
-class MSAMPChoices(LayerChoices, BlockChoices, FP8Choices, EmulationChoices, TrainingChoices, total=False):
-    """The options of :class:`MSAMP` that other plugins share, for type checkers."""
+@dataclass(frozen=True, kw_only=True)
+class MSAMPOptions(LayerOptions, BlockOptions, FP8Options, EmulationOptions, RunOptions):
+    """The arguments of :class:`MSAMP`."""
+
+    level: Level = field(default="O2", kw_only=False)
+    stochastic_rounding: bool = False
+    seed: int = 0
+    grad_accumulation_dtype: torch.dtype | None = None
 
 
 @final
-@shows(LayerOptions, BlockOptions, FP8Options, TrainingOptions, without=["keep_fp32"])
+@shows()
 class MSAMP(Converting):
     """Linear layers with weights of 8 or 16 bits, FP8 GEMMs and FP8 gradients; the rest under autocast, in float32.
 
@@ -72,28 +77,19 @@ class MSAMP(Converting):
     keeps_codes = True
     hardware_recipe: RecipeKey | None = "msamp"
 
-    def __init__(
-        self,
-        level: Level = "O2",
-        *,
-        stochastic_rounding: bool = False,
-        seed: int = 0,
-        grad_accumulation_dtype: torch.dtype | None = None,
-        **options: Unpack[MSAMPChoices],
-    ) -> None:
-        check_choice("grad_accumulation_dtype", grad_accumulation_dtype, (None, torch.float32))
-        running = take(FP8Options, options)
-        training = take(TrainingOptions, options)
-        super().__init__(training.scaler(running.base), None, training)
-        self.base, self.fp8_eval, self.emulate = running.base, running.fp8_eval, running.emulation
+    @takes(MSAMPOptions)
+    def __init__(self, options: MSAMPOptions) -> None:
+        check_choice("grad_accumulation_dtype", options.grad_accumulation_dtype, (None, torch.float32))
+        super().__init__(options.scaler(options.base), None, options)
+        self.base, self.fp8_eval, self.emulate = options.base, options.fp8_eval, options.emulation
         self.layers = take(LayerOptions, options)
-        self.level: Level = level
-        self.shards_codes = level == "O3"
-        self.stochastic_rounding = stochastic_rounding
-        self.seed = seed
-        self.grad_accumulation_dtype = grad_accumulation_dtype
-        self.compile = take(BlockOptions, options).compile
-        self.precision = f"msamp-{level.lower()}" + ("-fp16" if self.base == "fp16" else "")
+        self.level: Level = options.level
+        self.shards_codes = self.level == "O3"
+        self.stochastic_rounding = options.stochastic_rounding
+        self.seed = options.seed
+        self.grad_accumulation_dtype = options.grad_accumulation_dtype
+        self.compile = options.compile
+        self.precision = f"msamp-{self.level.lower()}" + ("-fp16" if self.base == "fp16" else "")
         self._ddp_modules: WeakList[DistributedDataParallel] = WeakList()
 
     @override

@@ -34,7 +34,7 @@ from lightning_lowprec.other_stacks import NEMO, refuse_foreign
 from lightning_lowprec.precision import layer_calls, plain, refusals, set_up, state, step
 from lightning_lowprec.precision.host import Engine, callbacks_of, cast_floating, shown_as, trainer_of
 from lightning_lowprec.precision.loss_scale import LossScaler
-from lightning_lowprec.precision.options import BASE_DTYPES, Base, TrainingOptions
+from lightning_lowprec.precision.options import BASE_DTYPES, Base, RunOptions, TrainingOptions
 from lightning_lowprec.private import either
 from lightning_lowprec.private.inductor import store_float8_right
 from lightning_lowprec.private.lightning import EitherPrecision
@@ -66,18 +66,18 @@ class LowPrecision(EitherPrecision, ABC):
     """The dtype in which FSDP2 reduces gradients, unless the strategy's ``reduce_dtype`` says so; None: float32."""
 
     def __init__(
-        self, scaler: LossScaler | None, masters: HalfWeights | None = None, options: TrainingOptions | None = None
+        self, scaler: LossScaler | None, masters: HalfWeights | None = None, options: RunOptions | None = None
     ) -> None:
         options = TrainingOptions() if options is None else options
+        self.keep_fp32 = options.keep_fp32 if isinstance(options, TrainingOptions) else ()
         self.scaler = scaler
         self.masters = masters
         self._casts_batch = masters is not None and masters.cast_inputs  # a strategy may take the masters away
         if masters is not None:
-            masters.keep_fp32 = options.keep_fp32
+            masters.keep_fp32 = self.keep_fp32
         self.weights = options.float32_weights(masters)
         self.head = options.head
         self.plain_after_fit = options.plain_after_fit
-        self.keep_fp32 = options.keep_fp32
         self.modules = set_up.Modules()
         self.optimizers: WeakList[Optimizer] = WeakList()  # of Fabric, one by one; the Trainer hands over all at once
         self.reshard: Callable[[Module], None] | None = None

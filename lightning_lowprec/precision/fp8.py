@@ -5,7 +5,7 @@ FP8 is slow without a compiler: casting and scaling are many small kernels, whic
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Final, Literal, TypedDict
+from typing import Final, Literal
 
 import torch
 from torch.nn import Module
@@ -43,12 +43,6 @@ class BlockOptions(Group):
     """
 
     compile: Compile = "auto"
-
-
-class BlockChoices(TypedDict, total=False):
-    """The field of :class:`BlockOptions`, for type checkers."""
-
-    compile: Compile
 
 
 @abstract

@@ -3,23 +3,22 @@
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal, final
 
 import torch
 from torch.nn import Module
-from typing_extensions import Unpack, override
+from typing_extensions import override
 
 from lightning_lowprec.conversion.name_suffixes import of_options
-from lightning_lowprec.conversion.options import shows, take
+from lightning_lowprec.conversion.options import shows, takes
 from lightning_lowprec.hardware import bf16_refusal, default_device, refusal_and_remedy
 from lightning_lowprec.messages import info
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.loss_scale import LossScaler
 from lightning_lowprec.precision.options import (
     BASE_DTYPES,
-    MasterChoices,
     MasterOptions,
-    TrainingChoices,
     TrainingOptions,
 )
 from lightning_lowprec.runs_where import RecipeKey
@@ -28,12 +27,15 @@ HalfName = Literal["bf16", "fp16", "auto"]
 _WITHOUT_MASTERS: Final = {"auto": "half-auto", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 
 
-class HalfChoices(TrainingChoices, MasterChoices, total=False):
-    """Every option of :class:`HalfMixed` except ``dtype``, for type checkers."""
+@dataclass(frozen=True, kw_only=True)
+class HalfOptions(TrainingOptions, MasterOptions):
+    """The arguments of :class:`HalfMixed`."""
+
+    dtype: HalfName = field(default="auto", kw_only=False)
 
 
 @final
-@shows(TrainingOptions, MasterOptions)
+@shows()
 class HalfMixed(LowPrecision):
     """Half precision by ``torch.autocast``, with float32 weights or with half-precision weights and float32 masters.
 
@@ -45,16 +47,17 @@ class HalfMixed(LowPrecision):
             loss scale; or an option needs ``master_weights`` and there are none.
     """
 
-    def __init__(self, dtype: HalfName = "auto", **options: Unpack[HalfChoices]) -> None:
+    @takes(HalfOptions)
+    def __init__(self, options: HalfOptions) -> None:
+        dtype = options.dtype
         self._dtype: torch.dtype | None = BASE_DTYPES.get(dtype)
         # "auto" checks the arguments as fp16 does; the device decides later whether they are used
-        training = take(TrainingOptions, options)
-        scaler = training.scaler("fp16" if dtype == "auto" else dtype)
+        scaler = options.scaler("fp16" if dtype == "auto" else dtype)
         self._fp16_scaler: LossScaler | None = scaler if dtype == "auto" else None
         if dtype == "auto":
-            scaler = LossScaler(None) if training.skip_nonfinite else None
-        masters = take(MasterOptions, options).resolve(dtype)
-        super().__init__(scaler, masters, training)
+            scaler = LossScaler(None) if options.skip_nonfinite else None
+        masters = options.resolve(dtype)
+        super().__init__(scaler, masters, options)
         if masters is None:
             self.precision = _WITHOUT_MASTERS[dtype]
         elif dtype == "auto":

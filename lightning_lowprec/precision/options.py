@@ -6,9 +6,8 @@ See :mod:`lightning_lowprec.conversion.options`, which makes parameters of a plu
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Annotated, Any, Final, Literal, TypedDict
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Literal
 
 import torch
 
@@ -34,7 +33,7 @@ MasterWeights = bool | Literal["remainder", "8bit", "stochastic"] | MasterConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingOptions(Group):
+class RunOptions(Group):
     """Options of every plugin: the loss and its scale, half-precision weights, and the model after a run.
 
     Args:
@@ -46,9 +45,6 @@ class TrainingOptions(Group):
         weights: ``"float32"`` makes trainable half-precision weights float32 when the model is set up for training, in
             place, and logs a line; frozen weights and buffers stay. ``"keep"`` trains half-precision weights as they
             are, without masters. It does not go with ``master_weights``.
-        keep_fp32: names of parameters, buffers or modules, parts of names, or patterns: these tensors stay float32
-            where others become half precision, beside those that the model declares float32. Under FSDP2 they are
-            gathered as float32 too. Products with them run under autocast, as others do.
         plain_after_fit: hand the model back without a trace of this precision when the Trainer's ``fit``, ``test`` or
             any other run ends: torch's own layers, and float32 weights with the values of the masters. A model that
             FSDP2 or ZeRO has sharded stays as it is, and a log line says so.
@@ -63,7 +59,6 @@ class TrainingOptions(Group):
     loss_scale: LossScaleChoice = "auto"
     skip_nonfinite: bool = False
     weights: Weights = "float32"
-    keep_fp32: Names = ()
     plain_after_fit: bool = True
     head: HeadKind = "bf16"
 
@@ -93,20 +88,18 @@ class TrainingOptions(Group):
             )
         return Float32Weights() if self.weights == "float32" else None
 
-    def keeping(self, names: Sequence[str]) -> TrainingOptions:
-        """Return these options, with more names of tensors that stay float32."""
-        return replace(self, keep_fp32=(*self.keep_fp32, *names))
 
+@dataclass(frozen=True, kw_only=True)
+class TrainingOptions(RunOptions):
+    """Options of every plugin that casts no weight by itself.
 
-class TrainingChoices(TypedDict, total=False):
-    """The fields of :class:`TrainingOptions`, for type checkers."""
+    Args:
+        keep_fp32: names of parameters, buffers or modules, parts of names, or patterns: these tensors stay float32
+            where others become half precision, beside those that the model declares float32. Under FSDP2 they are
+            gathered as float32 too. Products with them run under autocast, as others do.
+    """
 
-    loss_scale: LossScaleChoice
-    skip_nonfinite: bool
-    weights: Weights
-    keep_fp32: Sequence[str]
-    plain_after_fit: bool
-    head: HeadKind
+    keep_fp32: Names = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,30 +148,30 @@ class MasterOptions(Group):
         return HalfWeights(config, self.buffer_dtype, self.grad_accumulation_dtype, cast_inputs=self.cast_inputs)
 
 
-class MasterChoices(TypedDict, total=False):
-    """The fields of :class:`MasterOptions`, for type checkers: ``**options: Unpack[MasterChoices]``."""
-
-    master_weights: MasterWeights
-    buffer_dtype: torch.dtype | None
-    grad_accumulation_dtype: torch.dtype | None
-    cast_inputs: bool
-
-
 @dataclass(frozen=True, kw_only=True)
 class FP8Options(Group):
-    """Options of layers in FP8 or int8: the dtype outside of their GEMMs, evaluation, and emulation.
+    """Options of layers in FP8 or int8: the dtype outside of their GEMMs, and evaluation.
 
     Args:
         base: dtype of every operation outside of these GEMMs: ``"bf16"``, or ``"fp16"`` with loss scaling.
         fp8_eval: whether validation, test and prediction run these GEMMs too, and not plain Linears.
+    """
+
+    base: Base = "bf16"
+    fp8_eval: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmulationOptions(Group):
+    """The option of layers in FP8 that can be emulated.
+
+    Args:
         emulate: multiply dequantised codes in float32 instead of calling FP8 kernels. ``"hopper"``, ``"ada"``,
             ``"blackwell"`` and ``"mi300"`` add up as the tensor cores of this GPU do, bit for bit. None: what the
             environment variable ``LOWPREC_EMULATE`` names; else True on CPU, False on a GPU; a GPU without FP8 then
             raises.
     """
 
-    base: Base = "bf16"
-    fp8_eval: bool = True
     emulate: Emulation | None = None
 
     @property
@@ -189,16 +182,3 @@ class FP8Options(Group):
             return self.emulate
         check_choice(EMULATE, name, UNITS)
         return name  # type: ignore[no-any-return]
-
-
-class FP8Choices(TypedDict, total=False):
-    """The fields of :class:`FP8Options` that every backend takes, for type checkers."""
-
-    base: Base
-    fp8_eval: bool
-
-
-class EmulationChoices(TypedDict, total=False):
-    """The field of :class:`FP8Options` for backends that can emulate FP8, for type checkers."""
-
-    emulate: Emulation | None

@@ -2,16 +2,17 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, final
 
 import torch
 from torch.nn import Module
-from typing_extensions import Unpack, override
+from typing_extensions import override
 
 from lightning_lowprec.checks import Count
 from lightning_lowprec.conversion.name_formats import EXPERTS_NEED_TORCHAO
 from lightning_lowprec.conversion.name_suffixes import of_options
-from lightning_lowprec.conversion.options import LayerChoices, LayerOptions, shows, take
+from lightning_lowprec.conversion.options import LayerOptions, shows, take, takes
 from lightning_lowprec.conversion.plan import Plan, PlanRequest
 from lightning_lowprec.extras import require
 from lightning_lowprec.hardware import describe
@@ -20,11 +21,8 @@ from lightning_lowprec.precision import fp8
 from lightning_lowprec.precision.fp8 import Converting
 from lightning_lowprec.precision.host import Engine
 from lightning_lowprec.precision.options import (
-    FP8Choices,
     FP8Options,
-    MasterChoices,
     MasterOptions,
-    TrainingChoices,
     TrainingOptions,
 )
 from lightning_lowprec.precision.state import BACKEND_STATE
@@ -35,15 +33,24 @@ from lightning_lowprec.te.convert import choose, convert_model, scaled_layers
 from lightning_lowprec.te.delayed_scaling import SCALES, DelayedScales
 
 
-class TEChoices(LayerChoices, FP8Choices, TrainingChoices, MasterChoices, total=False):
-    """The options of :class:`FP8TE` that other plugins share, for type checkers."""
+@dataclass(frozen=True, kw_only=True)
+class TEOptions(LayerOptions, FP8Options, TrainingOptions, MasterOptions):
+    """The arguments of :class:`FP8TE`."""
+
+    recipe: recipes.Kind | Mapping[str, Any] | Any = field(default="delayed", kw_only=False)
+    fp8_format: Literal["hybrid", "e4m3"] | None = None
+    margin: int | None = None
+    amax_history_len: Count | None = None
+    amax_compute_algo: Literal["max", "most_recent"] | None = None
+    reduce_amax: bool | None = None
+    fp8_params: bool = False
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    norms: bool = True
 
 
 @final
-@shows(
-    *(LayerOptions, FP8Options, TrainingOptions, MasterOptions),
-    without=("emulate",),
-)
+@shows()
 class FP8TE(Converting):
     """The GEMMs of the Linear layers in FP8 by Transformer Engine, everything else under autocast.
 
@@ -74,44 +81,23 @@ class FP8TE(Converting):
 
     backend: ClassVar[str | None] = NAME
 
-    def __init__(
-        self,
-        recipe: recipes.Kind | Mapping[str, Any] | Any = "delayed",
-        *,
-        fp8_format: Literal["hybrid", "e4m3"] | None = None,
-        margin: int | None = None,
-        amax_history_len: Count | None = None,
-        amax_compute_algo: Literal["max", "most_recent"] | None = None,
-        reduce_amax: bool | None = None,
-        fp8_params: bool = False,
-        fp8_dpa: bool = False,
-        fp8_mha: bool = False,
-        norms: bool = True,
-        **options: Unpack[TEChoices],
-    ) -> None:
-        running = take(FP8Options, options)
-        masters = take(MasterOptions, options).resolve(running.base)
-        training = take(TrainingOptions, options)
-        super().__init__(training.scaler(running.base), masters, training)
+    @takes(TEOptions)
+    def __init__(self, options: TEOptions) -> None:
+        masters = options.resolve(options.base)
+        super().__init__(options.scaler(options.base), masters, options)
         require(recipes.MODULE, "FP8TE")
-        fields = {
-            "fp8_format": fp8_format,
-            "margin": margin,
-            "amax_history_len": amax_history_len,
-            "amax_compute_algo": amax_compute_algo,
-            "reduce_amax": reduce_amax,
-            "fp8_dpa": fp8_dpa or None,
-            "fp8_mha": fp8_mha or None,
-        }
-        self.recipe: Any = recipes.make_recipe(recipe, **fields)
+        same = "fp8_format", "margin", "amax_history_len", "amax_compute_algo", "reduce_amax"
+        fields = {name: getattr(options, name) for name in same}
+        fields |= {"fp8_dpa": options.fp8_dpa or None, "fp8_mha": options.fp8_mha or None}
+        self.recipe: Any = recipes.make_recipe(options.recipe, **fields)
         """The recipe object of Transformer Engine."""
         self.kind = recipes.kind_of(self.recipe)
         self.layers = take(LayerOptions, options)
-        self.base = running.base
-        self.fp8_eval = running.fp8_eval
-        self.norms = norms
-        self._fp8_params = fp8_params
-        self.not_sharded = "fp8_params=True" if fp8_params else None
+        self.base = options.base
+        self.fp8_eval = options.fp8_eval
+        self.norms = options.norms
+        self._fp8_params = options.fp8_params
+        self.not_sharded = "fp8_params=True" if options.fp8_params else None
         _check(self.kind, self.layers, self.base)
         self.scales: DelayedScales | None = None
         if self.kind == "delayed":
@@ -182,10 +168,10 @@ class FP8TE(Converting):
             multiple = recipes.alignment_of(self.recipe)
             raise fp8.nothing_converts(self.precision, none, plan, multiple=multiple)
         attention = any(isinstance(m, te.DotProductAttention) for m in module.modules())
-        for field in ("fp8_dpa", "fp8_mha"):
-            if getattr(self.recipe, field) and not attention:
+        for name in ("fp8_dpa", "fp8_mha"):
+            if getattr(self.recipe, name) and not attention:
                 raise ValueError(
-                    f"`{field}=True` is for Transformer Engine's own attention (`te.DotProductAttention`), and"
+                    f"`{name}=True` is for Transformer Engine's own attention (`te.DotProductAttention`), and"
                     f" {type(module).__name__} has none; leave it out, or build the model with it."
                 )
 

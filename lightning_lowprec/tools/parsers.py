@@ -50,7 +50,7 @@ def parse(command: str, argv: Sequence[str]) -> Any:
     if command == "compare":
         args.spec = CompareSpec(**{name: value for name, value in vars(args).items() if name != "json"})
     if hasattr(args, "frozen"):
-        args.layers = take(LayerOptions, vars(args))
+        args.layers = take(LayerOptions, args)
     return args
 
 

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, final, get_args
 
 import torch
-from typing_extensions import Unpack, override
+from typing_extensions import override
 
 from lightning_lowprec.checks import Rule
 from lightning_lowprec.conversion.gains import SOURCE
 from lightning_lowprec.conversion.name_formats import GROUPED_ROUND_TO_BF16, NO_GROUPED_PRODUCT
-from lightning_lowprec.conversion.options import shows
+from lightning_lowprec.conversion.options import shows, takes
 from lightning_lowprec.conversion.plan import Plan
 from lightning_lowprec.conversion.recipe_map import GemmChoices
 from lightning_lowprec.hardware import emulation_refusal, refusal
 from lightning_lowprec.messages import info, warn
+from lightning_lowprec.precision.options import EmulationOptions
 from lightning_lowprec.products.formats import FORMATS
 from lightning_lowprec.runs_where import RecipeKey
 from lightning_lowprec.torchao.backend import FastAccum, FP8Format, Recipe
-from lightning_lowprec.torchao.plugin import EXPERTS_IN_BF16, SHARED, Experts, SharedChoices, TorchAO
+from lightning_lowprec.torchao.plugin import EXPERTS_IN_BF16, Experts, SharedOptions, TorchAO
 
 if TYPE_CHECKING:
     from lightning_lowprec.torchao.settings import Settings
@@ -31,8 +32,21 @@ RecipePerLayer = Annotated[
 WeightCodes = Literal["auto", "per_forward", "per_gemm"]
 
 
+@dataclass(frozen=True, kw_only=True)
+class FP8TorchAOOptions(SharedOptions, EmulationOptions):
+    """The arguments of :class:`FP8TorchAO`."""
+
+    recipe: Recipe | RecipePerLayer = field(default="tensorwise", kw_only=False)
+    fp8_format: FP8Format | None = None
+    round_scales_to_power_of_2: bool | None = None
+    weight_codes: WeightCodes = "auto"
+    fast_accum: FastAccum = "forward"
+    experts: Experts = "auto"
+    pad_inner_dim: bool = False
+
+
 @final
-@shows(*SHARED)
+@shows()
 class FP8TorchAO(TorchAO):
     """The GEMMs of the Linear layers in FP8, everything else under autocast; float32 weights unless told otherwise.
 
@@ -79,43 +93,25 @@ class FP8TorchAO(TorchAO):
         " which needs no compiler."
     )
 
-    def __init__(
-        self,
-        recipe: Recipe | RecipePerLayer = "tensorwise",
-        *,
-        fp8_format: FP8Format | None = None,
-        round_scales_to_power_of_2: bool | None = None,
-        weight_codes: WeightCodes = "auto",
-        fast_accum: FastAccum = "forward",
-        experts: Experts = "auto",
-        pad_inner_dim: bool = False,
-        **options: Unpack[SharedChoices],
-    ) -> None:
-        super().__init__(recipe, get_args(Recipe), options)
-        self._check(
-            fp8_format=fp8_format,
-            round_scales_to_power_of_2=round_scales_to_power_of_2,
-            weight_codes=weight_codes,
-            fast_accum=fast_accum,
-            experts=experts,
-            pad_inner_dim=pad_inner_dim,
-        )
-        self.fp8_format: FP8Format = fp8_format or ("hybrid" if "tensorwise" in self.kinds else "e4m3")
-        self.round_scales_to_power_of_2 = round_scales_to_power_of_2
+    @takes(FP8TorchAOOptions)
+    def __init__(self, options: FP8TorchAOOptions) -> None:
+        super().__init__(options.recipe, get_args(Recipe), options)
+        self._check(options)
+        self.fp8_format: FP8Format = options.fp8_format or ("hybrid" if "tensorwise" in self.kinds else "e4m3")
+        self.round_scales_to_power_of_2 = options.round_scales_to_power_of_2
         one_scale = "tensorwise" in self.kinds
-        self.weight_codes = "per_forward" if one_scale and weight_codes != "per_gemm" else "per_gemm"
-        self.fast_accum: FastAccum = fast_accum
-        self.experts: Experts = experts
-        self.pad_inner_dim = pad_inner_dim
-        if isinstance(recipe, Mapping):
+        self.weight_codes = "per_forward" if one_scale and options.weight_codes != "per_gemm" else "per_gemm"
+        self.fast_accum: FastAccum = options.fast_accum
+        self.experts: Experts = options.experts
+        self.pad_inner_dim = options.pad_inner_dim
+        if isinstance(self.recipe, Mapping):
             self.precision = "fp8-torchao-per-layer"
-        elif recipe == "tensorwise" and self.fp8_format == "e4m3":
+        elif self.recipe == "tensorwise" and self.fp8_format == "e4m3":
             self.precision = "fp8-e4m3"
         self.precision += self.suffix
 
-    def _check(self, **given: Any) -> None:
+    def _check(self, options: FP8TorchAOOptions) -> None:
         """Raise for options that no recipe of a layer reads, and for a base dtype that one does not have."""
-        defaults = {"weight_codes": "auto", "fast_accum": "forward", "experts": "auto", "pad_inner_dim": False}
         for kind, spec in zip(self.kinds, self.specs, strict=True):
             if self.base == "fp16" and spec.not_fp16 is not None:
                 raise ValueError(
@@ -123,14 +119,19 @@ class FP8TorchAO(TorchAO):
                     " `recipe='tensorwise'`."
                 )
         read = frozenset().union(*(spec.options for spec in self.specs))
-        for option, value in given.items():
-            if value != defaults.get(option) and option not in read and (option, value) != ("weight_codes", "per_gemm"):
+        for option in ("fp8_format", *self.own):
+            value = getattr(options, option)
+            if (
+                value != getattr(FP8TorchAOOptions, option)
+                and option not in read
+                and (option, value) != ("weight_codes", "per_gemm")
+            ):
                 users = [repr(kind) for kind in get_args(Recipe) if option in FORMATS[kind].options]
                 raise ValueError(
                     f"`{option}={value!r}` is not valid with `recipe={self.kinds[0]!r}`, which does not read it; it is"
                     f" for {', '.join(users)}. Leave `{option}` out."
                 )
-        if given["fp8_format"] == "hybrid" and "tensorwise" not in self.kinds:
+        if options.fp8_format == "hybrid" and "tensorwise" not in self.kinds:
             raise ValueError(
                 f"`fp8_format='hybrid'` is not valid with `recipe={self.kinds[0]!r}`, which uses e4m3 everywhere; use"
                 " `fp8_format='e4m3'` or `recipe='tensorwise'`."

@@ -1,18 +1,27 @@
 """int8 training through torchao: both operands of each product have int8 codes with a scale per row."""
 
+from dataclasses import dataclass, field
 from typing import Literal, final
 
 import torch
-from typing_extensions import Unpack, override
+from typing_extensions import override
 
-from lightning_lowprec.conversion.options import shows
+from lightning_lowprec.conversion.options import shows, takes
 from lightning_lowprec.hardware import describe
 from lightning_lowprec.products.arithmetic import Arithmetic
-from lightning_lowprec.torchao.plugin import SHARED, ProductsPerLayer, SharedChoices, TorchAO
+from lightning_lowprec.torchao.plugin import ProductsPerLayer, SharedOptions, TorchAO
+
+
+@dataclass(frozen=True, kw_only=True)
+class Int8Options(SharedOptions):
+    """The arguments of :class:`Int8TorchAO`."""
+
+    recipe: Literal["int8"] | ProductsPerLayer = field(default="int8", kw_only=False)
+    stochastic_rounding: bool = False
 
 
 @final
-@shows(*SHARED, without=("emulate",))
+@shows()
 class Int8TorchAO(TorchAO):
     """The GEMMs of the Linear layers in int8, everything else under autocast; float32 weights unless told otherwise.
 
@@ -33,16 +42,11 @@ class Int8TorchAO(TorchAO):
 
     own = ("stochastic_rounding",)
 
-    def __init__(
-        self,
-        recipe: Literal["int8"] | ProductsPerLayer = "int8",
-        *,
-        stochastic_rounding: bool = False,
-        **options: Unpack[SharedChoices],
-    ) -> None:
-        super().__init__(recipe, ("int8",), options)
-        self.stochastic_rounding = stochastic_rounding
-        self.precision += ("" if isinstance(recipe, str) else "-per-layer") + self.suffix
+    @takes(Int8Options)
+    def __init__(self, options: Int8Options) -> None:
+        super().__init__(options.recipe, ("int8",), options)
+        self.stochastic_rounding = options.stochastic_rounding
+        self.precision += ("" if isinstance(options.recipe, str) else "-per-layer") + self.suffix
 
     @override
     def arithmetic(self, kind: str, device: torch.device) -> Arithmetic:

@@ -6,6 +6,7 @@ The plugins are in `fp8.py` and `int8.py`: options and names. The rows of `produ
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
 import torch
@@ -16,22 +17,19 @@ from lightning_lowprec.checks import Rule, abstract
 from lightning_lowprec.conversion import module_dtypes
 from lightning_lowprec.conversion.invariants import unchanged
 from lightning_lowprec.conversion.name_suffixes import of_options
-from lightning_lowprec.conversion.options import LayerChoices, LayerOptions, take
+from lightning_lowprec.conversion.options import LayerOptions, take
 from lightning_lowprec.conversion.plan import Plan, PlanRequest
 from lightning_lowprec.conversion.recipe_map import GemmChoices, LayerRecipe, RecipeMap
 from lightning_lowprec.extras import import_refusal, require
 from lightning_lowprec.hardware import describe
 from lightning_lowprec.messages import info
 from lightning_lowprec.precision import fp8, refusals
-from lightning_lowprec.precision.fp8 import BlockChoices, BlockOptions, Converting
+from lightning_lowprec.precision.fp8 import BlockOptions, Converting
 from lightning_lowprec.precision.host import Engine
 from lightning_lowprec.precision.options import (
-    EmulationChoices,
-    FP8Choices,
+    EmulationOptions,
     FP8Options,
-    MasterChoices,
     MasterOptions,
-    TrainingChoices,
     TrainingOptions,
 )
 from lightning_lowprec.precision.state import BACKEND_STATE
@@ -53,20 +51,11 @@ ProductsPerLayer = Annotated[
     Mapping[str, Literal["int8", "bf16", "fp32"] | GemmChoices], Rule("a mapping of patterns of fqns to recipes")
 ]
 EXPERTS_IN_BF16: Final = "stacked experts (experts='bf16')"
-SHARED: Final = (LayerOptions, FP8Options, BlockOptions, TrainingOptions, MasterOptions)
-"""The options of every plugin of torchao's formats."""
 
 
-class SharedChoices(
-    LayerChoices,
-    FP8Choices,
-    EmulationChoices,
-    BlockChoices,
-    TrainingChoices,
-    MasterChoices,
-    total=False,
-):
-    """The same, for type checkers."""
+@dataclass(frozen=True, kw_only=True)
+class SharedOptions(LayerOptions, FP8Options, BlockOptions, TrainingOptions, MasterOptions):
+    """The options of every plugin of torchao's formats."""
 
 
 @abstract
@@ -82,12 +71,11 @@ class TorchAO(Converting):
     """The options of the subclass, by attribute, that are built into a model when it is sharded."""
     advice: ClassVar[str] = "Encoding is slow without `torch.compile`: compile the model yourself."
 
-    def __init__(self, recipe: Any, names: tuple[str, ...], options: Any) -> None:
+    def __init__(self, recipe: str | Mapping[str, Any], names: tuple[str, ...], options: SharedOptions) -> None:
         recipes: Any = RecipeMap.of(recipe, names=names, base=names[0]) if isinstance(recipe, Mapping) else recipe
-        training = take(TrainingOptions, options).keeping(recipes.float32 if isinstance(recipes, RecipeMap) else ())
-        running = take(FP8Options, options)
-        masters = take(MasterOptions, options).resolve(running.base)
-        super().__init__(training.scaler(running.base), masters, training)
+        options = replace(options, keep_fp32=(*options.keep_fp32, *getattr(recipes, "float32", ())))
+        masters = options.resolve(options.base)
+        super().__init__(options.scaler(options.base), masters, options)
         require("torchao", f"{type(self).__name__}(recipe={recipe!r})")
         self.recipe, self.recipes = recipe, recipes
         self.kinds: tuple[str, ...] = recipes.names if isinstance(recipes, RecipeMap) else (recipes,)
@@ -96,9 +84,10 @@ class TorchAO(Converting):
         titles = {spec.title for spec in self.specs}
         self.format = titles.pop() if len(titles) == 1 else "FP8"  # type: ignore[misc]
         self.precision = self.specs[0].precision
-        self.base, self.fp8_eval = running.base, running.fp8_eval
-        self.emulate = running.emulation if any(spec.emulates for spec in self.specs) else False
-        self.compile = take(BlockOptions, options).compile
+        self.base, self.fp8_eval = options.base, options.fp8_eval
+        emulation = options.emulation if isinstance(options, EmulationOptions) else False
+        self.emulate = emulation if any(spec.emulates for spec in self.specs) else False
+        self.compile = options.compile
         self.layers = take(LayerOptions, options)
 
     @property

@@ -258,7 +258,9 @@ def test_a_file_that_is_larger_than_the_memory_is_not_called_damaged(tmp_path):
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (used + 2**24, before[1]))
     try:
-        with pytest.raises(OSError, match=r"a.ckpt' has 67.1 MB, and this system maps no more than its memory and swap"):
+        with pytest.raises(
+            OSError, match=r"a.ckpt' has 67.1 MB, and this system maps no more than its memory and swap"
+        ):
             files.read(tmp_path / "a.ckpt", None)
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)

@@ -22,7 +22,7 @@ from lightning_lowprec import (
 from lightning_lowprec.checks import allows, hints_of
 from lightning_lowprec.conversion.options import LayerOptions
 from lightning_lowprec.fsdp2.options import ShardOptions
-from lightning_lowprec.precision.options import FP8Options, MasterOptions, TrainingOptions
+from lightning_lowprec.precision.options import EmulationOptions, FP8Options, MasterOptions, TrainingOptions
 from lightning_lowprec.tools.compare.spec import CompareSpec
 
 TRUE_OR_FALSE = "True or False"
@@ -141,7 +141,8 @@ CASES = {
     FabricFSDP2Strategy: STRATEGY,
     ShardOptions: SHARDS,
     LayerOptions: LAYERS,
-    FP8Options: [*RUNNING, *EMULATION],
+    FP8Options: RUNNING,
+    EmulationOptions: EMULATION,
     TrainingOptions: [*SCALE, *WEIGHTS, *KEPT, *HEAD],
     MasterOptions: MASTERS,
     LossScale: SCALING,

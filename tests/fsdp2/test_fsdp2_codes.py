@@ -45,14 +45,14 @@ def loss(model, number=0):
     return value
 
 
-def shards_of(made):
-    return [weight._local_tensor for weight in made.scales.weights]
+def shards_of(scales):
+    return [weight._local_tensor for weight in scales.weights]
 
 
 @pytest.mark.parametrize(("choice", "per_step"), [("auto", 1), ("per_forward", 1), ("per_gemm", 2 * 8)])
 def test_eight_micro_batches_encode_each_shard_once(mesh, encoded, choice, per_step):
     """Or at every gather: blocks are gathered in forward and in backward."""
-    model, made = sharded(mesh, True, model=converted(weight_codes=choice))
+    model, scales = sharded(mesh, True, model=converted(weight_codes=choice))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(2):
         for micro_batch in range(8):
@@ -60,13 +60,13 @@ def test_eight_micro_batches_encode_each_shard_once(mesh, encoded, choice, per_s
         optimizer.step()
         optimizer.zero_grad()
     assert len(encoded) == 2 * LAYERS * per_step
-    kept = [shard._kept.codes for shard in shards_of(made) if shard._kept is not None]
+    kept = [shard._kept.codes for shard in shards_of(scales) if shard._kept is not None]
     held = sum(codes.untyped_storage().nbytes() for codes in kept)
-    assert held == (sum(weight.numel() for weight in made.scales.weights) if per_step == 1 else 0)
+    assert held == (sum(weight.numel() for weight in scales.weights) if per_step == 1 else 0)
 
 
 def torch_optimizer(**options):
-    def change(model, made):
+    def change(model, scales):
         loss_of(model, batch(1, 0)).backward()
         torch.optim.AdamW(model.parameters(), lr=0.1, **options).step()
 
@@ -84,30 +84,30 @@ def distributed_like(model):
     return {n: DTensor.from_local(state[n], p.device_mesh, p.placements) for n, p in model.named_parameters()}
 
 
-def load_state_dict(model, made):
+def load_state_dict(model, scales):
     model.load_state_dict(distributed_like(model))
 
 
-def set_model_state_dict(model, made):
+def set_model_state_dict(model, scales):
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
     set_model_state_dict(model, other(model), options=StateDictOptions(full_state_dict=True))
 
 
-def copy_under_no_grad(model, made):
+def copy_under_no_grad(model, scales):
     values = distributed_like(model)
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.copy_(values[name])
 
 
-def copy_into_data(model, made):
+def copy_into_data(model, scales):
     values = distributed_like(model)
     for name, p in model.named_parameters():
         p.data.copy_(values[name])
 
 
-def copy_into_local_views(model, made):
+def copy_into_local_views(model, scales):
     values = other(model)
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -123,32 +123,32 @@ def averaged(model):
     return average
 
 
-def foreach_lerp_to_an_average(model, made):
+def foreach_lerp_to_an_average(model, scales):
     average = averaged(model)
     with torch.no_grad():
         torch._foreach_lerp_(list(model.parameters()), [average[name] for name, _ in model.named_parameters()], 1.0)
 
 
-def swap_tensors_with_an_average(model, made):
+def swap_tensors_with_an_average(model, scales):
     """FSDP2 sees a swap of weights with an extension such as ours, but not of others."""
     average = averaged(model)
     for name, p in model.named_parameters():
-        if any(p is weight for weight in made.scales.weights):
+        if any(p is weight for weight in scales.weights):
             torch.utils.swap_tensors(p, torch.nn.Parameter(average[name]))
 
 
-def kernel(model, made):
+def kernel(model, scales):
     """It writes to the memory, and says so."""
     values = other(model)
     names = {id(p): name for name, p in model.named_parameters()}
-    for weight in made.scales.weights:
+    for weight in scales.weights:
         shard = weight.to_local()
         memory = torch.from_numpy(shard._tensor.detach().numpy())
         memory.copy_(values[names[id(weight)]])
         shard.note_written()
 
 
-def another_dtype_and_back(model, made):
+def another_dtype_and_back(model, scales):
     model.double()
     loss(model, 2)
     with torch.no_grad():
@@ -157,7 +157,7 @@ def another_dtype_and_back(model, made):
     model.float()
 
 
-def negate_the_state_dict(model, made):
+def negate_the_state_dict(model, scales):
     """As `torch.distributed.checkpoint.load` does with other values; the largest absolute value stays the same."""
     for value in model.state_dict().values():
         value.neg_()
@@ -181,11 +181,11 @@ WAYS = {
 @pytest.mark.parametrize("change", WAYS.values(), ids=WAYS)
 def test_a_changed_weight_is_encoded_again(mesh, encoded, change):
     """The loss is that of a fresh model with the same weights, which keeps no codes, bit for bit."""
-    model, made = sharded(mesh, True)
+    model, scales = sharded(mesh, True)
     before = loss(model)
     assert loss(model) == before
     assert len(encoded) == LAYERS
-    change(model, made)
+    change(model, scales)
     got = loss(model)
     fresh, _ = sharded(mesh, True, model=converted(weight_codes="per_gemm"))
     fresh.load_state_dict(model.state_dict())
@@ -200,7 +200,7 @@ def through_pickle(value):
 
 
 def test_copies_pickles_and_state_dicts_have_no_codes(mesh):
-    model, made = sharded(mesh, True)
+    model, scales = sharded(mesh, True)
     loss_of(model, batch(0, 0)).backward()
     model.zero_grad()  # torch cannot copy a DTensor with its gradient
     state = model.state_dict()
@@ -208,7 +208,7 @@ def test_copies_pickles_and_state_dicts_have_no_codes(mesh):
     assert all(type(value._local_tensor) is torch.Tensor for value in state.values())
     loss_of(model, batch(0, 0)).backward()
     model.zero_grad()
-    for weight, shard in zip(made.scales.weights, shards_of(made), strict=True):
+    for weight, shard in zip(scales.weights, shards_of(scales), strict=True):
         assert shard._kept is not None
         for copied in (copy.deepcopy(weight), copy.deepcopy(shard), weight.clone(), shard.detach()):
             local = getattr(copied, "_local_tensor", copied)
@@ -222,33 +222,33 @@ def test_copies_pickles_and_state_dicts_have_no_codes(mesh):
     assert up.weight._local_tensor.data_ptr() != model.blocks[0].up.weight._local_tensor.data_ptr()
 
 
-def watched(model, made):
+def watched(model, scales):
     """References to all shards, their values and their codes."""
     loss_of(model, batch(0, 0)).backward()
     model.zero_grad()
-    return [weakref.ref(t) for shard in shards_of(made) for t in (shard, shard._tensor, shard._kept.codes)]
+    return [weakref.ref(t) for shard in shards_of(scales) for t in (shard, shard._tensor, shard._kept.codes)]
 
 
 def test_replaced_and_deleted_shards_are_freed_with_their_codes(mesh):
-    model, made = sharded(mesh, True)
-    old = watched(model, made)
+    model, scales = sharded(mesh, True)
+    old = watched(model, scales)
     model.to(torch.float64)
     gc.collect()
     assert [ref() for ref in old] == [None] * 3 * LAYERS
     model.to(torch.float32)
-    old = watched(model, made)
-    del model, made
+    old = watched(model, scales)
+    del model, scales
     for _ in range(2):  # one round frees what held the others
         gc.collect()
     assert [ref() for ref in old] == [None] * 3 * LAYERS
 
 
 def test_a_kernel_says_that_it_has_written(mesh):
-    model, made = sharded(mesh, True)
+    model, scales = sharded(mesh, True)
     loss(model)
-    assert not made.scales.stale
-    made.scales.weights[0].to_local().note_written()
-    assert made.scales.stale
+    assert not scales.stale
+    scales.weights[0].to_local().note_written()
+    assert scales.stale
 
 
 def test_a_model_that_is_sharded_keeps_its_choice():

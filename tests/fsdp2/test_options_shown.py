@@ -2,20 +2,14 @@
 
 import inspect
 from dataclasses import fields
-from typing import get_type_hints
 
 import pytest
 from jsonargparse import ArgumentParser
 
 from lightning_lowprec import FabricFSDP2Strategy, FSDP2Strategy
-from lightning_lowprec.fsdp2.options import ShardChoices, ShardOptions
+from lightning_lowprec.fsdp2.options import ShardOptions
 
 OPTIONS = {field.name: field.default for field in fields(ShardOptions)}
-
-
-def test_the_keywords_for_type_checkers_are_the_fields():
-    assert get_type_hints(ShardChoices) == get_type_hints(ShardOptions)
-    assert list(get_type_hints(ShardChoices)) == list(OPTIONS)
 
 
 @pytest.mark.parametrize("shown", [FSDP2Strategy, FabricFSDP2Strategy])

@@ -56,7 +56,7 @@ def test_the_picture_has_whole_steps(tmp_path):
     _, comparison = report(tmp_path, [trained("32-true", **few), trained("bf16-mixed", **few)])
     figure = picture(comparison.spec, comparison.runs)
     figure.canvas.draw()
-    assert [float(tick) % 1 for axes in figure.axes for tick in axes.get_xticks()] .count(0.0) >= 6
+    assert [float(tick) % 1 for axes in figure.axes for tick in axes.get_xticks()].count(0.0) >= 6
 
 
 def test_it_says_what_was_measured_where_and_how(tmp_path):

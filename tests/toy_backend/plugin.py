@@ -2,26 +2,26 @@
 
 import torch
 from torch import nn
-from typing_extensions import Unpack
 
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.invariants import unchanged
-from lightning_lowprec.conversion.options import LayerChoices, LayerOptions, shows, take
+from lightning_lowprec.conversion.options import LayerOptions, shows, takes
 from lightning_lowprec.precision import fp8
 from lightning_lowprec.precision.base import LowPrecision
 from tests.toy_backend.linear import convert
 
 
-@shows(LayerOptions)
+@shows()
 class Toy(LowPrecision):
     """Rounds to e4m3."""
 
     backend = "toy"
     autocast_dtype = torch.bfloat16
 
-    def __init__(self, **options: Unpack[LayerChoices]) -> None:
+    @takes(LayerOptions)
+    def __init__(self, options: LayerOptions) -> None:
         super().__init__(None)
-        self.layers = take(LayerOptions, options)
+        self.layers = options
         self.precision = "fp8-toy"
 
     def how(self, device: torch.device) -> str:

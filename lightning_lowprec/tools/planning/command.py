@@ -2,17 +2,17 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 from torch import nn
 
 from lightning_lowprec import names as precisions
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.backends import PrecisionName
-from lightning_lowprec.conversion.options import LayerChoices, LayerOptions
+from lightning_lowprec.conversion.options import LayerOptions, called_with, take
 from lightning_lowprec.conversion.plan import Plan, make_plan
 from lightning_lowprec.conversion.recipe_map import RecipeMap
 from lightning_lowprec.names import validate_name
@@ -76,13 +76,25 @@ def _pattern(entry: str) -> tuple[str, Any]:
 # ---- from Python
 
 
-def plan(
-    model: nn.Module | str,
-    precision: str = "fp8-hybrid",
-    *,
-    recipe: Mapping[str, Any] | None = None,
-    **options: Unpack[LayerChoices],
-) -> Plan:
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(LayerOptions):
+    """The arguments of :func:`plan`."""
+
+    model: nn.Module | str = field(kw_only=False)
+    precision: str = field(default="fp8-hybrid", kw_only=False)
+    recipe: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, nn.Module | str):
+            raise TypeError(
+                f"`model={self.model!r}` is not valid; expected a Module, or a string as for `lowprec plan`, such as"
+                " 'llama'."
+            )
+        super().__post_init__()
+
+
+@called_with(PlanOptions)
+def plan(options: PlanOptions) -> Plan:
     """Return which layers of a model run in low precision, and why the others do not. Nothing is changed or trained.
 
     A notebook shows the plan as a table; ``print(plan)`` has one line per layer.
@@ -99,13 +111,11 @@ def plan(
         ValueError: the precision is not known or converts no layers, or a pattern matches no layer.
         TypeError: the model or an option is of a wrong type.
     """
-    if not isinstance(model, nn.Module | str):
-        raise TypeError(
-            f"`model={model!r}` is not valid; expected a Module, or a string as for `lowprec plan`, such as 'llama'."
-        )
-    name = converting_name(precision)
-    request = name.plan_request(recipes_of(recipe, precision, name))
-    return make_plan(load(model, {}).model if isinstance(model, str) else model, LayerOptions(**options), request)
+    model = options.model
+    name = converting_name(options.precision)
+    request = name.plan_request(recipes_of(options.recipe, options.precision, name))
+    model = load(model, {}).model if isinstance(model, str) else model
+    return make_plan(model, take(LayerOptions, options), request)
 
 
 def converting_name(precision: str) -> PrecisionName:
