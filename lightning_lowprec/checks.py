@@ -77,8 +77,11 @@ def check_types(values: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
     """Raise a ValueError for the first value that its type hint does not allow; names without a hint pass."""
     for field, value in values.items():
         if field in hints and not allows(hints[field], value):
-            near = nearest(value, _choices(hints[field])) if isinstance(value, str) else None
+            word = getattr(value, "name", value)  # an enum of another stack, such as Format.HYBRID
+            near = nearest(word, _choices(hints[field])) if isinstance(word, str) else None
             hint = "" if near is None else f" Did you mean {near!r}?"
+            if field == "wrap" and not hint and isinstance(value, str):
+                hint = " Write the class itself, in a list: `wrap=[LlamaDecoderLayer]`."
             hint = f" {answer}" if (answer := gone(str(value), VALUES.get(field, {}))) else hint
             raise ValueError(f"`{field}={value!r}` is not valid; expected {_expected(hints[field])}.{hint}")
 

@@ -22,7 +22,7 @@ from lightning_lowprec.conversion.name_suffixes import (
 from lightning_lowprec.gone import PRECISIONS as GONE
 from lightning_lowprec.gone import gone
 from lightning_lowprec.msamp.backend import BACKEND as MSAMP_BACKEND
-from lightning_lowprec.other_stacks import PRECISIONS, pointer
+from lightning_lowprec.other_stacks import PRECISIONS, RECIPES, pointer
 from lightning_lowprec.runs_where import RecipeKey
 from lightning_lowprec.te.backend import BACKEND as TE_BACKEND
 from lightning_lowprec.torchao.backend import BACKEND as TORCHAO_BACKEND
@@ -85,9 +85,9 @@ def unknown_name(name: object, also_allowed: Sequence[object] = OF_LIGHTNING) ->
     if hasattr(name, "convert_module"):
         plugin = f"{getattr(name, '__name__', type(name).__name__)}(...)"
         return ValueError(f"`precision={plugin}` is a plugin, expected a name. Write `plugins={plugin}`.")
-    recipe = _nemo_recipe(name) if "_" in str(name) else None
+    recipe = _nemo_recipe(name) if "_" in str(name) or "-with-" in str(name) else None
     hint = f"NeMo's recipe is a plugin: write {recipe}." if recipe else gone(str(name), GONE)
-    hint = hint or suffix_refusal(str(name), TABLE) or pointer(name, PRECISIONS, [*also_allowed, *TABLE])
+    hint = hint or suffix_refusal(str(name), TABLE) or pointer(name, {**PRECISIONS, **RECIPES}, [*also_allowed, *TABLE])
     hint = hint or "Try 'bf16-mixed', 'fp8-hybrid' or 'bf16-8bit'."
     return ValueError(f"Precision {name!r} is invalid. {hint} `lowprec doctor` lists the names of this package.")
 

@@ -33,7 +33,10 @@ _WORDS: Final[Mapping[str, tuple[str, ...]]] = {
     _HALF.format("bf16", "bf16"): ("bfloat16", "torch.bfloat16", "bfloat16-mixed", "bf16: true"),
     "Write `plugins=HalfEval('bf16')`, which trains in float32 and evaluates in bf16, as Axolotl does. For bf16 weights"
     " write 'bf16-remainder'.": ("bf16: full", "bf16-full", "full"),
-    "Write 'nvfp4-te': products in 4 bits by Transformer Engine.": ("fp4", "nvfp4-mixed"),
+    "Write 'nvfp4-te': products in 4 bits by Transformer Engine.": (
+        *("fp4", "nvfp4-mixed", "bf16-with-nvfp4-mixed"),
+        *("nemotron-3-super-bf16-with-nvfp4-mixed", "nemotron-3-ultra-bf16-with-nvfp4-mixed"),
+    ),
     "Write 'half-auto': bf16 where the device has bf16, else fp16 with loss scaling.": (
         *("auto", "bf16: auto", "bf16:auto", "bf16-auto", "bf16 auto", "half"),
     ),
@@ -50,13 +53,30 @@ _WORDS: Final[Mapping[str, tuple[str, ...]]] = {
 PRECISIONS: Final = {word: answer for answer, words in _WORDS.items() for word in words}
 """Words for ``precision=``, except the names of this package and of Lightning."""
 
+_RECIPE: Final = "Write `plugins=lightning_lowprec.recipes.{}`."
+_TWO_BLOCKS: Final = "num_layers_at_start_in_bf16=2, num_layers_at_end_in_bf16=2"
+RECIPES: Final[Mapping[str, str]] = {
+    "bf16-with-fp8-delayed-scaling-mixed": _RECIPE.format("bf16_with_fp8_mixed()"),
+    "fp16-with-fp8-delayed-scaling-mixed": _RECIPE.format("fp16_with_fp8_mixed()"),
+    "nemotron-h-bf16-with-fp8-current-scaling-mixed": _RECIPE.format(
+        f"bf16_with_fp8_current_scaling_mixed({_TWO_BLOCKS})"
+    ),
+    "nanov2-bf16-with-fp8-current-scaling-mixed": _RECIPE.format(
+        f"bf16_with_fp8_subchannel_scaling_mixed(first_last_layers_bf16=True, {_TWO_BLOCKS})"
+    ),
+    **{word: answer for word, answer in PRECISIONS.items() if "-with-" in word},
+}
+"""Recipes of Megatron-Bridge that NeMo 2 did not have."""
+
 NEMO: Final[Mapping[str, str]] = {
     "params_dtype": "The dtype of the weights follows from `dtype` or `base`, and `master_weights`.",
     "pipeline_dtype": "There is no pipeline parallelism here.",
     "autocast_dtype": "Autocast has the dtype of `dtype` or `base`.",
-    "autocast_enabled": "Autocast is always on, so that softmax, norms and losses of any model run in float32.",
-    "grad_reduce_in_fp32": "Gradients of float32 weights are float32. For half weights write"
-    " `master_weights=True, grad_accumulation_dtype=torch.float32`, with `strategy='fsdp2'` on several GPUs.",
+    "autocast_enabled": "Leave it out: autocast is always on, so that softmax, norms and losses of any model run in"
+    " float32.",
+    "grad_reduce_in_fp32": "Leave False out, the default of `HalfMixed`; in a recipe write"
+    " `recipes.bf16_mixed(grad_reduce_in_fp32=False)`. For True with half weights write `master_weights=True,"
+    " grad_accumulation_dtype=torch.float32`, with `strategy='fsdp2'` on several GPUs.",
     "fp8": "Write `fp8_format='hybrid'` or `fp8_format='e4m3'` of `FP8TE`.",
     "fp8_recipe": "Write the recipe as the first argument: `FP8TE('delayed')`, 'current', 'block', 'mxfp8', 'nvfp4'.",
     "first_last_layers_bf16": "Write `first_last_layers_bf16=` of `FP8TE` or `FP8TorchAO`.",
@@ -79,7 +99,37 @@ NEMO: Final[Mapping[str, str]] = {
 }
 """Arguments of NeMo's ``MegatronMixedPrecision``, which NeMo users also set as attributes of the plugin."""
 
+_NVFP4: Final = "Write `FP8TE('nvfp4')`."
+_STATE: Final = (
+    "Write `master_weights=`: True (float32), 'remainder' (the same values in 2 bytes), or '8bit' (moments of 8 bits"
+    " too)."
+)
+_MEGATRON: Final[Mapping[str, str]] = {
+    "bf16": "Write `HalfMixed('bf16', master_weights=True)`, or `precision='bf16-master'`.",
+    "fp16": "Write `HalfMixed('fp16', master_weights=True)`, or `precision='fp16-master'`.",
+    "accumulate-allreduce-grads-in-fp32": "Write `master_weights=True, grad_accumulation_dtype=torch.float32`, with"
+    " `strategy='fsdp2'` on several GPUs.",
+    "grad-reduce-in-bf16": "Leave it out: gradients of half weights are sent as they are.",
+    "loss-scale-window": NEMO["fp16_loss_scale_window"],
+    "min-loss-scale": NEMO["fp16_min_loss_scale"],
+    "initial-loss-scale": NEMO["fp16_initial_loss_scale"],
+    "hysteresis": NEMO["fp16_hysteresis"],
+    "fp8-interval": "Leave it out: Transformer Engine computes its scales in every step.",
+    "fp8-param": NEMO["fp8_params"],
+    "no-fp8-wgrad": NEMO["fp8_wgrad"],
+    "transformer-impl": "Write the class of the plugin: `FP8TE` or `FP8TorchAO`.",
+    "fp8-quantizer-factory": "Write a recipe by name: `FP8TE('current')`.",
+    "reuse-grad-buf-for-mxfp8-param-ag": "Leave it out: no gather takes the memory of gradients.",
+    **dict.fromkeys(("fp4", "fp4-recipe", "fp4-param", "fp4-param-gather"), _NVFP4),
+    **dict.fromkeys(("main-params-dtype", "main-grads-dtype", "exp-avg-dtype", "exp-avg-sq-dtype"), _STATE),
+    **dict.fromkeys(("use-precision-aware-optimizer", "store-param-remainders"), _STATE),
+}
+"""Flags of Megatron's command line, and fields of Megatron-Bridge's ``MixedPrecisionConfig``."""
+
 OPTIONS: Final[Mapping[str, str]] = {
+    **_MEGATRON,
+    "fp8-config": "Write the keys of Accelerate's block as options of `FP8TE` or `FP8TorchAO`; `backend` is the class.",
+    "use-mxfp8-block-scaling": "Write `FP8TE('mxfp8')`.",
     "opt-level": "Write `level=` of `MSAMP`, e.g. `MSAMP('O2')`, or `precision='msamp-o2'`.",
     **{name.replace("_", "-"): answer for name, answer in NEMO.items()},
     "master-weight-bits": "It is an option of FlashOptim's optimizers. For masters of ours write"
@@ -110,6 +160,8 @@ def nearest(word: object, choices: Iterable[object]) -> str | None:
     """Return the choice that is spelled most like ``word``, or None if no choice is near."""
     by_spelling = {_spelling(choice): str(choice) for choice in choices}
     found = difflib.get_close_matches(_spelling(word), by_spelling, n=1, cutoff=0.6)
+    parts = _spelling(word).split("-")  # FULL_STATE_DICT is 'full'
+    found = found or [spelling for spelling in by_spelling if spelling.isalpha() and spelling in parts]
     return by_spelling[found[0]] if found else None
 
 

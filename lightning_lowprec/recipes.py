@@ -86,6 +86,13 @@ def fp16_with_fp8_subchannel_scaling_mixed(**arguments: Any) -> FP8TE:
     return _fp8("fp16", "block", arguments)
 
 
+def __getattr__(name: str) -> Any:
+    from lightning_lowprec.other_stacks import RECIPES, pointer
+
+    answer = pointer(name, RECIPES, NAMES)
+    raise AttributeError(". ".join(filter(None, [f"module {__name__!r} has no attribute {name!r}", answer])))
+
+
 NAMES: Final = tuple(name for name in globals() if name.endswith("_mixed"))
 _DELAYED: Final = {"fp8_params": True, "margin": 0, "amax_history_len": 1024, "amax_compute_algo": "max"}
 _MEGATRON_SCALE: Final = LossScale(initial=2.0**32, floor=1.0, growth_interval=1000, hysteresis=2)

@@ -129,11 +129,10 @@ def compile_blocks(
 
     Equal blocks share code, and all fqns stay. ``advice`` ends the message where "auto" finds no blocks.
     """
-    if option is False:
-        return
-    if option == "auto" and (
-        device.type != "cuda" or any(map(is_compiled, module.modules())) or is_compiled_whole(module)
-    ):
+    by_user = device.type != "cuda" or any(map(is_compiled, module.modules())) or is_compiled_whole(module)
+    if option is False and not by_user:
+        info(f"{precision}: compile=False: no block is compiled. {advice}")
+    if option is False or (option == "auto" and by_user):
         return
     blocks = [block for stack in block_stacks(module, having=layers).values() for block in stack]
     unless = has_cache if blocks and train_without_cache(module) else None

@@ -1,13 +1,25 @@
 """An option that users of another stack write is answered with ours, by the class that they write it to."""
 
+from enum import Enum
+
 import pytest
 
-from lightning_lowprec import FP8TE, MSAMP, FabricFSDP2Strategy, FSDP2Strategy
+from lightning_lowprec import FP8TE, MSAMP, FabricFSDP2Strategy, FP8TorchAO, FSDP2Strategy, HalfMixed, recipes
+from lightning_lowprec.names import TABLE, unknown_name
 from lightning_lowprec.precision.loss_scale import LossScale
 
 ASKED = {
     MSAMP: ["use_te", "opt_level"],
-    FP8TE: ["interval", "override_linear_precision", "use_autocast_during_eval", "fp8_margin"],
+    FP8TE: [
+        *("interval", "override_linear_precision", "use_autocast_during_eval", "fp8_margin", "fp8_config"),
+        *("use_mxfp8_block_scaling", "fp8_recipe", "fp8_param", "fp4", "fp4_recipe", "fp8_quantizer_factory"),
+        *("reuse_grad_buf_for_mxfp8_param_ag", "no_fp8_wgrad", "transformer_impl", "fp8_interval"),
+    ],
+    HalfMixed: [
+        *("bf16", "fp16", "accumulate_allreduce_grads_in_fp32", "grad_reduce_in_bf16", "loss_scale_window"),
+        *("min_loss_scale", "initial_loss_scale", "hysteresis", "main_grads_dtype", "exp_avg_dtype"),
+        *("use_precision_aware_optimizer", "autocast_enabled", "grad_reduce_in_fp32"),
+    ],
     LossScale: ["init_scale"],
     FSDP2Strategy: [
         *("offload_params", "cpu_ram_efficient_loading", "auto_wrap_policy", "transformer_layer_cls_to_wrap"),
@@ -24,3 +36,46 @@ def test_the_answer_says_what_to_write(cls, name):
     ) as raised:
         cls(**{name: True})
     assert "Did you mean" not in str(raised.value)
+
+
+@pytest.mark.parametrize(("make", "answer"), [
+    (lambda: FP8TorchAO(fp8_format="HYBRID"), "Did you mean 'hybrid'?"),
+    (lambda: FP8TorchAO(fp8_format=Enum("Format", ["HYBRID"]).HYBRID), "Did you mean 'hybrid'?"),
+    (lambda: FSDP2Strategy(state_dict_type="FULL_STATE_DICT"), "Did you mean 'full'?"),
+    (lambda: FSDP2Strategy(state_dict_type="SHARDED_STATE_DICT"), "Did you mean 'sharded'?"),
+    (lambda: FSDP2Strategy(wrap="LlamaDecoderLayer"), "Write the class itself, in a list: `wrap=[LlamaDecoderLayer]`."),
+], ids=["HYBRID", "Format.HYBRID", "FULL_STATE_DICT", "SHARDED_STATE_DICT", "wrap"])  # fmt: skip
+def test_a_value_of_theirs_is_answered_with_ours(make, answer):
+    with pytest.raises(ValueError, match=r"is not valid; expected") as raised:
+        make()
+    assert str(raised.value).endswith(answer)
+
+
+BRIDGE = {
+    "bf16_with_fp8_delayed_scaling_mixed": "bf16_with_fp8_mixed()",
+    "fp16_with_fp8_delayed_scaling_mixed": "fp16_with_fp8_mixed()",
+    "bf16_with_nvfp4_mixed": "'nvfp4-te'",
+    "nemotron_3_super_bf16_with_nvfp4_mixed": "'nvfp4-te'",
+    "nemotron_3_ultra_bf16_with_nvfp4_mixed": "'nvfp4-te'",
+    "nemotron_h_bf16_with_fp8_current_scaling_mixed": "bf16_with_fp8_current_scaling_mixed(num_layers_at_start",
+    "nanov2_bf16_with_fp8_current_scaling_mixed": "bf16_with_fp8_subchannel_scaling_mixed(first_last_layers_bf16",
+}
+
+
+@pytest.mark.parametrize("name", BRIDGE)
+def test_recipes_of_megatron_bridge_are_answered(name):
+    """As a function of ours, and as a name, with ``_`` or ``-``."""
+    with pytest.raises(AttributeError, match="Write ") as raised:
+        getattr(recipes, name)
+    for said in (str(raised.value), str(unknown_name(name)), str(unknown_name(name.replace("_", "-")))):
+        assert BRIDGE[name] in said
+        assert "Did you mean" not in said
+    assert "nvfp4-te" in TABLE
+    assert "recipes.bf16_with_fp8_mixed()" in str(unknown_name("bf16-with-fp8-mixed"))
+
+
+def test_nemos_attribute_is_answered_where_a_recipe_file_sets_it():
+    plugin = recipes.bf16_mixed()
+    with pytest.raises(AttributeError, match=r"write `recipes.bf16_mixed\(grad_reduce_in_fp32=False\)`"):
+        plugin.grad_reduce_in_fp32 = False
+    assert recipes.bf16_mixed(grad_reduce_in_fp32=False).masters.accumulation is None

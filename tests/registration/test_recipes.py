@@ -132,7 +132,7 @@ def test_recipes_take_nemos_arguments_and_the_plugins_options():
     [
         (
             {"autocast_enabled": False},
-            "`autocast_enabled=False` is not possible .* True. Autocast is always on",
+            "`autocast_enabled=False` is not possible .* True. Leave it out: autocast is always on",
         ),
         ({"params_dtype": torch.float16}, "`params_dtype=torch.float16` is not possible in this recipe"),
         ({"pipeline_dtype": torch.float32}, "There is no pipeline parallelism here"),

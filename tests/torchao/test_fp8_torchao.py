@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from lightning_lowprec import FP8TorchAO
+from lightning_lowprec.precision.fp8 import compile_blocks
 from lightning_lowprec.precision.loss_scale import LossScale
 from lightning_lowprec.tools.cli import main
 from lightning_lowprec.torchao.linear import FP8Linear, coded_layers
@@ -361,3 +362,11 @@ def test_kernels_on_cpu_run_if_this_torch_has_them_and_are_refused_if_not(recipe
     exact, kernels = set_up(True)(x), set_up(False)(x)
     noise = (kernels - exact).pow(2).mean() / exact.pow(2).mean()
     assert 10 * torch.log10(noise) < -30.0, "the same codes; products rounded to bf16 (2**-9, -48 dB) at each layer"
+
+
+@pytest.mark.parametrize(("device", "said"), [("cuda", 1), ("cpu", 0)])
+def test_a_line_says_that_fp8_without_a_compiler_is_slow(device, said, caplog):
+    """No memory of the device is touched."""
+    net = nn.Sequential(nn.Linear(32, 32))
+    compile_blocks(net, [net[0]], False, torch.device(device), precision="fp8-hybrid", advice=FP8TorchAO.advice)
+    assert caplog.text.count("fp8-hybrid: compile=False: no block is compiled. FP8 is slow") == said
