@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_lowprec.messages import info
 from lightning_lowprec.private.either import LightningDataModule, LightningModule, OptimizerLRScheduler
 
 __all__ = ["ByteGPT", "StdlibText"]
@@ -29,6 +30,10 @@ EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests",
 EXCLUDED_FOLDERS |= {"encodings", "pydoc_data"}  # tables, not text
 VAL_SHARE = 10  # one file in ten, and a tenth of max_bytes, is for validation
 STDLIB = Path(sysconfig.get_paths()["stdlib"])
+NEXT = (
+    "Next, with a model of your own: `lowprec plan my.Model` shows which layers convert, and"
+    " `lowprec compare --model my.Model --data my.Data` whether a precision costs loss."
+)
 
 Batch = tuple[Tensor, ...]
 
@@ -109,6 +114,10 @@ class ByteGPT(LightningModule):
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         """Log ``val_loss``, in nats per byte."""
         self.log("val_loss", self._loss(batch), prog_bar=True, sync_dist=True)
+
+    def on_fit_end(self) -> None:
+        """Say what to do next."""
+        info(NEXT)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """AdamW over all parameters, with a short linear warm-up."""

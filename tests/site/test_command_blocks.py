@@ -7,6 +7,7 @@ import pytest
 from lightning_lowprec.tools.cli import COMMANDS
 from tests.site.commands import check_line
 from tests.site.pages import ROOT, Block, blocks
+from tools.site.hooks import install
 
 LANGUAGES = {"python", "bash", "yaml", "text", "toml", "diff"}
 
@@ -39,6 +40,11 @@ def test_the_first_pages_install_what_their_commands_need(page: str):
         extra for command, extra in {"lowprec plan llama": "hf", "make demo": "report"}.items() if command in text
     }
     assert needed <= set(installed[0].split(",")), "hf: transformers, report: pictures"
+
+
+@pytest.mark.parametrize("page", ["docs/getting-started.md", "examples/first_steps.ipynb"])
+def test_the_line_that_installs_is_the_same_everywhere(page: str):
+    assert re.search(r"pip install '[^']+'", (ROOT / page).read_text())[0] == install().split("\n")[2]
 
 
 def test_nobody_is_sent_to_an_index_for_this_package():

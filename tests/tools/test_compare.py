@@ -18,6 +18,7 @@ from lightning_lowprec.tools.compare.result import PrecisionResult, judge
 from lightning_lowprec.tools.compare.runner import train_all
 from lightning_lowprec.tools.compare.spec import CompareSpec
 from lightning_lowprec.tools.compare.training import Recorder
+from lightning_lowprec.tools.demo import NEXT
 from tests import forked
 from tests.tools.comparing import compare
 
@@ -88,7 +89,7 @@ def test_the_command_trains_the_demo(tmp_path, capfd):
     )
     stdout, stderr = capfd.readouterr()
     assert status == 0, stdout + stderr
-    assert stdout.splitlines()[-2] == str(out / "report.md")
+    assert stdout.splitlines()[-3] == str(out / "report.md")
     assert "Only one precision was asked for, so nothing was compared." in stdout
     assert "emulated" in stdout
     assert "7/7" in stderr, "the bar reaches the end"
@@ -185,10 +186,10 @@ def test_a_folder_holds_one_comparison(tmp_path, monkeypatch, capsys):
     assert "`--force` to write over the report" in capsys.readouterr().err
     assert (tmp_path / "report.md").read_text() == before
     assert main(["compare", "--precisions=bf16-mixed", f"--out={tmp_path}", "--force"]) == 0
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last == (
-        "Every precision trained and ended with the final val_loss within 1% of bf16-mixed's. The exit status is 0."
-    )
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        "Every precision trained and ended with the final val_loss within 1% of bf16-mixed's. The exit status is 0.",
+        NEXT,
+    ]
     assert "bf16-mixed" in (tmp_path / "report.md").read_text()
     assert trained == ["32-true", "bf16-mixed"]
 

@@ -4,7 +4,17 @@ import lightning as L
 import pytest
 import torch
 
-from lightning_lowprec.tools.demo import EXCLUDED_FOLDERS, STDLIB, ByteGPT, StdlibText, read, rotate, split, windows
+from lightning_lowprec.tools.demo import (
+    EXCLUDED_FOLDERS,
+    NEXT,
+    STDLIB,
+    ByteGPT,
+    StdlibText,
+    read,
+    rotate,
+    split,
+    windows,
+)
 
 TINY = {"depth": 1, "width": 16, "heads": 2, "block_size": 16}
 
@@ -127,7 +137,7 @@ def test_the_loss_is_computed_in_float32():
 
 @pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers")
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated")
-def test_it_learns_and_logs(tmp_path):
+def test_it_learns_and_logs(tmp_path, caplog):
     L.seed_everything(0, verbose=False)
     trainer = L.Trainer(
         accelerator="cpu", max_steps=30, limit_val_batches=2, check_val_every_n_epoch=None, val_check_interval=30,
@@ -137,3 +147,4 @@ def test_it_learns_and_logs(tmp_path):
     trainer.fit(ByteGPT(**TINY, lr=1e-2), data(batch_size=16))
     assert trainer.callback_metrics["train_loss"] < 4.5
     assert trainer.callback_metrics["val_loss"] < 4.5
+    assert caplog.messages[-1] == NEXT

@@ -37,8 +37,16 @@ def status() -> str:
     return '!!! note "What has run"\n' + re.sub("^", "    ", text, flags=re.MULTILINE)
 
 
+def install() -> str:
+    """Return the line that installs this package, from README.md, for all pages."""
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    line = next(line for line in readme.splitlines() if line.startswith("pip install "))
+    return f"\n```bash\n{line.partition(' #')[0].rstrip()}\n```\n"
+
+
 WRITTEN: Mapping[str, Callable[[], str]] = {
     "names": names_table, "messages": messages.page, "notebook": notebook.page, "status": status,
+    "install": install,
 }  # fmt: skip
 """What stands between the markers ``<!-- NAME -->`` and ``<!-- /NAME -->`` of a page."""
 

@@ -42,6 +42,10 @@ def run(args: Any) -> int:
         print(comparison)
         print(comparison.spec.out / REPORT)
         print(f"{verdict_on_all(comparison)} The exit status is {status}.")
+        if comparison.spec.model.startswith(DEMO):
+            from lightning_lowprec.tools.demo import NEXT
+
+            print(NEXT)
     return status
 
 
