@@ -39,6 +39,7 @@ from lightning_lowprec import names
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.extras import require
 from lightning_lowprec.fsdp2.forward_hooks import reshard
+from lightning_lowprec.masters import copies
 from lightning_lowprec.masters.float32_values import NO_PLAIN_STEP
 from lightning_lowprec.messages import info, warn
 from lightning_lowprec.numerics.fp8_average import fp8_gradient_hook
@@ -131,8 +132,9 @@ def at_meeting(function: Callable[[Any], None]) -> None:
 
 
 def unregister() -> None:
-    """Put back everything that ``register`` changed."""
+    """Put back everything that ``register`` changed, and torch's copies of parameters."""
     autoload.before_first_use(share_bases)
+    copies.unpatch()
     while _patches:
         owner, name, original, replacement = _patches.pop()
         if getattr(owner, name) is replacement:  # else another package wrapped the patch

@@ -16,6 +16,7 @@ import torch
 from torch.nn import Module
 
 from lightning_lowprec.private.torch import is_in_backward
+from lightning_lowprec.products.transforms import FORWARD_MODE
 
 _MIXED: Final = re.compile("dtype|scalar type|same type")
 """What torch says of an operation that gets two dtypes."""
@@ -40,6 +41,8 @@ def forward(device_type: str, dtype: torch.dtype, *, cache: bool, half_weights: 
         with torch.autocast(device_type, dtype, cache_enabled=cache):
             yield
     except RuntimeError as error:
+        if "jvp function" in str(error):  # torch's words where a layer's autograd Function has no forward mode
+            raise RuntimeError(FORWARD_MODE) from error
         if half_weights is None or half_weights in str(error) or _MIXED.search(str(error)) is None:
             raise
         raise RuntimeError(f"{error}. {half_weights}") from error

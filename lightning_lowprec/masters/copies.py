@@ -9,8 +9,8 @@
 """
 
 import functools
-from collections.abc import Iterator, Mapping
-from typing import Any, final
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, final
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,6 +24,7 @@ from lightning_lowprec.masters.registry import existing_masters, places_of
 from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.private.torch import with_local_tensor
 
+_patches: Final[list[tuple[type, Callable[..., Any], Callable[..., Any]]]] = []
 _watched: WeakKeyDictionary[nn.Module, list[RemovableHandle]] = WeakKeyDictionary()
 
 
@@ -79,8 +80,10 @@ def float32_value(parameter: Tensor) -> Tensor:
     return existing_masters([parameter]).get(id(parameter), parameter.detach().float())
 
 
-@functools.cache  # once per process; parameters that no plugin has cast are left to torch
 def _patch() -> None:
+    """Let copies and averages see float32 values, once per process; parameters that no plugin has cast are torch's."""
+    if _patches:
+        return
     copied, averaged = Parameter.__deepcopy__, AveragedModel.update_parameters
 
     @functools.wraps(copied)
@@ -94,8 +97,17 @@ def _patch() -> None:
         half = any(p.dtype in HALF_DTYPES for p in self.module.parameters())
         averaged(self, model if half else _Exact(model))  # type: ignore[arg-type]
 
-    Parameter.__deepcopy__ = deepcopy  # type: ignore[method-assign]
-    AveragedModel.update_parameters = update_parameters  # type: ignore[method-assign]
+    _patches.extend([(Parameter, copied, deepcopy), (AveragedModel, averaged, update_parameters)])
+    for owner, original, replacement in _patches:
+        setattr(owner, original.__name__, replacement)
+
+
+def unpatch() -> None:
+    """Put torch's own copies and averages back, until :func:`watch` is called again."""
+    while _patches:
+        owner, original, replacement = _patches.pop()
+        if getattr(owner, original.__name__) is replacement:  # else another package wrapped the patch
+            setattr(owner, original.__name__, original)
 
 
 @final

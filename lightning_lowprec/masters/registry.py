@@ -197,7 +197,8 @@ def places_of(parameter: Tensor) -> Iterator[tuple[Store, int]]:
         store, index = registry.place_of.get(id(parameter), (None, 0))
         if store is None or registry.config.form == "stochastic":
             continue
-        if store.params[index] is parameter and parameter.dtype == store.dtype:
+        same = store.params[index] is parameter and parameter.dtype == store.dtype
+        if same and parameter.shape == store.masters[index].shape:  # a program that prunes gives another
             yield store, index
 
 

@@ -23,7 +23,7 @@ from lightning_lowprec.masters.float32_values import KEPT, MARK, NO_PLAIN_STEP, 
 from lightning_lowprec.masters.kept_float32 import coupled, kept_float32
 from lightning_lowprec.masters.moments import decode_on_load, float32_state
 from lightning_lowprec.masters.optimizer import add_masters, remove_masters
-from lightning_lowprec.masters.registry import existing_masters, registry_of
+from lightning_lowprec.masters.registry import existing_masters, places_of, registry_of
 from lightning_lowprec.masters.step import refuse_plain_steps
 from lightning_lowprec.messages import in_units, info
 from lightning_lowprec.numerics.formats import HALF_DTYPES
@@ -148,7 +148,8 @@ class HalfWeights:
             for key, value in existing_masters(params.values()).items():
                 keep(params[key], value, on_host=False)
             remove_masters(optimizer)
-        add_masters(optimizer, self.config)
+        others = existing_masters(p for p in parameters_of(optimizer) if registry is None and any(places_of(p)))
+        add_masters(optimizer, self.config, values=others)  # those of an optimizer that is set up again
         self._set_accumulation(parameters_of(optimizer))
 
     def _set_accumulation(self, params: Iterable[Tensor]) -> None:

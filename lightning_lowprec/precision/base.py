@@ -272,8 +272,10 @@ class LowPrecision(EitherPrecision, ABC):
         """Trainer: prepare the wrapped model, and all optimizers before their first step."""
         if (trainer := trainer_of(model)) is not None:  # FSDP2 converts at the first set-up alone
             self._in_trainer, self._will_train = True, trainer.state.fn == either.TrainerFn.FITTING
+        if self.masters is not None or self.backend is not None:
+            refusals.refuse_graph(model, self.precision)
         self.see_module(model)
-        self.after_fit.optimizers = WeakList(optimizers)
+        self.after_fit.optimizers = WeakList(optimizers) if self.masters is None else list(optimizers)
         if self.engine is None:  # else DeepSpeed's optimizers are not known yet
             set_up.before_training(self, model, optimizers, will_train=self._will_train)
         return super().connect(model, optimizers, lr_schedulers)
@@ -359,6 +361,8 @@ class LowPrecision(EitherPrecision, ABC):
             return self.engine.optimizer_step(optimizer, model, closure, **kwargs)
         if self.modules.need_check:
             set_up.before_step_in_fabric(self, optimizer)
+        if (id(optimizer), len(optimizer.param_groups)) not in self.modules.groups_seen:
+            set_up.see_groups(self, optimizer)
         if self.masters is not None:
             writes = self.modules.frozen_writes
             writes.steps += 1
@@ -391,6 +395,8 @@ class LowPrecision(EitherPrecision, ABC):
         optimizer = optimizer.optimizer if isinstance(optimizer, either.both(either.LightningOptimizer)) else optimizer
         if self.engine is not None:  # clips in its step
             return
+        if (id(optimizer), len(optimizer.param_groups)) not in self.modules.groups_seen:
+            set_up.see_groups(self, optimizer)
         if clip_val <= 0 or not step.clips(self.scaler, optimizer, clip_val, gradient_clip_algorithm):
             super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
 

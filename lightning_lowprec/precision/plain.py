@@ -33,6 +33,7 @@ from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.numerics.parameters import parameters_of
 from lightning_lowprec.numerics.rounding import upper_half
 from lightning_lowprec.numerics.weight_rounding import WeightRounding
+from lightning_lowprec.precision.host import trainer_of
 from lightning_lowprec.private.deepspeed import refuse_zero
 from lightning_lowprec.private.either import Trainer, is_wrapped
 from lightning_lowprec.private.lightning import is_tuning
@@ -202,7 +203,8 @@ class AfterFit:
     """
 
     def __init__(self) -> None:
-        self.optimizers: WeakList[Optimizer] = WeakList()
+        self.optimizers: Iterable[Optimizer] = ()
+        """Those of this run; the ones with masters stay alive until others take over the values."""
         self._modules: WeakList[Module] = WeakList()
         self._before: list[tuple[Tensor, Tensor]] = []
         self._tunes = False
@@ -230,6 +232,8 @@ class AfterFit:
         """
         modules, self._modules = list(self._modules), WeakList()
         before, self._before = self._before, []
+        running = [optimizer for module in modules for optimizer in getattr(trainer_of(module), "optimizers", ())]
+        optimizers, self.optimizers = [*self.optimizers, *running], ()
         if (where := _sharded_by(plugin)) is not None:
             if plugin._in_trainer and plugin._will_train:
                 info(
@@ -245,7 +249,7 @@ class AfterFit:
             return
         ties_away = plugin.masters is not None and plugin.masters.config.form.startswith("remainder")
         roundings = [_roundings(module, ties_away=ties_away) for module in modules]
-        _make_plain(modules, self.optimizers, before if self._tunes else ())
+        _make_plain(modules, optimizers, before if self._tunes else ())
         for module, by_fqn in zip(modules, roundings, strict=True):
             layers = dict(module.named_modules())
             backends.left_roundings.update((layers[fqn], by_name) for fqn, by_name in by_fqn.items() if fqn in layers)

@@ -10,8 +10,9 @@ from torch.nn import Module
 from lightning_lowprec.conversion.experts import cut_by_expert
 from lightning_lowprec.hardware import caution
 from lightning_lowprec.messages import info, warn
-from lightning_lowprec.precision.host import callbacks_of
+from lightning_lowprec.precision.host import callbacks_of, trainer_of
 from lightning_lowprec.private.either import MisconfigurationException, both, trainer_callbacks
+from lightning_lowprec.private.lightning import traces
 
 AVERAGING: Final = ("StochasticWeightAveraging", "WeightAveraging")  # lightning 2.6 added the second one
 
@@ -71,6 +72,16 @@ def refuse_under_engine(keep_fp32: Sequence[str], where: str) -> None:
         raise ValueError(
             f"`keep_fp32={list(keep_fp32)!r}` is not possible under {where}, which casts every weight. Use"
             " `strategy='fsdp2'`, or leave it out."
+        )
+
+
+def refuse_graph(model: Any, precision: str) -> None:
+    """Raise if a logger will trace a model that has layers or weights in low precision."""
+    if (trainer := trainer_of(model)) is not None and traces(trainer, model):
+        raise MisconfigurationException(
+            "With `log_graph=True` TensorBoardLogger traces the model by `torch.jit.trace`, which does not go with the"
+            f" layers and weights of `precision={precision!r}`. Write `log_graph=False`; to get the picture, run one"
+            " step under 'bf16-mixed'."
         )
 
 

@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_lowprec.conversion import head, layer_runs
+from lightning_lowprec.conversion.matmuls import linears
 from lightning_lowprec.hardware import caution, default_device, emulation_refusal, refusal
 from lightning_lowprec.masters.float32_values import is_marked
 from lightning_lowprec.masters.registry import registries, registry_of
@@ -26,8 +27,9 @@ from lightning_lowprec.messages import in_units, info, warn
 from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.numerics.parameters import parameters_of
 from lightning_lowprec.precision import refusals
-from lightning_lowprec.precision.host import device_of
+from lightning_lowprec.precision.host import device_of, trainer_of
 from lightning_lowprec.private.torch import local_tensor, version_of
+from lightning_lowprec.private.torch_optimizers import brings_masters
 from lightning_lowprec.private.torchao import parameters_of_copies
 from lightning_lowprec.references import WeakList
 
@@ -53,6 +55,9 @@ class Modules:
         """Whether a module was prepared since the last check of optimizers, even if this module no longer exists."""
         self.watched_backwards = 0  # how many of the next backward passes are looked at (`layer_calls.py`)
         self.frozen_writes = FrozenWrites()
+        self.groups_seen: set[tuple[int, int]] = set()
+        """Each optimizer that has stepped, by id, and its number of groups: a program that adds layers changes one."""
+        self.linears: WeakList[Module] = WeakList()  # those that were there at the set-up
         self.waiting: WeakList[Module] = WeakList()  # the modules that were set up and are not prepared yet
         self.prepared: WeakList[Module] = WeakList()
         self.unchecked: WeakList[Module] = WeakList()
@@ -84,6 +89,7 @@ class Modules:
             self.unchecked.add(module)
             self.need_check = True
             self.watched_backwards = 2
+            self.linears = WeakList([*self.linears, *linears(module).values()])
             layer_runs.await_runs(module)
         self.device = self.device or default_device()
         self.ready = True
@@ -94,7 +100,8 @@ class Modules:
         self.need_check = False
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "sharded": None, "ready": self.device is not None, "need_check": False}
+        empty = {"sharded": None, "groups_seen": set(), "ready": self.device is not None, "need_check": False}
+        return {**self.__dict__, **empty}
 
 
 def check_optimizers(plugin: Any, optimizers: list[Optimizer]) -> None:
@@ -185,6 +192,40 @@ def before_step_in_fabric(plugin: Any, optimizer: Optimizer) -> None:
             )
         settle_weights(plugin, all_known=bool(plugin.optimizers))
     plugin.modules.note_check()
+
+
+def see_groups(plugin: Any, optimizer: Optimizer) -> None:
+    """Look at an optimizer, or a group of parameters, that is new: the program may have changed the model too."""
+    plugin.modules.groups_seen.add((id(optimizer), len(optimizer.param_groups)))
+    if plugin.masters is not None and registry_of(optimizer) is None and not brings_masters(optimizer):
+        _take_new(plugin, optimizer)
+    if plugin.backend is not None:
+        _warn_of_late_layers(plugin)
+
+
+def _take_new(plugin: Any, optimizer: Optimizer) -> None:
+    """Prepare an optimizer that the program has made since training began, with the others of its Trainer."""
+    trainers = [trainer for module in plugin.modules.prepared if (trainer := trainer_of(module)) is not None]
+    optimizers = [*(trainers[-1].optimizers if trainers else ()), optimizer]
+    for each in optimizers:
+        plugin._prepare_optimizer(each)
+    if trainers:  # the values of earlier masters have been taken over
+        plugin.after_fit.optimizers = optimizers
+
+
+def _warn_of_late_layers(plugin: Any) -> None:
+    """Warn of linear layers that came into a model after its set-up, and so did not convert."""
+    modules = plugin.modules
+    known = {id(module) for module in modules.linears}
+    found = {fqn: m for model in modules.prepared for fqn, m in linears(model).items() if id(m) not in known}
+    modules.linears = WeakList([*modules.linears, *found.values()])
+    if found:
+        names = ", ".join(map(repr, list(found)[:4])) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
+        warn(
+            f"`precision={plugin.precision!r}`: {names} came into the model after its set-up. Layers convert at the"
+            f" set-up alone, so these do not run in {plugin.format}. Build them before `fit` or `fabric.setup`; or end"
+            " this `fit` after the change and begin another one."
+        )
 
 
 def settle_weights(plugin: Any, *, all_known: bool = True) -> None:

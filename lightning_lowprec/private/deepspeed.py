@@ -17,6 +17,8 @@ _WHOLE_SHAPE: Final = "ds_shape"
 """Attribute of a parameter that ZeRO-3 has cut: the shape of the whole parameter."""
 _MASTER: Final = "_hp_mapping"
 """Attribute of a half-precision parameter whose float32 master ZeRO-1 or ZeRO-2 has cut."""
+_STATES: Final = "_optim_states.pt"
+"""The end of the names of files with optimizer states: ``bf16_zero_pp_rank_0_...`` in bf16, ``zero_pp_rank_0_...``."""
 _INITIALIZE: Final = "_setup_model_and_optimizer"
 """Method of the Trainer's DeepSpeedStrategy: gives model, optimizer and scheduler to ``deepspeed.initialize``."""
 
@@ -61,6 +63,26 @@ def refuse_zero(model: nn.Module, who: str, *, masters: bool = False) -> None:
             " checkpoint, make a file of it by `python zero_to_fp32.py`, which lies in the checkpoint's folder, and"
             " load the file into a fresh model."
         )
+
+
+def explain_loading(engine: Any, precision: str) -> None:
+    """Let an engine say why a checkpoint of another base dtype does not load: its files have other names."""
+    load = engine.load_checkpoint
+
+    def explained(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return load(*args, **kwargs)
+        except FileNotFoundError as error:
+            if not str(error.filename).endswith(_STATES):
+                raise
+            raise FileNotFoundError(
+                f"`precision={precision!r}`: there is no file {str(error.filename)!r}. DeepSpeed writes optimizer"
+                " states under other names in bf16 than in fp16, so the checkpoint may be of the other base dtype."
+                " Resume it with a precision of that dtype; or make a file of float32 weights by `python"
+                " zero_to_fp32.py`, which lies in the checkpoint's folder, and load the file into a fresh model."
+            ) from error
+
+    engine.load_checkpoint = explained
 
 
 def before_initialize(strategy: Any, check: Callable[[Any, Any], None]) -> None:

@@ -18,6 +18,8 @@ PRECISION_NAMES: Final = ("_after_closure", "_clip_gradients")
 """Attributes of the Trainer's precision plugins."""
 DDP_NAMES: Final = ("_register_ddp_hooks", "_ddp_comm_hook", "_ddp_comm_state", "_ddp_comm_wrapper")
 """Attributes of the Trainer's DDPStrategy. The first registers the others at DDP, on CUDA only."""
+GRAPH_NAME: Final = "_log_graph"
+"""Attribute of TensorBoardLogger: whether it traces the model, for a picture."""
 STEP_NAME: Final = "_batches_that_stepped"
 """Attribute of the Trainer's loop over an epoch: the step at which ``self.log`` and LearningRateMonitor log."""
 TUNER_NAME: Final = "_early_exit"
@@ -59,6 +61,7 @@ def moved() -> list[str]:
         "LightningModule": (either.LightningModule, (COMPILED_NAME,)),
         "DDPStrategy": (trainer.DDPStrategy, DDP_NAMES),
         "_TrainingEpochLoop": (MAIN.module("pytorch.loops.training_epoch_loop")._TrainingEpochLoop, (STEP_NAME,)),
+        "TensorBoardLogger": (MAIN.module("pytorch.loggers.tensorboard").TensorBoardLogger, (GRAPH_NAME,)),
         "LearningRateFinder": (callbacks.LearningRateFinder, (TUNER_NAME,)),
         "BatchSizeFinder": (callbacks.BatchSizeFinder, (TUNER_NAME,)),
     }
@@ -217,7 +220,13 @@ def is_tuning(trainer: Any) -> bool:
     return any(getattr(c, TUNER_NAME, False) for c in getattr(trainer, "callbacks", ()) if isinstance(c, finders))
 
 
-# ---- metrics
+# ---- loggers
+
+
+def traces(trainer: Any, model: Any) -> bool:
+    """Return whether a logger of ``trainer`` will trace ``model``, for a picture."""
+    traceable = isinstance(getattr(model, "example_input_array", None), (torch.Tensor, tuple))
+    return traceable and any(getattr(logger, GRAPH_NAME, False) for logger in trainer.loggers)
 
 
 def logs_this_step(trainer: Any) -> bool:

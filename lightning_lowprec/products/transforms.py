@@ -18,6 +18,10 @@ PLAIN_IN_EVALUATION: Final = (
 )
 KEEP: Final = "Keep the layers that need it in high precision (`keep=[...]`), or take another precision."
 
+FORWARD_MODE: Final = (
+    f"a derivative in forward mode (`torch.autograd.forward_ad`) does not run through layers in low precision. {KEEP}"
+)
+
 
 def check_call(layer: str, remedy: str = PLAIN_IN_EVALUATION) -> None:
     """Raise RuntimeError if a layer of this name is called under ``torch.func``, or exported or traced.
@@ -32,8 +36,7 @@ def check_call(layer: str, remedy: str = PLAIN_IN_EVALUATION) -> None:
         )
     if is_tracing():
         raise RuntimeError(
-            f"`torch.jit.trace` cannot trace {layer}, a layer in low precision. Lightning's TensorBoardLogger traces"
-            f" the model with `log_graph=True`: write `log_graph=False`. {PLAIN_FIRST}. Other ways: {remedy}"
+            f"`torch.jit.trace` cannot trace {layer}, a layer in low precision. {PLAIN_FIRST}. Other ways: {remedy}"
         )
     if are_transforms_active():
         refused = "`torch.func` (grad, vmap, jvp, jacrev, ...) does not run through"

@@ -40,10 +40,10 @@ class CodedLayer(StoresCodes):
     bias: Any
     fp8_eval: bool
     """Whether evaluation runs on codes too."""
-    padding: tuple[int, int]
-    """How many zeros are appended to K and N."""
     settings: LayerSettings
     """The recipe of the layer."""
+    alignment: int
+    """Zeros are appended to K and N until both are multiples of this number."""
     saves_weight_codes: bool
     """Whether the backward may read the codes of the weight that the forward made: not if the weight is freed."""
     in_bf16: tuple[Gemm, ...]
@@ -76,23 +76,26 @@ class CodedLayer(StoresCodes):
             return self.declared_forward(input)
         if are_transforms_active() or torch.compiler.is_exporting():
             check_call(type(self).__name__)
-        if isinstance(self.weight, DTensor) or isinstance(input, CUT):
-            return linear_by_torchao(self, input, self.weight if products.in_by_out else self.weight.t())
-        if not any(self.padding):
-            return linear(input, *self.codes_of(self.weight), self.bias, products)
-        return self._padded(input, products)
+        weight = self.weight
+        if isinstance(weight, DTensor) or isinstance(input, CUT):
+            return linear_by_torchao(self, input, weight if products.in_by_out else weight.t())
+        rows, columns = weight.shape  # other ones than at the conversion, if the program has pruned the layer
+        if rows % self.alignment or columns % self.alignment:
+            return self._padded(input, weight, products)
+        return linear(input, *self.codes_of(weight), self.bias, products)
 
-    def _padded(self, input: Tensor, products: Products) -> Tensor:
+    def _padded(self, input: Tensor, weight: Tensor, products: Products) -> Tensor:
         """[*, K] -> [*, N], with zeros behind K and N."""
-        k, n = self.padding
-        weight = F.pad(self.weight, (0, n, 0, k) if products.in_by_out else (0, k, 0, n))
+        features = weight.shape if products.in_by_out else weight.shape[::-1]
+        k, n = (-size % self.alignment for size in features)
+        weight = F.pad(weight, (0, n, 0, k) if products.in_by_out else (0, k, 0, n))
         bias = None if self.bias is None else F.pad(self.bias, (0, n))
         rows = F.pad(input, (0, k))
         output = linear(rows, *self.codes_of(weight), bias, products)
         if not n:
             return output
         # a copy and no view: a model may write to it
-        return output[..., : self.out_features].clone(memory_format=torch.contiguous_format)
+        return output[..., : features[1]].clone(memory_format=torch.contiguous_format)
 
     def check_trace(self) -> None:
         """Refuse ``torch.jit.trace`` where the layer computes on codes."""
@@ -121,4 +124,9 @@ class CodedLayer(StoresCodes):
         """The format in which FSDP2 gathers the weight; None: padded, stored as codes, or two sets of codes."""
         serves_both = self.codes_serve_both and not {"forward", "grad_input"} & set(self.in_bf16)
         values = self.values_dtype is None
-        return self.settings.wire_format if serves_both and values and not any(self.padding) else None
+        return self.settings.wire_format if serves_both and values and not self.is_padded else None
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether zeros are appended to K or N."""
+        return bool(self.in_features % self.alignment or self.out_features % self.alignment)

@@ -12,7 +12,7 @@ from torchao.float8.float8_linear import Float8Linear
 
 from lightning_lowprec.conversion import in_place
 from lightning_lowprec.conversion.matmuls import is_conv1d, sizes_of_conv1d
-from lightning_lowprec.conversion.selection import FEATURE_ALIGNMENT
+from lightning_lowprec.products.formats import FORMATS
 from lightning_lowprec.torchao.experts import fp8_experts
 from lightning_lowprec.torchao.layer import CodedLayer
 from lightning_lowprec.torchao.settings import LayerSettings
@@ -50,11 +50,10 @@ def convert(
         layer: Any = model.get_submodule(fqn)
         settings = settings_of(fqn)
         sizes = sizes_of_conv1d(layer) if is_conv1d(layer) else {}
-        k, n = sizes.values() if sizes else (layer.in_features, layer.out_features)
         attributes = {
             **settings.torchao_attributes,
             **sizes,
-            "padding": (-k % FEATURE_ALIGNMENT, -n % FEATURE_ALIGNMENT),
+            "alignment": FORMATS[settings.name].features,
             "fp8_eval": fp8_eval,
             "settings": settings,
             "saves_weight_codes": True,

@@ -46,7 +46,7 @@ def _refusal(layer: Any) -> tuple[str, str] | None:
         return f"{type(layer).__name__} {cut}", "Use 'fp8-hybrid', or keep what is cut (`keep=[...]`)."
     if by_name := {getattr(by, "emulate", None) for by in vars(layer.settings.products).values()} & UNITS.keys():
         return f"`emulate={by_name.pop()!r}` {cut}", "Use `emulate=True`."
-    if any(layer.padding):
+    if layer.is_padded:
         return f"A layer whose features are padded {cut}", "Leave `pad_inner_dim` out, or `keep=[...]` the layer."
     if layer.in_bf16:
         return f"A layer with some GEMMs in bf16 {cut}", "Choose all GEMMs: 'bf16', or the recipe without `gemms`."

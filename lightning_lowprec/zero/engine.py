@@ -218,6 +218,7 @@ class ZeroEngine(Engine):
         """Take the ``DeepSpeedEngine`` that ``deepspeed.initialize`` has made, and enter autocast inside of it."""
         self._engine = weakref.ref(engine)
         self._steps = engine.global_steps
+        private.explain_loading(engine, self.options.precision)
         for hook in self._hooks:
             hook.remove()
         enter = engine.module.register_forward_pre_hook(self._enter, prepend=True)

@@ -78,6 +78,11 @@ def test_the_trainer_resumes_bit_for_bit_and_validates(seen, stage):
     assert run["layer"] == "FP8Linear"
 
 
+def test_a_checkpoint_of_another_base_dtype_is_named_with_the_way_out(seen):
+    assert "under other names in bf16 than in fp16" in seen["of another base"]
+    assert "`python zero_to_fp32.py`" in seen["of another base"]
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_zero_to_fp32_gives_the_masters_which_other_strategies_load(seen, stage):
     masters = {name.removeprefix("net."): value for name, value in seen["trainer", stage]["masters"].items()}

@@ -108,8 +108,17 @@ def unlearned():
     return [str(warning.message) for warning in caught]
 
 
+def of_another_base(folder):
+    """What is said of a checkpoint in bf16 that an fp16 precision resumes."""
+    try:
+        trainer_of(2, 2, "fp16-master").fit(Task(), loader(), ckpt_path=folder)
+    except FileNotFoundError as error:
+        return str(error)
+
+
 def main(folder):
     seen = {("trainer", stage): resumed(stage, f"{folder}/trainer-{stage}") for stage in (1, 2, 3)}
+    seen["of another base"] = of_another_base(f"{folder}/trainer-2")
     seen["accumulated"] = accumulated()
     seen["clipping"] = contradicted()
     seen["cut"] = cut_from_the_start()

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 import torch
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.ao.quantization import quantize_dynamic
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
@@ -165,10 +167,20 @@ def test_on_fp8_layers_tools_name_plain(in_fp8, tool, tmp_path, capsys):
     net(X)
 
 
-@torch.no_grad()
-def test_the_refusal_of_a_trace_names_the_loggers_option(in_fp8):
-    with pytest.raises(RuntimeError, match=r"TensorBoardLogger .*write `log_graph=False`"):
-        traced(in_fp8[0], None)
+class Traces(DummyLogger):
+    """Stands for TensorBoardLogger, which needs a package more."""
+
+    _log_graph = True
+
+
+@pytest.mark.parametrize("make", PLUGINS.values(), ids=PLUGINS)
+def test_a_logger_that_would_trace_the_model_is_refused_with_its_option(make):
+    net = Net()
+    fit(make(), net, logger=Traces(), log_every_n_steps=1)  # nothing is traced without an example
+    net.example_input_array = X
+    with pytest.raises(MisconfigurationException, match=r"TensorBoardLogger.*Write `log_graph=False`"):
+        fit(make(), net, logger=Traces(), log_every_n_steps=1)
+    traced(net, None)  # plain again
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ import lightning as L
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_lowprec import MSAMP, FP8TorchAO, HalfMixed
 
@@ -32,3 +33,93 @@ def test_after_fp8(make: type) -> None:
     assert torch.equal(found, expected)
     assert not torch.equal(found.float(), fp8.float())
     assert [type(m) for m in model.modules()] == [type(m) for m in fresh.modules()]
+
+
+class Folds(L.LightningModule):
+    """A model that sets its optimizer up again in the second epoch, by one of the two ways in Lightning's examples."""
+
+    def __init__(self, way: str | None) -> None:
+        super().__init__()
+        self.net, self.way = net(), way
+
+    def training_step(self, batch: list[torch.Tensor], _: int) -> torch.Tensor:
+        return (self.net(batch[0]).float() - batch[0]).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 1e-3)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1 and self.way == "strategy":
+            self.trainer.strategy.setup_optimizers(self.trainer)
+        elif self.current_epoch == 1 and self.way == "list":
+            self.trainer.optimizers = [self.configure_optimizers()]
+
+
+@pytest.mark.parametrize("name", ["bf16-master", "bf16-remainder", "fp16-master"])
+def test_optimizers_that_are_set_up_again_in_the_run_take_over_the_masters(name: str) -> None:
+    def trained(way: str | None) -> tuple[list[torch.Tensor], type]:
+        data = TensorDataset(torch.randn(32, 32, generator=torch.Generator().manual_seed(1)))
+        trainer = L.Trainer(
+            precision=name,  # type: ignore[arg-type]
+            accelerator="cpu",
+            max_epochs=2,
+            logger=False,
+            barebones=True,
+        )
+        trainer.fit(model := Folds(way), DataLoader(data, batch_size=8))
+        return list(model.parameters()), type(trainer.optimizers[0])
+
+    expected, _ = trained(None)
+    for way in ("strategy", "list"):
+        found, optimizer = trained(way)
+        assert optimizer is torch.optim.SGD  # plain again after fit
+        assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("name", ["fp8-hybrid", "int8-mixed", "msamp-o2", "fp8-hybrid-8bit"])
+def test_a_layer_that_comes_after_the_set_up_is_named(name: str) -> None:
+    model = net()
+    fabric = L.Fabric(accelerator="cpu", devices=1, precision=name)  # type: ignore[arg-type]
+    wrapped, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), 1e-3))
+
+    def step() -> None:
+        fabric.backward(wrapped(torch.ones(4, 32)).float().sum())
+        optimizer.step()
+
+    step()
+    model.append(nn.Linear(32, 32))
+    optimizer.add_param_group({"params": list(model[3].parameters())})
+    with pytest.warns(UserWarning, match=r"'3' came into the model after its set-up.* do not run in (FP8|int8)"):
+        step()
+    step()
+
+
+@pytest.mark.parametrize("name", ["bf16-master", "bf16-remainder", "fp16-master"])
+def test_a_weight_that_is_pruned_through_data_trains_on_in_a_new_optimizer(name: str) -> None:
+    model = net()
+    fabric = L.Fabric(accelerator="cpu", devices=1, precision=name)  # type: ignore[arg-type]
+    wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), 1e-3))
+    for _ in range(2):
+        fabric.backward(wrapped(torch.ones(4, 32)).float().sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        first, last = model[0], model[2]
+        assert isinstance(first, nn.Linear)
+        assert isinstance(last, nn.Linear)
+        for weight, kept in ((first.weight, (slice(50),)), (first.bias, (slice(50),)), (last.weight, (..., slice(50)))):
+            weight.data = weight.data[kept].clone()
+        optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), 1e-3))
+    shapes = [m.shape for m in fabric.strategy.precision.main_params(optimizer.optimizer)]
+    assert shapes == [(50, 32), (50,), (32, 50), (32,)]
+
+
+def test_a_second_optimizer_of_fabric_gets_masters_after_training_began() -> None:
+    model = net()
+    fabric = L.Fabric(accelerator="cpu", devices=1, plugins=HalfMixed("bf16", master_weights=True))
+    wrapped = fabric.setup(model)
+    for _ in range(2):
+        optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), 1e-3))
+        fabric.backward(wrapped(torch.ones(4, 32)).float().sum())
+        fabric.clip_gradients(wrapped, optimizer, max_norm=1.0)
+        optimizer.step()
+        assert all(m.dtype is torch.float32 for m in fabric.strategy.precision.main_params(optimizer.optimizer))

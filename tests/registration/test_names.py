@@ -1,5 +1,6 @@
 """Stock Lightning accepts our names after the import, and treats its own as before."""
 
+import copy
 import re
 from importlib.util import find_spec
 
@@ -15,6 +16,8 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_summary import ModelSummary
+from torch.nn.parameter import Parameter
+from torch.optim.swa_utils import AveragedModel
 
 import lightning_lowprec
 from lightning_lowprec import FP8TE, FP8TorchAO, HalfMixed
@@ -307,6 +310,27 @@ def test_register_is_idempotent_and_unregister_restores_everything():
     finally:
         lightning_lowprec.register()
     assert L.Fabric(precision="fp8-hybrid", accelerator="cpu").strategy.precision.precision == "fp8-hybrid"
+
+
+def test_unregister_gives_torch_its_copies_and_averages_back():
+    def seams():
+        return Parameter.__deepcopy__, AveragedModel.update_parameters
+
+    try:
+        lightning_lowprec.unregister()
+        stock = seams()
+        lightning_lowprec.register()
+        net = torch.nn.Linear(4, 4)
+        for _ in range(2):
+            L.Fabric(precision="bf16-master", accelerator="cpu").setup(net, torch.optim.SGD(net.parameters(), 0.1))
+            assert not set(stock) & set(seams())
+            assert copy.deepcopy(net).weight.dtype is torch.float32
+            lightning_lowprec.unregister()
+            assert seams() == stock
+            assert copy.deepcopy(net).weight.dtype is torch.bfloat16
+            lightning_lowprec.register()
+    finally:
+        lightning_lowprec.register()
 
 
 def test_no_seam_has_moved_in_this_lightning():

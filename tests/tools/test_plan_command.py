@@ -1,8 +1,10 @@
 """`lowprec plan`: sources, options, what is printed, and the figures behind it."""
 
 import json
+import logging
 import re
 
+import lightning as L
 import pytest
 import torch
 from torch import nn
@@ -11,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from lightning_lowprec.conversion.plan import make_plan
 from lightning_lowprec.tools.cli import main
 from lightning_lowprec.tools.planning.costs import flops, footprints
+from lightning_lowprec.tools.planning.pages import plan_page
 from lightning_lowprec.tools.planning.source import load
 
 LLAMA_8B = {
@@ -57,7 +60,25 @@ def test_flops_and_bytes_by_hand():
     for level, per_weight, frozen in (("O1", 11, 2), ("O2", 6, 2), ("O3", 7, 1)):
         scaled = footprints(model, plan, f"msamp-{level.lower()}")[-1]
         others, in_training = total - converted, trained - 2048
+        assert scaled.host == 4 * 1024
         assert scaled.state == 4 * others + 12 * in_training + per_weight * 2048 + frozen * 1024
+
+
+@pytest.mark.parametrize("frozen_in", [torch.float32, torch.bfloat16])
+def test_the_plan_says_the_float32_values_in_host_memory_as_the_log_does(frozen_in, caplog):
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32).requires_grad_(False).to(frozen_in))
+    plan = make_plan(model)
+    sizes = footprints(model, plan, "fp8-hybrid-8bit")
+    assert sizes[-1].host == (4 * (64 + 1) * 32 if frozen_in is torch.float32 else 0)
+    said = plan_page("m", plan, flops(plan, attention_width=0, sequence_length=1), sizes)
+    fabric = L.Fabric(accelerator="cpu", precision="fp8-hybrid-8bit")
+    with caplog.at_level(logging.INFO):
+        wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model[0].parameters(), 0.1))
+        fabric.backward(wrapped(torch.ones(4, 64)).float().sum())
+        optimizer.step()
+    for text in (said, caplog.text):
+        assert bool(re.search(r"host memory[:,] 8.32 kB", text)) is (frozen_in is torch.float32)
+        assert ("host memory" in text) is (frozen_in is torch.float32)
 
 
 def test_the_all_gather_column_knows_which_recipes_gather_float8(tmp_path, capsys):

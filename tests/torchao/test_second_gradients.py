@@ -4,6 +4,7 @@ import lightning as L
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 from lightning_lowprec import FP8TorchAO, Int8TorchAO
 from tests.quality import expect_db, sqnr
@@ -106,6 +107,14 @@ def test_torch_func_says_the_way_out_which_works(transform, name, class_name, pl
     plain, _, _ = layer()
     model = L.Fabric(accelerator="cpu", devices=1, plugins=plugin(fp8_eval=False)).setup_module(linear).module.eval()
     torch.testing.assert_close(TRANSFORMS[transform](model, x), TRANSFORMS[transform](plain, x))
+
+
+@pytest.mark.parametrize("precision", ["fp8-hybrid", "int8-mixed", "fp8-block", "msamp-o2"])
+def test_forward_mode_says_the_way_out(precision):
+    linear, x, _ = layer()
+    fabric = L.Fabric(accelerator="cpu", devices=1, precision=precision)
+    with pytest.raises(RuntimeError, match=r"forward mode .*keep="), forward_ad.dual_level():
+        fabric.setup_module(linear)(forward_ad.make_dual(x, x))
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # of the layer's check of shapes

@@ -21,6 +21,7 @@ from lightning_lowprec.conversion.name_formats import LIGHTNINGS, Formats
 from lightning_lowprec.conversion.plan import Plan, PlanRow
 from lightning_lowprec.conversion.recipe_map import ALL_GEMMS, NO_GEMM, InBF16
 from lightning_lowprec.fsdp2.options import blocks as blocks_of
+from lightning_lowprec.masters.kept_float32 import kept_float32
 
 SEQUENCE_LENGTH = 4096
 COMPARED = (
@@ -74,6 +75,8 @@ class Bytes:
     """AdamW's two moments, and masters where the precision has some."""
     gathered: int
     """All weights once, in the dtype in which ``strategy="fsdp2"`` gathers them; 0 where it does not run."""
+    host: int = 0
+    """In host memory: float32 values of weights that do not train, and that the precision makes smaller."""
 
     @property
     def state(self) -> int:
@@ -92,7 +95,8 @@ def footprints(model: nn.Module, plan: Plan, precision: str) -> list[Bytes]:
     if not formats.keeps_codes:
         row = _bytes(precision, formats, total, trained)
         row = replace(row, weights=row.weights - _saved_by_codes(plan, precision, formats))
-        return [*rows, replace(row, gathered=gathered) if precision not in COMPARED else row]
+        host = _kept_on_host(model, formats) if precision in names.TABLE else 0
+        return [*rows, replace(row, gathered=gathered, host=host) if precision not in COMPARED else row]
     converted = [row for row in plan.rows if row.kept_because is None]
     inside = sum(row.elements for row in converted), sum(row.elements for row in converted if row.trains)
     of_codes, others = _bytes("", formats, *inside), _bytes("", _formats(mixed.precision), *inside)
@@ -102,8 +106,17 @@ def footprints(model: nn.Module, plan: Plan, precision: str) -> list[Bytes]:
         gradients=mixed.gradients - others.gradients + of_codes.gradients,
         optimizer=mixed.optimizer - others.optimizer + of_codes.optimizer,
         gathered=gathered if names.TABLE[precision].gathers_fp8 else 0,
+        host=4 * (inside[0] - inside[1]),
     )
     return [*rows, last]
+
+
+def _kept_on_host(model: nn.Module, formats: Formats) -> int:
+    """Return the bytes of float32 weights that do not train and that become half precision."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(formats.weight)
+    stay = {} if dtype is None else kept_float32(model, dtype)
+    frozen = [p for fqn, p in model.named_parameters() if not p.requires_grad and fqn not in stay]
+    return 0 if dtype is None else sum(p.nbytes for p in frozen if p.dtype is torch.float32)
 
 
 def formats_of(precision: str) -> Formats | None:

@@ -17,6 +17,7 @@ GATHER_NOTE = (
     " weight). Under Lightning's own FSDP2 strategy, bf16-mixed gathers 4 bytes. docs/fsdp2.md has"
     " the bytes of a step. Gradients of 0: each is used and freed during the backward pass (docs/memory.md)."
 )
+HOST_NOTE = "Weights that do not train keep their float32 values in host memory"
 RANK_NOTE = (
     "state: weights, gradients, masters and moments of one rank, and the codes that it keeps of its shards until"
     " the next step. in flight: at most so much more, for gathered weights and gradients on their way; activations come"
@@ -82,6 +83,8 @@ def plan_page(
         Table([("with AdamW", "weights", "gradients", "moments + masters", "together", "all-gather"), *bytes_rows]),
         [GATHER_NOTE],
     ]
+    if host := sizes[-1].host:
+        parts.append([f"{HOST_NOTE}: {in_units(host)} under {sizes[-1].precision}."])
     if ranks:
         lines = [["one rank", "state", "in flight", "all-gather", "reduce-scatter", "all-reduce"]]
         for rank in ranks:
