@@ -17,6 +17,7 @@ def _name(level: str, summary: str, formats: Formats) -> PrecisionName:
         gathers_fp8=level == "O3",
         formats=formats,
         conv1d="gathered",
+        pads=True,
         weight_rounding=later(".msamp.hooks:rounding"),
         hardware_recipe="msamp",
     )

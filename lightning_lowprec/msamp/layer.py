@@ -9,6 +9,9 @@ column by column, so the three products need the codes of input, weight and grad
 computes the scale, and one kernel writes the codes in every layout that a product will read. (The layers of
 :mod:`~lightning_lowprec.products.linear` write the second layout in a kernel of its own, when a product asks for it.)
 
+Features that are no multiples of 16 are filled up with zeros for the kernels, as MS-AMP does: codes of input, weight
+and gradient, and the rest of what the products return is cut off. Zeros change no scale and no value.
+
 The gradient of a weight that is stored as [K, N] (``in_by_out``) is ``input.T @ grad_output``: [K, M] @ [M, N].
 
 Between forward and backward a layer keeps the codes of the input, one byte per element, in the layout of the backward.
@@ -32,8 +35,8 @@ from lightning_lowprec.msamp.gradient import ScaledGradient
 from lightning_lowprec.msamp.weight import best_values_of, move_, required_state_of, values_of
 from lightning_lowprec.msamp.weight_state import encode
 from lightning_lowprec.numerics.formats import E4M3, E5M2, Format, saturating_cast
-from lightning_lowprec.numerics.fp8_matrices import product
-from lightning_lowprec.numerics.kernel_operands import ALIGNMENT, cut_rows, pad_rows
+from lightning_lowprec.numerics.fp8_matrices import padded, product
+from lightning_lowprec.numerics.kernel_operands import ALIGNMENT, cut, cut_rows, pad_rows
 from lightning_lowprec.numerics.one_pass import compiled_on_cuda
 from lightning_lowprec.numerics.tensor_cores import Emulation
 from lightning_lowprec.private.torch import are_transforms_active, is_tracing
@@ -133,18 +136,20 @@ class _Matmul(torch.autograd.Function):
         ctx: Any, rows: Tensor, weight: Tensor, emulate: Emulation, float32_gradient: bool, in_by_out: bool
     ) -> Tensor:
         state = required_state_of(weight)
-        codes, columns, scale = _input_codes(rows, True, ctx.needs_input_grad[1])
-        if state.codes.dtype == E4M3.dtype:
-            weight_codes, weight_scale = state.codes.contiguous(), state.scale
+        features, stored = weight.shape[1 if in_by_out else 0], padded(state.codes)
+        codes, columns, scale = _input_codes(padded(rows), True, ctx.needs_input_grad[1])
+        if stored.dtype == E4M3.dtype:
+            weight_codes, weight_scale = stored.contiguous(), state.scale
             if in_by_out:
-                weight_codes = _weight_again(state.codes, state.scale, state.scale, True)
+                weight_codes = _weight_again(stored, state.scale, state.scale, True)
         else:
-            weight_codes, weight_scale = _weight_codes(state.codes, state.scale, in_by_out)
+            weight_codes, weight_scale = _weight_codes(stored, state.scale, in_by_out)
         # the stored codes are saved, so autograd notices when a step changes them before this backward
         ctx.save_for_backward(columns, scale, state.codes, state.scale, weight_scale)
         ctx.dtype, ctx.options = rows.dtype, (emulate, float32_gradient, in_by_out)
         second = weight_codes if in_by_out else weight_codes.t()
-        return _multiply(codes, second, scale, weight_scale, rows.dtype, emulate)
+        output = _multiply(codes, second, scale, weight_scale, rows.dtype, emulate)
+        return cut(output, rows.shape[0], features)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
@@ -152,16 +157,18 @@ class _Matmul(torch.autograd.Function):
         codes, scale, stored, stored_scale, weight_scale = ctx.saved_tensors
         to_input, to_weight, *_ = ctx.needs_input_grad
         emulate, float32_gradient, in_by_out = ctx.options
-        rows, columns, grad_scale = _grad_codes(grad_output, to_input, to_weight)
+        rows, columns, grad_scale = _grad_codes(padded(grad_output), to_input, to_weight)
         grad_input = grad_weight = None
         if to_input:
-            weight = _weight_again(stored, stored_scale, weight_scale, not in_by_out)
+            weight = _weight_again(padded(stored), stored_scale, weight_scale, not in_by_out)
             second = weight.t() if in_by_out else weight
             grad_input = _multiply(rows, second, grad_scale, weight_scale, ctx.dtype, emulate)
+            grad_input = cut(grad_input, len(grad_input), stored.shape[0 if in_by_out else 1])
         if to_weight:
             input, grad = (codes, scale), (columns, grad_scale)
             (left, left_scale), (right, right_scale) = (input, grad) if in_by_out else (grad, input)
             grad_weight = _multiply(left.t(), right, left_scale, right_scale, torch.float32, emulate)
+            grad_weight = cut(grad_weight, *stored.shape)
             if not float32_gradient:
                 grad_weight = ScaledGradient.of(grad_weight)
         return grad_input, grad_weight, None, None, None

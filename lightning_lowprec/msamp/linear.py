@@ -13,7 +13,6 @@ from lightning_lowprec.msamp.ddp import include_again
 from lightning_lowprec.msamp.layer import ScaledLayer
 from lightning_lowprec.msamp.weight import msamp_state_of, revert_weight_, scale_weight_
 from lightning_lowprec.msamp.weight_state import Level
-from lightning_lowprec.numerics.kernel_operands import ALIGNMENT
 from lightning_lowprec.numerics.tensor_cores import Emulation
 
 
@@ -50,7 +49,7 @@ def scale_linears(
     Raises:
         TypeError: a name is not that of a layer whose work is exactly that of an ``nn.Linear``, or a hook computes the
             weight.
-        ValueError: features that are no multiples of 16, or a weight that is shared with a module outside of ``fqns``.
+        ValueError: a weight that is shared with a module outside of ``fqns``.
     """
     for fqn in fqns:  # all are checked before one is changed
         _check_linear(fqn, model.get_submodule(fqn))
@@ -79,12 +78,6 @@ def _check_linear(fqn: str, linear: nn.Module) -> None:
         raise TypeError(
             f"the weight of {fqn!r} is computed at each forward (weight_norm, spectral_norm, pruning); expected a"
             " parameter. Leave it out of `fqns`."
-        )
-    shape = linear._parameters["weight"].shape  # type: ignore[union-attr]
-    sizes = shape if is_conv1d(linear) else shape[::-1]
-    if any(size % ALIGNMENT for size in sizes):
-        raise ValueError(
-            f"{fqn!r} has features {sizes[0]} -> {sizes[1]}; expected multiples of {ALIGNMENT}. Leave it out of `fqns`."
         )
 
 

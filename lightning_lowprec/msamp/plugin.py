@@ -114,7 +114,13 @@ class MSAMP(Converting):
         plan = fp8.plan_or_raise(
             module,
             self.layers,
-            PlanRequest(base=self.base, converted_class=ScaledLayer, stores_codes=True, head=self.head),
+            PlanRequest(
+                base=self.base,
+                converted_class=ScaledLayer,
+                stores_codes=True,
+                head=self.head,
+                pads=True if self.modules.sharded is None else None,  # FSDP2 cuts codes into equal parts
+            ),
             precision=self.precision,
         )
         layers = scaled_linears(module)

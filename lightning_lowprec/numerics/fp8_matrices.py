@@ -59,11 +59,12 @@ class TwoLayouts:
 
 
 def padded(codes: Tensor) -> Tensor:
-    """(M, N) float8 -> (M', N') float8, filled up with zeros to the next multiples of 16."""
+    """(M, N) any dtype -> (M', N'), filled up with zeros to the next multiples of 16."""
     missing = [-size % ALIGNMENT for size in codes.shape]
     if not any(missing):
         return codes
-    return F.pad(codes.view(torch.uint8), (0, missing[1], 0, missing[0])).view(codes.dtype)
+    bits = codes.view(torch.uint8) if codes.element_size() == 1 else codes  # torch pads no float8
+    return F.pad(bits, (0, missing[1], 0, missing[0])).view(codes.dtype)
 
 
 def transposed(codes: Tensor, out: Tensor | None = None) -> Tensor:

@@ -64,3 +64,8 @@ def cut_rows(output: Tensor, x: Tensor) -> Tensor:
     """[M, N] -> [*, N]: undo :func:`pad_rows` for the output of a linear layer that was given the padded ``x``."""
     tokens = x.numel() // x.shape[-1]
     return output[:tokens].reshape(*x.shape[:-1], output.shape[-1])
+
+
+def cut(product: Tensor, rows: int, columns: int) -> Tensor:
+    """Return the first rows and columns of a product of filled operands."""
+    return product if product.shape == (rows, columns) else product[:rows, :columns].contiguous()

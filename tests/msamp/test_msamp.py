@@ -35,7 +35,7 @@ pytestmark = pytest.mark.filterwarnings(CHATTER)
         ({"base": "fp32"}, r"`base='fp32'` is not valid; expected one of: bf16, fp16\."),
         ({"grad_accumulation_dtype": torch.bfloat16}, r"`grad_accumulation_dtype=torch.bfloat16` is not valid"),
         ({"loss_scale": 2.0}, r"`loss_scale=2.0` is not valid with bf16"),
-        ({"frozen": "drop"}, r"`frozen='drop'` is not valid; expected one of: convert, keep\."),
+        ({"frozen": "drop"}, r"`frozen='drop'` is not valid; expected one of: convert, keep, codes\."),
     ],
 )
 def test_bad_options(options, message):

@@ -123,7 +123,7 @@ def test_a_run_of_ms_amp_goes_on_under_another_backend(saved):
 
 
 def test_plain_of_a_part_lets_ddp_train_it_in_the_whole_again():
-    whole = torch.nn.Sequential(Net(), Net(), torch.nn.Linear(4, 4))
+    whole = torch.nn.Sequential(Net(), Net(), torch.nn.LayerNorm(4))
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(whole, ["2.bias"])  # the user's own
     plugin = MSAMP("O2")
     plugin.bind_device(torch.device("cpu"))
