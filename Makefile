@@ -24,7 +24,7 @@ PEERS ?= ../shared/peers
 # tests/registration/test_both_packages.py trains and resumes such plugins over both packages
 OVER := not (half-auto or fp16-master or fp8-rowwise-gw-hp-sr)
 
-.PHONY: help demo test test-more test-all lanes environments test-versions check format package test-faults test-dtypes test-peers test-clients test-gpu test-floor test-te test-deepspeed test-ledger ledger ledger-score rehearse evidence notebook docs docs-test clean
+.PHONY: help demo test test-generated test-more test-all lanes environments test-versions check format package test-faults test-dtypes test-peers test-clients test-gpu test-floor test-te test-deepspeed test-ledger ledger ledger-score rehearse evidence notebook docs docs-test clean
 .DEFAULT_GOAL := help
 
 # the tests start many processes: each would compile the package and its tests anew
@@ -49,6 +49,7 @@ help:
 	@echo "make test-gpu    FP8 kernels against their emulation, on a GPU with FP8 (skips by itself elsewhere)"
 	@echo "make test-peers  Lightning's own tests, a probe and models of transformers under our names (PEERS=folder; half an hour)"
 	@echo "make test-clients  other people's packages of Lightning with only the precision changed (CLIENTS=\"darts timm\"; 7 GB on disk, a quarter of an hour)"
+	@echo "make test-generated  500 programs that a seed draws, against a control (60 of them are in make test)"
 	@echo "make test-faults plant the faults of tests/faults/table.jsonl, one at a time, and see that a test catches each (FAULTS=\"--some 30\": fewer)"
 	@echo "make test-dtypes no float32 products in a step of any mixture of transformers; what stays float32 in all of its models"
 	@echo "make evidence    four small models under every precision of a CPU, 5 seeds, against float32 (some hours; goes on with the next model)"
@@ -96,6 +97,9 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed
 	$(RUN)/python -m pytest -n $(WORKERS) --dist worksteal --tier 1
+
+test-generated: $(VENV)/.installed
+	GENERATED=500 $(RUN)/python -m pytest -n $(WORKERS) --tier 1 tests/generated
 
 test-more: $(VENV)/.installed
 	$(RUN)/python -m pytest -n $(WORKERS) --dist worksteal --tier 2
