@@ -145,7 +145,8 @@ class FP8TorchAO(TorchAO):
 
     @override
     def plan_options(self, device: torch.device) -> dict[str, Any]:
-        return {"pads": self.pad_inner_dim, "experts": self._experts_kept(device)}
+        pads = any("pad_inner_dim" in spec.options for spec in self.specs)
+        return {"pads": self.pad_inner_dim if pads else None, "experts": self._experts_kept(device)}
 
     def _experts_kept(self, device: torch.device) -> str | None:
         """Return why stacked experts stay in the base dtype; None: they convert."""

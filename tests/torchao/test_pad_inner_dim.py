@@ -141,6 +141,12 @@ def test_a_model_of_such_layers_alone():
         L.Fabric(accelerator="cpu", precision="fp8-hybrid").setup(nn.Linear(300, 300))
 
 
+def test_a_format_that_has_not_the_option_does_not_name_it():
+    with pytest.raises(ValueError, match="features are no multiples of 32") as error:
+        L.Fabric(accelerator="cpu", precision="mxfp8").setup(nn.Linear(48, 48))
+    assert "pad_inner_dim" not in str(error.value)
+
+
 def test_the_padding_of_a_layer():
     layer = nn.Linear(*SIZES)
     run(layer, FP8TorchAO(pad_inner_dim=True), torch.randn(4, SIZES[0]))
