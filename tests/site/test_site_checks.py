@@ -45,18 +45,19 @@ def test_a_page_that_the_search_lacks_is_found(tmp_path):
 
 
 def test_what_a_browser_saw_is_judged():
-    entry = {"heading": "Title", "errors": [], "wider": {"desktop": 0, "phone": 0},
+    entry = {"heading": "Title", "errors": [], "wider": {"desktop": 0, "phone": 0}, "broken": {"phone": []},
              "pictures": {"desktop": [["p.png", 800, True]], "phone": [["p.png", 800, True]]}}  # fmt: skip
     whole = {"pages": {"index.html": entry},
              "search": {word: [f"{page}?h={word}"] for word, page in browse.SEARCHED.items()}}  # fmt: skip
     assert browse.faults(whole, ["index.html"]) == []
-    entry |= {"errors": ["x is not defined"], "wider": {"desktop": 0, "phone": 12}}
+    entry |= {"errors": ["x is not defined"], "wider": {"desktop": 0, "phone": 12}, "broken": {"phone": ["fp8-hybrid"]}}
     entry["pictures"] = {"desktop": [["p.png", 0, False]], "phone": [["q.png", 800, False]]}
     whole["search"] = {}
     assert browse.faults(whole, ["index.html", "other.html"]) == [
         "index.html: x is not defined",
         "index.html: p.png does not load",
         "index.html: q.png is not visible on a phone",
+        "index.html: fp8-hybrid is broken on a phone",
         "index.html: 12 pixels too wide on a phone",
         "other.html: does not open",
         *(f"search: {word!r} does not find {page}" for word, page in browse.SEARCHED.items()),
@@ -94,6 +95,14 @@ def test_a_real_browser_finds_hidden_and_missing_pictures(tmp_path, capsys):
         [*hidden, *["index.html: none.svg does not load"] * 2, "wide.html: 210 pixels too wide on a phone",
          "the probe failed: TypeError: Cannot read properties of null (reading 'focus')"]
     )  # fmt: skip
+
+
+def test_words_of_code_in_tables_are_marked():
+    html = "<p><code>a b</code></p><td>x <code>precision=&quot;a-b&quot; c</code></td>"
+    assert hooks.on_page_content(html, page=None) == (
+        '<p><code>a b</code></p><td>x <code><span class="name">precision=&quot;a-b&quot;</span>'
+        ' <span class="name">c</span></code></td>'
+    )
 
 
 def test_ci_installs_a_browser_and_demands_it():

@@ -2,9 +2,10 @@
 
     python -m tools.site.browse site
 
-Every picture must load and be visible, no page may be wider than its window, no script may fail, and the search must
-find. A page made here opens the pages of the site one after another in a frame, and sends what it saw to the server of
-this command. Without a Chromium the command says so and ends with status 0, or with status 1 where ``CI`` is set.
+Every picture must load and be visible, no page may be wider than its window, no name in a table may break, no script
+may fail, and the search must find. A page made here opens the pages of the site one after another in a frame, and sends
+what it saw to the server of this command. Without a Chromium the command says so and ends with status 0, or with status
+1 where ``CI`` is set.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ async function look() {
     await Promise.all(pictures.map(picture => picture.decode().catch(() => null)));
     const entry = seen.pages[page] = {
       title: view.document.title, heading: view.document.querySelector("h1")?.innerText ?? "",
-      pictures: {}, wider: {},
+      pictures: {}, wider: {}, broken: {},
     };
     for (const [name, width] of Object.entries(widths)) {
       frame.style.width = width + "px";
@@ -74,6 +75,8 @@ async function look() {
       entry.pictures[name] = pictures.map(
         picture => [picture.getAttribute("src"), picture.naturalWidth, isVisible(picture, view)]);
       entry.wider[name] = view.document.documentElement.scrollWidth - view.innerWidth;
+      entry.broken[name] = [...view.document.querySelectorAll("td .name")]
+        .filter(word => word.getClientRects().length > 1).map(word => word.innerText);
     }
     entry.errors = view.failed;
     frame.style.width = widths.desktop + "px";
@@ -101,6 +104,7 @@ def faults(seen: dict, pages: Sequence[str]) -> list[str]:
             found += [
                 f"{page}: {src} is not visible on a {name}" for src, width, shown in pictures if width and not shown
             ]
+        found += [f"{page}: {word} is broken on a {name}" for name, words in entry["broken"].items() for word in words]
         found += [f"{page}: {by} pixels too wide on a {name}" for name, by in entry["wider"].items() if by > 0]
     for word, page in SEARCHED.items():
         if not any(page in address for address in seen["search"].get(word, [])):

@@ -51,6 +51,16 @@ WRITTEN: Mapping[str, Callable[[], str]] = {
 """What stands between the markers ``<!-- NAME -->`` and ``<!-- /NAME -->`` of a page."""
 
 
+def on_page_content(html: str, page: Any, **_: Any) -> str:
+    """Mark the words of code in cells of tables: the style sheet breaks a line only between them."""
+
+    def marked(code: re.Match[str]) -> str:
+        words = [f'<span class="name">{word}</span>' for word in code[1].split(" ")]
+        return f"<code>{' '.join(words)}</code>"
+
+    return re.sub(r"<t[dh].*?</t[dh]>", lambda cell: re.sub("<code>([^<]*)</code>", marked, cell[0]), html, flags=re.S)
+
+
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Put the written parts between their markers."""
     for name, written in WRITTEN.items():
