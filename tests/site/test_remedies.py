@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import lightning_lowprec
 from lightning_lowprec import FP8TE, FP8TorchAO, callbacks, losses
@@ -37,7 +38,8 @@ from tests.site.commands import CHECKS, check_line
 from tools.site.messages import GAP, PACKAGE, messages
 
 TEXTS = [text for path in sorted(PACKAGE.rglob("*.py")) for text in messages(path)]
-CODES = sorted({code for text in TEXTS for code in re.findall("`([^`]+)`", text) if not re.search(f"{GAP}[=(]", code)})
+QUOTED = {code for text in TEXTS for code in re.findall("`([^`]+)`", text)}
+CODES = sorted(code for code in QUOTED if not re.search(rf"{GAP}[=(]|\.{GAP}$", code))
 COMMANDS = [*INSTALL.values(), *(code for code in CODES if code.split()[0] in CHECKS and " " in code)]
 OPTIONS = [code for code in CODES if code.startswith("--")]
 NAMES = [code for code in CODES if re.fullmatch(r"(lightning_lowprec|torch|transformers)\.[\w.]+", code)]
@@ -50,7 +52,8 @@ SPACE: dict[str, Any] = {
     **PUBLIC,
     **{name: getattr(callbacks, name) for name in callbacks.__all__},
     "lightning_lowprec": lightning_lowprec, "torch": torch, "Trainer": L.Trainer, "Fabric": L.Fabric,
-    "LossScale": LossScale, "ModelPruning": ModelPruning, "StateDictOptions": StateDictOptions,
+    "LossScale": LossScale, "ModelPruning": ModelPruning, "LlamaDecoderLayer": LlamaDecoderLayer,
+    "StateDictOptions": StateDictOptions,
     "get_model_state_dict": get_model_state_dict, "FSDPStrategy": FSDPStrategy,
     "cross_entropy": nn.functional.cross_entropy, "device_type": "cpu", "model": nn.Linear(1, 1),
     "layer": nn.Module, "fresh": nn.Module, "loss": torch.Tensor, "x": torch.Tensor, "optimizer": torch.optim.Optimizer,
