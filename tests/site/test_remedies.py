@@ -39,7 +39,7 @@ from tools.site.messages import GAP, PACKAGE, messages
 
 TEXTS = [text for path in sorted(PACKAGE.rglob("*.py")) for text in messages(path)]
 QUOTED = {code for text in TEXTS for code in re.findall("`([^`]+)`", text)}
-CODES = sorted(code for code in QUOTED if not re.search(rf"{GAP}[=(]|\.{GAP}$", code))
+CODES = sorted(code for code in QUOTED if not re.search(rf"{GAP}[=(]|\.{{}}$", code))
 COMMANDS = [*INSTALL.values(), *(code for code in CODES if code.split()[0] in CHECKS and " " in code)]
 OPTIONS = [code for code in CODES if code.startswith("--")]
 NAMES = [code for code in CODES if re.fullmatch(r"(lightning_lowprec|torch|transformers)\.[\w.]+", code)]
