@@ -4,6 +4,7 @@ import lightning as L
 import pytest
 import torch
 from torch import nn
+from triton.runtime import jit
 
 import lightning_lowprec as lp
 
@@ -53,3 +54,40 @@ def test_gradients_are_released_under_fp8_with_kept_weights():
         fabric.backward(module(torch.zeros(8, 256, device="cuda")).float().square().mean())
         assert all(p.grad is None for p in model.parameters())
         wrapped.step()
+
+
+def moved(make):
+    """Bytes per parameter that a step of one weight reads and writes: every argument of its kernels, the gradient once.
+
+    Without error bits FlashOptim hands the weight to its kernel a second time, and reads it once.
+    """
+    taken = []
+    fabric = L.Fabric(accelerator="cuda", devices=1, precision="bf16-8bit")
+    with torch.device("cuda"):
+        model = nn.Linear(SIDE, SIDE, bias=False, dtype=torch.bfloat16)
+    module, optimizer = fabric.setup(model, make(model.parameters()))
+    run = jit.JITFunction.run
+
+    def counting(kernel, *args, **options):
+        if kernel.__module__.startswith("flashoptim"):
+            tensors = {t.data_ptr(): t for t in args if isinstance(t, torch.Tensor)}.values()
+            taken.append(2 * sum(t.numel() * t.element_size() for t in tensors) - 2 * SIDE**2)
+        return run(kernel, *args, **options)
+
+    jit.JITFunction.run = counting
+    try:
+        for _ in range(2):
+            fabric.backward(module(torch.zeros(16, SIDE, device="cuda")).float().square().mean())
+            taken.clear()
+            optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        jit.JITFunction.run = run
+    return sum(taken) / SIDE**2
+
+
+@pytest.mark.parametrize("bits", [None, 24, 32])
+def test_bytes_of_its_step(bits):
+    """Weight, error bits and two moments with scales are read and written, the gradient is read."""
+    expected = 2 * (2 + ((bits or 16) - 16) / 8 + 2 * (1 + 2 / 32)) + 2
+    assert moved(lambda p: flashoptim.FlashAdamW(p, lr=1e-3, master_weight_bits=bits)) == expected
