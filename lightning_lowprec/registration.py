@@ -331,7 +331,7 @@ def _count_bytes(original: Callable[..., None], self: Any, model: Any, *args: An
         private.set_bytes_per_parameter(self, total_bytes / self.total_parameters)
 
 
-def _compute_dtype(original: Callable[..., Any], plugin: Any) -> Any:
+def _compute_dtype(original: Callable[..., Any], plugin: object) -> Any:
     return plugin.peak_rate_dtype if isinstance(plugin, LowPrecision) else original(plugin)
 
 

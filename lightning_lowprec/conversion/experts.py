@@ -247,6 +247,8 @@ def difference(module: nn.Module) -> str | None:
     """Return why a module that :func:`is_sorted_stack` accepts computes something else, or None if it does not."""
     if "forward" in vars(module):
         return "its forward is replaced on the instance"
+    # Without: a class of another library with this name and these Parameters trains as w2(silu(w1 x) * w3 x), whatever
+    # it computes. It can go when the experts have one importable class, or say their activation as transformers' do.
     generator = torch.Generator().manual_seed(0)  # not the user's
 
     def random(*shape: int) -> Tensor:

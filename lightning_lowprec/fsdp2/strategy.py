@@ -198,13 +198,13 @@ class Sharding:
         self._replacements: list[ReplacedParameters] = []
         self._unreported: list[tuple[weakref.ref[Module], int]] = []  # models, and the number of their shards
 
-    def check(self, plugin: Any) -> None:
+    def check(self, plugin: either.FabricPrecision) -> None:
         """Raise if ``plugin`` does not run under FSDP2, or not with these options, or not with this torch."""
         check(FSDP2)
         param_dtype(plugin)
         gathers_fp8(plugin, self.options)
 
-    def meet(self, plugin: Any, device: torch.device) -> None:
+    def meet(self, plugin: either.FabricPrecision, device: torch.device) -> None:
         """Check the precision plugin, and let it know the device, which the strategy has now."""
         self.check(plugin)
         if isinstance(plugin, LowPrecision):
@@ -215,11 +215,11 @@ class Sharding:
                 self.options = replace(self.options, reduce_dtype=plugin.reduce_dtype)
             plugin.bind_shards(reshard)
 
-    def knows(self, model: Module, plugin: Any) -> bool:
+    def knows(self, model: Module, plugin: either.FabricPrecision) -> bool:
         """Return whether ``model`` was sharded for this precision before, in another fit or by another Trainer."""
         return model in _sharded and _sharded[model].precision == _identity(plugin)
 
-    def apply(self, model: Module, mesh: DeviceMesh, plugin: Any, device: torch.device) -> None:
+    def apply(self, model: Module, mesh: DeviceMesh, plugin: either.FabricPrecision, device: torch.device) -> None:
         """Shard a converted model in place; warn if it is sharded already, with other options."""
         if self.knows(model, plugin):
             before = vars(_sharded[model].options)
@@ -235,8 +235,8 @@ class Sharding:
                 plugin.cast_shards(model)  # the shards are cast already, but this plugin does not know them
             return
         replacements = ReplacedParameters(model)
-        ours = isinstance(plugin, LowPrecision)
-        float32 = kept_float32(model, plugin.autocast_dtype, plugin.keep_fp32) if ours else ()
+        ours = plugin if isinstance(plugin, LowPrecision) else None
+        float32 = () if ours is None else kept_float32(model, ours.autocast_dtype, ours.keep_fp32)
         shard(
             model,
             mesh,
@@ -247,8 +247,8 @@ class Sharding:
             methods=tuple(name for name in STEPS if in_trainer(model) and either.is_overridden(name, model)),
             float32=left_alone(model).union(float32),
         )
-        if ours:
-            plugin.cast_shards(model)
+        if ours is not None:
+            ours.cast_shards(model)
         replacements.record(model)
         self._replacements.append(replacements)
         data_mesh = shard_mesh(mesh)
@@ -282,14 +282,14 @@ def _comparable(value: Any) -> Any:
     return callable if callable(value) else value
 
 
-def _identity(plugin: Any) -> tuple[Any, ...]:
+def _identity(plugin: either.FabricPrecision) -> tuple[Any, ...]:
     """Return everything about a precision that is built into a model when the model is sharded."""
     if isinstance(plugin, LowPrecision):
         return *plugin.sharded_identity(), plugin.head, tuple(plugin.keep_fp32)
     return (getattr(plugin, "precision", None),)
 
 
-def param_dtype(plugin: Any) -> torch.dtype | None:
+def param_dtype(plugin: either.FabricPrecision) -> torch.dtype | None:
     """Return the dtype in which weights are gathered under a precision plugin; None: the dtype of the shards."""
     if isinstance(plugin, LowPrecision):
         return plugin.autocast_dtype
@@ -304,7 +304,7 @@ def param_dtype(plugin: Any) -> torch.dtype | None:
     )
 
 
-def gathers_fp8(plugin: Any, options: ShardOptions) -> bool:
+def gathers_fp8(plugin: either.FabricPrecision, options: ShardOptions) -> bool:
     """Return whether float32 or bf16 weights are gathered as float8."""
     wanted, size = options.fp8_all_gather, options.reshard_after_forward
     if isinstance(plugin, LowPrecision):

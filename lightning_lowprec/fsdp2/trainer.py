@@ -54,8 +54,10 @@ class ForTrainer(FSDP2Base, _Parent):
             self.model = self.precision_plugin.convert_module(self.model)
         self.sharding.apply(self.model, self.device_mesh, self.precision_plugin, self.root_device)
         if self.sharding.options.tensor_parallel is not None:
-            plugin: Any = self.precision_plugin
-            plugin.clip_grad_by_norm = lambda optimizer, value: clip_grad_norm(plugin.main_params(optimizer), value)
+            plugin = self.precision_plugin
+            plugin.clip_grad_by_norm = lambda optimizer, value: clip_grad_norm(  # type: ignore[method-assign, assignment]
+                plugin.main_params(optimizer), value
+            )
         for module in self.model.modules():
             if isinstance(module, Metric):  # the states of metrics are no buffers, so nothing has moved them yet
                 module.to(self.root_device)

@@ -4,14 +4,14 @@ Two backward passes after a set-up are looked at; later ones cost nothing.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 from lightning_lowprec.conversion import layer_runs
 from lightning_lowprec.conversion.plan import NOT_CALLED
 from lightning_lowprec.messages import warn
+from lightning_lowprec.precision.plugin import Plugin
 
 
-def look(plugin: Any) -> None:
+def look(plugin: Plugin) -> None:
     """Look after one of the first backward passes, and warn of layers whose weight was read without a call."""
     modules = plugin.modules
     modules.watched_backwards -= 1
@@ -27,7 +27,7 @@ def look(plugin: Any) -> None:
             layer_runs.end_waiting(model)
 
 
-def _warning(plugin: Any, fqns: Sequence[str]) -> str:
+def _warning(plugin: Plugin, fqns: Sequence[str]) -> str:
     names = ", ".join(map(repr, fqns[:4])) + (f" and {len(fqns) - 4} more" if len(fqns) > 4 else "")
     last = sorted({fqn.rpartition(".")[2] for fqn in fqns})
     gathered = (

@@ -34,6 +34,7 @@ from lightning_lowprec.numerics.parameters import parameters_of
 from lightning_lowprec.numerics.rounding import upper_half
 from lightning_lowprec.numerics.weight_rounding import WeightRounding
 from lightning_lowprec.precision.host import trainer_of
+from lightning_lowprec.precision.plugin import Plugin
 from lightning_lowprec.private.deepspeed import refuse_zero
 from lightning_lowprec.private.either import Trainer, is_wrapped
 from lightning_lowprec.private.lightning import is_tuning
@@ -209,7 +210,7 @@ class AfterFit:
         self._before: list[tuple[Tensor, Tensor]] = []
         self._tunes = False
 
-    def begin(self, plugin: Any, module: Module, trainer: Trainer | None) -> None:
+    def begin(self, plugin: Plugin, module: Module, trainer: Trainer | None) -> None:
         """Note that ``plugin`` will set ``module`` up, if a Trainer runs ``module``."""
         if trainer is None:
             return
@@ -224,7 +225,7 @@ class AfterFit:
             (t, data.cpu()) for t, data in self._before if (t.dtype, type(t.data)) != (data.dtype, type(data))
         ]
 
-    def end(self, plugin: Any) -> None:
+    def end(self, plugin: Plugin) -> None:
         """Hand the modules back, and by ``plain_after_fit`` or after a search make them and their optimizers plain.
 
         The layers note how they rounded weights, for :func:`lightning_lowprec.export`. A model that the strategy leaves
@@ -258,7 +259,7 @@ class AfterFit:
         return type(self), ()  # tensors and optimizers stay in their process
 
 
-def _sharded_by(plugin: Any) -> str | None:
+def _sharded_by(plugin: Plugin) -> str | None:
     """Return the strategy that leaves the model of ``plugin`` sharded; None: the model stays whole."""
     if plugin.engine is not None:
         return str(plugin.engine.name)

@@ -11,13 +11,14 @@ from lightning_lowprec.conversion.experts import cut_by_expert
 from lightning_lowprec.hardware import caution
 from lightning_lowprec.messages import info, warn
 from lightning_lowprec.precision.host import callbacks_of, trainer_of
+from lightning_lowprec.precision.plugin import Plugin
 from lightning_lowprec.private.either import MisconfigurationException, both, trainer_callbacks
 from lightning_lowprec.private.lightning import traces
 
 AVERAGING: Final = ("StochasticWeightAveraging", "WeightAveraging")  # lightning 2.6 added the second one
 
 
-def check_runs(plugin: Any, device: torch.device) -> None:
+def check_runs(plugin: Plugin, device: torch.device) -> None:
     """Raise if the precision cannot run on ``device``; warn if in doubt."""
     refusal = plugin.refusal(device)
     if refusal is not None:

@@ -28,6 +28,7 @@ from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.numerics.parameters import parameters_of
 from lightning_lowprec.precision import refusals
 from lightning_lowprec.precision.host import device_of, trainer_of
+from lightning_lowprec.precision.plugin import Plugin
 from lightning_lowprec.private.torch import local_tensor, version_of
 from lightning_lowprec.private.torch_optimizers import brings_masters
 from lightning_lowprec.private.torchao import parameters_of_copies
@@ -100,15 +101,21 @@ class Modules:
         self.need_check = False
 
     def __getstate__(self) -> dict[str, object]:
-        empty = {"sharded": None, "groups_seen": set(), "ready": self.device is not None, "need_check": False}
+        empty: dict[str, object] = {
+            "sharded": None,
+            "groups_seen": set(),
+            "ready": self.device is not None,
+            "need_check": False,
+        }
         return {**self.__dict__, **empty}
 
 
-def check_optimizers(plugin: Any, optimizers: list[Optimizer]) -> None:
+def check_optimizers(plugin: Plugin, optimizers: list[Optimizer]) -> None:
     """Warn if a trainable weight of a converted layer is in no optimizer; raise if one holds a stale weight."""
     modules = plugin.modules
-    for module in modules.prepared if plugin.reshard is not None else ():
-        plugin.reshard(module)
+    if (reshard := plugin.reshard) is not None:
+        for module in modules.prepared:
+            reshard(module)
     current = {id(p) for module in modules.prepared for p in module.parameters()}
     for module in modules.unchecked:
         converted = {id(p) for layer in plugin._converted_layers(module) for p in layer.parameters(recurse=False)}
@@ -143,7 +150,7 @@ def _check_module(module: Module, converted: Set[int], optimizers: list[Optimize
         )
 
 
-def set_up_heads(plugin: Any, module: Module, device: torch.device) -> None:
+def set_up_heads(plugin: Plugin, module: Module, device: torch.device) -> None:
     """Replace the heads and losses of the causal models in ``module``, in place, as the option ``head`` says."""
     if plugin.head == "bf16":
         return
@@ -166,7 +173,7 @@ def set_up_heads(plugin: Any, module: Module, device: torch.device) -> None:
 # ---- before the first step
 
 
-def before_training(plugin: Any, model: Any, optimizers: Sequence[Optimizer], *, will_train: bool) -> None:
+def before_training(plugin: Plugin, model: Any, optimizers: Sequence[Optimizer], *, will_train: bool) -> None:
     """Prepare all optimizers of the Trainer, and check them; without training they are those of an earlier fit."""
     if will_train:
         if plugin.masters is not None:
@@ -178,7 +185,7 @@ def before_training(plugin: Any, model: Any, optimizers: Sequence[Optimizer], *,
     plugin.modules.note_check()
 
 
-def before_step_in_fabric(plugin: Any, optimizer: Optimizer) -> None:
+def before_step_in_fabric(plugin: Plugin, optimizer: Optimizer) -> None:
     """Prepare and check before the first step of ``optimizer`` after a set-up of modules by Fabric."""
     if plugin.optimizers:
         check_optimizers(plugin, [*plugin.optimizers, optimizer])
@@ -194,7 +201,7 @@ def before_step_in_fabric(plugin: Any, optimizer: Optimizer) -> None:
     plugin.modules.note_check()
 
 
-def see_groups(plugin: Any, optimizer: Optimizer) -> None:
+def see_groups(plugin: Plugin, optimizer: Optimizer) -> None:
     """Look at an optimizer, or a group of parameters, that is new: the program may have changed the model too."""
     plugin.modules.groups_seen.add((id(optimizer), len(optimizer.param_groups)))
     if plugin.masters is not None and registry_of(optimizer) is None and not brings_masters(optimizer):
@@ -203,7 +210,7 @@ def see_groups(plugin: Any, optimizer: Optimizer) -> None:
         _warn_of_late_layers(plugin)
 
 
-def _take_new(plugin: Any, optimizer: Optimizer) -> None:
+def _take_new(plugin: Plugin, optimizer: Optimizer) -> None:
     """Prepare an optimizer that the program has made since training began, with the others of its Trainer."""
     trainers = [trainer for module in plugin.modules.prepared if (trainer := trainer_of(module)) is not None]
     optimizers = [*(trainers[-1].optimizers if trainers else ()), optimizer]
@@ -213,7 +220,7 @@ def _take_new(plugin: Any, optimizer: Optimizer) -> None:
         plugin.after_fit.optimizers = optimizers
 
 
-def _warn_of_late_layers(plugin: Any) -> None:
+def _warn_of_late_layers(plugin: Plugin) -> None:
     """Warn of linear layers that came into a model after its set-up, and so did not convert."""
     modules = plugin.modules
     known = {id(module) for module in modules.linears}
@@ -228,7 +235,7 @@ def _warn_of_late_layers(plugin: Any) -> None:
         )
 
 
-def settle_weights(plugin: Any, *, all_known: bool = True) -> None:
+def settle_weights(plugin: Plugin, *, all_known: bool = True) -> None:
     """Let weights that no optimizer took be float32 again, or keep their float32 values in host memory.
 
     FSDP2 takes one dtype per group, and DDP has made buckets by dtype: there, weights stay in half precision.
@@ -258,7 +265,7 @@ class FrozenWrites:
         self.steps = 0  # that were counted
         self._weights: dict[str, tuple[int, int, int, Tensor]] = {}  # identity, version, place, values
 
-    def look(self, plugin: Any) -> None:
+    def look(self, plugin: Plugin) -> None:
         """Look at the weights of a plugin with masters before a step, one of :data:`LOOKS`."""
         optimizers = (*plugin.optimizers, *plugin.after_fit.optimizers)
         stores = [store for o in optimizers if (registry := registry_of(o)) is not None for store in registry.stores]
@@ -296,7 +303,7 @@ def _look(parameter: Tensor) -> tuple[int, int, int, Tensor]:
     return id(parameter), version_of(parameter), local.data_ptr(), values.clone().view(torch.int16)
 
 
-def _warn(plugin: Any, fqns: Sequence[str], why: str) -> None:
+def _warn(plugin: Plugin, fqns: Sequence[str], why: str) -> None:
     more = f" and {len(fqns) - 1} more" if len(fqns) > 1 else ""
     if fqns:
         warn(f"`precision={plugin.precision!r}`: the program writes to {fqns[0]!r}{more}{why}")

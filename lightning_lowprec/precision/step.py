@@ -23,7 +23,13 @@ from lightning_lowprec.masters.registry import registry_of
 from lightning_lowprec.numerics.parameters import clip_grad_norm, on_several_meshes
 from lightning_lowprec.precision.loss_scale import LossScaler
 from lightning_lowprec.private.either import GradClipAlgorithmType, LightningModule, MisconfigurationException
-from lightning_lowprec.private.lightning import after_closure, log_metrics, logs_this_step, sees_gradients
+from lightning_lowprec.private.lightning import (
+    EitherPrecision,
+    after_closure,
+    log_metrics,
+    logs_this_step,
+    sees_gradients,
+)
 from lightning_lowprec.private.torch_optimizers import refuse_copies
 
 
@@ -79,7 +85,7 @@ def unscale_or_zero(scaler: LossScaler | None, optimizer: Optimizer) -> None:
 
 
 def scaled_step(
-    plugin: Any,
+    plugin: EitherPrecision,
     scaler: LossScaler,
     optimizer: Any,
     model: LightningModule | None,

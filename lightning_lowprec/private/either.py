@@ -165,6 +165,8 @@ def share_bases() -> None:
         for cls in base.__subclasses__():
             if cls.__module__.startswith("lightning_lowprec."):
                 rest = (b for b in cls.__bases__ if b is not base and b.__name__ != base.__name__)
+                # Without: a Trainer of the other package refuses our plugins and callbacks: it asks by `isinstance`.
+                # It can go when `lightning` and `pytorch_lightning` share their classes, or one of the two is no more.
                 cls.__bases__ = (base, *namesakes, *rest)
 
 

@@ -205,6 +205,8 @@ def is_compiled_whole(module: Any) -> bool:
     frame = inspect.currentframe()
     while frame is not None:
         if frame.f_code in _fabric_setups():
+            # Without: under Fabric, blocks of a model that the user compiled as a whole are compiled once more.
+            # It can go when Fabric notes at the module that the user compiled it, as the Trainer does.
             return frame.f_locals.get(UNWRAPPED_NAME) is not None
         frame = frame.f_back
     return False
@@ -281,6 +283,6 @@ def _overrides(owner: Any, base: type, hook: str) -> bool:
     return getattr(type(owner), hook) not in [getattr(cls, hook) for cls in both(base)]
 
 
-def after_closure(plugin: Any, model: Any, optimizer: Any) -> None:
+def after_closure(plugin: EitherPrecision, model: Any, optimizer: Any) -> None:
     """Run the Trainer's hooks between the closure and the step: ``on_before_optimizer_step``, then clipping."""
     plugin._after_closure(model, optimizer)

@@ -23,6 +23,7 @@ from lightning_lowprec.checks import Count, check_fields
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.fsdp2.options import blocks as blocks_of
 from lightning_lowprec.numerics.one_pass import simulated
+from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.private.either import FabricHalf as HalfPrecision
 from lightning_lowprec.private.either import FabricMixed as MixedPrecision
 from lightning_lowprec.private.either import FabricPrecision as Precision
@@ -132,14 +133,15 @@ def checkpoint_blocks(model: nn.Module) -> None:
 
 def _two_steps(model: nn.Module, inputs: Inputs, setting: Setting, meter: MemoryMeter) -> None:
     row = None if setting.precision in LIGHTNINGS else names.TABLE[setting.precision]
-    plugin: Any = LIGHTNINGS[setting.precision]() if row is None else row.plugin(**{**row.options, **setting.options})
-    if row is not None:
+    options = {} if row is None else {**row.options, **setting.options}
+    plugin: Precision = LIGHTNINGS[setting.precision]() if row is None else row.plugin(**options)
+    if isinstance(plugin, LowPrecision):
         plugin.bind_device(FAKE)
         plugin.convert_module(model)
     if setting.checkpointing:
         checkpoint_blocks(model)
     optimizer = AdamW(model.parameters(), fused=setting.fused or None, foreach=not setting.fused or None)
-    if row is not None:
+    if isinstance(plugin, LowPrecision):
         plugin.see_optimizer(optimizer)
     meter.mark_living("state", but=())
     meter.mark([*model.parameters(), *model.buffers()], "weights")
@@ -150,7 +152,9 @@ def _two_steps(model: nn.Module, inputs: Inputs, setting: Setting, meter: Memory
         _step(model, inputs, batch, plugin, meter, optimizer)
 
 
-def _step(model: nn.Module, inputs: Inputs, batch: Any, plugin: Any, meter: MemoryMeter, optimizer: Optimizer) -> None:
+def _step(
+    model: nn.Module, inputs: Inputs, batch: Any, plugin: Precision, meter: MemoryMeter, optimizer: Optimizer
+) -> None:
     meter.begin("forward", making="activations")
     with plugin.forward_context():
         loss = inputs.loss(model, plugin.convert_input(batch))
