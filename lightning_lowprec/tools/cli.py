@@ -21,15 +21,6 @@ from lightning_lowprec.tools.output import paint
 from lightning_lowprec.tools.parsers import COMMANDS, parse
 from lightning_lowprec.version import __version__
 
-MODULES: Final = {
-    "doctor": "doctor",
-    "plan": "planning.command",
-    "compare": "compare.runner",
-    "monitor": "monitor",
-    "export": "export",
-    "run": "launcher",
-}
-"""The module whose ``run`` takes the parsed arguments of a command."""
 GUIDE: Final = (
     ("Which precisions run on this machine?", "lowprec doctor"),
     ("Does one precision run here?", "lowprec doctor --for fp8-hybrid"),
@@ -92,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lowprec",
         description="Low-precision training for Lightning and Fabric.\n\n"
-        + "\n".join(f"  {name:<8} {text}" for name, text in COMMANDS.items()),
+        + "\n".join(f"  {name:<8} {options.__doc__.splitlines()[0]}" for name, (_, options, _) in COMMANDS.items()),
         epilog=f"{exit_codes()}\n\n`lowprec COMMAND --help` shows the options of a command.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -118,7 +109,7 @@ def _run(command: str, arguments: list[str]) -> int:
             return _refuse(command, error)
         return _fit(arguments)
     args = parse(command, arguments)
-    status: int = importlib.import_module(f"lightning_lowprec.tools.{MODULES[command]}").run(args)
+    status: int = importlib.import_module(f"lightning_lowprec.tools.{COMMANDS[command][0]}").run(args)
     return status
 
 

@@ -1,0 +1,188 @@
+"""The options of every command but ``fit``: a dataclass per command, a field per option.
+
+This file imports no torch. ``parsers.py`` makes a parser of a dataclass: a field without a default is an argument
+without a flag, ``bool`` is a flag without a value, and a list of strings takes several words.
+"""
+
+# ruff: noqa: RUF009  # `option` returns a field
+
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Final, Literal, final
+
+from lightning_lowprec.callbacks.readings import FILE, Limits
+from lightning_lowprec.conversion.options import LayerOptions
+from lightning_lowprec.serving.formats import DtypeName, FormatName
+from lightning_lowprec.tools.compare.spec import DEFAULT_PRECISIONS, CompareSpec
+
+_KEY: Final = "the key of the weights; default: state_dict, model, or the top of the checkpoint"
+Words = str | None
+Names = Sequence[str]
+Arguments = Mapping[str, Any] | None
+
+
+def option(help: str, default: Any = MISSING, **how: Any) -> Any:
+    """Return a field with its help; ``how`` is given to ``add_argument``, but ``flag``, which replaces its flag."""
+    return field(default=default, metadata={"help": help, **how})
+
+
+class Options:
+    """Base of the options of a command; the other fields of the dataclass ``group`` are options too."""
+
+    group: ClassVar[Any] = None
+
+
+@dataclass(kw_only=True)
+class Doctor(Options):
+    """Show what to try first, which precisions run on this machine, why others do not, and what to install."""
+
+    name: Words = option("check one precision; the exit status is 1 if it does not run here", None, flag="--for")
+    device: Words = option(
+        "cpu, cuda:1 (default: the first GPU), or an architecture that need not be here: sm_120, gfx942", None
+    )
+    all: bool = option("print what runs where, for every architecture", False)
+    json: bool = option("print JSON", False)
+    report: bool = option("print what a bug report needs, as Markdown, without folders", False)
+
+
+@dataclass(kw_only=True)
+class Run(Options):
+    """Launch a Fabric or Trainer script, or a console command, with a precision, in one process or several.
+
+    Options go before the script; arguments after the script are the script's own. --precision wins over the precision
+    in the script, and a line says so. The other options are defaults: if the script asks for another value, the run
+    raises, or the script wins (for the Trainer's accelerator, strategy and devices).
+    """
+
+    precision: Words = option("a precision of lightning_lowprec or of Lightning", None)
+    accelerator: Words = option("cpu, cuda, gpu, mps, ...", None)
+    strategy: Words = option("for example ddp", None)
+    devices: str = option("number of devices, and processes, on this machine", "1")
+    num_nodes: int = option("number of machines", 1)
+    node_rank: int = option("index of this machine", 0)
+    main_address: str = option("address of machine 0", "127.0.0.1")
+    main_port: int = option("port on machine 0", 29400)
+    script: str = option("the Python script, or a command such as litgpt")
+    arguments: Names = option("arguments of the script", nargs="...", type=None, metavar="arguments")
+
+
+@dataclass(kw_only=True)
+class Compare(Options):
+    """Train one model under several precisions, and report losses, step times and memory side by side.
+
+    Data and seed are the same. The exit status is 1 if a precision fails, or if its final validation metric differs
+    from that of the first one by more than --max-loss-gap. With --seeds the runs of each seed are compared in pairs,
+    and the whole confidence interval of their differences must be within --max-loss-gap. Without options a small
+    byte-level GPT trains on the sources of Python's standard library, in about two minutes on two CPU cores.
+    """
+
+    group = CompareSpec
+    precisions: str = option("comma separated; the first is the baseline", ",".join(DEFAULT_PRECISIONS))
+    monitor: bool = option("sample what FP8 takes from every layer: a folder for `lowprec monitor` per run", False)
+    force: bool = option("write over the report of an earlier comparison", False)
+    json: bool = option("print JSON: the content of results.json", False)
+
+
+@final
+class Fit(Options):
+    """Run LightningCLI's fit for any LightningModule, with all names in --trainer.precision."""
+
+
+@dataclass(kw_only=True)
+class Monitor(Options):
+    """Draw what a NumericsMonitor has written, and print the layers that FP8 serves worst."""
+
+    group = Limits
+    run: Path = option(f"the folder of the run, or its {FILE}")
+    html: Path | None = option("the page to write; by default monitor.html beside the file", None)
+    keep: bool = option("print `keep=[...]`: the layers beyond a limit; no page", False)
+    json: bool = option("print JSON, with every layer; with --keep a list of names", False)
+
+
+@dataclass(kw_only=True)
+class Export(Options):
+    """Write the plain weights of a checkpoint, or a folder that transformers and vLLM load.
+
+    `lowprec export --format hf --help` shows the options that write a folder for transformers, vLLM and SGLang.
+    """
+
+    checkpoint: Path = option("a file of the Trainer, of fabric.save or torch.save; safetensors")
+    out: Path = option("the new file: safetensors if it ends in .safetensors, else torch's")
+    dtype: Literal["keep", "fp32", "bf16", "fp16"] = option("of floating-point weights; keep leaves them", "keep")
+    key: Words = option(_KEY, None)
+    strip_prefix: str = option("removed from every name, such as 'model.'", "")
+    force: bool = option("replace the new file if it exists", False)
+    json: bool = option("print JSON: the file, and shape and dtype of each tensor", False)
+
+
+@dataclass(kw_only=True)
+class ExportFolder(Options):
+    """Write a checkpoint of a training run to a folder that transformers, vLLM and SGLang load."""
+
+    group = LayerOptions
+    checkpoint: str = option("of the Trainer or Fabric: a file, a sharded folder, safetensors")
+    out: str = option("the new folder")
+    format: FormatName = option("see docs/serving.md", flag="--format")
+    model: str = option("its folder, a config.json, a model type of transformers, or a class path", flag="--model")
+    precision: Words = option("the precision of the run; without one, the format's own scales are used", None)
+    dtype: DtypeName = option("of weights that are no codes", "bf16")
+    weights_only: bool = option("let servers round weights only", False)
+    tokenizer: Words = option("a folder with tokenizer files; default: that of --model", None)
+    key: Words = option(_KEY, None)
+    strip_prefix: Words = option("removed from every name; default: found by itself", None)
+    merge_adapters: bool = option("add a LoRA adapter to the weights", False)
+    adapter_config: Words = option("PEFT's adapter_config.json, or the folder of it", None)
+    keep: Names = option("the `keep` of the run", ())
+    only: Names | None = option("the `only` of the run", None)
+    first_last_layers_bf16: bool = option("the run kept the first and last blocks", False)
+    check: bool = option("load the folder, and compare it with the checkpoint", False)
+    check_text: Words = option("a text file for --check; default: tokens at random", None)
+    min_snr: float = option("of the logits, dB, with --check", 15.0)
+    min_agreement: float = option("share of equal greedy tokens, with --check", 0.8)
+    max_perplexity: float = option("perplexity / perplexity - 1, with --check", 0.05)
+    json: bool = option("print JSON: what was written, and with --check the result", False)
+
+
+@dataclass(kw_only=True)
+class Plan(Options):
+    """Show which layers of a model would run in FP8, why others would not, and the FLOPs and bytes of the plan.
+
+    The model is built without weights; nothing is downloaded.
+    """
+
+    group = LayerOptions
+    source: Words = option(
+        "a class path (my.Model, file.py:Model), a config.json of transformers or its folder, a model type of"
+        " transformers (llama), or a checkpoint (.ckpt, .pt, .safetensors)", None, flag="source", nargs="?",
+    )  # fmt: skip
+    precisions: Words = option(
+        "print instead the number formats of every precision; with --fits: the names to simulate, such as"
+        " bf16-sr,fp8-hybrid", None, nargs="?", const="",
+    )  # fmt: skip
+    args: Arguments = option("arguments of the class, or fields of the config, as JSON or YAML", None)
+    precision: str = option("the name of an FP8 precision", "fp8-hybrid")
+    sequence_length: int = option("for attention's FLOPs", 4096)
+    shards: int | None = option("print what one of so many ranks of `strategy='fsdp2'` holds and sends", None)
+    fits: Words = option(
+        "print instead which precisions train the model within the memory of a GPU, such as 141GB, 80GiB, H200 or"
+        ' "RTX 4090": steps with AdamW are simulated', None,
+    )  # fmt: skip
+    batch: int = option("sequences, images or rows per GPU and step, with --fits", 1)
+    seq: int | None = option("tokens per sequence, with --fits", None)
+    checkpointing: bool = option("compute blocks again in the backward, with --fits", False)
+    fused: bool = option("AdamW(fused=True), with --fits", False)
+    devices: int = option("GPUs of --strategy, with --fits", 1)
+    strategy: Literal["fsdp2"] | None = option("the model is sharded over --devices, with --fits", None)
+    data: Words = option("a LightningDataModule whose batches are read, with --fits", None)
+    data_args: Arguments = option("arguments of --data, as JSON or YAML", None)
+    all: bool = option("print one line per layer, not one per kind of block", False)
+    json: bool = option("print JSON, with a row for every layer", False)
+    markdown: Words = option("also write the plan to this file, as Markdown", None)
+    keep: Names = option("Linears that stay in high precision, by name or pattern", ())
+    only: Names | None = option("if given, only these Linears convert", None)
+    first_last_layers_bf16: bool = option("keep the first and the last blocks", False)
+    recipe: Names | None = option(
+        "recipes per layer; the first pattern that matches wins: 'blocks.0.*=bf16' '*.o_proj=rowwise' '*=tensorwise'; a"
+        ' value may say which GEMMs run in bf16: \'*={"forward": "bf16"}\'', None, metavar="PATTERN=RECIPE",
+    )  # fmt: skip
