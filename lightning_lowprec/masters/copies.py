@@ -94,8 +94,7 @@ def _patch() -> None:
 
     @functools.wraps(averaged)
     def update_parameters(self: AveragedModel, model: nn.Module) -> None:
-        half = any(p.dtype in HALF_DTYPES for p in self.module.parameters())
-        averaged(self, model if half else _Exact(model))  # type: ignore[arg-type]
+        averaged(self, _Exact(model, self.module))  # type: ignore[arg-type]
 
     _patches.extend([(Parameter, copied, deepcopy), (AveragedModel, averaged, update_parameters)])
     for owner, original, replacement in _patches:
@@ -112,10 +111,11 @@ def unpatch() -> None:
 
 @final
 class _Exact:
-    """What an average reads of a model: parameters with their float32 values, and buffers."""
+    """What an average reads of a model: buffers, and parameters in the dtype of the average."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.buffers, self._model = model.buffers, model
+    def __init__(self, model: nn.Module, average: nn.Module) -> None:
+        self.buffers, self._model, self._average = model.buffers, model, average
 
     def parameters(self) -> Iterator[Tensor]:
-        return map(float32_value, self._model.parameters())
+        for p, own in zip(self._model.parameters(), self._average.parameters(), strict=False):
+            yield p.to(own.dtype) if own.dtype in HALF_DTYPES else float32_value(p)

@@ -181,3 +181,19 @@ def test_an_average_that_no_optimizer_holds_is_that_of_the_exact_weights(name):
     module = Averages()
     L.Trainer(precision=name, **{**ON_CPU, "max_epochs": 3}).fit(module)
     assert all(torch.equal(a, b) for a, b in zip(module.average.module.parameters(), module.exact, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:.*the program writes to '1.module.1.weight'")  # frozen, and averaged in bf16
+@pytest.mark.parametrize("name", ["bf16-master", "bf16-8bit"])
+def test_an_average_of_a_model_that_is_frozen_in_part_runs(name):
+    net = layers(0)
+    net[1].requires_grad_(False)
+    both = nn.ModuleList([net, AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.5))])
+    fabric = L.Fabric(accelerator="cpu", devices=1, precision=name)
+    _, optimizer = fabric.setup(both, torch.optim.SGD(net[0].parameters(), lr=0.1))
+    for _ in range(2):
+        fabric.backward(net(torch.ones(2, WIDTH).bfloat16()).float().sum())
+        optimizer.step()
+        both[1].update_parameters(net)
+    assert torch.equal(both[1].module[1].weight, net[1].weight)
+    assert not torch.equal(both[1].module[0].weight, net[0].weight.float())
