@@ -18,6 +18,7 @@ from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.loss_scale import LossScaler
 from lightning_lowprec.precision.options import (
     BASE_DTYPES,
+    Base,
     MasterOptions,
     TrainingOptions,
 )
@@ -51,6 +52,8 @@ class HalfMixed(LowPrecision):
     def __init__(self, options: HalfOptions) -> None:
         dtype = options.dtype
         self._dtype: torch.dtype | None = BASE_DTYPES.get(dtype)
+        if dtype != "auto":
+            self.base = dtype
         # "auto" checks the arguments as fp16 does; the device decides later whether they are used
         scaler = options.scaler("fp16" if dtype == "auto" else dtype)
         self._fp16_scaler: LossScaler | None = scaler if dtype == "auto" else None
@@ -66,11 +69,9 @@ class HalfMixed(LowPrecision):
             self.precision = dtype + of_options("bf16", masters.config.kept)
 
     @functools.cached_property
-    @override
-    def autocast_dtype(self) -> torch.dtype:
-        if self._dtype is not None:
-            return self._dtype
-        return torch.bfloat16 if bf16_refusal(self.modules.device or default_device()) is None else torch.float16
+    def base(self) -> Base:  # type: ignore[override]  # of "auto", until the device is known
+        """The word of the dtype."""
+        return "bf16" if bf16_refusal(self.modules.device or default_device()) is None else "fp16"
 
     @property
     @override
@@ -107,8 +108,8 @@ class HalfMixed(LowPrecision):
         if self._dtype is not None:
             return
         info(f"{self.precision}: {self.how(device)}.")
-        self._dtype = torch.bfloat16 if bf16_refusal(device) is None else torch.float16
-        vars(self).pop("autocast_dtype", None)
+        self.base = "bf16" if bf16_refusal(device) is None else "fp16"
+        self._dtype = self.autocast_dtype
         if self._dtype is torch.float16:
             if self.masters is not None and self.masters.config.form != "fp32":
                 raise RuntimeError(

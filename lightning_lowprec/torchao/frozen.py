@@ -176,7 +176,7 @@ def _decoded(layer: StoresCodes) -> Iterator[None]:
     if isinstance(layer.weight, DTensor):
         raise RuntimeError(
             "A LoRA adapter cannot be merged into a sharded weight of codes (`frozen='codes'`). Save a checkpoint, and"
-            " merge by `lowprec export --merge_adapters`."
+            " merge by `lowprec export` with `--merge_adapters`."
         )
     if layer.values_dtype is None:
         yield

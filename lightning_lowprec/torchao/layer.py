@@ -82,7 +82,10 @@ class CodedLayer(StoresCodes):
         rows, columns = weight.shape  # other ones than at the conversion, if the program has pruned the layer
         if rows % self.alignment or columns % self.alignment:
             return self._padded(input, weight, products)
-        return linear(input, *self.codes_of(weight), self.bias, products)
+        scale = None
+        if self.values_dtype is not None:
+            weight, scale = self.codes_of(weight)
+        return linear(input, weight, scale, self.bias, products)
 
     def _padded(self, input: Tensor, weight: Tensor, products: Products) -> Tensor:
         """[*, K] -> [*, N], with zeros behind K and N."""
