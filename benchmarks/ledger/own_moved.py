@@ -19,8 +19,8 @@ from lightning_lowprec.masters import kernel_step
 from lightning_lowprec.numerics import fp8_matrices, linear_cross_entropy
 
 Seen = Callable[[str, int, int, int], None]
-GRADIENT = 2
-"""The place of the gradient among the tensors of a row, which is read only."""
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+"""Of a number of a gradient, by the kernel's words for dtypes; a gradient is read only."""
 
 
 def watch(seen: Seen) -> Callable[[], None]:
@@ -59,9 +59,9 @@ def of_codes(weight: Tensor) -> int:
 
 def of_a_step(row: kernel_step.Row) -> int:
     """Return the bytes that a step of one parameter reads and writes."""
-    total = 0
+    total = row.param.numel() * BYTES[row.variant.grad]
     for place, tensor in enumerate(row.tensors):
         if tensor is not None:
             only_written = place == 0 and row.variant.form == "fp32"
-            total += tensor.numel() * tensor.element_size() * (1 if only_written or place == GRADIENT else 2)
+            total += tensor.numel() * tensor.element_size() * (1 if only_written else 2)
     return total

@@ -13,16 +13,17 @@ Operations and names of the update rules are those of ``torch.optim``'s ``_singl
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Final, Literal, NamedTuple, final
 
 import torch
 from torch import Tensor, optim
 from torch.nn import Parameter
 
-from lightning_lowprec.masters.moments import CODES, EXPONENTS, adam_state, block_of, is_dense
+from lightning_lowprec.masters.moments import CODES, EXPONENTS, adam_state, block_of, encode_state, is_dense
 from lightning_lowprec.masters.registry import MasterRegistry
-from lightning_lowprec.masters.stores import Group, Store
-from lightning_lowprec.numerics.fp8_matrices import Largest, asked
+from lightning_lowprec.masters.stores import Group
+from lightning_lowprec.numerics.fp8_matrices import Largest, asked, hints_of
 from lightning_lowprec.numerics.one_pass import is_simulated, on_device, tensor_on
 from lightning_lowprec.numerics.parameters import grouped
 from lightning_lowprec.private.torch import add_to_all_, copy_all_, increment_versions, local_tensor
@@ -30,8 +31,11 @@ from lightning_lowprec.private.torch import add_to_all_, copy_all_, increment_ve
 DEVICES = {"cuda"}
 NOTE_WRITTEN: Final = "note_written"  # the method of a weight that needs to know of writes
 KINDS: Final = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}  # the kernel's words for dtypes
+COLUMNS: Final = 10  # of the table of addresses, see `kernel.COLUMNS`
+GRADIENT: Final = 2  # the column of the gradients, which are new in each step
 NUMBERS: Final = 9  # numbers of a parameter for the kernel, see `numbers_of`
 _VECTOR: Final = 16  # bytes; the kernel reads aligned tensors in pieces of this size
+_grad_of: Final = attrgetter("grad")
 Rule = Literal["adam", "sgd", "momentum", "nesterov"]
 """The update rules of the kernel."""
 STATE: Final[Mapping[Rule, tuple[str, ...]]] = {
@@ -62,12 +66,58 @@ class Row:
 
     variant: Variant
     tensors: tuple[Tensor | None, ...]
-    """Weight, master or remainder, gradient, first and second moment, exponents of the moments."""
+    """Weight, master or remainder, first and second moment, exponents of the moments."""
+    place: int  # of the parameter in its group
+    moved: bool  # whether its gradient is at the master
     position: int
     step: Tensor | None
     param: Tensor
-    master: Tensor
     largest: Largest | None  # where the largest absolute value of the new weight is wanted
+
+
+Seen = tuple[object, ...]
+
+
+@final
+class Table:
+    """The rows of a group, and what they were made of: steps use them until something of it is another one."""
+
+    def __init__(self, seen: Seen, rows: Sequence[Row]) -> None:
+        self.seen = seen
+        launches = grouped(rows, lambda row: (row.variant, row.moved))
+        self.launches = [(same, tuple([local_tensor(row.param).numel() for row in same])) for same in launches]
+        self.rows = [row for same in launches for row in same]
+        self.steps = [row.step for row in self.rows if row.step is not None]
+        self.hints = [(row.largest, row.param) for row in self.rows if row.largest is not None]
+        weights = [local_tensor(row.param) for row in self.rows]
+        self.written = [t for row, weight in zip(self.rows, weights, strict=True) for t in {weight, row.param}]
+        self.noting: list[Any] = [weight for weight in weights if hasattr(weight, NOTE_WRITTEN)]
+        self.places = [row.place for row in self.rows]
+        self.tensors = [t for row in self.rows for t in row.tensors if t is not None]
+        self.pointers = [*map(Tensor.data_ptr, self.tensors)]
+        self.device = weights[0].device if weights else torch.device("cpu")
+        count = len(rows)
+        self.upload = torch.zeros(count * COLUMNS + -(-count * NUMBERS // 2), dtype=torch.int64)
+        """Addresses and :func:`numbers_of`, for one copy to the device."""
+        self.addresses = self.upload[: count * COLUMNS].view(count, COLUMNS)
+        self.numbers = self.upload[count * COLUMNS :].view(torch.float32)[: count * NUMBERS].view(count, NUMBERS)
+        for line, row, weight in zip(self.addresses, self.rows, weights, strict=True):
+            first, second, *others = [0 if t is None else t.data_ptr() for t in row.tensors]
+            hint = 0 if row.largest is None else row.largest.value.data_ptr()
+            line[:] = torch.tensor([first, second, 0, *others, weight.numel(), row.position, hint])
+
+    def moved(self) -> bool:
+        """Return whether a tensor has other memory now, as after ``.data =``."""
+        return self.pointers != [*map(Tensor.data_ptr, self.tensors)]
+
+    def sent(self, gradients: Sequence[int], numbers: Tensor) -> tuple[Tensor, Tensor]:
+        """Return addresses and numbers on the device; ``gradients`` are addresses by the place in the group."""
+        self.addresses[:, GRADIENT] = torch.tensor([gradients[place] for place in self.places])
+        if not numbers.is_cpu:
+            return _to(self.device, self.upload), _to(self.device, numbers).view(-1)
+        self.numbers.copy_(numbers)
+        there = _to(self.device, self.upload)
+        return there, there[len(self.rows) * COLUMNS :].view(torch.float32)
 
 
 def rule_of(plain: type, group: Mapping[str, Any]) -> Rule | None:
@@ -86,135 +136,167 @@ def rule_of(plain: type, group: Mapping[str, Any]) -> Rule | None:
 
 
 def numbers_of(rule: Rule, plain: type, group: Mapping[str, Any], steps: Sequence[Tensor], count: int) -> Tensor:
-    """Return the numbers of ``count`` parameters of a group for the kernel: (count, 9) float32.
+    """Return the numbers of ``count`` parameters of a group for the kernel: (count, 9) float32, (1, 9) if equal.
 
     Columns: the factor of the gradient (-1 to maximize), L2 penalty, decay of the weight, share of the gradient in the
     first moment (momentum), decay of the second moment (share of the gradient in the momentum), share of the squared
     gradient, minus the step size, eps, square root of the second bias correction. ``steps`` count this step too. The
     result is on the device of the learning rate, which may be a tensor, and of the steps. Nothing is read from a GPU.
     """
-    if is_simulated():
-        return torch.zeros(count, NUMBERS)
-    lr, sign = group["lr"], -1.0 if group["maximize"] else 1.0
-    devices = {t.device for t in (lr, *steps) if isinstance(t, Tensor)} - {torch.device("cpu")}
-    device = devices.pop() if devices else torch.device("cpu")
+    lr = group["lr"]
+    device = next((t.device for t in (lr, *steps) if isinstance(t, Tensor) and not t.is_cpu), None)
+    if device is None:  # a row of numbers for each count of steps: mostly one
+        counts = [step.item() for step in steps] or [0.0] * count
+        of_count = {each: _numbers(rule, plain, group, float(lr), each) for each in set(counts)}
+        if len(of_count) == 1:
+            return torch.tensor([of_count[counts[0]]], dtype=torch.float32)
+        return torch.tensor([of_count[each] for each in counts], dtype=torch.float32)
     rate = torch.as_tensor(lr, dtype=torch.float64, device=device) if isinstance(lr, Tensor) else float(lr)
-    columns: list[float | Tensor]
-    if rule != "adam":
-        columns = [sign, group["weight_decay"], 1.0, group["momentum"], 1.0 - group["dampening"], 0.0, -rate, 0.0, 1.0]
-    else:
-        beta1, beta2 = group["betas"]
-        if device.type == "cpu":
-            step: Tensor = torch.tensor([float(s) for s in steps], dtype=torch.float64)
-        else:
-            step = torch.stack([s.to(device, non_blocking=True) for s in steps]).double()
-        decay = group["weight_decay"]
-        decoupled = group.get("decoupled_weight_decay", plain is optim.AdamW)
-        decays = (0.0, 1.0 - rate * decay) if decoupled else (decay, 1.0)
-        averages = (1.0 - beta1, beta2, 1.0 - beta2)
-        columns = [sign, *decays, *averages, -rate / (1.0 - beta1**step), group["eps"], (1.0 - beta2**step).sqrt()]
-    numbers = [column for column in columns if not isinstance(column, Tensor)]
-    constant = iter(tensor_on(device, numbers, torch.float64))
+    step = torch.stack([s.to(device, non_blocking=True) for s in steps]).double() if steps else 0.0
+    columns = _numbers(rule, plain, group, rate, step)
+    constant = iter(tensor_on(device, [x for x in columns if not isinstance(x, Tensor)], torch.float64))
     parts = [column if isinstance(column, Tensor) else next(constant) for column in columns]
     return torch.stack([part.expand(count) for part in parts], dim=1).float()
 
 
+def _numbers(rule: Rule, plain: type, group: Mapping[str, Any], rate: Any, step: Any) -> list[Any]:
+    sign, decay = -1.0 if group["maximize"] else 1.0, group["weight_decay"]
+    if rule != "adam":
+        return [sign, decay, 1.0, group["momentum"], 1.0 - group["dampening"], 0.0, -rate, 0.0, 1.0]
+    beta1, beta2 = group["betas"]
+    decoupled = group.get("decoupled_weight_decay", plain is optim.AdamW)
+    decays = (0.0, 1.0 - rate * decay) if decoupled else (decay, 1.0)
+    averages = (1.0 - beta1, beta2, 1.0 - beta2)
+    return [sign, *decays, *averages, -rate / (1.0 - beta1**step), group["eps"], (1.0 - beta2**step) ** 0.5]
+
+
 @torch.no_grad()
-def step_in_one_pass(registry: MasterRegistry, options: Any, group: Group, rule: Rule, steps: int) -> None:
-    """Step the parameters of a group that the kernel can step, and drop their gradients; the others keep theirs."""
-    rows = [
-        row
-        for store in group.stores
-        for index, p in enumerate(store.params)
-        if id(p) in group.ids and (row := _row(registry, options, rule, store, index)) is not None
-    ]
-    if rows:
-        _step_rows(registry, options, rule, steps, grouped(rows, lambda row: (row.variant, row.master.grad is None)))
-    for row in rows:
-        row.param.grad = row.master.grad = None
+def step_in_one_pass(registry: MasterRegistry, optimizer: Any, group: Group, rule: Rule, steps: int) -> bool:
+    """Step the parameters of a group that the kernel can step, and drop their gradients; the others keep theirs.
+
+    Return whether these were all parameters of the stores.
+    """
+    options, state = optimizer.param_groups[group.index], optimizer.state
+    grads, at_masters = [*map(_grad_of, group.params)], [*map(_grad_of, group.masters)]
+    moved = [place for place, grad in enumerate(at_masters) if grad is not None]
+    for place in moved:
+        grads[place] = at_masters[place]
+    grads = [*map(local_tensor, grads)] if group.sharded else grads
+    addresses = [0 if grad is None or grad.is_sparse else grad.data_ptr() for grad in grads]
+    table, seen = group.table, _seen(rule, group, state, grads, addresses, moved)
+    if not isinstance(table, Table) or table.seen != seen or table.moved():
+        if registry.config.moments == "8bit":
+            for store in group.stores:
+                encode_state(state, store, steps)
+        rows = _rows(registry, options, state, rule, group, grads, moved)
+        group.table = table = Table(_seen(rule, group, state, grads, addresses, moved), rows)
+    if table.rows:
+        _step_table(registry, options, rule, table, addresses, steps)
+    for place in table.places:
+        group.params[place].grad = None
+    for place in moved:
+        if place in table.places:
+            group.masters[place].grad = None
     for store in group.stores:
-        store.note_agreement()
+        if store.allocated:
+            store.note_agreement()
+    return len(table.rows) == sum([len(store.params) for store in group.stores])
 
 
-def _row(registry: MasterRegistry, group: Any, rule: Rule, store: Store, index: int) -> Row | None:
-    """Return what the kernel needs of a parameter, or None if the kernel cannot step it."""
-    param, master = store.params[index], store.masters[index]
-    grad = master.grad if param.grad is None else param.grad
-    if grad is None or grad.is_sparse or grad.dtype not in KINDS:
-        return None
-    block = block_of(param) if registry.config.moments == "8bit" else 0
-    states = registry.live().state
-    state: Any = states.get(param, {})
-    if block and rule == "adam" and not state:  # torch makes others
-        state = states[param] = adam_state(group, param)
-    names = [f"{name}{CODES}" if block else name for name in STATE[rule]]
-    if any(state.get(name) is None for name in names) or (rule == "adam" and "step" not in state):
-        return None  # torch's own code makes them
-    moments = [local_tensor(state[name]) for name in names]
-    if not block and any(moment.dtype != torch.float32 for moment in moments):
-        return None
-    weight = local_tensor(param)
-    tensors = [weight, store.companion(index), local_tensor(grad), *moments]
-    fits = all(t is None or (t.stride() == weight.stride() and t.device == weight.device) for t in tensors)
-    # a kernel may write to the memory of a weight, where the weight sees it or does not want to know
-    writes = type(weight) in (Tensor, Parameter) or hasattr(weight, NOTE_WRITTEN) or is_simulated()
-    if not writes or not fits or not weight.numel() or not is_dense(weight):
-        return None
-    aligned = all(t is None or t.data_ptr() % _VECTOR == 0 for t in tensors)
-    align, kind = _VECTOR if aligned else 1, "8bit" if block and moments else "fp32"
-    variant = Variant(rule, store.form, KINDS[weight.dtype], KINDS[grad.dtype], kind, align, block or 1)
-    exponents = [local_tensor(state[f"{name}{EXPONENTS}"]) for name in STATE[rule]] if block else []
-    largest = asked(param)
-    filled = (*[*tensors, None, None][:5], *exponents, None, None)[:7]
-    return Row(variant, filled, store.positions[index], state.get("step"), param, master, largest)
+def _seen(
+    rule: Rule, group: Group, state: Any, grads: Sequence[Any], addresses: Sequence[int], moved: Sequence[int]
+) -> Seen:
+    """Return everything that rows are made of, in a form that is compared fast."""
+    held: list[object] = [value for p in group.params for value in state.get(p, {}).values()]
+    weights: Sequence[Tensor] = group.params
+    if group.sharded:
+        held, weights = [local_tensor(x) if isinstance(x, Tensor) else x for x in held], [*map(local_tensor, weights)]
+    for store in group.stores:
+        held += store.companions
+    kinds = [at and (grad.dtype, grad.stride(), at % _VECTOR) for grad, at in zip(grads, addresses, strict=True)]
+    hints = [*map(id, hints_of(group.params))]
+    return rule, kinds, moved, hints, [*map(id, held)], [*map(id, weights)], [*map(Tensor.stride, weights)]
 
 
-def _step_rows(
-    registry: MasterRegistry, group: Any, rule: Rule, steps_before: int, by_variant: list[list[Row]]
+def _rows(
+    registry: MasterRegistry, options: Any, state: Any, rule: Rule, group: Group, grads: Sequence[Any],
+    moved: Sequence[int],
+) -> list[Row]:  # fmt: skip
+    """Return what the kernel needs of the parameters that it can step."""
+    rows = []
+    for place, (p, grad) in enumerate(zip(group.params, grads, strict=True)):
+        block = block_of(p) if registry.config.moments == "8bit" else 0
+        if grad is None or grad.is_sparse or grad.dtype not in KINDS:
+            continue
+        if block and rule == "adam" and not state.get(p):  # torch makes others
+            state[p] = adam_state(options, p)
+        entry: Any = state.get(p, {})
+        ends = (CODES, EXPONENTS) if block else ("",)
+        made = [entry.get(f"{name}{end}") for end in ends for name in STATE[rule]]
+        if any(t is None for t in made) or (rule == "adam" and "step" not in entry):
+            continue  # torch's own code makes them
+        made = [*map(local_tensor, made)]
+        moments, exponents = made[: len(STATE[rule])], made[len(STATE[rule]) :]
+        store, index = registry.place_of[id(p)]
+        weight, companion = local_tensor(p), store.companions[index] if store.companions else None
+        tensors = [weight, companion, grad, *moments]
+        fits = all(t is None or (t.stride() == weight.stride() and t.device == weight.device) for t in tensors)
+        # a kernel may write to the memory of a weight, where the weight sees it or does not want to know
+        writes = type(weight) in (Tensor, Parameter) or hasattr(weight, NOTE_WRITTEN) or is_simulated()
+        if not writes or not fits or not weight.numel() or not is_dense(weight):
+            continue
+        if not block and any(moment.dtype != torch.float32 for moment in moments):
+            continue
+        align = _VECTOR if all(t is None or t.data_ptr() % _VECTOR == 0 for t in tensors) else 1
+        kind = "8bit" if block and moments else "fp32"
+        variant = Variant(rule, store.form, KINDS[weight.dtype], KINDS[grad.dtype], kind, align, block or 1)
+        none = [None] * (2 - len(moments))
+        row = (weight, companion, *moments, *none, *(exponents or (None,) * len(moments)), *none)
+        at_master = place in moved
+        rows.append(Row(variant, row, place, at_master, store.positions[index], entry.get("step"), p, asked(p)))
+    return rows
+
+
+def _step_table(
+    registry: MasterRegistry, options: Any, rule: Rule, table: Table, gradients: Sequence[int], steps: int
 ) -> None:
-    """Step rows of one device; their numbers are computed together, in launches that do not depend on the variants."""
-    rows = [row for same in by_variant for row in same]
-    steps = [row.step for row in rows if row.step is not None] if rule == "adam" else []
-    if steps:
-        add_to_all_(steps, 1)
-    device = rows[0].tensors[0].device  # type: ignore[union-attr]
-    numbers = _to(device, numbers_of(rule, registry.plain, group, steps, len(rows)))
-    hints = [(row.largest, row.param) for row in rows if row.largest is not None]
-    if hints:
-        copy_all_([hint.value for hint, _ in hints], [_constant(device, 0.0)] * len(hints))
-    for same, own in zip(by_variant, torch.split(numbers, [len(same) for same in by_variant]), strict=True):
-        scale = _scalar(device, 1.0 if registry.factor is None or same[0].master.grad is not None else registry.factor)
-        launch(same, own, scale, registry.config.seed, steps_before)
-    written = [t for row in rows for i, t in enumerate(row.tensors) if t is not None and i != 2]
-    for row in rows:
-        weight = row.tensors[0]
-        if hasattr(weight, NOTE_WRITTEN):
-            weight.note_written()  # type: ignore[union-attr]
-    increment_versions([*written, *(row.param for row in rows)])
-    for hint, param in hints:
+    """Step the rows; ``gradients`` are addresses. Numbers are computed together, in launches that variants share."""
+    device = table.device
+    if rule == "adam":
+        add_to_all_(table.steps, 1)
+    if table.hints:
+        copy_all_([hint.value for hint, _ in table.hints], [_constant(device, 0.0)] * len(table.hints))
+    if not is_simulated():
+        numbers = numbers_of(rule, registry.plain, options, table.steps if rule == "adam" else [], len(table.rows))
+        addresses, numbers = table.sent(gradients, numbers)
+        start = 0
+        for same, sizes in table.launches:
+            own = addresses[start * COLUMNS :], numbers[start * NUMBERS :]
+            factor = _scalar(device, 1.0 if same[0].moved or registry.factor is None else registry.factor)
+            launch(same, sizes, *own, factor, registry.config.seed, steps)
+            start += len(same)
+    for weight in table.noting:
+        weight.note_written()
+    increment_versions(table.written)
+    for hint, param in table.hints:
         hint.note(param)
 
 
-def launch(rows: Sequence[Row], numbers: Tensor, factor: Tensor, seed: int, step: int) -> None:
-    """Run the kernel once for all ``rows``, of one variant and device, with their :func:`numbers_of`.
+def launch(
+    rows: Sequence[Row], sizes: tuple[int, ...], table: Tensor, numbers: Tensor, factor: Tensor, seed: int, step: int
+) -> None:
+    """Run the kernel once for all ``rows``, of one variant and device, with their addresses and :func:`numbers_of`.
 
-    ``factor``, a float32 scalar, multiplies the gradients; ``step`` counts the steps before this one.
+    ``sizes`` are their numbers of elements. ``factor``, a float32 scalar, multiplies the gradients; ``step`` counts the
+    steps before this one.
     """
-    if is_simulated():
-        return
     from lightning_lowprec.masters import kernel
 
-    sizes = tuple(local_tensor(row.param).numel() for row in rows)
-    hints = [None if row.largest is None else row.largest.value for row in rows]
-    table: list[int] = []
-    for row, size, hint in zip(rows, sizes, hints, strict=True):
-        *addresses, largest = [0 if t is None else t.data_ptr() for t in (*row.tensors, hint)]
-        table += [*addresses, size, row.position, largest]
-    device, measure = numbers.device, any(hint is not None for hint in hints)
-    tiles, addresses_there = _tiles(sizes, device, kernel.TILE.value), tensor_on(device, table, torch.int64)
-    with on_device(device):
+    tiles = _tiles(sizes, numbers.device, kernel.TILE.value)
+    measure = any(row.largest is not None for row in rows)
+    with on_device(numbers.device):
         kernel.step_parameters[(len(tiles),)](
-            tiles, addresses_there, numbers, factor, seed, step, *rows[0].variant, measure, num_warps=8
+            tiles, table, numbers, factor, seed, step, *rows[0].variant, measure, num_warps=8
         )
 
 

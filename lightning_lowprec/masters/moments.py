@@ -119,13 +119,6 @@ def decoded_entry(entry: Any, param: Tensor) -> Any:
     return plain
 
 
-def decode_state(state: Mapping[Any, State], store: Store) -> None:
-    """Make the coded state of a store's parameters float32, in place."""
-    for param in store.params:
-        if param in state:
-            decode_in_place(state[param], param)
-
-
 @torch.no_grad()
 def encode_state(state: Mapping[Any, State], store: Store, step: int) -> None:
     """Encode the float32 state of a store's parameters, in place; ``step`` counts the steps before."""

@@ -78,11 +78,12 @@ class MasterRegistry:
                 self._add_store(members, same[0][0], values)
         self.groups = []
         for index, params in enumerate(groups):
-            mine = [store for store in self.stores if store.group == index]
+            mine, now = [store for store in self.stores if store.group == index], {*map(id, params)}
             for stores in grouped(mine, lambda store: (store.device, store.dtype)):
-                held = {id(p) for store in stores for p in store.params}
-                self.groups.append(Group(index, [p for p in params if id(p) in held], stores))
-            self.groups.append(Group(index, [p for p in params if id(p) not in self.master_of], []))
+                held = [p for store in stores for p in store.params if id(p) in now]
+                self.groups.append(Group(index, held, [self.master_of[id(p)] for p in held], stores))
+            own = [p for p in params if id(p) not in self.master_of]
+            self.groups.append(Group(index, own, own, []))
         self.ids = [[*map(id, params)] for params in groups]
 
     def _add_store(self, members: Sequence[Tensor], group: int, values: Mapping[int, Tensor]) -> None:
@@ -149,6 +150,8 @@ class MasterRegistry:
 
     def take(self, values: Mapping[int, Tensor], remainders: Mapping[int, Tensor]) -> None:
         """Take the masters of a state dict by ``id(parameter)``: float32 values, or remainders beside the weights."""
+        for group in self.groups:
+            group.table = None  # of the state before
         params = {id(p): p for store in self.stores for p in store.params}
         whole = {
             key: moments.joined(existing_masters([params[key]]).get(key, params[key]).bfloat16(), remainder)

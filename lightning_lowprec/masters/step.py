@@ -265,9 +265,8 @@ def follow(registry: MasterRegistry, optimizer: Optimizer) -> None:
 
 def _step_group(optimizer: Any, registry: MasterRegistry, group: Group) -> None:
     """Step in one kernel; what the kernel does not know, by torch's own code: the masters of a store at a time."""
-    if group.stores and group.stores[0].device.type in kernel_step.DEVICES:
-        _step_in_one_pass(optimizer, registry, group)
-    for store in group.stores:
+    kernel = bool(group.stores) and group.stores[0].device.type in kernel_step.DEVICES
+    for store in () if kernel and _step_in_one_pass(optimizer, registry, group) else group.stores:
         if with_gradients((*store.params, *store.masters)):
             store.load()  # first, because it takes temporary memory
             _move(registry, store)
@@ -278,19 +277,18 @@ def _step_group(optimizer: Any, registry: MasterRegistry, group: Group) -> None:
             registry.plain.step(optimizer)
 
 
-def _step_in_one_pass(optimizer: Any, registry: MasterRegistry, group: Group) -> None:
+def _step_in_one_pass(optimizer: Any, registry: MasterRegistry, group: Group) -> bool:
+    """Step by the kernel; return whether it has stepped all parameters."""
     options = optimizer.param_groups[group.index]
     rule = kernel_step.rule_of(registry.plain, options)
     if rule is None or not kernels_run():
-        return
+        return False
     steps = steps_of(optimizer)
     for store in group.stores:  # to the state between steps, with one gradient per parameter
         store.settle(steps)
-        if registry.config.moments == "8bit":
-            moments.encode_state(optimizer.state, store, steps)
-        if any(p.grad is not None and m.grad is not None for p, m in zip(store.params, store.masters, strict=True)):
+        if with_gradients(store.masters) and with_gradients(store.params):
             _move(registry, store)
-    kernel_step.step_in_one_pass(registry, options, group, rule, steps)
+    return kernel_step.step_in_one_pass(registry, optimizer, group, rule, steps)
 
 
 @contextmanager
@@ -330,7 +328,9 @@ def loaded(registry: MasterRegistry, optimizer: Optimizer, stores: Sequence[Stor
     """Make the moments of loaded ``stores`` float32; at the end round masters into weights, and encode moments."""
     coded = registry.config.moments == "8bit"
     for store in stores if coded else ():
-        moments.decode_state(optimizer.state, store)
+        for p in store.params:
+            if p in optimizer.state:
+                moments.decode_in_place(optimizer.state[p], p)
     registry.in_step = True
     try:
         yield

@@ -26,10 +26,11 @@ from lightning_lowprec.numerics import rounding
 from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.numerics.parameters import aligned
 from lightning_lowprec.numerics.rounding import reconcile
-from lightning_lowprec.private.torch import copy_all_, first_element, local_tensor, version_of, with_local_tensor
+from lightning_lowprec.private.torch import copy_all_, fingerprints, first_element, local_tensor, with_local_tensor
 
 ROUNDING_STEP: Final = "rounding_step"  # in param_groups[0], where state dicts and pickles carry it along
 _dtype_of: Final = attrgetter("dtype")
+_device_of: Final = attrgetter("device")
 
 
 class Store(ABC):
@@ -65,13 +66,15 @@ class Store(ABC):
         ]
         self.flat = torch.zeros(total, dtype=torch.float32, device=self.device)
         self.views, self.masters = self.views_on(self.flat), self.tensors_on(self.flat)
+        self.companions = self.views if self.form == "fp32" else []
+        """What is stored beside the parameters, master or remainder: of their local shapes and strides."""
         self.allocated = True
         *firsts, self.elements = itertools.accumulate((aligned(p.numel()) for p in self.params), initial=0)
         self.positions = [start + at + first_element(p) for at, p in zip(firsts, self.params, strict=True)]
         gaps = {position - offset for position, offset in zip(self.positions, offsets, strict=True)}
         self._in_line = len(gaps) == 1  # the positions follow each other as the memory does
         self._unsaved = False  # whether the memory has values that are stored nowhere else
-        self._fingerprints: list[tuple[int, int] | None]  # of the parameters, when they last met the masters
+        self._fingerprints: Sequence[tuple[int, int] | None]  # of the parameters, when they last met the masters
         self.follow_edits()
         self.set_values(values)
 
@@ -164,13 +167,15 @@ class Store(ABC):
     def load(self) -> None:
         """Give every master its value; a master whose parameter was edited follows the edit."""
         if self.allocated:
-            for p, view, saved in zip(self.params, self.views, self._fingerprints, strict=True):
-                if _fingerprint(p) != saved:
+            found = fingerprints(self.params)
+            for p, view, saved, now in zip(self.params, self.views, self._fingerprints, found, strict=True):
+                if now != saved:
                     view.copy_(reconcile(view, local_tensor(p).to(view.device)))
+            self._fingerprints = found  # of parameters that did not change
         else:
             self.allocate()
             self._fill()
-        self.note_agreement()
+            self.note_agreement()
 
     @torch.no_grad()
     def save(self, step: int) -> None:
@@ -188,11 +193,7 @@ class Store(ABC):
 
     def note_agreement(self) -> None:
         """Note that the parameters agree with their masters now, for example after a kernel has updated both."""
-        self._fingerprints = [*map(_fingerprint, self.params)]
-
-    def companion(self, index: int) -> Tensor | None:
-        """Return what is stored beside a parameter: a tensor of its local shape and strides, or None."""
-        return None
+        self._fingerprints = fingerprints(self.params)
 
     def release(self) -> None:
         """Free the memory of loaded masters without saving, unless their values are stored nowhere else."""
@@ -211,16 +212,14 @@ class Store(ABC):
 
     def moved(self) -> bool:
         """Return whether a parameter has moved to another device; raise if one has another dtype now."""
-        moved = False
-        for p in self.params:
-            moved |= p.device != self.device
+        for p in self.params if {*map(_dtype_of, self.params)} != {self.dtype} else ():
             if p.dtype != self.dtype:
                 raise RuntimeError(
                     f"a parameter of shape {tuple(p.shape)} was {self.dtype} when its optimizer got master weights and"
                     f" is {p.dtype} now. Cast the model before its optimizer gets masters. Lightning's pruning puts"
                     " float32 weights back. Use `ModelPruning('l1_unstructured', use_lottery_ticket_hypothesis=False)`."
                 )
-        return moved
+        return {*map(_device_of, self.params)} != {self.device}
 
 
 @final
@@ -234,18 +233,15 @@ class Fp32Store(Store):
         """Follow edits of the parameters; the masters are always in memory."""
         self.load()
 
-    def companion(self, index: int) -> Tensor | None:
-        """Return the master."""
-        return self.views[index]
-
     def unseen_edits(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield parameters without a noted edit, and whether one of 64 values differs from its master (a bool tensor).
 
         A write in place through ``.data`` leaves no trace; the next step undoes it.
         """
-        for p, view, saved in zip(self.params, self.views, self._fingerprints, strict=True):
+        now = fingerprints(self.params)
+        for p, view, saved, found in zip(self.params, self.views, self._fingerprints, now, strict=True):
             local = local_tensor(p).detach()
-            if _fingerprint(p) == saved and local.is_contiguous() and view.is_contiguous():
+            if found == saved and local.is_contiguous() and view.is_contiguous():
                 every = max(1, local.numel() // 64)
                 weight, master = (values.view(-1)[::every][:64] for values in (local, view))
                 yield p, ((weight != master.to(weight.dtype)) & (weight == weight)).any()  # NaN is no edit
@@ -269,16 +265,11 @@ class RemainderStore(Store):
 
     form = "remainder"
     remainder: Tensor
-    _remainders: list[Tensor]  # views of `remainder`, one per parameter
-
-    def companion(self, index: int) -> Tensor | None:
-        """Return the remainder."""
-        return self._remainders[index]
 
     def set_values(self, values: Mapping[int, Tensor]) -> None:
         """Take float32 values; they stay in memory until a step has been saved."""
         self.remainder = torch.zeros(self.flat.shape, dtype=torch.int16, device=self.device)
-        self._remainders = self.views_on(self.remainder)
+        self.companions = self.views_on(self.remainder)
         if values:
             super().set_values(values)
         else:
@@ -292,7 +283,7 @@ class RemainderStore(Store):
     @torch.no_grad()
     def take_remainder(self, index: int, remainder: Tensor) -> None:
         """Take the remainder of one parameter, of its shape, int16."""
-        self._remainders[index].copy_(local_tensor(remainder))
+        self.companions[index].copy_(local_tensor(remainder))
         self.follow_edits()
 
     @torch.no_grad()
@@ -300,7 +291,7 @@ class RemainderStore(Store):
         """Return a copy of the float32 value of one parameter, without loading the others."""
         if self.allocated:
             return super().value(index)
-        rest = self._remainders[index]
+        rest = self.companions[index]
         value = torch.empty_like(rest, dtype=torch.float32).copy_(local_tensor(self.params[index]))
         rounding.join_(*(t.as_strided((t.numel(),), (1,)) for t in (value, rest)))
         return with_local_tensor(value, self.params[index])
@@ -346,9 +337,13 @@ class Group:
     ``index`` is that of the optimizer's group. Float32 parameters have no stores: they are their own masters.
     """
 
-    def __init__(self, index: int, params: Sequence[Tensor], stores: Sequence[Store]) -> None:
-        self.index, self.params, self.stores = index, params, stores
+    def __init__(
+        self, index: int, params: Sequence[Tensor], masters: Sequence[Tensor], stores: Sequence[Store]
+    ) -> None:
+        self.index, self.params, self.masters, self.stores = index, params, masters, stores
         self.ids = set(map(id, params))
+        self.sharded = any(hasattr(p, "to_local") for p in params)
+        self.table: object = None  # what the kernel has noted of the parameters, see `kernel_step.py`
 
     def changed(self) -> bool:
         """Return whether a parameter has moved or become half precision since the masters were made."""
@@ -361,8 +356,3 @@ class Group:
 def steps_of(optimizer: Optimizer) -> int:
     """Return the number of steps so far, for the random bits of stochastic rounding."""
     return int(optimizer.param_groups[0].get(ROUNDING_STEP, 0))
-
-
-def _fingerprint(param: Tensor) -> tuple[int, int]:
-    """Return a value that changes with every edit of ``param``, except in-place edits of ``param.data``."""
-    return version_of(param), local_tensor(param).data_ptr()

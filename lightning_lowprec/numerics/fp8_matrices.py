@@ -13,7 +13,7 @@ float32 weights, and 12.4 GB with compiled casts in place of this kernel; with b
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final, Literal, final
 
@@ -190,6 +190,11 @@ def asked(weight: Tensor) -> Largest | None:
     """Return the hint that a kernel is to write, if somebody has asked for it."""
     hint: Largest | None = vars(weight).get(_NOTE)
     return hint if hint is not None and hint.value.device == weight.device else None
+
+
+def hints_of(weights: Iterable[Tensor]) -> list[object]:
+    """Return the hints of weights, or None, without a look at their devices."""
+    return [vars(weight).get(_NOTE) for weight in weights]
 
 
 def largest(weight: Tensor) -> Tensor | None:

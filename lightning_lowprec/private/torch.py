@@ -134,7 +134,9 @@ def copy_all_(targets: Tensors, sources: Tensors) -> None:
 
 def add_to_all_(tensors: Tensors, number: float) -> None:
     """Add ``number`` to every tensor, in place."""
-    if tensors:
+    if tensors and tensors[0].is_cpu:  # torch makes a tensor of a number again for each of these
+        torch._foreach_add_(tensors, torch.tensor(1.0), alpha=number)
+    elif tensors:
         torch._foreach_add_(tensors, number)
 
 
@@ -177,6 +179,11 @@ def unscale_all_(grads: Tensors, inv_scale: float) -> Tensor:
 def version_of(tensor: Tensor) -> int:
     """Return a count that grows with every in-place change of ``tensor``, except through ``tensor.data``."""
     return tensor._version
+
+
+def fingerprints(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """Return values that change with every edit of a tensor, except in-place edits of ``tensor.data``."""
+    return [(t._version, (t._local_tensor if isinstance(t, DTensor) else t).data_ptr()) for t in tensors]
 
 
 def increment_versions(tensors: Sequence[Tensor]) -> None:

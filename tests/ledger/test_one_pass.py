@@ -1,6 +1,7 @@
 """The step of an optimizer with masters: bytes per parameter, launches, memory, and no wait for the GPU."""
 
 import gc
+import sys
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from benchmarks.ledger.recorder import recording
 from lightning_lowprec.masters import registry
 from lightning_lowprec.masters import step as masters_step
 from lightning_lowprec.masters.optimizer import add_masters
+from tests.ledger.budgets import OPTIMIZER_CALLS
 
 FORMS = ("fp32", "remainder", "stochastic")
 SHAPES = [(64 * i, 512) for i in range(1, 11)] + [(512,), (1000,)]
@@ -102,6 +104,22 @@ def test_clipping_reads_the_gradients_once(form):
     assert len(names) <= 60, names
     assert not log.waits()
     assert all(g._version == 0 or g._version == gradients[0]._version for g in gradients), "nothing was written"
+
+
+@pytest.mark.parametrize("form", OPTIMIZER_CALLS)
+def test_the_host_makes_calls_per_group_and_not_per_parameter(form):
+    shapes = [(64, 64), (64,)] * 32
+    parameters = [nn.Parameter(torch.zeros(shape, device="cuda", dtype=torch.bfloat16)) for shape in shapes]
+    optimizer = add_masters(optim.AdamW(parameters, lr=1e-3), form)
+    counts = []
+    for _ in range(4):
+        give_gradients(parameters)
+        counts.append(0)
+        before = sys.getprofile()
+        sys.setprofile(lambda frame, event, _: counts.append(counts.pop() + (event == "call")))
+        optimizer.step()
+        sys.setprofile(before)
+    assert 0 < counts[-1] <= OPTIMIZER_CALLS[form].most
 
 
 @pytest.mark.parametrize("form", FORMS)
