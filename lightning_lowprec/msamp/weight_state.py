@@ -27,6 +27,7 @@ from lightning_lowprec.numerics.formats import (
     saturating_cast,
 )
 from lightning_lowprec.numerics.rounding import upper_half
+from lightning_lowprec.private.torch import increment_versions
 
 Level = Literal["O1", "O2", "O3"]
 LEVELS: Final[tuple[Level, ...]] = get_args(Level)
@@ -136,6 +137,7 @@ class MsampWeightState:
             target = getattr(self, name)
             if target is not None:
                 target.copy_(getattr(other, name))
+                increment_versions([target])  # torch does not, inside of an operation of a tensor class
 
     def _encoded(self, values: Tensor) -> MsampWeightState:
         return MsampWeightState.of(values, "O2" if self.master is None else "O3", self.shards)

@@ -134,6 +134,17 @@ def test_a_step_after_a_read_is_noticed():
         loss.backward()
 
 
+@every_level
+def test_a_write_between_forward_and_backward_is_noticed_also_where_the_data_are_replaced_then(level):
+    module, start = linear(level)
+    loss = module(torch.randn(16, 32, requires_grad=True)).sum()
+    with torch.no_grad():
+        module.weight.copy_(-start)
+    module.weight.data = 2 * start
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_a_compiled_read_is_that_of_eager_code():
     module, start = linear("O3")
     weight = encoded(start, "O3").requires_grad_()
