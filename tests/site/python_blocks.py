@@ -44,6 +44,7 @@ READ = {
     "parallelism-5": "tests/fsdp2/test_parallelisms.py",
     "serving-1": "tests/tools/test_export_serving.py",
     "serving-2": "tests/serving/test_formats.py",
+    "torchao-3": "tests/torchao/test_frozen_codes.py",
     "transformer-engine-1": "tests/te/test_te_recipes.py",
     "memory-4": "tests/tools/test_plan_fits.py",
 }
@@ -123,7 +124,6 @@ def _to_train() -> dict[str, Any]:
 
 EXTRA: dict[str, Callable[[], dict[str, Any]]] = {
     "architecture-1": _to_train,
-    "architecture-2": _to_train,
     "checkpoints-2": _in_fabric,
     "checkpoints-3": _in_fabric,
     "getting-started-2": _not_set_up,

@@ -1,6 +1,5 @@
 """Every Python block on the README and the site runs; those that need other machines are checked by signatures."""
 
-import lightning as L
 import pytest
 import torch
 
@@ -46,22 +45,3 @@ def test_a_wrong_call_is_found():
         check_read("FP8TorchAO(recip='rowwise')")
     with pytest.raises(AttributeError):
         check_read("lightning_lowprec.exported(model)")
-
-
-def test_the_smallest_backend_of_the_docs_converts_and_gives_back():
-    (block,) = [block for block in PYTHON if block.name == "architecture-2"]
-    seen = surroundings(block.name)
-    try:
-        exec(compile(block.code.split("trainer = ")[0], block.name, "exec"), seen)
-        model = seen["ByteGPT"]()
-        before = {name: id(value) for name, value in model.named_parameters()}
-        fabric = L.Fabric(precision="bf16-rounded", accelerator="cpu")
-        fabric.setup_module(model)
-        rounded = [fqn for fqn, module in model.named_modules() if type(module) is seen["RoundedLinear"]]
-        assert len(rounded) == 16
-        assert "lm_head" not in rounded
-        L.Fabric(precision="fp8-hybrid", accelerator="cpu").setup_module(model)
-        assert not any(isinstance(module, seen["RoundedLinear"]) for module in model.modules())
-        assert {name: id(value) for name, value in model.named_parameters()} == before
-    finally:
-        backends.unregister("rounded")
