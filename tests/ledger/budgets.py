@@ -62,7 +62,7 @@ PYTHON_CALLS = {
 """Python functions that the host calls in a step; the same torchao code by hand calls 12,736."""
 
 OPTIMIZER_CALLS = {
-    "fp32": Budget(640, before=3_768),
+    "fp32": Budget(260, before=3_768),
     "remainder": Budget(250, before=3_373),
     "stochastic": Budget(250, before=3_376),
     "8bit": Budget(300, before=3_993),
