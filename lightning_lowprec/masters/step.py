@@ -268,6 +268,8 @@ def _step_group(optimizer: Any, registry: MasterRegistry, group: Group) -> None:
     kernel = bool(group.stores) and group.stores[0].device.type in kernel_step.DEVICES
     for store in () if kernel and _step_in_one_pass(optimizer, registry, group) else group.stores:
         if with_gradients((*store.params, *store.masters)):
+            if registry.config.moments == "8bit":
+                group.table = None  # it holds the codes, which are made anew
             store.load()  # first, because it takes temporary memory
             _move(registry, store)
             with loaded(registry, optimizer, [store]), _showing(optimizer, group, store.params, store.masters):
