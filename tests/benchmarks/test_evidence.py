@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from benchmarks.evidence.gaps import gaps_of, holm, overview, t_of
 from benchmarks.evidence.models import share
 from benchmarks.evidence.names import BASELINE, OF_LIGHTNING, left_out, on_cpu, without_ending
 from benchmarks.evidence.text import MAX_BYTES, HeaderText, headers, parts
+from lightning_lowprec.conversion import backends
 from lightning_lowprec.names import TABLE
 from lightning_lowprec.tools.compare.result import Interval
 
@@ -146,6 +148,15 @@ def test_gaps_pair_seeds_and_a_failure_has_none():
     assert re.search(r"^\| r +\| +fails \| +- \|$", table, re.M)
 
 
+@pytest.fixture
+def names_of_its_own():
+    """The program registers names, which other tests of this process must not see."""
+    yield
+    backends.unregister("evidence")
+    sys.modules.pop("benchmarks.evidence.devices")
+
+
+@pytest.mark.usefixtures("names_of_its_own")
 def test_a_toy_run_goes_on_and_its_table_has_the_gaps_of_the_runs(tmp_path, capsys):
     call = ["--smoke", "--seeds", "2", "--steps", "4", "--names", "fp8-hybrid@hopper", "--out", str(tmp_path)]
     assert main([*call, "--models", "lora"]) == 0

@@ -134,7 +134,8 @@ def test_what_fails_is_shown_and_leaves_the_others(user_file):
     assert status == 1
     assert "half a line" in stdout
     assert "training_step" in stderr, "the traceback is shown"
-    *table, path = stdout.splitlines()[-7:]
+    *table, path, verdict = stdout.splitlines()[-8:]
+    assert verdict.endswith("The exit status is 1.")
     page = Path(path).read_text()
     figures = json.loads((out / "results.json").read_text())
     first, *failed = figures["results"]
