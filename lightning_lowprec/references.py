@@ -28,3 +28,11 @@ class WeakList(Generic[T]):
 
     def __reduce__(self) -> tuple[type[WeakList[T]], tuple[()]]:
         return type(self), ()
+
+
+@final
+class WeakNumbers(weakref.WeakKeyDictionary[T, int]):
+    """A number for each object that somebody else keeps alive; a pickle of it is empty."""
+
+    def __reduce__(self) -> tuple[type[WeakNumbers[T]], tuple[()]]:
+        return type(self), ()

@@ -361,7 +361,7 @@ class LowPrecision(EitherPrecision, ABC):
             return self.engine.optimizer_step(optimizer, model, closure, **kwargs)
         if self.modules.need_check:
             set_up.before_step_in_fabric(self, optimizer)
-        if (id(optimizer), len(optimizer.param_groups)) not in self.modules.groups_seen:
+        if self.modules.groups_seen.get(optimizer) != len(optimizer.param_groups):
             set_up.see_groups(self, optimizer)
         if self.masters is not None:
             writes = self.modules.frozen_writes
@@ -395,7 +395,7 @@ class LowPrecision(EitherPrecision, ABC):
         optimizer = optimizer.optimizer if isinstance(optimizer, either.both(either.LightningOptimizer)) else optimizer
         if self.engine is not None:  # clips in its step
             return
-        if (id(optimizer), len(optimizer.param_groups)) not in self.modules.groups_seen:
+        if self.modules.groups_seen.get(optimizer) != len(optimizer.param_groups):
             set_up.see_groups(self, optimizer)
         if clip_val <= 0 or not step.clips(self.scaler, optimizer, clip_val, gradient_clip_algorithm):
             super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)

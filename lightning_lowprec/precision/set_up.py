@@ -32,7 +32,7 @@ from lightning_lowprec.precision.plugin import Plugin
 from lightning_lowprec.private.torch import local_tensor, version_of
 from lightning_lowprec.private.torch_optimizers import brings_masters
 from lightning_lowprec.private.torchao import parameters_of_copies
-from lightning_lowprec.references import WeakList
+from lightning_lowprec.references import WeakList, WeakNumbers
 
 
 @final
@@ -56,8 +56,8 @@ class Modules:
         """Whether a module was prepared since the last check of optimizers, even if this module no longer exists."""
         self.watched_backwards = 0  # how many of the next backward passes are looked at (`layer_calls.py`)
         self.frozen_writes = FrozenWrites()
-        self.groups_seen: set[tuple[int, int]] = set()
-        """Each optimizer that has stepped, by id, and its number of groups: a program that adds layers changes one."""
+        self.groups_seen: WeakNumbers[Optimizer] = WeakNumbers()
+        """Each optimizer that has stepped, and its number of groups: a program that adds layers changes one."""
         self.linears: WeakList[Module] = WeakList()  # those that were there at the set-up
         self.waiting: WeakList[Module] = WeakList()  # the modules that were set up and are not prepared yet
         self.prepared: WeakList[Module] = WeakList()
@@ -103,7 +103,7 @@ class Modules:
     def __getstate__(self) -> dict[str, object]:
         empty: dict[str, object] = {
             "sharded": None,
-            "groups_seen": set(),
+            "groups_seen": WeakNumbers(),
             "ready": self.device is not None,
             "need_check": False,
         }
@@ -203,7 +203,7 @@ def before_step_in_fabric(plugin: Plugin, optimizer: Optimizer) -> None:
 
 def see_groups(plugin: Plugin, optimizer: Optimizer) -> None:
     """Look at an optimizer, or a group of parameters, that is new: the program may have changed the model too."""
-    plugin.modules.groups_seen.add((id(optimizer), len(optimizer.param_groups)))
+    plugin.modules.groups_seen[optimizer] = len(optimizer.param_groups)
     if plugin.masters is not None and registry_of(optimizer) is None and not brings_masters(optimizer):
         _take_new(plugin, optimizer)
     if plugin.backend is not None:

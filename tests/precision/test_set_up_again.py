@@ -1,5 +1,7 @@
 """A model that ran in FP8 and is set up in another precision runs in that one, not in what it was converted to."""
 
+import gc
+
 import lightning as L
 import pytest
 import torch
@@ -123,3 +125,16 @@ def test_a_second_optimizer_of_fabric_gets_masters_after_training_began() -> Non
         fabric.clip_gradients(wrapped, optimizer, max_norm=1.0)
         optimizer.step()
         assert all(m.dtype is torch.float32 for m in fabric.strategy.precision.main_params(optimizer.optimizer))
+
+
+def test_an_optimizer_at_the_address_of_one_that_is_gone_is_a_new_one() -> None:
+    """Folds free their optimizer before the next one is made, and Python gives its address again."""
+    plugin = HalfMixed("bf16", master_weights=True)
+    fabric = L.Fabric(accelerator="cpu", devices=1, plugins=plugin)
+    model, optimizer = fabric.setup(model := net(), torch.optim.SGD(model.parameters(), lr=0.1))
+    fabric.backward(model(torch.randn(4, 32)).square().mean())
+    optimizer.step()
+    assert len(plugin.modules.groups_seen) == 1
+    del optimizer
+    gc.collect()
+    assert len(plugin.modules.groups_seen) == 0
