@@ -29,3 +29,18 @@ def interpreted(monkeypatch):
     yield
     for name in KERNELS:
         sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """The variants of the rows of every launch of the kernel."""
+    from lightning_lowprec.masters import kernel_step
+
+    seen, launch = [], kernel_step.launch
+
+    def noted(rows, *args):
+        seen.append([row.variant for row in rows])
+        launch(rows, *args)
+
+    monkeypatch.setattr(kernel_step, "launch", noted)
+    return seen

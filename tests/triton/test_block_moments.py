@@ -8,7 +8,6 @@ from lightning_lowprec.masters import kernel_step
 from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.masters.optimizer import add_masters
 from tests.masters.master_loops import equal, through_file
-from tests.triton.test_one_pass import launches  # noqa: F401
 
 OPTIMIZERS = {
     "adamw": lambda p: optim.AdamW(p, lr=1e-2),
@@ -46,7 +45,7 @@ def train(make, steps=3, params=None, optimizer=None, first=0, **config):
         ("remainder", "momentum"),
     ],
 )
-def test_steps_as_torchs_operations_do(form, make, launches, monkeypatch):  # noqa: F811
+def test_steps_as_torchs_operations_do(form, make, launches, monkeypatch):
     ours, optimizer = train(OPTIMIZERS[make], form=form, moments="8bit")
     assert launches
     assert {row.moment for rows in launches for row in rows} == {"8bit", "fp32"}, "biases keep float32 moments"
@@ -64,7 +63,7 @@ def test_steps_as_torchs_operations_do(form, make, launches, monkeypatch):  # no
                 torch.testing.assert_close(state[name], value, rtol=1e-2, atol=1e-6)
 
 
-def test_the_kernel_makes_the_first_step_too(launches):  # noqa: F811
+def test_the_kernel_makes_the_first_step_too(launches):
     """Float32 moments of a large parameter are never in memory. Those of the bias are made by torch."""
     _, optimizer = train(OPTIMIZERS["adamw"], 1, form="remainder", moments="8bit")
     assert [len(rows) for rows in launches] == [1, 1, 1]
