@@ -6,26 +6,24 @@
 An AdamW or Adam that holds such weights is converted in place by :func:`convert_optimizer_`: the object stays.
 
 A step decodes to float32, updates, and encodes with a fresh amax per tensor (arXiv 2310.18313, sec. 2.2). State dicts
-are those of the plain optimizer, in float32. At level O3 they also have the ``master_param`` (float32) of weights that
-were stepped, a name of :mod:`~lightning_lowprec.masters.optimizer`.
+are those of the plain optimizer, in float32.
 """
 
 from collections.abc import Mapping
 from typing import Any, Final, final
 
 import torch
-from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 from typing_extensions import override
 
 from lightning_lowprec.masters.moments import params_by_key
 from lightning_lowprec.msamp.optimizer import OPTIONS, ScaledOptimizer, check_options
 from lightning_lowprec.msamp.step import Flats
-from lightning_lowprec.msamp.weight import codes_of, msamp_state_of
+from lightning_lowprec.msamp.weight import msamp_state_of
 from lightning_lowprec.msamp.weight_state import Level
 from lightning_lowprec.numerics.formats import E4M3, FP16, Format
 from lightning_lowprec.numerics.parameters import parameters_of
-from lightning_lowprec.private.torch import MSAMP, with_local_tensor
+from lightning_lowprec.private.torch import MSAMP
 from lightning_lowprec.private.torch_optimizers import check_step, refuse_copies
 
 _ADAMW_MOMENTS: Final[dict[str, Format]] = {"exp_avg": E4M3, "exp_avg_sq": FP16}
@@ -68,11 +66,6 @@ class ScaledAdamW(ScaledOptimizer, AdamW):
             "correction2": 1 - beta2**step,
             "eps": group["eps"],
         }
-
-    @override
-    def _fresh_state(self, p: Tensor) -> dict[str, Any]:
-        zeros = torch.zeros_like(codes_of(p), dtype=torch.float32)  # AdamW takes a state without moments for an old one
-        return {"step": 0, **{name: with_local_tensor(zeros.clone(), p) for name in _ADAMW_MOMENTS}}
 
     @staticmethod
     @override

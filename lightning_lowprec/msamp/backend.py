@@ -29,7 +29,7 @@ _O3: Final = replace(_O2, weight="e4m3", master="fp16", fsdp2="e4m3")
 _NAMES: Final = {
     "msamp-o1": _name("O1", "FP8 linear layers with fp16 weights and FP8 gradients, float32 moments", _O1),
     "msamp-o2": _name("O2", "FP8 linear layers with fp16 weights, FP8 gradients, e4m3 and fp16 moments", _O2),
-    "msamp-o3": _name("O3", "FP8 linear layers with e4m3 weights and fp16 masters, the rest as msamp-o2", _O3),
+    "msamp-o3": _name("O3", "as msamp-o2, and e4m3 codes of the weights are kept, which FSDP2 gathers", _O3),
 }
 
 

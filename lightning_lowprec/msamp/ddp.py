@@ -25,7 +25,7 @@ _BUCKET: Final = 1 << 23  # elements that are averaged at once: 32 MiB in float3
 
 
 def prepare_for_ddp(model: nn.Module, group: Any = None) -> None:
-    """Let DDP ignore the parameters of codes, and give every rank the codes, scales and masters of the first rank.
+    """Let DDP ignore the parameters of codes, and give every rank the codes and scales of the first rank.
 
     Call before ``DistributedDataParallel(model)``. At least one other parameter must be left for DDP to train.
     """
@@ -49,13 +49,13 @@ def exclude_codes(model: nn.Module) -> set[str]:
 
 
 def broadcast_codes(model: nn.Module, group: Any = None) -> None:
-    """Give every rank of ``group`` the codes, scales and masters of its first rank."""
+    """Give every rank of ``group`` the codes and scales of its first rank."""
     source = 0 if group is None else dist.get_global_rank(group, 0)
     for p in model.parameters():
         state = msamp_state_of(p)
         if state is None:
             continue
-        for tensor in (state.codes, state.scale, state.master, state.master_scale):
+        for tensor in (state.codes, state.scale, state.e4m3, state.e4m3_scale):
             if tensor is not None:
                 dist.broadcast(tensor.view(-1).view(torch.uint8), source, group=group)  # gloo has no float8
 

@@ -1,9 +1,9 @@
 """Weights of codes under FSDP2 (MS-AMP's O3): e4m3 codes are gathered, one byte per element.
 
-:func:`shard_codes` lets ``fully_shard`` cut codes and master of a MsampWeight together. FSDP2 gathers the codes, into a
-MsampWeight without a master. The optimizer steps the codes and the master of this rank.
+:func:`shard_codes` lets ``fully_shard`` cut the float16 and the e4m3 codes of a MsampWeight together. FSDP2 gathers the
+e4m3 codes, into a MsampWeight of these alone. The optimizer steps the float16 codes of this rank, and rounds them.
 
-The scale belongs to the whole weight, and every rank has it: a write to a shard, and loading a state dict, are
+The scales belong to the whole weight, and every rank has them: a write to a shard, and loading a state dict, are
 collectives. A step takes one all-reduce for its new scales, per 16 million elements and group of parameters.
 """
 
@@ -23,7 +23,7 @@ def shard_codes(model: nn.Module, shards: int, options: Any) -> Callable[[Device
     """Check options, and make weights ready to be sharded by FSDP2 into ``shards`` parts: ``Backend.shard_codes``.
 
     The returned function, called after ``fully_shard`` and before the optimizer is made, lets optimizers and state
-    dicts find codes, masters and scales.
+    dicts find codes and scales.
     """
     wrong = {
         "tensor_parallel": options.tensor_parallel is not None,
@@ -57,7 +57,7 @@ def shard_codes(model: nn.Module, shards: int, options: Any) -> Callable[[Device
 
 @torch.no_grad()
 def _collect(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Let optimizers and state dicts find codes, masters and scales."""
+    """Let optimizers and state dicts find codes and scales."""
     shards = mesh.get_group(mesh.ndim - 1)
     for fqn, layer in scaled_linears(model).items():
         weight: Any = layer.weight

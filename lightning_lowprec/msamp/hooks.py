@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_lowprec.msamp.layer import ScaledLayer
 from lightning_lowprec.msamp.linear import ScaledLinear
-from lightning_lowprec.msamp.weight import master_of, values_of
+from lightning_lowprec.msamp.weight import values_of
 from lightning_lowprec.numerics.casts import EVALUATES, Cast, LayerNumerics
 from lightning_lowprec.numerics.formats import E4M3, E5M2, power_of_two_scale
 from lightning_lowprec.numerics.one_pass import compiled_on_cuda
@@ -28,14 +28,12 @@ _E5M2: Final = Cast(dtype=E5M2.dtype, scale_of=lambda amax: _scale(amax, E5M2))
 
 
 def numerics_of(layer: nn.Module) -> LayerNumerics | str:
-    """Return the casts of a layer. At O3 the weight is compared with its master, if this rank has it whole."""
+    """Return the casts of a layer."""
     if not isinstance(layer, ScaledLinear):
         return "it is no linear layer"
     if not (layer.training or layer.fp8_eval or torch.is_grad_enabled()):
         return EVALUATES
-    master = master_of(layer.weight)
-    values = values_of(layer.weight) if master is None else master
-    return LayerNumerics(input=_E4M3, weight=_E4M3, gradient=_E5M2, values=values)
+    return LayerNumerics(input=_E4M3, weight=_E4M3, gradient=_E5M2, values=values_of(layer.weight))
 
 
 def weight_roundings(layer: nn.Module) -> Mapping[str, WeightRounding]:

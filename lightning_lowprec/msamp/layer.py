@@ -32,7 +32,7 @@ from lightning_lowprec.conversion.layer_runs import note_run
 from lightning_lowprec.conversion.plain_first import PlainFirst
 from lightning_lowprec.masters.float32_values import keep, raw
 from lightning_lowprec.msamp.gradient import ScaledGradient
-from lightning_lowprec.msamp.weight import best_values_of, move_, required_state_of, values_of
+from lightning_lowprec.msamp.weight import best_values_of, move_, required_state_of
 from lightning_lowprec.msamp.weight_state import encode
 from lightning_lowprec.numerics.formats import E4M3, E5M2, Format, saturating_cast
 from lightning_lowprec.numerics.fp8_matrices import padded, product
@@ -65,7 +65,8 @@ class ScaledLayer(PlainFirst):
         if input.shape[-1:] != (self.in_features,) or not input.is_floating_point():
             return self._plain(input, self.weight)  # raises as the plain layer does
         if not (self.training or self.fp8_eval or torch.is_grad_enabled()):
-            return self._plain(input, values_of(self.weight).to(input.dtype))
+            codes, scale = required_state_of(self.weight).for_products()
+            return self._plain(input, (codes.float() / scale).to(input.dtype))
         if are_transforms_active() or torch.compiler.is_exporting() or is_tracing():
             check_call("ScaledLinear (MS-AMP)", KEEP)
         if torch.is_autocast_enabled(input.device.type):
@@ -136,16 +137,17 @@ class _Matmul(torch.autograd.Function):
         ctx: Any, rows: Tensor, weight: Tensor, emulate: Emulation, float32_gradient: bool, in_by_out: bool
     ) -> Tensor:
         state = required_state_of(weight)
-        features, stored = weight.shape[1 if in_by_out else 0], padded(state.codes)
+        kept, kept_scale = state.for_products()
+        features, stored = weight.shape[1 if in_by_out else 0], padded(kept)
         codes, columns, scale = _input_codes(padded(rows), True, ctx.needs_input_grad[1])
         if stored.dtype == E4M3.dtype:
-            weight_codes, weight_scale = stored.contiguous(), state.scale
+            weight_codes, weight_scale = stored.contiguous(), kept_scale
             if in_by_out:
-                weight_codes = _weight_again(stored, state.scale, state.scale, True)
+                weight_codes = _weight_again(stored, kept_scale, kept_scale, True)
         else:
-            weight_codes, weight_scale = _weight_codes(stored, state.scale, in_by_out)
+            weight_codes, weight_scale = _weight_codes(stored, kept_scale, in_by_out)
         # the stored codes are saved, so autograd notices when a step changes them before this backward
-        ctx.save_for_backward(columns, scale, state.codes, state.scale, weight_scale)
+        ctx.save_for_backward(columns, scale, kept, kept_scale, weight_scale)
         ctx.dtype, ctx.options = rows.dtype, (emulate, float32_gradient, in_by_out)
         second = weight_codes if in_by_out else weight_codes.t()
         output = _multiply(codes, second, scale, weight_scale, rows.dtype, emulate)

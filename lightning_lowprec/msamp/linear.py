@@ -103,7 +103,7 @@ def scaled_linears(model: nn.Module) -> dict[str, ScaledLayer]:
 
 
 def revert(model: nn.Module) -> None:
-    """Give every ScaledLayer its own class back, and make its weight float32: its master, else its value.
+    """Give every ScaledLayer its own class back, and make its weight float32.
 
     Parameter objects stay. Weights that FSDP2 has sharded stay codes.
     """

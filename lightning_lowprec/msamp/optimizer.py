@@ -17,7 +17,7 @@ from lightning_lowprec.checks import abstract, check_choice
 from lightning_lowprec.masters.moments import MASTER_PARAM, MASTER_REMAINDER, decoded_entry, joined, params_by_key
 from lightning_lowprec.msamp.gradient import ScaledGradient
 from lightning_lowprec.msamp.step import Flats, step_codes
-from lightning_lowprec.msamp.weight import best_values_of, codes_of, master_of, msamp_state_of, required_state_of
+from lightning_lowprec.msamp.weight import best_values_of, codes_of, msamp_state_of, required_state_of
 from lightning_lowprec.msamp.weight_state import LEVELS, Level, encode
 from lightning_lowprec.numerics.formats import E4M3, HALF_DTYPES, Format
 from lightning_lowprec.numerics.one_pass import compiles, tensor_on
@@ -46,7 +46,7 @@ class ScaledOptimizer(Optimizer):
         args: as in torch's class, and so are ``options``.
         level: the level of the parameters of codes. Moments are float32 at "O1"; at "O2" and "O3" they are codes, each
             with a scale.
-        stochastic_rounding: round float16 weights (at O3: masters) stochastically, so that updates below half a step
+        stochastic_rounding: round the float16 codes of weights stochastically, so that updates below half a step
             move them on average. The random bits are a function of ``seed``, the step and the position.
         seed: of the stochastic rounding.
         compile: update each parameter of codes by compiled passes, without memory for float32 values. ``"auto"``: on
@@ -99,8 +99,10 @@ class ScaledOptimizer(Optimizer):
         super().add_param_group(param_group)
         for p in self.param_groups[-1]["params"]:
             weight = msamp_state_of(p)
-            if weight is not None and (weight.master is not None) != (self.level == "O3"):
-                raise ValueError(f"`level={self.level!r}` is not valid for a parameter of {weight.codes.dtype} codes.")
+            if weight is not None and (weight.e4m3 is not None) != (self.level == "O3"):
+                raise ValueError(
+                    f"`level={self.level!r}` is not valid for a parameter of {weight.for_products()[0].dtype} codes."
+                )
 
     @override
     @noted_by_schedulers
@@ -212,22 +214,11 @@ class ScaledOptimizer(Optimizer):
     @override
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """Return the state dict of the plain optimizer, with the values of codes; at level O3 with masters.
-
-        A weight with a master that has not been stepped has its master and fresh moments there.
-        """
+        """Return the state dict of the plain optimizer, with the values of codes."""
         state_dict = super().state_dict()
-        entries, state = state_dict["state"], {}
-        for key, p in params_by_key(self, state_dict).items():
-            if key in entries:
-                state[key] = _with_values(entries[key], p)
-            elif p.requires_grad and master_of(p) is not None:
-                state[key] = _with_values(self._fresh_state(p), p)
+        entries, params = state_dict["state"], params_by_key(self, state_dict)
+        state = {key: _with_values(entries[key], p) for key, p in params.items() if key in entries}
         return {**state_dict, "state": state}
-
-    def _fresh_state(self, p: Tensor) -> dict[str, Any]:
-        """Return the state of the plain optimizer before the first step of ``p``: float32."""
-        raise NotImplementedError
 
     @override
     @torch.no_grad()
@@ -278,7 +269,7 @@ def _with_values(entry: Mapping[str, Any], p: Tensor) -> dict[str, Any]:
         scale = entry.get(f"{key}_scale")
         if key != "step" and not key.endswith("_scale"):
             values[key] = value if scale is None else with_local_tensor(value.float() / scale, p)
-    return values if master_of(p) is None else {**values, MASTER_PARAM: best_values_of(p)}
+    return values
 
 
 def check_options(optimizer: Optimizer) -> None:

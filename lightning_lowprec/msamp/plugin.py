@@ -60,9 +60,9 @@ class MSAMP(Converting):
     GPUs with FP8, codes outside of compiled blocks and the step of the optimizer are compiled in any case.
 
     Args:
-        level: ``"O1"`` keeps fp16 weights with a scale, ``"O2"`` also e4m3 and fp16 moments, ``"O3"`` e4m3 weights
-            beside fp16 masters.
-        stochastic_rounding: of the fp16 weights (O3: masters), so that updates below half a step move them on average.
+        level: ``"O1"`` keeps fp16 weights with a scale, ``"O2"`` also e4m3 and fp16 moments, ``"O3"`` e4m3 codes for
+            products beside the fp16 weights, which are MS-AMP's masters.
+        stochastic_rounding: of the fp16 weights, so that updates below half a step move them on average.
         seed: of the stochastic rounding; the same on every rank.
         grad_accumulation_dtype: ``torch.float32`` adds the gradients of micro-batches up in float32 (3 more bytes per
             weight); None adds them in e4m3.
@@ -124,8 +124,8 @@ class MSAMP(Converting):
             precision=self.precision,
         )
         layers = scaled_linears(module)
-        has_masters = {required_state_of(layer.weight).master is not None for layer in layers.values()}
-        if not layers or layers.keys() != set(plan.converted) or has_masters != {self.level == "O3"}:
+        keep_e4m3 = {required_state_of(layer.weight).e4m3 is not None for layer in layers.values()}
+        if not layers or layers.keys() != set(plan.converted) or keep_e4m3 != {self.level == "O3"}:
             revert(module)
             converted = [module.get_submodule(fqn) for fqn in plan.converted]
             for p in {p for part in converted for fqn, p in part.named_parameters(recurse=False) if fqn == "weight"}:

@@ -4,8 +4,8 @@
     write     codes --decode--> float32 --update--> encode with the scales of these largest values --> the same memory
 
 Compiled, values in float32 exist in registers only, so both passes compute the update. AdamW at O2 moves 17 bytes per
-parameter: 6 to measure, 6 to read again and 5 to write. O3 has a third pass of 3 bytes, which rounds the float16 master
-to the e4m3 weight. Between the passes shards agree on the largest values. Without a compiler the same functions run one
+parameter: 6 to measure, 6 to read again and 5 to write. O3 has a third pass of 3 bytes, which rounds the float16 codes
+to e4m3 codes. Between the passes shards agree on the largest values. Without a compiler the same functions run one
 kernel per operation, with the same bits, and need float32 memory for one parameter at a time.
 
 The passes take flat tensors of any size: one graph for all parameters of equal dtypes.
@@ -58,8 +58,8 @@ def step_codes(
     """Apply ``rule`` in float32, with ``numbers``, and write all codes anew.
 
     ``params`` are of one device and level; sharded ones step their shards, with scales that all ranks agree on.
-    ``moments``: with their formats, or None for float32 without a scale. ``rounding``, of float16 weights (at O3:
-    masters): the keys of random bits, and the place of every parameter among these bits, as
+    ``moments``: with their formats, or None for float32 without a scale. ``rounding``, of the float16 codes: the keys
+    of random bits, and the place of every parameter among these bits, as
     :func:`~lightning_lowprec.numerics.rounding.bits_at` takes them; None: to nearest.
     """
     run: Run = functools.partial(_compiled_by, _BACKEND) if compile else lambda function: function
@@ -75,9 +75,9 @@ def step_codes(
     for i, tensors in enumerate(inputs):
         bits = None if rounding is None else (rounding[0], rounding[1][i])
         run(_write)(tensors, formats, amaxes[i], bits, update)
-    if weights[0].master is not None:
+    if weights[0].e4m3 is not None:
         _write_e4m3(run, weights, None if rounding is not None else [measured[-1] for measured in amaxes])
-    increment_versions([*params, *(weight.codes for weight in weights)])
+    increment_versions([*params, *(weight.for_products()[0] for weight in weights)])
 
 
 def _inputs(
@@ -87,9 +87,9 @@ def _inputs(
     moments: Mapping[str, Format | None],
     formats: Mapping[str, Format],
 ) -> Inputs:
-    stepped, scale = weight.stepped()
+    stepped = weight.codes
     codes = {**{name: state[name] for name in moments}, "weight": stepped}
-    scales = {name: scale if name == "weight" else state[f"{name}_scale"] for name in formats}
+    scales = {name: weight.scale if name == "weight" else state[f"{name}_scale"] for name in formats}
     grad = cast(Tensor, p.grad)
     inv_scale = grad.inv_scale if isinstance(grad, ScaledGradient) else None
     values = grad.codes if isinstance(grad, ScaledGradient) else local_tensor(grad)
@@ -102,15 +102,16 @@ def _over_shards(weights: Sequence[MsampWeightState], amaxes: list[Tensor]) -> l
 
 
 def _write_e4m3(run: Run, weights: Sequence[MsampWeightState], amaxes: list[Tensor] | None) -> None:
-    """Round the masters to the e4m3 weights. A separate pass, because a compiler joins two casts to one.
+    """Round the float16 codes to the e4m3 codes. A separate pass, because a compiler joins two casts to one.
 
-    ``amaxes`` are those of the masters before they were rounded to nearest; None: they are measured.
+    ``amaxes`` are those of the values before they were rounded to nearest; None: they are measured.
     """
-    masters = [(_flat(cast(Tensor, w.master), w.codes), cast(Tensor, w.master_scale)) for w in weights]
+    kept = [cast(Tensor, weight.e4m3) for weight in weights]
+    pairs = [(_flat(weight.codes, e4m3), weight.scale) for weight, e4m3 in zip(weights, kept, strict=True)]
     if amaxes is None:  # after stochastic rounding a value may be larger than the largest one was
-        amaxes = _over_shards(weights, [run(_measure_master)(*master) for master in masters])
-    for weight, master, largest in zip(weights, masters, amaxes, strict=True):
-        run(_write_weight)(*master, _flat(weight.codes, weight.codes), weight.scale, largest)
+        amaxes = _over_shards(weights, [run(_measure_codes)(*pair) for pair in pairs])
+    for weight, e4m3, pair, largest in zip(weights, kept, pairs, amaxes, strict=True):
+        run(_round_codes)(*pair, _flat(e4m3, e4m3), weight.e4m3_scale, largest)
 
 
 def _flat(tensor: Tensor, like: Tensor) -> Tensor:
@@ -162,17 +163,17 @@ def _write(
         codes[name].copy_(full[name])
 
 
-def _measure_master(master: Tensor, scale: Tensor) -> Tensor:
-    return amax(master.float()) / scale
+def _measure_codes(codes: Tensor, scale: Tensor) -> Tensor:
+    return amax(codes.float()) / scale
 
 
-def _write_weight(master: Tensor, master_scale: Tensor, codes: Tensor, scale: Tensor, largest: Tensor) -> None:
-    """Third pass, at O3: float16 codes of the master -> e4m3 codes of the weight."""
+def _round_codes(codes: Tensor, scale: Tensor, e4m3: Tensor, e4m3_scale: Tensor, largest: Tensor) -> None:
+    """Third pass, at O3: float16 codes of the weight -> its e4m3 codes."""
     # rounding to nearest keeps the order, so the largest value becomes the largest code
-    rounded = saturating_cast(largest * master_scale, FP16).float() / master_scale
-    fresh = power_of_two_scale(rounded, E4M3, scale)
-    codes.copy_(saturating_cast(master.float() / master_scale * fresh, E4M3))
-    scale.copy_(fresh)
+    rounded = saturating_cast(largest * scale, FP16).float() / scale
+    fresh = power_of_two_scale(rounded, E4M3, e4m3_scale)
+    e4m3.copy_(saturating_cast(codes.float() / scale * fresh, E4M3))
+    e4m3_scale.copy_(fresh)
 
 
 @functools.cache

@@ -49,12 +49,12 @@ class MsampWeight(CodedWeight):
 
     codes = property(lambda self: self.msamp_state.codes)
     scale = property(lambda self: self.msamp_state.scale)
-    master = property(lambda self: self.msamp_state.master)
-    master_scale = property(lambda self: self.msamp_state.master_scale)
+    e4m3 = property(lambda self: self.msamp_state.e4m3)
+    e4m3_scale = property(lambda self: self.msamp_state.e4m3_scale)
 
     def codes_and_scale(self) -> tuple[Tensor, Tensor]:
-        """Return the codes, float16 or float8, and their scale."""
-        return self.codes, self.scale
+        """Return the codes for products, float16 or float8, and their scale."""
+        return self.msamp_state.for_products()
 
     def decode(self) -> Tensor:
         """Return the values, (...) in the dtype that the weight shows."""
@@ -111,14 +111,14 @@ class MsampWeight(CodedWeight):
             whole = part.whole or part
             if id(whole) not in changed:  # the memory of the values is laid out as that of the codes
                 values = whole.codes.new_empty_strided(whole.codes.shape, whole.codes.stride(), dtype=torch.float32)
-                changed[id(whole)] = whole, values.copy_(whole.exact_values())
+                changed[id(whole)] = whole, values.copy_(whole.values())
             offset = part.codes.storage_offset() - whole.codes.storage_offset()
             return changed[id(whole)][1].as_strided(part.codes.shape, part.codes.stride(), offset)
 
         arguments, options = private.tree_map_only(MsampWeight, plain, (args, kwargs))
         func(*arguments, **options)
         for state, values in changed.values():
-            state.set_values_(values, keep_master=func in _COPIES, refuse_loss=True)
+            state.set_values_(values, refuse_loss=True)
         return private.returned_in_place(func, args, kwargs)
 
     def numpy(self, *, force: bool = False) -> Any:
@@ -160,7 +160,8 @@ class MsampWeight(CodedWeight):
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Any]:
         """Return the codes to send, for FSDP2."""
-        return (self.codes.view(torch.uint8),), self.scale
+        codes, scale = self.codes_and_scale()
+        return (codes.view(torch.uint8),), scale
 
     def fsdp_post_all_gather(
         self, all_gather_outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
@@ -174,7 +175,7 @@ class MsampWeight(CodedWeight):
     # ---- compilers and copies
 
     def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
-        names = ["codes", "scale"] if self.master is None else ["codes", "scale", "master", "master_scale"]
+        names = ["codes", "scale"] if self.e4m3 is None else ["codes", "scale", "e4m3", "e4m3_scale"]
         return names, self.dtype
 
     @staticmethod
@@ -187,11 +188,12 @@ class MsampWeight(CodedWeight):
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Return what pickle keeps: codes as bytes, because pickle cannot read a storage of float8."""
+        """Return what pickle keeps: e4m3 as bytes, because pickle cannot read a storage of float8."""
         inner = {name: getattr(self, name) for name in self.__tensor_flatten__()[0]}
-        inner["codes"] = inner["codes"].contiguous().view(torch.uint8)
+        if self.e4m3 is not None:
+            inner["e4m3"] = self.e4m3.contiguous().view(torch.uint8)
         attributes = {**user_attributes(self), "_is_param": isinstance(self, nn.Parameter)}
-        return _unpickled, (inner, self.codes.dtype, self.dtype, self.requires_grad, attributes)
+        return _unpickled, (inner, self.dtype, self.requires_grad, attributes)
 
     def data_ptr(self) -> int:
         """Return the address of the codes."""
@@ -205,19 +207,19 @@ class MsampWeight(CodedWeight):
 
 
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a view operation on codes and master; the result remembers the whole weight, for writes."""
+    """Run a view operation on codes; the result remembers the whole weight, for writes."""
     state, dtype = args[0].msamp_state, args[0].dtype
     codes: Any = func(state.codes, *args[1:], **kwargs)
-    masters: Any = None if state.master is None else func(state.master, *args[1:], **kwargs)
+    e4m3: Any = None if state.e4m3 is None else func(state.e4m3, *args[1:], **kwargs)
     if isinstance(codes, Tensor):
-        return MsampWeight(state.part(codes, masters), dtype)
-    return [MsampWeight(state.part(*part), dtype) for part in zip(codes, masters or [None] * len(codes), strict=True)]
+        return MsampWeight(state.part(codes, e4m3), dtype)
+    return [MsampWeight(state.part(*part), dtype) for part in zip(codes, e4m3 or [None] * len(codes), strict=True)]
 
 
 def _check_write(func: Any, targets: Sequence[MsampWeight]) -> None:
     """Refuse writes to gathered weights, and updates of many weights at once by optimizers and averages."""
     shape = tuple(targets[0].shape)
-    if any(target.master is None and target.codes.dtype == E4M3.dtype for target in targets):  # gathered: no master
+    if any(target.codes.dtype == E4M3.dtype for target in targets):  # gathered
         raise RuntimeError(
             f"{func} would write to a gathered weight of shape {shape} (MS-AMP, FSDP2), which is freed after its layer"
             " ran. Write to the shards, between steps; or keep the layer in high precision: `MSAMP(..., keep=[...])`."
@@ -232,9 +234,9 @@ def _check_write(func: Any, targets: Sequence[MsampWeight]) -> None:
 
 
 def _copy_codes_(target: MsampWeightState, source: Any) -> bool:
-    """Copy codes, scales and master, if that is exact; return whether it was."""
+    """Copy codes and scales, if that is exact; return whether it was."""
     other = msamp_state_of(source)
-    if other is None or target.codes.shape != other.codes.shape or (target.master is None) != (other.master is None):
+    if other is None or target.codes.shape != other.codes.shape or (target.e4m3 is None) != (other.e4m3 is None):
         return False
     if target.scale is not other.scale and (target.whole is not None or target.shards is not None):
         return False  # a part of a weight has the scale of the whole
@@ -242,10 +244,10 @@ def _copy_codes_(target: MsampWeightState, source: Any) -> bool:
     return True
 
 
-def _unpickled(
-    inner: dict[str, Any], format: torch.dtype, dtype: torch.dtype, trains: bool, attributes: dict[str, Any]
-) -> MsampWeight:
-    weight = MsampWeight(MsampWeightState(**{**inner, "codes": inner["codes"].view(format)}), dtype)
+def _unpickled(inner: dict[str, Any], dtype: torch.dtype, trains: bool, attributes: dict[str, Any]) -> MsampWeight:
+    weight = MsampWeight(MsampWeightState(**inner), dtype)
+    if weight.e4m3 is not None:
+        weight.msamp_state.e4m3 = weight.e4m3.view(E4M3.dtype)
     weight.__dict__.update(attributes)
     weight.requires_grad_(trains)
     return weight
@@ -291,7 +293,7 @@ def move_(param: Tensor, device: torch.device) -> None:
         param.grad = gradient.to(device)
 
 
-# ---- codes, values and masters of parameters, whole or sharded
+# ---- codes and values of parameters, whole or sharded
 
 
 def msamp_state_of(param: Any) -> MsampWeightState | None:
@@ -333,27 +335,19 @@ def values_of(param: Tensor) -> Tensor:
 def best_values_of(param: Tensor) -> Tensor:
     """Return the most exact values of a parameter of codes that exist: (...) float32, sharded like the parameter.
 
-    They are the values from before the encoding, if they are kept and nothing was written since, else the master's,
-    else those of the codes.
+    They are the values from before the encoding, if they are kept and nothing was written since, else the codes'.
     """
     state, before = required_state_of(param), raw(param)
     if before is not None and state.encodes(before := before.to(param.device).float()):
         return before
-    return private.with_local_tensor(state.exact_values(), param)
+    return values_of(param)
 
 
 @torch.no_grad()
 def set_values_(param: Tensor, values: Tensor) -> None:
     """Give a parameter of codes other values: (...) any float, for example those of :func:`values_of`.
 
-    A master that rounds to the values stays, or one that waits for them; else the values become the master. For a
-    sharded parameter a collective: every rank calls it.
+    A master that waits for such values takes their place. For a sharded parameter a collective: every rank calls it.
     """
     required_state_of(param).set_values_(private.local_tensor(values.detach()).float())
     private.increment_versions([param])
-
-
-def master_of(param: Tensor) -> Tensor | None:
-    """Return the values of a parameter's master, (...) float32, sharded like the parameter; None without a master."""
-    state = msamp_state_of(param)
-    return None if state is None or state.master is None else private.with_local_tensor(state.exact_values(), param)

@@ -1,9 +1,9 @@
-"""The codes of one weight, their power-of-two scale and, at level O3, their master (MS-AMP's O1, O2, O3).
+"""The codes of one weight and their power-of-two scale (MS-AMP's O1, O2, O3).
 
-| level | codes | master | value of the weight |
-|---|---|---|---|
-| O1, O2 | float16 | none: the codes are precise enough | ``codes / scale`` |
-| O3 | float8_e4m3fn | float16 codes with another scale | the master, rounded to e4m3 |
+| level | value of the weight | what the products multiply by |
+|---|---|---|
+| O1, O2 | float16 codes / scale | the value, rounded to e4m3 in each forward |
+| O3 | float16 codes / scale, MS-AMP's master | e4m3 codes of the value, kept between steps; FSDP2 gathers them |
 
 All tensors are changed in place, so that every alias of a weight sees a write.
 """
@@ -39,17 +39,17 @@ class MsampWeightState:
     """The tensors of one weight of codes, or of a part of one weight."""
 
     codes: Tensor
-    """(...) float16; at O3 float8_e4m3fn."""
+    """(...) float16; of a weight that FSDP2 has gathered float8_e4m3fn."""
     scale: Tensor
     """Scalar float32; the same object for all parts of a weight."""
-    master: Tensor | None = None
-    """(...) float16 codes; None at O1 and O2, and for gathered codes."""
-    master_scale: Tensor | None = None
-    """Scalar float32, for the master."""
-    pending_master: Tensor | None = None
+    e4m3: Tensor | None = None
+    """(...) float8_e4m3fn: at O3, the codes for products."""
+    e4m3_scale: Tensor | None = None
+    """Scalar float32, for ``e4m3``."""
+    pending: Tensor | None = None
     """Values of a master of any precision, (...) float32, that was loaded before its weight."""
     shards: dist.ProcessGroup | None = None
-    """The ranks that have a shard of the weight each, and the scale of the whole; None: the weight is whole."""
+    """The ranks that have a shard of the weight each, and the scales of the whole; None: the weight is whole."""
     whole: MsampWeightState | None = None
     """For a view: the weight that the view is a part of. A write to the view scales the whole weight anew."""
     loading: bool = False
@@ -61,14 +61,12 @@ class MsampWeightState:
     def of(cls, values: Tensor, level: Level, shards: dist.ProcessGroup | None = None) -> MsampWeightState:
         """Encode values, (...) float32; of a sharded weight a collective."""
         codes, scale = encode(values, FP16, shards)
-        if level != "O3":
-            return cls(codes, scale)
-        return cls(*encode(codes.float() / scale, E4M3, shards), codes, scale)
+        return cls(codes, scale, *(encode(codes.float() / scale, E4M3, shards) if level == "O3" else ()))
 
-    def part(self, codes: Tensor, master: Tensor | None) -> MsampWeightState:
-        """Return the state of a view of codes and master."""
+    def part(self, codes: Tensor, e4m3: Tensor | None) -> MsampWeightState:
+        """Return the state of a view of the codes."""
         whole = None if self.cutting else self.whole or self
-        return replace(self, codes=codes, master=master, pending_master=None, whole=whole)
+        return replace(self, codes=codes, e4m3=e4m3, pending=None, whole=whole)
 
     def copied(self, device: torch.device | None = None) -> MsampWeightState:
         """Return a copy in memory of its own, on ``device``, or on the same one."""
@@ -79,47 +77,37 @@ class MsampWeightState:
 
     def may_replace(self, other: MsampWeightState) -> bool:
         """Return whether a weight that has the state ``other`` may get this one: whole, of one level and layout."""
-        alike = self.codes.dtype == other.codes.dtype and (self.master is None) == (other.master is None)
-        return (
-            alike and self.whole is None and self.shards is other.shards and self.codes.stride() == other.codes.stride()
-        )
-
-    def stepped(self) -> tuple[Tensor, Tensor]:
-        """Return the float16 codes that an optimizer or a write changes, and their scale: the master, or the codes."""
-        if self.master is None or self.master_scale is None:
-            return self.codes, self.scale
-        return self.master, self.master_scale
+        alike = self.codes.dtype == other.codes.dtype and (self.e4m3 is None) == (other.e4m3 is None)
+        alike = alike and self.codes.stride() == other.codes.stride()
+        return alike and self.whole is None and self.shards is other.shards
 
     def values(self) -> Tensor:
         """Return the exact values: (...) float32."""
         return self.codes.float() / self.scale
 
-    def exact_values(self) -> Tensor:
-        """Return the values of the master, or without a master those of the codes: (...) float32."""
-        codes, scale = self.stepped()
-        return codes.float() / scale
+    def for_products(self) -> tuple[Tensor, Tensor]:
+        """Return the codes that a product starts from, float16 or float8_e4m3fn, and their scale."""
+        if self.e4m3 is None or self.e4m3_scale is None:
+            return self.codes, self.scale
+        return self.e4m3, self.e4m3_scale
 
-    def set_values_(self, values: Tensor, *, keep_master: bool = True, refuse_loss: bool = False) -> None:
+    def set_values_(self, values: Tensor, *, refuse_loss: bool = False) -> None:
         """Encode other values of this rank, (...) float32, in place; of a sharded weight a collective.
 
-        ``keep_master``: keep a master, or one that waits, of which the values are a rounding.
         ``refuse_loss``: raise on every rank, and change nothing, if more than half of the changed values would be
         rounded back, as small updates and running averages are. Loading a state dict never raises.
         """
         new = self._encoded(values)
-        if keep_master:
-            known = (None if self.master is None else self.exact_values(), self.pending_master)
-            masters = [m for m in known if m is not None and self._is_rounding(new, m)]
-            new = self._encoded(masters[-1]) if masters else new
+        if self.pending is not None and self._is_rounding(new, self.pending):
+            new = self._encoded(self.pending)
         if refuse_loss and not self.loading:
             self._refuse_loss(values, new)
         self.copy_(new)
-        self.pending_master = None
+        self.pending = None
 
     def encodes(self, values: Tensor) -> bool:
-        """Return whether codes and master are those of ``values``, (...) float32, which were never written over."""
-        fresh = self._encoded(values)
-        return torch.equal(fresh.exact_values(), self.exact_values()) and torch.equal(fresh.values(), self.values())
+        """Return whether the codes are those of ``values``, (...) float32, which were never written over."""
+        return torch.equal(self._encoded(values).values(), self.values())
 
     def set_master_(self, values: Tensor) -> None:
         """Take a master, (...) float32, if the weight is a rounding of it; else keep it until such values come.
@@ -129,33 +117,34 @@ class MsampWeightState:
         if self._is_rounding(self, values):
             self.copy_(self._encoded(values))
         else:
-            self.pending_master = values
+            self.pending = values
 
     def copy_(self, other: MsampWeightState) -> None:
-        """Copy codes, scales and master from a state of the same shape and level."""
-        for name in ("codes", "scale", "master", "master_scale"):
+        """Copy codes and scales from a state of the same shape and level."""
+        for name in ("codes", "scale", "e4m3", "e4m3_scale"):
             target = getattr(self, name)
             if target is not None:
                 target.copy_(getattr(other, name))
                 increment_versions([target])  # torch does not, inside of an operation of a tensor class
 
     def _encoded(self, values: Tensor) -> MsampWeightState:
-        return MsampWeightState.of(values, "O2" if self.master is None else "O3", self.shards)
+        return MsampWeightState.of(values, "O2" if self.e4m3 is None else "O3", self.shards)
 
     def _is_rounding(self, state: MsampWeightState, values: Tensor) -> bool:
-        """Return whether ``state`` holds ``values``, or their rounding to codes or half precision, as programs save."""
-        roundings = (values, self._encoded(values).values(), upper_half(values), *map(values.to, HALF_DTYPES))
+        """Return whether ``state`` holds ``values``, or their rounding to e4m3 or half precision, as programs save."""
+        codes, scale = encode(self._encoded(values).values(), E4M3, self.shards)
+        roundings = (values, codes.float() / scale, upper_half(values), *map(values.to, HALF_DTYPES))
         return any(self._are_equal(self._encoded(rounded.float()), state) for rounded in roundings)
 
     def _are_equal(self, state: MsampWeightState, other: MsampWeightState) -> bool:
         """Return whether two states of this weight have the same values on every rank."""
-        equal = torch.equal(state.exact_values(), other.exact_values())
+        equal = torch.equal(state.values(), other.values())
         return not bool(maximum(torch.tensor(float(not equal), device=self.scale.device), self.shards))
 
     def _refuse_loss(self, values: Tensor, new: MsampWeightState) -> None:
         """Raise if ``new``, the state of ``values``, has the present values where most of the values differ."""
         present = self.values()
-        changed = (values != present) & (values != self.exact_values())
+        changed = values != present
         lost = changed & (new.values() == present)
         too_many = (2 * lost.sum() > changed.sum()).float()
         if not bool(maximum(too_many, self.shards)):

@@ -12,7 +12,7 @@ from torchao.float8.float8_training_tensor import GemmInputRole, LinearMMConfig
 
 from lightning_lowprec import MSAMP, FP8TorchAO
 from lightning_lowprec.callbacks import NumericsMonitor
-from lightning_lowprec.msamp.weight import master_of, values_of
+from lightning_lowprec.msamp.weight import values_of
 from lightning_lowprec.numerics.casts import cut_off_above, zero_below
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -46,7 +46,7 @@ def sampled(plugin, step=0, **options):
     fabric.backward(wrapped(x).float().square().mean())
     weight = model.layer.weight.detach()
     if isinstance(plugin, MSAMP):
-        weight = values_of(weight) if plugin.level != "O3" else master_of(weight)
+        weight = values_of(weight)
     weight = weight.clone()
     readings = {r.tensor: r for r in monitor.finish() if r.fqn == "layer"}
     return model, weight, readings

@@ -3,6 +3,7 @@
 ``gone/NAME.ckpt`` is a Trainer's checkpoint after three steps, written by the last commit that had the word;
 ``gone/NAME.expected.pt`` has the float32 weights that ``fit`` left in the model at that commit.
 
+The word ``msamp-o3`` has stayed; its masters have left the state of the optimizer (they are the weights).
 ``mxfp8-te`` was trained by the real Transformer Engine, whose name ``mxfp8`` was where it was installed: on CPU, with
 quantizers in plain torch (e4m3, a power-of-two scale per 32 values), and with torch's LayerNorm.
 """
@@ -30,6 +31,7 @@ INSTEAD = {
     "mxfp8-te": ["mxfp8"],
     "mxfp8-torchao": ["mxfp8"],
     "schedule": ["fp8-hybrid"],
+    "msamp-o3": ["msamp-o3", "msamp-o1", "bf16-remainder", "32-true"],
 }
 """For each file, the words under which a run goes on."""
 

@@ -74,7 +74,7 @@ def weight_dtype(name: str) -> torch.dtype:
 def code_dtypes(name: str) -> set[torch.dtype]:
     """The dtypes of weights that are kept as codes with scales, and whose state dict is float32."""
     plugin = make(name)
-    return {torch.float8_e4m3fn if plugin.level == "O3" else torch.float16} if plugin.keeps_codes else set()
+    return {torch.float16} if plugin.keeps_codes else set()
 
 
 UNSET = ("precision", "modules", "optimizers", "after_fit")

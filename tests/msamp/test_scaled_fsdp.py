@@ -23,7 +23,7 @@ from lightning_lowprec.msamp.adamw import ScaledAdamW
 from lightning_lowprec.msamp.fsdp2 import shard_codes
 from lightning_lowprec.msamp.layer import ScaledLayer
 from lightning_lowprec.msamp.linear import scale_linears
-from lightning_lowprec.msamp.weight import master_of, set_values_, values_of
+from lightning_lowprec.msamp.weight import set_values_, values_of
 from lightning_lowprec.private.torch import with_local_tensor
 from tests.fsdp2.gathers import count_gathers
 from tests.fsdp2.ranks import run
@@ -112,8 +112,6 @@ def decoded(model, optimizer):
         for key in ("exp_avg", "exp_avg_sq"):
             if key in entry:
                 state[name][key] = entry[key].float() / entry.get(f"{key}_scale", 1.0)
-        if master_of(p) is not None:
-            state[name]["master_param"] = master_of(p)
     return {"model": model.state_dict(), "optimizer": {"state": state}}
 
 
@@ -132,7 +130,7 @@ def same(a, b):
 
 def scales(model):
     return [
-        (p.msamp_state.scale.item(), p.msamp_state.master_scale.item())
+        (p.msamp_state.scale.item(), p.msamp_state.e4m3_scale.item())
         for p in model.parameters()
         if hasattr(p, "msamp_state")
     ]
@@ -192,7 +190,7 @@ def counted(rank):
     with Sent() as sent:
         train(model, optimizer, [0], after=sent.calls.clear)
     coded = [p for p in model.parameters() if hasattr(p, "msamp_state")]
-    kept = [t for p in coded for t in (p.msamp_state.codes, p.msamp_state.master, *optimizer.state[p].values())]
+    kept = [t for p in coded for t in (p.msamp_state.codes, p.msamp_state.e4m3, *optimizer.state[p].values())]
     storages = {
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept if isinstance(t, torch.Tensor)
     }
@@ -232,9 +230,9 @@ def stochastic(rank):
     for p in coded:
         alike = torch.rand(p.to_local().shape, generator=torch.Generator().manual_seed(0)) / 4
         set_values_(p, with_local_tensor(alike, p))
-    before = [master_of(p).to_local() for p in coded]
+    before = [values_of(p).to_local() for p in coded]
     train(model, optimizer, [0], after=lambda: [p.grad._local_tensor.fill_(1.0) for p in coded])
-    moved = [(old != master_of(p).to_local())[old.abs() > 2**-4] for old, p in zip(before, coded, strict=True)]
+    moved = [(old != values_of(p).to_local())[old.abs() > 2**-4] for old, p in zip(before, coded, strict=True)]
     return scales(model), torch.cat(moved)
 
 
@@ -257,7 +255,7 @@ def written(rank):
         found["doubled"] = torch.equal(values_of(weight).full_tensor(), 2 * before)
         weight.to_local()[0] = float(rank + 1)
         found["row"] = values_of(weight).full_tensor()[[0, 32]]
-        found["scale"] = weight.msamp_state.scale.item()
+        found["scale"] = weight.msamp_state.e4m3_scale.item()
         with pytest.raises(RuntimeError, match="would be lost") as error:
             weight.mul_(1 + 1e-6 * rank)  # one rank's values are lost: all ranks raise
         found["lost"] = str(error.value)
@@ -316,7 +314,7 @@ def test_a_gather_sends_one_byte_per_coded_element(runs):
 def test_a_step_takes_one_reduction_and_keeps_seven_bytes_less_the_gradient_per_rank(runs):
     for rank in runs[1]:
         assert rank["counted"]["calls"] == {"c10d::allreduce_": 1}
-        # e4m3 weight, float16 master, e4m3 and float16 moments of half the elements; a few scalars
+        # float16 and e4m3 codes, e4m3 and float16 moments of half the elements; a few scalars
         assert rank["counted"]["bytes"] == pytest.approx((1 + 2 + 1 + 2) / 2, rel=0.02)
 
 
@@ -373,7 +371,7 @@ def test_what_is_not_finite_on_one_rank_leaves_the_scales_finite_and_equal(runs)
     assert bool(weights["blocks.0.down.weight"].isfinite().all())
 
 
-def test_stochastic_rounding_moves_masters_on_every_rank_with_common_scales(runs):
+def test_stochastic_rounding_moves_weights_on_every_rank_with_common_scales(runs):
     (scales, moved), (other, moved_too) = (rank["stochastic"] for rank in runs[1])
     assert scales == other
     # float16 numbers are 2**-14 (or twice that) apart there, and the first step of AdamW is 1e-5 long

@@ -15,7 +15,7 @@ from lightning_lowprec import MSAMP
 from lightning_lowprec.msamp.adamw import ScaledAdamW
 from lightning_lowprec.msamp.gradient import ScaledGradient
 from lightning_lowprec.msamp.linear import scale_linears
-from lightning_lowprec.msamp.weight import MsampWeight, codes_of, master_of, set_values_, values_of
+from lightning_lowprec.msamp.weight import MsampWeight, codes_of, set_values_, values_of
 from tests.msamp.scaled_reference import quantise, value
 from tests.quality import expect_db, sqnr
 
@@ -30,10 +30,9 @@ def linear(level, **options):
     return module, start
 
 
-def encoded(values, level):
-    """The values that a weight of this level has after a write, by the specification."""
-    rounded = value(quantise(values, torch.float16))
-    return value(quantise(rounded, torch.float8_e4m3fn)) if level == "O3" else rounded
+def encoded(values):
+    """The values that a weight has after a write, by the specification."""
+    return value(quantise(values, torch.float16))
 
 
 # ---- reads
@@ -42,7 +41,7 @@ def encoded(values, level):
 @every_level
 def test_a_read_gives_the_values_in_the_dtype_of_computing(level):
     module, start = linear(level)
-    weight, values = module.weight, encoded(start, level)
+    weight, values = module.weight, encoded(start)
     assert (weight.dtype, weight.shape, weight.is_floating_point()) == (torch.float32, (48, 32), True)
     assert isinstance(weight, nn.Parameter)
     assert torch.equal(weight.detach().clone(), values)
@@ -61,7 +60,7 @@ def test_a_read_gives_the_values_in_the_dtype_of_computing(level):
 @every_level
 def test_inference_mode_reads_views_and_writes(level):
     module = nn.Linear(32, 48)
-    values = encoded(module.weight.detach(), level)
+    values = encoded(module.weight.detach())
     with torch.inference_mode():
         scale_linears(module, [""], level)
         weight = module.weight
@@ -91,7 +90,7 @@ def test_gradients_of_reads_and_of_the_layer_are_added(level, float32_gradients)
         return 0.01 * module.weight.pow(2).sum()
 
     module, start = linear(level, float32_gradients=float32_gradients)
-    weight = encoded(start, level).requires_grad_()
+    weight = encoded(start).requires_grad_()
     hidden = module(x).detach()
     penalty(module).backward()
     assert torch.equal(module.weight.grad, 0.02 * weight.detach())  # the penalty alone is exact
@@ -116,12 +115,12 @@ def test_micro_batches_with_and_without_reads_add_up():
     x = torch.randn(16, 32)
     module(x).sum().backward()
     layer = module.weight.grad + 0
-    penalty = 2 * encoded(start, "O2")
+    penalty = 2 * encoded(start)
     module.weight.grad = None
     module.weight.pow(2).sum().backward()
     module(x).sum().backward()
     assert torch.equal(module.weight.grad, penalty + layer)
-    assert torch.equal(module.weight.grad * module.weight, (penalty + layer) * encoded(start, "O2"))
+    assert torch.equal(module.weight.grad * module.weight, (penalty + layer) * encoded(start))
 
 
 def test_a_step_after_a_read_is_noticed():
@@ -147,7 +146,7 @@ def test_a_write_between_forward_and_backward_is_noticed_also_where_the_data_are
 
 def test_a_compiled_read_is_that_of_eager_code():
     module, start = linear("O3")
-    weight = encoded(start, "O3").requires_grad_()
+    weight = encoded(start).requires_grad_()
     x = torch.randn(16, 32)
 
     def loss(w):
@@ -209,18 +208,13 @@ def out_(weight):
 )
 def test_a_write_encodes_the_values_anew(level, write):
     module, start = linear(level)
-    plain = nn.Parameter(value(quantise(start, torch.float16)))  # at O3 the values of the master
-    weight = module.weight
-    if write is prune_:
-        plain.data.copy_(torch.where(encoded(start, level).abs() < 0.05, 0.0, plain.data))
+    plain, weight = nn.Parameter(encoded(start)), module.weight
     with torch.no_grad():
         write(weight)
-        if write is not prune_:
-            write(plain)
-    rounded = encoded(plain.detach(), level)
-    step = rounded.abs() * (2.0**-3 if level == "O3" else 2.0**-10)
+        write(plain)
+    rounded = encoded(plain.detach())
     if write is chunks_:  # three writes, each of which rounds
-        assert bool(((values_of(weight) - rounded).abs() <= step).all())
+        assert bool(((values_of(weight) - rounded).abs() <= rounded.abs() * 2.0**-10).all())
     else:
         assert torch.equal(values_of(weight), rounded)
     assert module.weight is weight
@@ -233,7 +227,7 @@ def test_a_write_encodes_the_values_anew(level, write):
 @every_level
 def test_a_write_that_would_be_rounded_away_raises_and_changes_nothing(level):
     module, _ = linear(level)
-    before, master = values_of(module.weight), master_of(module.weight)
+    before = values_of(module.weight)
     ema = torch.optim.swa_utils.AveragedModel(module, avg_fn=torch.optim.swa_utils.get_ema_avg_fn(0.9999))
     ema.update_parameters(module)
     for write in (lambda w: w.mul_(1 - 1e-6), lambda w: w.data.add_(1e-9), lambda w: w.copy_(w.clone() + 1e-9)):
@@ -245,7 +239,6 @@ def test_a_write_that_would_be_rounded_away_raises_and_changes_nothing(level):
     with pytest.raises(RuntimeError, match="would be lost"):
         ema.update_parameters(module)
     assert torch.equal(values_of(ema.module.weight), before)
-    assert master is None or torch.equal(master_of(ema.module.weight), master)
     set_values_(module.weight, before + 1e-9)  # somebody who wants rounding
 
 
@@ -258,17 +251,16 @@ def test_a_weight_takes_no_other_shape_and_no_collective():
 
 
 @every_level
-def test_weights_copy_each_other_with_their_masters(level):
+def test_weights_copy_each_other_exactly(level):
     module, _ = linear(level)
     other, _ = linear(level)
     with torch.no_grad():
         module.weight.mul_(1.7)
         other.weight.copy_(module.weight)
     assert torch.equal(values_of(other.weight), values_of(module.weight))
-    assert level != "O3" or torch.equal(master_of(other.weight), master_of(module.weight))
     with torch.no_grad():
         other.weight[0].copy_(other.weight[1])
-    assert level != "O3" or torch.equal(master_of(other.weight)[0], master_of(module.weight)[1])
+    assert torch.equal(values_of(other.weight)[0], values_of(module.weight)[1])
     with torch.no_grad():
         module.weight.zero_()
     assert bool(values_of(other.weight).any()), "memory of its own"
@@ -287,7 +279,7 @@ def test_data_that_were_put_aside_come_back_and_two_weights_exchange_theirs(leve
     backup = module.weight.data
     with torch.inference_mode():  # as in Lightning's validation
         module.weight.data = average
-    assert torch.equal(values_of(module.weight), encoded(average, level))
+    assert torch.equal(values_of(module.weight), encoded(average))
     assert not torch.equal(module(x), output)
     module(x).sum().backward()
     ScaledAdamW(module.parameters(), level=level).step()
@@ -297,7 +289,7 @@ def test_data_that_were_put_aside_come_back_and_two_weights_exchange_theirs(leve
     assert torch.equal(module.state_dict()["weight"], second)
     assert torch.equal(other.state_dict()["weight"], first)
     module.weight.data = module.weight.data[:].t().contiguous().t()  # a view, and another layout: the values count
-    assert torch.equal(values_of(module.weight), values_of(other.weight) * 0 + encoded(second, level))
+    assert torch.equal(values_of(module.weight), encoded(second))
 
 
 # ---- the parameter

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lightning_lowprec.masters.registry import existing_masters
-from lightning_lowprec.msamp.weight import master_of, msamp_state_of, values_of
+from lightning_lowprec.msamp.weight import msamp_state_of, values_of
 from lightning_lowprec.names import create
 from tests.toys import ON_CPU
 
@@ -66,8 +66,7 @@ def exact_weights(module):
     found = {}
     for fqn, p in module.named_parameters():
         if msamp_state_of(p) is not None:
-            master = master_of(p)
-            found[fqn] = values_of(p) if master is None else master
+            found[fqn] = values_of(p)
         else:
             found[fqn] = masters.get(id(p), p.detach().float())
     return {fqn: value.detach().clone() for fqn, value in found.items()}

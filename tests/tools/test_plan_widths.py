@@ -107,11 +107,13 @@ def trained(name):
     state = next(entry for p, entry in optimizer.optimizer.state.items() if p.shape == weight.shape)
     state = {key.removesuffix("_codes"): value for key, value in state.items()}
     scaled = msamp_state_of(weight)
-    held = _stored_masters(optimizer.optimizer) if scaled is None else [scaled.master]
+    held = (
+        _stored_masters(optimizer.optimizer) if scaled is None else [scaled.codes if scaled.e4m3 is not None else None]
+    )
     seen = dict(
         **products.seen,
         samples=alone,
-        weight=short(weight),
+        weight=short(weight if scaled is None else scaled.for_products()[0]),
         gradient=gradient,
         master=next(map(short, held), "-"),
         moments=pair(short(state["exp_avg"]), short(state["exp_avg_sq"])),
@@ -138,7 +140,7 @@ def _stored_masters(optimizer):
 def gathered(name, plugin, layer):
     weight = layer.weight
     if getattr(plugin, "keeps_codes", False):
-        return short(weight) if plugin.shards_codes else "-"
+        return short(weight.codes_and_scale()[0]) if plugin.shards_codes else "-"
     ours = plugin if isinstance(plugin, LowPrecision) else half_under_fsdp2(name) or plugin
     if not gathers_fp8(ours, ShardOptions()):
         return SHORT[param_dtype(ours) or weight.dtype]
