@@ -5,8 +5,12 @@
     option FP8TorchAO(colour) | who asked | what it costs | what showed its worth
 
 `python -m tests.test_surface` prints the surface of this code, to copy lines from.
+
+`tests/below_the_surface.txt` lists the files of the tests that import something else of the package, with the reason of
+each room above its files. A module can be moved or renamed without a look at the other files.
 """
 
+import ast
 import inspect
 import re
 from collections.abc import Iterator
@@ -21,6 +25,8 @@ from lightning_lowprec import callbacks, msamp, names
 from lightning_lowprec.tools import parsers
 
 FILE = Path(__file__).with_name("surface.txt")
+OWN = "lightning_lowprec"
+BELOW = FILE.with_name("below_the_surface.txt")
 API_PAGE = Path(__file__).parents[1] / "docs" / "api.md"
 FIRST_RELEASE = "# The surface of 0.2.0"
 LATER = "# After 0.2.0: entry | who asked | what it costs | what showed its worth"
@@ -78,6 +84,31 @@ def test_surface_is_the_listed_one():
     code, listed = set(surface()), set(frozen(FILE.read_text()))
     assert not code - listed, "new: write into tests/surface.txt who asked for it, what it costs, what showed its worth"
     assert not listed - code, "gone: take it from tests/surface.txt, and tell users in CHANGELOG.md"
+
+
+DOORS = {OWN, f"{OWN}.tools.cli.main", f"{OWN}.tools.demo", f"{OWN}.tools.demo.ByteGPT", f"{OWN}.tools.demo.StdlibText"}
+"""The package, the command `lowprec`, and the model and the data that docs/ gives to it by their paths."""
+
+
+def looks_below(path: Path) -> bool:
+    """Return whether a file imports something of the package that is not of its surface."""
+    listed = {entry.removeprefix("name ") for entry in frozen(FILE.read_text()) if entry.startswith("name ")}
+    public = listed | {name.rpartition(".")[0] for name in listed} | DOORS
+    imported = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return any(name not in public for name in imported if name.partition(".")[0] == OWN)
+
+
+def test_the_files_that_look_below_the_surface_are_listed():
+    tests = FILE.parent
+    below = {str(path.relative_to(tests)) for path in tests.rglob("*.py") if looks_below(path)}
+    listed = set(re.findall(r"^\S+\.py$", BELOW.read_text(), re.MULTILINE))
+    assert not below - listed, "import it from `lightning_lowprec`, or ask the same of a Trainer, Fabric or a command"
+    assert not listed - below, "take it from tests/below_the_surface.txt: the list gets shorter only"
 
 
 def test_entry_after_the_first_release_has_three_reasons():
