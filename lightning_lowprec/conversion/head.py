@@ -35,6 +35,8 @@ from lightning_lowprec.private.torch import version_of
 
 HeadKind = Literal["bf16", "chunked", "fp8", "fp32"]
 _IGNORED: Final = -100
+MANY: Final = 32_000
+"""Logits per token from which on :func:`advice` is given."""
 WAY_OUT: Final = (
     "Leave `head` out, or compute the loss in your model by `lightning_lowprec.losses.linear_cross_entropy(hidden,"
     " lm_head.weight, targets)`"
@@ -118,8 +120,8 @@ def replace_heads(model: nn.Module, kind: HeadKind, *, emulate: Emulation | None
     for fqn, causal, head in models:
         if kind == "fp8" and head.in_features % ALIGNMENT:
             raise ValueError(
-                f"`head='fp8'` needs a multiple of {ALIGNMENT} hidden features, and the head of"
-                f" {type(causal).__name__}{f' ({fqn!r})' if fqn else ''} has {head.in_features}; use `head='chunked'`."
+                f"`head='fp8'` needs a multiple of {ALIGNMENT} hidden features, and the head of {_name(fqn, causal)}"
+                f" has {head.in_features}; use `head='chunked'`."
             )
     for _, causal, head in models:
         in_place.become(head, LossHead, {"kind": kind, "emulate": emulate, "has_warned": False})
@@ -237,24 +239,41 @@ def values_of(value: Any) -> Any:
 
 def causal_models(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Linear]]:
     """Yield the fqn of every causal model of ``transformers`` in ``model``, the causal model, and its head."""
-    heads: set[int] = set()
-    for fqn, module in model.named_modules():
-        if not transformers.is_model(module):
-            continue
-        head = module.get_output_embeddings()
-        if head is None or id(head) in heads:
-            continue
-        heads.add(id(head))
+    found = False
+    for fqn, module, head in _heads(model):
+        found = True
         reason = unrecognised(module, head)
         if reason is not None:
-            name = f"{type(module).__name__}{f' ({fqn!r})' if fqn else ''}"
-            raise ValueError(f"`head` cannot replace the loss of {name}: {reason}. {WAY_OUT}.")
+            raise ValueError(f"`head` cannot replace the loss of {_name(fqn, module)}: {reason}. {WAY_OUT}.")
         yield fqn, module, head
-    if not heads:
+    if not found:
         raise ValueError(
             f"`head` knows the heads and losses of causal models of `transformers`, and {type(model).__name__} holds"
             f" none. {WAY_OUT}."
         )
+
+
+def advice(model: nn.Module) -> list[str]:
+    """Return a sentence about each causal model that could do without so many logits that they cost memory and time."""
+    return [
+        f"the loss of {_name(fqn, module)} makes {head.out_features:,} logits per token, in float32 too."
+        f" `head='chunked'` computes the same loss without them"
+        for fqn, module, head in _heads(model)
+        if head.out_features >= MANY and unrecognised(module, head) is None
+    ]
+
+
+def _heads(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
+    heads: set[int] = set()
+    for fqn, module in model.named_modules():
+        head = module.get_output_embeddings() if transformers.is_model(module) else None  # type: ignore[operator]
+        if head is not None and id(head) not in heads:
+            heads.add(id(head))
+            yield fqn, module, head
+
+
+def _name(fqn: str, module: nn.Module) -> str:
+    return f"{type(module).__name__}{f' ({fqn!r})' if fqn else ''}"
 
 
 def unrecognised(model: Any, head: nn.Module) -> str | None:

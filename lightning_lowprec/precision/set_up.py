@@ -151,8 +151,13 @@ def _check_module(module: Module, converted: Set[int], optimizers: list[Optimize
 
 
 def set_up_heads(plugin: Plugin, module: Module, device: torch.device) -> None:
-    """Replace the heads and losses of the causal models in ``module``, in place, as the option ``head`` says."""
+    """Replace the heads and losses of the causal models in ``module``, in place, as the option ``head`` says.
+
+    On a GPU a line says what the model's own loss costs, where it need not.
+    """
     if plugin.head == "bf16":
+        for sentence in head.advice(module) if device.type == "cuda" and plugin.engine is None else ():
+            info(f"{plugin.precision}: {sentence}.")
         return
     emulate: Any = getattr(plugin, "emulate", None)
     if plugin.head == "fp8" and not emulate:

@@ -4,8 +4,9 @@
     python -m tests.faults --some 30          plant 30 that are seen soon, other ones for every commit
     python -m tests.faults --draw 230         draw faults until the table has so many of the package's own
     python -m tests.faults --see              look for tests that see the faults that were not tried yet
+    python -m tests.faults --table F --seed 7 --draw 200    a table of other faults: what share do the tests see?
 
-The last needs what ``tests/faults/lines.py`` writes. ``--lane`` names the environment in which this runs.
+``--see`` needs what ``tests/faults/lines.py`` writes. ``--lane`` names the environment in which this runs.
 """
 
 import argparse
@@ -27,7 +28,6 @@ ALL_OF = ("numerics", "masters")
 """Rooms of which the table names every test that was found to see a fault; of the others two."""
 QUICK = 8.0
 """CPU-seconds that a fault of ``--some`` may take."""
-SEED = 1
 
 
 def tests_of(row: table.Row, lines: dict[str, dict]) -> list[str]:
@@ -43,9 +43,18 @@ def tests_of(row: table.Row, lines: dict[str, dict]) -> list[str]:
     return sorted(filter(table.exists, tests), key=lambda test: (mirror not in test, lines[test]["seconds"]))
 
 
-def see(row: table.Row, lane: str, limit: float, copy: forks.Copy, lines: dict[str, dict]) -> None:
+def passes(test: str, copy: forks.Copy, known: dict[str, bool]) -> bool:
+    """Return whether a test passes without a fault; it is run once."""
+    if test not in known:
+        known[test] = not forks.run(copy, [test]).failed
+    return known[test]
+
+
+def see(
+    row: table.Row, lane: str, limit: float, copy: forks.Copy, lines: dict[str, dict], known: dict[str, bool]
+) -> None:
     """Look for tests that see a fault, and write into the row what was found."""
-    plan, tests = table.planted(row), tests_of(row, lines)
+    plan, tests = table.planted(row), [test for test in tests_of(row, lines) if known.get(test, True)]
     wanted = len(tests) if "effect" not in row and table.room_of(row) in ALL_OF else 2
     used, ran, failed = 0.0, 0, []
     all_cases = list(dict.fromkeys(test.partition("[")[0] for test in tests if "[" in test))
@@ -57,7 +66,7 @@ def see(row: table.Row, lane: str, limit: float, copy: forks.Copy, lines: dict[s
             if outcome.error and not outcome.failed:
                 print(f"    {outcome.error}", flush=True)
             used, ran = used + outcome.seconds, ran + len(outcome.passed) + len(outcome.failed)
-            failed += outcome.failed
+            failed += [test for test in outcome.failed if passes(test, copy, known)]
     if failed:
         row.pop("tried", None)
         one_case = {test.partition("[")[0]: test for test in reversed(failed)}
@@ -73,7 +82,7 @@ def see_all(lane: str, rooms: list[str], limit: float) -> int:
     lines = recorded()
     with tempfile.TemporaryDirectory() as folder:
         copy = forks.Copy(Path(folder))
-        rows = table.read()
+        rows, known = table.read(), {}
 
         def soonest(row: table.Row) -> float:
             return min([lines[test]["seconds"] for test in tests_of(row, lines) if test in lines], default=1e9)
@@ -88,7 +97,7 @@ def see_all(lane: str, rooms: list[str], limit: float) -> int:
                 print(f"gone      {table.name(row)}", flush=True)
                 continue
             print(f"...       {table.name(row)}", flush=True)
-            see(row, lane, limit, copy, lines)
+            see(row, lane, limit, copy, lines, known)
             table.write(rows)
             print(f"{row['state']:8}  {row.get('seconds', '')} {row.get('seen_by') or row['tried']}", flush=True)
     print(Counter(row["state"] for row in rows))
@@ -140,13 +149,13 @@ def check_all(rows: list[table.Row], workers: int) -> int:
     return len(wrong)
 
 
-def draw(total: int) -> int:
+def draw(seed: int, total: int) -> int:
     """Add faults to the table until every room has its share; faults whose code has gone do not count."""
     rows = table.read()
     here = Counter(table.room_of(row) for row in rows if "effect" not in row and table.change_of(row))
     known = {table.key(row)[0] for row in rows if "effect" not in row}
     of_package = changes.all_changes()
-    for change in changes.draw([change for change in of_package if change.function not in known], SEED, total):
+    for change in changes.draw([change for change in of_package if change.function not in known], seed, total):
         if here[change.room] < changes.shares(of_package, total)[change.room]:
             here[change.room] += 1
             rows.append(table.row_of(change))
@@ -167,13 +176,16 @@ def main() -> int:
     parser.add_argument("--lane", choices=LANES, default="ordinary")
     parser.add_argument("--some", type=int)
     parser.add_argument("--draw", type=int)
+    parser.add_argument("--seed", type=int, default=1, help="with --draw")
+    parser.add_argument("--table", type=Path, default=table.FILE, help="another table than that of the tree")
     parser.add_argument("--see", action="store_true")
     parser.add_argument("--room", action="append", default=[], help="with --see: of these rooms only")
     parser.add_argument("--seconds", type=float, default=180, help="with --see: of CPU time for each fault")
     parser.add_argument("--workers", type=int, default=2)
     args = parser.parse_args()
+    table.FILE = args.table
     if args.draw:
-        return draw(args.draw)
+        return draw(args.seed, args.draw)
     forks.preload()
     if args.see:
         return see_all(args.lane, args.room, args.seconds)

@@ -2,6 +2,7 @@
 
 import gc
 
+import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +11,7 @@ from benchmarks.ledger import own_moved, triton_bytes
 from benchmarks.ledger.entry import amounts
 from benchmarks.ledger.moved import Moved
 from benchmarks.ledger.recorder import recording
+from lightning_lowprec import HalfMixed
 from lightning_lowprec.losses import linear_cross_entropy
 from tests.ledger.budgets import ALL_LOGITS_GB, ALL_LOGITS_PEAK_GB, HEAD_GB, HEAD_PEAK_GB
 from tests.ledger.counted import STACK
@@ -80,3 +82,14 @@ def test_head_and_loss_stay_within_memory_and_bytes(loss_of, weights):
 def test_all_logits_cost_what_the_documents_say():
     amount, peak = counted(all_logits, torch.bfloat16)
     assert (peak, amount.bytes / 1e9) == pytest.approx((ALL_LOGITS_PEAK_GB, ALL_LOGITS_GB), abs=0.05)
+
+
+@pytest.mark.parametrize(("vocab", "head", "lines"), [(32_000, "bf16", 1), (31_999, "bf16", 0), (32_000, "chunked", 0)])
+def test_a_line_says_where_the_models_own_loss_need_not_make_all_logits(vocab, head, lines, caplog):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=vocab, **sizes))
+    with caplog.at_level("INFO"):
+        L.Fabric(accelerator="cuda", devices=1, plugins=HalfMixed("bf16", head=head)).setup_module(model)
+    assert caplog.text.count("`head='chunked'` computes the same loss without them") == lines
