@@ -1,14 +1,22 @@
 """Training loops with float32 masters written by hand: what wrapped optimizers are compared with, bit for bit."""
 
 import io
+from functools import partial
 from typing import Any
 
+import pytest
 import torch
-from torch import nn
+from torch import nn, optim
 
 from lightning_lowprec.masters.optimizer import add_masters
 from lightning_lowprec.masters.weights import cast_parameters
 
+EXACT = ["fp32", "remainder"]
+FORMS = [*EXACT, "stochastic"]
+every_form = pytest.mark.parametrize("form", FORMS)
+every_exact_form = pytest.mark.parametrize("form", EXACT)
+ADAMW = partial(optim.AdamW, lr=1e-3)
+SGD = partial(optim.SGD, lr=1e-2, momentum=0.9)
 X = torch.randn(64, 12, generator=torch.Generator().manual_seed(1))
 Y = torch.randn(64, 6, generator=torch.Generator().manual_seed(2))
 
@@ -16,6 +24,17 @@ Y = torch.randn(64, 6, generator=torch.Generator().manual_seed(2))
 def net(seed: int = 0, bias: bool = True) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(12, 16, bias=bias), nn.Tanh(), nn.Linear(16, 6, bias=bias))
+
+
+def half(*values: float) -> nn.Parameter:
+    return nn.Parameter(torch.tensor(values).bfloat16())
+
+
+def step(optimizer: Any, *params: nn.Parameter, grad: float = 0.0) -> None:
+    """Step with the same gradient for every element."""
+    for p in params:
+        p.grad = torch.full_like(p, grad)
+    optimizer.step()
 
 
 def loss_of(model: nn.Module, step: int) -> torch.Tensor:

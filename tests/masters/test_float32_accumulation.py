@@ -1,29 +1,102 @@
-"""`grad_accumulation_dtype=torch.float32` on one device: what the optimizer gets, and what users may do on the way."""
+"""`grad_accumulation_dtype=torch.float32` on one device, against the same gradients summed in float64."""
 
 import copy
+from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from lightning_lowprec import FP8TorchAO, HalfMixed, registration
-from lightning_lowprec.masters.optimizer import main_params
-from lightning_lowprec.precision.loss_scale import LossScale
-from tests.masters.accumulation import (
-    FLOAT32,
-    FORMS,
-    Net,
-    Recording,
-    batches,
-    exact_sum,
-    float32_bound,
-    loss_of,
-    plugin,
-    relative_error,
-)
+from lightning_lowprec import FP8TorchAO, HalfMixed, LossScale, register, unregister
 from tests.toys import ON_CPU
+
+FLOAT32 = {"grad_accumulation_dtype": torch.float32}
+FORMS = {"bf16-master": True, "bf16-remainder": "remainder", "bf16-sr": "stochastic", "fp16-master": True}
+
+
+def plugin(form: str, **options: Any) -> HalfMixed:
+    """A plugin with masters of a form; fp16 starts at a loss scale at which nothing overflows."""
+    base = form[:4]
+    scale = {"loss_scale": LossScale(initial=8.0)} if base == "fp16" else {}
+    return HalfMixed(base, master_weights=FORMS[form], **scale, **options)
+
+
+class Recording(torch.optim.SGD):
+    """Keeps the gradients of every step it takes; the learning rate is 0, so the weights stay."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.0)
+        self.given: list[list[Tensor]] = []
+
+    def step(self, closure: Any = None) -> Any:
+        result = None if closure is None else closure()
+        self.given.append([p.grad.clone() for group in self.param_groups for p in group["params"]])
+        return result
+
+
+class Net(L.LightningModule):
+    """Linears in half precision after a BatchNorm in float32; trained automatically."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.BatchNorm1d(16), nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+    def training_step(self, batch: Tensor, batch_idx: int = 0) -> Tensor:
+        return loss_of(self(batch), batch)
+
+    def configure_optimizers(self) -> Recording:
+        self.recording = Recording(self.parameters())
+        return self.recording
+
+
+def loss_of(output: Tensor, batch: Tensor) -> Tensor:
+    return F.mse_loss(output.float(), batch[:, :8].float())
+
+
+def batches(count: int, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    # numbers that fp16 and bf16 have: whoever casts a batch changes nothing
+    return [torch.randn(8, 16, generator=generator).bfloat16().half().float() for _ in range(count)]
+
+
+def exact_sum(micro_batches: list[Tensor], dtype: torch.dtype, scale: float = 1.0) -> tuple[list[Tensor], list[Tensor]]:
+    """By plain torch: per parameter the float64 sum of the gradients of ``scale * loss / n``, and of their magnitudes.
+
+    Each is computed as ``dtype`` weights under autocast compute it, and divided by ``scale``.
+    """
+    net = Net()
+    for layer in (net.layers[1], net.layers[3]):
+        layer.to(dtype)
+    params = list(net.parameters())
+    sums = [torch.zeros(p.shape, dtype=torch.float64) for p in params]
+    magnitudes = [torch.zeros_like(total) for total in sums]
+    for batch in micro_batches:
+        with torch.autocast("cpu", dtype=dtype):
+            loss = net.training_step(batch.to(dtype)) / len(micro_batches)
+        for total, magnitude, grad in zip(sums, magnitudes, torch.autograd.grad(loss * scale, params), strict=True):
+            total += grad.double() / scale
+            magnitude += grad.double().abs() / scale
+    return sums, magnitudes
+
+
+def flat(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([t.detach().double().flatten() for t in tensors])
+
+
+def relative_error(given: list[Tensor], exact: list[Tensor]) -> float:
+    return ((flat(given) - flat(exact)).norm() / flat(exact).norm()).item()
+
+
+def float32_bound(exact: list[Tensor], magnitudes: list[Tensor], terms: int) -> float:
+    """What recursive summation in float32 can lose at most, relative to the sum (Higham, sec. 4.2)."""
+    return (terms * 2.0**-24 * flat(magnitudes).norm() / flat(exact).norm()).item()
+
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -59,65 +132,6 @@ def test_the_sum_is_as_exact_as_float32(form, run, count):
     assert relative_error(half, exact) > 100 * relative_error(given, exact), "there was nothing to gain"
 
 
-def test_every_step_starts_from_zero():
-    micro_batches = batches(12)
-    first, second, third = by_trainer(plugin("bf16-master", **FLOAT32), micro_batches, 4)
-    for given, part in ((first, micro_batches[:4]), (second, micro_batches[4:8]), (third, micro_batches[8:])):
-        exact, magnitudes = exact_sum(part, torch.bfloat16)
-        # BatchNorm's running statistics take no part in training: every step sees the same weights
-        assert relative_error(given, exact) <= float32_bound(exact, magnitudes, 4)
-
-
-class Manual(Net):
-    """Accumulates four micro-batches by hand, looks at the gradients, clips them."""
-
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch, batch_idx=0):
-        loss = super().training_step(batch)
-        if not torch.is_grad_enabled() or self._trainer is None:
-            return loss
-        self.manual_backward(loss / 4)
-        if (batch_idx + 1) % 4 == 0:
-            optimizer = self.optimizers()
-            assert all(p.grad.dtype == torch.float32 for p in self.parameters())
-            self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
-            optimizer.step()
-            optimizer.zero_grad()
-        return loss
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("net", [Net, Manual])
-def test_clipping_sees_the_float32_sum(form, net):
-    micro_batches = batches(4)
-    exact, _ = exact_sum(micro_batches, HALF[form[:4]], scale=8.0 if form == "fp16-master" else 1.0)
-    norm = torch.cat([g.flatten() for g in exact]).norm()
-    assert norm > 0.5
-    clip = {"gradient_clip_val": 0.5} if net is Net else {}
-    (given,) = by_trainer(plugin(form, **FLOAT32), micro_batches, 4, net, **clip)
-    # clip_grad_norm_ divides by norm + 1e-6
-    assert relative_error(given, [g * 0.5 / norm for g in exact]) < 1e-5
-
-
-def test_hooks_see_and_edit_the_float32_sum():
-    seen = []
-
-    class Doubling(L.Callback):
-        def on_before_optimizer_step(self, trainer, module, optimizer):
-            seen.extend(p.grad.dtype for p in module.parameters())
-            for p in module.parameters():
-                p.grad *= 2
-
-    micro_batches = batches(4)
-    exact, _ = exact_sum(micro_batches, torch.bfloat16)
-    (given,) = by_trainer(plugin("bf16-master", **FLOAT32), micro_batches, 4, callbacks=[Doubling()])
-    assert set(seen) == {torch.float32}
-    assert relative_error(given, [2 * g for g in exact]) < 1e-6
-
-
 def test_an_overflow_amid_an_accumulation_costs_that_step_and_nothing_else():
     micro_batches = batches(12)
     micro_batches[5][0, 0] = float("inf")  # the second micro-batch of the second step
@@ -139,53 +153,6 @@ class StatelessNet(Net):
         self.layers[0].running_mean = self.layers[0].running_var = None
 
 
-def test_gradients_of_another_optimizer_follow_the_scale():
-    """One optimizer overflows and halves the scale while the other holds float32 gradients under the old one."""
-    precision = HalfMixed("fp16", master_weights=True, loss_scale=LossScale(initial=8.0), **FLOAT32)
-    fabric = L.Fabric(accelerator="cpu", devices=1, plugins=precision)
-    a, b = nn.Linear(2, 1, bias=False), nn.Linear(2, 1, bias=False)
-    module_a, opt_a = fabric.setup(a, Recording(a.parameters()))
-    module_b, opt_b = fabric.setup(b, Recording(b.parameters()))
-    x = torch.tensor([[3.0, 4.0]])
-    fabric.backward(module_a(x).sum(), model=module_a)
-    assert torch.equal(a.weight.grad, 8.0 * x)
-    assert a.weight.grad.dtype == torch.float32
-    fabric.backward(module_b(x * float("inf")).sum(), model=module_b)
-    opt_b.step()
-    assert precision.scaler.scale == 4.0
-    fabric.backward(module_a(x).sum(), model=module_a)
-    opt_a.step()
-    assert torch.equal(opt_a.optimizer.given[0][0], 2 * x)
-    assert opt_b.optimizer.given == []
-
-
-def test_model_zero_grad_reaches_what_was_accumulated():
-    fabric = L.Fabric(accelerator="cpu", devices=1, plugins=plugin("bf16-master", **FLOAT32))
-    model = Net()
-    module, optimizer = fabric.setup(model, model.configure_optimizers())
-    micro_batches = batches(2)
-    loss_of(module(micro_batches[0]), micro_batches[0]).backward()  # bf16 on one device: no need of fabric.backward
-    model.zero_grad()
-    loss_of(module(micro_batches[1]), micro_batches[1]).backward()
-    optimizer.step()
-    exact, magnitudes = exact_sum(micro_batches[1:], torch.bfloat16)
-    assert relative_error(model.recording.given[0], exact) <= float32_bound(exact, magnitudes, 1)
-
-
-def test_sparse_gradients_add_up_in_float32():
-    fabric = L.Fabric(accelerator="cpu", devices=1, plugins=plugin("bf16-master", **FLOAT32))
-    table = nn.Embedding(4, 2, sparse=True)
-    module, optimizer = fabric.setup(table, torch.optim.SGD(table.parameters(), lr=1.0))
-    start = next(iter(main_params(optimizer.optimizer))).detach().clone()
-    for scale in (1.0, 2.0**-10):  # 1 + 2**-10 is no bf16 number
-        fabric.backward((module(torch.tensor([1, 1])) * scale).sum())
-    optimizer.step()
-    master = next(iter(main_params(optimizer.optimizer)))
-    expected = start.clone()
-    expected[1] -= 2 * (1 + 2.0**-10)
-    assert torch.equal(master, expected)
-
-
 def test_a_copied_module_accumulates_in_float32_after_its_own_set_up():
     first = Net()
     L.Fabric(accelerator="cpu", devices=1, plugins=plugin("bf16-master", **FLOAT32)).setup(first)
@@ -200,58 +167,14 @@ def test_a_copied_module_accumulates_in_float32_after_its_own_set_up():
 
 def test_before_any_optimizer_is_seen():
     """Without the names, Fabric shows the optimizer at its first step; gradients come before."""
-    registration.unregister()
+    unregister()
     try:
         micro_batches = batches(8)
         exact, magnitudes = exact_sum(micro_batches, torch.bfloat16)
         (given,) = by_fabric(plugin("bf16-master", **FLOAT32), micro_batches, 8)
         assert relative_error(given, exact) <= float32_bound(exact, magnitudes, 8)
     finally:
-        registration.register()
-
-
-def test_a_half_precision_parameter_of_the_optimizer_alone():
-    """It gets a master, and so a float32 gradient, although no module that was set up has it."""
-    fabric = L.Fabric(accelerator="cpu", devices=1, plugins=plugin("bf16-master", **FLOAT32))
-    loose = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
-    fabric.setup_module(nn.Linear(2, 2))
-    optimizer = fabric.setup_optimizers(Recording([loose]))
-    for scale in (1.0, 2.0**-10):
-        fabric.backward((loose * scale).sum())
-    optimizer.step()
-    assert optimizer.optimizer.given[0][0].item() == 1 + 2.0**-10
-
-
-class Ops(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-def counted_step(precision):
-    fabric, model = L.Fabric(accelerator="cpu", devices=1, plugins=precision), Net()
-    module, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1, foreach=True))
-    with Ops() as ops:
-        for batch in batches(2):
-            fabric.backward(loss_of(module(batch), batch))
-        optimizer.step()
-    return ops.names
-
-
-def test_a_step_without_the_option_has_no_operation_of_it():
-    """Per half-precision parameter and micro-batch: one cast more, whatever else is the same."""
-    plain, whole = counted_step(plugin("bf16-master")), counted_step(plugin("bf16-master", **FLOAT32))
-    casts = [names.count("aten._to_copy.default") for names in (plain, whole)]
-    assert casts[1] - casts[0] == 2 * 4
-    moves = [names.count("aten._foreach_copy_.default") for names in (plain, whole)]
-    assert moves[0] - moves[1] == 1, "float32 gradients are handed over to the masters, not copied"
-    views = {"aten.as_strided.default", "aten.detach.default"}  # of the memory that the copies go to
-    handed = {"aten._to_copy.default", "aten._foreach_copy_.default", "aten.empty_like.default", *views}
-    assert [n for n in plain if n not in handed] == [n for n in whole if n not in handed]
+        register()
 
 
 @pytest.mark.parametrize("make", [HalfMixed, FP8TorchAO])

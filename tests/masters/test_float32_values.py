@@ -9,10 +9,8 @@ import lightning as L
 import pytest
 import torch
 from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from lightning_lowprec import plain
-from tests.toys import ON_CPU
 
 HALF = ["bf16-master", "fp16-master", "bf16-remainder", "bf16-8bit", "fp8-hybrid-8bit"]
 MSAMP = ["msamp-o1", "msamp-o2", "msamp-o3"]
@@ -22,7 +20,6 @@ ONE_LAYER = ("frozen", "loaded frozen", "no optimizer")
 WIDTH = 64  # 4,096 numbers: moments of 8 bits are coded
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is trainable and in no optimizer"),
-    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch"),
 ]
 
 
@@ -95,105 +92,3 @@ def test_a_value_that_arrives_leaves_again(name, how, float32_file, tmp_path):
         step(resumed, to, with_optimizer)
         names = [name] if how != "no optimizer" and frozen else [name, other]
         assert_kept(values(to), expected, [*names, other], frozen and how != "no optimizer")
-
-
-class Net(L.LightningModule):
-    def __init__(self, seed: int = 0):
-        super().__init__()
-        self.net, self.trained = layers(seed), nn.Linear(WIDTH, WIDTH)
-        self.net.requires_grad_(False)
-
-    def training_step(self, batch, _):
-        return self.trained(self.net(batch)).square().mean()
-
-    def test_step(self, batch):
-        self.trained(self.net(batch))
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.trained.parameters(), lr=1e-2)
-
-    def train_dataloader(self):
-        return torch.utils.data.DataLoader(torch.randn(32, WIDTH), batch_size=16)
-
-    test_dataloader = train_dataloader
-
-
-@pytest.mark.parametrize("run", ["fit", "test"])
-@pytest.mark.parametrize("name", [*NAMES, "bf16-sr"])
-def test_a_run_of_the_trainer_gives_weights_back_that_it_did_not_train(name, run):
-    module = Net()
-    before = {fqn: p.detach().clone() for fqn, p in module.named_parameters()}
-    trainer = L.Trainer(precision=name, **{**ON_CPU, "max_epochs": 1})
-    trainer.fit(module) if run == "fit" else trainer.test(module, verbose=False)
-    for fqn, p in module.named_parameters():
-        if run == "test" or not fqn.startswith("trained"):
-            assert torch.equal(p, before[fqn]), fqn
-
-
-class Saves(L.Callback):
-    def __init__(self, path=None):
-        self.path = path
-
-    def on_train_start(self, trainer, module):
-        self.first = values(module)
-
-    def on_train_end(self, trainer, module):
-        self.last = values(module)
-        if self.path:
-            trainer.save_checkpoint(self.path)
-
-
-@pytest.mark.parametrize(
-    ("name", "other"),
-    [
-        ("fp16-master", "bf16-master"),
-        ("fp16-master", "bf16-8bit"),
-        ("bf16-8bit", "fp8-hybrid"),
-        ("bf16-remainder", "half-auto"),
-        *[("msamp-o3", other) for other in ("32-true", "fp8-hybrid", "bf16-master", "bf16-remainder", "msamp-o3")],
-    ],
-)
-def test_a_run_of_the_trainer_resumes_under_another_name_with_the_same_values(name, other, tmp_path):
-    one, two = Saves(tmp_path / "one.ckpt"), Saves()
-    L.Trainer(precision=name, callbacks=[one], **{**ON_CPU, "max_epochs": 1}).fit(Net())
-    resumed = L.Trainer(precision=other, callbacks=[two], **{**ON_CPU, "max_epochs": 2})
-    resumed.fit(Net(1), ckpt_path=tmp_path / "one.ckpt")
-    assert all(torch.equal(a, b) for a, b in zip(one.last, two.first, strict=True))
-
-
-class Averages(Net):
-    """An average that nobody froze, by torch's AveragedModel; beside it the same average of the exact weights."""
-
-    def __init__(self):
-        super().__init__()
-        self.average = AveragedModel(self.trained, multi_avg_fn=get_ema_multi_avg_fn(0.999))
-        self.average.n_averaged += 1
-        self.exact = [p.detach().clone() for p in self.trained.parameters()]
-
-    def on_train_batch_end(self, *_):
-        self.average.update_parameters(self.trained)
-        for mean, value in zip(self.exact, values(self.trained), strict=True):
-            mean.lerp_(value, 1 - 0.999)
-
-
-@pytest.mark.parametrize("name", [*HALF, "bf16-sr"])
-def test_an_average_that_no_optimizer_holds_is_that_of_the_exact_weights(name):
-    module = Averages()
-    L.Trainer(precision=name, **{**ON_CPU, "max_epochs": 3}).fit(module)
-    assert all(torch.equal(a, b) for a, b in zip(module.average.module.parameters(), module.exact, strict=True))
-
-
-@pytest.mark.filterwarnings("ignore:.*the program writes to '1.module.1.weight'")  # frozen, and averaged in bf16
-@pytest.mark.parametrize("name", ["bf16-master", "bf16-8bit"])
-def test_an_average_of_a_model_that_is_frozen_in_part_runs(name):
-    net = layers(0)
-    net[1].requires_grad_(False)
-    both = nn.ModuleList([net, AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.5))])
-    fabric = L.Fabric(accelerator="cpu", devices=1, precision=name)
-    _, optimizer = fabric.setup(both, torch.optim.SGD(net[0].parameters(), lr=0.1))
-    for _ in range(2):
-        fabric.backward(net(torch.ones(2, WIDTH).bfloat16()).float().sum())
-        optimizer.step()
-        both[1].update_parameters(net)
-    assert torch.equal(both[1].module[1].weight, net[1].weight)
-    assert not torch.equal(both[1].module[0].weight, net[0].weight.float())

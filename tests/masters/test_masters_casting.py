@@ -2,12 +2,10 @@
 
 import pytest
 import torch
-from torch import nn, optim
+from torch import nn
 from torchmetrics import Metric
 
 from lightning_lowprec.masters.config import MasterConfig
-from lightning_lowprec.masters.moments import MASTER_PARAM
-from lightning_lowprec.masters.optimizer import add_masters
 from lightning_lowprec.masters.weights import HalfWeights, cast_parameters
 
 HALVES = [torch.float16, torch.bfloat16]
@@ -69,14 +67,6 @@ def test_the_second_cast_keeps_nothing_and_other_dtypes_stay():
     assert net.wide.dtype == torch.float64
     assert net.codes.dtype == torch.float8_e4m3fn
     assert cast_parameters(net, torch.bfloat16, keep=True) == {}
-
-
-def test_masters_from_the_kept_values_lose_nothing():
-    net = model()
-    exact = net[0].weight.detach().clone()
-    originals = cast_parameters(net, torch.bfloat16, keep=True)
-    optimizer = add_masters(optim.SGD(net.parameters(), lr=1.0), "remainder", values=originals)
-    assert torch.equal(optimizer.state_dict()["state"][0][MASTER_PARAM], exact)
 
 
 def test_metrics_and_float64_and_complex_layers_stay():

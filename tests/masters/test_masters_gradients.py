@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from torch import distributed as dist
 from torch import nn, optim
 
+from lightning_lowprec.masters import step as masters_step
 from lightning_lowprec.masters.optimizer import (
     add_masters,
     held_masters,
@@ -11,16 +13,11 @@ from lightning_lowprec.masters.optimizer import (
     move_grads_to_masters,
     show_master_grads,
 )
-
-every_form = pytest.mark.parametrize("form", ["fp32", "remainder", "stochastic"])
+from tests.masters.master_loops import every_exact_form, every_form, half, loss_of, masters_of, net
 
 
 def sgd(*params, form="fp32", lr=1.0):
     return add_masters(optim.SGD(params, lr=lr), form)
-
-
-def half(*values, dtype=torch.bfloat16):
-    return nn.Parameter(torch.tensor(values).to(dtype))
 
 
 @every_form
@@ -95,19 +92,6 @@ def test_zero_grad_drops_both_kinds(form, set_to_none):
 
 
 @every_form
-def test_clipping_sees_float32_gradients(form):
-    p = half(*[1.0] * 16)
-    optimizer = sgd(p, form=form)
-    p.grad = torch.ones_like(p)
-    move_grads_to_masters(optimizer)
-    norm = nn.utils.clip_grad_norm_(main_params(optimizer), 1.0)
-    assert norm.item() == 4.0
-    assert next(main_params(optimizer)).grad.norm().item() == pytest.approx(1.0, abs=1e-6)
-    optimizer.step()
-    assert p[0].item() == 0.75
-
-
-@every_form
 def test_sparse_gradients(form):
     embedding = nn.Embedding(5, 3, sparse=True).bfloat16()
     before = embedding.weight.detach().clone()
@@ -163,3 +147,68 @@ def test_only_wrapped_optimizers():
         move_grads_to_masters(plain)
     assert list(main_params(plain)) == plain.param_groups[0]["params"]
     assert held_masters(plain) == []
+
+
+# ---- of FSDP2 parameters, on one process
+
+torchs_warnings = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # of its own modules
+
+
+@pytest.fixture
+def mesh():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.device_mesh.init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def sharded(mesh, form, seed=0):
+    from torch.distributed.fsdp import fully_shard
+
+    model = net(seed).bfloat16()
+    fully_shard(model, mesh=mesh)
+    return model, add_masters(optim.AdamW(model.parameters(), lr=1e-3, foreach=True), form)
+
+
+@torchs_warnings
+@every_exact_form
+def test_clipping_by_a_factor_is_clipping_in_place(mesh, form, monkeypatch):
+    """On GPUs gradients stay at the parameters, and the step multiplies them; here on DTensors of one process."""
+    found = []
+    for devices in (set(), {"cpu"}):
+        monkeypatch.setattr(masters_step, "DEVICES", devices)
+        model, optimizer = sharded(mesh, form)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            assert masters_step.defers(optimizer) == bool(devices)
+            if devices:
+                norm = masters_step.clip_by_norm(optimizer, 1e-2)
+            else:
+                move_grads_to_masters(optimizer)
+                norm = torch.nn.utils.clip_grad_norm_(list(main_params(optimizer)), 1e-2).full_tensor()
+            optimizer.step()
+        found.append((norm, *(master.full_tensor() for master in masters_of(optimizer))))
+    for clipped, expected in zip(*found, strict=True):
+        torch.testing.assert_close(clipped, expected, rtol=1e-5, atol=1e-7)
+
+
+@torchs_warnings
+def test_the_norm_is_that_of_all_meshes(mesh, monkeypatch):
+    """Tensor parallelism shards some parameters over another mesh, and leaves others whole."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    monkeypatch.setattr(masters_step, "DEVICES", {"cpu"})
+    other = dist.device_mesh.init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))["b"]
+    plain = [torch.ones(4, 2).bfloat16(), torch.ones(8).bfloat16(), torch.ones(3).bfloat16(), torch.ones(5)]
+    params = [distribute_tensor(plain[0], mesh, [Shard(0)]), distribute_tensor(plain[1], other, [Shard(0)]), *plain[2:]]
+    params = [torch.nn.Parameter(p) for p in params]
+    optimizer = add_masters(optim.SGD(params, lr=1.0), "fp32")
+    for p in params:
+        p.grad = torch.full_like(p, 2.0)
+    assert masters_step.defers(optimizer)
+    norm = masters_step.clip_by_norm(optimizer, 1.0)
+    assert norm.item() == pytest.approx((4 * 24) ** 0.5)
+    optimizer.step()
+    for p in params:
+        whole = p.full_tensor() if hasattr(p, "full_tensor") else p
+        assert whole.float().flatten().tolist() == pytest.approx([1 - 2 / 96**0.5] * p.numel(), rel=2**-8)

@@ -15,6 +15,8 @@ from torch import nn
 
 from lightning_lowprec import HalfMixed, plain
 from lightning_lowprec.masters.optimizer import main_params, move_grads_to_masters
+from lightning_lowprec.masters.registry import registry_of
+from lightning_lowprec.names import validate_name
 from tests.toys import Stack
 
 SCHEDULE_FREE = {
@@ -222,3 +224,42 @@ def test_an_optimizer_that_evaluates_in_its_step_is_refused():
     fabric.backward(loss_of(model, 0))
     with pytest.raises(RuntimeError, match=r"^Evaluates evaluates its closure where it has moved the weights"):
         optimizer.step()
+
+
+# ---- FlashOptim
+
+
+class FlashOptimizer(torch.optim.SGD):
+    """Has the name of the base of FlashOptim's optimizers, which have no kernels for a CPU."""
+
+
+class FlashAdamW(FlashOptimizer):
+    """Has a name of FlashOptim."""
+
+
+@pytest.mark.parametrize("name", ["bf16-remainder", "bf16-8bit", "bf16-sr", "fp8-hybrid-remainder"])
+def test_it_steps_the_half_weights_without_masters_of_ours(name, caplog):
+    torch.manual_seed(0)
+    fabric = L.Fabric(accelerator="cpu", devices=1, precision=name)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    with caplog.at_level("INFO"):
+        module, optimizer = fabric.setup(model, FlashAdamW(model.parameters(), lr=1.0))
+        before = [p.detach().clone() for p in model.parameters()]
+        for _ in range(2):
+            fabric.backward(module(torch.randn(8, 64)).square().mean())
+            grads = [p.grad.clone() for p in model.parameters()]
+            optimizer.step()
+            optimizer.zero_grad()
+            expected = [w - g for w, g in zip(before, grads, strict=True)]
+            assert all(map(torch.equal, [p.detach() for p in model.parameters()], expected))
+            before = [p.detach().clone() for p in model.parameters()]
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert registry_of(optimizer.optimizer) is None
+    assert type(optimizer.optimizer) is FlashAdamW
+    assert caplog.text.count("FlashAdamW of FlashOptim keeps masters and moments itself") == 1
+
+
+@pytest.mark.parametrize(("word", "answer"), [("bf16-flash", "bf16-8bit"), ("fp16-flash", "fp16-master")])
+def test_words_of_others_are_answered(word, answer):
+    with pytest.raises(ValueError, match=f"Write '{answer}'"):
+        validate_name(word)
