@@ -20,7 +20,7 @@ sys.exit(main(["compare", *sys.argv[1:]]))
 def compare(arguments: Sequence[str], folder: Path) -> tuple[int, str, str]:
     """Return the status, stdout and stderr of the command; each precision trains in a fork of its process.
 
-    `test_the_command_trains_the_demo` trains in a process that starts from nothing.
+    Each precision of `examples/first_steps.ipynb` trains in a process that starts from nothing.
     """
     environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     ended = forked.python("-c", CODE, *arguments, cwd=folder, environ=environ)

@@ -1,13 +1,11 @@
 """What every `lowprec` command has in common: guide, exit codes, JSON, progress, colours."""
 
-import argparse
 import json
 import math
 import os
 import pty
 import re
 import select
-import shlex
 import sys
 import termios
 import time
@@ -16,17 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from jsonargparse import capture_parser
 
 import lightning_lowprec
-from lightning_lowprec.tools import cli, doctor
 from lightning_lowprec.tools import output as terminal
 from lightning_lowprec.tools.cli import COMMANDS, EXIT_CODES, GUIDE, main
-from lightning_lowprec.tools.compare import runner
-from lightning_lowprec.tools.compare.result import PrecisionResult
-from lightning_lowprec.tools.compare.spec import CompareSpec
-from lightning_lowprec.tools.parsers import parsers
-from tests.serving.models import llama, tensors
+from tests.serving.models import llama
 from tests.tools.test_monitor_command import write
 
 ROOT = Path(lightning_lowprec.__file__).parents[1]
@@ -41,14 +33,6 @@ def test_lowprec_alone_prints_which_command_is_for_what(capsys, monkeypatch):
     assert all(question in said and command in said for question, command in GUIDE)
     assert len(said.splitlines()) <= 16
     assert max(map(len, said.splitlines())) <= 110
-
-
-def test_the_commands_of_the_guide_have_options_that_exist():
-    for _, line in GUIDE:
-        _, command, *words = shlex.split(line)
-        modes = [parser_of_lightning()] if command == "fit" else parsers(command)
-        options = {option for mode in modes for action in mode._actions for option in action.option_strings}
-        assert {word for word in words if word.startswith("--")} <= options
 
 
 def test_exit_codes_are_in_the_help_and_on_the_page(capsys):
@@ -160,39 +144,6 @@ def test_json_is_all_of_stdout(form, tmp_path, monkeypatch, capfd):
     assert status == (form in ANSWERS_NO)
 
 
-def test_the_page_lists_the_forms_with_json():
-    section = PAGE.partition("## JSON")[2].partition("```")[0]
-    forms = [form for form in re.findall(r"`([^`]+)`", section) if form.split()[0] in COMMANDS]
-    assert set(forms) == {*WITH_JSON, "compare"}
-
-
-def test_every_parser_of_a_command_that_prints_results_has_json():
-    for command in COMMANDS:
-        for mode in [parser_of_lightning()] if command == "fit" else parsers(command):
-            options = {option for action in mode._actions for option in action.option_strings}
-            assert ("--json" in options) == (command not in ("fit", "run")), command
-
-
-def parser_of_lightning() -> argparse.ArgumentParser:
-    """The parser of LightningCLI's `fit`."""
-    outer = capture_parser(lambda: cli._fit([]))
-    return next(action for action in outer._actions if isinstance(action.choices, dict)).choices["fit"]
-
-
-def test_json_of_an_export_for_servers(tmp_path, capsys):
-    model = llama()
-    model.save_pretrained(tmp_path / "small")
-    arguments = ["export", str(tmp_path / "small"), str(tmp_path / "out"), f"--model={tmp_path / 'small'}"]
-    assert main([*arguments, "--format=compressed-tensors", "--precision=fp8-rowwise", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    report = json.loads((tmp_path / "out" / "lowprec_export.json").read_text())
-    assert found.items() > report.items()
-    stored = tensors(tmp_path / "out")
-    assert found["out"] == str(tmp_path / "out")
-    assert found["bytes"] == sum(tensor.nbytes for tensor in stored.values())
-    assert (found["tensors_written"], found["weights_in_fp8"], found["check"]) == (len(stored), 7, None)
-
-
 # ---- progress and colours, on a real terminal
 
 
@@ -248,27 +199,6 @@ def test_counted_work_has_a_bar(on_terminal):
             time.sleep(0.3)
 
     assert re.search(r"asking  75%\|.+\| 3/4 00:00", on_terminal(three_of_four))
-
-
-@pytest.mark.usefixtures("soon")
-def test_one_question_to_the_doctor_and_the_ends_of_a_comparison_are_shown(on_terminal, monkeypatch, tmp_path):
-    def slowly(module, name, result=None):
-        real = getattr(module, name)
-
-        def slow(*args, **options):
-            time.sleep(0.3)
-            return real(*args, **options) if result is None else result
-
-        monkeypatch.setattr(module, name, slow)
-
-    slowly(doctor, "availability")
-    assert "asking whether fp8-rowwise runs ... 00:0" in on_terminal(lambda: main(["doctor", "--for", "fp8-rowwise"]))
-    slowly(runner, "load_class")
-    slowly(runner, "write_report", result=True)
-    monkeypatch.setattr(runner, "run_one", lambda spec, name, seed, progress: PrecisionResult(name=name, seed=seed))
-    said = on_terminal(lambda: runner.train_all(CompareSpec(precisions=["32-true"], out=tmp_path)))
-    assert "importing the model and the data ... 00:0" in said
-    assert "drawing the report ... 00:0" in said
 
 
 def test_short_work_is_not_shown(on_terminal):

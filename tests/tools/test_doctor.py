@@ -14,12 +14,13 @@ import torch
 import lightning_lowprec
 from lightning_lowprec import HalfMixed
 from lightning_lowprec.architectures import ARCHITECTURES
-from lightning_lowprec.conversion.name_suffixes import families, split
+from lightning_lowprec.conversion.name_suffixes import families
 from lightning_lowprec.names import TABLE
 from lightning_lowprec.runs_where import RECIPES
 from lightning_lowprec.runs_where import TABLE as RUNS_WHERE
 from lightning_lowprec.tools.cli import main
 from lightning_lowprec.tools.doctor import Availability, advice, availability, commands
+from lightning_lowprec.tools.doctor_report import without_folders
 
 ROOT = Path(lightning_lowprec.__file__).parents[1]
 RUNS = {*TABLE}
@@ -51,14 +52,6 @@ def test_it_is_short_and_begins_with_a_recommendation_and_nothing_else_is_printe
     for family, reasons in (("half precision", 3), ("torchao", 3), ("Transformer Engine", 1), ("MS-AMP", 1)):
         rows = [line for line in lines if re.match(rf"{family} +(yes|no|emulated) ", line)]
         assert len(rows) == reasons, "torchao's FP8 and MXFP8 are emulated here, its int8 is not"
-    for suffixes, stems in families(TABLE).items():
-        for stem in stems:
-            line = next(line for line in lines[7:] if re.search(rf"(?<![\w-]){stem}(?![\w-])", line))
-            group = next(part for part in line.split("; ") if re.search(rf"(?<![\w-]){stem}(?![\w-])", part))
-            assert set(re.findall(r"(?<= )-[\w]+", group)) == set(suffixes), stem
-    members = {name for name in TABLE if name.partition("-")[0] == "fp8" and split(name)[1]}
-    assert members
-    assert not members & set(re.findall(r"[\w-]+", ran.stdout)), "families and suffixes, not members"
 
 
 def test_json_has_the_recommendation_too(capsys):
@@ -67,6 +60,9 @@ def test_json_has_the_recommendation_too(capsys):
     assert [row["name"] for row in facts["recommended"]] == ["half-auto", "bf16-remainder", "fp8-hybrid"]
     assert {row["name"] for row in facts["precisions"]} == {*TABLE}
     assert facts["commands"][0].startswith("lowprec compare --precisions half-auto,")
+    assert facts["architecture"] == "cpu"
+    assert {*facts["hardware"]} == {*RECIPES}
+    assert facts["hardware"]["rowwise"] == asdict(RUNS_WHERE["rowwise"]["cpu"])
 
 
 @pytest.mark.parametrize(
@@ -87,14 +83,6 @@ def test_every_kind_of_machine_gets_three_names_that_run_there(machine, runs, em
     assert {*names} <= {*runs, "32-true"}
     assert commands(recommended)[0].split()[3] == ",".join(names)
     assert commands(recommended)[1] == f"lowprec run --precision={names[1]} train.py"
-
-
-def test_the_column_of_this_machine_is_in_its_facts(capsys):
-    assert main(["doctor", "--json", "--device=cpu"]) == 0
-    facts = json.loads(capsys.readouterr().out)
-    assert facts["architecture"] == "cpu"
-    assert {*facts["hardware"]} == {*RECIPES}
-    assert facts["hardware"]["rowwise"] == asdict(RUNS_WHERE["rowwise"]["cpu"])
 
 
 def test_the_whole_table_fits_in_120_columns_and_every_cell_has_a_number_with_reason_and_source(capsys):
@@ -182,3 +170,80 @@ def test_what_nobody_has_confirmed_is_not_known_and_not_recommended(monkeypatch)
     assert [(verdict.runs, verdict.known) for verdict in verdicts] == [(True, True), (True, True), (True, False)]
     assert "newer than this table" in verdicts[2].reason
     assert [row.name for row in advice(verdicts, bf16=True)] == ["half-auto", "bf16-remainder"]
+
+
+# ---- `lowprec doctor --report`: what a bug report needs, without the folders of paths
+
+BROKEN = """
+import os
+raise ImportError(f"{__file__}: cannot open {os.path.expanduser('~')}/secret-folder/libte.so")
+"""
+
+
+@pytest.fixture
+def report(tmp_path, monkeypatch, capsys):
+    """The report of a user whose Transformer Engine is broken and whose error message has paths."""
+    home = tmp_path / "zoe.example"
+    package = home / "envs" / "private-project" / "transformer_engine"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(BROKEN)
+    monkeypatch.setenv("HOME", str(home))
+    for module in [name for name in sys.modules if name.partition(".")[0] == "transformer_engine"]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.syspath_prepend(package.parent)
+    assert main(["doctor", "--report"]) == 0
+    return capsys.readouterr().out
+
+
+def test_it_has_versions_device_backends_and_every_precision_with_a_reason(report):
+    for said in (
+        torch.__version__,
+        lightning_lowprec.__version__,
+        "| device ",
+        "| backend torchao ",
+        "| backend MS-AMP",
+    ):
+        assert said in report
+    for stems in families(TABLE).values():
+        assert all(stem in report for stem in stems)
+    refused = next(line for line in report.splitlines() if line.startswith("| no ") and "nvfp4" in line)
+    assert "which is installed but does not import" in refused
+    assert ".../__init__.py: cannot open .../libte.so" in refused
+    assert "| transformer_engine does not import " in report
+    lines = report.splitlines()
+    assert lines[0] == "### `lowprec doctor --report`"
+    assert all(line.startswith("|") or not line for line in lines[1:]), "tables alone"
+    assert "\x1b" not in report
+
+
+def test_it_names_no_folder(report):
+    for private in (
+        "zoe",
+        "secret-folder",
+        "private-project",
+        "envs/",
+        str(ROOT),
+        sys.prefix,
+        "/site-packages",
+    ):
+        assert private not in report, private
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("/home/ann/.venv/lib/x.so: no such file", ".../x.so: no such file"),
+        ("ImportError('/opt/my lab/x.so')", "ImportError('.../x.so')"),
+        (r"C:\Users\ann\x.dll is missing", r".../x.dll is missing"),
+        ("~/code/train.py", ".../train.py"),
+        ("fp16/bf16, `pip install 'a[b]>=2,<3'`, 16 / 4, docs/memory.md", None),
+    ],
+    ids=["posix", "quoted", "windows", "home", "no-path"],
+)
+def test_folders_of_paths_are_cut(text, kept):
+    assert without_folders(text) == (text if kept is None else kept)
+
+
+def test_it_is_about_all_of_this_machine(capsys):
+    assert main(["doctor", "--report", "--for", "fp8-hybrid", "--json"]) == 2
+    assert "`--report` does not go with --for or --json" in capsys.readouterr().err

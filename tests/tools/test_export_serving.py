@@ -107,12 +107,6 @@ def test_check_prints_three_numbers_and_ends_with_1_beyond_a_bound(trained, tmp_
     assert "check failed: the perplexity differs" in said
 
 
-def test_high_precision_is_checked_too(trained, tmp_path, capsys):
-    options = ["--dtype=fp32", "--check", "--min_snr=120", "--min_agreement=1"]
-    assert export(trained, "fabric.ckpt", tmp_path / "out", *options, format="hf", precision=None) == 0
-    assert "256 of 256 greedy tokens" in capsys.readouterr().out
-
-
 def test_a_check_that_is_not_possible_is_refused_before_anything_is_written(trained, tmp_path, capsys, monkeypatch):
     BertModel(BertConfig(vocab_size=96, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)).save_pretrained(
         tmp_path / "bert"
@@ -188,18 +182,6 @@ def test_a_checkpoint_of_another_model_is_refused(trained, tmp_path, capsys, cha
     assert "the checkpoint is of another model than `--model`" in said
     assert text in said
     assert not (tmp_path / "out").exists()
-
-
-def test_damaged_and_missing_checkpoints_are_named(trained, tmp_path, capsys):
-    whole = (trained / "plain.safetensors").read_bytes()
-    (trained / "cut.safetensors").write_bytes(whole[:-100])
-    for checkpoint, text in (
-        ("cut.safetensors", "is no file of safetensors, or is damaged"),
-        ("none.ckpt", "is no file"),
-    ):
-        assert export(trained, checkpoint, tmp_path / "out") == 2
-        assert text in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_adapter_in_a_checkpoint_needs_its_config_and_is_merged(trained, tmp_path, capsys):

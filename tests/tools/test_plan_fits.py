@@ -105,14 +105,6 @@ def test_bytes_of_a_weight_by_precision(precision, weight, gradient, state):
     assert 0 <= peak["state"] - state * size - batch <= 16 * SMALL, "scales of the codes, a table of the kernel"
 
 
-def test_foreach_needs_the_root_of_the_second_moments():
-    fused = simulate(on_meta(Square), inputs_of(on_meta(Square)), Setting(precision="32-true", fused=True))
-    foreach = simulate(on_meta(Square), inputs_of(on_meta(Square)), Setting(precision="32-true"))
-    size = SIDE * SIDE
-    grown = foreach["optimizer"]["temporaries"] - fused["optimizer"]["temporaries"]
-    assert 4 * size <= grown <= 4 * size + 4 * SMALL
-
-
 def test_activations_and_what_checkpointing_leaves_of_them():
     """A block keeps its input and the relu's output; checkpointed, the input alone."""
     more, batch = 4, 4096
@@ -123,15 +115,6 @@ def test_activations_and_what_checkpointing_leaves_of_them():
         peaks_of(Stack, "32-true", depth, batch=batch, checkpointing=True)["forward"] for depth in (2, 2 + more)
     )
     assert deep["activations"] - shallow["activations"] == pytest.approx(more * batch * 4 * SIDE, rel=0.01)
-
-
-def test_a_checkpoint_around_compiled_blocks_is_simulated():
-    """The blocks of FP8 names are compiled; the forward within a checkpoint saves what its recomputation saves."""
-    kept, again = (
-        peaks_of(Stack, "fp8-hybrid", 3, checkpointing, batch=1024)["forward"]["activations"]
-        for checkpointing in (False, True)
-    )
-    assert again <= kept - 2 * 1024 * 4 * SIDE, "the inputs of blocks stay, what a block computes does not"
 
 
 def test_torchs_own_tracker_agrees():
@@ -200,11 +183,6 @@ def test_sizes_of_gpus(text, size):
     assert read_gpu(text).size == size
 
 
-def test_a_gpu_without_fp8_refuses_fp8():
-    verdict = fits(on_meta(Square), "A100", names=["fp8-hybrid"]).verdicts[0]
-    assert "no FP8 tensor cores" in verdict.refused
-
-
 def config(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(TINY))
@@ -230,41 +208,6 @@ def test_the_command(shallow, tmp_path, capsys):
     assert "| peak, at least |" in text
     assert "not simulated: msamp-o2" in text
     assert "the kernels of Transformer Engine do not run on tensors without values" in " ".join(text.split())
-
-
-METRICS = """
-import lightning as L, torch, torchmetrics
-class Model(L.LightningModule):
-    def __init__(self, metrics=True):
-        super().__init__()
-        self.net = torch.nn.Linear(64, 16)
-        self.metrics = torchmetrics.MetricCollection(
-            [torchmetrics.classification.MulticlassAccuracy(16), torchmetrics.MeanMetric()] if metrics else []
-        )
-        self.accuracy = torchmetrics.classification.MulticlassAccuracy(16) if metrics else None
-    def training_step(self, b, i):
-        out = self.net(b[0])
-        if self.accuracy is not None:
-            self.accuracy(out, b[1]); self.log("accuracy", self.accuracy)
-        return torch.nn.functional.cross_entropy(out, b[1])
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters())
-class Data(L.LightningDataModule):
-    def train_dataloader(self):
-        data = torch.utils.data.TensorDataset(torch.randn(64, 64), torch.randint(0, 16, (64,)))
-        return torch.utils.data.DataLoader(data, batch_size=16)
-"""
-
-
-def test_metrics_of_torchmetrics_are_simulated(tmp_path, capsys, monkeypatch):
-    (tmp_path / "with_metrics.py").write_text(METRICS)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    names = ["--precisions", "bf16-mixed,bf16-8bit,fp8-hybrid"]
-    assert main(["plan", "with_metrics.Model", "--data", "with_metrics.Data", "--fits", "H200", *names]) == 0
-    text = capsys.readouterr().out
-    assert "Simulated, not measured" in text
-    assert "not simulated" not in text
 
 
 def test_remedies_where_nothing_fits(shallow, tmp_path, capsys):
@@ -330,12 +273,6 @@ def test_autocast_is_that_of_cuda(compute, dtype):
         out = compute(x, x.detach().bfloat16())
         assert out.dtype == dtype
         assert not out.requires_grad or torch.autograd.grad(out.sum(), x)[0].dtype == torch.float32
-
-
-def test_torch_knows_every_operation_of_autocast():
-    registered = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
-    names = {name.removeprefix("aten::").partition(".")[0] for name in registered}
-    assert names >= fake_gpu._IN_HALF | fake_gpu._IN_WIDEST
 
 
 def test_nothing_is_left_behind():

@@ -5,11 +5,9 @@ multiplies decoded FP8 in float32: the format that its operands were decoded fro
 master and the moments are looked at afterwards.
 """
 
-import ast
 import json
 import logging
 from dataclasses import replace
-from pathlib import Path
 
 import lightning as L
 import pytest
@@ -18,16 +16,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_lowprec import names
-from lightning_lowprec.conversion import name_formats
 from lightning_lowprec.conversion.name_formats import COLUMNS
 from lightning_lowprec.fsdp2.options import ShardOptions
 from lightning_lowprec.fsdp2.strategy import gathers_fp8, param_dtype
-from lightning_lowprec.msamp import adamw
 from lightning_lowprec.msamp.weight import msamp_state_of
-from lightning_lowprec.numerics.formats import FP16
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.strategies import half_under_fsdp2
-from lightning_lowprec.te.plugin import FP8TE
 from lightning_lowprec.tools.cli import main
 from lightning_lowprec.tools.doctor import availability
 from lightning_lowprec.tools.planning.pages import all_names, widths, widths_page
@@ -175,21 +169,6 @@ def test_the_table_says_what_is_seen(name, quiet):
     assert widths(name) == trained(name)
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_a_change_of_what_runs_is_seen(monkeypatch, quiet):
-    monkeypatch.setitem(adamw._ADAMW_MOMENTS, "exp_avg", FP16)
-    assert trained("msamp-o3")["moments"] == "fp16"
-    monkeypatch.setitem(names.TABLE, "fp8-hybrid", names.TABLE["fp8-rowwise-gw-hp"])
-    assert trained("fp8-hybrid")["grad_weight"] == "bf16"
-
-
-def test_only_transformer_engine_and_16_mixed_do_not_run_here():
-    elsewhere = {name for name in all_names() if not runs(name)}
-    assert elsewhere == {"16-mixed", *(name for name, entry in names.TABLE.items() if entry.plugin is FP8TE)}
-    with pytest.warns(UserWarning, match="Using `precision='bf16-mixed'` instead"):
-        L.Fabric(accelerator="cpu", precision="16-mixed")
-
-
 def test_fp16_changes_no_format():
     for name in names.TABLE:
         if name.endswith("-fp16"):
@@ -222,24 +201,6 @@ def test_a_name_of_another_backend_is_not_known(monkeypatch, capsys):
     assert main(["plan", "--precisions"]) == 0
     assert f"\nfp6-theirs: not known, {reason}\n" in capsys.readouterr().out
     assert widths_page([widths("fp6-theirs")])
-
-
-def tables_of_numbers():
-    """Mappings in the package from names of precisions to numbers or formats, by their file."""
-    known = {*all_names(), *name_formats.LIGHTNINGS}
-    for path in Path(names.__file__).parent.rglob("*.py"):
-        if path.name == "names.py":  # the table itself
-            continue
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Dict):
-                keys = {key.value for key in node.keys if isinstance(key, ast.Constant)} & known
-                if len(keys) > 1 and all(isinstance(value, ast.Tuple) for value in node.values):
-                    yield path.name
-
-
-def test_there_is_no_second_table():
-    """Bytes and formats of a name stand in its row alone."""
-    assert set(tables_of_numbers()) == set()
 
 
 def test_a_plan_wants_a_model(capsys):
