@@ -22,7 +22,7 @@ import pytest
 
 import lightning_lowprec
 from lightning_lowprec import callbacks, msamp, names
-from lightning_lowprec.tools import parsers
+from lightning_lowprec.tools import cli
 
 FILE = Path(__file__).with_name("surface.txt")
 OWN = "lightning_lowprec"
@@ -61,9 +61,9 @@ def surface() -> Iterator[str]:
         short = path.rpartition(".")[2]
         yield f"name {path}"
         yield from (f"option {short}({argument})" for argument in parameters(value))
-    for command in parsers.COMMANDS.keys() - {"fit"}:  # the flags of `fit` are Lightning's
-        for parser in parsers.parsers(command):
-            for action in parser._actions:
+    for command in cli.COMMANDS.keys() - {"fit"}:  # the flags of `fit` are Lightning's
+        for cls in cli.COMMANDS[command][1:]:
+            for action in cli.parser_of(command, cls)._actions:
                 yield from (f"flag lowprec {command} {flag}" for flag in action.option_strings)
     yield from (f"precision {name}" for name in names.TABLE)
 

@@ -1,26 +1,43 @@
-"""The ``lowprec`` command: its guide, its exit codes, and the start of every subcommand.
+"""The ``lowprec`` command: its guide, its exit codes, and the parser and the start of every command.
 
-This file imports neither torch nor Lightning.
+This file imports neither torch nor Lightning, and the module of a command is imported when the arguments are known to
+be right. So the answers to ``--help``, to a wrong option and to an unknown precision come at once.
 """
 
-import argparse
-import importlib
+import inspect
 import os
+import re
 import sys
-import textwrap
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, fields
+from functools import partial
+from importlib import import_module
 from pickle import UnpicklingError
-from typing import Final
+from typing import Any, Final, Never, get_type_hints
 
+from jsonargparse import ArgumentParser
+
+from lightning_lowprec.conversion.options import take
 from lightning_lowprec.gone import COMMANDS as GONE_COMMANDS
 from lightning_lowprec.gone import FLAGS, gone
+from lightning_lowprec.names import validate_name
 from lightning_lowprec.other_stacks import pointer
+from lightning_lowprec.tools import options
 from lightning_lowprec.tools.class_path import import_from_working_folder, load_package, module_paths
-from lightning_lowprec.tools.output import paint
-from lightning_lowprec.tools.parsers import COMMANDS, parse
+from lightning_lowprec.tools.output import folded, format_table, paint
 from lightning_lowprec.version import __version__
 
+COMMANDS: Final[Mapping[str, tuple[Any, ...]]] = {
+    "doctor": ("doctor", options.Doctor),
+    "plan": ("planning.command", options.Plan),
+    "compare": ("compare.runner", options.Compare),
+    "monitor": ("monitor", options.Monitor),
+    "export": ("export", options.Export, options.ExportFolder),
+    "fit": ("",),
+    "run": ("launcher", options.Run),
+}
+"""The module whose ``run`` takes the arguments of a command, its options, and its options with ``--format``."""
 GUIDE: Final = (
     ("Which precisions run on this machine?", "lowprec doctor"),
     ("Does one precision run here?", "lowprec doctor --for fp8-hybrid"),
@@ -33,15 +50,13 @@ GUIDE: Final = (
     ("Write plain weights", "lowprec export last.ckpt weights.safetensors"),
     ("Report a bug", "lowprec doctor --report"),
 )
-STOPPED: Final = 130
-READER_ENDED: Final = 141
 EXIT_CODES: Final = {
     0: "the command has done its work, and the answer is yes",
     1: "the answer is no: the precision does not run here, nothing converts or fits, a comparison or check failed;"
     " or an error of your own code under fit and run",
     2: "wrong arguments, or an input that is missing or cannot be read; nothing was changed",
-    STOPPED: "stopped by Ctrl-C",
-    READER_ENDED: "the program that reads the output has ended, such as head",
+    130: "stopped by Ctrl-C",
+    141: "the program that reads the output has ended, such as head",
 }
 """What the exit status of a command means. ``run`` hands on the exit status of the script."""
 
@@ -49,82 +64,59 @@ EXIT_CODES: Final = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status."""
     argv = sys.argv[1:] if argv is None else list(argv)
-    if not argv:
-        print(guide())
-        return 0
-    if answer := gone(argv[0].partition("=")[0], FLAGS):
-        print(f"lowprec: {paint('error:', 'red', sys.stderr)} {answer}", file=sys.stderr)
-        return 2
-    args = _parser().parse_args(argv)
-    debug = args.debug
-    if args.command != "run" and "--debug" in args.arguments:  # arguments of `run` may be those of the script
-        args.arguments.remove("--debug")
+    debug = argv[:1] == ["--debug"]
+    command, arguments = "".join(argv[debug : debug + 1]), argv[debug + 1 :]
+    if command not in COMMANDS:
+        return _answer(command)
+    if command != "run" and "--debug" in arguments:  # arguments of `run` may be those of the script
+        arguments.remove("--debug")
         debug = True
+    in_model = False
     import_from_working_folder()
     try:
-        status = _run(args.command, args.arguments)
+        args = parse(command, arguments)
+        in_model = command == "fit"
+        run = _fit if in_model else import_module(f"lightning_lowprec.tools.{COMMANDS[command][0]}").run
+        status: int = run(args)
         sys.stdout.flush()  # here, where a reader that has ended is noticed
         return status
     except KeyboardInterrupt:
         if debug:
             raise
-        print(f"\nlowprec {args.command}: stopped", file=sys.stderr)
-        return STOPPED
+        print(f"\nlowprec {command}: stopped", file=sys.stderr)
+        return 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends
-        return READER_ENDED
+        return 141
     except (ValueError, ImportError, OSError, UnpicklingError) as error:
-        if debug or (args.command == "fit" and not isinstance(error, OSError)):
-            raise  # an error in `fit` may come from the user's own model
-        return _refuse(args.command, error)
+        if debug or (in_model and not isinstance(error, OSError)):
+            raise  # the error may come from the user's own model
+        print(f"lowprec {command}: {paint('error:', 'red', sys.stderr)} {error}", file=sys.stderr)
+        print(f"`lowprec --debug {command} ...` shows the traceback.", file=sys.stderr)
+        return 2
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="lowprec",
-        description="Low-precision training for Lightning and Fabric.\n\n"
-        + "\n".join(f"  {name:<8} {options.__doc__.splitlines()[0]}" for name, (_, options, _) in COMMANDS.items()),
-        epilog=f"{exit_codes()}\n\n`lowprec COMMAND --help` shows the options of a command.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--version", action="version", version=__version__)
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    parser.add_argument("command", type=_known_command, choices=COMMANDS)
-    parser.add_argument("arguments", nargs=argparse.REMAINDER)
-    return parser
-
-
-def _known_command(word: str) -> str:
-    """Return a command; one that has left, or is misspelt, is an error that says what to write."""
-    if answer := gone(word, GONE_COMMANDS) or ("" if word in COMMANDS else pointer(word, {}, COMMANDS)):
-        raise argparse.ArgumentTypeError(answer)
-    return word
-
-
-def _run(command: str, arguments: list[str]) -> int:
-    if command == "fit":
-        try:
-            arguments = module_paths(arguments)
-        except ValueError as error:
-            return _refuse(command, error)
-        return _fit(arguments)
-    args = parse(command, arguments)
-    status: int = importlib.import_module(f"lightning_lowprec.tools.{COMMANDS[command][0]}").run(args)
-    return status
-
-
-def _refuse(command: str, error: Exception) -> int:
-    print(f"lowprec {command}: {paint('error:', 'red', sys.stderr)} {error}", file=sys.stderr)
-    print(f"`lowprec --debug {command} ...` shows the traceback.", file=sys.stderr)
-    return 2
+def _answer(word: str) -> int:
+    """Print the guide or the help; a command that has left, or is misspelt, is answered by what to write."""
+    if word == "--version":
+        print(__version__)
+    elif word in ("", "-h", "--help"):
+        print(f"lowprec {__version__}: low-precision training for Lightning and Fabric\n")
+        print(*(f"  {line}" for line in format_table(GUIDE)), "", sep="\n")
+        if word:
+            codes = folded(f"  {code:<3}  {meaning}" for code, meaning in EXIT_CODES.items())
+            print("exit codes:", *codes, "  `lowprec run` ends with the exit code of the script.\n", sep="\n")
+        print("`lowprec --help` lists exit codes, `lowprec COMMAND --help` the options of a command.")
+    else:
+        answer = gone(word.partition("=")[0], GONE_COMMANDS | FLAGS)
+        answer = answer or f"{word!r} is no command. {pointer(word, {}, COMMANDS)}"
+        print(f"lowprec: {paint('error:', 'red', sys.stderr)} {answer}", file=sys.stderr)
+        return 2
+    return 0
 
 
 def _fit(args: list[str]) -> int:
     """Run stock LightningCLI, whose warning that arguments are given twice is about this function and not the user."""
-    try:
-        load_package()
-    except ImportError as error:  # no Lightning
-        return _refuse("fit", error)
     from lightning_lowprec.private.either import LightningCLI
 
     warnings.filterwarnings("ignore", message="LightningCLI's args parameter is intended to run from within Python")
@@ -132,22 +124,64 @@ def _fit(args: list[str]) -> int:
     return 0
 
 
-def guide() -> str:
-    """Return the text that ``lowprec`` prints without arguments."""
-    width = max(len(question) for question, _ in GUIDE)
-    lines = [f"lowprec {__version__}: low-precision training for Lightning and Fabric", ""]
-    lines += [f"  {question:<{width}}  {command}" for question, command in GUIDE]
-    lines += ["", "`lowprec --help` lists commands and exit codes, `lowprec COMMAND --help` the options of a command."]
-    return "\n".join(lines)
+def parse(command: str, argv: Sequence[str]) -> Any:
+    """Return the arguments of a command; a precision that is unknown, or a value that does not fit, is a ValueError."""
+    if command == "fit":
+        load_package()
+        return module_paths(argv)
+    if command != "run":  # the arguments of a script may have any form; the names of options are those of fields
+        argv = [re.sub(r"^--[\w-]+", lambda flag: "--" + flag[0][2:].replace("-", "_"), word) for word in argv]
+    words = [word.partition("=")[0] for word in argv]
+    for flag in words:
+        if answer := gone(f"{command} {flag}", FLAGS):
+            raise ValueError(f"`{flag}` is not valid: {answer}")
+    cls = COMMANDS[command][2 if command == "export" and "--format" in words else 1]
+    args = parser_of(command, cls).parse_args(argv)
+    names = [getattr(args, "precision", None)]
+    if command == "compare":
+        names = args.precisions = [name.strip() for name in args.precisions.split(",")]
+    elif command == "doctor":  # with --device, recipes are names too, which the command judges
+        names = [] if args.device or args.report or args.all else [args.name]
+    for name in names:
+        if name is not None:
+            validate_name(name)
+    if group := getattr(cls, "group", None):
+        setattr(args, group[0], take(group[1], args))
+    return args
 
 
-def exit_codes() -> str:
-    """Return the exit codes as lines for ``--help``."""
-    lines = [
-        textwrap.fill(meaning, 100, initial_indent=f"  {code:<5}", subsequent_indent=" " * 7)
-        for code, meaning in EXIT_CODES.items()
-    ]
-    return "\n".join(["exit codes:", *lines, "  `lowprec run` ends with the exit code of the script."])
+def parser_of(command: str, cls: Any) -> ArgumentParser:
+    """Return a parser with the fields of ``cls``, and of its group, as options."""
+    parser = ArgumentParser(prog=f"lowprec {command}", description=" ".join(inspect.getdoc(cls).split()))
+    _, group = getattr(cls, "group", ("", cls))
+    described = dict(re.findall(r"^ {4}(\w+): ((?:.|\n {8})+)", inspect.getdoc(group).replace("``", "`"), flags=re.M))
+    hints = get_type_hints(group) | get_type_hints(cls)
+    own = {option.name: option for option in fields(cls)}
+    known = []
+    for name, option in (own | {option.name: option for option in fields(group) if option.name not in own}).items():
+        default = option.default if option.default_factory is MISSING else option.default_factory()
+        how: dict[str, Any] = {"help": described.get(name), "type": hints[name], "default": default, **option.metadata}
+        flag = how.pop("flag", name if default is MISSING else f"--{name}")
+        if flag.startswith("--"):
+            how.update(dest=name, required=default is MISSING)
+        if default is MISSING:
+            del how["default"]
+        if how["type"] is bool:
+            how["action"] = "store_true"
+            del how["type"]
+        elif how["type"] in (options.Names, options.Names | None):
+            how = {"metavar": "NAME", **how, "type": str, "nargs": "+"}
+        parser.add_argument(*sorted({flag, flag.replace("_", "-") if command == "run" else flag}), **how)
+        known.append(flag)
+    parser.error = partial(_with_nearest, known, parser.error)  # type: ignore[method-assign]
+    return parser
+
+
+def _with_nearest(known: list[str], original: Callable[..., Never], message: str, *args: Any, **kwargs: Any) -> Never:
+    """Say which option was meant, where the parser says that it does not know one."""
+    unknown = re.search(r"nrecognized arguments: (--[\w-]+)", message)
+    hint = pointer(unknown[1], {}, known) if unknown else ""
+    original(". ".join(filter(None, [message.rstrip(), hint])), *args, **kwargs)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ class Worst:
 
 def run(args: Any) -> int:
     """Write the page and print the table, or with ``--keep`` the list alone."""
-    limits = Limits(underflow=args.underflow, output_db=args.output_db, patience=args.patience)
+    limits = args.limits
     path = args.run / FILE if args.run.is_dir() else args.run
     if not path.is_file():
         raise ValueError(

@@ -1,7 +1,8 @@
 """The options of every command but ``fit``: a dataclass per command, a field per option.
 
-This file imports no torch. ``parsers.py`` makes a parser of a dataclass: a field without a default is an argument
-without a flag, ``bool`` is a flag without a value, and a list of strings takes several words.
+This file imports no torch. ``cli.py`` makes a parser of a dataclass: a field without a default is an argument without
+a flag, ``bool`` is a flag without a value, and a list of strings takes several words. The fields of ``group``, with
+the help of its docstring, are options too, which ``run`` gets as one object.
 """
 
 # ruff: noqa: RUF009  # `option` returns a field
@@ -9,7 +10,7 @@ without a flag, ``bool`` is a flag without a value, and a list of strings takes 
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Final, Literal, final
+from typing import Any, Final, Literal
 
 from lightning_lowprec.callbacks.readings import FILE, Limits
 from lightning_lowprec.conversion.options import LayerOptions
@@ -19,35 +20,26 @@ from lightning_lowprec.tools.compare.spec import DEFAULT_PRECISIONS, CompareSpec
 _KEY: Final = "the key of the weights; default: state_dict, model, or the top of the checkpoint"
 Words = str | None
 Names = Sequence[str]
-Arguments = Mapping[str, Any] | None
 
 
 def option(help: str, default: Any = MISSING, **how: Any) -> Any:
-    """Return a field with its help; ``how`` is given to ``add_argument``, but ``flag``, which replaces its flag."""
+    """Return a field with its help; ``how`` is given to ``add_argument``, but for ``flag``: the flag, or a name."""
     return field(default=default, metadata={"help": help, **how})
 
 
-class Options:
-    """Base of the options of a command; the other fields of the dataclass ``group`` are options too."""
-
-    group: ClassVar[Any] = None
-
-
 @dataclass(kw_only=True)
-class Doctor(Options):
+class Doctor:
     """Show what to try first, which precisions run on this machine, why others do not, and what to install."""
 
     name: Words = option("check one precision; the exit status is 1 if it does not run here", None, flag="--for")
-    device: Words = option(
-        "cpu, cuda:1 (default: the first GPU), or an architecture that need not be here: sm_120, gfx942", None
-    )
+    device: Words = option("cpu, cuda:1 (default: the first GPU), or any architecture: sm_120, gfx942", None)
     all: bool = option("print what runs where, for every architecture", False)
     json: bool = option("print JSON", False)
     report: bool = option("print what a bug report needs, as Markdown, without folders", False)
 
 
 @dataclass(kw_only=True)
-class Run(Options):
+class Run:
     """Launch a Fabric or Trainer script, or a console command, with a precision, in one process or several.
 
     Options go before the script; arguments after the script are the script's own. --precision wins over the precision
@@ -68,7 +60,7 @@ class Run(Options):
 
 
 @dataclass(kw_only=True)
-class Compare(Options):
+class Compare:
     """Train one model under several precisions, and report losses, step times and memory side by side.
 
     Data and seed are the same. The exit status is 1 if a precision fails, or if its final validation metric differs
@@ -77,23 +69,16 @@ class Compare(Options):
     byte-level GPT trains on the sources of Python's standard library, in about two minutes on two CPU cores.
     """
 
-    group = CompareSpec
+    group = "spec", CompareSpec
     precisions: str = option("comma separated; the first is the baseline", ",".join(DEFAULT_PRECISIONS))
-    monitor: bool = option("sample what FP8 takes from every layer: a folder for `lowprec monitor` per run", False)
-    force: bool = option("write over the report of an earlier comparison", False)
     json: bool = option("print JSON: the content of results.json", False)
 
 
-@final
-class Fit(Options):
-    """Run LightningCLI's fit for any LightningModule, with all names in --trainer.precision."""
-
-
 @dataclass(kw_only=True)
-class Monitor(Options):
+class Monitor:
     """Draw what a NumericsMonitor has written, and print the layers that FP8 serves worst."""
 
-    group = Limits
+    group = "limits", Limits
     run: Path = option(f"the folder of the run, or its {FILE}")
     html: Path | None = option("the page to write; by default monitor.html beside the file", None)
     keep: bool = option("print `keep=[...]`: the layers beyond a limit; no page", False)
@@ -101,7 +86,7 @@ class Monitor(Options):
 
 
 @dataclass(kw_only=True)
-class Export(Options):
+class Export:
     """Write the plain weights of a checkpoint, or a folder that transformers and vLLM load.
 
     `lowprec export --format hf --help` shows the options that write a folder for transformers, vLLM and SGLang.
@@ -117,10 +102,10 @@ class Export(Options):
 
 
 @dataclass(kw_only=True)
-class ExportFolder(Options):
+class ExportFolder:
     """Write a checkpoint of a training run to a folder that transformers, vLLM and SGLang load."""
 
-    group = LayerOptions
+    group = "layers", LayerOptions
     checkpoint: str = option("of the Trainer or Fabric: a file, a sharded folder, safetensors")
     out: str = option("the new folder")
     format: FormatName = option("see docs/serving.md", flag="--format")
@@ -133,9 +118,6 @@ class ExportFolder(Options):
     strip_prefix: Words = option("removed from every name; default: found by itself", None)
     merge_adapters: bool = option("add a LoRA adapter to the weights", False)
     adapter_config: Words = option("PEFT's adapter_config.json, or the folder of it", None)
-    keep: Names = option("the `keep` of the run", ())
-    only: Names | None = option("the `only` of the run", None)
-    first_last_layers_bf16: bool = option("the run kept the first and last blocks", False)
     check: bool = option("load the folder, and compare it with the checkpoint", False)
     check_text: Words = option("a text file for --check; default: tokens at random", None)
     min_snr: float = option("of the logits, dB, with --check", 15.0)
@@ -145,29 +127,23 @@ class ExportFolder(Options):
 
 
 @dataclass(kw_only=True)
-class Plan(Options):
+class Plan:
     """Show which layers of a model would run in FP8, why others would not, and the FLOPs and bytes of the plan.
 
-    The model is built without weights; nothing is downloaded.
+    The source is a class path (my.Model, file.py:Model), a model type of transformers (llama), a config.json or its
+    folder, or a checkpoint (.ckpt, .pt, .safetensors). The model is built without weights; nothing is downloaded.
     """
 
-    group = LayerOptions
-    source: Words = option(
-        "a class path (my.Model, file.py:Model), a config.json of transformers or its folder, a model type of"
-        " transformers (llama), or a checkpoint (.ckpt, .pt, .safetensors)", None, flag="source", nargs="?",
-    )  # fmt: skip
+    group = "layers", LayerOptions
+    source: Words = option("the model; not needed for the table of --precisions", None, flag="source", nargs="?")
     precisions: Words = option(
-        "print instead the number formats of every precision; with --fits: the names to simulate, such as"
-        " bf16-sr,fp8-hybrid", None, nargs="?", const="",
-    )  # fmt: skip
-    args: Arguments = option("arguments of the class, or fields of the config, as JSON or YAML", None)
+        "print the number formats of every precision; with --fits: the names to simulate", None, nargs="?", const=""
+    )
+    args: Mapping[str, Any] | None = option("arguments of the class, or fields of the config, as JSON or YAML", None)
     precision: str = option("the name of an FP8 precision", "fp8-hybrid")
     sequence_length: int = option("for attention's FLOPs", 4096)
     shards: int | None = option("print what one of so many ranks of `strategy='fsdp2'` holds and sends", None)
-    fits: Words = option(
-        "print instead which precisions train the model within the memory of a GPU, such as 141GB, 80GiB, H200 or"
-        ' "RTX 4090": steps with AdamW are simulated', None,
-    )  # fmt: skip
+    fits: Words = option("print which precisions train within a GPU's memory (80GiB, H200); AdamW is simulated", None)
     batch: int = option("sequences, images or rows per GPU and step, with --fits", 1)
     seq: int | None = option("tokens per sequence, with --fits", None)
     checkpointing: bool = option("compute blocks again in the backward, with --fits", False)
@@ -175,14 +151,10 @@ class Plan(Options):
     devices: int = option("GPUs of --strategy, with --fits", 1)
     strategy: Literal["fsdp2"] | None = option("the model is sharded over --devices, with --fits", None)
     data: Words = option("a LightningDataModule whose batches are read, with --fits", None)
-    data_args: Arguments = option("arguments of --data, as JSON or YAML", None)
+    data_args: Mapping[str, Any] | None = option("arguments of --data, as JSON or YAML", None)
     all: bool = option("print one line per layer, not one per kind of block", False)
     json: bool = option("print JSON, with a row for every layer", False)
     markdown: Words = option("also write the plan to this file, as Markdown", None)
-    keep: Names = option("Linears that stay in high precision, by name or pattern", ())
-    only: Names | None = option("if given, only these Linears convert", None)
-    first_last_layers_bf16: bool = option("keep the first and the last blocks", False)
     recipe: Names | None = option(
-        "recipes per layer; the first pattern that matches wins: 'blocks.0.*=bf16' '*.o_proj=rowwise' '*=tensorwise'; a"
-        ' value may say which GEMMs run in bf16: \'*={"forward": "bf16"}\'', None, metavar="PATTERN=RECIPE",
-    )  # fmt: skip
+        "recipes by pattern: 'blocks.0.*=bf16' '*=rowwise'; the first that matches wins", None, metavar="PATTERN=RECIPE"
+    )

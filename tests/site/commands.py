@@ -39,7 +39,7 @@ def check_lowprec(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for cls in (argparse.ArgumentParser, jsonargparse.ArgumentParser):
         monkeypatch.setattr(cls, "parse_args", _ending(cls.parse_args))
     with pytest.raises(SystemExit if "--help" in arguments else ParsedError):
-        cli._run(command, arguments)
+        cli.parse(command, arguments)
     monkeypatch.undo()
 
 

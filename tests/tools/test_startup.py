@@ -121,7 +121,7 @@ def test_the_names_of_lightning_are_those_of_lightning():
 )
 def test_a_misspelt_command_or_option_names_the_right_one(words, hint, capsys):
     with pytest.raises(SystemExit, match="2"):
-        main(words)
+        sys.exit(main(words))
     assert capsys.readouterr().err.rstrip().endswith(hint)
 
 
