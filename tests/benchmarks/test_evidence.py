@@ -7,14 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks.evidence.__main__ import main
-from benchmarks.evidence.digits import CLASSES, SIDE, pictures
 from benchmarks.evidence.gaps import gaps_of, holm, overview, t_of
-from benchmarks.evidence.models import share
 from benchmarks.evidence.names import BASELINE, OF_LIGHTNING, left_out, on_cpu, without_ending
-from benchmarks.evidence.text import MAX_BYTES, HeaderText, headers, parts
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.names import TABLE
 from lightning_lowprec.tools.compare.result import Interval
@@ -71,48 +67,6 @@ def test_every_name_is_trained_or_has_a_reason():
     some = {*without_ending(trained)}
     assert {"fp8-hybrid", "fp8-rowwise", "bf16-remainder", "bf16-sr", "int8-mixed", "msamp-o2"} <= some
     assert not {"fp8-hybrid-sr", "fp8-rowwise-remainder", "mxfp8-sr"} & some
-
-
-def test_the_texts_are_there_and_validation_is_other_text():
-    for python in (True, False):
-        train, val = parts(python)
-        assert len(train) == MAX_BYTES
-        assert 0 < len(val) <= MAX_BYTES // 10
-    assert not {*headers()[0]} & {*headers()[1]}
-
-
-def test_windows_of_the_headers_depend_on_the_seed_and_those_of_validation_do_not():
-    sets = []
-    for seed in (0, 0, 1):
-        data = HeaderText(block_size=8, batch_size=2, train_windows=50, val_windows=6, seed=seed)
-        data.setup("fit")
-        sets.append((data.train_set.tensors[0], data.val_set.tensors[0]))
-        x, y = data.train_set.tensors
-        assert torch.equal(x[:, 1:], y[:, :-1])
-    assert torch.equal(sets[0][0], sets[1][0])
-    assert not torch.equal(sets[0][0], sets[2][0])
-    assert torch.equal(sets[0][1], sets[2][1])
-
-
-def test_digits_are_legible_and_drawn_from_the_seed():
-    images, classes = pictures(300, 5)
-    assert images.shape == (300, 1, SIDE, SIDE)
-    assert torch.equal(images, pictures(300, 5)[0])
-    assert not torch.equal(images, pictures(300, 6)[0])
-    ink = images.clamp(0, 1).flatten(1)
-    means = torch.stack([ink[classes == k].mean(0) for k in range(CLASSES)])
-    fresh_ink, wanted = pictures(300, 7)
-    nearest = torch.cdist(fresh_ink.clamp(0, 1).flatten(1), means).argmin(1)
-    assert (nearest == wanted).float().mean() > 0.5, "the mean picture of a class is near to its members"
-
-
-def test_the_learning_rate_rises_and_falls_to_zero():
-    shares = [share(step, 120) for step in range(121)]
-    assert shares[0] == pytest.approx(1 / 21)
-    assert max(shares) == shares[20] == 1.0
-    assert shares[70] == pytest.approx(0.5)
-    assert shares[120] == 0.0
-    assert min(share(step, 6) for step in range(6)) > 0
 
 
 def test_t_is_that_of_the_paired_test():

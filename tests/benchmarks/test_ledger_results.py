@@ -9,9 +9,8 @@ import pytest
 from benchmarks.ledger import __main__ as command
 from benchmarks.ledger import report, roofline
 from benchmarks.ledger.entry import Entry
-from benchmarks.rivals import models
 from benchmarks.rivals.contenders import MAIN, MAIN_TE, TE_COMPILED, TE_LAYERS
-from tests.ledger.budgets import ALL_LOGITS_GB, ALL_LOGITS_PEAK_GB, HEAD_GB, HEAD_PEAK_GB, LLAMA
+from tests.ledger.budgets import LLAMA
 
 pytestmark = pytest.mark.slow
 
@@ -47,7 +46,6 @@ def figures(entry):
 
 
 BEST = "ours fp8-hybrid-8bit, fp8 head"
-DTYPES = ("bfloat16", "float32")
 SPEED = {
     "Lightning's `bf16-mixed`, compiled": "lightning bf16-mixed, compiled",
     "Lightning's `bf16-true`, compiled": "lightning bf16-true, compiled",
@@ -112,17 +110,6 @@ def test_the_page_on_speed_shows_the_budgets_of_a_model_of_transformers():
     assert said in " ".join((ROOT / "docs/torchao.md").read_text().split())
 
 
-def test_the_page_on_the_head_shows_its_budgets():
-    page = (ROOT / "docs/memory.md").read_text()
-    rows = re.findall(r'\| `head="(\w+)"` \| ([\d.]+) \(float32 weights ([\d.]+)\) \| ([\d.]+) \| ([\d.]+) \|', page)
-    for head, *figures in rows:
-        budgets = [budget[head, f"torch.{dtype}"].most for budget in (HEAD_GB, HEAD_PEAK_GB) for dtype in DTYPES]
-        assert list(map(float, figures)) == budgets
-    assert {row[0] for row in rows} == {head for head, _ in HEAD_GB}
-    assert f"| all logits, `cross_entropy` | {ALL_LOGITS_GB:.0f} | {ALL_LOGITS_PEAK_GB} |" in page
-    assert f"hold {ALL_LOGITS_PEAK_GB} GB at their peak and move {ALL_LOGITS_GB:.0f} GB" in " ".join(page.split())
-
-
 def test_sentences_with_figures_are_those_of_the_ledger():
     found = {entry.contender: entry for entry in entries()}
     blocks = {key: f"{entry.per_block('bytes') / 1e9:.2f}" for key, entry in found.items()}
@@ -154,49 +141,6 @@ def test_the_page_shows_the_ledger_of_transformer_engines_blocks():
     assert shown("te-layers") == {f"`{key}`": figures(found[key]) for key in AROUND_TE_LAYERS}
 
 
-def test_the_blocks_of_transformer_engine_gain_too_little_for_an_option():
-    """Less than 5 % by any of the rates, sums in bf16 in both; a larger gain asks for an option."""
-    found = {entry.contender: entry for entry in entries() if entry.contender in AROUND_TE_LAYERS}
-    text = " ".join(PAGE.read_text().split())
-    ours, blocks = found["ours fp8-hybrid"], found["te layers delayed"]
-    gains = {}
-    for rates in roofline.H200:
-        times = {key: roofline.predict(entry, roofline.assumed(rates)).total for key, entry in found.items()}
-        assert min(times.values()) == times["te layers delayed"]
-        assert times["te layers delayed"] >= 0.95 * times["ours fp8-hybrid, bf16 between blocks"]
-        gains[rates] = {key: 1 - times["te layers delayed"] / time for key, time in times.items()}
-    middle = gains["middle"]
-    assert f"need {middle['ours fp8-hybrid']:.1%} less time".replace("%", " %") in text
-    assert f"hold {(blocks.peak - ours.peak) / 1e9:.1f} GB more" in text
-    behind = middle["ours fp8-hybrid, bf16 between blocks"]
-    assert f"the difference is {behind:.1%}.".replace("%", " %") in text
-    attention = roofline.predict(blocks, roofline.assumed()).of("attention")
-    assert f"Attention takes {attention:.0f} ms" in text
-    assert f"would save {attention / 2:.0f} ms" in text
-    before = roofline.predict(ours, roofline.assumed()).total
-    bound = 1 - ((1 - middle["ours fp8-hybrid"]) * before - attention / 2) / before
-    assert f"need up to {bound:.1%} less time".replace("%", " %") in text
-
-
-def test_largest_values_of_current_scaling_that_the_page_adds():
-    """A block of Transformer Engine reads again: its weights in float32; in bf16 the inputs of the output product, and
-    the gradients of all four products (those of the norms and of the activation come with their kernels)."""
-    shape = models.SHAPES["8b"]
-    qkv = shape.hidden + 2 * shape.kv_heads * shape.head_dim
-    weights = shape.hidden * (qkv + shape.hidden) + 3 * shape.hidden * shape.ffn
-    columns = shape.hidden + (qkv + 2 * shape.hidden + 2 * shape.ffn)
-    read = 4 * weights + 2 * 2 * shape.sequence * columns
-    ms = shape.layers * read / roofline.assumed().values["bandwidth"] * 1e3
-    found = {e.contender: roofline.predict(e, roofline.assumed()).total for e in entries()}
-    ahead = 1 - (found["te layers current"] + ms) / found["ours fp8-hybrid, bf16 between blocks"]
-    assert f"With the 6 ms, current scaling is predicted to need {ahead:.1%} less".replace("%", " %") in " ".join(
-        PAGE.read_text().split()
-    )
-    assert f"read {read / 1e9:.1f} GB once more to find largest values: {ms:.0f} ms" in " ".join(
-        PAGE.read_text().split()
-    )
-
-
 def test_torchao_compiled_is_predicted_to_be_ahead():
     """The evidence for what ``fp8-hybrid`` means; another result changes the rule."""
     found = {entry.contender: entry for entry in entries()}
@@ -213,26 +157,3 @@ def test_the_committed_report_is_made_from_the_committed_figures(file, options):
     chosen = command.parsed([*options, "--contenders", *keys] if options else [])
     text = report.markdown(entries(file), data["missing"], roofline.assumed(), command.command(chosen))
     assert (FOLDER / f"{file}.md").read_text() == text
-
-
-def test_predictions_stay_out_of_the_readme():
-    assert "predicted ms" not in (ROOT / "README.md").read_text()
-
-
-def test_the_page_has_the_predicted_steps_of_the_lanes_small_model():
-    """No step is faster than its products: 6 FLOPs per parameter of a matrix and token, at most at 1300 TFLOP/s."""
-    found = {entry.contender: entry for entry in entries("ledger-124m")}
-    matrices = 12 * (4 * 768 * 768 + 3 * 768 * 2048) + 50304 * 768
-    flops = 6 * matrices * 32768
-    times = {name: roofline.predict(entry, roofline.assumed()).total for name, entry in found.items()}
-    assert all(1e3 * flops / 1300e12 < ms for ms in times.values())
-    said = f"takes {times['lightning bf16-mixed, compiled']:.0f} ms with bf16-mixed"
-    said += f" and {times['ours fp8-hybrid']:.0f} ms with `fp8-hybrid`"
-    assert said in " ".join(PAGE.read_text().split())
-
-
-def test_published_rates_of_a_device_are_those_of_the_page():
-    """The figures of a B200 in docs/speed.md, in TFLOP/s."""
-    rates = command.chosen_rates(command.parsed(["--device", "b200", "--rates", "B200"]))
-    found = [rates.of_product(which) for which in ("bfloat16", "float8 fast", "mxfp8 exact", "float4 exact")]
-    assert found == [1745.0e12, 3432.5e12, 3265.2e12, 5370.0e12]

@@ -10,7 +10,8 @@ from functools import partial
 import lightning as L
 import pytest
 import torch
-from torch import nn
+
+from tests import toys
 
 pytestmark = pytest.mark.slow
 
@@ -22,17 +23,6 @@ WIDTH, ROWS, STEPS = 32, 32, 2
 FEW, TIMES = 8, 4
 SET_UP = 8000
 """The most calls that set-up may take per block; looking private names up again for every weight took 13 ms."""
-
-
-class Block(nn.Module):
-    """A residual block of an MLP."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
 def calls(run):
@@ -53,7 +43,7 @@ def calls(run):
 
 def costs(name, blocks):
     """Return the calls of set-up, and of each part of the last step, under a precision."""
-    model = nn.Sequential(*(Block() for _ in range(blocks)))
+    model = toys.Stack(lambda: toys.Block(WIDTH), blocks)
 
     def set_up():
         fabric = L.Fabric(accelerator="cpu", devices=1, precision=name)
