@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from lightning_lowprec.names import TABLE
-from tests.site.pages import DOCS, ROOT
+from tests.site.pages import DOCS
 from tools.site import browse, check, hooks, notebook
 
 
@@ -37,43 +37,6 @@ def test_every_fault_is_found(body, fault, tmp_path, capsys: pytest.CaptureFixtu
     assert (fault or "every link") in capsys.readouterr().out
 
 
-def test_a_page_that_the_search_lacks_is_found(tmp_path):
-    site = a_site(tmp_path, "")
-    (site / "other.html").write_text("<h1>Other</h1>")
-    assert check.faults(site) == ["other.html: the search does not know the page"]
-    assert check.faults(tmp_path / "search") == [f"{tmp_path / 'search'} has no page"]
-
-
-def test_what_a_browser_saw_is_judged():
-    entry = {"heading": "Title", "errors": [], "wider": {"desktop": 0, "phone": 0}, "broken": {"phone": []},
-             "pictures": {"desktop": [["p.png", 800, True]], "phone": [["p.png", 800, True]]}}  # fmt: skip
-    whole = {"pages": {"index.html": entry},
-             "search": {word: [f"{page}?h={word}"] for word, page in browse.SEARCHED.items()}}  # fmt: skip
-    assert browse.faults(whole, ["index.html"]) == []
-    entry |= {"errors": ["x is not defined"], "wider": {"desktop": 0, "phone": 12}, "broken": {"phone": ["fp8-hybrid"]}}
-    entry["pictures"] = {"desktop": [["p.png", 0, False]], "phone": [["q.png", 800, False]]}
-    whole["search"] = {}
-    assert browse.faults(whole, ["index.html", "other.html"]) == [
-        "index.html: x is not defined",
-        "index.html: p.png does not load",
-        "index.html: q.png is not visible on a phone",
-        "index.html: fp8-hybrid is broken on a phone",
-        "index.html: 12 pixels too wide on a phone",
-        "other.html: does not open",
-        *(f"search: {word!r} does not find {page}" for word, page in browse.SEARCHED.items()),
-    ]
-
-
-@pytest.mark.parametrize(("ci", "status"), [(None, 0), ("", 0), ("false", 0), ("true", 1), ("1", 1)])
-def test_without_a_browser_the_command_says_so_and_ci_fails(ci, status, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CI", raising=False)
-    if ci is not None:
-        monkeypatch.setenv("CI", ci)
-    assert browse.main([str(tmp_path)]) == status
-    assert "not opened in a browser: none of chromium," in capsys.readouterr().out
-
-
 @pytest.mark.skipif(not any(map(shutil.which, browse.BROWSERS)), reason="no Chromium is installed")
 def test_a_real_browser_finds_hidden_and_missing_pictures(tmp_path, capsys):
     """A square: shown, hidden in five ways, absent. A page that is too wide for a phone."""
@@ -95,25 +58,6 @@ def test_a_real_browser_finds_hidden_and_missing_pictures(tmp_path, capsys):
         [*hidden, *["index.html: none.svg does not load"] * 2, "wide.html: 210 pixels too wide on a phone",
          "the probe failed: TypeError: Cannot read properties of null (reading 'focus')"]
     )  # fmt: skip
-
-
-def test_words_of_code_in_tables_are_marked():
-    html = "<p><code>a b</code></p><td>x <code>precision=&quot;a-b&quot; c</code></td>"
-    assert hooks.on_page_content(html, page=None) == (
-        '<p><code>a b</code></p><td>x <code><span class="name">precision=&quot;a-b&quot;</span>'
-        ' <span class="name">c</span></code></td>'
-    )
-
-
-def test_ci_installs_a_browser_and_demands_it():
-    lines = (ROOT / ".ci" / "run").read_text().splitlines()
-    asked = next(number for number, line in enumerate(lines) if "apt-get install" in line)
-    assert "--no-install-recommends" in lines[asked]
-    assert "chromium" in lines[asked]
-    assert asked < next(number for number, line in enumerate(lines) if re.match(r"make .*\blanes\b", line))
-    makefile = (ROOT / "Makefile").read_text()
-    assert "docs-test" in re.search(r"^LANES := (.+)$", makefile, flags=re.MULTILINE)[1].split()
-    assert "lane-docs-test: export CI := true" in makefile.splitlines()
 
 
 def test_the_list_of_names_has_every_name_with_its_plugin_and_options():
