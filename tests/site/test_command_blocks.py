@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from lightning_lowprec.tools.cli import COMMANDS
+from lightning_lowprec.tools.cli import COMMANDS, GUIDE
 from tests.site.commands import check_line
 from tests.site.pages import ROOT, Block, blocks
 from tools.site.hooks import install
@@ -20,6 +20,11 @@ def test_every_block_says_its_language():
 def test_every_line_is_a_valid_command(block: Block, monkeypatch: pytest.MonkeyPatch):
     for line in block.code.splitlines():
         check_line(line, monkeypatch)
+
+
+def test_the_guide_has_valid_commands(monkeypatch: pytest.MonkeyPatch):
+    for _, line in GUIDE:
+        check_line(line.replace("--trainer.precision ", "--trainer.precision="), monkeypatch)
 
 
 @pytest.mark.parametrize(
