@@ -66,17 +66,3 @@ def bits(params):
 
 def same(a, b):
     return all(torch.equal(x, y) and s == t for (x, s), (y, t) in zip(a, b, strict=True))
-
-
-def through_file(state, tmp_path):
-    torch.save(state, tmp_path / "state.pt")
-    return torch.load(tmp_path / "state.pt", weights_only=True)
-
-
-def bytes_at_rest(p, optimizer):
-    """Per element: everything that one scaled parameter and its optimizer hold after a step."""
-    kept = [p.grad.codes, p.grad.inv_scale, *vars(p.msamp_state).values(), *optimizer.state[p].values()]
-    storages = {
-        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept if isinstance(t, torch.Tensor)
-    }
-    return sum(storages.values()) / p.numel()

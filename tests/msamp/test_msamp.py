@@ -1,4 +1,4 @@
-"""MSAMP: options, refusals, what it computes, gradients, strategies."""
+"""MSAMP: options, refusals, what it computes, gradients, strategies, checkpoints."""
 
 import copy
 import pickle
@@ -7,12 +7,12 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
-from lightning.pytorch.utilities import grad_norm
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import prune
 
-from lightning_lowprec import MSAMP
+from lightning_lowprec import MSAMP, plain
 from lightning_lowprec.msamp.adamw import ScaledAdamW
 from lightning_lowprec.msamp.gradient import ScaledGradient
 from lightning_lowprec.msamp.linear import scale_linears, scaled_linears
@@ -53,23 +53,6 @@ def test_a_gpu_without_fp8_is_refused_unless_told_to_emulate(monkeypatch):
     monkeypatch.setattr(MSAMP, "refusal", lambda self, device: "it is too old")
     with pytest.raises(RuntimeError, match="cannot run: it is too old"):
         fit(MSAMP())
-
-
-def test_the_plan_is_that_of_every_fp8_precision():
-    module, trainer = fit(MSAMP(keep=["first"]))
-    assert list(scaled_linears(module)) == ["second"]
-    assert trainer.precision_plugin.plan.summary() == (
-        "converted 1 of 3 linear layers, kept 2 in bf16: kept by 'first' ('first'); output head (by name) ('head')"
-    )
-    with pytest.raises(ValueError, match="would convert none of the 3 linear layers"):
-        fit(MSAMP(keep=["first", "second"]))
-    tied = Net()
-    tied.first = nn.Linear(32, 32)
-    tied.first.weight = nn.Embedding(32, 32).weight = nn.Parameter(torch.randn(32, 32))
-    tied.embedding = nn.Embedding(32, 32)
-    tied.embedding.weight = tied.first.weight
-    MSAMP().convert_module(tied)
-    assert "first" not in scaled_linears(tied)
 
 
 def pruned(layer):
@@ -184,42 +167,14 @@ def test_testing_without_fit_and_halving_leave_the_codes():
 # ---- gradients
 
 
-class Looking(Net):
-    """Looks at the gradients before the step."""
-
-    def on_before_optimizer_step(self, optimizer):
-        self.kinds = {name: type(p.grad) for name, p in self.named_parameters()}
-        self.norms = grad_norm(self, norm_type=2)
-        self.grads = {name: p.grad.clone() for name, p in self.named_parameters()}
-
-    def optimizer_step(self, *args, **kwargs):
-        super().optimizer_step(*args, **kwargs)
-        self.clipped = {name: p.grad + 0.0 for name, p in self.named_parameters()}
-
-
-def test_norms_are_logged_and_value_clipping_holds_to_the_rounding_of_e4m3():
-    module, _ = fit(MSAMP(), Looking(), gradient_clip_val=1e-3, gradient_clip_algorithm="value")
-    assert module.kinds["first.weight"] is ScaledGradient
-    assert module.norms["grad_2.0_norm/first.weight"] == pytest.approx(
-        module.grads["first.weight"].norm().item(), rel=1e-3
-    )
-    for name, grad in module.clipped.items():
-        assert 0 < grad.abs().max() <= 1e-3 * (1 + 2**-4), name
-        assert module.grads[name].abs().max() > 1e-3, "something was clipped"
-
-
 @pytest.mark.parametrize(("dtype", "kind"), [(None, ScaledGradient), (torch.float32, torch.Tensor)])
-def test_micro_batches_add_up_in_the_chosen_dtype(dtype, kind):
-    module, _ = fit(MSAMP(grad_accumulation_dtype=dtype), Looking(), accumulate_grad_batches=2)
-    assert module.kinds["first.weight"] is kind
-    assert module.kinds["head.weight"] is torch.Tensor
-
-
-def test_model_zero_grad_reaches_every_gradient():
+def test_gradients_are_kept_in_the_chosen_dtype_and_zero_grad_reaches_them(dtype, kind):
     module = Net()
-    fabric, wrapped, _ = in_fabric(module, torch.optim.AdamW(module.parameters()))
+    optimizer = torch.optim.AdamW(module.parameters())
+    fabric, wrapped, _ = in_fabric(module, optimizer, MSAMP(grad_accumulation_dtype=dtype))
     fabric.backward(wrapped(Batches()[0]).square().mean())
-    assert all(p.grad is not None for p in module.parameters())
+    assert type(module.first.weight.grad) is kind
+    assert type(module.head.weight.grad) is torch.Tensor
     wrapped.zero_grad()
     assert all(p.grad is None for p in module.parameters())
 
@@ -247,13 +202,41 @@ def test_callbacks_that_average_weights_are_refused(callback):
         fit(MSAMP(), callbacks=callback)
 
 
-def test_an_average_of_state_dicts_is_one_of_values():
-    """As an EMA of one's own should do it."""
-    module, _ = fit(MSAMP())
-    ema = {key: value.clone() for key, value in Net().state_dict().items()}
-    for key, value in module.state_dict().items():
-        ema[key].lerp_(value, 0.5)
-    clone = copy.deepcopy(module)
-    clone.load_state_dict(ema)
-    expected = (Net().first.weight + values_of(module.first.weight)) / 2
-    assert torch.allclose(values_of(clone.first.weight), expected, rtol=2**-10, atol=1e-6)
+# ---- checkpoints and the way back
+
+
+def test_masters_in_older_checkpoints_of_o3_count_and_a_stale_one_is_ignored(tmp_path):
+    fit(MSAMP("O3"))[1].save_checkpoint(tmp_path / "O3.ckpt")
+    checkpoint = torch.load(tmp_path / "O3.ckpt", weights_only=True)
+    entry = checkpoint["optimizer_states"][0]["state"][0]
+    assert "master_param" not in entry
+    master = checkpoint["state_dict"]["first.weight"]
+    checkpoint["state_dict"]["first.weight"] = in_e4m3(master)
+    assert not torch.equal(in_e4m3(master), master)
+    for stale, optimizer_first in ((False, True), (True, True), (False, False), (True, False)):
+        module = Net()
+        _, wrapped, optimizer = in_fabric(module, torch.optim.AdamW(module.parameters()), MSAMP("O3"))
+        entry["master_param"] = master + 1 if stale else master
+        loads = [
+            lambda to=optimizer: to.load_state_dict(checkpoint["optimizer_states"][0]),
+            lambda to=wrapped: to.load_state_dict(checkpoint["state_dict"]),
+        ]
+        for load in loads if optimizer_first else reversed(loads):
+            load()
+        expected = checkpoint["state_dict"]["first.weight"] if stale else master
+        assert torch.equal(values_of(module.first.weight), expected)
+
+
+def test_plain_of_a_part_lets_ddp_train_it_in_the_whole_again():
+    whole = nn.Sequential(Net(), Net(), nn.LayerNorm(4))
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(whole, ["2.bias"])  # the user's own
+    plugin = MSAMP("O2")
+    plugin.bind_device(torch.device("cpu"))
+    plugin.convert_module(whole)
+    coded = {"0.first.weight", "0.second.weight", "1.first.weight", "1.second.weight"}
+    assert set(whole._ddp_params_and_buffers_to_ignore) == coded | {"2.bias"}
+    assert plain(whole[0]) is whole[0]
+    assert set(whole._ddp_params_and_buffers_to_ignore) == {"1.first.weight", "1.second.weight", "2.bias"}
+    assert not hasattr(whole[0].first.weight, "_ddp_ignored")
+    plain(whole[1])
+    assert whole._ddp_params_and_buffers_to_ignore == ["2.bias"]

@@ -1,11 +1,10 @@
-"""precision="msamp-o3" with strategy="fsdp2" in Trainer and Fabric, on two gloo ranks."""
+"""precision="msamp-o3" with strategy="fsdp2" on two gloo ranks."""
 
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 from lightning_lowprec import MSAMP
 from lightning_lowprec.msamp.linear import scaled_linears
@@ -13,7 +12,7 @@ from lightning_lowprec.msamp.weight import required_state_of
 from lightning_lowprec.private.torch_modules import is_compiled
 from tests.fsdp2.models import Net
 from tests.fsdp2.ranks import run
-from tests.fsdp2.toy import X, Y, differences, everything, full, setup, train
+from tests.fsdp2.toy import differences, everything, full, setup, train
 from tests.fsdp2.trained import Module, loader, trainer_for
 
 GRAPHS = {"backend": "aot_eager"}
@@ -46,51 +45,6 @@ def in_trainer(folder):
     }
 
 
-def in_fabric(folder, kind):
-    """Saved and loaded, then trained on, here and there."""
-    fabric, model, optimizer = setup("msamp-o3", 2, kind=kind)
-    losses = train(fabric, model, optimizer, range(3), 2)
-    fabric.backward(F.cross_entropy(model(X[:8]).float(), Y[:8]))
-    fabric.clip_gradients(model, optimizer, max_norm=0.01)
-    norm = sum(p.grad.full_tensor().square().sum() for p in model.parameters()).sqrt().item()
-    optimizer.zero_grad()
-    path = folder / f"fabric-{kind}"
-    fabric.save(path, {"model": model, "optimizer": optimizer})
-    before = everything(model, optimizer, fabric.strategy.precision)
-    other, its, optimizers = setup("msamp-o3", 2, seed=1, kind=kind)
-    other.load(path, {"model": its, "optimizer": optimizers})
-    loaded = everything(its, optimizers, other.strategy.precision)
-    more = [train(*run, range(3, 6), 2) for run in ((fabric, model, optimizer), (other, its, optimizers))]
-    ends = [everything(model, optimizer, fabric.strategy.precision),
-            everything(its, optimizers, other.strategy.precision)]  # fmt: skip
-    return {
-        "losses": losses,
-        "norm": norm,
-        "loaded": differences(before, loaded),
-        "more": more,
-        "end": differences(*ends),
-        "optimizer": type(optimizer.optimizer).__name__,
-    }
-
-
-def crossed(folder):
-    """From float32 into O3 and back; weights that the four bits of e4m3 hold come back as they were."""
-    found = {}
-    for source, target in (("32-true", "msamp-o3"), ("msamp-o3", "32-true")):
-        fabric, model, optimizer = setup(source, 2)
-        train(fabric, model, optimizer, range(2), 2)
-        fabric.save(folder / source, {"model": model, "optimizer": optimizer})
-        other, its, optimizers = setup(target, 2, seed=1)
-        other.load(folder / source, {"model": its, "optimizer": optimizers})
-        weights = [full(dict(m.state_dict())) for m in (model, its)]
-        moments = [
-            [entry["exp_avg_sq"] for entry in everything(m, o, f.strategy.precision)["optimizer"]["state"].values()]
-            for f, m, o in ((fabric, model, optimizer), (other, its, optimizers))
-        ]
-        found[source] = weights, moments, train(other, its, optimizers, range(2, 4), 2)
-    return found
-
-
 def compiled():
     """Trained with compiled blocks, by the strategy's option and by the precision's, and without."""
     found = []
@@ -118,8 +72,6 @@ def worker(rank, folder):
     folder = Path(folder)
     return {
         "trainer": in_trainer(folder),
-        **{kind: in_fabric(folder, kind) for kind in ("sharded", "full")},
-        "crossed": crossed(folder),
         "compiled": compiled(),
         "refused": refused(),
     }
@@ -147,33 +99,6 @@ def test_blocks_are_gathered_as_codes(results):
         assert len(found["codes"]) == 4
         # up and down; a norm's two vectors and two biases in bf16; each rank puts in half
         assert found["sent"] == [({torch.uint8}, (2 * 64 * 128 + 2 * (64 + 64 + 128 + 64)) / 2)] * 2
-
-
-@pytest.mark.parametrize("kind", ["sharded", "full"])
-def test_fabric_clips_and_resumes_bit_for_bit(results, kind):
-    for found in (result[kind] for result in results):
-        assert found["optimizer"] == "ScaledAdamW"
-        assert found["norm"] == pytest.approx(0.01, rel=1e-3)
-        assert not found["loaded"]
-        assert not found["end"]
-        assert found["more"][0] == found["more"][1]
-        assert found["more"][0][-1] < found["losses"][0]
-
-
-def test_float32_checkpoints_load_into_o3_and_back(results):
-    (trained, coded), (v, coded_v), losses = results[0]["crossed"]["32-true"]
-    converted = [fqn for fqn in trained if "fc" in fqn and fqn.endswith("weight")]
-    for fqn, value in trained.items():
-        if fqn in converted:  # float16 with a scale
-            assert torch.allclose(coded[fqn], value, rtol=2.0**-11, atol=value.abs().max().item() * 2.0**-24)
-        else:
-            assert torch.equal(coded[fqn], value)
-    for a, b in zip(v, coded_v, strict=True):  # float16 with a scale
-        assert torch.allclose(a, b, rtol=2.0**-11, atol=a.abs().max().item() * 2.0**-24)
-    assert max(losses) < 3
-    (coded, plain), _, losses = results[0]["crossed"]["msamp-o3"]
-    assert not differences(coded, plain)
-    assert max(losses) < 3
 
 
 def test_compiled_blocks_train_to_the_same_bits(results):

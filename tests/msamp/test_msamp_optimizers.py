@@ -53,22 +53,6 @@ def test_an_optimizer_is_taken_in_place_with_scheduler_hooks_groups_and_state():
     assert torch.equal(values_of(twin_module.first.weight), values_of(module.first.weight))
 
 
-def test_step_hooks_of_an_optimizer_without_state_run():
-    module, calls = Net(), []
-    optimizer = torch.optim.AdamW(module.parameters())
-    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
-    fabric, wrapped, shown = in_fabric(module, optimizer)
-    fabric.backward(wrapped(Batches()[0]).square().mean())
-    shown.step()
-    assert calls == ["before"]
-
-
-def test_adam_without_weight_decay_is_adamw_without():
-    adam, _ = fit(MSAMP(), Net(lambda net: torch.optim.Adam(net.parameters(), lr=1e-2)))
-    adamw, _ = fit(MSAMP(), Net(lambda net: torch.optim.AdamW(net.parameters(), lr=1e-2, weight_decay=0.0)))
-    assert adam.losses == adamw.losses
-
-
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
@@ -85,12 +69,6 @@ def test_what_it_cannot_do_raises(make, error, message):
     module = Net()
     with pytest.raises(error, match=message):
         in_fabric(module, make(list(module.parameters())))
-
-
-def test_an_optimizer_made_for_the_level_passes_as_it_is():
-    module, trainer = fit(MSAMP("O3"), Net(lambda net: ScaledAdamW(net.parameters(), lr=1e-2, level="O3")))
-    assert type(trainer.optimizers[0]) is ScaledAdamW
-    assert module.losses == fit(MSAMP("O3"))[0].losses
 
 
 def test_a_replaced_step_is_refused():
@@ -114,16 +92,3 @@ def test_any_optimizer_may_hold_what_is_not_kept_as_codes():
     fabric.backward(wrapped(Batches()[0]).square().mean())
     with pytest.raises(TypeError, match="Adagrad cannot step"):
         shown.step()
-
-
-def test_a_frozen_weight_that_is_unfrozen_trains():
-    module = Net()
-    module.first.requires_grad_(False)
-    fabric, wrapped, optimizer = in_fabric(module, torch.optim.AdamW(module.parameters(), lr=1e-2))
-    for trains in (False, True):
-        module.first.requires_grad_(trains)
-        before = values_of(module.first.weight)
-        fabric.backward(wrapped(Batches()[0]).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
-        assert torch.equal(values_of(module.first.weight), before) is not trains

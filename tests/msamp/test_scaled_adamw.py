@@ -6,14 +6,9 @@ from torch import nn
 from torch.optim import Adam, AdamW
 
 from lightning_lowprec.msamp.adamw import ScaledAdamW, convert_optimizer_
-from lightning_lowprec.msamp.weight import values_of
-from lightning_lowprec.numerics.parameters import parameters_of
 from tests.msamp.scaled_cases import (
     OPTIONS,
-    accumulate,
-    bytes_at_rest,
     every_level,
-    give,
     gradients,
     run,
     scaled_params,
@@ -96,35 +91,6 @@ def test_plain_parameters_get_torchs_step(dtype, implementation, kind):
     assert all(torch.equal(p.float(), q) for p, q in zip(ours, theirs, strict=True))
 
 
-@pytest.mark.parametrize("decay", [0.0, 0.1])
-def test_each_step_of_adam_is_torchs_adam_on_the_same_values(decay):
-    """L2 is added to the gradient. The moments of level O1 are float32, so that only the weight is rounded."""
-    params = scaled_params("O1")
-    optimizer = converted(Adam, params, "O1", weight_decay=decay)
-    theirs = [nn.Parameter(values_of(p)) for p in params]
-    reference = Adam(theirs, **{**OPTIONS, "weight_decay": decay})
-    for step in range(5):
-        give(params, step, coded=True)
-        for p, q in zip(params, theirs, strict=True):
-            q.data, q.grad = values_of(p), p.grad.decode()
-        optimizer.step()
-        reference.step()
-        optimizer.zero_grad()
-        for p, q in zip(params, theirs, strict=True):
-            torch.testing.assert_close(values_of(p), q.detach(), rtol=2**-11 + 1e-6, atol=1e-9)
-
-
-def test_gradients_of_micro_batches_add_up():
-    (p,) = scaled_params("O2", [torch.zeros(64)])
-    parts = [torch.randn(64, generator=torch.Generator().manual_seed(i)) for i in range(3)]
-    coded = quantise(parts[0], torch.float8_e4m3fn)
-    accumulate(p, parts[0])
-    for part in parts[1:]:
-        accumulate(p, part)
-        coded = quantise(part + value(coded), torch.float8_e4m3fn)
-    assert torch.equal(p.grad.codes.float() * p.grad.inv_scale, value(coded))
-
-
 @every_level
 def test_parameters_without_a_gradient_stay_and_count_their_own_steps(level):
     params = scaled_params(level)
@@ -145,31 +111,4 @@ def test_parameters_without_a_gradient_stay_and_count_their_own_steps(level):
 # ---- clipping
 
 
-def test_clipping_changes_only_the_inv_scale_of_scaled_gradients():
-    params, plain = scaled_params("O2"), nn.Parameter(torch.zeros(3))
-    optimizer = ScaledAdamW([*params, plain], level="O2")
-    give(params, 0, coded=True)
-    plain.grad = torch.full((3,), 2.0)
-    before = [(p.grad.codes.clone(), p.grad.inv_scale.clone()) for p in params]
-    values = torch.cat([*((c.float() * i).flatten() for c, i in before), plain.grad])
-    norm = nn.utils.clip_grad_norm_(parameters_of(optimizer), 0.5)
-    assert norm.item() == pytest.approx(values.double().norm().item(), rel=1e-6)
-    for p, (codes, inv_scale) in zip(params, before, strict=True):
-        assert torch.equal(p.grad.codes.float(), codes.float())
-        assert p.grad.inv_scale.item() == pytest.approx(inv_scale.item() * 0.5 / norm.item(), rel=1e-5)
-    assert plain.grad[0].item() == pytest.approx(2 * 0.5 / norm.item(), rel=1e-5)
-    inv_scales = [p.grad.inv_scale.item() for p in params]
-    assert nn.utils.clip_grad_norm_(parameters_of(optimizer), 1e9).item() == pytest.approx(0.5, rel=1e-5)
-    assert [p.grad.inv_scale.item() for p in params] == inv_scales
-
-
 # ---- memory
-
-
-@pytest.mark.parametrize(("level", "allowed"), [("O1", 11.1), ("O2", 6.1), ("O3", 7.1)])
-def test_bytes_per_parameter(level, allowed):
-    (p,) = scaled_params(level, [torch.randn(256, 256)])
-    optimizer = ScaledAdamW([p], level=level)
-    accumulate(p, torch.randn(256, 256))
-    optimizer.step()
-    assert bytes_at_rest(p, optimizer) <= allowed

@@ -100,15 +100,6 @@ def test_torch_clips_it(foreach):
     assert torch.nn.utils.clip_grad_norm_([nn.Parameter(torch.ones(2)), module.weight], 1e9) > 0
 
 
-def test_the_model_drops_it_and_autograd_returns_it():
-    module = with_gradient()
-    assert isinstance(module.weight.grad, ScaledGradient)
-    module.zero_grad()
-    assert module.weight.grad is None
-    (gradient,) = torch.autograd.grad(module(torch.eye(16)).sum(), module.weight)
-    assert torch.equal(gradient.decode(), torch.ones(16, 16))
-
-
 def test_a_weight_used_twice_gets_the_sum():
     module = linear()
     x = torch.eye(16)

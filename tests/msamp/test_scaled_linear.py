@@ -5,16 +5,19 @@ import io
 import pickle
 import re
 
+import lightning as L
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
+from lightning_lowprec import MSAMP
 from lightning_lowprec.msamp.adamw import ScaledAdamW
-from lightning_lowprec.msamp.linear import ScaledLinear, revert, scale_linears
-from lightning_lowprec.msamp.weight import best_values_of, values_of
+from lightning_lowprec.msamp.linear import revert, scale_linears
+from lightning_lowprec.msamp.weight import values_of
 from lightning_lowprec.private import torch as private
-from tests.quality import expect_db, sqnr
+from tests.quality import sqnr
 
 LEVELS = ["O1", "O2", "O3"]
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -56,6 +59,33 @@ def test_the_three_products_are_those_of_the_rounded_tensors(level, rows, emulat
     assert torch.allclose(module.bias.grad, grad_output.sum((0, 1)))
 
 
+K, N = 84, 10
+"""Features that are no multiples of 16, as in MS-AMP's own example: zeros are appended inside of the products."""
+
+
+def step(net, x, level, **options):
+    fabric = L.Fabric(accelerator="cpu", devices=1, plugins=MSAMP(level, **options))
+    module, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
+    x = x.clone().requires_grad_()
+    output = module(x)[..., :N]
+    fabric.backward(output.float().square().sum())
+    optimizer.step()
+    return output.detach(), x.grad[..., :K], values_of(net.weight)[:N, :K], net.bias[:N].detach()
+
+
+@pytest.mark.parametrize("options", [{}, {"grad_accumulation_dtype": torch.float32}, {"emulate": "hopper"}], ids=str)
+@every_level
+def test_a_step_is_that_of_a_wider_layer_with_zeros(level, options):
+    torch.manual_seed(0)
+    narrow, wide = nn.Linear(K, N), nn.Linear(96, 16)
+    with torch.no_grad():
+        wide.weight.copy_(F.pad(narrow.weight, (0, 12, 0, 6)))
+        wide.bias.copy_(F.pad(narrow.bias, (0, 6)))
+    x = torch.randn(3, 7, K, generator=torch.Generator().manual_seed(1))
+    found, expected = step(narrow, x, level, **options), step(wide, F.pad(x, (0, 12)), level, **options)
+    assert all(map(torch.equal, found, expected))
+
+
 @every_level
 @pytest.mark.parametrize("emulate", [True, False], ids=["emulated", "kernel"])
 @pytest.mark.parametrize("float32_gradients", [True, False])
@@ -86,50 +116,6 @@ def test_a_conv1d_computes_what_a_linear_does(level, emulate, float32_gradients)
 
 
 @every_level
-def test_bf16_under_autocast(level):
-    module, x = linear(level), torch.randn(16, 32)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        output = module(x)
-    assert output.dtype == torch.bfloat16
-    expect_db(sqnr(module(x).detach(), output.detach().float()), 35)
-    output.float().sum().backward()
-    assert module.weight.grad is not None
-
-
-@every_level
-@pytest.mark.parametrize("shape", [(0, 32), (4, 0, 32)])
-def test_an_empty_batch_gives_an_empty_output_and_zero_gradients(level, shape):
-    module, x = linear(level), torch.zeros(shape, requires_grad=True)
-    output = module(x)
-    assert output.shape == (*shape[:-1], 48)
-    output.sum().backward()
-    assert x.grad.shape == shape
-    assert not module.weight.grad.codes.float().any()
-    assert module.weight.grad.inv_scale.isfinite()
-    assert not module.bias.grad.any()
-
-
-def test_inference_mode():
-    module, x = linear("O3"), torch.randn(4, 32)
-    with torch.inference_mode():
-        output = module(x)
-    assert torch.equal(output, module(x))
-
-
-def test_two_backwards_add_up_and_a_frozen_weight_gets_none():
-    module, x = linear("O2"), torch.randn(16, 32)
-    module(x).sum().backward()
-    once = module.weight.grad.codes.float() * module.weight.grad.inv_scale
-    module(x).sum().backward()
-    twice = module.weight.grad.codes.float() * module.weight.grad.inv_scale
-    assert torch.equal(twice, 2 * once)
-    frozen = linear("O2")
-    frozen.weight.requires_grad_(False)
-    frozen(x).sum().backward()
-    assert frozen.weight.grad is None
-
-
-@every_level
 def test_a_step_between_forward_and_backward_is_noticed(level):
     module, x = linear(level), torch.randn(16, 32, requires_grad=True)
     optimizer = ScaledAdamW(module.parameters(), level=level)
@@ -138,21 +124,6 @@ def test_a_step_between_forward_and_backward_is_noticed(level):
     optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-@every_level
-def test_the_parameter_stays_and_only_codes_are_saved_for_backward(level):
-    torch.manual_seed(0)
-    module = nn.Linear(32, 48)
-    weight = module.weight
-    scale_linears(module, [""], level)
-    assert module.weight is weight
-    assert type(module) is ScaledLinear
-    assert [name for name, _ in module.named_parameters()] == ["weight", "bias"]
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        module(torch.randn(16, 32, requires_grad=True))
-    assert max((t.itemsize for t in saved if t.dim() and t.shape != weight.shape), default=0) == 1
 
 
 @every_level
@@ -169,9 +140,6 @@ def test_the_state_dict_is_plain_and_gives_the_same_outputs_back(level, tmp_path
         assert other.weight is parameter
         assert torch.equal(other(x), module(x))
         assert torch.equal(values_of(other.weight), values_of(module.weight))
-    plain = nn.Linear(32, 48)
-    plain.load_state_dict(state)
-    assert torch.equal(plain.weight, best_values_of(module.weight))
     with pytest.raises(RuntimeError, match="size mismatch for weight"):
         other.load_state_dict({**state, "weight": torch.zeros(3, 3)})
     with pytest.raises(RuntimeError, match="Missing key"):
@@ -183,18 +151,6 @@ def saved_and_loaded(module):
     torch.save(module, file)
     file.seek(0)
     return torch.load(file, weights_only=False)
-
-
-@every_level
-def test_an_average_of_one_model_is_that_model(level):
-    module, x = linear(level), torch.randn(16, 32)
-    copied = torch.optim.swa_utils.AveragedModel(module)
-    optimizer = ScaledAdamW(module.parameters(), level=level)
-    module(x).sum().backward()
-    optimizer.step()
-    copied.update_parameters(module)  # copies parameters
-    assert torch.equal(copied(x), module(x))
-    assert torch.equal(values_of(copied.module.weight), values_of(module.weight))
 
 
 @pytest.mark.parametrize("change", [nn.utils.parametrizations.weight_norm, nn.utils.spectral_norm])
@@ -245,34 +201,6 @@ def test_what_does_not_convert_is_named_and_nothing_changes():
         with pytest.raises(error, match=message):
             scale_linears(model, ["a", fqn], "O2")
         assert type(model["a"]) is nn.Linear
-
-
-def final_loss(level):
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Linear(16, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 16)
-    )
-    teacher = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
-    if level is None:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    else:
-        scale_linears(model, ["0", "3"], level)
-        optimizer = ScaledAdamW(model.parameters(), lr=3e-3, level=level)
-    for _ in range(150):
-        x = torch.randn(64, 16)
-        loss = (model(x) - teacher(x).detach()).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    x = torch.randn(1024, 16, generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        return (model(x) - teacher(x)).square().mean().item()
-
-
-@pytest.mark.slow_but("O2")
-@every_level
-def test_training_comes_near_float32(level):
-    assert final_loss(level) < 1.3 * final_loss(None)
 
 
 def test_a_private_name_of_torch_that_is_gone_is_reported_at_set_up(monkeypatch):
