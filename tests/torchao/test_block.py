@@ -1,20 +1,18 @@
 """`fp8-block` against DeepSeek-V3's recipe, written here from the paper in integers, bit for bit."""
 
 import itertools
-import json
 from fractions import Fraction
 
-import lightning as L
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from lightning_lowprec import FP8TorchAO, export
+from lightning_lowprec import FP8TorchAO
 from lightning_lowprec.conversion.recipe_map import GEMMS
 from lightning_lowprec.numerics.tensor_cores import accumulate
 from lightning_lowprec.private.torchao import prototype_refusal
-from lightning_lowprec.products.block import _CODING, Block
+from lightning_lowprec.products.block import _CODING
 from lightning_lowprec.products.tiled import encode_tiles
 
 CPU = torch.device("cpu")
@@ -130,34 +128,6 @@ def test_a_nan_stays_in_its_block():
     is_nan = codes.float().isnan().reshape(2, 128, 2, 128).any(3).any(1)
     assert is_nan.tolist() == [[True, False], [True, False]]
     assert codes[128:, 128:].float().unique().tolist() == [448.0]
-
-
-def test_the_backward_reads_the_codes_of_the_forward(monkeypatch):
-    shapes, encoded = [], Block.encoded
-    monkeypatch.setattr(Block, "encoded", lambda self, *a: (shapes.append(tuple(a[0].shape)), encoded(self, *a))[1])
-    model = layer_of(48, 32)
-    model(torch.ones(16, 48, requires_grad=True)).sum().backward()
-    assert shapes == [(32, 48)]
-
-
-def test_exports_hold_the_codes_of_the_forward(tmp_path):
-    transformers = pytest.importorskip("transformers")
-    from safetensors.torch import load_file
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 2, "num_hidden_layers": 1}
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=64))
-    fabric = L.Fabric(accelerator="cpu", devices=1, precision="fp8-block")
-    fabric.setup_module(model)
-    report = export(model, tmp_path / "out", format="hf-fp8-block")
-    assert (report.same, report.other) == (7, 0)
-    state = load_file(tmp_path / "out" / "model.safetensors")
-    name = "model.layers.0.mlp.up_proj.weight"
-    codes, scale = encode_tiles(model.get_parameter(name).detach(), (128, 128), _CODING)
-    assert torch.equal(state[name].view(torch.uint8), codes.view(torch.uint8))
-    assert torch.equal(state[f"{name}_scale_inv"], scale.reciprocal())
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config["quantization_config"]["weight_block_size"] == [128, 128]
 
 
 def test_devices_are_refused_with_the_remedy(monkeypatch):

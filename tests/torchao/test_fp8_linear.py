@@ -1,17 +1,13 @@
 """The FP8 linear against a hand-written FP8 reference, and for any batch."""
 
-from collections import Counter
-
 import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
-from torch.profiler import ProfilerActivity, profile
 from torchao.float8.float8_training_tensor import GemmInputRole, hp_tensor_and_scale_to_float8
 from torchao.float8.float8_utils import amax_to_scale
 
-from lightning_lowprec import FP8TorchAO
 from lightning_lowprec.conversion.recipe_map import LayerRecipe
 from lightning_lowprec.numerics import formats
 from lightning_lowprec.products.scaled import Scaled
@@ -80,6 +76,7 @@ def test_codes_scales_and_products_agree_with_the_reference(recipe, bias, power_
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(64, 32, generator=generator) * torch.logspace(-6, 4, 64).unsqueeze(1)
     grad = torch.randn(64, 48, generator=generator) * torch.logspace(3, -8, 48)
+    x[3], grad[5] = 0, 0
     out, grad_input, gemms = run(layer, x, grad)
 
     rows_gw_hp = recipe == "rowwise_with_gw_hp"
@@ -109,33 +106,6 @@ def test_codes_scales_and_products_agree_with_the_reference(recipe, bias, power_
         assert (np.abs(result.numpy() - product) <= bound).all()
 
 
-@pytest.mark.parametrize(("operand", "fmt"), [("input", E4M3), ("grad_output", E5M2)])
-def test_every_representable_value_and_every_tie(operand, fmt):
-    """With amax at the largest value the scale is 1: values come back exactly, midpoints go to the even code."""
-    values = fmt.values()
-    midpoints = (values[1:] + values[:-1]) / 2
-    line = np.concatenate([values, midpoints, -values, -midpoints])
-    line = np.concatenate([line, np.zeros(-len(line) % 48)]).reshape(-1, 48)
-    x = torch.zeros(-(-len(line) // 16) * 16, 48)
-    x[: len(line)] = torch.from_numpy(line)
-    layer = linear(k=48, n=48)
-    _, _, gemms = run(layer, x) if operand == "input" else run(layer, torch.ones_like(x), x)
-    found, factor = gemms[0][0] if operand == "input" else gemms[1][0]
-    assert factor.item() == 1.0
-    np.testing.assert_array_equal(found.view(torch.uint8).numpy(), codes(x.numpy(), np.ones(()), fmt))
-
-
-def test_grad_output_is_e5m2_in_hybrid_and_e4m3_elsewhere():
-    for recipe, dtype in (
-        ("tensorwise", torch.float8_e5m2),
-        ("e4m3", torch.float8_e4m3fn),
-        ("rowwise", torch.float8_e4m3fn),
-    ):
-        _, _, gemms = run(linear(recipe), torch.randn(16, 32))
-        assert [codes.dtype for codes, _ in gemms[0]] == [torch.float8_e4m3fn] * 2
-        assert gemms[1][0][0].dtype is dtype
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("shape", [(1, 32), (37, 32), (5, 7, 32), (2, 8, 32), (32,)])
 def test_every_gemm_of_any_batch_has_aligned_dimensions_and_the_value_of_padding_by_hand(recipe, shape):
@@ -159,45 +129,6 @@ def test_every_gemm_of_any_batch_has_aligned_dimensions_and_the_value_of_padding
     torch.testing.assert_close(bias_grad, layer.bias.grad, rtol=1e-6, atol=0)
 
 
-NAMES = "copy_", "mul", "div", "clamp", "abs", "max", "amax", "log2", "exp2", "mm", "sum"
-WRITING = {f"aten::{name}" for name in NAMES}
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_an_aligned_batch_costs_no_operation_more_than_torchao_alone(recipe):
-    """Of those that write memory; the profiler sees them below torchao's tensors too."""
-    from torchao.float8.float8_linear import Float8Linear
-
-    ours = linear(recipe)
-    theirs = Float8Linear.from_float(nn.Linear(32, 48), config=ours.config)
-    counts = []
-    for layer in (ours, theirs):
-        x = torch.ones(4, 16, 32, requires_grad=True)
-        with profile(activities=[ProfilerActivity.CPU], acc_events=True) as seen:
-            layer(x).sum().backward()
-        counts.append(Counter(event.name for event in seen.events() if event.name in WRITING))
-    assert not counts[0] - counts[1]
-    assert counts[0]["aten::mm"] == 3
-
-
-@pytest.mark.parametrize("tokens", [16, 21])
-@pytest.mark.parametrize("options", [{}, {"weight_codes": "per_gemm"}, {"recipe": "rowwise"}], ids=str)
-def test_a_model_may_write_to_an_output(options, tokens):
-    """Falcon adds to the output of a layer without bias, in place."""
-    layer = nn.Linear(32, 48, bias=False)
-    plugin = FP8TorchAO(**options)
-    plugin.bind_device(torch.device("cpu"))
-    plugin.convert_module(layer)
-    x, found = torch.randn(2, tokens, 32), []
-    for add in (torch.Tensor.add_, torch.Tensor.add):
-        layer.zero_grad()
-        output = add(layer(x), 1)
-        output.square().sum().backward()
-        found += [output.detach(), layer.weight.grad.clone()]
-    assert torch.equal(found[0], found[2])
-    assert torch.equal(found[1], found[3])
-
-
 @pytest.mark.parametrize("shape", [(0, 32), (4, 0, 32)])
 def test_an_empty_batch_gives_an_empty_output_and_zero_gradients(shape):
     layer = linear()
@@ -205,107 +136,6 @@ def test_an_empty_batch_gives_an_empty_output_and_zero_gradients(shape):
     assert out.shape == (*shape[:-1], 48)
     out.sum().backward()
     assert not layer.weight.grad.any()
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_zero_rows_and_zero_tensors_stay_finite(recipe):
-    layer = linear(recipe)
-    x = torch.randn(16, 32)
-    x[3] = 0
-    for batch in (x, torch.zeros(16, 32)):
-        out, grad_input, _ = run(layer, batch)
-        assert out.isfinite().all()
-        assert grad_input.isfinite().all()
-        assert layer.weight.grad.isfinite().all()
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_cpu_autocast_decides_the_output_dtype(recipe, dtype):
-    layer = linear(recipe)
-    with torch.autocast("cpu", dtype=dtype):
-        out = layer(torch.randn(16, 32))
-    assert out.dtype is dtype
-    out.float().sum().backward()
-    assert layer.weight.grad.dtype is torch.float32
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_signal_to_noise_of_a_layer(recipe, dtype):
-    """A uniform quantiser of 3 (2) mantissa bits has 31.8 (25.8) dB on one operand; two of them 3 dB less."""
-    layer = linear(recipe, k=512, n=256, dtype=dtype, bias=False)
-    x = torch.randn(256, 512).to(dtype)
-    exact = x.double() @ layer.weight.double().t()
-    noise = layer(x).double() - exact
-    sqnr = 10 * torch.log10(exact.pow(2).mean() / noise.pow(2).mean())
-    assert 26.0 < sqnr < 33.0
-
-
-def test_evaluation_in_high_precision_on_request():
-    x = torch.randn(16, 32)
-    for fp8_eval in (True, False):
-        layer = linear(fp8_eval=fp8_eval).eval()
-        exact = nn.functional.linear(x, layer.weight, layer.bias)
-        assert torch.equal(layer(x), exact) is not fp8_eval
-        layer.train()
-        assert not torch.equal(layer(x), exact)
-
-
-@pytest.mark.slow_but(
-    "32-False-False-tensorwise",
-    "32-True-False-tensorwise",
-    "37-False-False-tensorwise",
-    "37-True-False-tensorwise",
-    "37-True-True-tensorwise",
-    "32-False-False-e4m3",
-    "32-True-False-e4m3",
-    "37-False-False-e4m3",
-    "37-True-False-e4m3",
-    "37-True-True-e4m3",
-    "32-False-False-rowwise",
-    "32-True-False-rowwise",
-    "37-False-False-rowwise",
-    "37-True-False-rowwise",
-    "37-True-True-rowwise",
-    "32-False-False-rowwise_with_gw_hp",
-    "32-True-False-rowwise_with_gw_hp",
-    "37-False-False-rowwise_with_gw_hp",
-    "37-True-False-rowwise_with_gw_hp",
-    "37-True-True-rowwise_with_gw_hp",
-)
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("tokens", [32, 37])
-def test_inference_mode_is_as_good_as_no_grad(recipe, compiled, autocast, tokens):
-    """What the Trainer's validate, test and predict run in; raw torchao raises there."""
-    layer = linear(recipe)
-    run = torch.compile(layer, backend="aot_eager") if compiled else layer
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast, cache_enabled=False):
-        with torch.no_grad():
-            expected = layer(torch.ones(tokens, 32))
-        with torch.inference_mode():
-            output = run(torch.ones(tokens, 32))
-            assert torch.equal(output * 1, expected)
-    layer(torch.ones(tokens, 32)).sum().backward()  # training goes on
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("tokens", [32, 37])
-def test_compiles_without_a_graph_break(recipe, tokens):
-    layer = linear(recipe)
-    x = torch.randn(tokens, 32)
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        eager = layer(x)
-        out = compiled(x)
-    torch.testing.assert_close(out, eager, rtol=0, atol=0)
-    out.float().sum().backward()
-    got = layer.weight.grad.clone()
-    layer.zero_grad()
-    eager.float().sum().backward()
-    torch.testing.assert_close(got, layer.weight.grad, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -334,29 +164,3 @@ def test_the_scales_of_the_wire_are_those_of_the_layer(power_of_two):
     amax = torch.tensor([0.0, 1e-30, 0.7, 3.0, 448.0, 1e30])
     expected = [amax_to_scale(part, wire.dtype, power_of_two) for part in amax]
     assert torch.equal(wire.scales(amax), torch.stack(expected))
-
-
-def test_conversion_changes_the_layer_in_place_and_revert_undoes_it():
-    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU())
-    before = dict(model[0].__dict__), model[0].weight, type(model[0])
-    calls = []
-    model[0].register_forward_hook(lambda *_: calls.append(1))
-    model[0].eval()
-    settings = Settings(fp8_format="hybrid", emulate=True).of(LayerRecipe("tensorwise"))
-    fp8.convert(model, ["0"], lambda fqn: settings, fp8_eval=True)
-    assert type(model[0]) is fp8.FP8Linear
-    assert model[0].weight is before[1]
-    assert not model[0].training
-    model(torch.ones(16, 16))
-    assert calls == [1]
-    fp8.revert(model)
-    assert type(model[0]) is nn.Linear
-    assert model[0].__dict__.keys() == before[0].keys()
-
-
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
-def test_an_input_that_is_not_contiguous(recipe):
-    """As in Jamba, which turns its hidden states around between two layers."""
-    layer = FP8TorchAO(recipe).convert_module(nn.Sequential(nn.Linear(32, 48)))
-    x = torch.randn(2, 32, 16).bfloat16()
-    assert torch.equal(layer(x.transpose(1, 2)), layer(x.transpose(1, 2).contiguous()))

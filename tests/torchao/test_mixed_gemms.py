@@ -111,6 +111,9 @@ def test_each_gemm_of_a_conv1d_is_that_of_a_linear_with_the_transposed_weight(re
                     layer.weight.mul_(1.1)
         assert conv.weight is weight
         assert conv.bias is bias
+        assert repr(conv) == "CodedConv1D(nf=48, nx=32)"
+        conv.fp8_eval = False
+        assert torch.equal(conv.eval()(x := torch.randn(3, 32)), high(x))
         fp8.revert(conv)
         assert type(conv) is Conv1D
         assert set(vars(conv)) == set(vars(plain(conv1d=True)))

@@ -3,17 +3,14 @@
 import json
 import re
 
-import lightning as L
 import pytest
 import torch
 from torch import nn
 
-from lightning_lowprec import names
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.tools.cli import main
 from lightning_lowprec.torchao.linear import coded_layers
-from tests.fsdp2.ranks import run
-from tests.fsdp2.toy import Toy, X, Y
+from tests.fsdp2.toy import Toy
 from tests.quality import expect_db, sqnr
 from tests.site.pages import blocks
 
@@ -57,28 +54,6 @@ def test_each_product_is_that_of_the_codes(page):
     expect_db(sqnr(exact.weight.grad, layer.weight.grad), 20)
 
 
-@pytest.mark.slow("True")
-@pytest.mark.parametrize("compiled", [False, True])
-def test_it_trains_with_recipes(page, compiled):
-    options = {"compile": {"backend": "aot_eager"}} if compiled else {}
-    assert "int5-mixed" in names.TABLE
-    plugin = page["Int5Mixed"]({"*.fc_in": {"grad_weight": "bf16"}, "*": "int5"})
-    plugin.compile = options.get("compile", False)
-    fabric = L.Fabric(accelerator="cpu", devices=1, plugins=plugin)
-    torch.manual_seed(0)
-    model, optimizer = fabric.setup(net := Toy(), torch.optim.AdamW(net.parameters(), lr=1e-2))
-    losses = []
-    for _ in range(20):
-        loss = (model(X) - 1).float().square().mean()
-        fabric.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[-1] < 0.5 * losses[0]
-    assert "converted" in plugin.plan.summary()
-    assert "int5" in str(plugin.plan)
-
-
 def test_plan_and_doctor_know_it(page, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     module = tmp_path / "int5_model.py"
@@ -97,38 +72,3 @@ def test_it_is_exported_without_a_scale_of_its_own(page, tmp_path):
     plugin.bind_device(torch.device("cpu"))
     plugin.convert_module(net := Toy())
     assert [backends.weight_roundings(layer) for layer in coded_layers(net)] == 4 * [{"weight": None}]
-
-
-def train_sharded(rank, folder):
-    define()  # in this process too
-    torch.manual_seed(0)
-    net = Toy()
-    fabric = L.Fabric(precision="int5-mixed", strategy="fsdp2", accelerator="cpu", devices=2)
-    fabric.launch()
-    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    losses = []
-    for step in range(3):
-        rows = slice(16 * step + 8 * rank, 16 * step + 8 * rank + 8)
-        loss = nn.functional.cross_entropy(model(X[rows]).float(), Y[rows])
-        losses.append(loss.item())
-        fabric.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-    return {"losses": losses, "layers": len(coded_layers(model.module))}
-
-
-@pytest.mark.slow
-def test_it_is_sharded(tmp_path):
-    """The first loss of each rank is that of one process; the others are finite and change."""
-    ranks = run(train_sharded, 2, tmp_path, str(tmp_path))
-    define()
-    try:
-        torch.manual_seed(0)
-        fabric = L.Fabric(precision="int5-mixed", accelerator="cpu", devices=1)
-        model = fabric.setup_module(Toy())
-        with torch.no_grad():
-            expected = [nn.functional.cross_entropy(model(X[i : i + 8]).float(), Y[i : i + 8]).item() for i in (0, 8)]
-    finally:
-        backends.unregister("int5")
-    assert [found["losses"][0] for found in ranks] == expected
-    assert all(found["layers"] == 4 and len(set(found["losses"])) == 3 for found in ranks)

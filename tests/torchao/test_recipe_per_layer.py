@@ -3,6 +3,7 @@
 import copy
 import json
 import logging
+import re
 
 import lightning as L
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_lowprec import FP8TorchAO, plain
+from lightning_lowprec.private.torchao import prototype_refusal
 from lightning_lowprec.tools.cli import main
 from lightning_lowprec.torchao.linear import FP8Linear
 from lightning_lowprec.torchao.plugin import CPU_SCALES_TENSORWISE
@@ -153,13 +155,6 @@ def test_bad_maps(options, message):
         FP8TorchAO(**options)
 
 
-def test_options_of_one_recipe_hold_for_the_layers_that_have_it():
-    _, model = set_up(recipe=MIXED)
-    block, last = model.blocks[2], model.blocks[3]
-    assert [layer.products.saves_weight for layer in (block.up, block.o_proj, last.up)] == [True, False, True]
-    assert copy.deepcopy(model).blocks[2].up.in_bf16 == ("forward",)
-
-
 CLASS = """
 from torch import nn
 class Net(nn.Sequential):
@@ -230,14 +225,6 @@ def test_the_choice_of_accumulation_reaches_every_kernel(choice, recipe):
         assert flags_of_a_step(layer, torch.rand(16, 32, requires_grad=True)) == expected
 
 
-def test_every_recipe_has_the_choice_of_accumulation():
-    for recipe in ("rowwise", "tensorwise", {"forward": "bf16"}):
-        _, model = set_up(recipe={"*.up": recipe, "*": "rowwise"}, fast_accum="none")
-        for layer in (model.blocks[0].up, model.blocks[0].o_proj):
-            by = [how for how in (layer.products.forward, layer.products.grad_input) if how is not None]
-            assert [how.fast for how in by] == [False] * len(by)
-
-
 def test_the_choice_is_torchaos_own_where_torchao_computes():
     """Under tensor parallelism torchao's function reads its own configuration."""
     for choice, expected in FAST.items():
@@ -247,23 +234,69 @@ def test_the_choice_is_torchaos_own_where_torchao_computes():
         assert [kernel.use_fast_accum for kernel in kernels] == expected
 
 
-def test_the_choice_is_seen_on_an_emulated_hopper():
-    weight, x = torch.rand(16, 4096), torch.rand(16, 4096).bfloat16()
-    outputs = []
-    for choice in ("forward", "all", "none"):
-        layer = nn.Linear(4096, 16, bias=False)
-        layer.weight.data.copy_(weight)
-        plugin = FP8TorchAO(fast_accum=choice, emulate="hopper")
-        model = L.Fabric(accelerator="cpu", plugins=plugin).setup(nn.Sequential(layer))
-        outputs.append(model(x).detach().double() / (x.double() @ weight.double().T) - 1)
-    forward, fast, promoted = (float(output.mean()) for output in outputs)
-    assert -0.09 < forward == fast < -0.06
-    assert abs(promoted) < 0.005
-
-
 @pytest.mark.parametrize(("word", "choice"), [("promoted", "none"), ("fast", "all"), ("slow", None)])
 def test_a_word_for_the_accumulation_of_one_product_says_the_option(word, choice):
     with pytest.raises(ValueError, match=r"recipe\['\*'\]=.* is not valid.* to 'bf16' or 'fp8', e\.g\.") as raised:
         set_up(recipe={"*": {"forward": word}})
     assert ("fast_accum" in str(raised.value)) is (choice is not None)
     assert choice is None or f"Write `FP8TorchAO(fast_accum={choice!r})`" in str(raised.value)
+
+
+# ---- several formats in one plugin: each layer computes as in a model of its own format alone
+
+FORMATS = ["tensorwise", "rowwise", "block"] + ([] if prototype_refusal("mxfp8") else ["mxfp8"])
+
+
+def converted(recipe, model, **options):
+    plugin = FP8TorchAO(recipe, weights="keep", **options)
+    plugin.bind_device(torch.device("cpu"))
+    return plugin.convert_module(model), plugin
+
+
+def layers(*names):
+    torch.manual_seed(0)
+    return nn.ModuleDict({name: nn.Linear(128, 64) for name in names})
+
+
+def results(layer):
+    x = torch.randn(32, 128, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    output = layer(x)
+    return output, *torch.autograd.grad(output.square().sum(), (x, layer.weight))
+
+
+def test_each_layer_has_the_bits_of_its_own_format():
+    mixed, plugin = converted({name: name for name in FORMATS}, layers(*FORMATS))
+    assert plugin.plan.converted == tuple(FORMATS)
+    for name in FORMATS:
+        alone, _ = converted(name, layers(*FORMATS))
+        found, expected = results(mixed[name]), results(alone[name])
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True)), name
+
+
+@pytest.mark.skipif("mxfp8" not in FORMATS, reason="torchao has no MXFP8")
+def test_a_layer_whose_device_cannot_run_its_format_is_named():
+    with pytest.raises(RuntimeError, match=r"`recipe='mxfp8'` of layer 'up' cannot run: .*'hopper'` is not valid"):
+        converted({"up": "mxfp8", "*": "tensorwise"}, layers("up", "down"), emulate="hopper")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"recipe": "mxfp8", "base": "fp16"}, "`base='fp16'` is not valid with `recipe='mxfp8'`: its kernels take"),
+        (
+            {"recipe": {"a": "block", "*": "tensorwise"}, "base": "fp16"},
+            "with `recipe='block'`: its kernels return",
+        ),
+        ({"recipe": "block", "fast_accum": "all"}, "`fast_accum='all'` is not valid with `recipe='block'`"),
+        ({"recipe": "mxfp8", "experts": "fp8"}, "`experts='fp8'` is not valid with `recipe='mxfp8'`"),
+        ({"recipe": {"*": {"recipe": "blok", "forward": "bf16"}}}, r"`recipe['*']['recipe']='blok'` is not valid"),
+    ],
+)
+def test_options_that_no_format_of_the_plugin_reads_raise(options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        FP8TorchAO(**options)
+
+
+def test_gathered_codes_have_one_kind_of_scale():
+    _, plugin = converted({"a": "block", "*": "tensorwise"}, layers("a", "b"))
+    assert plugin.gathers(None) == "'block' and 'tensorwise' in `recipe` have different scales"

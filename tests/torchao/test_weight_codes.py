@@ -8,7 +8,6 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_lowprec import FP8TorchAO
 from lightning_lowprec.products.scaled import Scaled
-from tests.quality import FLOAT32, expect_db, sqnr
 from tests.toys import Residual, Stack
 
 X = torch.randn(3, 7, 64, generator=torch.Generator().manual_seed(1))  # 21 tokens: rows are padded
@@ -45,17 +44,16 @@ def set_up(codes="per_forward", **options):
     return fabric, net, model, optimizer
 
 
-def run(codes, change=lambda step, net: None, micro_batches=2, steps=3, **options):
+def run(codes, micro_batches=2, steps=3, **options):
     fabric, net, model, optimizer = set_up(codes, **options)
     losses = []
-    for step in range(steps):
+    for _ in range(steps):
         for _ in range(micro_batches):
             loss = loss_of(model)
             fabric.backward(loss)
             losses.append(loss.item())
         optimizer.step()
         optimizer.zero_grad()
-        change(step, net)
     return losses, [p.detach().clone() for p in net.parameters()]
 
 
@@ -82,33 +80,13 @@ def test_results_are_those_of_encoding_at_every_product(options, encoded):
         assert len(encoded) == 4 * 2 * 3, "four weights, once in each forward"
 
 
-def in_place(step, net):
+def in_place(net):
     with torch.no_grad():
         net.blocks[0][0].weight.mul_(1.5)
 
 
-def by_data_after_a_step(step, net):
+def by_data(net):
     net.blocks[0][0].weight.data.clamp_(-0.05, 0.05)
-
-
-def replaced_data(step, net):
-    net.blocks[0][0].weight.data = net.blocks[0][0].weight.data * 1.5
-
-
-def loaded(step, net):
-    net.load_state_dict({key: value * 0.5 for key, value in net.state_dict().items()})
-
-
-def replaced_parameter(step, net):
-    net.blocks[1][0].weight = nn.Parameter(net.blocks[1][0].weight.detach() * 1.5)
-
-
-@pytest.mark.slow("compiled-loaded")
-@pytest.mark.parametrize("change", [in_place, by_data_after_a_step, replaced_data, loaded, replaced_parameter])
-@pytest.mark.parametrize("options", [{}, {"compile": {"backend": "aot_eager"}}], ids=["eager", "compiled"])
-def test_changed_weights_are_encoded_again(change, options):
-    """Orders of such changes and other operations: tests/contract/test_contract_orders.py."""
-    assert same(run("per_forward", change, **options), run("per_gemm", change, **options))
 
 
 def test_the_backward_multiplies_by_the_weights_of_the_forward():
@@ -118,7 +96,7 @@ def test_the_backward_multiplies_by_the_weights_of_the_forward():
         fabric, net, model, _ = set_up()
         loss = loss_of(model)
         if write:
-            by_data_after_a_step(0, net)
+            by_data(net)
         fabric.backward(loss)
         found.append([p.grad for p in net.parameters()])
     assert all(map(torch.equal, *found))
@@ -129,7 +107,7 @@ def test_a_weight_that_changes_between_forward_and_backward_is_autograds_error()
     fabric, net, model, _ = set_up()
     x = X.clone().requires_grad_()
     loss = loss_of(model, x)
-    in_place(0, net)
+    in_place(net)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         fabric.backward(loss)
 
@@ -138,7 +116,7 @@ def test_a_first_layer_may_be_written_to_between_forward_and_backward():
     """As with nn.Linear: no product of the backward reads its weight."""
     fabric, net, model, _ = set_up()
     loss = loss_of(model)
-    in_place(0, net)
+    in_place(net)
     fabric.backward(loss)
 
 
@@ -156,18 +134,6 @@ def test_recomputed_blocks_use_the_same_codes(reentrant, encoded):
     assert len(encoded) == 2 * 2, "two layers, in the forward and when it is computed again"
 
 
-def test_gradients_that_are_differentiated_are_those_in_high_precision():
-    found = []
-    for codes in ("per_forward", "per_gemm"):
-        _, net, _, _ = set_up(codes)
-        x = X.clone().requires_grad_()
-        (grad,) = torch.autograd.grad(net(x).square().sum(), x, create_graph=True)
-        grad.square().sum().backward()
-        found.append([p.grad for p in net.parameters() if p.grad is not None])
-    for left, right in zip(*found, strict=True):
-        expect_db(sqnr(right, left), FLOAT32)
-
-
 def test_bytes_that_a_backward_keeps():
     """One byte per element of a weight whose layer has an input with a gradient, and none of the others."""
 
@@ -182,13 +148,18 @@ def test_bytes_that_a_backward_keeps():
     assert kept("per_gemm") == 0
 
 
+def test_a_frozen_weight_keeps_nothing_of_its_input():
+    """As under LoRA, whose base layers do not train."""
+    fabric = L.Fabric(accelerator="cpu", devices=1, plugins=FP8TorchAO(weight_codes="per_gemm"))
+    fabric.setup_module(layer := nn.Linear(64, 32).requires_grad_(False))
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t), fabric.autocast():
+        assert layer(X.clone().requires_grad_()).requires_grad
+    assert all(t.data_ptr() == layer.weight.data_ptr() for t in kept)
+
+
 @pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp"])
 def test_row_scales_are_encoded_at_every_product(recipe):
     assert FP8TorchAO(recipe).weight_codes == "per_gemm"
     with pytest.raises(ValueError, match="which does not read it; it is for 'tensorwise'"):
         FP8TorchAO(recipe, weight_codes="per_forward")
-
-
-def test_an_unknown_choice():
-    with pytest.raises(ValueError, match="weight_codes"):
-        FP8TorchAO(weight_codes="per_epoch")
