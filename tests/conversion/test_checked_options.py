@@ -2,10 +2,8 @@
 
 import math
 import re
-from datetime import timedelta
 from inspect import signature
 
-import numpy as np
 import pytest
 import torch
 
@@ -19,7 +17,7 @@ from lightning_lowprec import (
     LossScale,
     MasterConfig,
 )
-from lightning_lowprec.checks import allows, hints_of
+from lightning_lowprec.checks import hints_of
 from lightning_lowprec.conversion.options import LayerOptions
 from lightning_lowprec.fsdp2.options import ShardOptions
 from lightning_lowprec.precision.options import EmulationOptions, FP8Options, MasterOptions, TrainingOptions
@@ -169,33 +167,6 @@ def test_every_option_has_a_case(make):
     hints = hints_of(make if hasattr(make, "__dataclass_fields__") else make.__init__)
     without_hint = {"recipe"} if make is FP8TE else set()  # FP8TE takes any recipe object there
     assert {field for field, *_ in CASES[make]} == set(signature(make).parameters) - without_hint, hints
-
-
-@pytest.mark.parametrize(
-    ("make", "options"),
-    [
-        (
-            FP8TorchAO,
-            {"first_last_layers_bf16": True, "num_layers_at_end_in_bf16": np.int64(2), "emulate": True},
-        ),
-        (FSDP2Strategy, {"timeout": timedelta(seconds=5), "reshard_after_forward": 2, "wrap": {torch.nn.Linear}}),
-        (FSDP2Strategy, {"timeout": None, "wrap": lambda fqn, module: True, "compile": {"mode": "default"}}),
-        (LossScale, {"initial": np.float32(1024.0), "growth_interval": 1}),
-        (MasterConfig, {"seed": -3}),
-        (HalfMixed, {"dtype": "fp16", "loss_scale": 1024}),
-    ],
-    ids=lambda value: getattr(value, "__name__", ", ".join(value) if isinstance(value, dict) else ""),
-)
-def test_right_values_pass(make, options):
-    make(**options)
-
-
-def test_the_checker_itself():
-    assert allows(float, 1)
-    assert not allows(int, 1.0)
-    assert not allows(bool, 1)
-    assert not allows(int | None, math.nan)
-    assert allows(dict[str, int], {})
 
 
 @pytest.mark.parametrize("name", ["num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"])

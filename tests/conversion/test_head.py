@@ -188,21 +188,6 @@ def test_copies_files_and_checkpointing_keep_the_head(tmp_path):
     assert as_exact(found, gradients, float("inf"))
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # dynamo's own, for every autograd.Function
-@pytest.mark.parametrize("family", ["llama", "granite"])
-def test_a_compiler_traces_the_whole_model(family):
-    model = build(family)
-    head.replace_heads(model, "chunked", emulate=None)
-    model.get_output_embeddings().has_warned = True  # of granite, which scales its logits
-    expected, gradients = stepped(model)
-    model.zero_grad()
-    out = torch.compile(model, fullgraph=True, backend="aot_eager")(**batch())
-    out.loss.backward()
-    assert torch.equal(out.loss, expected.loss)
-    assert as_exact([p.grad for p in model.parameters()], gradients, 120)
-
-
 def test_lazy_logits_are_read_as_a_tensor():
     model = build()
     head.replace_heads(model, "chunked", emulate=None)

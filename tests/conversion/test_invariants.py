@@ -17,7 +17,7 @@ from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.invariants import unchanged
 from lightning_lowprec.conversion.layer_runs import remove_hooks
 from lightning_lowprec.names import create
-from lightning_lowprec.torchao.linear import FP8Linear, coded_layers, revert
+from lightning_lowprec.torchao.linear import coded_layers, revert
 
 
 class Scaled(nn.Linear):
@@ -97,19 +97,8 @@ def leaf(kind: str) -> nn.Module:
 
 
 KINDS = [
-    "linear",
-    "no bias",
-    "frozen",
-    "hooked",
-    "eval",
-    "normed",
-    "subclass",
-    "own class",
-    "falcon",
-    "conv1d",
-    "norm",
-    "odd",
-]
+    "linear", "no bias", "frozen", "hooked", "eval", "normed", "subclass", "own class", "falcon", "conv1d", "norm", "odd"
+]  # fmt: skip
 TREES = st.recursive(st.sampled_from(KINDS), lambda child: st.lists(child, min_size=1, max_size=3), max_leaves=8)
 
 
@@ -125,27 +114,6 @@ def tie(model: nn.Module, share_module: bool, share_weight: bool) -> None:
         plain[-1].weight = plain[0].weight
 
 
-def facts(model):
-    """The invariants, written once more and otherwise than in the package."""
-    return {
-        "parameters": [id(p) for p in model.parameters()],
-        "names": [name for name, _ in model.named_parameters(remove_duplicate=False)],
-        "flags": [(p.requires_grad, p.device, p.dtype) for p in model.parameters()],
-        "training": [m.training for m in model.modules()],
-        "hooks": [
-            [
-                len(m._forward_hooks),
-                len(m._forward_pre_hooks),
-                len(m._backward_hooks),
-                len(m._load_state_dict_pre_hooks),
-            ]
-            for m in model.modules()
-        ],
-        "state": list(model.state_dict()),
-        "modules": [id(m) for m in model.modules()],
-    }
-
-
 @settings(max_examples=60, deadline=None)
 @given(tree=TREES, share_module=st.booleans(), share_weight=st.booleans(), meta=st.booleans())
 def test_conversion_keeps_everything(tree, share_module, share_weight, meta):
@@ -153,15 +121,16 @@ def test_conversion_keeps_everything(tree, share_module, share_weight, meta):
     tie(model, share_module, share_weight)
     if meta:
         model = model.to("meta")
-    before, plain = facts(model), [m for m in model.modules() if type(m) in CONVERTED]
+    plain = [m for m in model.modules() if type(m) in CONVERTED]
     classes = [type(m) for m in model.modules()]
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     plugin = FP8TorchAO()
     plugin.bind_device(torch.device("cpu"))
-    plugin.convert_module(model)
-    remove_hooks(model)  # those of the modules around converted layers, which note their first run
-    assert facts(model) == before
+    with unchanged(model):
+        for _ in range(2):
+            plugin.convert_module(model)
+            remove_hooks(model)  # those of the modules around converted layers, which note their first run
     converted = coded_layers(model)
     assert {id(m) for m in converted} == {id(m) for m in plain if m.weight.shape == (16, 16)}
     assert all(isinstance(m, cls) for m, cls in zip(model.modules(), classes, strict=True))
@@ -174,10 +143,8 @@ def test_conversion_keeps_everything(tree, share_module, share_weight, meta):
         if "hooked" not in str(tree) and "normed" not in str(tree):  # lambdas and parametrizations do not pickle
             assert [type(m) for m in pickle.loads(pickle.dumps(model)).modules()] == [type(m) for m in model.modules()]
             assert len(coded_layers(copy.deepcopy(model))) == len(converted)
-    plugin.convert_module(model)
-    remove_hooks(model)
-    assert facts(model) == before
-    revert(model)
+    with unchanged(model):
+        revert(model)
     assert [type(m) for m in model.modules()] == classes
 
 
@@ -258,16 +225,3 @@ def test_an_untied_head_is_caught():
     model = hooked()
     with pytest.raises(RuntimeError, match=r"changed the Parameter or buffer object of '2\.weight'"), unchanged(model):
         model[2].weight = nn.Parameter(model[2].weight.detach().clone())
-
-
-def test_nothing_changed_is_nothing_raised():
-    model = hooked()
-    with unchanged(model):
-        model(torch.ones(2, 16)).sum().backward()
-
-
-def test_a_root_linear_converts_in_place():
-    linear = nn.Linear(16, 32)
-    plugin = FP8TorchAO()
-    assert plugin.convert_module(linear) is linear
-    assert type(linear) is FP8Linear

@@ -74,12 +74,6 @@ def test_stale():
         fabric_step([optimizer], net)
 
 
-def test_frozen_layers_and_several_optimizers_are_fine():
-    fit(lambda net: net[1].requires_grad_(False) and net[0].parameters())
-    net = model()
-    fabric_step([torch.optim.SGD(net[0].parameters(), lr=0.1), torch.optim.Adam(net[1].parameters())], net)
-
-
 def test_optimizers_set_up_apart_from_the_model_and_from_each_other():
     fabric = L.Fabric(precision="fp8-hybrid", accelerator="cpu")
     net = model()
@@ -101,28 +95,6 @@ def test_a_second_model_may_get_its_optimizer_later_or_never():
     optimizer.step()
     late = fabric.setup_optimizers(torch.optim.SGD(discriminator.parameters(), lr=0.1))
     late.step()
-
-
-def test_a_forgotten_layer_of_either_model_is_named():
-    fabric = L.Fabric(precision="fp8-hybrid", accelerator="cpu")
-    generator, discriminator = model(), model()
-    first, optimizer = fabric.setup(generator, torch.optim.SGD(generator.parameters(), lr=0.1))
-    _second = fabric.setup(discriminator, torch.optim.SGD(discriminator[0].parameters(), lr=0.1))
-    first(torch.ones(4, 16)).sum().backward()
-    with pytest.warns(UserWarning, match=FORGOTTEN):
-        optimizer.step()
-
-
-def test_groups_and_state_of_an_early_optimizer_stay():
-    net = model()
-    optimizer = torch.optim.AdamW([{"params": net[0].parameters(), "lr": 0.5}, {"params": net[1].parameters()}])
-    net(torch.ones(4, 16)).sum().backward()
-    optimizer.step()
-    state = {id(p): {k: v.clone() for k, v in s.items()} for p, s in optimizer.state.items()}
-    fabric = L.Fabric(plugins=FP8TorchAO(), accelerator="cpu")
-    _, wrapped = fabric.setup(net, optimizer)
-    assert [group["lr"] for group in wrapped.param_groups] == [0.5, 1e-3]
-    assert all(torch.equal(v, optimizer.state[p][k]) for p in net.parameters() for k, v in state[id(p)].items())
 
 
 def test_two_stages_over_one_backbone():

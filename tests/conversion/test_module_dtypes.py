@@ -5,7 +5,6 @@ Without it torch raises "mixed dtype (CPU)", and "could not create a primitive d
 
 import copy
 import pickle
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -14,9 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
-from torch.utils.data import DataLoader
 
-from lightning_lowprec import FSDP2Strategy, plain
+from lightning_lowprec import plain
 
 NAMES = ["bf16-remainder", "bf16-8bit", "fp16-master", "fp8-hybrid-remainder", "int8-mixed-remainder"]
 NORMS = {
@@ -81,13 +79,6 @@ def test_lstms_run_in_half_precision(packed: bool) -> None:
     assert torch.equal(*values)
 
 
-def test_a_layer_of_transformers_trains() -> None:
-    fabric, model, optimizer = set_up("bf16-remainder", nn.TransformerEncoderLayer(16, 2, 32, batch_first=True))
-    _, out = model(torch.randn(2, 5, 16))
-    fabric.backward(out.float().square().mean())
-    optimizer.step()
-
-
 def test_it_ends_with_the_precision_and_survives_copies() -> None:
     _, model, _ = set_up("bf16-remainder", nn.LayerNorm(16))
     copied, exact = pickle.loads(pickle.dumps(model.module)), copy.deepcopy(model.module)
@@ -106,28 +97,3 @@ def test_instance_norms_keep_float32_weights(dtype: torch.dtype) -> None:
     assert norm.weight.dtype is torch.float32
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(norm(x), F.instance_norm(x, weight=norm.weight, bias=norm.bias))
-
-
-class Normed(L.LightningModule):
-    """A model whose first layer is a norm, so its input is float32."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.GroupNorm(4, 16))
-
-    def training_step(self, batch: Tensor) -> Tensor:
-        return self.layers(batch).float().square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters())
-
-
-@pytest.mark.parametrize("name", ["half-auto", "bf16-remainder", "fp8-hybrid"])
-def test_under_fsdp2(name: str, tmp_path: Path) -> None:
-    """It gathers weights in half precision."""
-    trainer = L.Trainer(
-        accelerator="cpu", devices=1, strategy=FSDP2Strategy(), precision=name, max_steps=2, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, default_root_dir=tmp_path,
-    )  # fmt: skip
-    trainer.fit(Normed(), DataLoader(torch.randn(16, 16), 4))
-    assert trainer.global_step == 2

@@ -1,14 +1,13 @@
 """Options that plugins share: one definition, shown in every constructor, its docstring, `--help` and type checkers."""
 
 import inspect
-from dataclasses import dataclass, field
 from typing import get_type_hints
 
 import jsonargparse
 import pytest
 
 from lightning_lowprec import FP8TE, MSAMP, FP8TorchAO, HalfMixed
-from lightning_lowprec.conversion.options import LayerOptions, shows, take, takes
+from lightning_lowprec.conversion.options import LayerOptions
 from lightning_lowprec.fsdp2.options import ShardOptions
 from lightning_lowprec.precision.fp8 import BlockOptions
 from lightning_lowprec.precision.options import (
@@ -75,12 +74,6 @@ def test_the_command_line_shows_every_option_with_its_words(plugin):
         assert first_words in words.replace("``", ""), name
 
 
-@every_plugin
-def test_an_unknown_option_raises_as_in_any_constructor(plugin, monkeypatch):
-    with pytest.raises(TypeError, match=rf"{plugin.__name__}.__init__\(\) got an unexpected keyword argument 'kep'"):
-        plugin(kep=["lm_head"])
-
-
 def test_a_wrong_option_is_answered_with_the_right_one():
     with pytest.raises(
         TypeError, match=r"keyword argument 'opt_level'\. Write `level=` of `MSAMP`, e\.g\. `MSAMP\('O2'\)`"
@@ -97,31 +90,3 @@ def test_a_wrong_option_is_answered_with_the_right_one():
 def test_an_option_that_a_plugin_does_not_take_raises():
     with pytest.raises(TypeError, match="unexpected keyword argument 'emulate'"):
         FP8TE(emulate=True)
-
-
-def test_shown_options_arrive():
-    @dataclass(frozen=True, kw_only=True)
-    class SomeOptions(LayerOptions):
-        first: int = field(kw_only=False)
-
-    @shows()
-    class Some:
-        """Some.
-
-        Args:
-            first: of its own.
-
-        Raises:
-            ValueError: never.
-        """
-
-        @takes(SomeOptions)
-        def __init__(self, options):
-            self.first, self.layers = options.first, take(LayerOptions, options)
-
-    some = Some(1, keep=["a"])
-    assert (some.first, some.layers) == (1, LayerOptions(keep=["a"]))
-    assert described(Some)["first"] == "of its own."
-    assert inspect.getdoc(Some).endswith("Raises:\n    ValueError: never.")
-    with pytest.raises(TypeError, match="'second'"):
-        Some(1, second=2)

@@ -1,6 +1,5 @@
 """A plan in a notebook: grouped, escaped, without colours, scripts or addresses."""
 
-import re
 from html.parser import HTMLParser
 
 import pytest
@@ -107,12 +106,3 @@ def test_a_model_without_layers_and_a_model_that_is_a_layer():
     other = make_plan(nn.Linear(16, 16), request=PlanRequest(format="int8"))
     assert read(other).rows[1][2] == "int8"
     assert "gains per layer: not known for int8" in read(other).text
-
-
-def test_the_folded_rows_are_tables_of_their_own():
-    rows = [("a", "b"), *((str(i), "<b>") for i in range(41))]
-    text = html.table(rows, right=[1])
-    cells = re.findall(r'<td style="text-align:(\w+)">(.*?)</td>', text)
-    assert cells[-2:] == [("left", "40"), ("right", "&lt;b&gt;")]
-    assert text.count("<thead>") == 2
-    assert html.table(rows[:41]).count("<table>") == 1

@@ -15,7 +15,6 @@ from lightning_lowprec.conversion.backends import revert_all
 from lightning_lowprec.conversion.experts import difference
 from lightning_lowprec.conversion.plan import PlanRequest, make_plan
 from lightning_lowprec.conversion.selection import UNCAST
-from lightning_lowprec.torchao.experts import fp8_experts
 from tests.quality import expect_db, sqnr
 
 EXPERTS, DIM, HIDDEN = 4, 32, 64
@@ -229,64 +228,3 @@ def test_recognising_draws_no_random_number_and_leaves_the_module_alone():
     }
     assert torch.equal(torch.get_rng_state(), state)
     assert vars(model.experts) == before
-
-
-def test_trains_and_is_set_up_again():
-    torch.manual_seed(0)
-    model, (x, counts) = Layer(GroupedExperts(use_grouped_mm=False)), batch()
-    plain, losses = copy.deepcopy(model), {}
-    for codes in ("per_forward", "per_gemm"):
-        one = copy.deepcopy(model)
-        fabric = L.Fabric(plugins=FP8TorchAO(recipe="tensorwise", weight_codes=codes), accelerator="cpu")
-        wrapped, optimizer = fabric.setup(one, torch.optim.AdamW(one.parameters(), lr=1e-2))
-        losses[codes] = []
-        for _ in range(5):
-            loss = (wrapped(x, counts)[: sum(COUNTS)] - x[: sum(COUNTS)]).square().mean()
-            fabric.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses[codes].append(loss.item())
-    assert losses["per_forward"] == losses["per_gemm"]
-    assert losses["per_forward"][-1] < losses["per_forward"][0]
-    assert one.state_dict().keys() == plain.state_dict().keys()
-    assert fp8_experts(copy.deepcopy(one))
-    again = set_up(one, HalfMixed("bf16"))
-    assert not fp8_experts(one)
-    assert again(x, counts).isfinite().all()
-
-
-def test_lists_of_linear_experts_convert():
-    """litgpt's LLaMAMoE: each expert is an MLP of three Linears."""
-
-    class Expert(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.fc_1, self.fc_2 = (nn.Linear(DIM, HIDDEN, bias=False) for _ in range(2))
-            self.proj = nn.Linear(HIDDEN, DIM, bias=False)
-
-        def forward(self, x):
-            return self.proj(F.silu(self.fc_1(x)) * self.fc_2(x))
-
-    class LLaMAMoE(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.gate = nn.Linear(DIM, 16, bias=False)
-            self.experts = nn.ModuleList(Expert() for _ in range(16))
-
-        def forward(self, x):
-            weights, chosen = self.gate(x).topk(2)
-            out = torch.zeros_like(x)
-            for number, expert in enumerate(self.experts):
-                token, place = (chosen == number).nonzero(as_tuple=True)
-                out[token] += weights.softmax(1)[token, place].unsqueeze(1) * expert(x[token]).to(x.dtype)
-            return out
-
-    torch.manual_seed(0)
-    model = LLaMAMoE()
-    plan = make_plan(model, request=PlanRequest(experts=None))
-    assert len(plan.converted) == 3 * 16
-    assert {row.fqn: row.kept_because for row in plan.rows if row.kept_because} == {"gate": "gate beside experts"}
-    x, _ = batch()
-    wrapped = set_up(model, FP8TorchAO(recipe="rowwise"))
-    wrapped(x).float().square().sum().backward()
-    assert all(p.grad.isfinite().all() for p in model.parameters())
