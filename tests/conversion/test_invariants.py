@@ -97,7 +97,8 @@ def leaf(kind: str) -> nn.Module:
 
 
 KINDS = [
-    "linear", "no bias", "frozen", "hooked", "eval", "normed", "subclass", "own class", "falcon", "conv1d", "norm", "odd"
+    "linear", "no bias", "frozen", "hooked", "eval", "normed", "subclass", "own class", "falcon", "conv1d", "norm",
+    "odd",
 ]  # fmt: skip
 TREES = st.recursive(st.sampled_from(KINDS), lambda child: st.lists(child, min_size=1, max_size=3), max_leaves=8)
 

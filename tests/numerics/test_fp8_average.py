@@ -41,20 +41,6 @@ def test_the_error_is_that_of_two_roundings_however_many_ranks(ranks, freedom):
     expect_db(sqnr(gradients.double().mean(0), averaged(gradients, [1 << 14])), 28.0)
 
 
-def test_parameters_of_very_different_size_share_a_bucket():
-    sizes = [1 << 14] * 6
-    gradients = student_t((8, sum(sizes)), 4.0, seed=0)
-    gradients = gradients * torch.logspace(-9, 3, 6).repeat_interleave(1 << 14)
-    result = averaged(gradients, sizes)
-    exact = gradients.double().mean(0)
-    for mine, true in zip(result.split(sizes), exact.split(sizes), strict=True):
-        expect_db(sqnr(true, mine), 28.0)
-    one_scale = averaged(gradients, [sum(sizes)])
-    assert (
-        sqnr(exact[: 1 << 14], one_scale[: 1 << 14]) < 1.0
-    )  # what one scale for the bucket would leave of the smallest
-
-
 def nearest(x):
     return math.copysign(min(E4M3.tolist(), key=lambda c: abs(c - abs(x))), x)  # no ties in the data below
 
@@ -156,25 +142,6 @@ def wide_bytes(group, hook):
     return sum(sent.bytes.values()) / sum(p.numel() for p in model.parameters())
 
 
-def training(hook, rank):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 4))
-    teacher = nn.Linear(16, 4)
-    ddp = DistributedDataParallel(model)
-    if hook is not None:
-        ddp.register_comm_hook(None, hook)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    torch.manual_seed(rank)
-    for _ in range(60):
-        x = torch.randn(32, 16)
-        loss = (ddp(x) - teacher(x).detach()).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    x = torch.randn(512, 16, generator=torch.Generator().manual_seed(9))
-    return (model(x) - teacher(x)).square().mean().item()
-
-
 def worker(rank):
     result = {}
     for name, dtype in {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}.items():
@@ -182,12 +149,8 @@ def worker(rank):
     result["small-buckets"] = grads_of(Net(), batch(rank), bucket_cap_mb=0.0001)
     result["views"] = grads_of(Net(), batch(rank), gradient_as_bucket_view=True)
     poisoned = batch(rank)
-    poisoned[0] = INF if rank == 1 else 1.0
-    result["inf"] = grads_of(Net(), poisoned)
-    poisoned = batch(rank)
-    poisoned[(0, 35, 46)[rank]] = float("nan")  # each rank in another parameter
+    poisoned[(0, 35, 46)[rank]] = (INF, -INF, float("nan"))[rank]  # each rank in another parameter
     result["nan"] = grads_of(Net(), poisoned)
-    result["training"] = {"fp8": training(fp8_gradient_hook, rank), "float32": training(None, rank)}
     try:
         table = nn.Embedding(4, 2, sparse=True)
         ddp = DistributedDataParallel(table)
@@ -230,14 +193,7 @@ def test_a_group_of_its_own(results):
         assert torch.equal(torch.cat([g.flatten() for g in result["pair"]]), expected)
 
 
-def test_inf_on_one_rank_reaches_all(results):
-    for result in results:
-        first, *others = result["inf"]
-        assert bool(first.isnan().all())
-        assert all(bool(g.isfinite().all()) for g in others)
-
-
-def test_nan_on_any_rank_reaches_all(results):
+def test_what_is_not_finite_on_any_rank_reaches_all(results):
     for result in results:
         assert [bool(g.isnan().all()) for g in result["nan"] if g.numel()] == [True, True, True, False, False]
 
@@ -246,12 +202,6 @@ def test_one_byte_per_parameter_on_the_wire(results):
     for result in results[:2]:
         assert result["bytes"]["float32"] == pytest.approx(4.0, abs=0.01)
         assert 1.0 <= result["bytes"]["fp8"] <= 1.05
-
-
-def test_training_arrives_where_float32_does(results):
-    for result in results:
-        assert result["training"] == results[0]["training"]
-        assert result["training"]["fp8"] < 1.1 * result["training"]["float32"]
 
 
 def test_sparse_gradients_are_refused(results):

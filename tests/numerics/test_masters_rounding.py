@@ -6,7 +6,7 @@ import torch
 from lightning_lowprec.numerics import rounding
 from lightning_lowprec.numerics.rounding import join_, random_bits, reconcile, split_, stochastic_round_
 
-INF, NAN = float("inf"), float("nan")
+NAN = float("nan")
 
 
 def floats(*bits: int) -> torch.Tensor:
@@ -68,20 +68,6 @@ def test_every_bf16_with_the_upper_8_bits_of_every_remainder():
         assert not bool((bits_of(master) & 0xFF).any())
         arises = ~(weight.isnan() | master.isnan() | ((weight == 0) & (remainder < 0)))
         assert torch.equal(bits_of(master)[arises], (bits_of(weight).to(torch.int32) * 65536 + r * 256)[arises])
-
-
-def test_a_sample_of_all_float32_and_all_their_edges():
-    generator = torch.Generator().manual_seed(0)
-    bits = torch.randint(-(1 << 31), 1 << 31, (1 << 20,), generator=generator).to(torch.int32)
-    upper = torch.arange(0, 1 << 16, dtype=torch.int32) << 16
-    edges = torch.cat([upper + low for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)])
-    master = torch.cat([bits, edges]).view(torch.float32)
-    weight, remainder = split(master)
-    again = join(weight, remainder)
-    nan = master.isnan()
-    assert torch.equal(bits_of(again)[~nan], bits_of(master)[~nan])
-    assert bool(weight[nan].isnan().all())
-    assert bool(again[nan].isnan().all())
 
 
 def test_rounds_to_nearest_and_ties_away_from_zero():
