@@ -39,12 +39,6 @@ def test_a_line_is_said_once_whoever_has_set_up_logging(first, times):
     assert stderr_of(f"{first}; ours.info('a line')").count("a line") == times
 
 
-@pytest.mark.slow
-def test_a_run_without_any_logging_says_its_lines():
-    run = "L.Fabric(precision='half-auto', accelerator='cpu', devices=1).setup(torch.nn.Linear(2, 2))"
-    assert stderr_of(f"import torch, lightning_fabric as L; {run}").count(SAID) == 1
-
-
 def test_lines_have_the_file_that_says_them_and_reach_handlers_of_the_root(caplog):
     L.Fabric(precision="half-auto", accelerator="cpu", devices=1).setup(nn.Linear(2, 2))
     (record,) = [record for record in caplog.records if record.getMessage().startswith(SAID)]

@@ -1,7 +1,6 @@
 """What runs where: every name has an answer for every architecture, and plugins refuse by the table."""
 
 import re
-import warnings
 from pathlib import Path
 
 import pytest
@@ -29,43 +28,6 @@ def test_every_answer_has_a_source_and_all_but_a_plain_yes_a_reason():
             assert found.source, (recipe, key)
             assert found.reason or (found.runs is True and not found.emulated), (recipe, key)
             assert not (found.emulated and not found.runs), (recipe, key)
-
-
-@pytest.mark.parametrize(
-    ("recipe", "runs", "refused", "not_known"),
-    [
-        (
-            "tensorwise",
-            "sm_89 sm_90 sm_100 sm_110 sm_120",
-            "sm_75 sm_80 gfx90a gfx942 gfx1100 mps",
-            "sm_130 gfx950 xpu",
-        ),
-        ("tensorwise-per-gemm", "sm_89 sm_90 sm_120 gfx942 gfx950", "sm_80 gfx90a mps", "xpu"),
-        ("rowwise", "sm_89 sm_90 sm_100 gfx942 gfx950", "sm_80 sm_120 gfx90a mps", "xpu gfx1200"),
-        ("rowwise-gw-hp", "sm_89 sm_90 sm_100 gfx942 gfx950", "sm_80 sm_120 gfx90a mps", "xpu gfx1200"),
-        ("msamp", "sm_89 sm_90 sm_100 sm_120", "sm_80 gfx90a gfx942 mps", "gfx950 xpu"),
-        ("te-delayed", "sm_89 sm_90 sm_100 sm_120", "sm_80 gfx90a xpu mps cpu", "gfx942 gfx950"),
-        ("te-block", "sm_90 sm_100 sm_120", "sm_89 gfx942 cpu", "sm_130"),
-        ("te-mxfp8", "sm_100", "sm_90 sm_120 gfx942 cpu", "sm_110 gfx950"),
-        ("te-nvfp4", "sm_100", "sm_90 sm_120 gfx950 cpu", "sm_130"),
-        ("te-nvfp4-plain", "sm_100 sm_120", "sm_90 cpu", "sm_110"),
-        ("torchao-mxfp8", "sm_100", "sm_90 gfx942 mps", "sm_120 gfx950 xpu"),
-        ("int8", "sm_80 sm_89 sm_90 cpu", "", "sm_75 sm_120 gfx942 xpu mps"),
-        ("fp16", "sm_70 sm_75 sm_120 gfx90a xpu mps cpu", "", "other"),
-        ("bf16", "sm_80 sm_120 gfx90a xpu mps cpu", "", "other"),
-    ],
-)
-def test_what_upstream_says(recipe, runs, refused, not_known):
-    for answer, keys in ((True, runs), (False, refused), (None, not_known)):
-        assert {key: TABLE[recipe][key].runs for key in keys.split()} == dict.fromkeys(keys.split(), answer)
-
-
-def test_sources_of_what_users_ran_into():
-    assert TABLE["rowwise"]["sm_120"].source == "pytorch#192707"
-    assert TABLE["torchao-mxfp8"]["sm_120"].source == "pytorch#198126"
-    assert "TE#2255" in TABLE["te-nvfp4"]["sm_120"].source
-    assert {key for key, found in TABLE["bf16"].items() if found.emulated} == {"sm_60", "sm_70", "sm_75"}
-    assert {key for key, found in TABLE["tensorwise"].items() if found.emulated} == {"cpu"}
 
 
 @pytest.mark.parametrize(
@@ -174,16 +136,6 @@ def test_what_is_not_known_and_what_is_emulated_is_said(monkeypatch, plugin, cap
     plugin.bind_device(CUDA)
     with pytest.warns(UserWarning, match=rf"`precision='{plugin.precision}'`: .*{message}"):
         refusals.check_runs(plugin, CUDA)
-
-
-def test_what_runs_or_is_emulated_by_choice_says_nothing(monkeypatch):
-    on_gpu(monkeypatch, (9, 0))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for plugin in (FP8TorchAO(), MSAMP(), HalfMixed("bf16"), HalfMixed()):
-            refusals.check_runs(plugin, CUDA)
-        on_gpu(monkeypatch, (13, 0))
-        refusals.check_runs(FP8TorchAO(emulate=True), CUDA)
 
 
 def test_half_auto_takes_fp16_where_bf16_is_emulated(monkeypatch):

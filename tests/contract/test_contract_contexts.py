@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from contract_models import Batches, Net, Probe, X, fabric_with, net, random_batches, same, trainer_with
+from contract_models import Net, fabric_with, net, random_batches, same, trainer_with
 from plugins_under_test import code_dtypes, every_name, every_plugin, make, weight_dtype
 from torch import Tensor, nn
 
@@ -72,29 +72,6 @@ def test_contexts_nest_and_can_be_entered_again(name: str) -> None:
         with plugin.forward_context(), plugin.forward_context():
             assert torch.is_autocast_enabled("cpu")
         assert torch_state() == before
-
-
-class Raising(Probe):
-    def forward(self, x: Tensor) -> Tensor:
-        assert torch.is_autocast_enabled("cpu")
-        raise ZeroDivisionError
-
-
-@every_plugin
-def test_trainer_restores_torch_when_a_step_raises(name: str) -> None:
-    before = torch_state()
-    with pytest.raises(ZeroDivisionError):
-        trainer_with(make(name)).fit(Raising(), Batches(X))
-    assert torch_state() == before
-
-
-@every_plugin
-def test_fabric_restores_torch_when_forward_raises(name: str) -> None:
-    module = fabric_with(make(name)).setup(Raising())
-    before = torch_state()
-    with pytest.raises(ZeroDivisionError):
-        module(X)
-    assert torch_state() == before
 
 
 class DtypeNet(Net):

@@ -22,7 +22,7 @@ from contract_models import (
     trainer_with,
     value,
 )
-from plugins_under_test import every_name, every_plugin, make
+from plugins_under_test import every_plugin, make
 from torch import nn
 
 from lightning_lowprec.precision.loss_scale import LossScale
@@ -122,16 +122,6 @@ def test_fit_again_goes_on_as_one_optimizer_state_anew(name: str) -> None:
     assert_same_tensors(values(module), values(fresh))
 
 
-@every_name
-@pytest.mark.parametrize("clone", [copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p))], ids=["deepcopy", "pickle"])
-def test_unused_plugin_survives_copying(name: str, clone: object) -> None:
-    plugin = make(name)
-    copied = clone(plugin)
-    assert type(copied) is type(plugin)
-    assert copied.precision == plugin.precision
-    assert scale_of(copied) == scale_of(plugin)
-
-
 @every_plugin
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p))], ids=["deepcopy", "pickle"])
 def test_connected_plugin_survives_copying_and_trains_alike(name: str, clone: object) -> None:
@@ -147,17 +137,6 @@ def test_connected_plugin_survives_copying_and_trains_alike(name: str, clone: ob
     trainer_with(copied).fit(twin, batches)
     assert_same_tensors(values(twin), values(module))
     assert scale_of(copied) == scale_of(plugin)
-
-
-@every_plugin
-def test_copied_plugin_works_in_fabric(name: str) -> None:
-    plugin, module, batches = make(name), net(), random_batches(2)
-    fabric = fabric_with(plugin)
-    train_in_fabric(fabric, *fabric.setup(module, torch.optim.AdamW(module.parameters(), lr=0.1)), batches)
-    twin = net()
-    fabric = fabric_with(pickle.loads(pickle.dumps(plugin)))
-    train_in_fabric(fabric, *fabric.setup(twin, torch.optim.AdamW(twin.parameters(), lr=0.1)), batches)
-    assert_same_tensors(values(twin), values(module))
 
 
 class ConfiguredNet(Net):

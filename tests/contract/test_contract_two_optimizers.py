@@ -102,20 +102,6 @@ def test_trainer_updates_both_exactly(name: str, loop: Any, growing: bool) -> No
     assert [len(o.calls) for o in module.both] == [2, steps]
 
 
-@every_plugin
-def test_unused_optimizer_is_left_alone(name: str) -> None:
-    def only_first(module: Any, first: Any, second: Any, batch: tuple[Tensor, Tensor]) -> None:
-        module.manual_backward(module(batch[0], "w"))
-        first.step()
-        first.zero_grad()
-
-    module = TwoWeights(only_first)
-    trainer_with(make(name)).fit(module, Batches((X, Y), (X, Y)))
-    assert same(module.w, -2 * X)
-    assert same(module.v, torch.zeros(2))
-    assert module.both[1].calls == []
-
-
 @every_scaled
 @pytest.mark.parametrize("loop", [one_after_the_other, backward_both_then_step_both], ids=lambda loop: loop.__name__)
 def test_overflow_of_one_does_not_touch_the_other(name: str, loop: Any) -> None:

@@ -34,14 +34,6 @@ def test_reasons_and_differences_meet(reasons, capsys, lines, status, said):
     assert said in capsys.readouterr().out
 
 
-def test_a_reason_may_name_a_test_with_brackets(reasons):
-    reasons.write_text("fsdp2 | lightning:hooks::test_fit[True-kwargs0] | as DDP\n")
-    assert (
-        peers.report([Difference("fsdp2", "lightning:hooks::test_fit[True-kwargs0]", "")], {"fsdp2"}, {"lightning"})
-        == 0
-    )
-
-
 def test_every_reason_names_a_swap_and_says_why():
     for name, test, reason in peers.read_reasons(peers.HERE / "reasons.txt"):
         assert any(fnmatch.fnmatchcase(swap, name) for swap in SWAPS)

@@ -204,16 +204,6 @@ def with_adapter():
     return converted(model, "fp8-rowwise")
 
 
-def test_a_lora_adapter_is_merged_as_peft_does(tmp_path):
-    model = with_adapter()
-    export(model, tmp_path / "out", "hf", merge_adapters=True)
-    merged = model.merge_and_unload().state_dict()
-    values = tensors(tmp_path / "out")
-    assert values.keys() == merged.keys()
-    for name, value in merged.items():
-        torch.testing.assert_close(values[name], value, rtol=0, atol=1e-6)
-
-
 def test_a_lora_adapter_is_kept_beside_codes_of_the_last_step(tmp_path):
     import peft
 
@@ -246,18 +236,6 @@ def test_several_files_written_in_parts_hold_what_one_holds(tmp_path, monkeypatc
     assert all(same_bits(one[name], more[name]) for name in one)
     assert (whole.same, whole.second_rounding) == (parts.same, pytest.approx(parts.second_rounding))
     served(tmp_path / "more")
-
-
-def test_fp8_state_is_what_export_writes_one_tensor_at_a_time(tmp_path):
-    model = converted(llama(), "fp8-rowwise")
-    export(model, tmp_path / "out", "compressed-tensors")
-    state = lightning_lowprec.fp8_state(model, format="compressed-tensors", dtype="fp32")
-    assert iter(state) is state
-    with torch.autocast("cpu", dtype=torch.bfloat16):  # inside a training step
-        found = dict(state)
-    stored = tensors(tmp_path / "out")
-    assert found.keys() == stored.keys()
-    assert all(same_bits(found[name], stored[name]) for name in stored)
 
 
 def test_fp8_state_reads_a_module_that_fabric_has_wrapped():

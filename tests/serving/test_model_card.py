@@ -2,13 +2,11 @@
 
 import lightning as L
 import pytest
-import torch
 from huggingface_hub import ModelCard
 
 import lightning_lowprec
 from lightning_lowprec import __version__
 from tests.serving.models import llama
-from tests.toys import Task, causal_loss
 
 
 def exported(folder, precision, **options):
@@ -47,12 +45,3 @@ def test_what_is_not_known_is_left_out(tmp_path, base):
     assert card.data.to_dict() == {"library_name": "transformers", "tags": ["lightning_lowprec"]}
     assert "name the license before you publish" in card.text
     assert "0 weights are stored in FP8 (e4m3), all others in bf16." in card.text
-
-
-def test_a_trainer_knows_the_precision(tmp_path):
-    module = Task(llama(), causal_loss)
-    trainer = L.Trainer(accelerator="cpu", devices=1, precision="fp8-hybrid", max_steps=1, barebones=True)
-    trainer.fit(module, torch.utils.data.DataLoader(torch.ones(4, 16, dtype=torch.long), batch_size=2))
-    lightning_lowprec.export(module, tmp_path / "small", progress=False)
-    text = ModelCard.load(tmp_path / "small" / "README.md").text
-    assert "| precision of the training | `fp8-hybrid` |" in text
