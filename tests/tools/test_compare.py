@@ -4,6 +4,7 @@ import json
 import math
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,13 +13,12 @@ import pytest
 from lightning_lowprec.tools.class_path import build, load_class
 from lightning_lowprec.tools.cli import main
 from lightning_lowprec.tools.compare import runner
-from lightning_lowprec.tools.compare.comparison import Comparison
-from lightning_lowprec.tools.compare.result import PrecisionResult, judge
+from lightning_lowprec.tools.compare.result import PrecisionResult
 from lightning_lowprec.tools.compare.runner import train_all
 from lightning_lowprec.tools.compare.spec import CompareSpec
 from lightning_lowprec.tools.compare.training import Recorder
 from lightning_lowprec.tools.demo import NEXT
-from tests.tools.comparing import compare
+from tests import forked
 
 USER_FILE = '''
 import os
@@ -71,6 +71,79 @@ def user_file(tmp_path):
 
 
 # ---- real runs
+
+CODE = """
+import sys
+
+from lightning_lowprec.tools.cli import main
+from lightning_lowprec.tools.compare import runner
+
+runner.START = "fork"
+sys.exit(main(["compare", *sys.argv[1:]]))
+"""
+
+
+def compare(arguments: Sequence[str], folder: Path) -> tuple[int, str, str]:
+    """Return the status, stdout and stderr of the command; each precision trains in a fork of its process.
+
+    Each precision of `examples/first_steps.ipynb` trains in a process that starts from nothing.
+    """
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    ended = forked.python("-c", CODE, *arguments, cwd=folder, environ=environ)
+    return ended.returncode, ended.stdout, ended.stderr
+
+
+@pytest.mark.slow
+def test_seeds_are_compared_in_pairs(tmp_path):
+    status, stdout, stderr = compare(
+        [
+            *("--precisions=bf16-mixed,fp8-hybrid", "--model-args", "{depth: 1, width: 16, heads: 1, block_size: 16}"),
+            *("--data-args", '{"block_size": 16, "max_bytes": 20000}', "--accelerator=cpu"),
+            *("--max-steps=24", "--val-every=10", "--val-batches=2", f"--out={tmp_path}", "--seed=3", "--seeds=2"),
+            *("--max-loss-gap=1000", "--monitor"),
+        ],
+        tmp_path,
+    )
+    assert status == 0, stdout + stderr
+    assert "fp8-hybrid, seed 4 (4 of 4): 100%" in stderr
+    figures = json.loads((tmp_path / "results.json").read_text())
+    runs = {(run["seed"], run["name"]): run["train_losses"] for run in figures["results"]}
+    assert [*runs] == [(seed, name) for seed in (3, 4) for name in ("bf16-mixed", "fp8-hybrid")]
+    for seed in (3, 4):
+        baseline, fp8 = runs[seed, "bf16-mixed"], runs[seed, "fp8-hybrid"]
+        assert fp8 != baseline
+        assert fp8 == pytest.approx(baseline, rel=0.01), "the same weights, the same data"
+        assert baseline[0] == pytest.approx(math.log(256), abs=0.1)
+        assert (tmp_path / f"fp8-hybrid-seed{seed}.log").is_file()
+    assert runs[3, "bf16-mixed"][0] != runs[4, "bf16-mixed"][0]
+    _check_differences(figures)
+    for run in figures["results"]:
+        assert run["val_steps"] == [10, 20, 24], "and after the last step, which no interval hits"
+        assert run["peak_memory"] is None, "only a GPU's memory is measured"
+        assert run["device"].startswith("CPU (")
+        assert ", 1 of " in run["device"], "one thread"
+    folder = tmp_path / "monitor" / "fp8-hybrid-seed4"
+    readings = [json.loads(line) for line in (folder / "numerics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in readings] == [*range(0, 24, 2)], "a tenth of 24 steps, rounded down"
+    assert set(readings[-1]["layers"]) == {f"blocks.0.{name}" for name in ("qkv", "proj", "fc_in", "fc_out")}
+    assert f"{folder}." in stdout
+    assert not (tmp_path / "monitor" / "bf16-mixed-seed4").exists(), "which converts nothing"
+    page = (tmp_path / "report.md").read_text()
+    assert "## Final val_loss of each seed" in page
+    for said in ("converted 4 of 5", "emulated", "\n- python: ", "\n- torch: ", "\n- lightning-lowprec: "):
+        assert said in page
+
+
+def _check_differences(figures):
+    """The mean and the interval of two differences: half of the difference times 12.706 (Student's t, 1 degree)."""
+    losses = [run["val_losses"][-1] for run in figures["results"]]
+    gaps = [losses[1] / losses[0] - 1, losses[3] / losses[2] - 1]
+    baseline, fp8 = figures["precisions"]
+    assert baseline["text"] == "baseline"
+    assert baseline["cost"] is None
+    assert fp8["cost"]["gaps"] == pytest.approx(gaps, rel=1e-9)
+    assert fp8["gap"] == fp8["cost"]["gap"]["mean"] == pytest.approx(sum(gaps) / 2, rel=1e-9)
+    assert fp8["cost"]["gap"]["half_width"] == pytest.approx(12.7062 * abs(gaps[0] - gaps[1]) / 2, rel=1e-5)
 
 
 FAILURES = {
@@ -204,71 +277,11 @@ def test_wrong_specs(kwargs, message):
         CompareSpec(**kwargs)
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "error", "message"),
-    [
-        ({"model": "Model"}, ValueError, "'Model' is not a class path; expected package.module.Class or path/to/file"),
-        ({"model": "gone.py:Model"}, ValueError, "'gone.py' is not a file"),
-        (
-            {"model": "gone.Model"},
-            ImportError,
-            r"No module named 'gone', neither in the working folder \(.*\) nor",
-        ),
-        ({"data": "lightning_lowprec.tools.demo.Nope"}, ImportError, "has no 'Nope'; its classes are: ByteGPT, Stdlib"),
-    ],
-)
-def test_wrong_classes(kwargs, error, message, tmp_path, no_training, monkeypatch):
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    with pytest.raises(error, match=message):
-        train_all(CompareSpec(out=tmp_path / "out", **kwargs))
-    assert not (tmp_path / "out").exists()
-
-
 # ---- the pieces
 
 
 def result(name="32-true", **kwargs):
     return PrecisionResult(name=name, **{"val_losses": [3.0, 2.0], "train_losses": [3.0], **kwargs})
-
-
-@pytest.mark.parametrize(
-    ("last", "ok"),
-    [(2.0, True), (2.02, True), (1.98, True), (2.021, False), (1.979, False), (math.nan, False), (math.inf, False)],
-)
-def test_the_verdict_is_relative_and_has_two_sides(last, ok):
-    assert judge(result("x", val_losses=[last]), result(), 0.0101).ok is ok
-
-
-def test_a_failed_baseline_judges_nobody():
-    failed, other = result(error="Traceback\nBoom: it broke"), result("bf16-mixed")
-    comparison = Comparison(spec=CompareSpec(precisions=["32-true", "bf16-mixed"]), results=[failed, other])
-    assert [v.text for v in comparison.verdicts.values()] == [
-        "failed: Boom: it broke",
-        "not judged: the baseline 32-true has no finite result",
-    ]
-    assert not comparison.ok
-
-
-def test_zero_baselines():
-    zero = result(val_losses=[0.0])
-    assert judge(result("x", val_losses=[0.0]), zero, 0.01).ok
-    assert not judge(result("x", val_losses=[1e-9]), zero, 0.01).ok
-
-
-def test_warm_up_steps_do_not_count():
-    assert result(step_seconds=[9, 9, 9, 9, 9, 1, 2, 3, 2, 2]).step_time == 2
-    assert result(step_seconds=[9.0, 1.0]).step_time == 1
-    assert result().step_time is None
-
-
-def test_without_validation_there_is_no_verdict():
-    assert judge(result(val_losses=[]), result(), 0.01).text.startswith("no validation ran: expected training batches")
-
-
-def test_json_stays_strict():
-    comparison = Comparison(spec=CompareSpec(), results=[result(val_losses=[math.inf]), result("b", val_losses=[])])
-    figures = json.loads(comparison.to_json(), parse_constant=pytest.fail)
-    assert figures["results"][0]["val_losses"] == [None]
 
 
 @pytest.mark.parametrize(("logged", "names"), [({"score": 1.0, "acc": 2.0}, "acc, score"), ({}, "nothing")])
@@ -299,5 +312,7 @@ def test_classes_load_from_modules_and_files(tmp_path, monkeypatch):
     assert build("collections.Counter", {"a": 2}, seed=3) == {"a": 2}
     with pytest.raises(ImportError, match=r"my_classes has no 'Thin'; its classes are: Thing\."):
         load_class(f"{file}:Thin")
+    with pytest.raises(ValueError, match=r"'Model' is not a class path; expected package\.module\.Class or path"):
+        load_class("Model")
     for name in ("my_classes", "neighbour_of_mine"):
         del sys.modules[name]

@@ -1,0 +1,290 @@
+"""What `lowprec compare` makes of its runs: verdicts, intervals over seeds, the report as page and as text."""
+
+import math
+
+import pytest
+import torch
+
+from lightning_lowprec.tools.compare.comparison import Comparison, markdown, picture, smooth, write_report
+from lightning_lowprec.tools.compare.result import Interval, PrecisionResult, judge, judge_seeds, student_t
+from lightning_lowprec.tools.compare.spec import CompareSpec
+from lightning_lowprec.tools.output import format_table
+
+# ---- one seed
+
+
+def result(name="32-true", **kwargs):
+    return PrecisionResult(name=name, **{"val_losses": [3.0, 2.0], "train_losses": [3.0], **kwargs})
+
+
+@pytest.mark.parametrize(
+    ("last", "ok"),
+    [(2.0, True), (2.02, True), (1.98, True), (2.021, False), (1.979, False), (math.nan, False), (math.inf, False)],
+)
+def test_the_verdict_is_relative_and_has_two_sides(last, ok):
+    assert judge(result("x", val_losses=[last]), result(), 0.0101).ok is ok
+
+
+def test_a_failed_baseline_judges_nobody():
+    failed, other = result(error="Traceback\nBoom: it broke"), result("bf16-mixed")
+    comparison = Comparison(spec=CompareSpec(precisions=["32-true", "bf16-mixed"]), results=[failed, other])
+    assert [v.text for v in comparison.verdicts.values()] == [
+        "failed: Boom: it broke",
+        "not judged: the baseline 32-true has no finite result",
+    ]
+    assert not comparison.ok
+
+
+def test_zero_baselines():
+    zero = result(val_losses=[0.0])
+    assert judge(result("x", val_losses=[0.0]), zero, 0.01).ok
+    assert not judge(result("x", val_losses=[1e-9]), zero, 0.01).ok
+
+
+def test_warm_up_steps_do_not_count():
+    assert result(step_seconds=[9, 9, 9, 9, 9, 1, 2, 3, 2, 2]).step_time == 2
+    assert result(step_seconds=[9.0, 1.0]).step_time == 1
+    assert result().step_time is None
+
+
+def test_without_validation_there_is_no_verdict():
+    assert judge(result(val_losses=[]), result(), 0.01).text.startswith("no validation ran: expected training batches")
+
+
+# ---- intervals
+
+TABLE_OF_T = {3: 3.182, 4: 2.776, 5: 2.571, 9: 2.262, 10: 2.228, 20: 2.086, 29: 2.045, 30: 2.042, 120: 1.980}
+"""The printed table: degrees of freedom, and t for 95 % on two sides."""
+
+
+@pytest.mark.parametrize(("degrees", "t"), TABLE_OF_T.items())
+def test_student_t_is_that_of_the_table(degrees, t):
+    assert student_t(degrees) == pytest.approx(t, abs=5.1e-4)
+
+
+@pytest.mark.parametrize("share", [0.5, 0.95, 0.999])
+def test_student_t_has_a_closed_form_for_one_and_two_degrees(share):
+    assert student_t(1, share) == pytest.approx(math.tan(math.pi * share / 2), rel=1e-9)
+    assert student_t(2, share) == pytest.approx(share * math.sqrt(2 / (1 - share**2)), rel=1e-9)
+
+
+def test_an_interval_by_hand():
+    interval = Interval.of([0.01, 0.02, 0.03])  # mean 0.02, standard deviation 0.01
+    assert interval.mean == pytest.approx(0.02)
+    assert interval.half_width == pytest.approx(4.30265 * 0.01 / math.sqrt(3), rel=1e-5)
+    assert interval.percent() == "+2.00% ± 2.48%"
+    assert interval.holds_zero
+
+
+# ---- verdicts
+
+BASELINE = (2.0, 4.0, 2.5)
+"""Losses of the baseline with three seeds: far apart, which pairs do not feel."""
+
+
+def runs(finals, name="x", losses=()):
+    return [PrecisionResult(name=name, seed=i, val_losses=[v], train_losses=[*losses]) for i, v in enumerate(finals)]
+
+
+def of_gaps(*gaps, name="x"):
+    """Runs whose final losses are off the baseline's by these shares."""
+    return runs([value * (1 + gap) for value, gap in zip(BASELINE, gaps, strict=True)], name)
+
+
+@pytest.mark.parametrize(
+    ("gaps", "ok", "words"),
+    [
+        # half width: 4.303 * 0.001 / sqrt(3) = 0.25 % for gaps that are 0.1 % apart
+        ((0.003, 0.004, 0.005), True, "within 1%"),
+        ((0.029, 0.030, 0.031), False, "worse by 3.00% ± 0.25%"),
+        ((-0.029, -0.030, -0.031), False, "better by 3.00% ± 0.25%"),
+        ((0.008, 0.009, 0.010), False, "worse by 0.90% ± 0.25%"),  # up to 1.15 %
+        (
+            (0.0, 0.001, 0.002),
+            True,
+            "not told apart: the spread between seeds (±0.25%) is larger than the difference (+0.10%)",
+        ),
+        (
+            (-0.01, 0.003, 0.01),
+            False,
+            "not told apart: the spread between seeds (±2.52%) is larger than the difference (+0.10%); more seeds may"
+            " tell whether it is within 1%",
+        ),
+        ((0.0, 0.0, 0.0), True, "equal with every seed"),
+    ],
+)
+def test_the_whole_interval_counts(gaps, ok, words):
+    verdict = judge_seeds(of_gaps(*gaps), runs(BASELINE), 0.01)
+    assert (verdict.ok, verdict.text) == (ok, words)
+    assert verdict.gap == pytest.approx(sum(gaps) / 3)
+    assert verdict.cost.gaps == pytest.approx(gaps)
+
+
+def test_one_seed_that_fails_fails_the_precision():
+    failed = of_gaps(0.0, 0.0, 0.0)
+    failed[1].error = "Traceback\nBoom: it broke"
+    assert judge_seeds(failed, runs(BASELINE), 0.01).text == "seed 1: failed: Boom: it broke"
+    verdict = judge_seeds(of_gaps(0.0, 0.0, 0.0), failed, 0.01)
+    assert verdict.text == "seed 1: not judged: the baseline x has no finite result"
+    assert verdict.cost is None
+    assert judge_seeds(runs((2.0, math.nan, 2.0)), runs(BASELINE), 0.01).text.startswith("seed 1: final validation")
+
+
+def test_seeds_without_effect_are_no_evidence():
+    verdict = judge_seeds(runs((2.0, 2.0), "y"), runs((2.0, 2.0)), 0.01)
+    assert not verdict.ok
+    assert "neither weights nor batches depend on the seed" in verdict.text
+    assert verdict.cost is None
+
+
+# ---- what is shown
+
+
+def three(gaps=(0.001, 0.002, 0.003)):
+    """A comparison over three seeds."""
+    results = []
+    for i, (final, gap) in enumerate(zip(BASELINE, gaps, strict=True)):
+        for name, value in (("32-true", final), ("bf16-mixed", final * (1 + gap))):
+            results.append(PrecisionResult(name=name, seed=i, train_losses=[5.0, value] * 200, val_steps=[200, 400],
+                                           val_losses=[2 * value, value]))  # fmt: skip
+    return Comparison(spec=CompareSpec(precisions=["32-true", "bf16-mixed"], seeds=3), results=results)
+
+
+def test_the_table_and_the_sentence():
+    """The interval of 0.1 % apart is 0.25 % wide on each side: 4.303 * 0.1 / sqrt(3)."""
+    shown = str(three(gaps=(0.004, 0.005, 0.006)))
+    assert "bf16-mixed costs 0.50% ± 0.25% of val_loss." in shown
+    row = next(line for line in shown.splitlines() if line.startswith("bf16-mixed  "))
+    for cell in ("+0.50% ± 0.25%", "within 1%"):
+        assert cell in row
+    baseline = next(line for line in shown.splitlines() if line.startswith("32-true"))
+    assert "2.8333 ± 1.0408" in baseline, "mean and standard deviation of 2, 4 and 2.5"
+
+
+def test_a_cost_below_the_spread():
+    assert "bf16-mixed cannot be told apart from the baseline: +0.20% ± 0.25% of val_loss." in str(three())
+    page = markdown(three())
+    assert "\n| 1    |  4.0000 |     4.0080 |\n" in page
+    assert "Every precision trained" in page
+    assert "(the whole 95 % confidence interval over 3 seeds)" in page
+
+
+def test_curves_have_bands_over_seeds():
+    """The band of the gaps is the interval, that of the losses reaches from the least to the largest seed."""
+    comparison = three()
+    train, val, gap = picture(comparison.spec, comparison.runs).axes
+    assert len(train.collections) == len(val.collections) == len(gap.collections) == 2
+    heights = gap.collections[1].get_paths()[0].vertices[:, 1]
+    half_width = 100 * 4.30265 * 0.001 / math.sqrt(3)
+    assert (heights.min(), heights.max()) == pytest.approx((0.2 - half_width, 0.2 + half_width), rel=1e-5)
+    heights = val.collections[0].get_paths()[0].vertices[:, 1]
+    assert (heights.min(), heights.max()) == (2.0, 8.0)
+
+
+# ---- before anything is trained
+
+
+# ---- the report
+
+
+def trained(name, offset=0.0, **kwargs):
+    figures = {
+        "train_losses": [5.0 - 0.1 * i + offset for i in range(20)], "step_seconds": [0.1] * 20,
+        "val_steps": [10, 20], "val_losses": [4.0 + offset, 3.0 + offset], "peak_memory": 3 * 2**20,
+        "device": "CPU (a chip)", "on_cpu": True,
+    }  # fmt: skip
+    return PrecisionResult(name=name, **{**figures, **kwargs})
+
+
+def report(tmp_path, results, **kwargs):
+    names = [result.name for result in results]
+    comparison = Comparison(spec=CompareSpec(precisions=names, out=tmp_path, **kwargs), results=results)
+    write_report(comparison)
+    return (tmp_path / "report.md").read_text(), comparison
+
+
+def table_of(page):
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line.startswith("|")]
+
+
+def drawn(tmp_path):
+    from PIL import Image
+
+    picture = Image.open(tmp_path / "loss.png")
+    picture.load()
+    return picture
+
+
+def test_it_says_what_was_measured_where_and_how(tmp_path):
+    page, comparison = report(
+        tmp_path, [trained("32-true"), trained("fp8-hybrid", 0.01, notes=["converted 4 of 5"])], seed=17
+    )
+    for said in ("FP8 is emulated", "say nothing about a GPU", "CPU (a chip)", torch.__version__, "17"):
+        assert said in page
+    for said in ("within 1%", "+0.33%", "100.0 ms", "3.15 MB", "converted 4 of 5", "Every precision trained"):
+        assert said in page
+    assert "http" not in page
+    assert page.count("](") == page.count("](loss.png)") == 1
+    head, rule, baseline, fp8, *_ = table_of(page)
+    assert head[:2] == ["precision", "val_loss"]
+    assert len(rule) == len(head) == len(fp8)
+    assert baseline == ["32-true", "3.0000", "+0.00%", "3.1500", "100.0 ms", "3.15 MB", "baseline"]
+    assert f'"out": "{comparison.spec.out}"' in page
+
+
+@pytest.mark.parametrize(
+    ("names", "device", "emulated", "cpu"),
+    [
+        (["32-true", "bf16-mixed"], "cpu", False, True),
+        (["fp8-rowwise"], "cpu", True, True),
+        (["32-true", "mxfp8"], "cuda", False, False),
+    ],
+)
+def test_remarks_about_the_cpu(tmp_path, names, device, emulated, cpu):
+    page, comparison = report(tmp_path, [trained(name, on_cpu=device == "cpu") for name in names])
+    for said in (page, str(comparison)):
+        assert ("FP8 is emulated" in said) is emulated
+        assert ("say nothing about a GPU" in said) is cpu
+
+
+def test_failures_are_shown(tmp_path):
+    failed = PrecisionResult(name="fp8-hybrid", error="Traceback\nValueError: <b>bad</b> | worse")
+    page, comparison = report(tmp_path, [trained("32-true"), failed, trained("bf16-mixed", 1.0)])
+    assert "Not every precision ended with" in page
+    assert "fp8-hybrid, bf16-mixed." in page
+    assert "    Traceback\n    ValueError: <b>bad</b> | worse\n" in page, "as a block of code"
+    assert "\\<b>bad\\</b> \\| worse |" in page, "in the table"
+    assert "off by more than 1%" in page
+    assert "failed: ValueError" in str(comparison)
+
+
+@pytest.mark.parametrize(
+    "results",
+    [
+        [trained("a", val_losses=[float("nan"), float("inf")], train_losses=[float("nan")] * 3)],
+        [PrecisionResult(name="a", error="x"), PrecisionResult(name="b", error="y")],
+        [trained("a", val_losses=[0.0, 0.0]), trained("b", peak_memory=None)],
+        [trained(f"p{i}", 0.01 * i) for i in range(9)],
+    ],
+    ids=["not finite", "nothing", "zero", "many"],
+)
+def test_odd_results_still_draw(tmp_path, results):
+    _, comparison = report(tmp_path, results)
+    assert drawn(tmp_path).width >= 1000
+    assert len(str(comparison).splitlines()) > len(results)
+
+
+def test_a_table_as_text_and_as_markdown():
+    rows = [("name", "size"), ("a*", "5"), ("longer", "1234567")]
+    assert format_table(rows, right=[1]) == ["name       size", "a*            5", "longer  1234567"]
+    assert format_table(rows, right=[1], markdown=True) == [
+        "| name   |    size |",
+        "|--------|--------:|",
+        "| a\\*    |       5 |",
+        "| longer | 1234567 |",
+    ]
+
+
+def test_smoothing_is_a_mean_of_both_sides():
+    assert smooth([1.0, 3.0, 5.0, 7.0], 1) == [2.0, 3.0, 5.0, 6.0]
+    assert smooth([1.0, 2.0], 0) == [1.0, 2.0]
