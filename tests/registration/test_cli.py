@@ -1,7 +1,6 @@
 """LightningCLI, the launchers, and a Lightning whose seams moved."""
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +9,6 @@ import pytest
 
 import lightning_lowprec
 from tests import forked
-from tests.fsdp2.ranks import free_port
 
 ROOT = Path(lightning_lowprec.__file__).parents[1]
 MODULES = """
@@ -57,33 +55,6 @@ def project(tmp_path):
 
 def test_stock_lightning_cli_flag(project):
     python("train.py", "fit", "--trainer.precision=fp8-hybrid", *FAST, cwd=project)
-
-
-@pytest.mark.slow
-def test_stock_lightning_cli_yaml_written_by_print_config(project):
-    printed = python("train.py", "fit", "--trainer.precision=fp8-rowwise", *FAST, "--print_config", cwd=project).stdout
-    assert "precision: fp8-rowwise" in printed
-    (project / "config.yaml").write_text(printed)
-    python("train.py", "fit", "--config=config.yaml", cwd=project)
-
-
-def test_stock_lightning_cli_help_lists_the_names(project):
-    text = "".join(python("train.py", "fit", "--help", cwd=project, COLUMNS="200").stdout.split())
-    assert "fp8-hybrid" in text
-    assert "fp8-rowwise-gw-hp" in text
-    classes = re.findall(r"lightning_lowprec\.([\w.]+)", text)
-    assert classes
-    assert [name for name in classes if name not in (*lightning_lowprec.__all__, "msamp.ScaledAdamW")] == []
-
-
-@pytest.mark.slow
-def test_the_gpu_to_emulate_is_named_by_a_flag_or_by_the_environment(project):
-    plugin = ["--trainer.plugins=lightning_lowprec.FP8TorchAO", "--trainer.plugins.emulate=hopper"]
-    by_flag = python("train.py", "fit", *plugin, *FAST, cwd=project)
-    by_name = ["--trainer.precision=fp8-hybrid", *FAST]
-    by_environment = python("train.py", "fit", *by_name, cwd=project, LOWPREC_EMULATE="hopper")
-    for result in (by_flag, by_environment):
-        assert "codes, scales and sums as on NVIDIA Hopper" in result.stdout + result.stderr
 
 
 @pytest.mark.slow
@@ -135,22 +106,6 @@ def test_stock_lightning_cli_configures_fsdp2_by_flags_and_by_yaml(saying):
         assert "said FSDP2Strategy nodes [<class 'torch.nn.modules.linear.Linear'>] None full fp8-hybrid" in said
 
 
-def test_stock_lightning_cli_refuses_an_option_that_fsdp2_does_not_have(saying):
-    wrong = one_process(*FSDP2, "--trainer.strategy.replicas=2")
-    result = python(*wrong, cwd=saying, check=False)
-    assert result.returncode != 0
-    assert "replicas" in result.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_stock_lightning_cli_takes_fsdp2_and_fsdp_by_name(saying):
-    for name, kept in (("fsdp2", "sharded"), ("fsdp", "full")):
-        args = one_process("--trainer.precision=fp8-hybrid", f"--trainer.strategy={name}")
-        said = python(*args, cwd=saying, MASTER_PORT="29488").stdout
-        assert f"said FSDP2Strategy 1 auto None {kept} fp8-hybrid" in said
-
-
 def test_stock_lightning_cli_refuses_an_unknown_name(project):
     result = python("train.py", "fit", "--trainer.precision=fp8-hybird", *FAST, cwd=project, check=False)
     assert result.returncode != 0
@@ -180,22 +135,6 @@ def test_lowprec_fit_imports_from_the_working_folder_and_from_files_and_adds_no_
     ran = python(*command, *args, cwd=project, from_nothing=True, PYTHONPATH=str(ROOT))
     for noise in ("args parameter", "Failed to load", "register_constant"):
         assert noise not in ran.stderr, noise
-
-
-FABRIC_SCRIPT = """
-import sys, lightning as L
-{imports}
-fabric = L.Fabric(accelerator="cpu")
-print(fabric.strategy.precision.precision, fabric.world_size, *sys.argv[1:])
-"""
-
-
-@pytest.mark.slow
-def test_stock_fabric_launcher_with_lt_precision(project):
-    (project / "script.py").write_text(FABRIC_SCRIPT.format(imports="import lightning_lowprec"))
-    code = "from lightning.fabric.cli import _main; _main()"
-    result = python("-c", code, "run", f"--main-port={free_port()}", "script.py", cwd=project, LT_PRECISION="fp8-e4m3")
-    assert "fp8-e4m3 1" in result.stdout
 
 
 @pytest.mark.slow

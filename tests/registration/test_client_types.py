@@ -35,21 +35,6 @@ def test_every_name_is_taken(config):
         assert config(precision=name).precision == name
 
 
-def test_another_word_is_refused_with_the_nearest_name(config):
-    with pytest.raises(pydantic.ValidationError, match="Did you mean 'fp8-hybrid'"):
-        config(precision="fp8-hybird")
-    with pytest.raises(pydantic.ValidationError):
-        config(precision=17)
-    assert {"type": "string"} in config.model_json_schema()["properties"]["precision"]["anyOf"]
-
-
-def test_where_this_package_cannot_be_imported_the_word_is_refused(config, monkeypatch):
-    monkeypatch.setattr(autoload, "_load", lambda: None)
-    monkeypatch.delitem(autoload.sys.modules, "lightning_lowprec.names")
-    with pytest.raises(pydantic.ValidationError, match="lightning_lowprec cannot be imported"):
-        config(precision="fp8-hybrid")
-
-
 @pytest.mark.parametrize("fabric", ["lightning.fabric", "lightning_fabric"])
 def test_the_package_is_imported_when_a_word_is_not_lightnings(tmp_path, fabric):
     ran = python("-c", IN_A_CLIENT.replace("FABRIC", fabric), cwd=tmp_path)

@@ -14,7 +14,7 @@ from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.plugins.precision import FSDPPrecision as TrainerFSDPPrecision
 from lightning.pytorch.strategies import FSDPStrategy as TrainerFSDP
 from torch import nn
-from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import (
     CustomPolicy,
     ModuleWrapPolicy,
@@ -85,14 +85,6 @@ def test_every_choice_at_once_in_every_direction(source, target):
     assert ours.cluster_environment is environment
 
 
-@pytest.mark.parametrize(("source", "target"), ALL)
-def test_nothing_chosen_leaves_our_defaults(source, target):
-    ours = target.from_fsdp(source())
-    assert ours.sharding.options == target().sharding.options
-    assert ours.state_dict_type == ("full" if source is TrainerFSDP else "sharded"), "as it was under FSDP"
-    assert ours.arguments["timeout"] == target().arguments["timeout"]
-
-
 @pytest.mark.parametrize(
     ("name", "reshard", "replicate"),
     [
@@ -137,11 +129,6 @@ def test_policies_by_class(policy):
 def test_other_policies_are_refused(policy, field, option):
     with pytest.raises(ValueError, match=rf"no equal of the policy .*classes or a function .* -> bool by `{option}=`"):
         options(**{field: policy})
-
-
-@pytest.mark.parametrize(("given", "carried"), [(None, False), (False, False), (CPUOffload(True), True)])
-def test_cpu_offload(given, carried):
-    assert options(cpu_offload=given).cpu_offload is carried
 
 
 def test_gradients_are_reduced_in_the_parameters_dtype_unless_said_otherwise_as_in_fsdp1():
@@ -225,13 +212,6 @@ def test_trainer_and_fabric_turn_the_object_into_ours_on_cpu_too(source, how):
     fabric = L.Fabric(strategy=source(auto_wrap_policy={Block}), **how, **CPU)
     assert type(fabric.strategy) is FabricFSDP2Strategy
     assert trainer.strategy.sharding.options.wrap == fabric.strategy.sharding.options.wrap == (Block,)
-
-
-@pytest.mark.parametrize("precision", ["bf16-mixed", "32-true", None])
-def test_with_lightnings_own_precisions_fsdp_stays_lightnings(precision):
-    for make, source in ((L.Trainer, TrainerFSDP), (L.Fabric, FabricFSDP)):
-        with pytest.raises((ValueError, L.fabric.utilities.exceptions.MisconfigurationException), match="GPU"):
-            make(strategy=source(), precision=precision, **CPU)
 
 
 def test_unregistered_nothing_is_translated():

@@ -5,12 +5,10 @@ import lightning.fabric.connector as fabric_connector
 import lightning.pytorch.trainer.connectors.accelerator_connector as trainer_connector
 import pytest
 import torch
-from lightning.fabric.plugins.precision import BitsandbytesPrecision
 from lightning.fabric.plugins.precision import DoublePrecision as FabricDouble
-from lightning.fabric.plugins.precision import HalfPrecision as FabricHalf
 from lightning.fabric.plugins.precision import MixedPrecision as FabricMixed
 from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallel
-from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision
+from lightning.pytorch.plugins.precision import DoublePrecision, MixedPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 import lightning_lowprec
@@ -44,13 +42,6 @@ def test_fsdp2_is_in_both_registries_and_unregister_removes_it():
     finally:
         lightning_lowprec.register()
     assert all(registry["fsdp2"]["strategy"] is cls for registry, cls in registries())
-
-
-@pytest.mark.parametrize("precision", ["fp8-hybrid", "bf16-master", "32-true", "bf16-true", "bf16-mixed", None])
-def test_fsdp2_by_name(precision):
-    (trainer, _), (fabric, _) = both("fsdp2", precision=precision)
-    assert (type(trainer), type(fabric)) == (FSDP2Strategy, FabricFSDP2Strategy)
-    assert trainer.state_dict_type == fabric.state_dict_type == "sharded"
 
 
 @pytest.mark.parametrize("name", ["fsdp", "fsdp_cpu_offload", "FSDP"])
@@ -124,51 +115,11 @@ def test_fabric_plugins_that_do_not_run_under_fsdp2(plugin):
         L.Fabric(strategy="fsdp2", plugins=plugin(), **CPU)
 
 
-def test_bitsandbytes_does_not_run_under_fsdp2():
-    plugin = BitsandbytesPrecision.__new__(BitsandbytesPrecision)  # its __init__ wants bitsandbytes and a GPU
-    with pytest.raises(ValueError, match=rf"`BitsandbytesPrecision` .*{REFUSED}"):
-        FSDP2Strategy().sharding.check(plugin)
-
-
-@pytest.mark.parametrize("precision", ["64-true", "transformer-engine", "transformer-engine-float16"])
-def test_names_that_do_not_run_under_fsdp2(precision):
-    """Lightning refuses these itself, in Fabric by a list, in the Trainer for want of Transformer Engine."""
-    for make in (L.Trainer, L.Fabric):
-        with pytest.raises((ValueError, ModuleNotFoundError), match=r"64-true|transformer.engine"):
-            make(strategy="fsdp2", precision=precision, **CPU)
-
-
-def test_half_precisions_run_under_fsdp2():
-    assert type(both("fsdp2", precision="bf16-true")[0][1]) is HalfPrecision
-    assert type(both("fsdp2", precision="16-true")[1][1]) is FabricHalf
-
-
-def test_options_that_the_precision_cannot_do_are_refused_before_any_process_starts():
-    for make, strategy in ((L.Trainer, FSDP2Strategy), (L.Fabric, FabricFSDP2Strategy)):
-        with pytest.raises(ValueError, match=r"`fp8_all_gather=True` is not possible: `precision='bf16-master'`"):
-            make(strategy=strategy(fp8_all_gather=True), precision="bf16-master", **CPU)
-
-
 def test_lightnings_model_parallel_strategy_is_accepted_and_left_alone():
     strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
     assert L.Trainer(strategy=strategy, precision="fp8-hybrid", **CPU, **QUIET).strategy is strategy
     strategy = FabricModelParallel(lambda model, mesh: model, data_parallel_size=2, tensor_parallel_size=1)
     assert L.Fabric(strategy=strategy, precision="fp8-hybrid", **CPU).strategy is strategy
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "allowed"),
-    [
-        ("replicate", 0, "an integer of at least 1 or 'nodes'"),
-        ("replicate", "node", "an integer of at least 1 or 'nodes'"),
-        ("shards", 0, "None or an integer of at least 1"),
-        ("tensor_parallel_size", "nodes", r"an integer of at least 1\."),
-    ],
-)
-def test_sizes_are_checked_where_they_are_given(option, value, allowed):
-    for strategy in (FSDP2Strategy, FabricFSDP2Strategy):
-        with pytest.raises(ValueError, match=rf"`{option}={value!r}` is not valid; expected {allowed}"):
-            strategy(**{option: value})
 
 
 @pytest.mark.parametrize("option", [{"replicate": 2}, {"shards": 2}])

@@ -7,8 +7,6 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
 
 import lightning_lowprec_autoload as autoload
-from lightning_lowprec import MasterConfig
-from lightning_lowprec.masters.optimizer import add_masters
 
 SAID = "loses every update below 1/512 of its weight. precision='bf16-remainder' of lightning_lowprec keeps all of them"
 
@@ -100,9 +98,11 @@ def test_500_steps_of_adamw_move_no_weight_of_one_and_move_float32_by_a_quarter(
             optimizer.step()
     assert torch.equal(half, torch.ones_like(half))
     assert full.max() < 0.8
-    master = nn.Parameter(torch.ones(256, dtype=torch.bfloat16))
-    optimizer = add_masters(torch.optim.AdamW([master], lr=6e-4), MasterConfig(form="remainder"))
+    kept = nn.ParameterList([torch.ones(256)])
+    fabric = L.Fabric(precision="bf16-remainder", accelerator="cpu")
+    _, optimizer = fabric.setup(kept, torch.optim.AdamW(kept.parameters(), lr=6e-4))
     for _ in range(500):
-        master.grad = torch.ones_like(master)
+        kept[0].grad = torch.ones_like(kept[0])
         optimizer.step()
-    assert master.mean().item() == pytest.approx(1 - 500 * 6e-4, abs=0.02)
+    assert kept[0].dtype is torch.bfloat16
+    assert kept[0].mean().item() == pytest.approx(1 - 500 * 6e-4, abs=0.02)

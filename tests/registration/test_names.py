@@ -11,9 +11,7 @@ import lightning.pytorch.callbacks.throughput_monitor as trainer_throughput
 import lightning.pytorch.trainer.connectors.accelerator_connector as trainer_connector
 import pytest
 import torch
-from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_summary import ModelSummary
 from torch.nn.parameter import Parameter
@@ -21,12 +19,9 @@ from torch.optim.swa_utils import AveragedModel
 
 import lightning_lowprec
 from lightning_lowprec import FP8TE, FP8TorchAO, HalfMixed
-from lightning_lowprec.conversion import backends
 from lightning_lowprec.fsdp2.options import ShardOptions
-from lightning_lowprec.names import OF_LIGHTNING, TABLE, create, register_own_backends
+from lightning_lowprec.names import OF_LIGHTNING, TABLE, create
 from lightning_lowprec.other_stacks import PRECISIONS
-from lightning_lowprec.precision.base import LowPrecision
-from lightning_lowprec.private.lightning import moved
 from tests.toys import ON_CPU
 
 TE_NAMES = [name for name, entry in TABLE.items() if entry.plugin is FP8TE]
@@ -101,13 +96,6 @@ def test_lightnings_own_names_mean_the_same(name):
         assert {k: v for k, v in vars(a).items() if k != "scaler"} == {
             k: v for k, v in vars(b).items() if k != "scaler"
         }
-
-
-def test_environment_variables(monkeypatch):
-    monkeypatch.setenv("LT_PRECISION", "fp8-rowwise")
-    monkeypatch.setenv("PL_TRAINER_PRECISION", "fp8-e4m3")
-    assert L.Fabric(accelerator="cpu").strategy.precision.precision == "fp8-rowwise"
-    assert L.Trainer(**ON_CPU).precision == "fp8-e4m3"
 
 
 @pytest.fixture
@@ -194,19 +182,6 @@ def test_words_of_other_stacks_are_answered_at_the_start(word):
         assert str(caught.value).startswith(f"Precision {word!r} is invalid. {WORDS[word]}")
 
 
-def test_a_name_goes_and_comes_with_its_backend():
-    before = backends.registered()
-    backends.unregister("torchao")
-    try:
-        assert "fp8-hybrid" not in TABLE
-    finally:
-        register_own_backends()
-        for backend in before:  # in their order
-            backends.unregister(backend.name)
-            backends.register(backend)
-    assert TABLE["fp8-hybrid"].plugin is FP8TorchAO
-
-
 def test_every_answer_names_what_is_there():
     for answer in PRECISIONS.values():
         quoted = re.findall(r"'([^']+)'", answer.replace("MS-AMP's", "").replace("apex's", ""))
@@ -268,18 +243,6 @@ def test_unsupported_strategy_objects_are_refused():
         L.Fabric(strategy=L.fabric.strategies.DataParallelStrategy(), precision="half-auto", accelerator="cpu")
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn", "ddp_find_unused_parameters_true", "ddp_notebook"])
-def test_supported_strategies(strategy):
-    assert L.Trainer(strategy=strategy, precision="fp8-hybrid", devices=1, **ON_CPU).precision == "fp8-hybrid"
-    if strategy in STRATEGY_REGISTRY.available_strategies():  # Fabric of Lightning 2.4 does not know all four
-        L.Fabric(strategy=strategy, precision="fp8-hybrid", accelerator="cpu", devices=1)
-
-
-def test_a_plugin_inside_a_strategy_works_without_a_name():
-    trainer = L.Trainer(strategy=DDPStrategy(precision_plugin=FP8TorchAO()), **ON_CPU)
-    assert isinstance(trainer.precision_plugin, FP8TorchAO)
-
-
 def seam_objects():
     return [
         fabric_connector._Connector._check_config_and_set_final_flags,
@@ -333,10 +296,6 @@ def test_unregister_gives_torch_its_copies_and_averages_back():
         lightning_lowprec.register()
 
 
-def test_no_seam_has_moved_in_this_lightning():
-    assert moved() == []
-
-
 def test_throughput_monitors_know_our_precisions():
     on_cpu = {"fp8-hybrid": torch.bfloat16, "fp8-hybrid-fp16": torch.float16, "half-auto": torch.bfloat16}
     for name, dtype in on_cpu.items():
@@ -360,11 +319,6 @@ def test_model_summary_counts_the_real_bytes_without_a_warning():
     model = Half()
     model.trainer = L.Trainer(precision="fp8-hybrid", **ON_CPU)
     assert ModelSummary(model).model_size == pytest.approx((256 * 4 + 256 * 2) * 1e-6)
-
-
-def test_the_base_is_abstract():
-    with pytest.raises(TypeError, match="abstract"):
-        LowPrecision(None)
 
 
 def test_the_table_and_the_plugin_agree_on_the_format():

@@ -12,7 +12,6 @@ from lightning_lowprec import FP8TE, FP8TorchAO, Int8TorchAO, MasterConfig
 from lightning_lowprec.conversion.name_suffixes import families, in_words, split
 from lightning_lowprec.names import TABLE, create
 from lightning_lowprec.tools.cli import main
-from lightning_lowprec.tools.planning.pages import widths
 
 FORMS = {"-remainder": "remainder", "-8bit": "8bit", "-sr": "stochastic"}
 BF16_BASED = [
@@ -55,11 +54,6 @@ def test_the_flag_of_lightning_cli_offers_every_name():
     for owner in (L.Trainer, L.Fabric):
         offered = {value for part in get_args(owner.__init__.__annotations__["precision"]) for value in get_args(part)}
         assert set(TABLE) <= offered
-
-
-def test_lt_precision_takes_them(monkeypatch):
-    monkeypatch.setenv("LT_PRECISION", "fp8-hybrid-remainder")
-    assert L.Fabric(accelerator="cpu").strategy.precision.masters.config.form == "remainder"
 
 
 REFUSED = {
@@ -123,15 +117,3 @@ def test_plan_counts_the_bytes_of_the_state(suffix, bytes_of_state, capsys):
     assert row["precision"] == f"fp8-hybrid{suffix}"
     assert (row["weights"] + row["gradients"] + row["optimizer"]) / 64**2 == bytes_of_state
     assert row["gathered"] / 64**2 == 1
-
-
-def test_the_formats_of_the_state_are_those_of_half_precision_with_the_same_suffix():
-    state = ("weight", "gradient", "master", "moments", "ddp")
-    for name in BF16_BASED:
-        for suffix in FORMS:
-            ours, stem, half = widths(f"{name}{suffix}"), widths(name), widths(f"bf16{suffix}")
-            assert {column: ours[column] for column in state} == {column: half[column] for column in state}
-            assert {k: v for k, v in ours.items() if k not in state} == {
-                **{k: v for k, v in stem.items() if k not in state},
-                "precision": f"{name}{suffix}",
-            }
