@@ -6,11 +6,7 @@ A few families that differ in how they multiply; ``python -m tests.peers.dtypes`
 import lightning as L
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
 
-from lightning_lowprec import HalfMixed
-from lightning_lowprec.conversion import experts
 from lightning_lowprec.conversion.options import LayerOptions
 from lightning_lowprec.conversion.plan import make_plan
 from tests.families.products import Products
@@ -85,47 +81,3 @@ def test_finds_experts_that_nobody_mends(monkeypatch):
     faults = step(tiny("mixtral"), "bf16-mixed").faults()
     assert len(faults) == MIXTURES["mixtral"]
     assert all("grouped_mm (float32, float32" in fault and ".mlp.experts" in fault for fault in faults)
-
-
-def test_experts_after_revert():
-    """A model that leaves our precision multiplies as transformers does."""
-    model = tiny("mixtral")
-    step(model, "half-auto")
-    experts.stop_following_autocast(model)
-    assert len(step(model, "bf16-mixed").faults()) == MIXTURES["mixtral"]
-
-
-class Parts(nn.Module):
-    """Torch's own layers and functions in which dtypes meet."""
-
-    def __init__(self):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(64, 4, batch_first=True)
-        self.encoder = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
-        self.recurrent = nn.ModuleList([nn.LSTM(64, 64), nn.GRU(64, 64)])
-        self.conv = nn.Conv1d(64, 64, 3, padding=1)
-        self.experts = nn.Parameter(torch.randn(4, 64, 64) / 8)
-        self.head = nn.Parameter(torch.randn(96, 64))
-
-    def forward(self, x, target):
-        x = self.encoder(self.attention(x, x, x)[0])
-        for layer in self.recurrent:
-            x = layer(x)[0]
-        x = self.conv(x.mT).mT
-        heads = x.reshape(2, 4, 16, 16)
-        x = F.scaled_dot_product_attention(heads.bfloat16(), heads.bfloat16(), heads.float()).reshape(2, 16, 64)
-        x = torch.einsum("bsi,eij->bsj", x, self.experts)
-        return F.linear_cross_entropy(x.flatten(0, 1), self.head, target)
-
-
-@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="needs torch 2.12")
-def test_operations_of_torch():
-    inputs = {"x": torch.randn(2, 16, 64), "target": torch.randint(0, 96, (32,))}
-    model = Parts()
-    fabric = L.Fabric(plugins=HalfMixed("bf16"), accelerator="cpu")
-    wrapped = fabric.setup(model)
-    with Products(model) as products:
-        fabric.backward(wrapped(**inputs))
-    assert products.faults() == []
-    found = {row.called.rpartition(".")[2] for row in products.rows if not row.backward}
-    assert {"linear_cross_entropy", "scaled_dot_product_attention", "lstm", "conv1d", "einsum"} <= found, found

@@ -1,7 +1,5 @@
 """Models of transformers with compiled blocks: the host reads no value, and masks are those of uncompiled blocks."""
 
-import inspect
-
 import lightning as L
 import peft
 import pytest
@@ -10,7 +8,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig
 
 import lightning_lowprec
-from lightning_lowprec.private import transformers_cache
 
 pytestmark = [
     pytest.mark.slow,
@@ -69,12 +66,6 @@ def reads(model, **inputs):
     return mode.count
 
 
-def test_reads_are_counted():
-    with Reads() as mode:
-        assert bool(torch.ones(2).all())
-    assert mode.count == 1
-
-
 @pytest.mark.parametrize("how", [{}, {"checkpoints": True}, {"adapters": True}], ids=str)
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_a_step_reads_no_value(name, how):
@@ -84,11 +75,6 @@ def test_a_step_reads_no_value(name, how):
     if "adapters" not in how:
         assert reads(build(name, **how), position_ids=PACKED) == ("checkpoints" in how)  # as uncompiled
         assert reads(build(name, **how, compiled=False), position_ids=PACKED) == ("checkpoints" in how)
-
-
-def test_a_padding_mask_is_read_as_often_as_without_compiled_blocks():
-    compiled, uncompiled = (reads(build(compiled=compiled), attention_mask=PADDED) for compiled in (True, False))
-    assert compiled == uncompiled > 0
 
 
 INPUTS = {
@@ -151,33 +137,3 @@ def test_masks_of_other_models_are_made_as_ever_after_a_call_that_ended_early():
         with torch.autocast("cpu", dtype=torch.bfloat16):
             states = (m.module.model(input_ids=IDS, position_ids=PACKED, use_cache=False) for m in (model, other))
             assert torch.equal(*(one.last_hidden_state for one in states))
-
-
-def test_a_plain_model_searches_again():
-    model = build()
-    assert reads(model, use_cache=False) == 0
-    lightning_lowprec.plain(model)
-    hooks = {**model.module._forward_pre_hooks, **model.module._forward_hooks}
-    assert not any(inspect.getmodule(getattr(hook, "func", hook)) is transformers_cache for hook in hooks.values())
-    assert reads(model, use_cache=False) == 1
-    assert reads(model) == 0
-
-
-def test_a_model_that_is_compiled_whole_has_no_mask():
-    """A compiler cannot search: transformers then makes a mask of all pairs of tokens."""
-    model, graphs = build(), []
-    torch._dynamo.reset()
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    whole = torch.compile(model.module, backend=backend, fullgraph=True)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        whole(input_ids=IDS, labels=IDS)
-        whole(input_ids=IDS, labels=IDS, use_cache=False, position_ids=PACKED)
-    masks = [
-        [node.kwargs.get("attn_mask") is not None for node in graph.graph.nodes if "scaled_dot" in str(node.target)]
-        for graph in graphs
-    ]
-    assert masks == [[False, False], [True, True]]
