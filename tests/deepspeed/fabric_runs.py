@@ -1,7 +1,6 @@
 """Runs of two ranks in Fabric, under DDP and ZeRO."""
 
 from contextlib import nullcontext
-from importlib.util import find_spec
 
 import deepspeed
 import lightning as L
@@ -12,37 +11,17 @@ import lightning_lowprec as lp
 from tests.deepspeed.models import Net, batches, loss_of, optimizer_of
 
 STEPS = 4
-NAMES = [
-    "bf16-master",
-    "half-auto",
-    "fp8-hybrid",
-    "fp8-e4m3",
-    "fp8-rowwise",
-    "fp8-rowwise-gw-hp",
-    "fp16-master",
-    "fp8-hybrid-fp16",
-    "int8-mixed",
-    "mxfp8",
-]
-
+REFERENCES = {
+    "bf16-master": lambda: lp.HalfMixed("bf16", master_weights=True),
+    "half-auto": lambda: lp.HalfMixed("auto", master_weights=True),
+    "fp16-master": lambda: lp.HalfMixed("fp16", master_weights=True),
+    "fp8-hybrid": lambda: lp.FP8TorchAO(master_weights=True),
+    "fp8-rowwise": lambda: lp.FP8TorchAO("rowwise", master_weights=True),
+    "int8-mixed": lambda: lp.Int8TorchAO(master_weights=True),
+    "fp8-hybrid-fp16": lambda: lp.FP8TorchAO(base="fp16", master_weights=True),
+}
+"""By name, the same arithmetic without ZeRO: half-precision weights with float32 masters, under DDP."""
 FEW = ["bf16-master", "fp8-hybrid", "fp8-rowwise", "fp16-master"]
-
-
-def reference(name):
-    """The same arithmetic without ZeRO: half-precision weights with float32 masters, under DDP."""
-    plugins = {
-        "bf16-master": lambda: lp.HalfMixed("bf16", master_weights=True),
-        "half-auto": lambda: lp.HalfMixed("auto", master_weights=True),
-        "fp16-master": lambda: lp.HalfMixed("fp16", master_weights=True),
-        "fp8-hybrid": lambda: lp.FP8TorchAO(master_weights=True),
-        "fp8-e4m3": lambda: lp.FP8TorchAO(fp8_format="e4m3", master_weights=True),
-        "fp8-rowwise": lambda: lp.FP8TorchAO("rowwise", master_weights=True),
-        "fp8-rowwise-gw-hp": lambda: lp.FP8TorchAO("rowwise_with_gw_hp", master_weights=True),
-        "int8-mixed": lambda: lp.Int8TorchAO(master_weights=True),
-        "mxfp8": lambda: lp.FP8TorchAO("mxfp8", master_weights=True),
-        "fp8-hybrid-fp16": lambda: lp.FP8TorchAO(base="fp16", master_weights=True),
-    }
-    return plugins[name]()
 
 
 def fabric_of(strategy, **how):
@@ -79,29 +58,6 @@ def trained(strategy, **how):
     fabric = fabric_of(strategy, **how)
     model, optimizer = started(fabric)
     losses = steps(fabric, model, optimizer, batches(STEPS, fabric.global_rank))
-    return {"losses": losses, "weights": weights(model)}
-
-
-def mixture(strategy, **how):
-    """Two steps of a small Mixtral, whose stacked experts are one Parameter of three dimensions."""
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 8}
-    heads = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4}
-    fabric = fabric_of(strategy, **how)
-    torch.manual_seed(0)
-    net = MixtralForCausalLM(MixtralConfig(**sizes, **heads))
-    with torch.no_grad():
-        for p in net.parameters():
-            p.copy_(p.bfloat16())
-    model, optimizer = fabric.setup(net, optimizer_of(net))
-    losses = []
-    for batch in batches(2, fabric.global_rank):
-        loss = model(input_ids=batch, labels=batch).loss
-        fabric.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
     return {"losses": losses, "weights": weights(model)}
 
 
@@ -189,9 +145,9 @@ def overflow():
 
 
 def main(folder):
-    seen = {"reference": {name: trained("ddp", plugins=reference(name)) for name in NAMES}}
+    seen = {"reference": {name: trained("ddp", plugins=make()) for name, make in REFERENCES.items()}}
     for stage in (1, 2, 3):  # stage 3 last: DeepSpeed replaces F.linear for the rest of the process
-        names = FEW if stage == 1 else NAMES
+        names = FEW if stage == 1 else REFERENCES
         seen[stage] = {name: trained(f"deepspeed_stage_{stage}", precision=name) for name in names}
         seen["resumed", stage] = resumed(stage, f"{folder}/{stage}")
     config = {
@@ -200,9 +156,6 @@ def main(folder):
         "zero_allow_untested_optimizer": True,
     }
     seen["offload"] = trained(DeepSpeedStrategy(config=config), precision="fp8-hybrid")
-    if find_spec("transformers"):
-        seen["mixtures"] = [mixture("ddp", plugins=lp.FP8TorchAO(master_weights=True))]
-        seen["mixtures"] += [mixture(f"deepspeed_stage_{stage}", precision="fp8-hybrid") for stage in (2, 3)]
     seen["kept"] = kept_by_backward()
     seen["refused whole"] = refused_whole()
     seen["overflow"] = overflow()

@@ -9,9 +9,8 @@ from tests.deepspeed.models import Net, batches, loss_of, optimizer_of
 
 STAGES = (1, 2, 3)
 HALF = ["bf16-master", "half-auto", "fp16-master"]
-FP8 = ["fp8-hybrid", "fp8-e4m3", "fp8-rowwise", "fp8-rowwise-gw-hp"]
 FEW = ["bf16-master", "fp8-hybrid", "fp8-rowwise", "fp16-master"]
-NAMES = [*HALF, *FP8, "fp8-hybrid-fp16", "int8-mixed", "mxfp8"]
+NAMES = [*HALF, "fp8-hybrid", "fp8-rowwise", "fp8-hybrid-fp16", "int8-mixed"]
 
 
 def equal(a, b):
@@ -40,14 +39,6 @@ def test_weights_are_half_precision(seen):
 def test_offloaded_weights_and_optimizer_give_the_same(seen):
     assert seen["offload"]["losses"] == seen[3]["fp8-hybrid"]["losses"]
     assert equal(seen["offload"]["weights"], seen[3]["fp8-hybrid"]["weights"])
-
-
-def test_stacked_experts_train_as_under_ddp_bit_for_bit(seen):
-    pytest.importorskip("transformers")
-    expected, *ours = seen["mixtures"]
-    for run in ours:
-        assert run["losses"] == expected["losses"]
-        assert equal(run["weights"], expected["weights"])
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -113,10 +104,6 @@ def test_weights_that_zero_cuts_as_they_are_made_are_converted(seen):
     assert seen["cut"]["layer"] == "FP8Linear"
     assert "net.up               32 -> 64  FP8" in seen["cut"]["plan"]
     assert seen["cut"]["losses"][-1] < seen["cut"]["losses"][0] - 0.2
-
-
-def test_a_converted_weight_in_no_optimizer_warns(seen):
-    assert any("'net.up.bias' (and 1 more) is trainable and in no optimizer" in said for said in seen["unlearned"])
 
 
 def test_what_needs_whole_weights_names_zero_to_fp32(seen):

@@ -43,26 +43,11 @@ def test_a_contradicting_config_raises_with_both_values(maker, cls, how):
 
 
 @makers
-def test_the_config_of_the_user_is_not_written_to(maker, cls, how):
-    config = {"zero_optimization": {"stage": 2}}
-    maker(strategy=cls(config=config), precision="bf16-master", **how)
-    maker(strategy=cls(config=config), precision="fp16-master", **how)
-    assert config == {"zero_optimization": {"stage": 2}}
-
-
-@makers
 def test_without_zero(maker, cls, how):
     with pytest.raises(
         ValueError, match=r"stages 1, 2 and 3 of ZeRO, got `stage=0` .* Without ZeRO use `strategy='ddp'`"
     ):
         maker(strategy=cls(zero_optimization=False), precision="fp8-hybrid", **how)
-
-
-@makers
-def test_an_argument_of_the_strategy_contradicts_the_loss_scale(maker, cls, how):
-    plugin = lp.HalfMixed("fp16", loss_scale=lp.LossScale(growth_interval=100))
-    with pytest.raises(ValueError, match=r"`fp16.loss_scale_window=100`, and the strategy has `loss_scale_window=500`"):
-        maker(strategy=cls(loss_scale_window=500), plugins=plugin, **how)
 
 
 @pytest.mark.parametrize("plugin", [lp.FP8TorchAO, lp.Int8TorchAO])

@@ -1,7 +1,5 @@
 """Runs of two ranks in the Trainer, under ZeRO."""
 
-import warnings
-
 import lightning as L
 import torch
 import torch.distributed as dist
@@ -98,16 +96,6 @@ def cut_from_the_start():
     return {"losses": task.losses, "layer": type(task.net.up).__name__, "plan": str(trainer.precision_plugin.plan)}
 
 
-def unlearned():
-    """An optimizer that does not hold a converted weight."""
-    task = Task()
-    task.configure_optimizers = lambda: torch.optim.AdamW([task.net.up.weight], lr=1e-3)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer_of(2, 1).fit(task, loader())
-    return [str(warning.message) for warning in caught]
-
-
 def of_another_base(folder):
     """What is said of a checkpoint in bf16 that an fp16 precision resumes."""
     try:
@@ -122,5 +110,4 @@ def main(folder):
     seen["accumulated"] = accumulated()
     seen["clipping"] = contradicted()
     seen["cut"] = cut_from_the_start()
-    seen["unlearned"] = unlearned()
     return seen
