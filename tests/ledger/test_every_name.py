@@ -57,7 +57,7 @@ def tried_on(device, everything=False):
     """Return all names that the device refuses and, of the others, each plugin once.
 
     The steps of weights in half precision, of masters and of fp16 have no kernels that depend on the device: two names
-    stand for all of them. `tests.ledger.same_on_devices` trains all on every device.
+    stand for all of them.
     """
     trained = once(name for name in representatives() if name not in REFUSES[device])
     if device != "h200":

@@ -1,39 +1,14 @@
 """An int8 layer on CUDA tensors: three products by torchao's kernel, few kernels around them, nothing that waits."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import nn
 
-from benchmarks.ledger import roofline
 from benchmarks.ledger.moved import Moved
 from benchmarks.ledger.recorder import recording
-from benchmarks.ledger.step import measure
-from benchmarks.rivals import models
-from benchmarks.rivals.contenders import find
 from lightning_lowprec import Int8TorchAO
 
 TOKENS, IN, OUT = 256, 512, 1024
-
-
-TOY = replace(models.SHAPES["8b"], layers=2, hidden=256, ffn=512, heads=2, kv_heads=1, vocab=512, sequence=256)
-
-
-def test_the_ledger_counts_the_kernel_as_a_product():
-    """6 FLOPs per weight and token: all but the head's in int8, three products of seven layers per block.
-
-    ``test_products_by_torchaos_kernel`` shows that the kernel is seen in compiled code as well.
-    """
-    found = measure("", find("ours int8-mixed").setup, TOY, compile=False)
-    width = TOY.kv_heads * TOY.head_dim
-    weights = 2 * TOY.hidden * (TOY.hidden + width) + 3 * TOY.hidden * TOY.ffn
-    tokens = 2 * TOY.sequence
-    assert found.whole().product_flops == {
-        "int8": 6 * weights * TOY.layers * tokens, "bfloat16": 6 * TOY.hidden * TOY.vocab * tokens,
-    }  # fmt: skip
-    assert found.per_block("products") == 21
-    roofline.predict(found, roofline.assumed())
 
 
 def step(module, x):

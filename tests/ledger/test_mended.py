@@ -17,10 +17,9 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401  (register
 from benchmarks.ledger import triton_bytes
 from benchmarks.ledger.recorder import recording
 from benchmarks.rivals import models
-from lightning_lowprec import FP8TE, MSAMP, FP8TorchAO, FSDP2Strategy
+from lightning_lowprec import MSAMP, FP8TorchAO, FSDP2Strategy
 from lightning_lowprec.fsdp2.fp8_gather import Fp8GatherShard, GatherScales
 from lightning_lowprec.msamp import ScaledAdamW, scale_linears
-from lightning_lowprec.names import TABLE
 from lightning_lowprec.numerics.formats import amax
 from lightning_lowprec.numerics.one_pass import compiles
 from lightning_lowprec.private.torch import local_tensor
@@ -154,7 +153,6 @@ def block_at(address):
     return next((block for block in blocks if block["address"] == address), {})
 
 
-PASSES_OF_O3 = 3
 """Graphs of the optimizer: measure, write, round the masters."""
 
 
@@ -236,34 +234,3 @@ def test_norms_without_their_compiler_raise_transformer_engines_error():
     done = forked.python("-c", WITHOUT_COMPILER, cwd=Path(__file__).parents[2], environ=environment)
     assert done.stdout.split("\n") == ["set up", "ran", "set up", ""]
     assert "NVRTC is disabled" in done.stderr
-
-
-@pytest.mark.filterwarnings("ignore:.*are expected to be slower in FP8")
-@pytest.mark.filterwarnings("ignore:(Dynamo|Transformer Engine torch.compile support is disabled)")
-@pytest.mark.parametrize(
-    "name",
-    [
-        "fp8-hybrid",
-        pytest.param("fp8-rowwise", marks=pytest.mark.rehearsed),
-        "fp8-hybrid-te",
-        pytest.param("fp8-current-te", marks=pytest.mark.rehearsed),
-        "msamp-o3",
-    ],
-)
-def test_graphs_of_compiled_blocks_end_at_transformer_engine_only(name):
-    entry = TABLE[name]
-    compiles = entry.plugin is not FP8TE
-    options = {**entry.options, "compile": {"backend": "aot_eager"}} if compiles else entry.options
-    step, bare = toy_step(L.Fabric(accelerator="cuda", devices=1, plugins=entry.plugin(**options)))
-    if entry.plugin is FP8TE:
-        for block in bare.layers:
-            block.compile(backend="aot_eager")
-    step()
-    step()
-    breaks = counters["graph_break"]
-    if entry.plugin is FP8TE:
-        assert breaks
-        assert all("_linear_eager" in reason for reason in breaks), breaks
-    else:
-        assert not breaks
-        assert counters["stats"]["unique_graphs"] == (1 if entry.plugin is FP8TorchAO else 1 + PASSES_OF_O3)

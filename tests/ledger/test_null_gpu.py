@@ -2,9 +2,6 @@
 
 import ctypes
 import json
-import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,7 +9,6 @@ import pytest
 import torch
 
 from benchmarks.ledger import build, launch
-from benchmarks.ledger.nullgpu.stubs import declared, stubs
 from benchmarks.ledger.recorder import library, mark, on_null_gpu, recording
 from tests import forked
 
@@ -48,12 +44,6 @@ def test_waiting_and_copies_are_recorded():
     assert len(log.waits()) == 4  # two copies to the host, and torch waits after each
 
 
-def test_small_copies_carry_values():
-    assert torch.arange(5, device="cuda").shape == (5,)  # computed by a kernel: no values
-    there_and_back = torch.tensor([3.0, 4.0]).to("cuda").clone().to("cpu")
-    assert there_and_back.tolist() == [3.0, 4.0]
-
-
 def test_memory_ends_at_the_size_of_the_device():
     total = torch.cuda.mem_get_info()[1]
     assert total == torch.cuda.get_device_properties(0).total_memory
@@ -65,39 +55,6 @@ def test_memory_ends_at_the_size_of_the_device():
     assert torch.cuda.mem_get_info()[0] == pytest.approx(free - held.numel(), abs=4 << 20)
     del held
     torch.cuda.empty_cache()
-
-
-EXPANDABLE = """
-import torch
-free = torch.cuda.mem_get_info()[0]
-held = [torch.empty(3 << 30, dtype=torch.uint8, device="cuda") for _ in range(2)]
-taken = free - torch.cuda.mem_get_info()[0]
-assert 6 << 30 <= taken < (6 << 30) + (64 << 20), taken
-assert held[1].data_ptr() - held[0].data_ptr() == 3 << 30  # one segment, which grew
-held[0].zero_()
-assert held[0].is_cuda and held[0][:5].tolist() == [0] * 5
-del held
-torch.cuda.empty_cache()
-assert free - torch.cuda.mem_get_info()[0] < 64 << 20
-try:
-    torch.empty(free + (64 << 20), dtype=torch.uint8, device="cuda")
-except torch.OutOfMemoryError:
-    print("ended")
-"""
-
-
-def test_expandable_segments_take_and_give_back_what_is_used():
-    environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    done = subprocess.run([sys.executable, "-c", EXPANDABLE], env=environment, text=True, capture_output=True)
-    assert done.stdout == "ended\n", done.stderr
-
-
-def test_waiting_in_a_capture_is_an_error_as_in_cuda():
-    x, graph = torch.ones(8, device="cuda"), torch.cuda.CUDAGraph()
-    x + 1
-    with recording() as log, pytest.raises(RuntimeError, match="capturing"), torch.cuda.graph(graph):
-        (x + 1).sum().item()
-    assert {r.get("reason") for r in log.of("refused")} == {"stream_capture"}
 
 
 def test_graphs_count_their_kernels_and_are_launched_at_once():
@@ -113,33 +70,10 @@ def test_graphs_count_their_kernels_and_are_launched_at_once():
     assert not log.of("kernel")
 
 
-def test_wrong_launches_are_errors():
-    with recording() as log:
-        status = library().cudaLaunchKernel(None, *launch_dimensions((1, 1, 1), (2048, 1, 1)), None, 0, None)
-    assert status == 9  # cudaErrorInvalidConfiguration
-    assert log.of("refused")[0].get("reason") == "launch_configuration"
-    assert [library().cudaGetLastError(), library().cudaGetLastError()] == [9, 0]
-
-
-def launch_dimensions(grid, block):
-    dim3 = type("dim3", (ctypes.Structure,), {"_fields_": [(axis, ctypes.c_uint) for axis in "xyz"]})
-    return dim3(*grid), dim3(*block)
-
-
 def test_what_is_not_known_fails_and_is_recorded():
     with recording() as log:
         assert library().cudaGraphDebugDotPrint(None, None, 0) == 801  # cudaErrorNotSupported
     assert [r.name for r in log.of("unknown")] == ["cudaGraphDebugDotPrint"]
-
-
-def test_stubs_are_made_of_headers_and_leave_out_what_is_defined(tmp_path):
-    (tmp_path / "h.h").write_text(
-        "#define cuOld cuOld_v2\nextern CUresult CUDAAPI cuOld(int);\nCUresult CUDAAPI cuOne(void);\nint other(void);"
-    )
-    (tmp_path / "own.cpp").write_text("NULLGPU_API CUresult cuOne(...) {")
-    assert declared((tmp_path / "h.h").read_text(), "CUresult") == {"cuOld", "cuOld_v2", "cuOne"}
-    text = stubs(tmp_path / "h.h", "CUresult", "801", [tmp_path / "own.cpp"])
-    assert text.splitlines()[-2:] == ["UNKNOWN(cuOld)", "UNKNOWN(cuOld_v2)"]
 
 
 REFUSALS = """
@@ -204,18 +138,6 @@ def asked(*, a=28, b=28, transpose_a=1, ld=64, scales=0):
 def test_each_device_refuses_what_its_hardware_refuses(device, name, capability, answers):
     done = forked.python("-c", REFUSALS, cwd=Path(__file__).parents[2], environ=launch.environment(device))
     assert json.loads(done.stdout.splitlines()[-1]) == [name, capability, answers], done.stderr
-
-
-def test_transformer_engine_asks_for_the_layout_that_hopper_takes():
-    """Transformer Engine asks cuBLASLt without torch's checks."""
-    import transformer_engine.pytorch as te
-    from transformer_engine.common.recipe import Float8CurrentScaling
-
-    layer = te.Linear(512, 512, bias=False, params_dtype=BF16, device="cuda")
-    with recording() as log, te.autocast(enabled=True, recipe=Float8CurrentScaling()):
-        layer(torch.empty(256, 512, device="cuda", dtype=BF16)).sum().backward()
-    assert {(r.get("ta"), r.get("tb")) for r in log.of("gemm")} == {("1", "0")}
-    assert not log.of("refused", "unknown")
 
 
 def test_a_device_that_nobody_knows_is_refused_with_the_list():

@@ -148,16 +148,3 @@ def test_the_first_step_and_other_optimizers_take_memory_for_a_bucket(monkeypatc
         optimizer.step()
         # weights, remainders, gradients and moments; of a tenth: master, gradient and torch's own three temporaries
         assert torch.cuda.max_memory_allocated() - before <= (2 + 2 + 2 + 8 + 0.15 * 20) * total
-
-
-def test_one_kernel_is_compiled_per_form_and_dtypes():
-    from lightning_lowprec.masters import kernel
-
-    step = kernel.step_parameters
-    _, optimizer = stepped(KINDS["fused"], "remainder")
-    compiled = sum(len(cache[0]) for cache in step.device_caches.values())
-    for lr in (1e-4, 1e-5, 1.0):
-        optimizer.param_groups[0]["lr"] = lr
-        give_gradients(optimizer.param_groups[0]["params"])
-        optimizer.step()
-    assert sum(len(cache[0]) for cache in step.device_caches.values()) == compiled

@@ -1,7 +1,5 @@
 """The report, its arithmetic and its picture, from entries written by hand."""
 
-import json
-
 import pytest
 
 from benchmarks.ledger import report, roofline
@@ -91,28 +89,6 @@ def test_the_report_calls_predictions_so_and_says_what_is_missing(tmp_path):
     assert "Predicted" not in report.markdown(entries, {}, None, "")
     report.draw(entries, RATES, tmp_path / "x.png")
     assert (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"
-
-
-def test_a_contender_is_compared_with_bf16_that_has_the_same_loss():
-    """16 ms each, and 8 ms of the whole model's loss more."""
-    plain, chunked = by_hand(), by_hand("lightning bf16-mixed, compiled, chunked loss")
-    plain.stretches["forward"]["outside"] = Amount(bytes=8_000_000)
-    text = report.markdown([plain, chunked, by_hand("ours, fp8 head"), by_hand("ours")], {}, RATES, "")
-    assert "| ours, fp8 head | 16 | 6.2 | 1.00 |" in text
-    assert "| ours | 16 | 6.2 | 1.50 |" in text
-
-
-def test_bytes_per_block_are_those_of_all_blocks():
-    """3 MB in block 0, which encodes for block 1 too, and 1 MB there."""
-    found = by_hand()
-    found.shape = {**SHAPE, "layers": 2}
-    found.stretches["backward"]["1"] = Amount(kernels=1, bytes=1_000_000)
-    assert found.per_block("bytes") == 2_000_000
-    assert found.per_block("kernels") == 2
-
-
-def test_entries_survive_json():
-    assert Entry.from_json(json.loads(json.dumps(by_hand().to_json()))) == by_hand()
 
 
 def test_measured_rates_replace_assumed_ones(tmp_path):

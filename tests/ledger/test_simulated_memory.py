@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, ViTConfig, ViTForImageClassification
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from lightning_lowprec.private.transformers import as_with_values
 from lightning_lowprec.tools.fits.simulated_step import Setting
@@ -17,7 +17,6 @@ from lightning_lowprec.tools.fits.simulation import Simulator
 from lightning_lowprec.tools.planning.inputs import inputs_of
 
 BATCH, TOKENS, WIDTH = 2, 2048, 1024
-IMAGES, LARGE, MANY = 64, 224, 1000
 LLAMA = LlamaConfig(
     vocab_size=32000, hidden_size=2048, intermediate_size=8192, num_hidden_layers=2, num_attention_heads=16,
     num_key_value_heads=4,
@@ -40,21 +39,6 @@ class LanguageModel(L.LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), fused=self.fused or None)
-
-
-class Classifier(L.LightningModule):
-    """Six layers of ViT-L/16: activations that are computed again where a kernel looks for largest values."""
-
-    def __init__(self):
-        super().__init__()
-        sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "num_hidden_layers": 6}
-        self.model = ViTForImageClassification(ViTConfig(**sizes, num_labels=MANY))
-
-    def training_step(self, batch, index):
-        return self.model(pixel_values=batch[0], labels=batch[1]).loss
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), fused=True)
 
 
 class Regressor(L.LightningModule):
@@ -80,10 +64,6 @@ def tokens():
 
 def rows():
     return torch.zeros(BATCH, TOKENS, WIDTH), torch.zeros(BATCH, TOKENS, 1)
-
-
-def images():
-    return torch.zeros(IMAGES, 3, LARGE, LARGE), torch.zeros(IMAGES, dtype=torch.long)
 
 
 class Peaks(L.Callback):
@@ -155,21 +135,13 @@ CASES = {
     "gpt2, bf16-mixed": (partial(LanguageModel, GPT2), tokens, "bf16-mixed", by_trainer, True),
     "encoder, 32-true, Fabric": (Regressor, rows, "32-true", by_fabric, True),
     "encoder, fp8-hybrid": (Regressor, rows, "fp8-hybrid", by_trainer, True),
-    "vit, fp8-rowwise": (Classifier, images, "fp8-rowwise", by_trainer, True),
 }  # fmt: skip
 REHEARSED = {
     "llama, bf16-true", "llama, bf16-sr, checkpointing", "llama, fp8-rowwise", "gpt2, bf16-mixed",
-    "encoder, fp8-hybrid", "vit, fp8-rowwise",
+    "encoder, fp8-hybrid",
 }  # fmt: skip
 """What others stand for: each kind of masters, compiled FP8, Conv1D, checkpointing, Fabric and `foreach` are left."""
 WITH_MARKS = [pytest.param(case, marks=pytest.mark.rehearsed if case in REHEARSED else ()) for case in CASES]
-
-
-@pytest.fixture(autouse=True)
-def no_cudnn():
-    """The null GPU has no cuDNN: torch's own convolutions run."""
-    with torch.backends.cudnn.flags(enabled=False):
-        yield
 
 
 @pytest.mark.parametrize("case", WITH_MARKS)

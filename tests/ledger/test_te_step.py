@@ -10,7 +10,6 @@ import transformer_engine.pytorch as te
 from torch import nn
 from torch._dynamo.utils import counters
 
-from benchmarks import host_overhead
 from benchmarks.ledger.recorder import recording
 from benchmarks.rivals import models, setups
 from benchmarks.rivals.running import Job
@@ -103,24 +102,6 @@ def test_a_norm_takes_other_inputs_as_before():
     x = torch.zeros(4, 64, device=DEVICE, requires_grad=True)
     with pytest.raises(RuntimeError, match=r"a gradient of a gradient \(`create_graph=True`"):
         torch.autograd.grad(norm(x).sum(), x, create_graph=True)
-
-
-@pytest.mark.parametrize("pair", ["te delayed=ours fp8-hybrid-te", "te current=ours current"])
-def test_a_step_calls_hardly_more_python_than_the_same_layers_by_hand(pair):
-    """Fabric, the layers and the context, for two blocks; `python -m benchmarks.host_overhead` has the times."""
-    _, (by_hand, ours) = host_overhead.compare(pair, JOB, 1)
-    assert ours.total() <= 1.1 * by_hand.total()
-
-
-def test_the_last_word_is_that_of_the_context():
-    """A layer outside of its precision's context is not taken for one inside, whatever ran before."""
-    model = nn.Sequential(nn.Linear(64, 64))
-    fabric = L.Fabric(accelerator="cuda", devices=1, plugins=FP8TE("current"))
-    wrapped = fabric.setup_module(model)
-    x = torch.zeros(16, 64, device=DEVICE)
-    wrapped(x).sum().backward()
-    with pytest.warns(UserWarning, match="trains outside of its precision's context"):
-        model[0](x)
 
 
 FORMS = [

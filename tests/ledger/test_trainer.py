@@ -6,7 +6,6 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.tuner import Tuner
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
@@ -107,43 +106,3 @@ def test_fit_evaluate_save_and_resume(name, compiled, tmp_path):
     second.fit(again, loader(), ckpt_path=tmp_path / "last.ckpt")
     assert (again.steps, second.global_step) == (4, 8)
     assert {p.device.type for p in again.parameters()} == {"cpu"}  # as the Trainer leaves any model
-
-
-@pytest.mark.parametrize("name", ["fp8-hybrid", "fp8-hybrid-te", "fp8-hybrid-fp16", "bf16-remainder", "msamp-o3"])
-def test_the_learning_rate_finder_runs_and_restores(name, tmp_path):
-    model = Classifier()
-    run = trainer(name, tmp_path, name in COMPILED or not compiles(name), max_epochs=1)
-    found = Tuner(run).lr_find(model, loader(), num_training=4, update_attr=False, early_stop_threshold=None)
-    assert len(found.results["lr"]) == 4
-    run.fit(model, loader())
-    assert run.global_step == 4
-
-
-@pytest.mark.parametrize(
-    ("name", "compiled"),
-    [
-        pytest.param("fp8-hybrid", {"backend": "aot_eager"}, id="fp8-hybrid, traced"),
-        pytest.param("fp8-hybrid", True, id="fp8-hybrid", marks=pytest.mark.rehearsed),
-        pytest.param("fp8-rowwise", False, id="fp8-rowwise, eager"),
-        pytest.param("fp8-current-te", True, id="fp8-current-te"),
-        pytest.param("fp8-hybrid-te", True, id="fp8-hybrid-te"),
-        pytest.param("msamp-o3", False, id="msamp-o3, eager"),
-        pytest.param("bf16-master", True, id="bf16-master"),
-    ],
-)
-def test_a_hugging_face_model_decodes_token_by_token(name, compiled):
-    """By hand: ``generate`` ends when a tensor on the GPU says so, and nobody writes that tensor here."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    fabric = L.Fabric(accelerator="cuda", devices=1, **precision(name, compiled))
-    with fabric.init_module():
-        model = LlamaForCausalLM(LlamaConfig(vocab_size=128, **sizes))
-    model = fabric.setup_module(model)
-    model.eval()
-    tokens, past = torch.ones(1, 5, dtype=torch.long, device="cuda"), None
-    with torch.inference_mode():
-        for _ in range(3):
-            out = model(input_ids=tokens, past_key_values=past, use_cache=True)
-            tokens, past = out.logits[:, -1:].argmax(-1), out.past_key_values
-    assert (tokens.shape, past.get_seq_length()) == ((1, 1), 7)

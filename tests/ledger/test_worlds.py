@@ -172,12 +172,6 @@ def test_tensor_parallelism(precision):
     assert row["wire"]["scales"] == row["promised"]["scales"]
 
 
-def test_rows_that_do_not_divide_are_padded():
-    row = counted("bf16-mixed", world=512)
-    padded = PARAMETERS + 2 * (251 * 512 - VOCABULARY) * HIDDEN
-    assert row["wire"]["reduce_scatter"] == row["promised"]["reduce_scatter"] == ring(4 * padded, 512)
-
-
 def test_what_does_not_fit_and_what_does_not_run_are_rows():
     row = counted("bf16-mixed", shape="405b", layers=100)
     assert (row["outcome"], row["promised"]["state"] > 141e9) == ("out of memory", True)
