@@ -301,7 +301,7 @@ FAULTS = [
         "a shard whose write is not noticed",
         "        self._scales.stale = True\n",
         "",
-        "tests/fsdp2/test_fsdp2_life.py",
+        "tests/fsdp2/test_fsdp2_codes.py",
     ),
     Fault(
         "a scale of this rank's shard alone",

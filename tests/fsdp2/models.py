@@ -50,24 +50,6 @@ def with_conv1d(model: Net) -> Net:
     return model
 
 
-class LlamaBlock(nn.Module):
-    """The weights of a Llama layer, in its proportions."""
-
-    def __init__(self, width: int = 256, inner: int = 896, key_width: int = 64):
-        super().__init__()
-        self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(2))
-        self.q, self.o = nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False)
-        self.k, self.v = nn.Linear(width, key_width, bias=False), nn.Linear(width, key_width, bias=False)
-        self.gate, self.up = nn.Linear(width, inner, bias=False), nn.Linear(width, inner, bias=False)
-        self.down = nn.Linear(inner, width, bias=False)
-
-    def forward(self, x):
-        h = self.norms[0](x)
-        x = x + self.o(self.q(h) * (self.k(h) * self.v(h)).repeat(1, 1, 4))
-        h = self.norms[1](x)
-        return x + self.down(F.silu(self.gate(h)) * self.up(h))
-
-
 def batch(step: int, rank: int) -> torch.Tensor:
     return torch.randint(0, VOCABULARY, (4, TOKENS + 1), generator=torch.Generator().manual_seed(100 * step + rank))
 

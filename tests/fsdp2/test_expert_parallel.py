@@ -5,21 +5,16 @@ order of the sum shows). Without expert parallelism the forward is the same, to 
 not: transformers sums them in float32, and without expert parallelism they are summed in bf16.
 """
 
-import copy
-
 import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
 from lightning.fabric.strategies import ModelParallelStrategy
-from torch.distributed import _functional_collectives
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from lightning_lowprec import FabricFSDP2Strategy, FP8TorchAO, HalfMixed
-from lightning_lowprec.conversion.backends import revert_all
 from lightning_lowprec.torchao import experts as grouped
-from tests.conversion.test_sorted_experts import COUNTS, GroupedExperts, Layer, batch
 from tests.fsdp2.ranks import run
 from tests.fsdp2.toy import full
 
@@ -29,32 +24,19 @@ E4M3 = torch.float8_e4m3fn
 PLUGINS = {
     "half-auto": lambda: HalfMixed("auto"),
     "rowwise": lambda: FP8TorchAO(recipe="rowwise"),
-    "per forward": lambda: FP8TorchAO(recipe="tensorwise"),
-    "per GEMM": lambda: FP8TorchAO(recipe="tensorwise", weight_codes="per_gemm"),
 }
-ORDERS = {
-    "half-auto": ("cut first", "cut later", "one rank", "whole"),
-    "rowwise": ("cut first", "cut later", "one rank", "whole"),
-    "per forward": ("cut first", "one rank"),
-    "per GEMM": ("cut first",),
-}
+ORDERS = ("cut first", "cut later", "one rank", "whole")
 TOKENS = torch.arange(64).reshape(2, 32)
 STEPS = 3
 
 
 def save(folder):
-    """Write a model whose experts have the same largest value on both ranks: then one scale per rank is one scale."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
     torch.manual_seed(0)
     sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     config = MixtralConfig(**sizes, num_attention_heads=2, num_key_value_heads=1, num_local_experts=4)
-    model = MixtralForCausalLM(config)
-    with torch.no_grad():
-        for layer in model.model.layers:
-            for weight in (layer.mlp.experts.gate_up_proj, layer.mlp.experts.down_proj):
-                weight[:, 0, 0] = 1.1 * weight.abs().max()
-    model.save_pretrained(folder)
+    MixtralForCausalLM(config).save_pretrained(folder)
 
 
 def load(folder):
@@ -143,78 +125,6 @@ def skipped(folder, rank):
     return any(not torch.equal(before[fqn], after[fqn]) for fqn in before)
 
 
-def own_dispatch(folder):
-    """The user's own plan: DTensors over a mesh, local numbers of experts, and a sum over the ranks."""
-    model, rank = load(folder), torch.distributed.get_rank()
-    mesh = init_device_mesh("cpu", (2,))
-
-    def to_local(experts, args):
-        hidden, index, weights = args
-        here = index // 2 == rank
-        return hidden, torch.where(here, index % 2, 2), weights.masked_fill(~here, 0.0)
-
-    def to_sum(experts, args, output):
-        return _functional_collectives.all_reduce(output, "sum", mesh)
-
-    for experts in experts_of(model):
-        for name in ("gate_up_proj", "down_proj"):
-            part = distribute_tensor(getattr(experts, name).detach(), mesh, [Shard(0)])
-            setattr(experts, name, torch.nn.Parameter(part))
-        experts.register_forward_pre_hook(to_local)
-        experts.register_forward_hook(to_sum)
-    wrapped = L.Fabric(plugins=PLUGINS["rowwise"](), accelerator="cpu", devices=1).setup(model)
-    return wrapped(input_ids=TOKENS, labels=TOKENS).loss.item()
-
-
-def of_torchtitan(rank):
-    """Experts that take sorted tokens, as DTensors; each rank gets the tokens of its experts."""
-    torch.manual_seed(0)
-    whole, (x, counts) = Layer(GroupedExperts()), batch()
-    part = copy.deepcopy(whole)
-    for name, weight in list(part.experts.named_parameters()):
-        cut_weight = distribute_tensor(weight.detach(), init_device_mesh("cpu", (2,)), [Shard(0)])
-        setattr(part.experts, name, torch.nn.Parameter(cut_weight))
-    tokens, numbers = torch.split(x[: sum(COUNTS)], [sum(COUNTS[:2]), sum(COUNTS[2:])]), counts.chunk(2)
-    found = {}
-    cases = ("whole", whole, (x[: sum(COUNTS)], counts)), ("part", part, (tokens[rank], numbers[rank]))
-    for name, model, given in cases:
-        plugin = FP8TorchAO(recipe="rowwise")
-        wrapped = L.Fabric(plugins=plugin, accelerator="cpu", devices=1).setup(model)
-        output = wrapped(*given)
-        output.sum().backward()
-        found[name] = output.detach(), full({fqn: p.grad for fqn, p in model.named_parameters()})
-    output = found["whole"][0].split([len(part) for part in tokens])[rank]
-    return torch.equal(found["part"][0], output), [
-        torch.equal(found["part"][1][fqn], grad) for fqn, grad in found["whole"][1].items()
-    ]
-
-
-def reverted(folder):
-    """Set up, and give the model back to transformers; then the same with another precision and order."""
-    model = cut(load(folder))
-    with torch.no_grad():
-        before = model(input_ids=TOKENS, labels=TOKENS).loss.item()
-    keys = {fqn: (type(value), value.dtype) for fqn, value in model.state_dict().items()}
-    fabric = L.Fabric(plugins=PLUGINS["rowwise"](), accelerator="cpu", devices=1)
-    fabric.setup(model)
-    assert {fqn: (type(value), value.dtype) for fqn, value in model.state_dict().items()} == keys
-    assert model.config._experts_implementation == "grouped_mm"
-    model.set_experts_implementation("eager")  # the user's choice goes on being the user's
-    revert_all(model)
-    assert all(type(e).__module__.startswith("transformers.") and e.config is model.config for e in experts_of(model))
-    with torch.no_grad():
-        eager = model(input_ids=TOKENS, labels=TOKENS).loss.item()
-    wrapped = L.Fabric(plugins=PLUGINS["half-auto"](), accelerator="cpu", devices=1).setup(model)
-    with torch.no_grad():
-        cast = wrapped(input_ids=TOKENS, labels=TOKENS).loss.item()  # autocast knows the products of "eager"
-    later = load(folder)
-    L.Fabric(plugins=PLUGINS["rowwise"](), accelerator="cpu", devices=1).setup(later)
-    cut(later)  # keeps the forward of the role
-    revert_all(later)
-    with torch.no_grad():
-        return before, eager, cast, later(input_ids=TOKENS, labels=TOKENS).loss.item()
-
-
 def by_lightning(folder, checkpoint):
     """Lightning's ModelParallelStrategy cuts, after our set-up; save, go on, load, go on again."""
     strategy = ModelParallelStrategy(lambda model, mesh: cut(model), data_parallel_size=1, tensor_parallel_size=2)
@@ -275,15 +185,12 @@ def refusals(folder):
 
 
 def worker(rank, folder, checkpoint):
-    runs = {(name, order): in_order(folder, name, order) for name, orders in ORDERS.items() for order in orders}
+    runs = {(name, order): in_order(folder, name, order) for name in PLUGINS for order in ORDERS}
     refusals(folder)
     return {
         **runs,
         "clipped": {(name, how): clipped(folder, name, how) for name, how in CLIPPED},
         "skipped": skipped(folder, rank),
-        "own dispatch": own_dispatch(folder),
-        "torchtitan": of_torchtitan(rank),
-        "reverted": reverted(folder),
         "lightning": by_lightning(folder, checkpoint),
         "fsdp2": under_fsdp2(folder),
     }
@@ -316,29 +223,16 @@ def test_two_ranks_train_as_one_does(ranks, name, tolerance, order):
             assert relative(got["grads"][fqn], grad) < 0.05, fqn
 
 
-@pytest.mark.parametrize("name", ORDERS)
+@pytest.mark.parametrize("name", PLUGINS)
 def test_products_run_in_the_dtype_of_the_precision(ranks, name):
     dtype = torch.bfloat16 if name == "half-auto" else E4M3
-    for order in ORDERS[name]:
+    for order in ORDERS:
         assert all(found[name, order]["dtypes"] == {(dtype, dtype)} for found in ranks), order
-
-
-def test_one_scale_for_the_experts_of_a_rank(ranks):
-    """Each rank has a scale of its own; the scales are the same at the first step, whose largest values are."""
-    for found in ranks:
-        own, one = found["per forward", "cut first"], found["per forward", "one rank"]
-        per_gemm = found["per GEMM", "cut first"]
-        assert own["losses"] == per_gemm["losses"]
-        assert all(torch.equal(own["weights"][fqn], value) for fqn, value in per_gemm["weights"].items())
-        assert own["losses"][0] == one["losses"][0]
-        for fqn, grad in one["grads"].items():
-            assert relative(own["grads"][fqn], grad) < 1e-4, fqn  # few elements round to the next bf16
-        assert own["losses"] == pytest.approx(one["losses"], rel=2e-4)
 
 
 def test_ranks_agree_on_all_weights(ranks):
     first, second = ranks
-    for key in [(name, order) for name, orders in ORDERS.items() for order in orders]:
+    for key in [(name, order) for name in PLUGINS for order in ORDERS]:
         assert all(torch.equal(value, second[key]["weights"][fqn]) for fqn, value in first[key]["weights"].items())
 
 
@@ -355,24 +249,6 @@ def test_gradients_are_clipped_by_the_norm_of_all_experts(ranks):
 
 def test_all_ranks_skip_a_step_if_the_experts_of_one_overflow(ranks):
     assert [found["skipped"] for found in ranks] == [False, False]
-
-
-def test_a_plan_of_the_user(ranks):
-    for found in ranks:
-        assert found["own dispatch"] == found["rowwise", "whole"]["losses"][0]
-
-
-def test_sorted_experts_of_a_rank(ranks):
-    assert [found["torchtitan"] for found in ranks] == [(True, [True, True, True])] * 2
-
-
-def test_transformers_gets_its_experts_back(ranks):
-    for found in ranks:
-        before, eager, cast, later = found["reverted"]
-        assert eager == pytest.approx(before, abs=1e-5)
-        assert cast == pytest.approx(before, abs=2e-2)
-        assert cast != before
-        assert later == before
 
 
 def test_lightnings_strategy_cuts_saves_and_resumes(ranks):

@@ -1,20 +1,15 @@
 """A model that is set up a second time stays sharded as it was, and says so where something else was asked for."""
 
-import contextlib
-
-import lightning as L
 import pytest
 import torch
 from lightning.fabric.plugins import Precision
 from torch import distributed as dist
 from torch import nn
 
-from lightning_lowprec import FSDP2Strategy
 from lightning_lowprec.fsdp2.meshes import make_mesh
 from lightning_lowprec.fsdp2.options import ShardOptions
 from lightning_lowprec.fsdp2.strategy import Sharding
 from tests.fsdp2.models import Net
-from tests.toys import ON_CPU, Task
 
 CPU = torch.device("cpu")
 
@@ -56,17 +51,3 @@ def test_the_same_options_do_not(apply, first, second):
     model = Net()
     apply(model, **first)
     apply(model, **second)
-
-
-@pytest.mark.parametrize("precision", ["32-true", "bf16-remainder"])
-def test_a_second_trainer_with_other_options_warns_and_trains(precision):
-    model, weights = Task(nn.Linear(64, 64), optimizer=lambda task: torch.optim.SGD(task.parameters(), lr=0.1)), []
-    for options in ({}, {"reshard_after_forward": True}):
-        trainer = L.Trainer(devices=1, strategy=FSDP2Strategy(**options), precision=precision, max_steps=1, **ON_CPU)
-        data = torch.utils.data.DataLoader(torch.ones(4, 64), batch_size=4)
-        message = r": Task stays sharded as it was, with reshard_after_forward=None;"
-        with pytest.warns(UserWarning, match=message) if options else contextlib.nullcontext():
-            trainer.fit(model, data)
-        weights.append(model.net.weight.full_tensor().detach().clone())
-        dist.destroy_process_group()
-    assert not torch.equal(*weights)

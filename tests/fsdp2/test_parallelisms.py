@@ -1,4 +1,4 @@
-"""FP8 layers under torch's sequence and context parallelism, on two gloo ranks, against one process."""
+"""FP8 layers under torch's sequence parallelism, on two gloo ranks, against one process."""
 
 import math
 from contextlib import contextmanager
@@ -7,11 +7,9 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -59,9 +57,6 @@ def one_step(precision, model=None, prepare=lambda model: None):
         loss = loss_of(model, batch(0, 0))
     loss.backward()
     return loss.item(), gradients(model)
-
-
-# ---- tensor-parallel plans over the sequence
 
 
 def sequence_plan(colwise, rowwise):
@@ -177,119 +172,14 @@ def with_float8_activations():
     return found
 
 
-# ---- context parallelism
-
-
-def gathered(part, group, dim):
-    parts = [torch.empty_like(part) for _ in range(group.size())]
-    dist.all_gather(parts, part.contiguous(), group=group)
-    return torch.cat(parts, dim)
-
-
-class Gathered(torch.autograd.Function):
-    """Tokens of all ranks, (batch, heads, tokens, features)."""
-
-    @staticmethod
-    def forward(ctx, part, group):
-        ctx.group = group
-        return gathered(part.contiguous(), group, 2)
-
-    @staticmethod
-    def backward(ctx, grad):
-        total = grad.contiguous()
-        dist.all_reduce(total, group=ctx.group)
-        return total.chunk(ctx.group.size(), 2)[ctx.group.rank()], None
-
-
-class Attention(nn.Module):
-    """Causal attention that gathers keys, values and positions if it has a process group."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(64)
-        self.q, self.k, self.v, self.o = (nn.Linear(64, 64) for _ in range(4))
-        self.group = None
-
-    def forward(self, x, positions):
-        h = self.norm(x)
-        q, k, v = (layer(h).unflatten(-1, (2, 32)).transpose(1, 2) for layer in (self.q, self.k, self.v))
-        everywhere = positions
-        if self.group is not None:
-            k, v = (Gathered.apply(t, self.group) for t in (k, v))
-            everywhere = gathered(positions, self.group, 0)
-        scores = (q @ k.transpose(2, 3)).float() / 32**0.5
-        scores = scores.masked_fill(everywhere[None, :] > positions[:, None], -torch.inf)
-        return x + self.o((scores.softmax(-1).to(v.dtype) @ v).transpose(1, 2).flatten(2))
-
-
-class Sequences(nn.Module):
-    def __init__(self, group=None):
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding = nn.Embedding(32, 64)
-        self.blocks = nn.ModuleList(Attention() for _ in range(2))
-        self.lm_head = nn.Linear(64, 32)
-        for block in self.blocks:
-            block.group = group
-
-    def forward(self, x, positions):
-        x = self.embedding(x)
-        for block in self.blocks:
-            x = block(x, positions)
-        return self.lm_head(x)
-
-
 def cross_entropy(logits, targets):
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
-
-
-def tokens():
-    drawn = torch.randint(0, 32, (4, 33), generator=torch.Generator().manual_seed(3))
-    return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous(), torch.arange(32)
-
-
-def contexts(precision):
-    """The sequence cut by torch's ``context_parallel`` over the ranks of FSDP2, which reduces the gradients."""
-    strategy = FabricFSDP2Strategy(param_dtype=torch.float32)
-    fabric = L.Fabric(accelerator="cpu", devices=2, strategy=strategy, plugins=precisions()[precision]())
-    fabric.launch()
-    mesh = fabric.strategy.device_mesh["data_parallel"]
-    net = Sequences(mesh.get_group())
-    model = fabric.setup_module(net)
-    x, y, positions = tokens()
-    with context_parallel(mesh, buffers=[x, y, positions], buffer_seq_dims=[1, 1, 0]):
-        shape, first = tuple(x.shape), positions.tolist()
-        loss = cross_entropy(model(x, positions), y)
-        fabric.backward(loss)
-    total = fabric.all_reduce(loss.detach(), reduce_op="mean").item()
-    return total, gradients(net), shape, first
-
-
-def contexts_of_one(precision):
-    plugin, model = converted(precision, Sequences())
-    x, y, positions = tokens()
-    with plugin.forward_context():
-        loss = cross_entropy(model(x, positions), y)
-    loss.backward()
-    return loss.item(), gradients(model)
-
-
-def torchs_ring_on_cpu():
-    q = torch.randn(1, 2, 16, 32)
-    with context_parallel(init_device_mesh("cpu", (2,)), buffers=[q], buffer_seq_dims=[2]):
-        try:
-            F.scaled_dot_product_attention(q, q, q, is_causal=True)
-        except NotImplementedError as error:
-            return str(error)
-    return "it runs"
 
 
 def worker(rank):
     return {
         "sequence": {name: by_strategy(name) for name in ("tensorwise", "rowwise", "bf16")},
         "float8 activations": with_float8_activations(),
-        "contexts": {name: contexts(name) for name in ("tensorwise", "rowwise", "bf16")},
-        "ring": torchs_ring_on_cpu(),
     }
 
 
@@ -347,24 +237,3 @@ def test_what_torchaos_styles_cannot_do_raises_with_the_way_out(float8_activatio
     for found in float8_activations:
         assert "the recipe of the layer has a scale per row. Use `FP8TorchAO(recipe='tensorwise')`" in found["rowwise"]
         assert "computes in high precision now. Use `FP8TorchAO(fp8_eval=True)`" in found["evaluation in bf16"]
-
-
-@pytest.mark.parametrize("precision", ["tensorwise", "rowwise", "bf16"])
-def test_a_sequence_cut_by_context_parallel(results, precision):
-    def step(model):
-        x, y, positions = tokens()
-        return cross_entropy(model(x, positions), y)
-
-    exact = exact_gradients(Sequences(), step)
-    for rank in results:
-        found = rank["contexts"][precision]
-        assert found[2] == (4, 16), "half of 32 tokens"
-        as_close_as_fp8_is(found, contexts_of_one(precision), exact)
-    halves = [rank["contexts"][precision][3] for rank in results]
-    assert sorted(halves[0] + halves[1]) == list(range(32))
-
-
-def test_torch_has_no_ring_attention_on_cpu(results):
-    """docs/parallelism.md says so."""
-    for rank in results:
-        assert "_scaled_dot_product_flash_attention_for_cpu" in rank["ring"]

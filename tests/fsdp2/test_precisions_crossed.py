@@ -2,14 +2,13 @@
 
 import warnings
 
-import lightning as L
 import pytest
 import torch
 
 from lightning_lowprec.checkpoints import optimizer_state
 from tests.fsdp2.ranks import launch
 from tests.fsdp2.test_resume_fabric import state
-from tests.fsdp2.toy import Toy, adamw, everything, full, setup, train
+from tests.fsdp2.toy import everything, full, setup, train
 
 CROSSINGS = (
     ("fp8-hybrid", "bf16-mixed", "sharded"), ("bf16-mixed", "fp8-hybrid", "full"),
@@ -58,7 +57,6 @@ def crosses(rank, ranks, folder):
             assert fabric.strategy.precision.state_dict()["loss_scale"] == scale
         assert all(loss < 3 for loss in train(fabric, model, optimizer, range(3, 5), ranks)), name
     loading_is_no_step(rank, ranks)
-    from_ddp(rank, ranks, folder)
 
 
 class Steps:
@@ -90,26 +88,6 @@ def loading_is_no_step(rank, ranks):
             warnings.simplefilter("ignore")
             get_optimizer_state_dict(model.module, plain)
         assert steps.count == 1, "torch has changed: its own function would do now"
-
-
-def from_ddp(rank, ranks, folder):
-    """`bf16-master` has masters under DDP and float32 shards under FSDP2."""
-    path = folder / "ddp.ckpt"
-    fabric = L.Fabric(accelerator="cpu", devices=ranks, strategy="ddp", precision="bf16-master")
-    fabric.launch()
-    model = Toy(0)
-    model, optimizer = fabric.setup(model, adamw(model))
-    train(fabric, model, optimizer, range(3), ranks)
-    fabric.save(path, {"model": model, "optimizer": optimizer})
-    exact = float32_of(model.module, optimizer)
-    assert any(not torch.equal(v, v.bfloat16().float()) for v in exact.values()), "masters hold more than the weights"
-    for precision in ("bf16-master", "fp8-hybrid", "bf16-remainder"):
-        fabric, model, optimizer = setup(precision, ranks, seed=8)
-        fabric.load(path, {"model": model, "optimizer": optimizer})
-        loaded = float32_of(model.module, optimizer)
-        assert all(torch.equal(loaded[fqn], exact[fqn]) for fqn in exact), precision
-        master = [e for e in moments_of(optimizer).values() if "master_param" in e]
-        assert bool(master) == (precision == "bf16-remainder")
 
 
 def test_any_into_any(tmp_path):

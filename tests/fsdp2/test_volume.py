@@ -1,18 +1,14 @@
-"""Bytes per step: the formula against what two ranks count, and against rings played through step by step."""
+"""Bytes per step: the formula against rings played through step by step, and the tables of docs/fsdp2.md.
 
-import itertools
-from collections import Counter
+tests/ledger/test_worlds.py counts what a rank sends.
+"""
 
-import lightning as L
+import re
+from pathlib import Path
+
 import pytest
 import torch
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_lowprec import FabricFSDP2Strategy, FSDP2Strategy
-from lightning_lowprec.tools.demo import ByteGPT
 from lightning_lowprec.tools.planning.costs import (
     Weights,
     all_gather,
@@ -22,182 +18,6 @@ from lightning_lowprec.tools.planning.costs import (
     step,
     weights_of,
 )
-from tests.fsdp2.gathers import count_gathers, scales_of
-from tests.fsdp2.ranks import run
-from tests.toys import QUIET
-
-pytestmark = pytest.mark.slow
-
-PRECISIONS = ("fp8-hybrid", "fp8-rowwise-gw-hp", "bf16-mixed", "32-true")
-RESHARD = (None, True, False)
-QUIET = {**QUIET, "use_distributed_sampler": False}
-
-
-def model():
-    torch.manual_seed(0)
-    return ByteGPT(depth=2, width=32, heads=2, block_size=16)
-
-
-def batch():
-    return tuple(torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(i)) for i in range(2))
-
-
-class AllReduces(TorchDispatchMode):
-    """Counts the all-reduces that go through torch's dispatcher: those of DTensors, which the scales are."""
-
-    def __init__(self):
-        super().__init__()
-        self.bytes = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(issubclass(cls, DTensor) for cls in types):
-            return NotImplemented  # the DTensor's own dispatch comes next, and what it calls comes back here
-        if "_c10d_functional.all_reduce" in str(func):
-            self.bytes[str(args[0].dtype)] += args[0].numel() * args[0].element_size()
-        return func(*args, **(kwargs or {}))
-
-
-class CountedScatter(DefaultReduceScatter):
-    """The reduce-scatters of one FSDP2 group: the bytes that this rank put in."""
-
-    def __init__(self):
-        self.sent = 0
-
-    def __call__(self, output_tensor, input_tensor, *args, **kwargs):
-        self.sent += input_tensor.numel() * input_tensor.element_size()
-        return super().__call__(output_tensor, input_tensor, *args, **kwargs)
-
-
-class CountScatters(L.Callback):
-    def on_train_start(self, trainer, net):
-        self.gathers, self.scatters = count_gathers(net), count_scatters(net)
-
-
-def count_scatters(net):
-    scatters = []
-    for group in [module for module in net.modules() if isinstance(module, FSDPModule)]:
-        scatters.append(CountedScatter())
-        group.set_custom_reduce_scatter(scatters[-1])
-    return scatters
-
-
-def counts_of(gathers, scales, scatters):
-    return {
-        "gathered": {f: g.sent.total() for f, g in gathers.items()},
-        "calls": {f: g.calls.total() for f, g in gathers.items()},
-        "scattered": sum(scatter.sent for scatter in scatters),
-        "scales": dict(scales.bytes),
-    }
-
-
-def by_fabric(precision, **options):
-    fabric = L.Fabric(accelerator="cpu", devices=2, precision=precision, strategy=FabricFSDP2Strategy(**options))
-    fabric.launch()
-    net = model()
-    wrapped, optimizer = fabric.setup(net, net.configure_optimizers()["optimizer"])
-    gathers, scatters = count_gathers(net), count_scatters(net)
-    scales = scales_of(net)
-    mode = AllReduces()
-    if scales is not None:
-        with mode:
-            scales.refresh()
-    x, y = batch()
-    fabric.backward(torch.nn.functional.cross_entropy(wrapped(x).float().flatten(0, 1), y.flatten()))
-    optimizer.step()
-    assert scales is None or scales.reductions == 1
-    return counts_of(gathers, mode, scatters)
-
-
-def by_trainer(precision, **options):
-    net = model()
-    counting, strategy = CountScatters(), FSDP2Strategy(**options)
-    trainer = L.Trainer(
-        accelerator="cpu", devices=2, precision=precision, strategy=strategy, callbacks=counting, max_steps=1, **QUIET
-    )
-    trainer.fit(net, torch.utils.data.DataLoader([batch()], batch_size=None))
-    return counts_of(counting.gathers, AllReduces(), counting.scatters)
-
-
-def copies():
-    """Two copies of one shard each: what goes between them is `torch.distributed.all_reduce`."""
-    original, sent = torch.distributed.all_reduce, []
-
-    def counting(tensor, *args, **kwargs):
-        sent.append((str(tensor.dtype), tensor.numel() * tensor.element_size()))
-        return original(tensor, *args, **kwargs)
-
-    net = model()
-    fabric = L.Fabric(accelerator="cpu", devices=2, precision="bf16-mixed", strategy=FabricFSDP2Strategy(replicate=2))
-    fabric.launch()
-    wrapped, _ = fabric.setup(net, net.configure_optimizers()["optimizer"])
-    torch.distributed.all_reduce = counting
-    try:
-        x, y = batch()
-        fabric.backward(torch.nn.functional.cross_entropy(wrapped(x).float().flatten(0, 1), y.flatten()))
-    finally:
-        torch.distributed.all_reduce = original
-    return {"all_reduced": sum(size for _, size in sent), "dtypes": sorted({dtype for dtype, _ in sent})}
-
-
-def worker(rank):
-    seen = {}
-    for precision, reshard in itertools.product(PRECISIONS, RESHARD):
-        seen[f"fabric {precision} {reshard}"] = by_fabric(precision, reshard_after_forward=reshard)
-        seen[f"trainer {precision} {reshard}"] = by_trainer(precision, reshard_after_forward=reshard)
-    seen["bf16 reduce"] = by_fabric("bf16-mixed", reduce_dtype=torch.bfloat16)
-    seen["copies"] = copies()
-    return seen
-
-
-DEPTH, WIDTH, VOCABULARY = 2, 32, 256
-LINEARS = 12 * WIDTH * WIDTH  # qkv 3, proj 1, fc_in 4, fc_out 4
-REST = 3 * WIDTH + WIDTH + 4 * WIDTH + WIDTH + 4 * WIDTH  # their biases, and two norms
-ROOT_WEIGHTS = Weights(other=2 * VOCABULARY * WIDTH + 2 * WIDTH)  # embedding, head, norm
-WIRE = {
-    "fp8-hybrid": (Weights(fp8=DEPTH * LINEARS, scales=4 * DEPTH, other=DEPTH * REST), torch.bfloat16),
-    "fp8-rowwise-gw-hp": (Weights(other=DEPTH * (LINEARS + REST)), torch.bfloat16),
-    "bf16-mixed": (Weights(other=DEPTH * (LINEARS + REST)), torch.bfloat16),
-    "32-true": (Weights(other=DEPTH * (LINEARS + REST)), torch.float32),
-}
-
-
-@pytest.fixture(scope="module")
-def counted(tmp_path_factory):
-    return run(worker, 2, tmp_path_factory.mktemp("volume"))
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("loop", ["fabric", "trainer"])
-@pytest.mark.parametrize("reshard", [None, True, False])
-@pytest.mark.parametrize("precision", WIRE)
-def test_a_step_sends_what_the_formula_says(counted, loop, precision, reshard):
-    blocks, dtype = WIRE[precision]
-    volume = step(blocks, ROOT_WEIGHTS, shards=2, param_dtype=dtype, reshard_after_forward=reshard)
-    for rank in counted:
-        seen = rank[f"{loop} {precision} {reshard}"]
-        # what a rank puts in is its shard, which a ring passes on n - 1 = 1 time
-        assert sum(seen["gathered"].values()) == volume.all_gather_forward + volume.all_gather_backward
-        once = sum(size / seen["calls"][fqn] for fqn, size in seen["gathered"].items())
-        assert once == volume.all_gather_forward
-        # what a rank puts in is the whole gradient, of which a ring sends (n - 1) / n = 1 / 2
-        assert seen["scattered"] / 2 == volume.reduce_scatter
-        assert volume.all_reduce == 0
-
-
-@pytest.mark.distributed
-def test_scales_gradients_in_bf16_and_copies(counted):
-    for rank in counted:
-        blocks, dtype = WIRE["fp8-hybrid"]
-        volume = step(blocks, ROOT_WEIGHTS, shards=2, param_dtype=dtype)
-        # n = 2: a ring all-reduce sends 2 (n - 1) / n = 1 times what is reduced
-        assert rank["fabric fp8-hybrid None"]["scales"] == {"torch.float32": 32} == {"torch.float32": volume.scales}
-        assert rank["fabric bf16-mixed None"]["scales"] == {}
-        blocks, _ = WIRE["bf16-mixed"]
-        volume = step(blocks, ROOT_WEIGHTS, shards=2, reduce_dtype=torch.bfloat16)
-        assert rank["bf16 reduce"]["scattered"] / 2 == volume.reduce_scatter
-        volume = step(blocks, ROOT_WEIGHTS, shards=1, copies=2)
-        assert rank["copies"] == {"all_reduced": volume.all_reduce, "dtypes": ["torch.float32"]}
-        assert (volume.all_gather_forward, volume.reduce_scatter) == (0, 0)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
@@ -260,3 +80,51 @@ def test_one_rank_sends_nothing():
 def test_sizes_are_checked(name):
     with pytest.raises(ValueError, match=rf"`{name}=0` is not valid; expected an integer of at least 1"):
         step(Weights(), Weights(), **{"shards": 2, name: 0})
+
+
+DOCS = Path(__file__).parents[2] / "docs" / "fsdp2.md"
+HIDDEN, INNER, KEYS, VOCABULARY, LAYERS = 4096, 14336, 1024, 128256, 32
+LINEARS = LAYERS * (2 * HIDDEN * HIDDEN + 2 * HIDDEN * KEYS + 3 * HIDDEN * INNER)
+NORMS = LAYERS * 2 * HIDDEN
+ROOT = Weights(other=2 * VOCABULARY * HIDDEN + HIDDEN)
+HIGH = Weights(other=LINEARS + NORMS)
+PRECISIONS = {
+    "32-true": (HIGH, torch.float32),
+    "bf16-mixed": (HIGH, torch.bfloat16),
+    "fp8-hybrid": (Weights(fp8=LINEARS, scales=7 * LAYERS, other=NORMS), torch.bfloat16),
+}
+RUNS = [(8, 1), (64, 1), (64, 8), (512, 1), (512, 64)]
+
+
+def rows():
+    for gpus, copies in RUNS:
+        for precision, (blocks, dtype) in PRECISIONS.items():
+            v = step(blocks, ROOT, shards=gpus // copies, copies=copies, param_dtype=dtype)
+            parts = (v.all_gather_forward + v.all_gather_backward, v.reduce_scatter, v.all_reduce, v.total)
+            cells = " | ".join(f"{part / 1e9:.1f}" for part in parts)
+            yield f"| {gpus} | {gpus // copies} x {copies} | {precision} | {cells} |"
+
+
+def test_the_table():
+    table = DOCS.read_text().split("<!-- volume")[1].split("<!-- /volume")[0]
+    assert [line for line in table.splitlines() if re.match(r"\| \d", line)] == list(rows())
+
+
+LINKS = {  # bytes per second and GPU; what is sent there per parameter, for each byte of a gradient, and for the gather
+    "NVLink": (400e9, 1, 2),
+    "InfiniBand, 400 Gb/s per GPU": (50e9, 1, 2),
+    "PCIe 4.0 x16": (25e9, 1, 2),
+    "Ethernet, 100 Gb/s per node of 8 GPUs": (12.5e9 / 8, 1, 2),
+    'the same, `replicate="nodes"`, 8 shards': (12.5e9 / 8, 2 / 8, 0),
+}
+
+
+def test_the_table_of_tokens_that_hide_gradients():
+    """4 P T / F seconds of backward are as long as the bytes take."""
+    lines = []
+    for link, (bandwidth, times, other) in LINKS.items():
+        tokens = [(other + times * size) * 400e12 / (4 * bandwidth) for size in (4, 2)]
+        cells = " | ".join(f"{t:,.0f}" for t in tokens)
+        lines.append(f"| {link} | {bandwidth / 1e9:.3g} GB/s | {cells} |")
+    table = DOCS.read_text().split("<!-- hidden")[1].split("<!-- /hidden")[0]
+    assert table.splitlines()[3:] == lines

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-import lightning_lowprec  # noqa: F401
+from lightning_lowprec import FabricFSDP2Strategy
 
 WIDTH = 32
 X = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(1))
@@ -59,8 +59,6 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def setup(precision, ranks: int, seed: int = 0, kind: str = "sharded", make=adamw, width: int = WIDTH, **options):
-    from lightning_lowprec.fsdp2.fabric import FabricFSDP2Strategy
-
     fabric = L.Fabric(
         accelerator="cpu",
         devices=ranks,
