@@ -7,7 +7,6 @@ from torch import nn, optim
 from lightning_lowprec.masters import kernel_step
 from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.masters.optimizer import add_masters
-from tests.masters.master_loops import equal, through_file
 
 OPTIMIZERS = {
     "adamw": lambda p: optim.AdamW(p, lr=1e-2),
@@ -68,16 +67,3 @@ def test_the_kernel_makes_the_first_step_too(launches):
     _, optimizer = train(OPTIMIZERS["adamw"], 1, form="remainder", moments="8bit")
     assert [len(rows) for rows in launches] == [1, 1, 1]
     assert all(state["step"] == 1 for state in optimizer.state.values())
-
-
-def test_resumes_to_the_bit():
-    make = OPTIMIZERS["adamw"]
-    config = {"form": "remainder", "moments": "8bit"}
-    params, optimizer = train(make, 2, **config)
-    straight, went_on = train(make, 3, **config)
-    again = [nn.Parameter(p.detach().clone()) for p in params]
-    resumed = add_masters(make(again), MasterConfig(**config))
-    resumed.load_state_dict(through_file(optimizer.state_dict()))
-    train(make, 1, again, resumed, first=2)
-    assert all(map(torch.equal, again, straight))
-    assert equal(resumed.state_dict()["state"], went_on.state_dict()["state"])
