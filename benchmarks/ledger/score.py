@@ -1,5 +1,7 @@
 """Hold the roofline against figures that others have measured: `make ledger-score` writes docs/speed.md.
 
+The page has the errors; ``benchmarks/results/published.md`` has a row for every figure.
+
 ``benchmarks/results/published.json`` has the figures, models and devices. The amounts of a step come from shapes:
 
 * products: 2 T x in x out FLOPs, forward once and backward twice; ``again``: the share of the forward's products that
@@ -24,6 +26,7 @@ from benchmarks.rivals.contenders import BASELINE, BF16_TRUE, CHUNKED, FP8_HEAD
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks/results"
 PAGE = ROOT / "docs/speed.md"
+ROWS = RESULTS / "published.md"
 BEGIN, END = "<!-- score: written by `make ledger-score` -->", "<!-- /score -->"
 COUNTED = {
     "tensorwise": "torchao tensorwise, compiled",
@@ -252,8 +255,8 @@ def ours(off: float, bias: float) -> str:
     return table(head, rows)
 
 
-def report() -> str:
-    """Return what stands between the markers of the page."""
+def report() -> tuple[str, str]:
+    """Return what stands between the markers of the page, and the page with a row for every figure."""
     figures = [figure for figure in DATA["figures"] if figure["published"][0] is not None]
     truth, fixed = [measured(figure) for figure in figures], [ratio(figure) for figure in figures]
     grid = [[ratio(figure, factor) for factor in FACTORS] for figure in figures]
@@ -262,6 +265,13 @@ def report() -> str:
     whole = [(p, t) for p, t, figure in zip(fixed, truth, figures, strict=True) if figure.get("kind") is None]
     off, bias = error(*zip(*whole, strict=True)), fmean(p / t - 1 for p, t in whole)
     used = [FACTORS[column] for column in columns]
+    factor = f"The factor that was fitted to the others lies between {min(used):.2f} and {max(used):.2f}."
+    summary = "\n\n".join((scores(figures, fixed, list(fitted.values())), factor, ours(off, bias)))
+    return summary, single(fitted)
+
+
+def single(fitted: Mapping[str, float]) -> str:
+    """Return the page with a row for every published figure, device and figure that was left out."""
     formats = ("bfloat16", "float8", "float8 block", "mxfp8", "float4")
     devices = [
         [name, *(str(found["rates"].get(which, "")) for which in formats), str(found["bandwidth"]),
@@ -269,27 +279,26 @@ def report() -> str:
         for name, found in DATA["devices"].items()
     ]  # fmt: skip
     return "\n\n".join((
-        scores(figures, fixed, list(fitted.values())),
-        f"The factor that was fitted to the others lies between {min(used):.2f} and {max(used):.2f}.",
-        ours(off, bias),
+        "# Published figures beside predictions\n\nWritten by `make ledger-score`. How to read this: docs/speed.md.",
         table(["figure", "sequences x tokens, GPUs", "published", "predicted", "error, %", "leave-one-out",
                "tokens/s, predicted over published", "not said"],
               [row(figure, fitted.get(figure["name"])) for figure in DATA["figures"]]),
         table(["TFLOP/s", "bf16", "FP8", "FP8, block scales", "MXFP8", "NVFP4", "TB/s, data sheet", "source"], devices),
         table(["left out", "why"], [[f"[{x['what']}]({x['address']})", x["why"]] for x in DATA["left_out"]]),
-    ))  # fmt: skip
+    )) + "\n"  # fmt: skip
 
 
 def updated(page: str) -> str:
     """Return the page with a new report between its markers."""
     before, rest = page.split(BEGIN)
-    return f"{before}{BEGIN}\n\n{report()}\n\n{END}{rest.split(END)[1]}"
+    return f"{before}{BEGIN}\n\n{report()[0]}\n\n{END}{rest.split(END)[1]}"
 
 
 def main() -> None:
-    """Write the page and print it."""
+    """Write both pages and print them."""
     PAGE.write_text(updated(PAGE.read_text()))
-    print(PAGE.read_text())
+    ROWS.write_text(report()[1])
+    print(PAGE.read_text(), ROWS.read_text())
 
 
 if __name__ == "__main__":

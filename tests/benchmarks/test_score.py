@@ -45,6 +45,7 @@ def test_a_step_in_bf16_is_what_its_shapes_say():
 def test_the_page_is_what_the_command_writes():
     page = score.PAGE.read_text()
     assert score.updated(page) == page
+    assert score.ROWS.read_text() == score.report()[1]
     whole = [figure for figure in FIGURES.values() if figure["published"][0] and "kind" not in figure]
     off = 100 * fmean(abs(score.ratio(figure) / score.measured(figure) - 1) for figure in whole)
     assert f"| steps | {len(whole)} | fixed constants | {off:.1f} |" in page

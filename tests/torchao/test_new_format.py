@@ -1,7 +1,9 @@
-"""The format of docs/architecture.md is planned, trained, compiled, sharded, exported and reported like our own."""
+"""The format of tests/toy_format.py is planned, trained, compiled, sharded, exported and reported like our own."""
 
 import json
 import re
+import runpy
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,16 +14,11 @@ from lightning_lowprec.tools.cli import main
 from lightning_lowprec.torchao.linear import coded_layers
 from tests.fsdp2.toy import Toy
 from tests.quality import expect_db, sqnr
-from tests.site.pages import blocks
-
-(BLOCK,) = [block for block in blocks("python") if block.name == "architecture-1"]
 
 
 def define():
-    """What the page defines, registered."""
-    seen = {"__name__": "docs_block"}
-    exec(compile(BLOCK.code.split("trainer = ")[0], BLOCK.name, "exec"), seen)
-    return seen
+    """What the file defines, registered."""
+    return runpy.run_path(str(Path(__file__).parents[1] / "toy_format.py"))
 
 
 @pytest.fixture
