@@ -1,37 +1,96 @@
-"""The format of tests/toy_format.py is planned, trained, compiled, sharded, exported and reported like our own."""
+"""A new format (docs/architecture.md) is planned, trained, compiled, sharded, exported and reported like our own."""
 
 import json
 import re
-import runpy
-from pathlib import Path
+from dataclasses import dataclass
+from typing import ClassVar
 
+import lightning as L
 import pytest
 import torch
 from torch import nn
 
 from lightning_lowprec.conversion import backends
+from lightning_lowprec.products.arithmetic import Arithmetic
+from lightning_lowprec.products.formats import FORMATS, FormatSpec
 from lightning_lowprec.tools.cli import main
 from lightning_lowprec.torchao.linear import coded_layers
-from tests.fsdp2.toy import Toy
+from lightning_lowprec.torchao.plugin import SharedOptions, TorchAO
+from tests.fsdp2.toy import Toy, X
 from tests.quality import expect_db, sqnr
 
 
+@dataclass(frozen=True)
+class Int5(Arithmetic):
+    """Integers from -15 to 15, summed in float32."""
+
+    tokens: ClassVar[int] = 16
+
+    def operand(self, matrix, role, dtype):
+        return Steps(matrix.to(dtype))
+
+    def multiply(self, a, b, dtype, product):
+        (codes_a, step_a), (codes_b, step_b) = a, b
+        with torch.autocast(codes_a.device.type, enabled=False):
+            return ((codes_a @ codes_b.t()) * step_a * step_b.t()).to(dtype)
+
+
+class Steps:
+    """A matrix, whose codes are made along the dimension that a product sums over."""
+
+    def __init__(self, matrix):
+        self.matrix = matrix
+
+    def rows(self):
+        return codes_of(self.matrix)
+
+    def columns(self):
+        return codes_of(self.matrix.t())
+
+
+def codes_of(rows):
+    step = rows.float().abs().amax(1, keepdim=True).clamp(min=1e-12) / 15
+    return (rows / step).round(), step
+
+
+class Int5Mixed(TorchAO):
+    """Linear layers in integers of five bits, everything else in bf16."""
+
+    def __init__(self, recipe="int5", **options):
+        super().__init__(recipe, ("int5",), SharedOptions(**options))
+
+    def how(self, device):
+        return f"int5 products by torch on {device}"
+
+
 def define():
-    """What the file defines, registered."""
-    return runpy.run_path(str(Path(__file__).parents[1] / "toy_format.py"))
+    """Register the format, and a backend whose name has it."""
+    FORMATS["int5"] = FormatSpec(
+        precision="int5-mixed", title="int5", emulates=False, cpu="always", arithmetic=lambda emulate: Int5()
+    )
+    backends.register(
+        backends.Backend(
+            name="int5",
+            title="int5",
+            layers_from=(),  # the layers are those of torchao's room
+            names={"int5-mixed": backends.PrecisionName(plugin_class=Int5Mixed, summary="integers of five bits")},
+        )
+    )
 
 
 @pytest.fixture
-def page():
-    yield define()
+def int5():
+    define()
+    yield
     backends.unregister("int5")
 
 
-def test_each_product_is_that_of_the_codes(page):
+@pytest.mark.usefixtures("int5")
+def test_each_product_is_that_of_the_codes():
     layer = nn.Linear(32, 48)
     exact = nn.Linear(32, 48)
     exact.load_state_dict(layer.state_dict())
-    plugin = page["Int5Mixed"]()
+    plugin = Int5Mixed()
     plugin.bind_device(torch.device("cpu"))
     plugin.convert_module(model := nn.Sequential(layer))
     x = torch.randn(21, 32, generator=torch.Generator().manual_seed(0))
@@ -41,7 +100,7 @@ def test_each_product_is_that_of_the_codes(page):
         output = module(given)
         output.square().sum().backward()
         found.append((output.detach(), given.grad))
-    (codes, step), (w_codes, w_step) = page["codes_of"](x), page["codes_of"](layer.weight.detach())
+    (codes, step), (w_codes, w_step) = codes_of(x), codes_of(layer.weight.detach())
     assert codes.abs().max() == 15
     assert set(codes.flatten().tolist()) <= set(range(-15, 16))
     by_hand = (codes * step) @ (w_codes * w_step).t() + layer.bias.detach()
@@ -51,7 +110,25 @@ def test_each_product_is_that_of_the_codes(page):
     expect_db(sqnr(exact.weight.grad, layer.weight.grad), 20)
 
 
-def test_plan_and_doctor_know_it(page, tmp_path, capsys, monkeypatch):
+@pytest.mark.usefixtures("int5")
+def test_it_trains_with_recipes():
+    fabric = L.Fabric(
+        accelerator="cpu", devices=1, plugins=Int5Mixed({"*.fc_in": {"grad_weight": "bf16"}, "*": "int5"})
+    )
+    torch.manual_seed(0)
+    model, optimizer = fabric.setup(net := Toy(), torch.optim.AdamW(net.parameters(), lr=1e-2))
+    losses = []
+    for _ in range(20):
+        loss = (model(X) - 1).float().square().mean()
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.usefixtures("int5")
+def test_plan_and_doctor_know_it(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     module = tmp_path / "int5_model.py"
     module.write_text("from torch import nn\nNet = lambda: nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32))\n")
@@ -63,9 +140,10 @@ def test_plan_and_doctor_know_it(page, tmp_path, capsys, monkeypatch):
     assert re.search(r"^int5 +yes +int5-mixed: int5 products by torch on cpu$", said, flags=re.MULTILINE)
 
 
-def test_it_is_exported_without_a_scale_of_its_own(page, tmp_path):
+@pytest.mark.usefixtures("int5")
+def test_it_is_exported_without_a_scale_of_its_own(tmp_path):
     """Its codes are no server's, so the format's own scales are what the weights get."""
-    plugin = page["Int5Mixed"]()
+    plugin = Int5Mixed()
     plugin.bind_device(torch.device("cpu"))
     plugin.convert_module(net := Toy())
     assert [backends.weight_roundings(layer) for layer in coded_layers(net)] == 4 * [{"weight": None}]
