@@ -9,6 +9,7 @@ from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.models.mamba.modeling_mamba import MambaConfig, MambaMixer
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
+from lightning_lowprec.conversion import gains
 from lightning_lowprec.conversion.options import LayerOptions
 from lightning_lowprec.conversion.plan import PlanRequest, make_plan
 from lightning_lowprec.conversion.recipe_map import RecipeMap
@@ -359,3 +360,24 @@ def test_known_classes_that_read_a_weight_themselves():
             assert reasons(_attention("timm", name, **attributes)) == {"qkv": reason, "proj": None}
     config = MambaConfig(hidden_size=64, time_step_rank=16)
     assert reasons(MambaMixer(config, layer_idx=0))["dt_proj"] == f"MambaMixer {said}"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "shape", "gain"),
+    [  # torchao's README and the thresholds of its automatic filter
+        ("tensorwise", (1024, 8192), 1.43),
+        ("tensorwise", (8192, 7168), 1.73),
+        ("tensorwise", (3584, 8192), 1.71),
+        ("tensorwise", (4096, 1024), None),
+        ("rowwise", (8192, 7168), 1.73),
+        ("rowwise", (1024, 8192), None),
+        ("rowwise", (8192, 2048), None),
+        ("rowwise", (2048, 4096), None),
+    ],
+)
+def test_published_figures_and_thresholds(recipe, shape, gain):
+    assert gains.expected_gain(recipe, *shape) == gain
+
+
+def test_no_shape_is_too_small_to_ask_for():
+    assert gains.expected_gain("tensorwise", 0, 5000) in gains.PUBLISHED.values()

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lightning_lowprec import plain
+from tests.toys import ON_CPU
 
 HALF = ["bf16-master", "fp16-master", "bf16-remainder", "bf16-8bit", "fp8-hybrid-8bit"]
 MSAMP = ["msamp-o1", "msamp-o2", "msamp-o3"]
@@ -19,6 +20,7 @@ ARRIVALS = ["set-up", "load", "added group", "unfrozen", "frozen", "loaded froze
 ONE_LAYER = ("frozen", "loaded frozen", "no optimizer")
 WIDTH = 64  # 4,096 numbers: moments of 8 bits are coded
 pytestmark = [
+    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch"),
     pytest.mark.filterwarnings("ignore:.*is trainable and in no optimizer"),
 ]
 
@@ -92,3 +94,50 @@ def test_a_value_that_arrives_leaves_again(name, how, float32_file, tmp_path):
         step(resumed, to, with_optimizer)
         names = [name] if how != "no optimizer" and frozen else [name, other]
         assert_kept(values(to), expected, [*names, other], frozen and how != "no optimizer")
+
+
+class Net(L.LightningModule):
+    def __init__(self, seed: int = 0):
+        super().__init__()
+        self.net, self.trained = layers(seed), nn.Linear(WIDTH, WIDTH)
+        self.net.requires_grad_(False)
+
+    def training_step(self, batch, _):
+        return self.trained(self.net(batch)).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.trained.parameters(), lr=1e-2)
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.randn(32, WIDTH), batch_size=16)
+
+
+class Saves(L.Callback):
+    def __init__(self, path=None):
+        self.path = path
+
+    def on_train_start(self, trainer, module):
+        self.first = values(module)
+
+    def on_train_end(self, trainer, module):
+        self.last = values(module)
+        if self.path:
+            trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("fp16-master", "bf16-master"),
+        ("fp16-master", "bf16-8bit"),
+        ("bf16-8bit", "fp8-hybrid"),
+        ("bf16-remainder", "half-auto"),
+        *[("msamp-o3", other) for other in ("32-true", "fp8-hybrid", "bf16-master", "bf16-remainder", "msamp-o3")],
+    ],
+)
+def test_a_run_of_the_trainer_resumes_under_another_name_with_the_same_values(name, other, tmp_path):
+    one, two = Saves(tmp_path / "one.ckpt"), Saves()
+    L.Trainer(precision=name, callbacks=[one], **{**ON_CPU, "max_epochs": 1}).fit(Net())
+    resumed = L.Trainer(precision=other, callbacks=[two], **{**ON_CPU, "max_epochs": 2})
+    resumed.fit(Net(1), ckpt_path=tmp_path / "one.ckpt")
+    assert all(torch.equal(a, b) for a, b in zip(one.last, two.first, strict=True))

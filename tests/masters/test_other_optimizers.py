@@ -113,27 +113,6 @@ def test_moved_gradients_outlive_a_move_of_the_weights():
     assert all(map(torch.equal, before, after))
 
 
-def test_a_checkpoint_of_a_schedule_free_run_resumes_bit_for_bit():
-    fabric, model, optimizer = set_up("bf16-remainder", SCHEDULE_FREE["AdamW"])
-
-    def train(steps):
-        for step in steps:
-            optimizer.train()
-            fabric.backward(loss_of(model, step))
-            optimizer.step()
-            optimizer.zero_grad()
-        optimizer.eval()
-        return loss_of(model, 100).item()
-
-    train(range(4))
-    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    expected = train(range(4, 8))
-    fabric, model, optimizer = set_up("bf16-remainder", SCHEDULE_FREE["AdamW"])
-    model.load_state_dict(saved[0])
-    optimizer.load_state_dict(saved[1])
-    assert train(range(4, 8)) == expected
-
-
 def test_both_steps_of_sam_see_masters():
     def losses_of(precision):
         fabric, model, optimizer = set_up(precision, SAM)

@@ -10,6 +10,7 @@ import torch
 
 from lightning_lowprec.numerics import formats, weight_rounding
 from lightning_lowprec.numerics.formats import E4M3, E5M2, FP16
+from lightning_lowprec.numerics.one_pass import _copied
 from tests.quality import sqnr
 
 ALL = [E4M3, E5M2, FP16]
@@ -127,3 +128,21 @@ def test_every_block_of_a_weight_has_its_own_largest_value():
     weight = torch.randn(300, 200, generator=torch.Generator().manual_seed(0))
     blocks = [[part.abs().max() for part in rows.split(128, 1)] for rows in weight.split(128)]
     assert weight_rounding.amax_grid(weight, "block").tolist() == blocks
+
+
+# ---- copies of functions, which compilers get
+
+
+def scaled(rows, factor=2.0, *, shift=1.0):
+    return rows * factor + shift
+
+
+def test_a_copy_has_the_defaults_of_the_function_and_a_code_object_of_its_own():
+    for function in (scaled, formats.encode):
+        copy = _copied(function)
+        assert copy.__code__ is not function.__code__
+        assert copy.__name__ == function.__name__
+        assert (copy.__defaults__, copy.__kwdefaults__) == (function.__defaults__, function.__kwdefaults__)
+    rows = torch.ones(2, 3)
+    assert torch.equal(_copied(scaled)(rows), torch.full((2, 3), 3.0))
+    assert torch.equal(_copied(scaled)(rows, shift=0.0), torch.full((2, 3), 2.0))
