@@ -58,6 +58,11 @@ def test_losses_and_gradients_are_those_of_all_logits(dtype, reduction, label_sm
     torch.testing.assert_close(loss.double(), true, rtol=2e-2 if reduction == "none" else 2e-3, atol=2e-2)
 
 
+def test_sequences_of_a_batch_are_rows():
+    h, w, t, _ = tensors(torch.float32)
+    assert torch.equal(linear_cross_entropy(h.view(7, 10, K), w, t.view(7, 10)), linear_cross_entropy(h, w, t))
+
+
 def test_a_bf16_head_of_32k_classes_loses_nothing():
     """torch 2.13's own `F.linear_cross_entropy` returns 9.125 here."""
     generator = torch.Generator().manual_seed(0)

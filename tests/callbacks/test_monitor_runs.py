@@ -362,6 +362,7 @@ def test_a_layer_that_does_not_run_has_no_reading():
     model = fabric.setup(net)
     monitor = NumericsMonitor(every=1)
     monitor.step(model, 0)
+    model(torch.randn(0, WIDTH)).sum().backward()
     model(torch.randn(16, WIDTH)).sum().backward()
     seen = [(r.fqn, r.tensor) for r in monitor.finish()]
     assert seen == [("used", t) for t in ("input", "weight", "gradient")] + [("frozen", t) for t in ("input", "weight")]

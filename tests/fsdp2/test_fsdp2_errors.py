@@ -114,6 +114,7 @@ def test_parts_of_gathered_weights_are_kept_in_high_precision_only():
 
 
 def test_sizes_must_divide_the_world():
+    assert [shards(8, 1, 1), shards(8, 2, 1), shards(8, 2, 2)] == [8, 4, 2]
     with pytest.raises(ValueError, match=r"`replicate=3` times `tensor_parallel_size=1` does not divide .* \(4\)"):
         shards(4, 3, 1)
     fabric = L.Fabric(accelerator="cpu", devices=1, strategy=FabricFSDP2Strategy(replicate=2), precision="bf16-mixed")

@@ -327,6 +327,7 @@ def test_metrics_and_float64_and_complex_layers_stay():
     )
     model["fourier"] = nn.Linear(4, 4, dtype=torch.complex64)
     model["metric"] = Distance(nn.Linear(4, 4), nn.Linear(4, 4).half())
+    model["same"] = Distance(model["metric"].encoder, nn.Identity())
     before = {name: tensor.clone() for name, tensor in model.state_dict().items() if not name.startswith("net")}
     HalfWeights(MasterConfig(), buffer_dtype=torch.bfloat16).cast(model, torch.bfloat16)
     assert model["net"].weight.dtype == torch.bfloat16
