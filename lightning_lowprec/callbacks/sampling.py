@@ -204,7 +204,7 @@ def _reading(counted: list[float], peaks: Tensor) -> dict[str, Any] | None:
     """Return the numbers of one tensor from its counts over all ranks and the (ranks, 2) amax and scale of each."""
     amax, scales = float(peaks[:, 0].amax()), peaks[:, 1]
     _, _, values, codes, saturated = counted[:_PER_TENSOR]
-    seen = scales[scales != 0]
+    seen = scales[peaks.any(dim=1)]  # the scale of an infinite amax is 0
     if not len(seen):  # no rank has called the layer, or no backward has reached it
         return None
     is_known = math.isfinite(amax) and float(seen.amin()) != UNKNOWN

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_lowprec import MSAMP, FP8TorchAO, HalfMixed
 from lightning_lowprec.callbacks import NumericsMonitor
+from lightning_lowprec.callbacks.paused_compiler import PausedCompiler
 from lightning_lowprec.callbacks.readings import FILE, read
 
 WIDTH = 64
@@ -366,6 +367,40 @@ def test_a_layer_that_does_not_run_has_no_reading():
     model(torch.randn(16, WIDTH)).sum().backward()
     seen = [(r.fqn, r.tensor) for r in monitor.finish()]
     assert seen == [("used", t) for t in ("input", "weight", "gradient")] + [("frozen", t) for t in ("input", "weight")]
+
+
+def test_the_share_of_an_infinite_tensor_is_not_known():
+    fabric = L.Fabric(accelerator="cpu", plugins=FP8TorchAO())
+    model = fabric.setup(nn.Sequential(nn.Linear(WIDTH, WIDTH)))
+    monitor = NumericsMonitor(every=1)
+    monitor.step(model, 0)
+    model(torch.full((16, WIDTH), math.inf)).sum().backward()
+    reading = next(r for r in monitor.finish() if r.tensor == "input")
+    assert math.isnan(reading.amax)
+    assert (reading.underflow, reading.saturated, reading.scale) == (None, None, None)
+
+
+def test_the_step_of_an_optimizer_is_compiled_while_a_monitor_looks():
+    """Its results must not depend on a monitor; forward and backward run eagerly."""
+    calls = []
+
+    def backend(graph, inputs):
+        return lambda *args: calls.append("compiled") or graph.forward(*args)
+
+    class Doubling(torch.optim.SGD):
+        step_of = staticmethod(torch.compile(lambda p: p * 2, backend=backend))
+
+        def step(self, closure=None):
+            return self.step_of(self.param_groups[0]["params"][0].detach())
+
+    net = nn.Linear(WIDTH, WIDTH)
+    optimizer, paused = Doubling(net.parameters(), lr=1.0), PausedCompiler()
+    optimizer.step()
+    paused.pause()
+    optimizer.step()
+    optimizer.step_of(net.weight.detach())  # as a forward would
+    paused.resume()
+    assert calls == ["compiled"] * 2
 
 
 @pytest.mark.parametrize(

@@ -140,6 +140,20 @@ def test_copies_and_pickles_train_on(form, moments):
         assert equal(its.state_dict()["state"], optimizer.state_dict()["state"])
 
 
+def test_the_codes_of_a_loaded_state_dict_are_not_written_to():
+    """Torch shares its own float32 moments, and the count of steps, with the state dict."""
+    model, optimizer = wrapped(form="remainder", moments="8bit")
+    train(model, optimizer, range(2))
+    state = copy.deepcopy(optimizer.state_dict())
+    kept = copy.deepcopy(state)
+    other, loaded = wrapped(form="remainder", moments="8bit")
+    loaded.load_state_dict(state)
+    train(other, loaded, range(2, 4))
+    assert "exp_avg_codes" in state["state"][0]
+    for name in ("exp_avg_codes", "exp_avg_exponents", "exp_avg_sq_codes", "exp_avg_sq_exponents"):
+        assert equal(state["state"][0][name], kept["state"][0][name]), name
+
+
 @pytest.mark.parametrize("source", [("remainder", "8bit"), ("stochastic", "8bit"), ("fp32", "8bit")])
 @pytest.mark.parametrize("target", ALL)
 def test_state_dicts_load_into_every_other_form(source, target):

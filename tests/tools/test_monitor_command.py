@@ -89,6 +89,13 @@ def test_keep_lists_the_layers_beyond_the_limits(tmp_path, capsys, options, expe
     assert not (tmp_path / "monitor.html").exists()
 
 
+def test_the_worst_layer_stands_first(tmp_path, capsys):
+    write(tmp_path, {1: ("input", 0.0, 19.0), 2: ("input", 0.0, 12.0), 3: ("input", 0.0, None)})
+    assert main(["monitor", str(tmp_path)]) == 0
+    names = re.findall(r"blocks\.(\d)\.up", capsys.readouterr().out)
+    assert names == ["2", "1", "0", "3"]
+
+
 def test_the_colours_of_two_runs_mean_the_same(tmp_path):
     """Of a run whose worst layer has 28 dB, which is fine: nine tenths of the way from the worst colour to the best."""
     write(tmp_path, {0: (None, 0.0, 28.0)})

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_lowprec.conversion.plan import make_plan
 from lightning_lowprec.tools.cli import main
-from lightning_lowprec.tools.planning.costs import flops, footprints
+from lightning_lowprec.tools.planning.costs import flops, footprints, scales_of
 from lightning_lowprec.tools.planning.pages import plan_page
 from lightning_lowprec.tools.planning.source import load
 
@@ -55,6 +55,12 @@ def test_flops_and_bytes_by_hand():
         others, in_training = total - converted, trained - 2048
         assert scaled.host == 4 * 1024
         assert scaled.state == 4 * others + 12 * in_training + per_weight * 2048 + frozen * 1024
+
+
+def test_scales_by_hand():
+    assert scales_of(torch.empty(300, 200), 128) == 3 * 2
+    assert scales_of(torch.empty(4, 256, 300), 128) == 8 * 3
+    assert scales_of(torch.empty(300, 200), 0) == 1
 
 
 @pytest.mark.parametrize("frozen_in", [torch.float32, torch.bfloat16])

@@ -4,6 +4,7 @@ import lightning as L
 import pytest
 
 import lightning_lowprec as lp
+from lightning_lowprec.zero.engine import scale_fields
 
 
 @pytest.mark.parametrize("make", [L.Fabric, L.Trainer])
@@ -28,6 +29,10 @@ def test_refused_with_reason_and_way_out(make, how, reason):
     how = {"plugins": plugins[how["plugins"]]()} if "plugins" in how else how
     with pytest.raises(ValueError, match=rf"does not run under `strategy='deepspeed_stage_2'`: .*{reason}"):
         make(strategy="deepspeed_stage_2", accelerator="cpu", devices=1, **how)
+
+
+def test_a_loss_scale_that_starts_at_one_is_deepspeeds_two_to_the_zero():
+    assert scale_fields(lp.LossScale(initial=1.0), "fp8-hybrid-fp16")["initial_scale_power"] == 0
 
 
 @pytest.mark.parametrize("name", ["msamp-o1", "msamp-o2", "msamp-o3"])
