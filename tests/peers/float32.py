@@ -3,8 +3,7 @@
     python -m tests.peers.float32 [--only mixtral,mamba]
 
 A part of ``make test-dtypes``. Models are tiny and on the meta device. What a model declares is read by transformers'
-own function for loading, other reasons by the list below. For models that keep anything, the share of bytes is that
-of the default configuration in its full size.
+own function for loading, other reasons by the list below.
 """
 
 from __future__ import annotations
@@ -26,8 +25,6 @@ from lightning_lowprec.private.torch_modules import is_batch_or_instance_norm
 from tests.families.tiny import classes, config, families
 
 BY_NAME = ("A_log", "dt_bias", "e_score_correction_bias", "expert_bias")
-BYTES = 14
-"""Of one weight under bf16-remainder: weight 2, remainder 2, gradient 2, moments 8; of a float32 weight 16."""
 
 
 def declared(model: transformers.PreTrainedModel, dtype: torch.dtype) -> set[str]:
@@ -82,16 +79,6 @@ def cast(model: nn.Module) -> None:
     HalfWeights(MasterConfig.of("remainder"), torch.bfloat16).cast(model, torch.bfloat16)
 
 
-def more_bytes(cls: type[transformers.PreTrainedModel]) -> float:
-    """Return the bytes that float32 parameters add beside BatchNorm's, as a share of those of the default size."""
-    with torch.device("meta"):
-        model = cls(cls.config_class())
-    cast(model)
-    norms = {id(p) for module in model.modules() if is_batch_or_instance_norm(module) for p in module.parameters()}
-    kept = sum(p.numel() for p in model.parameters() if p.dtype == torch.float32 and id(p) not in norms)
-    return kept * 2 / (BYTES * sum(p.numel() for p in model.parameters()))
-
-
 def main() -> int:
     """Look at the classes, print what is wrong and the shares, and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.peers.float32", description=__doc__.splitlines()[0])
@@ -100,7 +87,7 @@ def main() -> int:
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
     logging.disable(logging.INFO)
-    counts, shares = Counter[str](), dict[str, float]()
+    counts = Counter[str]()
     for family in [family for family in families() if only == [""] or family.split(".")[2] in only]:
         for cls in classes(family):
             try:
@@ -115,19 +102,8 @@ def main() -> int:
             counts["with float32 parameters"] += kept > 0
             if lost or groundless:
                 print(f"{cls.__name__}: cast {sorted(lost)[:3]}, kept {sorted(groundless)[:3]}")
-            if kept and cls is classes(family)[0]:
-                try:
-                    shares[cls.__name__] = more_bytes(cls)
-                except Exception as error:  # the default configuration of other people
-                    print(f"no size {cls.__name__}: {type(error).__name__}: {' '.join(str(error).split())[:100]}")
         sys.stdout.flush()
     print(", ".join(f"{count} {name}" for name, count in counts.items()))
-    large = sorted(((share, name) for name, share in shares.items()), reverse=True)
-    print(
-        "more bytes:",
-        ", ".join(f"{name} {share:.4%}" for share, name in large if share >= 0.001),
-        f"; {len(large)} in all",
-    )
     return int(counts["declared and cast"] + counts["kept without a reason"] > 0)
 
 
