@@ -86,8 +86,16 @@ def test_surface_is_the_listed_one():
     assert not listed - code, "gone: take it from tests/surface.txt, and tell users in CHANGELOG.md"
 
 
-DOORS = {OWN, f"{OWN}.tools.cli.main", f"{OWN}.tools.demo", f"{OWN}.tools.demo.ByteGPT", f"{OWN}.tools.demo.StdlibText"}
-"""The package, the command `lowprec`, and the model and the data that docs/ gives to it by their paths."""
+DOORS = {
+    OWN,
+    f"{OWN}.conversion.backends",
+    f"{OWN}.conversion.backends.Backend",
+    f"{OWN}.tools.cli.main",
+    f"{OWN}.tools.demo",
+    f"{OWN}.tools.demo.ByteGPT",
+    f"{OWN}.tools.demo.StdlibText",
+}
+"""The package, where a backend from outside is registered, the command `lowprec`, and its demo of docs/."""
 
 
 def looks_below(path: Path) -> bool:

@@ -25,7 +25,7 @@ from contract_models import (
 from plugins_under_test import every_plugin, make
 from torch import nn
 
-from lightning_lowprec.precision.loss_scale import LossScale
+from lightning_lowprec import LossScale
 from tests.precision.weights_left import as_trained
 from tests.quality import sqnr
 

@@ -19,7 +19,7 @@ from contract_models import (
 from plugins_under_test import every_scaled, every_unscaled, make
 from torch import Tensor
 
-from lightning_lowprec.precision.loss_scale import LossScale
+from lightning_lowprec import LossScale
 
 NAN = torch.tensor([float("nan"), 4.0])
 PATIENCE = 50

@@ -11,8 +11,7 @@ from contract_models import Net, fabric_with, net, random_batches, train_in_fabr
 from plugins_under_test import DISTINCT, make
 from torch import Tensor
 
-from lightning_lowprec import HalfMixed
-from lightning_lowprec.precision.loss_scale import LossScale
+from lightning_lowprec import HalfMixed, LossScale
 from tests.precision.weights_left import as_trained
 
 STEPS = 12

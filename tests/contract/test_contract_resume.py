@@ -20,8 +20,7 @@ from contract_models import (
 from lightning.pytorch.plugins import MixedPrecision
 from plugins_under_test import every_plugin, every_scaled, make
 
-from lightning_lowprec import FP8TorchAO, HalfMixed
-from lightning_lowprec.precision.loss_scale import LossScale
+from lightning_lowprec import FP8TorchAO, HalfMixed, LossScale
 from tests.precision.weights_left import as_trained
 
 GROWING = LossScale(initial=2.0**8, growth_interval=3)

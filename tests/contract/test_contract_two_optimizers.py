@@ -12,7 +12,7 @@ from contract_models import OVERFLOW, Batches, CountingSGD, Probe, X, fabric_wit
 from plugins_under_test import every_plugin, every_scaled, make
 from torch import Tensor, nn
 
-from lightning_lowprec.precision.loss_scale import LossScale
+from lightning_lowprec import LossScale
 
 GROWS_EVERY_STEP = LossScale(initial=8.0, growth_interval=1)
 

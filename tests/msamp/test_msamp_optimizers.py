@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from lightning_lowprec import MSAMP
-from lightning_lowprec.msamp.adamw import ScaledAdamW
-from lightning_lowprec.msamp.weight import values_of
+from lightning_lowprec.msamp import ScaledAdamW, values_of
 from tests.msamp.msamp_runs import CHATTER, LEVELS, Batches, Net, fit, in_fabric
 
 every_level = pytest.mark.parametrize("level", LEVELS)

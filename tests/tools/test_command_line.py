@@ -184,17 +184,6 @@ def soon(monkeypatch):
 
 
 @pytest.mark.usefixtures("soon")
-def test_long_work_is_shown_even_within_one_call_and_the_line_is_cleared(on_terminal):
-    def one_long_call():
-        with terminal.working("reading last.ckpt"):
-            time.sleep(0.3)
-
-    said = on_terminal(one_long_call)
-    assert "reading last.ckpt ... 00:00" in said
-    assert re.split(r"[\r\n]", said.rstrip("\r"))[-1].strip() == "", "cleared"
-
-
-@pytest.mark.usefixtures("soon")
 def test_counted_work_has_a_bar(on_terminal):
     def three_of_four():
         with terminal.working("asking", total=4) as shown:

@@ -1,4 +1,7 @@
-"""`lowprec plan --fits`: the simulated peak by mathematics and by torch's tracker, verdicts, and what is refused."""
+"""`lowprec plan --fits`: bytes of a weight by mathematics, verdicts, and what is refused.
+
+tests/ledger/test_simulated_memory.py compares the peaks of whole models with those of torch's allocator.
+"""
 
 import json
 from itertools import pairwise
@@ -6,15 +9,12 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed._tools.mem_tracker import MemTracker
-from torch.utils.checkpoint import checkpoint
 
 from lightning_lowprec.tools.cli import main
 from lightning_lowprec.tools.fits import fake_gpu, simulation
 from lightning_lowprec.tools.fits.report import _verdict, fits, needed, read_gpu
 from lightning_lowprec.tools.fits.simulated_step import Setting, simulate
-from lightning_lowprec.tools.fits.simulation import Simulator, longest_run
+from lightning_lowprec.tools.fits.simulation import Simulator
 from lightning_lowprec.tools.planning.inputs import inputs_of
 from tests import toys
 
@@ -30,15 +30,9 @@ TINY = {
 
 
 class Stack(toys.Stack):
-    def __init__(self, depth=5, checkpointing=False):
+    def __init__(self, depth=5):
         super().__init__(lambda: toys.Block(SIDE, norm=False, activation=torch.relu), depth)
-        self.checkpointing = checkpointing
         self.example_input_array = torch.zeros(1, SIDE, device="meta")
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.checkpointing else block(x)
-        return x
 
 
 class Square(nn.Module):
@@ -69,15 +63,9 @@ def on_meta(make, *args, **kwargs):
         return make(*args, **kwargs)
 
 
-def peaks_of(make, precision, *args, batch=ROWS, simulator=False, **options):
-    model = on_meta(make, *args)
-    setting = Setting(precision=precision, batch=batch, fused=True, **options)
-    inputs = inputs_of(model)
-    return Simulator(model, inputs).peaks(setting) if simulator else simulate(model, inputs, setting)
-
-
-def largest(peaks):
-    return max(peaks.values(), key=lambda peak: sum(peak.values()))
+def peaks_of(make, precision):
+    model = on_meta(make)
+    return simulate(model, inputs_of(model), Setting(precision=precision, batch=ROWS, fused=True))
 
 
 @pytest.mark.parametrize(
@@ -103,50 +91,6 @@ def test_bytes_of_a_weight_by_precision(precision, weight, gradient, state):
     assert peak["gradients"] == (gradient or 0) * size
     batch = 4 * ROWS * SIDE
     assert 0 <= peak["state"] - state * size - batch <= 16 * SMALL, "scales of the codes, a table of the kernel"
-
-
-def test_activations_and_what_checkpointing_leaves_of_them():
-    """A block keeps its input and the relu's output; checkpointed, the input alone."""
-    more, batch = 4, 4096
-    shallow, deep = (peaks_of(Stack, "32-true", depth, batch=batch)["forward"] for depth in (2, 2 + more))
-    # the input and the relu's output; the linear's output is replaced
-    assert deep["activations"] - shallow["activations"] == more * batch * 4 * (SIDE + 2 * SIDE)
-    shallow, deep = (
-        peaks_of(Stack, "32-true", depth, batch=batch, checkpointing=True)["forward"] for depth in (2, 2 + more)
-    )
-    assert deep["activations"] - shallow["activations"] == pytest.approx(more * batch * 4 * SIDE, rel=0.01)
-
-
-def test_torchs_own_tracker_agrees():
-    """torch's MemTracker on fake CPU tensors, where a product in float32 takes the same memory as on CUDA."""
-    with FakeTensorMode():
-        model = Stack(3)
-        optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
-        tracker = MemTracker()
-        batch = torch.zeros(2048, SIDE)
-        tracker.track_external(model, optimizer, batch)
-        with tracker:
-            for _ in range(2):
-                tracker.reset_mod_stats()
-                loss = model(batch).mean()
-                optimizer.zero_grad()
-                loss.backward()
-                del loss
-                optimizer.step()
-        theirs = max(found["Total"] for found in tracker.get_tracker_snapshot("peak").values())
-    model = on_meta(Stack, 3)
-    ours = simulate(model, inputs_of(model), Setting(precision="32-true", batch=2048))
-    of_cublas = 2 * 32 * 2**20  # which MemTracker does not see
-    assert sum(largest(ours).values()) - of_cublas == pytest.approx(theirs, rel=0.01)
-
-
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-remainder", "fp8-hybrid"])
-def test_extrapolation_is_the_simulation_of_all_blocks(precision):
-    assert longest_run(on_meta(Stack, 4)) is None
-    assert longest_run(on_meta(Stack, 5)).length == 5
-    few = largest(peaks_of(Stack, precision, 6, batch=8192, simulator=True))
-    every = largest(peaks_of(Stack, precision, 6, batch=8192))
-    assert sum(few.values()) == pytest.approx(sum(every.values()), rel=0.002)
 
 
 def test_the_largest_batch_fits_and_one_more_does_not(shallow):
