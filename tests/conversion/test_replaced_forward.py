@@ -10,9 +10,7 @@ import torch.nn.functional as F
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-from lightning_lowprec import FP8TorchAO, HalfMixed
-from lightning_lowprec.conversion.backends import revert_all
-from lightning_lowprec.conversion.plan import PlanRequest, make_plan
+from lightning_lowprec import FP8TorchAO, HalfMixed, plain, plan
 
 
 class Layer(torch.nn.Module):
@@ -55,7 +53,7 @@ def test_autocast_reaches_experts_below_a_replaced_forward(monkeypatch):
     assert seen == [torch.bfloat16, torch.bfloat16]
     assert config._experts_implementation == "grouped_mm", "other models may share the config"
     assert model.experts.config.hidden_size == 32
-    revert_all(model)
+    plain(model)
     assert model.experts.config is config
     assert torch.equal(model(x), expected)
     assert seen[2:] == [torch.float32, torch.float32]
@@ -65,7 +63,7 @@ def test_fp8_keeps_experts_whose_forward_was_replaced():
     """Nobody knows whether the function calls the module's own forward."""
     model = Layer()
     replace_forward(model.experts)
-    reasons = {row.fqn: row.kept_because for row in make_plan(model, request=PlanRequest(experts=None)).rows}
+    reasons = {row.fqn: row.kept_because for row in plan(model, "fp8-rowwise").rows}
     replaced = "its forward is replaced on the instance"
     assert reasons == {"linear": None, "experts.gate_up_proj": replaced, "experts.down_proj": replaced}
     fabric = L.Fabric(plugins=FP8TorchAO(recipe="rowwise"), accelerator="cpu")
