@@ -3,9 +3,8 @@
 import re
 import subprocess
 import sys
-import time
 
-from tests import cpu_time, tiers
+from tests import tiers
 
 MARKED = """
 import pytest
@@ -54,16 +53,3 @@ def test_a_run_of_one_tier_leaves_out_the_files_of_the_other_but_no_folder():
     assert tiers.all_tests_of(tiers.ROOT / "test_examples.py") is None, "it has tests of both"
     assert tiers.all_tests_of(tiers.ROOT / "contract") is None
     assert tiers.all_tests_of(tiers.ROOT / "contract" / "conftest.py") is None
-
-
-BUSY = "import time\nwhile time.process_time() < 0.35: pass"
-
-
-def test_the_time_of_started_processes_is_counted(monkeypatch):
-    """The servers of this run stay alive."""
-    monkeypatch.setattr(cpu_time, "stop_server", lambda: None)
-    monkeypatch.delitem(sys.modules, "torch._inductor.async_compile", raising=False)
-    before, mine = cpu_time.of_this_process_and_its_children(), time.process_time()
-    subprocess.run([sys.executable, "-c", BUSY], check=True)
-    counted = cpu_time.of_this_process_and_its_children() - before
-    assert counted - (time.process_time() - mine) > 0.3  # rusage is counted in ticks

@@ -1,16 +1,22 @@
-"""Every page is in the navigation, and every link of a page has a page, a file and a heading behind it."""
+"""Pages and links lead somewhere; tables of names and options, YAML and output on the pages are those of the code."""
 
+import logging
 import re
 from dataclasses import fields
+from importlib import import_module
 from inspect import signature
 
+import lightning as L
 import pytest
 import yaml
 
-from lightning_lowprec import FabricFSDP2Strategy, FP8TorchAO, FSDP2Strategy, LossScale
+from lightning_lowprec import FP8TE, FabricFSDP2Strategy, FP8TorchAO, FSDP2Strategy, Int8TorchAO, LossScale
+from lightning_lowprec.conversion.name_suffixes import families, split
 from lightning_lowprec.fsdp2.options import ShardOptions
 from lightning_lowprec.names import TABLE
-from tests.site.pages import DOCS, PAGES, ROOT
+from lightning_lowprec.tools import cli
+from lightning_lowprec.tools.demo import ByteGPT
+from tests.site.pages import DOCS, PAGES, ROOT, Block, blocks
 from tools.site import hooks
 
 
@@ -89,3 +95,52 @@ def test_the_table_of_torchao_has_true_defaults():
 def test_the_table_of_loss_scaling_lists_every_option_with_its_default():
     rows = re.findall(r"^\| `(\w+)` \| ([\d.]+) \|", (DOCS / "master-weights.md").read_text(), flags=re.MULTILINE)
     assert dict(rows) == {field.name: repr(field.default) for field in fields(LossScale)}
+
+
+NAMES = (DOCS / "names.md").read_text()
+
+
+def test_the_table_lists_exactly_the_registered_names():
+    rows = re.findall(r"^\| (`.*?) \|", NAMES, flags=re.MULTILINE)
+    listed = [name for row in rows if "precision=" not in row for name in re.findall(r"`([^`]+)`", row)]
+    suffixes = {name for name in listed if name.startswith("-")}
+    assert sorted({*listed} - suffixes) == sorted(name for stems in families(TABLE).values() for name in stems)
+    assert suffixes == {suffix for found in families(TABLE) for suffix in found} - {"-fp16"}  # two names have it
+
+
+def test_the_lines_of_endings_say_which_names_have_them():
+    """The table of endings, and the names that it excepts."""
+    text = " ".join(NAMES.split())
+    having = {ending: {stem for found, stems in families(TABLE).items() if ending in found for stem in stems}
+              for ending in ("-fp16", "-sr")}  # fmt: skip
+    assert having["-fp16"] == {"fp8-hybrid", "fp8-hybrid-te"}
+    assert all(f"`{name}-fp16`" in text for name in having["-fp16"])
+    plugins = (FP8TorchAO, FP8TE, Int8TorchAO)
+    fp8 = {name for name in TABLE if TABLE[name].plugin in plugins and not split(name)[1]}
+    assert fp8 - having["-sr"] == {"mxfp8-te", "nvfp4-te"}
+    assert "every FP8 and int8 format except `mxfp8-te` and `nvfp4-te`" in text
+
+
+TEXT = [block for block in blocks("text") if block.page in ("README.md", "docs/getting-started.md")]
+LOG = [block for block in TEXT if block.code.startswith("fp8-hybrid: ")]
+
+
+@pytest.mark.parametrize("block", blocks("yaml"), ids=lambda block: block.name)
+def test_the_yaml_makes_an_object(block: Block):
+    entry = yaml.safe_load(block.code)["trainer"]["plugins"]
+    module, _, name = entry["class_path"].rpartition(".")
+    assert getattr(import_module(module), name)(**entry["init_args"])
+
+
+def test_the_log_line_is_what_a_set_up_says(caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.INFO):
+        L.Fabric(accelerator="cpu", precision="fp8-hybrid").setup_module(ByteGPT())
+    assert len(LOG) == 2
+    assert {block.code.strip() for block in LOG} <= set(caplog.messages)
+
+
+def test_the_excerpt_of_plan_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["plan", "llama"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    (excerpt,) = [block.code for block in TEXT if block.code.startswith("layer ")]
+    assert set(excerpt.splitlines()) <= set(printed)
