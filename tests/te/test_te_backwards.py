@@ -6,12 +6,11 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import LlamaForCausalLM
 
 from lightning_lowprec import FP8TE, HalfMixed
 from lightning_lowprec.te.layer import TELinear, te_linears
 from tests.te import reference
-from tests.te.subjects import LLAMA, Net, fabric_for
+from tests.te.subjects import Net, fabric_for
 
 RECIPES = {"current": reference.current_scaling, "nvfp4": reference.nvfp4}
 
@@ -59,26 +58,6 @@ def test_checkpointed_blocks(reference_te, kind, reentrant, fp8_params):
     assert_equal(*found)
 
 
-@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")  # since 5.2x
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing_of_transformers(reference_te, reentrant):
-    ids = torch.randint(0, 64, (2, 9), generator=torch.Generator().manual_seed(0))
-    found = []
-    for checkpointed in (False, True):
-        torch.manual_seed(0)
-        model = LlamaForCausalLM(LLAMA).train()
-        if checkpointed:
-            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        fabric = fabric_for(plugin())
-        wrapped = fabric.setup(model)
-        assert len(te_linears(model)) == 14
-        for _ in range(2):
-            loss = wrapped(input_ids=ids, labels=ids).loss
-            fabric.backward(loss)
-        found.append(gradients(model))
-    assert_equal(*found)
-
-
 @pytest.mark.parametrize("frozen", ["weights", "biases", "all"])
 def test_frozen_layers(reference_te, frozen):
     """They get no gradient, and what is before them gets the one it had."""
@@ -97,52 +76,6 @@ def test_frozen_layers(reference_te, frozen):
     free, some = found
     assert len(free) - len(some) == {"weights": 2, "biases": 2, "all": 4}[frozen]
     assert_equal(some, {name: free[name] for name in some})
-
-
-def test_frozen_layers_stay_if_asked(reference_te):
-    model = Net()
-    model.blocks[1][1].requires_grad_(False)
-    fabric_for(plugin(frozen="keep")).setup(model)
-    assert type(model.blocks[1][1]) is nn.Linear
-    assert len(te_linears(model)) == 5
-
-
-class Tied(nn.Module):
-    """One weight in two layers, and one layer twice."""
-
-    def __init__(self, tied):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second, self.third = (nn.Linear(32, 32) for _ in range(3))
-        if tied:
-            self.second.weight = self.first.weight
-        else:
-            self.second.weight = nn.Parameter(self.first.weight.detach().clone())
-
-    def forward(self, x):
-        return self.third(self.third(self.second(self.first(x).relu()).relu()).relu())
-
-
-def test_tied_weights(reference_te):
-    """The gradient of one is the sum of those of two that are worth the same."""
-    found = []
-    for tied in (True, False):
-        model = Tied(tied)
-        fabric = fabric_for(plugin())
-        wrapped = fabric.setup(model)
-        for seed in range(3):  # the cache too
-            x = torch.randn(16, 32, generator=torch.Generator().manual_seed(seed))
-            fabric.backward(wrapped(x).square().mean())
-        assert len(te_linears(model)) == 3
-        found.append(gradients(model))
-    both, apart = found
-    assert len(both) == len(apart) - 1
-    expected = apart["first.weight"] + apart.pop("second.weight")
-    torch.testing.assert_close(both["first.weight"], expected, rtol=1e-5, atol=1e-7)  # added in another order
-    assert_equal(
-        {name: both[name] for name in both if name != "first.weight"},
-        {name: apart[name] for name in apart if name != "first.weight"},
-    )
 
 
 def test_evaluation(reference_te):

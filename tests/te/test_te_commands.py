@@ -29,10 +29,6 @@ def test_doctor():
     assert verdicts["fp8-hybrid"]["emulated"]  # torchao's
 
 
-def test_doctor_for_one_name():
-    assert "NVIDIA GPUs only" in run("-m", "lightning_lowprec.tools.cli", "doctor", "--for", "fp8-current-te", code=1)
-
-
 def test_the_example_is_refused_with_the_way_out(tmp_path):
     said = run(str(ROOT / "examples" / "te_llama.py"), "--steps=1", "--hidden=64", "--layers=1", code=1)
     assert "`precision='fp8-hybrid-te'` cannot run" in said

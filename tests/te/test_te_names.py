@@ -8,9 +8,12 @@ import torch
 
 import lightning_lowprec
 from lightning_lowprec import FP8TE
+from lightning_lowprec.fsdp2.options import ShardOptions
+from lightning_lowprec.fsdp2.strategy import gathers_fp8
 from lightning_lowprec.names import TABLE, create
 from lightning_lowprec.te import support
 from lightning_lowprec.te.layer import te_linears
+from lightning_lowprec.tools.planning.pages import widths
 from tests.te.hopper import pretend
 from tests.te.subjects import QUIET, Lit, Net, fabric_for
 
@@ -66,3 +69,16 @@ def test_a_name_means_the_same_where_both_are_installed(monkeypatch, name):
 def test_a_run_of_the_other_backend_resumes():
     create("fp8-hybrid-fp16").load_state_dict({"backend": "transformer_engine"})
     create("fp8-hybrid").load_state_dict({"backend": "transformer_engine"})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_of_the_plan_have_the_formats_of_the_recipe(name):
+    plugin = create(name)
+    chosen = getattr(plugin.recipe, "fp4_format", plugin.recipe.fp8_format).name
+    forward, backward = {
+        "E2M1": ("e2m1", "e2m1"), "E4M3": ("e4m3", "e4m3"), "HYBRID": ("e4m3", "e5m2, e4m3"),
+    }[chosen]  # fmt: skip
+    row = widths(name)
+    assert (row["output"], row["grad_input"], row["grad_weight"]) == (forward, backward, backward)
+    assert not gathers_fp8(plugin, ShardOptions())
+    assert row["fsdp2"] == plugin.base

@@ -52,19 +52,6 @@ def test_transformers_llama(pretend_gpu):
     assert all(m.eps == LLAMA.rms_norm_eps and not m.zero_centered_gamma for m in converted)
 
 
-def test_evaluation_in_high_precision_is_that_of_the_model(pretend_gpu, onnx_forward):
-    """``fp8_eval=False``: the same numbers, to float32 rounding, through real layers."""
-    model = Net().eval()
-    x = torch.randn(5, 7, 32)
-    expected = model(x)
-    plugin = FP8TE(fp8_eval=False)
-    fabric_for(plugin).setup(model)
-    onnx_forward(model.eval())
-    with plugin.forward_context(), torch.autocast("cpu", enabled=False):
-        found = model(x)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -101,35 +88,6 @@ def test_first_and_last_blocks(pretend_gpu):
     model = Net()
     fabric_for(FP8TE("current", first_last_layers_bf16=True)).setup(model)
     assert [fqn for fqn, m in model.named_modules() if isinstance(m, TELinear)] == ["blocks.1.1", "blocks.1.3"]
-
-
-def test_only(pretend_gpu):
-    model = Net()
-    fabric_for(FP8TE(only=["blocks.1", "lm_head"])).setup(model)
-    assert [fqn for fqn, m in model.named_modules() if isinstance(m, TELinear)] == [
-        "blocks.1.1",
-        "blocks.1.3",
-        "lm_head",
-    ]
-    assert [type(block[0]) for block in model.blocks] == [nn.LayerNorm, norms.TELayerNorm, nn.LayerNorm]
-
-
-def test_master_weights(pretend_gpu):
-    model = Net()
-    fabric = fabric_for(FP8TE(master_weights=True))
-    _, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters()))
-    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    assert isinstance(model.blocks[0][1], TELinear)
-    assert {p.dtype for p in fabric.strategy.precision.main_params(optimizer.optimizer)} == {torch.float32}
-
-
-def test_a_forgotten_parameter_warns(pretend_gpu):
-    model = Net()
-    fabric = fabric_for(FP8TE())
-    fabric.setup(model)
-    optimizer = torch.optim.AdamW(model.blocks[0].parameters())
-    with pytest.warns(UserWarning, match=r"blocks\.1\.1\.weight"):
-        check_optimizers(fabric.strategy.precision, [optimizer])
 
 
 def test_the_trainer_up_to_the_first_kernel(pretend_gpu, tmp_path):

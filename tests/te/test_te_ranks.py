@@ -119,16 +119,6 @@ def test_ddp(ranks, added):
         assert found["ddp"]["losses"] == pytest.approx(added["losses"][rank::2], rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
-def test_the_batches_in_one_piece(ranks, reference_te, name):
-    """Other scales, another rounding: the noise of both, which is e4m3's and e5m2's, of 25 dB per product each."""
-    joined = one_process(
-        lambda step: [tuple(torch.cat(two) for two in zip(batch_of(0, step), batch_of(1, step), strict=True))]
-    )
-    assert 22 < decibels(ranks[0][name]["grads"], joined["grads"]) < 40
-    assert ranks[0][name]["losses"][0] + ranks[1][name]["losses"][0] == pytest.approx(2 * joined["losses"][0], rel=0.01)
-
-
 def test_fsdp2(ranks, added):
     """Equal, bit for bit, until the gradient of the last block's input is rounded to bf16, as FSDP2 casts it."""
     for rank, found in enumerate(ranks):
