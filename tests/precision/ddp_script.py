@@ -11,6 +11,7 @@ from lightning_lowprec import MSAMP, FP8TorchAO, HalfMixed
 from lightning_lowprec.tools.demo import ByteGPT, StdlibText
 from lightning_lowprec.torchao.linear import coded_layers
 from tests.precision.weights_left import as_trained
+from tests.toys import ON_CPU
 
 SIZES = {"depth": 1, "width": 32, "heads": 2, "block_size": 32}
 STEPS = 12
@@ -44,20 +45,13 @@ def by_fabric(precision: str) -> tuple[torch.nn.Module, list[float], L.Fabric]:
 def by_trainer(precision: str, loader: list) -> tuple[torch.nn.Module, L.Trainer]:
     torch.manual_seed(0)
     model = ByteGPT(**SIZES, lr=1e-2)
-    quiet = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
     trainer = L.Trainer(
-        accelerator="cpu",
         strategy="ddp",
         devices=2,
         plugins=as_trained(precision),
         max_steps=STEPS,
         use_distributed_sampler=False,
-        **quiet,
+        **ON_CPU,
     )
     trainer.fit(model, train_dataloaders=torch.utils.data.DataLoader(loader, batch_size=None))
     return model, trainer

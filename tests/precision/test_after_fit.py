@@ -96,28 +96,6 @@ def test_a_model_that_was_loaded_predicts_as_after_fit(name, keep, tmp_path):
     assert same_bits(exact_weights(loaded), exact)
 
 
-@pytest.mark.parametrize("name", ["fp8-rowwise-remainder"])
-def test_half_weights_come_back_as_the_run_has_rounded_them(name):
-    seen = []
-
-    class Looks(Callback):
-        def on_validation_start(self, trainer, module):
-            seen.append(module.first.weight.detach().clone())
-
-    module = Net()
-    trainer = fit(name, module, callbacks=[OnTies()] if "remainder" in name else [], limit_val_batches=1)
-    trainer.callbacks.append(Looks())
-    before = {fqn: p.detach().clone() for fqn, p in module.named_parameters()}
-    trainer.validate(module, verbose=False)
-    bits = before["first.weight"].view(torch.int32)
-    if "remainder" in name:
-        assert torch.equal(bits & 0xFFFF, torch.full_like(bits, 0x8000))
-        assert torch.equal(seen[0].float().view(torch.int32), bits + 0x8000), "ties away from zero"
-    else:
-        assert torch.equal(seen[0], before["first.weight"].bfloat16())
-    assert same_bits({fqn: p.detach() for fqn, p in module.named_parameters()}, before)
-
-
 @pytest.mark.parametrize("name", ["fp8-hybrid", "fp8-rowwise-remainder", "msamp-o2", "msamp-o3"])
 def test_export_rounds_the_plain_weights_as_the_run_has_rounded_its_own(name):
     left, module = Net(), Net()

@@ -1,7 +1,5 @@
 """A region in which the program has switched autocast off computes in its input's dtype, as torch's own layers do."""
 
-import threading
-
 import lightning as L
 import pytest
 import torch
@@ -58,39 +56,6 @@ def test_output_and_gradients_are_those_of_torch(name, checkpointed, dtype):
     for got, expected in zip((x.grad, net.declared.weight.grad, net.declared.bias.grad), grads, strict=True):
         assert torch.equal(got.to(dtype), expected)
     assert not torch.equal(coded, F.linear(x.bfloat16(), net.first.weight.bfloat16(), net.first.bias.bfloat16()))
-
-
-@pytest.mark.parametrize("name", ["fp8-hybrid", "msamp-o2"])
-def test_without_a_region_autocast_that_is_off_declares_nothing(name):
-    """By hand, in another thread, and where a Function computes its forward again in the backward."""
-    net = Net()
-    layer, plugin = net.declared, set_up(name, net)
-    x = torch.randn(32, 64)
-    coded = layer(x)
-    assert not torch.equal(coded, F.linear(x, layer.weight, layer.bias))
-    again = []
-
-    class Adjoint(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            again.append(layer(x))
-            return grad
-
-    with plugin.forward_context():
-        layer(x)
-        thread = threading.Thread(target=lambda: again.append(layer(x)))
-        thread.start()
-        thread.join()
-        output = Adjoint.apply(x.clone().requires_grad_())
-    output.sum().backward()
-    net(x)  # the region is no declaration by itself
-    again.append(net.region(x))
-    assert len(again) == 3
-    assert all(torch.equal(other, coded) for other in again)
 
 
 @pytest.mark.parametrize("name", ["bf16-8bit", "fp8-hybrid-8bit"])

@@ -7,11 +7,9 @@ import logging
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import BackboneFinetuning
 from torch import nn
 
 from lightning_lowprec import MSAMP, FP8TorchAO, HalfMixed
-from lightning_lowprec.masters.optimizer import main_params
 from lightning_lowprec.masters.registry import registry_of
 from tests.precision.weights_left import Net, as_trained, exact_weights, fit, same_bits, with_weights
 
@@ -43,19 +41,6 @@ def test_a_bf16_model_trains_as_the_float32_model_with_its_values(name, early_op
     assert same_bits(exact_weights(given), exact_weights(same))
     assert given.head.weight.dtype is torch.bfloat16, "frozen weights stay as they are"
     assert all(a is b for a, b in zip(given.parameters(), parameters, strict=True))
-
-
-def test_weights_that_a_callback_will_unfreeze_become_float32():
-    class Finetuned(Net):
-        def __init__(self):
-            super().__init__(torch.bfloat16)
-            self.backbone = self.first  # BackboneFinetuning looks for this name
-
-    module = Finetuned()
-    callback = BackboneFinetuning(unfreeze_backbone_at_epoch=1, verbose=False, backbone_initial_lr=1e-2)
-    trainer = fit("half-auto", module, callbacks=[callback], max_epochs=2)
-    assert len(trainer.optimizers[0].param_groups) == 2
-    assert {p.dtype for p in main_params(trainer.optimizers[0])} == {torch.float32}
 
 
 @pytest.mark.parametrize(

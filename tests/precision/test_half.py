@@ -50,11 +50,6 @@ def test_loss_scale_that_is_none(dtype: Any, loss_scale: Any) -> None:
         HalfMixed(dtype, loss_scale=loss_scale)
 
 
-def test_arguments_are_checked_before_the_plugin_exists() -> None:
-    with pytest.raises(TypeError, match="positional"):
-        HalfMixed("fp16", "dynamic")
-
-
 @pytest.mark.parametrize(
     ("loss_scale", "expected"),
     [
@@ -69,11 +64,6 @@ def test_fp16_scales_as_asked(loss_scale: Any, expected: LossScale) -> None:
     assert plugin.scaler is not None
     assert plugin.scaler.config == expected
     assert plugin.scaler.get_scale() == expected.initial
-
-
-@pytest.mark.parametrize("loss_scale", ["auto", None])
-def test_bf16_has_no_scaler(loss_scale: Any) -> None:
-    assert HalfMixed("bf16", loss_scale=loss_scale).scaler is None
 
 
 @pytest.mark.parametrize(
@@ -105,21 +95,6 @@ def test_autocast_on_cpu_computes_in_the_dtype(name: Any, dtype: torch.dtype) ->
     assert large.isfinite().item() == (name == "bf16")
 
 
-def test_auto_says_once_per_conversion_what_it_took(caplog: pytest.LogCaptureFixture) -> None:
-    plugin = HalfMixed("auto")
-    plugin.bind_device(torch.device("cpu"))
-    with caplog.at_level("INFO"):
-        plugin.convert_module(nn.Linear(1, 1))
-        assert messages(caplog) == [BF16_ON_CPU]
-        for _ in range(3):
-            with plugin.forward_context():
-                pass
-        plugin.convert_module(nn.Linear(1, 1))
-    assert messages(caplog) == [BF16_ON_CPU]
-    assert plugin.autocast_dtype == torch.bfloat16
-    assert plugin.scaler is None
-
-
 def test_auto_says_what_it_took_in_fabric(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         fabric = L.Fabric(accelerator="cpu", devices=1, plugins=[HalfMixed("auto", loss_scale=8.0)])
@@ -128,19 +103,3 @@ def test_auto_says_what_it_took_in_fabric(caplog: pytest.LogCaptureFixture) -> N
         module(torch.ones(1, 2)).sum().backward()  # no loss scaling with bf16, whatever the scale would have been
     assert messages(caplog) == [BF16_ON_CPU]
     assert torch.equal(module.weight.grad, torch.ones(2, 2))
-
-
-def test_fixed_dtypes_say_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO"):
-        for dtype in ("bf16", "fp16"):
-            HalfMixed(dtype).convert_module(nn.Linear(1, 1))
-    assert messages(caplog) == []
-
-
-def test_module_is_not_changed() -> None:
-    module = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
-    before = {key: value.clone() for key, value in module.state_dict().items()}
-    children = [type(child) for child in module.modules()]
-    assert HalfMixed("fp16").convert_module(module) is module
-    assert [type(child) for child in module.modules()] == children
-    assert all(torch.equal(before[key], value) for key, value in module.state_dict().items())

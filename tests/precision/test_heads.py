@@ -95,13 +95,6 @@ def test_fabric_trains_and_hands_logits_out_in_float32(name):
         expect_db(sqnr(a, b), 45)
 
 
-def test_the_default_leaves_head_and_loss_alone():
-    for plugin in (HalfMixed("bf16"), FP8TorchAO(), MSAMP("O2")):
-        assert plugin.head == "bf16"
-    module, _ = fit(HalfMixed("bf16"), epochs=1)
-    assert type(module.net.lm_head) is nn.Linear
-
-
 @pytest.mark.parametrize("plugin", [HalfMixed, FP8TorchAO, FP8TE, MSAMP])
 def test_an_unknown_head_raises(plugin):
     with pytest.raises(ValueError, match="`head='fused'` is not valid; expected one of: bf16, chunked, fp8"):

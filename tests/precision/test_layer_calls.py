@@ -118,36 +118,6 @@ def test_no_false_alarm():
     assert train(Mixture())[0] == []
 
 
-class Averaged(nn.Module):
-    """A teacher that is averaged by hand and not called, and a penalty on all weights."""
-
-    def __init__(self):
-        super().__init__()
-        self.student, self.teacher = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-
-    def forward(self, x):
-        with torch.no_grad():
-            for t, s in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
-                t.mul_(0.99).add_(s, alpha=0.01)
-        return self.student(x) + sum(p.square().sum() for p in self.parameters())
-
-
-def test_no_alarm_for_a_teacher_that_is_averaged_by_hand():
-    assert train(Averaged())[0] == []
-
-
-def test_two_models_of_one_fabric():
-    """A GAN: each forward calls one of two models."""
-    fabric = L.Fabric(accelerator="cpu", precision="fp8-hybrid")
-    first, second = fabric.setup(Mixture()), fabric.setup(Model())
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fabric.backward(first(torch.randn(TOKENS, WIDTH)).square().mean())
-        assert warned(caught) == []
-        fabric.backward(second(torch.randn(TOKENS, WIDTH)).square().mean())
-    assert len(warned(caught)) == 1
-
-
 class CalledElsewhere(Reader):
     def forward(self, x):
         return self.proj(self.product(x.to(self.qkv.weight.dtype))[..., :WIDTH])

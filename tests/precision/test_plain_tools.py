@@ -51,13 +51,6 @@ def onnx(net, folder):
     return run_onnx(torch.onnx.export(net, (X,), dynamo=True, verbose=False).model_proto)
 
 
-def to_onnx(net, folder):
-    import onnx
-
-    net.to_onnx(folder / "net.onnx", X, dynamo=True, verbose=False)
-    return run_onnx(onnx.load(folder / "net.onnx"))
-
-
 def run_onnx(proto):
     from onnx.reference import ReferenceEvaluator
 
@@ -73,11 +66,7 @@ def scripted(net, folder):
     return torch.jit.script(sequential(net))(X)
 
 
-def to_torchscript(net, folder):
-    return net.to_torchscript(folder / "net.pt", method="trace", example_inputs=X)(X)
-
-
-EXACT = {f.__name__: f for f in (exported, onnx, to_onnx, traced, scripted, to_torchscript)}
+EXACT = {f.__name__: f for f in (exported, onnx, traced, scripted)}
 
 
 def int8_weights(net, folder):
@@ -114,15 +103,6 @@ def test_every_tool_takes_the_plain_model(net, tool, tmp_path):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     else:
         assert 0 < (found - expected).norm() / expected.norm() < 0.05
-
-
-@torch.no_grad()
-def test_compiled_and_copied(net):
-    expected = net(X)
-    torch.testing.assert_close(torch.compile(net, backend="aot_eager", fullgraph=True)(X), expected)
-    copied = copy.deepcopy(net)
-    assert torch.equal(copied(X), expected)
-    assert [type(m) for m in copied.modules()] == [type(m) for m in Net().modules()]
 
 
 def test_a_pickle_needs_torch_alone(tmp_path):
@@ -181,20 +161,3 @@ def test_a_logger_that_would_trace_the_model_is_refused_with_its_option(make):
     with pytest.raises(MisconfigurationException, match=r"TensorBoardLogger.*Write `log_graph=False`"):
         fit(make(), net, logger=Traces(), log_every_n_steps=1)
     traced(net, None)  # plain again
-
-
-@torch.no_grad()
-def test_compilers_and_copies_take_fp8_layers(in_fp8):
-    net, _ = in_fp8
-    expected = net(X)
-    for made in (copy.deepcopy(net), pickle.loads(pickle.dumps(net)), torch.compile(net, backend="aot_eager")):
-        torch.testing.assert_close(made(X), expected)
-
-
-def test_tools_take_fp8_layers_that_compute_plainly_in_evaluation(tmp_path):
-    net = Net()
-    fit(as_trained(FP8TorchAO(fp8_eval=False)), net)
-    net.eval()
-    same = plain(net, copy=True)
-    for tool in (exported, traced, onnx):
-        torch.testing.assert_close(tool(net, tmp_path), same(X), rtol=1e-5, atol=1e-5)
