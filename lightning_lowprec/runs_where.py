@@ -273,7 +273,7 @@ _ROWS: Final[Mapping[RecipeKey, tuple[Row, str]]] = {
     "te-block": (_TE_BLOCK, "Transformer Engine, a scale per block of 128"),
     "te-mxfp8": (_TE_MXFP8, "Transformer Engine, MXFP8"),
     "te-nvfp4": (_NVFP4, "Transformer Engine, NVFP4"),
-    "te-nvfp4-plain": (_NVFP4_PLAIN, "Transformer Engine, NVFP4 without Hadamard transform and stochastic rounding"),
+    "te-nvfp4-plain": (_NVFP4_PLAIN, "Transformer Engine, NVFP4, no Hadamard, rounds to nearest"),
     "torchao-block": (_TORCHAO_BLOCK, "torchao, a scale per block of 128"),
     "torchao-mxfp8": (_TORCHAO_MXFP8, "torchao, MXFP8"),
     "int8": (_INT8, "torchao, int8"),

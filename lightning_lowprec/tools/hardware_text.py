@@ -8,7 +8,7 @@ from typing import Any, Final
 from lightning_lowprec import names
 from lightning_lowprec.architectures import ARCHITECTURES, OTHER, Architecture
 from lightning_lowprec.runs_where import RECIPES, TITLES, Cell, RecipeKey, cell, instead
-from lightning_lowprec.tools.output import folded, format_table
+from lightning_lowprec.tools.output import WIDTH, folded, format_table
 
 _NVIDIA: Final = [key for key in ARCHITECTURES if key.startswith("sm_")]
 _ABROAD: Final = [key for key in ARCHITECTURES if key not in (*_NVIDIA, OTHER.key)]
@@ -41,7 +41,7 @@ def column(architecture: Architecture) -> list[str]:
 
 
 def whole() -> str:
-    """Return the table, at most 120 characters wide: marks with the numbers of reasons and sources below."""
+    """Return the table, at most 100 characters wide: marks with the numbers of reasons and sources below."""
     notes: dict[str, int] = {}
     blocks = [_block(keys, notes) for keys in (_NVIDIA, _ABROAD)]
     titles = [[key, ARCHITECTURES[key].title] for key in (*_NVIDIA, *_ABROAD)]
@@ -50,7 +50,7 @@ def whole() -> str:
     below = [
         line
         for note, number in notes.items()
-        for line in wrap(f"{number:>3}  {note}", 120, subsequent_indent=" " * 5, break_long_words=False)
+        for line in wrap(f"{number:>3}  {note}", WIDTH, subsequent_indent=" " * 5, break_on_hyphens=False)
     ]
     return "\n".join(
         [LEGEND, "", *blocks[0], "", *blocks[1], "", *format_table(titles), "", *format_table(rows), "", *below]

@@ -89,7 +89,7 @@ def test_the_whole_table(capsys):
     """Each recipe has a row, each answer a note with its reason and its source; JSON has all of it."""
     assert main(["doctor", "--all"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 120
+    assert max(map(len, lines)) <= 100
     notes = " ".join(" ".join(lines).split())
     marks = {(True, False): "yes", (True, True): "emu", (False, False): "no", (None, False): "?"}
     seen = set()
