@@ -74,17 +74,6 @@ def test_stale():
         fabric_step([optimizer], net)
 
 
-def test_optimizers_set_up_apart_from_the_model_and_from_each_other():
-    fabric = L.Fabric(precision="fp8-hybrid", accelerator="cpu")
-    net = model()
-    first = fabric.setup_optimizers(torch.optim.SGD(net[0].parameters(), lr=0.1))
-    module = fabric.setup_module(net)
-    second = fabric.setup_optimizers(torch.optim.SGD(net[1].parameters(), lr=0.1))
-    module(torch.ones(4, 16)).sum().backward()
-    first.step()
-    second.step()
-
-
 def test_a_second_model_may_get_its_optimizer_later_or_never():
     """A GAN's discriminator, a teacher: same names, same shapes, nothing of it in any optimizer yet."""
     fabric = L.Fabric(precision="fp8-hybrid", accelerator="cpu")
