@@ -11,12 +11,13 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from lightning_lowprec import FP8TorchAO, names
+from lightning_lowprec import FP8TorchAO
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.fsdp2.options import ShardOptions
 from lightning_lowprec.tools.cli import main
 from tests.fsdp2.ranks import run
 from tests.fsdp2.toy import QUIET, Toy, X, Y
+from tests.representatives import TABLE
 from tests.toy_backend import BACKEND
 from tests.toy_backend.linear import ToyLinear
 
@@ -40,10 +41,10 @@ def batches():
 
 
 def test_the_name_is_there_while_the_backend_is_registered():
-    assert NAME in names.TABLE
+    assert NAME in TABLE
     assert NAME in str(L.Trainer.__init__.__annotations__["precision"])
     backends.unregister(BACKEND.name)
-    assert NAME not in names.TABLE
+    assert NAME not in TABLE
     assert NAME not in str(L.Trainer.__init__.__annotations__["precision"])
     with pytest.raises(ValueError, match="Precision 'fp8-toy' is invalid"):
         L.Trainer(precision=NAME, accelerator="cpu")
@@ -147,7 +148,7 @@ def train_sharded(rank, folder):
 
 
 def test_sharded_its_weights_are_gathered_as_float8_and_resume(tmp_path):
-    assert names.create(NAME).gathers(ShardOptions()) is None
+    assert L.Fabric(precision=NAME, accelerator="cpu").strategy.precision.gathers(ShardOptions()) is None
     for found in run(train_sharded, 2, tmp_path, str(tmp_path)):
         assert len(found["layers"]) == 4
         assert found["losses"][2] == found["losses"][3], "the step after the load is the step after the save"

@@ -4,7 +4,7 @@ import json
 import re
 from pathlib import Path
 
-from lightning_lowprec.names import TABLE
+from tests.representatives import TABLE
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()

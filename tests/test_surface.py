@@ -90,6 +90,8 @@ DOORS = {
     OWN,
     f"{OWN}.conversion.backends",
     f"{OWN}.conversion.backends.Backend",
+    f"{OWN}.conversion.backends.PrecisionName",
+    f"{OWN}.tools.cli",
     f"{OWN}.tools.cli.main",
     f"{OWN}.tools.demo",
     f"{OWN}.tools.demo.ByteGPT",

@@ -20,9 +20,8 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
-from lightning_lowprec.names import TABLE
-from lightning_lowprec.precision.loss_scale import LossScale
-from tests.representatives import names_on_cpu
+from lightning_lowprec import LossScale
+from tests.representatives import TABLE, names_on_cpu
 
 WIDTH = 32
 LR = 0.1

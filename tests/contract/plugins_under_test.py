@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_lowprec import FP8TE, MSAMP, FP8TorchAO, HalfMixed
+from lightning_lowprec import FP8TE, MSAMP, FP8TorchAO, HalfMixed, LossScale, MasterConfig
 from lightning_lowprec.conversion import backends
-from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.names import TABLE, create
 from lightning_lowprec.precision.base import LowPrecision
-from lightning_lowprec.precision.loss_scale import LossScale
 from lightning_lowprec.private.torchao import prototype_refusal
 from tests.representatives import representatives
 from tests.toy_backend import BACKEND as TOY

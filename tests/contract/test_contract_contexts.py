@@ -4,11 +4,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from contract_models import Net, fabric_with, net, random_batches, same, trainer_with
+from contract_models import Net, codes_of, fabric_with, net, random_batches, same, trainer_with
 from plugins_under_test import code_dtypes, every_name, every_plugin, make, weight_dtype
 from torch import Tensor, nn
 
-from lightning_lowprec.msamp.weight import codes_of
 from tests.precision.weights_left import as_trained
 
 CONTEXTS = (

@@ -16,6 +16,7 @@ from contract_models import (
     assert_same_tensors,
     fabric_probe,
     fabric_with,
+    msamp_state_of,
     net,
     random_batches,
     same,
@@ -28,12 +29,10 @@ from torch import Tensor
 from torchao.optim import CPUOffloadOptimizer
 
 from lightning_lowprec import MSAMP, FP8TorchAO, HalfMixed, MasterConfig
-from lightning_lowprec.msamp.weight import msamp_state_of
-from lightning_lowprec.precision.base import LowPrecision
 from tests.precision.weights_left import as_trained
 
 NAN = torch.full((8, 32), float("nan"))
-PLUGINS: dict[str, Callable[..., LowPrecision]] = {
+PLUGINS: dict[str, Callable[..., Any]] = {
     "bf16": partial(HalfMixed, "bf16"),
     "half-auto": partial(HalfMixed),
     "bf16-master": partial(HalfMixed, "bf16", master_weights=True),
@@ -53,7 +52,7 @@ if find_spec("transformer_engine"):
 every_skipping = pytest.mark.parametrize("name", PLUGINS)
 
 
-def make(name: str) -> LowPrecision:
+def make(name: str) -> Any:
     return PLUGINS[name](skip_nonfinite=True)
 
 
@@ -65,7 +64,7 @@ def held(module: torch.nn.Module, optimizer: Any) -> list[Any]:
     return [plain, tensors, list(optimizer.state_dict()["state"].values())]
 
 
-def by_trainer(plugin: LowPrecision, batches: list[Tensor], accumulate: int, clip: float | None) -> tuple[Any, Any]:
+def by_trainer(plugin: Any, batches: list[Tensor], accumulate: int, clip: float | None) -> tuple[Any, Any]:
     module = net()
     trainer = trainer_with(as_trained(plugin), accumulate_grad_batches=accumulate, gradient_clip_val=clip)
     trainer.fit(module, Batches(*batches))
@@ -73,7 +72,7 @@ def by_trainer(plugin: LowPrecision, batches: list[Tensor], accumulate: int, cli
     return module, held(module, trainer.optimizers[0])
 
 
-def by_fabric(plugin: LowPrecision, batches: list[Tensor], accumulate: int, clip: float | None) -> tuple[Any, Any]:
+def by_fabric(plugin: Any, batches: list[Tensor], accumulate: int, clip: float | None) -> tuple[Any, Any]:
     module, fabric = net(), fabric_with(plugin)
     wrapped, optimizer = fabric.setup(module, module.configure_optimizers())
     for number, batch in enumerate(batches):
@@ -218,7 +217,7 @@ def test_of_two_optimizers_one_is_skipped() -> None:
 
 
 @pytest.mark.parametrize("make_it", [partial(HalfMixed, "fp16"), partial(FP8TorchAO, base="fp16")])
-def test_fp16_skips_always(make_it: Callable[..., LowPrecision]) -> None:
+def test_fp16_skips_always(make_it: Callable[..., Any]) -> None:
     asked, plain = make_it(skip_nonfinite=True).scaler, make_it().scaler
     assert asked is not None
     assert plain is not None

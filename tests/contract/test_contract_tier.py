@@ -2,8 +2,8 @@
 
 from plugins_under_test import DISTINCT, SHOWN_BY_OTHERS, UNDER_TEST, make
 
-from lightning_lowprec.names import TABLE
 from tests import tiers
+from tests.representatives import TABLE
 from tools import torch_versions
 
 

@@ -1,11 +1,15 @@
 """Names of libraries are found, or listed as lost; torchao and transformers have all that we use."""
 
+from typing import get_args
+
 import pytest
 import torch
 from torch import nn
 
+from lightning_lowprec.names import OF_LIGHTNING
 from lightning_lowprec.private import torchao as of_torchao
 from lightning_lowprec.private import transformers as of_transformers
+from lightning_lowprec.private.either import MAIN
 from lightning_lowprec.private.names import missing
 
 LINEAR = "torch.nn.modules.linear.Linear"
@@ -49,3 +53,9 @@ def test_a_lost_name_of_transformers(monkeypatch):
     assert of_transformers.moved() == []
     monkeypatch.delattr(mixtral.MixtralExperts, "_apply_gate")
     assert of_transformers.moved() == [f"{mixtral.__name__}.MixtralExperts._apply_gate"]
+
+
+def test_the_names_of_lightning_are_those_of_lightning():
+    theirs = MAIN.module("fabric.plugins.precision.precision")
+    inputs = theirs._PRECISION_INPUT_STR, theirs._PRECISION_INPUT_INT, theirs._PRECISION_INPUT_STR_ALIAS
+    assert set(OF_LIGHTNING) == {name for group in inputs for name in get_args(group)}

@@ -2,6 +2,7 @@
 
 import json
 
+import lightning as L
 import torch
 from safetensors import safe_open
 from transformers import (
@@ -14,7 +15,6 @@ from transformers import (
     MixtralForCausalLM,
 )
 
-from lightning_lowprec.names import create
 from tests.toys import Task, causal_loss
 
 SIZES = {
@@ -72,7 +72,7 @@ def gpt2():
 
 def converted(model, precision):
     """The model, as a name of the table converts it."""
-    create(precision).convert_module(model)
+    L.Fabric(accelerator="cpu", devices=1, precision=precision).strategy.precision.convert_module(model)
     return model
 
 

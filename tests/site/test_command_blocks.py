@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from lightning_lowprec.tools.cli import COMMANDS, GUIDE
+from lightning_lowprec.tools import cli
 from tests.site.commands import check_line
 from tests.site.pages import ROOT, Block, blocks
 from tools.site.hooks import install
@@ -23,7 +23,7 @@ def test_every_line_is_a_valid_command(block: Block, monkeypatch: pytest.MonkeyP
 
 
 def test_the_guide_has_valid_commands(monkeypatch: pytest.MonkeyPatch):
-    for _, line in GUIDE:
+    for _, line in cli.GUIDE:
         check_line(line.replace("--trainer.precision ", "--trainer.precision="), monkeypatch)
 
 
@@ -62,4 +62,4 @@ def test_nobody_is_sent_to_an_index_for_this_package():
 
 def test_every_command_is_shown():
     text = (ROOT / "docs" / "command-line.md").read_text()
-    assert all(f"lowprec {command}" in text for command in COMMANDS)
+    assert all(f"lowprec {command}" in text for command in cli.COMMANDS)

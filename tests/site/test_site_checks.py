@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from lightning_lowprec.names import TABLE
+from tests.representatives import TABLE
 from tests.site.pages import DOCS
 from tools.site import browse, check, hooks, notebook
 

@@ -4,14 +4,8 @@ import lightning as L
 import pytest
 import torch
 
-from lightning_lowprec.tools.demo import (
-    EXCLUDED_FOLDERS,
-    NEXT,
-    STDLIB,
-    ByteGPT,
-    StdlibText,
-    split,
-)
+from lightning_lowprec.tools import demo
+from lightning_lowprec.tools.demo import ByteGPT, StdlibText
 
 TINY = {"depth": 1, "width": 16, "heads": 2, "block_size": 16}
 
@@ -26,12 +20,12 @@ def data(**kwargs):
 
 
 def test_training_and_validation_read_different_files():
-    train, val = split(STDLIB)
+    train, val = demo.split(demo.STDLIB)
     assert set(train).isdisjoint(val)
     assert len(val) == (len(train) + len(val)) // 10
     for file in train + val:
         assert file.suffix == ".py"
-        assert EXCLUDED_FOLDERS.isdisjoint(file.relative_to(STDLIB).parts)
+        assert demo.EXCLUDED_FOLDERS.isdisjoint(file.relative_to(demo.STDLIB).parts)
 
 
 def test_batches_are_bytes_and_the_bytes_after_them():
@@ -95,4 +89,4 @@ def test_it_learns_and_logs(tmp_path, caplog):
     trainer.fit(ByteGPT(**TINY, lr=1e-2), data(batch_size=16))
     assert trainer.callback_metrics["train_loss"] < 4.5
     assert trainer.callback_metrics["val_loss"] < 4.5
-    assert caplog.messages[-1] == NEXT
+    assert caplog.messages[-1] == demo.NEXT

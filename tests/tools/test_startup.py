@@ -4,15 +4,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import get_args
 
 import jsonargparse
 import pytest
 import torch
 
 import lightning_lowprec
-from lightning_lowprec.names import OF_LIGHTNING
-from lightning_lowprec.private.either import MAIN
 from lightning_lowprec.tools.cli import main
 
 ROOT = Path(lightning_lowprec.__file__).parents[1]
@@ -103,12 +100,6 @@ def test_this_test_can_fail(tmp_path):
     status, said, imported = answers([["doctor"]], tmp_path, path=f"{tmp_path}:{ROOT}")["doctor"]
     assert status != 0, said
     assert "torch" in imported
-
-
-def test_the_names_of_lightning_are_those_of_lightning():
-    theirs = MAIN.module("fabric.plugins.precision.precision")
-    inputs = theirs._PRECISION_INPUT_STR, theirs._PRECISION_INPUT_INT, theirs._PRECISION_INPUT_STR_ALIAS
-    assert set(OF_LIGHTNING) == {name for group in inputs for name in get_args(group)}
 
 
 @pytest.mark.parametrize(
