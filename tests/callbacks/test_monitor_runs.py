@@ -1,6 +1,5 @@
 """A monitor changes no weight, costs nothing between samplings, and sees every layer in every kind of run."""
 
-import csv
 import json
 import math
 from functools import partial
@@ -8,12 +7,10 @@ from functools import partial
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor
-from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.loggers import Logger
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from lightning_lowprec import MSAMP, FP8TorchAO, HalfMixed
 from lightning_lowprec.callbacks import NumericsMonitor
@@ -136,48 +133,6 @@ def test_a_monitor_changes_no_weight_and_sees_every_layer(run, tmp_path):
     assert not any(module._forward_hooks for module in made[1].modules())
 
 
-class Operations(TorchDispatchMode):
-    """Counts operations, and the bytes that they read and write."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = self.bytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        tensors = [t for t in torch.utils._pytree.tree_leaves((args, kwargs, result)) if isinstance(t, torch.Tensor)]
-        if not func.is_view:
-            self.count += 1
-            self.bytes += sum(t.numel() * t.element_size() for t in tensors)
-        return result
-
-
-def test_nothing_runs_between_samplings_and_a_sampling_is_a_hundredth_of_a_hundred_steps():
-    fabric = L.Fabric(accelerator="cpu", plugins=FP8TorchAO())
-    net = nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 512))
-    model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters()))
-    batch, monitor = torch.randn(1024, 512), NumericsMonitor(every=100)
-
-    def counted(step=None):
-        with Operations() as seen:
-            if step is not None:
-                monitor.step(model, step)
-            fabric.backward(model(batch).float().square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
-        return seen.count, seen.bytes
-
-    counted()
-    plain = counted()
-    sampling = counted(100)
-    monitor.finish()
-    assert len(monitor.readings) == 6
-    assert [counted(step) for step in (101, 150, 199)] == [plain] * 3
-    share = [(more - less) / (100 * less) for more, less in zip(sampling, plain, strict=True)]
-    assert 0 < share[0] <= 0.01
-    assert 0 < share[1] <= 0.002
-
-
 def test_numbers_reach_loggers_the_file_and_the_attribute(tmp_path):
     given = []
 
@@ -209,48 +164,6 @@ def test_numbers_reach_loggers_the_file_and_the_attribute(tmp_path):
         decibels = [reading.output_db for reading in readings if reading.tensor == "input"]
         assert metrics["lowprec/worst/output_db"] == pytest.approx(min(decibels))
         assert metrics["lowprec/mean/output_db"] == pytest.approx(sum(decibels) / len(decibels))
-
-
-def test_metrics_are_at_the_step_of_lightnings_and_callbacks_can_name_them(tmp_path):
-    """Two optimizers make two steps of ``global_step`` per batch; Lightning's axis counts batches."""
-
-    class Two(L.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.automatic_optimization = False
-            self.nets = torch.nn.ModuleList(torch.nn.Linear(32, 32) for _ in range(2))
-
-        def training_step(self, batch, batch_idx):
-            for optimizer, net in zip(self.optimizers(), self.nets, strict=True):
-                self.manual_backward(net(batch[0]).square().mean())
-                optimizer.step()
-                optimizer.zero_grad()
-
-        def configure_optimizers(self):
-            return [torch.optim.SGD(net.parameters(), 1e-3) for net in self.nets]
-
-    logger, monitor = CSVLogger(tmp_path, "", "run"), NumericsMonitor(every=8)
-    stopping = EarlyStopping("lowprec/mean/output_db", mode="max", check_on_train_epoch_end=True)
-    trainer = L.Trainer(
-        plugins=FP8TorchAO(skip_nonfinite=True),
-        max_epochs=1,
-        log_every_n_steps=4,
-        logger=logger,
-        callbacks=[monitor, LearningRateMonitor("step"), stopping],
-        accelerator="cpu",
-        default_root_dir=tmp_path,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(Two(), DataLoader(TensorDataset(torch.randn(128, 32)), batch_size=8))
-    with (tmp_path / "run" / "metrics.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    steps = {name: {int(row["step"]) for row in rows if row[name]} for name in rows[0] if name != "step"}
-    assert steps["lr-SGD"] == steps["lowprec/skipped_steps"] == {3, 7, 11, 15}
-    assert steps["lowprec/mean/output_db"] == {0, 4, 8, 12}  # every 8 steps of optimizers
-    assert trainer.callback_metrics["lowprec/skipped_steps"] == 0
-    assert stopping.best_score == trainer.callback_metrics["lowprec/mean/output_db"]
 
 
 def test_a_monitor_without_layers_says_so_once(tmp_path, caplog):
@@ -331,28 +244,6 @@ def test_every_way_to_compile_is_seen(how, tmp_path):
         monitor.finish()
     assert {r.fqn for r in monitor.readings} == LAYERS
     assert {r.tensor for r in monitor.readings} == {"input", "weight", "gradient"}
-
-
-def test_a_run_in_fabric_samples_by_its_steps(tmp_path):
-    """The first micro-batch of a step; a sampling is read at the next step, or at the end."""
-    fabric = L.Fabric(accelerator="cpu", plugins=FP8TorchAO())
-    net = Net()
-    model, optimizer = fabric.setup(net, net.configure_optimizers())
-    model.mark_forward_method("training_step")
-    monitor, steps = NumericsMonitor(every=3, folder=tmp_path), []
-    for step in range(7):
-        monitor.step(model, step)
-        steps.append({r.step for r in monitor.readings})
-        for micro in range(2):
-            fabric.backward(model.training_step(torch.full((8, WIDTH), 1.0 + micro), 0))
-        optimizer.step()
-        optimizer.zero_grad()
-    assert steps == [set(), {0}, {0}, {0}, {3}, {3}, {3}]
-    readings = monitor.finish()
-    assert {r.step for r in readings} == {6}
-    assert next(r for r in readings if r.fqn == "blocks.0.up" and r.tensor == "input").amax == 1.0
-    assert list(read(tmp_path / FILE)) == [0, 3, 6]
-    assert not any(module._forward_hooks for module in net.modules())
 
 
 def test_a_layer_that_does_not_run_has_no_reading():
@@ -456,3 +347,15 @@ def test_a_layer_that_is_never_called_is_named(tmp_path):
     monitor = NumericsMonitor()
     fit(tmp_path, monitor, net=Reader(), steps=1)
     assert monitor.missing == {"read": "it was not called, or in compiled code alone"}
+
+
+def test_a_checkpoint_says_which_layers_ran_in_bf16(tmp_path):
+    """A version that moved bad layers to bf16 in mid-run has saved their names."""
+    path = tmp_path / "old.ckpt"
+    _, trainer = fit(tmp_path, monitor := NumericsMonitor(every=1, log=False))
+    trainer.save_checkpoint(path)
+    saved = torch.load(path, weights_only=True)
+    saved["callbacks"][monitor.state_key] = {"bad": {"up": 0, "down": 1}, "demoted": {"up": "bf16"}}
+    torch.save(saved, path)
+    with pytest.warns(UserWarning, match=r"runs? in bf16. To go on so, resume with `FP8TorchAO\(keep=\['up'\]\)`"):
+        fit(tmp_path, NumericsMonitor(every=1, log=False), ckpt=path)

@@ -167,21 +167,6 @@ def test_other_errors_keep_their_class(tmp_path, error, wrapped):
     assert interrupted or [f.name for f in tmp_path.iterdir()] == ["a"]
 
 
-def vanishing(path):
-    with save.replacing(path, folder=True) as new:
-        new.rmdir()
-
-
-def test_a_checkpoint_that_vanishes_before_it_is_renamed(tmp_path):
-    write(tmp_path / "a", "old", True)
-    with pytest.raises(OSError, match=r"was not saved: rank 0: .*No such file.*is whole"):
-        vanishing(tmp_path / "a")
-    assert read(tmp_path / "a") == "old"
-    with pytest.raises(OSError, match=r"was not saved: rank 0: .*there is no earlier one of this name"):
-        vanishing(tmp_path / "b")
-    assert [f.name for f in tmp_path.iterdir()] == ["a"]
-
-
 def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match=r"file/a' was not saved: rank 0: .*(File exists|Not a directory)"):

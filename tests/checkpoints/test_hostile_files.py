@@ -122,17 +122,3 @@ def test_a_file_of_values_that_torch_cannot_read_is_named(tmp_path):
     file.write_bytes(safetensors({"a.weight": {"dtype": "F4", "shape": [8, 16], "data_offsets": [0, 64]}}))
     with pytest.raises(ValueError, match=r"'a\.weight' of '.*four-bits.safetensors' has the format F4"):
         open_weights(file)
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_a_changed_byte_is_noticed_or_changes_nothing_but_values(seed, tmp_path):
-    generator = random.Random(seed)
-    file = tmp_path / "a.safetensors"
-    whole = safetensors({"a": {"dtype": "F32", "shape": [4, 4], "data_offsets": [0, 64]}})
-    for _ in range(20):
-        changed = bytearray(whole)
-        changed[generator.randrange(len(whole) - 64)] = generator.randrange(256)
-        file.write_bytes(changed)
-        message = refusal(open_weights, file)
-        assert message is None or str(file) in message
-        assert message is not None or all(shape.size.numel() <= 64 for shape in open_weights(file).shapes.values())

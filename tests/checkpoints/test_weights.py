@@ -11,7 +11,6 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from lightning_lowprec.checkpoints.folder import ShardFolder
 from lightning_lowprec.checkpoints.load import open_checkpoint
 from lightning_lowprec.checkpoints.weights import open_weights
 
@@ -87,16 +86,6 @@ def test_tensors_without_dimensions_or_values(size, tmp_path):
     save({"model": {"a": torch.ones(size)}}, checkpoint_id=tmp_path / "c")
     torch.save({}, tmp_path / "c" / "meta.pt")
     assert torch.equal(open_weights(tmp_path / "c").whole("a"), torch.ones(size))
-
-
-def test_each_piece_of_consecutive_rows_is_read_once(quarters, monkeypatch):
-    read = []
-    load = ShardFolder._load
-    monkeypatch.setattr(ShardFolder, "_load", lambda self, *args: read.append(args) or load(self, *args))
-    source = open_weights(quarters)
-    for row in range(7):
-        source.rows("weight", row, row + 1)
-    assert len(read) == 4
 
 
 def test_safetensors_of_any_shape_and_dtype(tmp_path):
