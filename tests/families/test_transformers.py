@@ -18,7 +18,7 @@ from transformers import (
     Qwen2Config,
 )
 
-import lightning_lowprec
+from lightning_lowprec import MSAMP, FP8TorchAO, HalfMixed, plain
 from lightning_lowprec.conversion.plan import make_plan
 from lightning_lowprec.torchao.linear import coded_layers
 
@@ -132,7 +132,7 @@ def many_blocks():
     for compile in (False, {"backend": backend}):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(LlamaConfig(**{**ROTARY, "num_hidden_layers": 10}))
-        plugin = lightning_lowprec.FP8TorchAO(compile=compile)
+        plugin = FP8TorchAO(compile=compile)
         models.append(L.Fabric(accelerator="cpu", devices=1, plugins=plugin).setup(model))
     return *models, graphs
 
@@ -170,3 +170,46 @@ def test_who_asks_for_a_cache_gets_it(many_blocks):
             assert past.get_seq_length() == 8
     assert torch.equal(*following)
     assert len(graphs) == before
+
+
+CASES = {
+    "fp8-head": ("qwen2", lambda: FP8TorchAO(head="fp8")),
+    "msamp-o3": ("qwen2", lambda: MSAMP("O3", head="chunked")),
+    "experts": ("mixtral", FP8TorchAO),
+    "remainder": ("mixtral", lambda: HalfMixed("bf16", master_weights="remainder", head="chunked")),
+    "conv1d": ("gpt2", FP8TorchAO),
+    "msamp-o2": ("gpt2", lambda: MSAMP("O2")),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_plain_model_is_the_one_of_before(case, tmp_path):
+    """Heads, losses, stacked experts, Conv1Ds and configs; files of both load into the plain class."""
+    name, plugin = CASES[case]
+    model = build(name)
+    before = [(type(m), vars(m).keys(), getattr(m, "config", None)) for m in model.modules()]
+    implementation, loss = model.config._experts_implementation, model.loss_function
+    fabric = L.Fabric(accelerator="cpu", devices=1, plugins=plugin())
+    wrapped, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    fabric.backward(wrapped(input_ids=IDS, labels=IDS).loss)
+    optimizer.step()
+    model.save_pretrained(tmp_path / "in-fp8")
+    assert plain(wrapped) is model
+    assert [(type(m), vars(m).keys(), getattr(m, "config", None)) for m in model.modules()] == before
+    assert model.config._experts_implementation == implementation
+    assert model.loss_function is loss
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert tied == (name != "mixtral")
+    model.save_pretrained(tmp_path / "plain")
+    loaded = {name: type(model).from_pretrained(tmp_path / name).state_dict() for name in ("plain", "in-fp8")}
+    state = model.state_dict()
+    assert all(torch.equal(value, loaded["plain"][fqn]) for fqn, value in state.items())
+    if "remainder" in case:  # the model's own weights are bf16; plain ones are the masters
+        for fqn, value in state.items():
+            torch.testing.assert_close(loaded["in-fp8"][fqn].float(), value, rtol=2**-8, atol=0)
+    elif "o3" not in case:  # at O3 the plain weights are the fp16 masters
+        assert all(torch.equal(value, loaded["in-fp8"][fqn]) for fqn, value in state.items())
+    program = torch.export.export(model.eval(), (), {"input_ids": IDS, "use_cache": False})
+    with torch.no_grad():
+        expected = model(input_ids=IDS, use_cache=False).logits
+        torch.testing.assert_close(program.module()(input_ids=IDS, use_cache=False).logits, expected)

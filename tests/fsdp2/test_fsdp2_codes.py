@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_lowprec.torchao.wire_format import TorchAOWire
 from tests.fsdp2.models import Net, batch, loss_of
-from tests.fsdp2.test_fsdp2_numerics import converted, sharded
+from tests.fsdp2.test_fsdp2_numerics import sharded
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 LAYERS = 4  # of Net, with FP8 weights
@@ -51,7 +51,7 @@ def shards_of(scales):
 @pytest.mark.parametrize(("choice", "per_step"), [("auto", 1), ("per_forward", 1), ("per_gemm", 2 * 8)])
 def test_eight_micro_batches_encode_each_shard_once(mesh, encoded, choice, per_step):
     """Or at every gather: blocks are gathered in forward and in backward."""
-    model, scales = sharded(mesh, True, model=converted(weight_codes=choice))
+    model, scales = sharded(mesh, True, weight_codes=choice)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(2):
         for micro_batch in range(8):
@@ -163,7 +163,7 @@ def test_a_changed_weight_is_encoded_again(mesh, encoded, change):
     assert len(encoded) == LAYERS
     change(model, scales)
     got = loss(model)
-    fresh, _ = sharded(mesh, True, model=converted(weight_codes="per_gemm"))
+    fresh, _ = sharded(mesh, True, weight_codes="per_gemm")
     fresh.load_state_dict(model.state_dict())
     assert got == loss(fresh) != before
 

@@ -180,6 +180,29 @@ def without_bias(rank):
     return losses, {fqn: dict(gather.sent) for fqn, gather in gathers.items()}
 
 
+NAMES = {
+    ("float32", "float32"): ["32-true"],
+    ("float32", "bfloat16"): ["bf16-mixed", "half-auto", "bf16-master", "fp8-rowwise-gw-hp", "int8-mixed"],
+    ("float32", "float16"): ["16-mixed", "fp16-master"],
+    ("bfloat16", "bfloat16"): ["bf16-true", "bf16-remainder", "bf16-8bit", "bf16-sr"],
+    ("float32", "uint8", "bfloat16"): ["fp8-hybrid"],
+    ("float32", "uint8", "float16"): ["fp8-hybrid-fp16"],
+    ("bfloat16", "uint8", "bfloat16"): ["fp8-hybrid-remainder"],
+}
+"""By the dtype of the shards and those of what is gathered: the root of the net has no FP8 layer."""
+
+
+def dtypes(rank):
+    found = {}
+    for name in itertools.chain(*NAMES.values()):
+        fabric = fabric_for(name)
+        model, optimizer = set_up(fabric)
+        gathers = count_gathers(model)
+        step(fabric, model, optimizer, 0, rank)
+        found[name] = {p.dtype for p in model.parameters()}, {d for gather in gathers.values() for d in gather.sent}
+    return found
+
+
 def origins(rank):
     """Weights that only rank 0 has, that nobody has, and that a block cannot make."""
     fabric = fabric_for()
@@ -219,17 +242,8 @@ def monitored(rank):
 
 
 def worker(rank):
-    parts = (
-        optimizers,
-        evaluation,
-        scale_reductions,
-        skipping,
-        variants,
-        without_bias,
-        origins,
-        from_rank_0,
-        monitored,
-    )
+    parts = (optimizers, evaluation, scale_reductions, skipping, variants, without_bias, dtypes, origins)
+    parts += (from_rank_0, monitored)
     return {part.__name__: part(rank) for part in parts}
 
 
@@ -284,6 +298,13 @@ def test_groups_of_float8_alone_travel_as_uint8(results):
     losses, sent = results[0]["without_bias"]
     assert all(0 < loss < 10 for loss in losses)
     assert sent["blocks.0.up"] == {torch.uint8: 4 * 2 * (64 * 128 // 2)}, "4 steps, forward and backward"
+
+
+def test_what_a_rank_keeps_and_gathers(results):
+    for (kept, *sent), names in NAMES.items():
+        for name in names:
+            expected = {getattr(torch, kept)}, {getattr(torch, dtype) for dtype in sent}
+            assert results[0]["dtypes"][name] == expected, name
 
 
 def test_weights_from_rank_0_from_nowhere(results):

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
+from lightning_lowprec import FP8TorchAO, parallelize
 from tests.fsdp2.gathers import count_gathers, scales_of
 from tests.fsdp2.models import Net, batch, full, hand_sharded, loss_of, with_conv1d
 from tests.fsdp2.ranks import run
@@ -21,23 +23,10 @@ def train(model, step_of=loss_of, rank=0, steps=STEPS, after_step=lambda: None, 
     return full(model)
 
 
-def converted(conv1d=False, **options):
-    from lightning_lowprec import FP8TorchAO
-
-    plugin = FP8TorchAO(emulate=True, **options)
+def sharded(mesh, fp8_all_gather, conv1d=False, param_dtype=torch.float32, **options):
     model = with_conv1d(Net()) if conv1d else Net()
-    plugin.bind_device(torch.device("cpu"))
-    plugin.convert_module(model)
-    return model
-
-
-def sharded(mesh, fp8_all_gather, param_dtype=None, model=None, **options):
-    from lightning_lowprec.fsdp2.options import ShardOptions
-    from lightning_lowprec.fsdp2.shard import shard
-
-    model = converted() if model is None else model
-    device = torch.device("cpu")
-    shard(model, mesh, ShardOptions(**options), device=device, param_dtype=param_dtype, fp8_all_gather=fp8_all_gather)
+    plugin = FP8TorchAO(emulate=True, **options)
+    parallelize(model, mesh, plugin, fp8_all_gather=fp8_all_gather, param_dtype=param_dtype)
     return model, scales_of(model)
 
 
@@ -70,14 +59,16 @@ def conv1d_runs(rank, mesh):
         ("no codes kept", True, {"weight_codes": "per_gemm"}),
         ("float32 gathered", False, {}),
     ):
-        model, scales = sharded(mesh, gathers, model=converted(conv1d=True, **options))
+        model, scales = sharded(mesh, gathers, conv1d=True, **options)
         assert len(scales.weights) == 4 if gathers else scales is None
         found[way] = train(model, rank=rank)
     return found
 
 
 def one_process():
-    model = converted()
+    model, plugin = Net(), FP8TorchAO(emulate=True)
+    plugin.bind_device(torch.device("cpu"))
+    plugin.convert_module(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(STEPS):
         for rank in range(2):
@@ -103,13 +94,13 @@ def segment(model, rank, steps):
 
 
 def recipes(rank, mesh, conv1d=False):
-    """By products in bf16: weights of models whose gather was asked to send codes, and values; and what was sent."""
+    """By products in bf16: weights of models whose gather may send codes, and sends values; and what was sent."""
     found = {}
     for gemms in IN_BF16:
         runs = []
-        for fp8_all_gather in (True, False):
-            model = converted(conv1d, recipe={"*": dict.fromkeys(gemms, "bf16") or "tensorwise"})
-            alone, scales = sharded(mesh, fp8_all_gather, param_dtype=torch.bfloat16, model=model)
+        for fp8_all_gather in ("auto", False):
+            recipe = {"*": dict.fromkeys(gemms, "bf16") or "tensorwise"}
+            alone, scales = sharded(mesh, fp8_all_gather, conv1d, torch.bfloat16, recipe=recipe)
             gathers = count_gathers(alone)
             runs.append(segment(alone, rank, range(2)))
             if fp8_all_gather:
@@ -120,9 +111,7 @@ def recipes(rank, mesh, conv1d=False):
 
 
 def worker(rank):
-    from lightning_lowprec.fsdp2.meshes import make_mesh
-
-    mesh = make_mesh(torch.device("cpu"), 2, 1, 1)["data_parallel"]
+    mesh = init_device_mesh("cpu", (2,))
     return {
         "runs": runs(rank, mesh),
         "conv1d": conv1d_runs(rank, mesh),
