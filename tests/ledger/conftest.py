@@ -13,7 +13,6 @@ import torch
 from benchmarks.ledger import triton_bytes
 from benchmarks.ledger.recorder import on_null_gpu
 from benchmarks.ledger.untuned import take_first_variant
-from lightning_lowprec.private import transformer_engine
 from tests.garbage import leave_what_is_there
 
 collect_ignore_glob = [] if on_null_gpu() else ["test_*.py"]
@@ -35,7 +34,9 @@ def no_cudnn_attention():
 def no_scales_of_other_files():
     """Transformer Engine renews the delayed scales of every model that the process ever had."""
     if "transformer_engine" in sys.modules:
-        transformer_engine.manager().reset()
+        from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+        FP8GlobalStateManager.reset()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -16,8 +16,7 @@ from transformers import (
 )
 
 from benchmarks.rivals import models
-from lightning_lowprec import FP8TorchAO
-from lightning_lowprec.conversion import backends
+from lightning_lowprec import FP8TorchAO, plain
 
 SIZES = {
     "vocab_size": 128,
@@ -73,5 +72,5 @@ def test_a_model_is_handed_on_without_the_hooks():
     fabric.setup_module(model)
     norms = [module for module in model.modules() if type(module) is nn.LayerNorm]
     assert all(len(norm._forward_hooks) == 1 for norm in norms)
-    backends.revert_all(model)
+    plain(model)
     assert not any(norm._forward_hooks for norm in norms)

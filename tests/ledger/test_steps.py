@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from benchmarks.ledger import roofline
 from benchmarks.ledger.entry import PHASES, Entry
-from lightning_lowprec.private import transformer_engine
 from tests.ledger.budgets import BLOCK_GB, OPTIMIZER_BYTES, PEAK_GB, PYTHON_CALLS
 from tests.ledger.counted import STACK, entry
 
@@ -77,7 +77,7 @@ def test_delayed_scaling_differs_by_the_update_of_its_scales_only():
     )
     assert ours == by_hand
     assert len(entry("ours delayed, as by hand").kernels) <= len(entry("te delayed").kernels) + 6
-    transformer_engine.manager().reset()  # the scales of these models are not renewed in the steps of later tests
+    FP8GlobalStateManager.reset()  # the scales of these models are not renewed in the steps of later tests
 
 
 @pytest.mark.parametrize(("name", "recipe"), [("fp8-hybrid", "tensorwise"), ("fp8-rowwise", "rowwise")])
