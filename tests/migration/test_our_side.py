@@ -6,7 +6,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from lightning_lowprec import FP8TE, MSAMP, FP8TorchAO, FSDP2Strategy, HalfEval, HalfMixed, recipes
+from lightning_lowprec import FP8TE, MSAMP, FP8TorchAO, FSDP2Strategy, HalfEval, HalfMixed, other_stacks, recipes
 from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.names import OF_LIGHTNING, TABLE
 from lightning_lowprec.precision.loss_scale import LossScale
@@ -17,9 +17,10 @@ OURS = {
     cls.__name__: cls for cls in (FP8TE, MSAMP, FP8TorchAO, FSDP2Strategy, HalfEval, HalfMixed, LossScale, MasterConfig)
 }
 SPANS = re.findall(r"`([^`]+)`", TEXT)
-CALLS = sorted({span for span in SPANS if re.match(rf"({'|'.join(OURS)})\(", span)})
-MADE = [call for call in CALLS if find_spec("transformer_engine") or not call.startswith("FP8TE(")]
-"""Those of FP8TE need Transformer Engine: `make test-te` makes them too."""
+CALLS = sorted({span for span in SPANS if re.match(rf"({'|'.join(OURS)}|recipes\.\w+)\(", span)})
+OF_TE = ("FP8TE(", "recipes.bf16_with_")
+MADE = [call for call in CALLS if find_spec("transformer_engine") or not call.startswith(OF_TE)]
+"""Those of Transformer Engine need it: `make test-te` makes them too."""
 THEIRS = {name for stack in SOURCES for name in known(stack)}
 
 
@@ -36,10 +37,11 @@ def test_every_call_can_be_made(call):
             "torch": torch,
             "group": None,
             "plan": {"blocks.0.up": None},
+            "recipes": recipes,
             **OURS,
         },
     )
-    assert type(made).__name__ == call.partition("(")[0]
+    assert call.startswith((f"{type(made).__name__}(", "recipes."))
 
 
 def test_names_and_recipes_exist():
@@ -52,10 +54,32 @@ def test_names_and_recipes_exist():
         assert {part for part in name if part} <= set(OF_LIGHTNING), name
 
 
+def ran(there, here):
+    """Return how the tests run a row: what they make of our side, and whether their word raises with a sentence."""
+    ours = re.findall(r"`([^`]+)`", here)
+    words = re.findall(r"[\w-]+", " ".join(re.findall(r"`([^`]+)`", there)))
+    ways = {
+        "call": any(span in CALLS and not span.startswith(OF_TE) for span in ours),
+        "te": any(span.startswith(OF_TE) or span.endswith('-te"') for span in ours),
+        "name": any(span.removeprefix('precision="').removesuffix('"') in TABLE for span in ours),
+        "strategy": any(span.startswith("strategy=") for span in ours),
+        "Lightning": "Lightning's" in here or "gradient_clip_val" in here,
+        "sentence": any(word.strip("-").lower().replace("_", "-") in other_stacks.OPTIONS for word in words),
+        "link": "](" in here,
+    }
+    return ", ".join(way for way, found in ways.items() if found) or ("no equal" if "no equal" in here else "suite")
+
+
+def test_the_last_column_says_what_was_run():
+    for there, here, said in rows():
+        if not there.startswith("---"):
+            assert said == ran(there, here), there
+
+
 def test_every_stack_has_a_section_with_a_table_and_their_config_beside_ours():
     listed = re.findall(r"\]\(#from-(.+?)\)", PAGE.read_text().partition("\n## ")[0])
     assert len(listed) == len(sections()) == len(SOURCES)
     for section in sections().values():
-        assert section.count("\n| there | here |\n") == 1
+        assert section.count("\n| there | here | ran |\n") == 1
         assert re.findall(r"^```(\w+)$", section, flags=re.MULTILINE)[:2] == ["text", "python"]
-    assert all(len(row) == 2 and all(row) for row in rows() if not row[0].startswith("---"))
+    assert all(len(row) == 3 and all(row) for row in rows() if not row[0].startswith("---"))
