@@ -245,14 +245,20 @@ def test_routers_gates_beside_experts_and_adapters():
             self.gate = nn.Linear(16, 16)
             self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
 
+    class TopKRouter(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(4, 16))
+
     model = nn.Module()
-    model.moe = MoE()
+    model.moe, model.choice = MoE(), TopKRouter()
     model.router = nn.Sequential(nn.Linear(16, 16))
     model.mlp = nn.ModuleDict({"gate": nn.Linear(16, 16), "gate_proj": nn.Linear(16, 16)})
     model.lora_A = nn.ModuleDict({"default": nn.Linear(16, 16)})
     assert reasons(model) == {
         "moe.gate": "gate beside experts", "moe.experts.0": None, "moe.experts.1": None,
         "router.0": "router (by name)", "mlp.gate": None, "mlp.gate_proj": None, "lora_A.default": "LoRA adapter",
+        "choice": "no Linear (router)",
     }  # fmt: skip
     assert reasons(model, only=["router", "mlp"])["router.0"] is None, "`only` overrides the built-in rules"
     assert reasons(model, only=["router", "mlp"])["moe.experts.0"] == "not in `only`"
