@@ -10,8 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_lowprec.names import TABLE
-from tests.representatives import representatives
+from tests.representatives import TABLE, representatives
 from tests.toys import Block
 
 NAMES = sorted({*representatives()} - {"fp8-e4m3", "mxfp8-te", "nvfp4-te", "mxfp8"})

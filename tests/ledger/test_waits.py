@@ -11,9 +11,9 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.ledger.recorder import recording
-from lightning_lowprec.names import TABLE
 from tests.ledger.budgets import WAITS
 from tests.ledger.test_trainer import compiles
+from tests.representatives import TABLE
 
 WORDS, BATCHES = 256, 8
 BY_INDUCTOR = {"fp8-hybrid"}

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.ledger.recorder import on_null_gpu
-from lightning_lowprec.names import TABLE
+from tests.representatives import TABLE
 
 pytestmark = [
     pytest.mark.skipif(not on_null_gpu(), reason="needs the null GPU: python -m benchmarks.ledger.launch COMMAND"),
