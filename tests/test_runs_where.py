@@ -1,6 +1,7 @@
 """What runs where: every name has an answer for every architecture, and plugins refuse by the table."""
 
 import re
+import warnings
 from pathlib import Path
 
 import pytest
@@ -136,6 +137,16 @@ def test_what_is_not_known_and_what_is_emulated_is_said(monkeypatch, plugin, cap
     plugin.bind_device(CUDA)
     with pytest.warns(UserWarning, match=rf"`precision='{plugin.precision}'`: .*{message}"):
         refusals.check_runs(plugin, CUDA)
+
+
+def test_what_runs_or_is_emulated_by_choice_says_nothing(monkeypatch):
+    on_gpu(monkeypatch, (9, 0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for plugin in (FP8TorchAO(), MSAMP(), HalfMixed("bf16"), HalfMixed()):
+            refusals.check_runs(plugin, CUDA)
+        on_gpu(monkeypatch, (13, 0))
+        refusals.check_runs(FP8TorchAO(emulate=True), CUDA)
 
 
 def test_half_auto_takes_fp16_where_bf16_is_emulated(monkeypatch):

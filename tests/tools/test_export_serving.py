@@ -107,6 +107,12 @@ def test_check_prints_three_numbers_and_ends_with_1_beyond_a_bound(trained, tmp_
     assert "check failed: the perplexity differs" in said
 
 
+def test_high_precision_is_checked_too(trained, tmp_path, capsys):
+    options = ["--dtype=fp32", "--check", "--min_snr=120", "--min_agreement=1"]
+    assert export(trained, "fabric.ckpt", tmp_path / "out", *options, format="hf", precision=None) == 0
+    assert "256 of 256 greedy tokens" in capsys.readouterr().out
+
+
 def test_a_check_that_is_not_possible_is_refused_before_anything_is_written(trained, tmp_path, capsys, monkeypatch):
     BertModel(BertConfig(vocab_size=96, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)).save_pretrained(
         tmp_path / "bert"

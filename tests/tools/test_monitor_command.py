@@ -105,6 +105,14 @@ def test_the_colours_of_two_runs_mean_the_same(tmp_path):
     assert (min(base64.b64decode(output["cells"])) - 1) / 254 == pytest.approx(0.9, abs=1 / 254)
 
 
+def test_a_large_run_makes_a_small_page(tmp_path):
+    write(tmp_path, {}, layers=200, samplings=40)
+    assert main(["monitor", str(tmp_path / FILE), "--html", str(tmp_path / "page.html")]) == 0
+    assert (tmp_path / "page.html").stat().st_size < 1.4 * (200 * 40 * 13) + 20_000
+    maps = content_of((tmp_path / "page.html").read_text())["maps"]
+    assert all(len(base64.b64decode(m["cells"])) == 200 * 40 for m in maps)
+
+
 def test_a_number_that_is_not_finite_is_beyond_every_limit(tmp_path, capsys):
     for step in range(3):
         numbers = {"underflow": None, "saturated": None, "scale": None, "output_db": None}

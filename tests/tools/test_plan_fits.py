@@ -219,6 +219,12 @@ def test_autocast_is_that_of_cuda(compute, dtype):
         assert not out.requires_grad or torch.autograd.grad(out.sum(), x)[0].dtype == torch.float32
 
 
+def test_torch_knows_every_operation_of_autocast():
+    registered = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
+    names = {name.removeprefix("aten::").partition(".")[0] for name in registered}
+    assert names >= fake_gpu._IN_HALF | fake_gpu._IN_WIDEST
+
+
 def test_nothing_is_left_behind():
     """The process can train after a simulation."""
     before = torch.nn.functional.linear, torch.cuda.is_available(), torch.compile
