@@ -6,9 +6,8 @@ A *refusal* is a clause that names the reason; ``None`` means that the device ca
 import torch
 
 from lightning_lowprec import runs_where
-from lightning_lowprec.architectures import ARCHITECTURES, Architecture, classify
 from lightning_lowprec.numerics.tensor_cores import UNITS, TensorCores
-from lightning_lowprec.runs_where import RecipeKey
+from lightning_lowprec.runs_where import ARCHITECTURES, Architecture, RecipeKey, classify
 
 
 def describe(device: torch.device) -> str:

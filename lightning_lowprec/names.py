@@ -6,19 +6,14 @@ endings (:mod:`~lightning_lowprec.conversion.name_suffixes`). A word means the s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.backends import PrecisionName
-from lightning_lowprec.conversion.name_formats import GROUPED_ROUND_TO_BF16, HALF, Formats
-from lightning_lowprec.conversion.name_suffixes import (
-    EVERYWHERE,
-    FP16,
-    OPTIONS,
-    suffix_refusal,
-)
+from lightning_lowprec.conversion.name_formats import GROUPED_ROUND_TO_BF16, HALF, STATE, Formats
+from lightning_lowprec.conversion.name_suffixes import EVERYWHERE, FP16, OPTIONS, suffix_refusal
 from lightning_lowprec.gone import PRECISIONS as GONE
 from lightning_lowprec.gone import gone
 from lightning_lowprec.msamp.backend import BACKEND as MSAMP_BACKEND
@@ -109,18 +104,11 @@ def _nemo_recipe(name: object) -> str | None:
     return f"`plugins=lightning_lowprec.recipes.{function}()`" if function in recipes.NAMES else None
 
 
-def _rows(names: Mapping[str, PrecisionName]) -> Iterator[tuple[str, PrecisionName]]:
-    """Yield every name, and its forms with the suffixes that its backend says it has."""
-    for name, row in names.items():
-        for suffix, end in EVERYWHERE.items():
-            if not suffix or (row.fp16 if suffix == FP16 else row.masters):
-                options = {**row.options, **OPTIONS.get(suffix, {})}
-                experts = GROUPED_ROUND_TO_BF16 if suffix == FP16 and row.experts is None else row.experts
-                summary, formats = f"{row.summary}{end}", _formats(row, suffix)
-                yield (
-                    f"{name}{suffix}",
-                    replace(row, options=options, summary=summary, experts=experts, formats=formats),
-                )
+def _with_suffix(row: PrecisionName, suffix: str, backend: str) -> PrecisionName:
+    options = {**row.options, **OPTIONS.get(suffix, {})}
+    experts = GROUPED_ROUND_TO_BF16 if suffix == FP16 and row.experts is None else row.experts
+    summary, formats = f"{row.summary}{EVERYWHERE[suffix]}", _formats(row, suffix)
+    return replace(row, options=options, summary=summary, experts=experts, formats=formats, backend=backend)
 
 
 def _formats(row: PrecisionName, suffix: str) -> Formats | None:
@@ -129,17 +117,17 @@ def _formats(row: PrecisionName, suffix: str) -> Formats | None:
         return row.formats
     if suffix == FP16:
         return replace(row.formats, fsdp2="fp16") if row.formats.fsdp2 == "bf16" else row.formats
-    return row.formats.with_state_of(HALF[f"bf16{suffix}"])
+    return replace(row.formats, **{name: getattr(HALF[f"bf16{suffix}"], name) for name in STATE})
 
 
 def _fill_table() -> None:
-    rows = {
-        name: replace(row, backend=backend.name)
-        for backend in backends.registered()
-        for name, row in _rows(backend.names)
-    }
     TABLE.clear()
-    TABLE.update({**_HALF, **rows})
+    TABLE.update(_HALF)
+    for backend in backends.registered():
+        for name, row in backend.names.items():
+            for suffix in EVERYWHERE:  # those that its backend says it has
+                if not suffix or (row.fp16 if suffix == FP16 else row.masters):
+                    TABLE[f"{name}{suffix}"] = _with_suffix(row, suffix, backend.name)
 
 
 backends.on_change(_fill_table)

@@ -56,7 +56,7 @@ from lightning_lowprec.strategies import (
     is_fsdp2,
     resolve_strategy,
 )
-from lightning_lowprec.zero.engine import DEEPSPEED, bind
+from lightning_lowprec.zero import DEEPSPEED, bind
 
 LAUNCHED_PRECISION: Final = "LOWPREC_RUN_PRECISION"
 """The variable in which ``lowprec run`` passes its precision, which wins over the script's."""

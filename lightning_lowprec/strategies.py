@@ -18,7 +18,7 @@ from lightning_lowprec.precision.half import HalfMixed
 from lightning_lowprec.private.either import MAIN, Package, both
 from lightning_lowprec.private.either import fabric_strategies as fabric
 from lightning_lowprec.private.either import trainer_strategies as trainer
-from lightning_lowprec.zero.engine import DEEPSPEED, check_plugin
+from lightning_lowprec.zero import DEEPSPEED, check_plugin
 
 _FSDP1_NAMES: Final = ("fsdp", "fsdp_cpu_offload")
 _HALF: Final = {"16-mixed": "fp16", "16": "fp16", 16: "fp16", "bf16-mixed": "bf16", "bf16": "bf16"}

@@ -13,7 +13,6 @@ FLOORS = [
     {
         "numerics",
         "hardware",
-        "architectures",
         "runs_where",
         "extras",
         "checks",

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from lightning_lowprec import MSAMP, FP8TorchAO, HalfMixed, hardware, names
-from lightning_lowprec.architectures import ARCHITECTURES, OTHER, classify, named
 from lightning_lowprec.precision import refusals
-from lightning_lowprec.runs_where import RECIPES, TABLE, TITLES, cell, instead
+from lightning_lowprec.runs_where import ARCHITECTURES, OTHER, RECIPES, TABLE, TITLES, cell, classify, instead, named
 from lightning_lowprec.tools.hardware_text import word
 
 CUDA = torch.device("cuda", 0)

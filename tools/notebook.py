@@ -19,7 +19,7 @@ import nbformat
 from nbclient import NotebookClient
 from nbformat import NotebookNode
 
-from lightning_lowprec.tools.doctor_report import without_folders
+from lightning_lowprec.tools.doctor import without_folders
 
 ROOT: Final = Path(__file__).parents[1]
 NOTEBOOK: Final = ROOT / "examples" / "first_steps.ipynb"

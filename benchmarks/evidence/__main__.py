@@ -25,9 +25,8 @@ from typing_extensions import override
 from benchmarks.evidence.digits import VAL_BATCH
 from benchmarks.evidence.gaps import gaps_of, overview
 from benchmarks.evidence.names import BASELINE, left_out, on_cpu, without_ending
-from lightning_lowprec.tools.compare.runner import train_all
+from lightning_lowprec.tools.compare.runner import fit, train_all
 from lightning_lowprec.tools.compare.spec import CompareSpec
-from lightning_lowprec.tools.compare.training import fit
 
 STEPS: Final = {"gpt": 180, "llama": 140, "vit": 200, "lora": 80, "control": 120}
 BASE_STEPS: Final = 400

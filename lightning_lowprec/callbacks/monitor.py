@@ -2,16 +2,17 @@
 
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any, Literal, final
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from typing_extensions import override
 
 from lightning_lowprec.callbacks import readings as files
-from lightning_lowprec.callbacks.paused_compiler import PausedCompiler, may_compile
 from lightning_lowprec.callbacks.readings import FILE, Reading
 from lightning_lowprec.callbacks.sampling import Sampler
 from lightning_lowprec.checks import Count, Rule
@@ -19,7 +20,9 @@ from lightning_lowprec.conversion.options import shows
 from lightning_lowprec.messages import info, warn
 from lightning_lowprec.precision.plain import unwrapped
 from lightning_lowprec.private.either import Callback, LightningModule, Trainer
-from lightning_lowprec.private.lightning import log_metrics
+from lightning_lowprec.private.lightning import COMPILED_NAME, log_metrics
+from lightning_lowprec.private.torch_modules import is_compiled
+from lightning_lowprec.private.torch_optimizers import sees_no_masters
 
 Log = bool | Literal["layers"]
 Share = Annotated[float, Rule("a number above 0 and at most 1", lambda value: bool(0 < value <= 1))]
@@ -218,3 +221,51 @@ def _device_of(model: nn.Module) -> torch.device:
         return device
     parameter = next(model.parameters(), None)
     return torch.device("cpu") if parameter is None else parameter.device
+
+
+def may_compile(model: nn.Module) -> bool:
+    """Return whether calls of ``model`` may be compiled: the model, a module in it, or a LightningModule's methods."""
+    if "torch._dynamo" not in sys.modules:
+        return False
+    return any(is_compiled(module) or getattr(module, COMPILED_NAME, None) is not None for module in model.modules())
+
+
+@final
+class PausedCompiler:
+    """torch's compiler, which :meth:`pause` pauses for forward and backward until :meth:`resume`."""
+
+    def __init__(self) -> None:
+        self._stance = ExitStack()
+        self._handles: list[Any] = []
+
+    def pause(self) -> None:
+        """Run compiled code eagerly from now on, except within the step of an optimizer."""
+        if self._handles:
+            return
+        self._set()
+
+        @sees_no_masters
+        def before(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if not _has_closure(args, kwargs):  # a closure runs forward and backward within the step
+                self._stance.close()
+
+        @sees_no_masters
+        def after(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if not _has_closure(args, kwargs):
+                self._set()
+
+        self._handles = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
+
+    def resume(self) -> None:
+        """Run compiled code by the compiler again; a second call does nothing."""
+        handles, self._handles = self._handles, []
+        for handle in handles:
+            handle.remove()
+        self._stance.close()
+
+    def _set(self) -> None:
+        self._stance.enter_context(torch.compiler.set_stance("force_eager"))
+
+
+def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return any(callable(value) for value in (*args[:1], kwargs.get("closure")))

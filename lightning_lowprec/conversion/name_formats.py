@@ -11,7 +11,8 @@ from typing import Final, final
 BYTES: Final[dict[str, float]] = {
     "e2m1": 0.5, "e4m3": 1, "e5m2": 1, "e5m3": 1, "int8": 1, "bf16": 2, "fp16": 2, "int16": 2, "fp32": 4, "-": 0,
 }  # fmt: skip
-_STATE: Final = ("weight", "gradient", "master", "moments", "ddp")
+STATE: Final = ("weight", "gradient", "master", "moments", "ddp")
+"""The fields that a suffix of half-precision weights changes."""
 
 
 @final
@@ -52,10 +53,6 @@ class Formats:
     def row(self) -> dict[str, str]:
         """Return the formats by column."""
         return {column: getattr(self, column) for column in COLUMNS}
-
-    def with_state_of(self, other: Formats) -> Formats:
-        """Return these products with the weights and the state of another precision."""
-        return replace(self, **{name: getattr(other, name) for name in _STATE})
 
 
 COLUMNS: Final = tuple(field.name for field in fields(Formats))

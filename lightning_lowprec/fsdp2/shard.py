@@ -37,7 +37,7 @@ from lightning_lowprec.fsdp2.options import ShardOptions, chosen
 from lightning_lowprec.messages import warn
 from lightning_lowprec.private.fsdp2 import add_group, has_several_groups
 from lightning_lowprec.private.torch_modules import compile_in_place, is_batch_or_instance_norm
-from lightning_lowprec.private.transformers_cache import has_cache, train_without_cache
+from lightning_lowprec.private.transformers import has_cache, train_without_cache
 
 Origin = Literal["every rank", "rank 0", "nowhere"]
 _SHARDED_TYPES: Final = (FSDPModule, DTensor)

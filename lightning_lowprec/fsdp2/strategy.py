@@ -4,12 +4,13 @@ import weakref
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any, ClassVar, Final, Literal, NamedTuple, Self, final
+from typing import Any, ClassVar, Final, Literal, NamedTuple, Self, cast, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
@@ -21,9 +22,8 @@ from lightning_lowprec.fsdp2.from_fsdp import translate
 from lightning_lowprec.fsdp2.meshes import data_ranks, make_mesh, shard_mesh, shards
 from lightning_lowprec.fsdp2.options import ShardOptions
 from lightning_lowprec.fsdp2.shard import shard
-from lightning_lowprec.fsdp2.traffic import gathered_line
 from lightning_lowprec.masters.kept_float32 import kept_float32
-from lightning_lowprec.messages import info, warn
+from lightning_lowprec.messages import in_units, info, warn
 from lightning_lowprec.numerics.parameters import disable_foreach
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.host import in_trainer
@@ -31,7 +31,9 @@ from lightning_lowprec.private import either
 from lightning_lowprec.private import lightning as names
 from lightning_lowprec.private.either import fabric_strategies as fabric
 from lightning_lowprec.private.either import trainer_strategies as trainer
-from lightning_lowprec.private.torch import FSDP2, check
+from lightning_lowprec.private.fsdp2 import gathered_parameters
+from lightning_lowprec.private.torch import FSDP2, check, local_tensor
+from lightning_lowprec.private.torch_modules import is_batch_or_instance_norm
 
 OFFLOADING: Final = "cpu:gloo,cuda:nccl"
 """The backends for shards in CPU memory: norms and overflow flags are reduced there."""
@@ -381,3 +383,40 @@ def parallelize(options: ParallelizeOptions) -> Module:
         plugin.convert_module(model)
     sharding.apply(model, mesh, plugin, device)
     return model
+
+
+def gathered_line(model: nn.Module, shards: int) -> str | None:
+    """Return what a rank sent in the last all-gather of each group, in one line.
+
+    None: nothing was gathered so far, or there is one shard. ``shards``: the number of ranks that share a weight.
+    """
+    groups = {fqn: cast(nn.Module, m) for fqn, m in model.named_modules() if isinstance(m, FSDPModule)}
+    records = {fqn: gathered_parameters(module) for fqn, module in groups.items()}
+    gathered = {fqn: group for fqn, group in records.items() if any(one.all_gather_outputs for one in group)}
+    if shards == 1 or not gathered:
+        return None
+    codes = [(fqn, one) for fqn, group in gathered.items() for one in group if _sends_codes(one)]
+    for fqn, record in codes:
+        wide = next((_name(sent.dtype) for sent in record.all_gather_outputs if sent.dtype.itemsize > 1), None)
+        if wide is not None:
+            raise RuntimeError(
+                f"the weights of {fqn or 'the root'!r} were to be gathered as float8, but {wide} was sent. Use"
+                " `fp8_all_gather=False`, and please report it."
+            )
+    blocks = [group for fqn, group in gathered.items() if fqn and not is_batch_or_instance_norm(groups[fqn])]
+    unit = "block" if blocks else "gather"
+    blocks = blocks or list(gathered.values())
+    sent = [tensor for group in blocks for one in group for tensor in one.all_gather_outputs]
+    size = sum(tensor.nbytes for tensor in sent) / shards
+    in_bf16 = sum(2 * local_tensor(one.sharded_param).numel() for group in blocks for one in group)
+    dtype = "float8" if codes else " and ".join(sorted({_name(tensor.dtype) for tensor in sent}))
+    of_bf16 = size / max(in_bf16, 1)  # a rank that has nothing of a group sends padding only
+    return f"all-gather: {dtype}, {in_units(size / len(blocks))} per {unit} and rank, {of_bf16:.2f}x of bf16"
+
+
+def _sends_codes(record: Any) -> bool:
+    return hasattr(local_tensor(record.sharded_param), "fsdp_pre_all_gather")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

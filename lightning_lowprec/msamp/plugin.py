@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_lowprec.checks import check_choice
-from lightning_lowprec.conversion.invariants import unchanged
+from lightning_lowprec.conversion.in_place import unchanged
 from lightning_lowprec.conversion.options import LayerOptions, shows, take, takes
 from lightning_lowprec.conversion.plan import PlanRequest
 from lightning_lowprec.masters.float32_values import keep
@@ -28,13 +28,13 @@ from lightning_lowprec.numerics.parameters import parameters_of
 from lightning_lowprec.precision import fp8
 from lightning_lowprec.precision.fp8 import BlockOptions, Converting, compile_blocks
 from lightning_lowprec.precision.host import callbacks_of
+from lightning_lowprec.precision.loss_scale import BACKEND_STATE
 from lightning_lowprec.precision.options import (
     EmulationOptions,
     FP8Options,
     RunOptions,
 )
 from lightning_lowprec.precision.refusals import refuse_averaging
-from lightning_lowprec.precision.state import BACKEND_STATE
 from lightning_lowprec.private.either import LightningOptimizer, both
 from lightning_lowprec.references import WeakList
 from lightning_lowprec.runs_where import RecipeKey

@@ -24,8 +24,8 @@ from lightning_lowprec.msamp.weight_state import MsampWeightState, maximum
 from lightning_lowprec.numerics.formats import E4M3, FP16, Format, amax, power_of_two_scale, saturating_cast
 from lightning_lowprec.numerics.one_pass import tensor_on
 from lightning_lowprec.numerics.rounding import bits_at, round_fp16
-from lightning_lowprec.private.inductor import compiled
 from lightning_lowprec.private.torch import increment_versions, local_tensor
+from lightning_lowprec.private.torch_modules import compiled
 
 _BACKEND: Final = "inductor"
 _IN_REGISTERS: Final = dict.fromkeys(

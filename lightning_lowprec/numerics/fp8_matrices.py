@@ -26,8 +26,7 @@ from lightning_lowprec.numerics import tensor_cores
 from lightning_lowprec.numerics.formats import E4M3, decode, encode, visible_scale
 from lightning_lowprec.numerics.kernel_operands import ALIGNMENT, check_operands
 from lightning_lowprec.numerics.one_pass import in_one_pass, is_simulated, kernels_run, on_device, rows_in_one_pass
-from lightning_lowprec.private.torch import largest_absolute_values, version_of
-from lightning_lowprec.private.torch_products import scaled_product
+from lightning_lowprec.private.torch import largest_absolute_values, scaled_product, version_of
 
 DEVICES = {"cuda"}
 _NOTE: Final = "lowprec_largest"

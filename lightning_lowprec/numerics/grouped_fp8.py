@@ -27,7 +27,7 @@ from lightning_lowprec.numerics.one_pass import (
     on_device,
     rows_in_one_pass,
 )
-from lightning_lowprec.private.torch_products import scaled_grouped_mm
+from lightning_lowprec.private.torch import scaled_grouped_mm
 
 DEVICES = {"cuda"}
 

@@ -42,7 +42,7 @@ class Unit:
 
     title: str
     architecture: str
-    """The key in :mod:`~lightning_lowprec.architectures`."""
+    """The key in :mod:`~lightning_lowprec.runs_where`."""
     block: int
     """Products that are added to the sum at once."""
     places: int
@@ -91,7 +91,7 @@ def scaled_product(
     fast: bool,
     on: TensorCores,
 ) -> Tensor:
-    """Stand in for ``private.torch_products.scaled_product`` on a named GPU, with the same arguments.
+    """Stand in for ``private.torch.scaled_product`` on a named GPU, with the same arguments.
 
     Two single reciprocals are multiplied with each other first; with a reciprocal per row, that of the column comes
     first. The sums are float32 until they are rounded to ``dtype``.

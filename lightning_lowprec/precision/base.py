@@ -4,7 +4,7 @@ A plugin is a thin layer of Lightning's hooks over four parts, each in a separat
 
 * :mod:`~lightning_lowprec.precision.set_up`: the modules and optimizers that were set up, and their checks;
 * :mod:`~lightning_lowprec.precision.step`: what happens at a training step, from the loss to the weights;
-* :mod:`~lightning_lowprec.precision.state`: what checkpoints hold;
+* :mod:`~lightning_lowprec.precision.loss_scale`: the scale of the loss, skipped steps, and what checkpoints hold;
 * :mod:`~lightning_lowprec.precision.host`: the differences between Trainer and Fabric.
 """
 
@@ -31,13 +31,13 @@ from lightning_lowprec.messages import info
 from lightning_lowprec.numerics.parameters import disable_foreach
 from lightning_lowprec.numerics.tensor_cores import Emulation
 from lightning_lowprec.other_stacks import NEMO, refuse_foreign
-from lightning_lowprec.precision import layer_calls, plain, refusals, set_up, state, step
+from lightning_lowprec.precision import loss_scale, plain, refusals, set_up, step
 from lightning_lowprec.precision.host import Engine, callbacks_of, cast_floating, shown_as, trainer_of
 from lightning_lowprec.precision.loss_scale import LossScaler
 from lightning_lowprec.precision.options import BASE_DTYPES, Base, RunOptions, TrainingOptions
 from lightning_lowprec.private import either
-from lightning_lowprec.private.inductor import store_float8_right
 from lightning_lowprec.private.lightning import EitherPrecision
+from lightning_lowprec.private.torch_modules import store_float8_right
 from lightning_lowprec.references import WeakList
 from lightning_lowprec.runs_where import RecipeKey
 
@@ -336,7 +336,7 @@ class LowPrecision(EitherPrecision, ABC):
         parent: Any = either.TrainerPrecision if self._in_trainer else either.FabricPrecision
         parent.backward(self, tensor, model, *args, **kwargs)
         if self.modules.watched_backwards and self.backend:
-            layer_calls.look(self)
+            set_up.look_at_layers(self)
 
     def _backward_scaled(self, tensor: Tensor, model: Module | None, *args: Any, **kwargs: Any) -> None:
         assert self.scaler is not None
@@ -400,7 +400,7 @@ class LowPrecision(EitherPrecision, ABC):
         if clip_val <= 0 or not step.clips(self.scaler, optimizer, clip_val, gradient_clip_algorithm):
             super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
 
-    # ---- state: see `state.py`
+    # ---- state: see `loss_scale.py`
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -408,18 +408,18 @@ class LowPrecision(EitherPrecision, ABC):
         if self.scaler is None:
             return {}
         if self.scaler.scales_loss:
-            return {state.SCALER_STATE: self.scaler.state_dict()}
-        return {state.SKIPS_STATE: self.scaler.skipped_steps}
+            return {loss_scale.SCALER_STATE: self.scaler.state_dict()}
+        return {loss_scale.SKIPS_STATE: self.scaler.skipped_steps}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the loss scale if both runs scale the loss; else drop the stored scale and log a line."""
-        state.load_loss_scale(self.scaler, state_dict, self.precision)
+        loss_scale.load_loss_scale(self.scaler, state_dict, self.precision)
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Trainer: load the states of other plugins, so that a checkpoint of any precision resumes under any other."""
-        for foreign in state.foreign_states(checkpoint, type(self), LowPrecision):
+        for foreign in loss_scale.foreign_states(checkpoint, type(self), LowPrecision):
             self.load_state_dict(foreign)
 
     def __str__(self) -> str:  # Lightning's errors show it

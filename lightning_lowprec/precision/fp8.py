@@ -5,7 +5,7 @@ FP8 is slow without a compiler: casting and scaling are many small kernels, whic
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Literal
 
 import torch
 from torch.nn import Module
@@ -20,14 +20,11 @@ from lightning_lowprec.hardware import architecture, default_device, describe, e
 from lightning_lowprec.messages import info
 from lightning_lowprec.numerics.tensor_cores import UNITS, Emulation
 from lightning_lowprec.precision.base import LowPrecision
-from lightning_lowprec.precision.host import Engine
-from lightning_lowprec.private.inductor import block_options
 from lightning_lowprec.private.lightning import is_compiled_whole
-from lightning_lowprec.private.torch_modules import compile_in_place, is_compiled
-from lightning_lowprec.private.transformers_cache import has_cache, train_without_cache
+from lightning_lowprec.private.torch_modules import block_options, compile_in_place, is_compiled
+from lightning_lowprec.private.transformers import has_cache, train_without_cache
 from lightning_lowprec.runs_where import RecipeKey
 
-_LINEARS_ONLY: Final = PlanRequest(conv1d=False)
 Compile = Literal["auto"] | bool | CompileOptions
 """``"auto"``: on CUDA, unless the user compiled; True: on every device; a mapping: ``torch.compile`` options."""
 
@@ -82,9 +79,7 @@ def kernel_refusal(recipe: RecipeKey, emulate: Emulation | None, device: torch.d
     return f"{reason}, or `plugins={constructor}` to emulate FP8, slowly" if can_emulate else reason
 
 
-def plan_or_raise(
-    module: Module, layers: LayerOptions, request: PlanRequest = _LINEARS_ONLY, *, precision: str
-) -> Plan:
+def plan_or_raise(module: Module, layers: LayerOptions, request: PlanRequest, *, precision: str) -> Plan:
     """Return the plan for a module; one that converts nothing raises."""
     plan = make_plan(module, layers, request)
     if plan.converted:
@@ -113,13 +108,6 @@ def nothing_converts(precision: str, none_of: str, plan: Plan, *, multiple: int)
 
 
 # ---- compiled blocks
-
-
-def engine_refusal(engine: Engine, option: Compile) -> str | None:
-    """Return why blocks cannot be compiled as the user wants under an engine, as the end of a sentence."""
-    if engine.frees_weights and option not in ("auto", False):
-        return f"`compile={option!r}` compiles blocks whose weights are freed. Leave it out, or use stage 2"
-    return None
 
 
 def compile_blocks(

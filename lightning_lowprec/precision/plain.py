@@ -39,7 +39,7 @@ from lightning_lowprec.private.deepspeed import refuse_zero
 from lightning_lowprec.private.either import Trainer, is_wrapped
 from lightning_lowprec.private.lightning import is_tuning
 from lightning_lowprec.private.torch_modules import undo_compile, without_compiled_wrapper
-from lightning_lowprec.private.transformers_cache import with_own_cache
+from lightning_lowprec.private.transformers import with_own_cache
 from lightning_lowprec.references import WeakList
 
 _GATHER: Final = (

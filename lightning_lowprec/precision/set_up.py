@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_lowprec.conversion import head, layer_runs
 from lightning_lowprec.conversion.matmuls import linears
+from lightning_lowprec.conversion.plan import NOT_CALLED
 from lightning_lowprec.hardware import caution, default_device, emulation_refusal, refusal
 from lightning_lowprec.masters.float32_values import is_marked
 from lightning_lowprec.masters.registry import registries, registry_of
@@ -54,7 +55,7 @@ class Modules:
         self.ready = False  # whether the device is known and no module waits
         self.need_check = False
         """Whether a module was prepared since the last check of optimizers, even if this module no longer exists."""
-        self.watched_backwards = 0  # how many of the next backward passes are looked at (`layer_calls.py`)
+        self.watched_backwards = 0  # how many of the next backward passes are looked at (:func:`look_at_layers`)
         self.frozen_writes = FrozenWrites()
         self.groups_seen: WeakNumbers[Optimizer] = WeakNumbers()
         """Each optimizer that has stepped, and its number of groups: a program that adds layers changes one."""
@@ -312,3 +313,36 @@ def _warn(plugin: Plugin, fqns: Sequence[str], why: str) -> None:
     more = f" and {len(fqns) - 1} more" if len(fqns) > 1 else ""
     if fqns:
         warn(f"`precision={plugin.precision!r}`: the program writes to {fqns[0]!r}{more}{why}")
+
+
+def look_at_layers(plugin: Plugin) -> None:
+    """Look after one of the first backward passes, and warn of layers whose weight was read without a call."""
+    modules = plugin.modules
+    modules.watched_backwards -= 1
+    for model in modules.prepared:
+        found = layer_runs.read_without_call(model)
+        for layer in found.values():
+            layer_runs.note_read(layer)
+        if found:
+            warn(_warning(plugin, list(found)))
+            if plugin.plan is not None:  # of the module that was set up last
+                plugin.plan = plugin.plan.without(layer_runs.not_called(list(modules.prepared)[-1]))
+        if found or not modules.watched_backwards:
+            layer_runs.end_waiting(model)
+
+
+def _warning(plugin: Plugin, fqns: Sequence[str]) -> str:
+    names = ", ".join(map(repr, fqns[:4])) + (f" and {len(fqns) - 4} more" if len(fqns) > 4 else "")
+    last = sorted({fqn.rpartition(".")[2] for fqn in fqns})
+    gathered = (
+        " FSDP2 gathers the weights like those of the other converted layers: where these are float8, such a product"
+        " reads rounded weights."
+        if plugin.modules.sharded is not None
+        else ""
+    )
+    return (
+        f"`precision={plugin.precision!r}`: converted layers were {NOT_CALLED}: {names}. The module around a"
+        " layer reads the weight itself, as `F.linear(x, self.qkv.weight)` does, so the product does not run in"
+        f" {plugin.format}. The plan counts these layers as kept from now on.{gathered} `keep={last!r}` keeps layers of"
+        f" these names from the start; to run them in {plugin.format}, call the layers: `self.qkv(x)`."
+    )

@@ -31,18 +31,12 @@ _NAMES: Final = {
     "module.base.TransformerEngineBaseModule": ("init_fp8_metadata",),
     "quantization": ("DelayedScalingRecipeState",),
     _MANAGER: (
-        "add_fp8_tensors_to_global_buffer",
-        "get_buffer_info",
-        "is_fp8_enabled",
-        "reduce_and_update_fp8_tensors",
+        *("add_fp8_tensors_to_global_buffer", "get_buffer_info", "is_fp8_enabled", "reduce_and_update_fp8_tensors"),
         "split_key_in_buffer",
     ),
     f"{_MANAGER}()": ("global_fp8_buffer_pos_fwd_recompute",),
     f"{_MANAGER}.quantization_state": (
-        "autocast_depth",
-        "global_amax_buffer",
-        "global_scale_buffer",
-        "is_first_fp8_module",
+        *("autocast_depth", "global_amax_buffer", "global_scale_buffer", "is_first_fp8_module"),
     ),
 }
 """By a part of ``transformer_engine.pytorch``: the names that this package uses, in the words of :func:`missing`."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_lowprec.numerics.one_pass import rows_in_one_pass
-from lightning_lowprec.private.torch_products import int8_product
+from lightning_lowprec.private.torch import int8_product
 from lightning_lowprec.private.torchao import int8_names
 from lightning_lowprec.products.arithmetic import Arithmetic, Operand, Product, Role
 

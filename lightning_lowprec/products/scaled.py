@@ -23,7 +23,7 @@ from lightning_lowprec.numerics import tensor_cores
 from lightning_lowprec.numerics.formats import E4M3, decode, encode, largest_scale
 from lightning_lowprec.numerics.kernel_operands import check_operands
 from lightning_lowprec.numerics.weight_rounding import WeightRounding
-from lightning_lowprec.private.torch_products import scaled_product
+from lightning_lowprec.private.torch import scaled_product
 from lightning_lowprec.products.arithmetic import Codes, Operand, Product, Role, Transposable
 
 

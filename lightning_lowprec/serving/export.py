@@ -24,8 +24,7 @@ from lightning_lowprec.private.deepspeed import refuse_zero
 from lightning_lowprec.private.lightning import precision_plugin_of
 from lightning_lowprec.private.transformers import is_model
 from lightning_lowprec.serving import model_card
-from lightning_lowprec.serving.choice import NOTHING, RoundedWeights, of_layers
-from lightning_lowprec.serving.content import Content, Tally
+from lightning_lowprec.serving.content import NOTHING, Content, RoundedWeights, Tally, of_layers
 from lightning_lowprec.serving.formats import DtypeName, FormatName, find_format
 from lightning_lowprec.serving.safetensors_files import SHARD_BYTES, OneWriter, ShardFiles, first_writes, new_folder
 from lightning_lowprec.serving.sources import FOLDER, WithoutAdapter, config_of, live_model

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from lightning_lowprec.conversion import module_dtypes
-from lightning_lowprec.conversion.invariants import unchanged
+from lightning_lowprec.conversion.in_place import unchanged
 from lightning_lowprec.conversion.matmuls import STACKED, linears, matmuls
 from lightning_lowprec.conversion.options import LayerOptions
 from lightning_lowprec.conversion.plan import IN_METRIC, Plan, PlanRequest, make_plan

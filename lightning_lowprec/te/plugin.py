@@ -14,23 +14,64 @@ from lightning_lowprec.conversion.name_formats import EXPERTS_NEED_TORCHAO
 from lightning_lowprec.conversion.name_suffixes import of_options
 from lightning_lowprec.conversion.options import LayerOptions, shows, take, takes
 from lightning_lowprec.conversion.plan import Plan, PlanRequest
-from lightning_lowprec.extras import require
-from lightning_lowprec.hardware import describe
+from lightning_lowprec.extras import import_refusal, require
+from lightning_lowprec.hardware import describe, refusal_and_remedy
 from lightning_lowprec.messages import info
 from lightning_lowprec.precision import fp8
 from lightning_lowprec.precision.fp8 import Converting
 from lightning_lowprec.precision.host import Engine
+from lightning_lowprec.precision.loss_scale import BACKEND_STATE
 from lightning_lowprec.precision.options import (
     FP8Options,
     MasterOptions,
     TrainingOptions,
 )
-from lightning_lowprec.precision.state import BACKEND_STATE
-from lightning_lowprec.runs_where import RecipeKey
-from lightning_lowprec.te import recipes, support
+from lightning_lowprec.private.transformer_engine import check_names
+from lightning_lowprec.runs_where import RECIPES, RecipeKey
+from lightning_lowprec.te import recipes
 from lightning_lowprec.te.backend import NAME, NAMES, WITH_MASTERS
 from lightning_lowprec.te.convert import choose, convert_model, scaled_layers
 from lightning_lowprec.te.delayed_scaling import SCALES, DelayedScales
+from lightning_lowprec.te.recipes import MODULE
+
+
+def pytorch(purpose: str) -> Any:
+    """Import and return ``transformer_engine.pytorch``, or raise ImportError with the command that installs it.
+
+    An installed Transformer Engine that lacks private names which we use raises too.
+    """
+    module = require(MODULE, purpose)
+    check_names()
+    return module
+
+
+def device_refusal(kind: str, device: torch.device) -> str | None:
+    """Return the reason why ``device`` cannot run a kind of recipe (see ``recipes.kind_of``), and the remedy, or None.
+
+    The table of what runs where answers first, then Transformer Engine, which also asks for versions of CUDA.
+    ``"nvfp4-plain"`` is NVFP4 without Hadamard transform and stochastic rounding.
+    """
+    refusal = import_refusal(MODULE, f"The recipe {kind!r}")
+    if refusal is not None:
+        return refusal.rstrip(".")
+    row: RecipeKey = next((recipe for recipe in RECIPES if recipe == f"te-{kind}"), "te-current")
+    try:
+        if (known := refusal_and_remedy(row, device)) is not None:
+            return known
+        te = pytorch(kind)
+        checks = {
+            "block": te.is_fp8_block_scaling_available,
+            "mxfp8": te.is_mxfp8_available,
+            "nvfp4": te.is_nvfp4_available,
+        }
+        with torch.cuda.device(device):
+            available, reason = checks.get(kind.removesuffix("-plain"), te.is_fp8_available)(return_reason=True)
+    except (RuntimeError, AssertionError) as error:  # raised without a driver
+        return f"{str(error).splitlines()[0].rstrip('.')}. Use a machine with a driver, or 'bf16-mixed'"
+    if available:
+        return None
+    works = "'bf16-mixed'" if row in ("te-delayed", "te-current") else "'fp8-current-te'"
+    return f"Transformer Engine says of {describe(device)}: {reason.rstrip('.')}. Use {works}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +160,7 @@ class FP8TE(Converting):
     @override
     def refusal(self, device: torch.device) -> str | None:
         row = recipes.hardware_recipe(self.recipe) or self.kind
-        return support.device_refusal(row.removeprefix("te-"), device)
+        return device_refusal(row.removeprefix("te-"), device)
 
     @override
     def how(self, device: torch.device) -> str:
@@ -147,7 +188,7 @@ class FP8TE(Converting):
     def _prepare(self, module: Module, device: torch.device) -> None:
         if self.scales is not None and self._in_trainer and module not in self.modules.prepared:
             self.scales.load({})  # those of another module
-        te = support.pytorch("FP8TE")
+        te = pytorch("FP8TE")
         plan = choose(module, self.layers, self._request, norms=self.norms)
         convert_model(module, plan, self.recipe, fp8_eval=self.fp8_eval, keep_weights=self.fp8_params)
         self._check_conversion(module, plan, te)
@@ -196,7 +237,7 @@ class FP8TE(Converting):
         if self.scales is not None:
             self.scales.restore()
         renewal = nullcontext() if self.scales is None else self.scales.in_forward()
-        with autocast, support.pytorch("FP8TE").autocast(enabled=True, recipe=self.recipe), renewal:
+        with autocast, pytorch("FP8TE").autocast(enabled=True, recipe=self.recipe), renewal:
             yield
 
     @override

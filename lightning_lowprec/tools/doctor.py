@@ -2,6 +2,7 @@
 
 import argparse
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,6 @@ import torch
 import lightning_lowprec_autoload as autoload
 from lightning_lowprec import html
 from lightning_lowprec import names as precisions
-from lightning_lowprec.architectures import ARCHITECTURES, Architecture, named
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.backends import Backend
 from lightning_lowprec.conversion.name_suffixes import in_words
@@ -24,8 +24,10 @@ from lightning_lowprec.hardware import architecture, bf16_refusal, caution, defa
 from lightning_lowprec.names import validate_name
 from lightning_lowprec.private import deepspeed, lightning, torchao, transformer_engine, transformers
 from lightning_lowprec.private import torch as torch_names
-from lightning_lowprec.tools import doctor_report, hardware_text
-from lightning_lowprec.tools.output import WIDTH, Colour, dumps, folded, paint, working
+from lightning_lowprec.runs_where import ARCHITECTURES, Architecture, named
+from lightning_lowprec.tools import hardware_text
+from lightning_lowprec.tools.output import WIDTH, Colour, dumps, folded, format_table, paint, working
+from lightning_lowprec.version import __version__
 
 _BASELINE: Final = "float32 weights, half-precision compute: the baseline of the comparison"
 _REMAINDER: Final = "weights of 2 bytes, float32 masters: 14 bytes per parameter with AdamW, not 16"
@@ -130,7 +132,7 @@ class Diagnosis:
         parts = [
             html.paragraph(f"device: {self.facts['device']}", bold=True),
             html.table([("try first", "why"), *self.recommended]),
-            html.table(doctor_report.by_reason(self.judged)),
+            html.table(by_reason(self.judged)),
             html.small(self._versions()),
             html.bullets(self._warnings()) if self._warnings() else "",
         ]
@@ -269,7 +271,7 @@ def _answer(args: argparse.Namespace) -> tuple[Any, object, bool]:
                 f"`--report` does not go with {' or '.join(others)}: the report is about all of this machine."
             )
         diagnosis = _asked(default_device())
-        return None, doctor_report.markdown(diagnosis.facts, diagnosis.judged), False
+        return None, bug_report(diagnosis.facts, diagnosis.judged), False
     if args.all:
         return {key: hardware_text.as_json(it) for key, it in ARCHITECTURES.items()}, hardware_text.whole(), False
     device = _device(args.device) if args.device else default_device()
@@ -367,3 +369,45 @@ def word(verdict: Availability) -> str:
     if verdict.runs and not verdict.known:
         return "not known"
     return "no" if not verdict.runs else "emulated" if verdict.emulated else "yes"
+
+
+_PATH: Final = re.compile(r"(?<![\w.>/\\])(?:~|[A-Za-z]:)?[/\\](?:[^\s'\"`:;,()<>|/\\]+[/\\])+")
+"""The folders of an absolute path, without the last part."""
+_QUOTED: Final = re.compile(r"(?<=['\"`])(?:~|[A-Za-z]:)?[/\\][^'\"`\n]*[/\\](?=[^'\"`/\\\n]+['\"`])")
+"""The same in quotes, where folders may have spaces."""
+
+
+def bug_report(facts: Mapping[str, Any], verdicts: Sequence[tuple[str, str, str]]) -> str:
+    """Return ``lowprec doctor --report``: what a bug report needs to know about a machine, without folders of paths."""
+    versions = {**facts["versions"], "lightning-lowprec": __version__}
+    machine = [
+        ("what", "found"),
+        ("system", f"{platform.system()} {platform.machine()}, {' '.join(platform.libc_ver())}".rstrip(", ")),
+        ("Python", f"{platform.python_implementation()} {facts['python']}"),
+        ("device", facts["device"]),
+        ("architecture", facts["architecture"]),
+        ("bf16", "yes" if facts["bf16"] else "no"),
+        ("driver", facts["driver"] or "no NVIDIA driver"),
+        ("CUDA of torch", facts["cuda"] or "none"),
+        *((library, number or "not installed") for library, number in versions.items()),
+        ("names", facts["names"]),
+        *((f"backend {title}", " ".join(status.split())) for title, status in facts["backends"].items()),
+        *((f"{library} does not import", why) for library, why in facts["broken"].items()),
+        ("private names that moved", ", ".join(facts["moved"]) or "none"),
+    ]
+    rows = [(word, names, " ".join(reason.split())) for word, names, reason in by_reason(verdicts)]
+    tables = [*format_table(machine, markdown=True), "", *format_table(rows, markdown=True)]
+    return without_folders("\n".join(["### `lowprec doctor --report`", "", *tables]))
+
+
+def by_reason(verdicts: Sequence[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
+    """Return the cells of a table with one row per answer and reason, header first."""
+    rows = [("runs", "precisions", "how, or why not")]
+    for word, reason in dict.fromkeys((word, reason) for _, word, reason in verdicts):
+        rows.append((word, in_words([v[0] for v in verdicts if v[1:] == (word, reason)]), reason))
+    return rows
+
+
+def without_folders(text: str) -> str:
+    """Return a text whose absolute paths have their last part only: folders name users and projects."""
+    return _PATH.sub(".../", _QUOTED.sub(".../", text))

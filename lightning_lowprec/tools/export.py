@@ -17,8 +17,8 @@ from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.plan import make_plan
 from lightning_lowprec.extras import require
 from lightning_lowprec.messages import in_units
-from lightning_lowprec.precision.state import BACKEND_STATE
-from lightning_lowprec.serving.choice import NOTHING, WITHOUT_FP8, RoundedWeights, of_plan
+from lightning_lowprec.precision.loss_scale import BACKEND_STATE
+from lightning_lowprec.serving.content import NOTHING, WITHOUT_FP8, RoundedWeights, of_plan
 from lightning_lowprec.serving.export import DTYPES, Options, dtype_name, report, served_model, write
 from lightning_lowprec.serving.formats import find_format
 from lightning_lowprec.serving.safetensors_files import check_out

@@ -6,8 +6,17 @@ from textwrap import wrap
 from typing import Any, Final
 
 from lightning_lowprec import names
-from lightning_lowprec.architectures import ARCHITECTURES, OTHER, Architecture
-from lightning_lowprec.runs_where import RECIPES, TITLES, Cell, RecipeKey, cell, instead
+from lightning_lowprec.runs_where import (
+    ARCHITECTURES,
+    OTHER,
+    RECIPES,
+    TITLES,
+    Architecture,
+    Cell,
+    RecipeKey,
+    cell,
+    instead,
+)
 from lightning_lowprec.tools.output import WIDTH, folded, format_table
 
 _NVIDIA: Final = [key for key in ARCHITECTURES if key.startswith("sm_")]

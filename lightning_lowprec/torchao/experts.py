@@ -9,7 +9,7 @@ Rows are sorted by expert, and each expert has one weight:
 Everything is e4m3, gradients too: kernels for grouped products take no e5m2. Rows have one scale each. Weights have one
 scale per row of what is multiplied, or one for the whole Parameter: then the codes are the same for both products.
 
-With a scale per block of 128 (:mod:`~lightning_lowprec.products.grouped_block`) each expert is a product of its own. On
+With a scale per block of 128 (:mod:`~lightning_lowprec.products.block`) each expert is a product of its own. On
 a GPU the host then waits for the ends of the groups, once per call of the experts.
 """
 
@@ -36,9 +36,8 @@ from lightning_lowprec.numerics.groups import Groups
 from lightning_lowprec.numerics.weight_rounding import BLOCK
 from lightning_lowprec.private.torch import are_transforms_active
 from lightning_lowprec.products.arithmetic import Products
-from lightning_lowprec.products.block import Block
+from lightning_lowprec.products.block import Block, block_sums, encode_stack, grouped_block_product
 from lightning_lowprec.products.coded_weight import CodedWeight
-from lightning_lowprec.products.grouped_block import block_product, block_sums, encode_stack
 from lightning_lowprec.products.scaled import Scaled
 from lightning_lowprec.products.transforms import check_backward, check_call
 from lightning_lowprec.torchao.settings import LayerSettings
@@ -230,7 +229,7 @@ def _times(
         return F.grouped_mm(rows, factor if across else factor.mT, offs=ends.to(rows.device))
     if isinstance(how, Block):
         coded = weight.codes_and_scale() if isinstance(weight, CodedWeight) else kept
-        return block_product(rows, coded or encode_stack(weight, how), ends, how, across=across)
+        return grouped_block_product(rows, coded or encode_stack(weight, how), ends, how, across=across)
     codes, inverse = encode_rows(rows, how.weight.power_of_2)
     right, of_right = _factor(weight, kept, how, across=across)
     return product(codes, right.mT, (inverse, of_right), ends, rows.dtype, emulate=how.emulate)

@@ -17,7 +17,7 @@ from lightning_lowprec.products.coded_weight import CodedWeight
 from lightning_lowprec.products.scaled import Coding, Scaled
 from lightning_lowprec.torchao import experts, frozen, linear
 from lightning_lowprec.torchao.experts import FP8Experts
-from lightning_lowprec.torchao.layer import CodedLayer
+from lightning_lowprec.torchao.linear import CodedLayer
 
 
 def revert(model: nn.Module) -> None:

@@ -4,18 +4,134 @@
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, final
 
-from torch import nn
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torchao.float8 import convert_to_float8_training
 from torchao.float8.float8_linear import Float8Linear
 
-from lightning_lowprec.conversion import in_place
+from lightning_lowprec.conversion import in_place, layer_runs
+from lightning_lowprec.conversion.declared import is_declared
 from lightning_lowprec.conversion.matmuls import is_conv1d, sizes_of_conv1d
+from lightning_lowprec.conversion.recipe_map import Gemm
+from lightning_lowprec.private.torch import are_transforms_active
+from lightning_lowprec.products.arithmetic import Products, serves
 from lightning_lowprec.products.formats import FORMATS
+from lightning_lowprec.products.linear import linear
+from lightning_lowprec.products.transforms import check_call, refuse_layout
 from lightning_lowprec.torchao.experts import fp8_experts
-from lightning_lowprec.torchao.layer import CodedLayer
+from lightning_lowprec.torchao.frozen import StoresCodes
 from lightning_lowprec.torchao.settings import LayerSettings
+from lightning_lowprec.torchao.tensor_parallel import CUT, check_coded_input, linear_by_torchao
+from lightning_lowprec.torchao.wire_format import TorchAOWire
+
+
+class CodedLayer(StoresCodes):
+    """A layer whose products run on codes, for any batch, under autocast of any device."""
+
+    in_features: int
+    out_features: int
+    weight: Tensor
+    bias: Any
+    fp8_eval: bool
+    """Whether evaluation runs on codes too."""
+    settings: LayerSettings
+    """The recipe of the layer."""
+    alignment: int
+    """Zeros are appended to K and N until both are multiples of this number."""
+    saves_weight_codes: bool
+    """Whether the backward may read the codes of the weight that the forward made: not if the weight is freed."""
+    in_bf16: tuple[Gemm, ...]
+    """The products in high precision."""
+    products: Products | None
+    """How the layer computes now; None: all products are in high precision. A compiler guards it."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[*, K] -> [*, N] in the autocast dtype, or in the input's where autocast is off."""
+        if not torch.compiler.is_compiling() and layer_runs.waiting:
+            layer_runs.note_run(self)
+        if input.shape[-1:] != (self.in_features,) or not input.is_floating_point():
+            return self.plain_forward(input)  # raises as nn.Linear does
+        products = self.products if self.training or self.fp8_eval else None
+        if input.layout is not torch.strided:
+            refuse_layout(input, type(self).__name__)
+        if type(input) is not Tensor:
+            one_scale = self.codes_serve_both and self.settings.config is not None
+            check_coded_input(input, in_fp8=products is not None, one_scale=one_scale)
+        if products is None or input.numel() == 0:
+            return self.plain_forward(input)
+        # eager inference mode shows torchao's tensors operations that they do not know (aten.to.dtype)
+        if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():
+                return self.forward(input)
+        device_type = input.device.type
+        if torch.is_autocast_enabled(device_type):
+            input = input.to(torch.get_autocast_dtype(device_type))
+        elif is_declared(self):
+            return self.declared_forward(input)
+        if are_transforms_active() or torch.compiler.is_exporting():
+            check_call(type(self).__name__)
+        weight = self.weight
+        if isinstance(weight, DTensor) or isinstance(input, CUT):
+            return linear_by_torchao(self, input, weight if products.in_by_out else weight.t())
+        rows, columns = weight.shape  # other ones than at the conversion, if the program has pruned the layer
+        if rows % self.alignment or columns % self.alignment:
+            return self._padded(input, weight, products)
+        scale = None
+        if self.values_dtype is not None:
+            weight, scale = self.codes_of(weight)
+        return linear(input, weight, scale, self.bias, products)
+
+    def _padded(self, input: Tensor, weight: Tensor, products: Products) -> Tensor:
+        """[*, K] -> [*, N], with zeros behind K and N."""
+        features = weight.shape if products.in_by_out else weight.shape[::-1]
+        k, n = (-size % self.alignment for size in features)
+        weight = F.pad(weight, (0, n, 0, k) if products.in_by_out else (0, k, 0, n))
+        bias = None if self.bias is None else F.pad(self.bias, (0, n))
+        rows = F.pad(input, (0, k))
+        output = linear(rows, *self.codes_of(weight), bias, products)
+        if not n:
+            return output
+        # a copy and no view: a model may write to it
+        return output[..., : features[1]].clone(memory_format=torch.contiguous_format)
+
+    def check_trace(self) -> None:
+        """Refuse ``torch.jit.trace`` where the layer computes on codes."""
+        if self.training or self.fp8_eval:
+            check_call(type(self).__name__)
+
+    def update(self) -> None:
+        """Bring ``products`` up to date after a change of ``saves_weight_codes``."""
+        self.in_bf16 = tuple(sorted(self.settings.in_bf16))
+        of_recipe = self.settings.products
+        self.products = replace(
+            of_recipe,
+            in_by_out=is_conv1d(self),
+            saves_weight=of_recipe.saves_weight and self.saves_weight_codes,
+        ).without(self.in_bf16)
+
+    # ---- FSDP2
+
+    @property
+    def codes_serve_both(self) -> bool:
+        """Whether the two products that read the weight read the same codes."""
+        return serves(self.settings.products.forward, self.settings.products.grad_input, "weight")
+
+    @property
+    def wire_format(self) -> TorchAOWire | None:
+        """The format in which FSDP2 gathers the weight; None: padded, stored as codes, or two sets of codes."""
+        serves_both = self.codes_serve_both and not {"forward", "grad_input"} & set(self.in_bf16)
+        values = self.values_dtype is None
+        return self.settings.wire_format if serves_both and values and not self.is_padded else None
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether zeros are appended to K or N."""
+        return bool(self.in_features % self.alignment or self.out_features % self.alignment)
 
 
 @final

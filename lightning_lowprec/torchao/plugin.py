@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lightning_lowprec.checks import Rule, abstract
 from lightning_lowprec.conversion import module_dtypes
-from lightning_lowprec.conversion.invariants import unchanged
+from lightning_lowprec.conversion.in_place import unchanged
 from lightning_lowprec.conversion.name_suffixes import of_options
 from lightning_lowprec.conversion.options import LayerOptions, take
 from lightning_lowprec.conversion.plan import Plan, PlanRequest
@@ -26,13 +26,13 @@ from lightning_lowprec.messages import info
 from lightning_lowprec.precision import fp8, refusals
 from lightning_lowprec.precision.fp8 import BlockOptions, Converting
 from lightning_lowprec.precision.host import Engine
+from lightning_lowprec.precision.loss_scale import BACKEND_STATE
 from lightning_lowprec.precision.options import (
     EmulationOptions,
     FP8Options,
     MasterOptions,
     TrainingOptions,
 )
-from lightning_lowprec.precision.state import BACKEND_STATE
 from lightning_lowprec.private.torchao import prototype_refusal
 from lightning_lowprec.products.arithmetic import Arithmetic
 from lightning_lowprec.products.block import by_cublas
@@ -171,7 +171,9 @@ class TorchAO(Converting):
     def engine_refusal(self, engine: Engine) -> str | None:
         if self.layers.frozen == "codes":
             return "its engine casts weights, and `frozen='codes'` has none. Use 'ddp' or 'fsdp2'"
-        return fp8.engine_refusal(engine, self.compile)
+        if engine.frees_weights and self.compile not in ("auto", False):
+            return f"`compile={self.compile!r}` compiles blocks whose weights are freed. Leave it out, or use stage 2"
+        return None
 
     @override
     def sharded_identity(self) -> tuple[Any, ...]:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_lowprec import MSAMP, FP8TorchAO, HalfMixed
 from lightning_lowprec.callbacks import NumericsMonitor
-from lightning_lowprec.callbacks.paused_compiler import PausedCompiler
+from lightning_lowprec.callbacks.monitor import PausedCompiler
 from lightning_lowprec.callbacks.readings import FILE, read
 
 WIDTH = 64

@@ -13,7 +13,7 @@ from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.pytorch_utils import Conv1D
 
 from lightning_lowprec import FP8TorchAO
-from lightning_lowprec.conversion.invariants import unchanged
+from lightning_lowprec.conversion.in_place import unchanged
 from lightning_lowprec.conversion.layer_runs import remove_hooks
 from lightning_lowprec.torchao.linear import coded_layers, revert
 

@@ -8,7 +8,7 @@ from torch import nn
 from lightning_lowprec import MSAMP, HalfMixed
 from lightning_lowprec.masters.kept_float32 import kept_float32
 from lightning_lowprec.masters.registry import existing_masters
-from lightning_lowprec.zero.engine import ZeroEngine
+from lightning_lowprec.zero import ZeroEngine
 from tests.families.tiny import classes, config
 from tests.peers.float32 import look
 

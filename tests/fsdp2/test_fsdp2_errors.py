@@ -24,8 +24,7 @@ from lightning_lowprec import (
 from lightning_lowprec.fsdp2.meshes import make_mesh, shards
 from lightning_lowprec.fsdp2.options import ShardOptions
 from lightning_lowprec.fsdp2.shard import check_model, check_shared, origin
-from lightning_lowprec.fsdp2.strategy import gathers_fp8
-from lightning_lowprec.fsdp2.traffic import gathered_line
+from lightning_lowprec.fsdp2.strategy import gathered_line, gathers_fp8
 from lightning_lowprec.private.fsdp2 import gathered_parameters
 from tests.fsdp2.models import Net, batch, loss_of, with_conv1d
 

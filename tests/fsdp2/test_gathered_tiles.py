@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_lowprec import FabricFSDP2Strategy
 from lightning_lowprec.fsdp2 import fp8_gather
-from lightning_lowprec.fsdp2.traffic import gathered_line
+from lightning_lowprec.fsdp2.strategy import gathered_line
 from lightning_lowprec.numerics.tiles import largest, largest_of_rows, spread
 from lightning_lowprec.private.torchao import prototype_refusal
 from tests.fsdp2.gathers import count_gathers

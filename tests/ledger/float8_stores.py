@@ -3,7 +3,7 @@
 python -m benchmarks.ledger.launch python -m tests.ledger.float8_stores NAME ...
 
 A store may go wrong beside a minimum or maximum that keeps NaN by an instruction of its own: see
-`lightning_lowprec.private.inductor`. The sources are those that torch's inductor writes for CUDA.
+`lightning_lowprec.private.torch_modules`. The sources are those that torch's inductor writes for CUDA.
 """
 
 from __future__ import annotations

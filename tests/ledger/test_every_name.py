@@ -12,8 +12,8 @@ import pytest
 
 from benchmarks.ledger import launch
 from lightning_lowprec import HalfMixed, runs_where
-from lightning_lowprec.architectures import ARCHITECTURES
 from lightning_lowprec.names import TABLE
+from lightning_lowprec.runs_where import ARCHITECTURES
 from tests import forked
 from tests.ledger import names_on
 from tests.representatives import WITH_MASTERS, once, representatives

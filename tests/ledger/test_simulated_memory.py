@@ -12,9 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from lightning_lowprec.private.transformers import as_with_values
-from lightning_lowprec.tools.fits.simulated_step import Setting
-from lightning_lowprec.tools.fits.simulation import Simulator
-from lightning_lowprec.tools.planning.inputs import inputs_of
+from lightning_lowprec.tools.fits.simulation import Setting, Simulator, inputs_of
 
 BATCH, TOKENS, WIDTH = 2, 2048, 1024
 LLAMA = LlamaConfig(

@@ -13,7 +13,7 @@ from torchao.float8.float8_training_tensor import LinearMMConfig
 
 import lightning_lowprec
 from lightning_lowprec.serving import content, safetensors_files
-from lightning_lowprec.serving.choice import of_layers
+from lightning_lowprec.serving.content import of_layers
 from lightning_lowprec.serving.export import Options, write
 from lightning_lowprec.serving.sources import live_model
 from tests.serving.models import (

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import lightning_lowprec
-from lightning_lowprec.serving.choice import NOTHING
+from lightning_lowprec.serving.content import NOTHING
 from lightning_lowprec.serving.export import Options, write
 from lightning_lowprec.serving.sources import Source, live_model
 from lightning_lowprec.tools.cli import main

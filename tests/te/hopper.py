@@ -5,9 +5,9 @@ import sys
 import torch
 from transformer_engine.pytorch import quantization
 
-from lightning_lowprec.te import support
+from lightning_lowprec.te import plugin
 
-ASKING = ("transformer_engine.", support.__name__)
+ASKING = ("transformer_engine.", plugin.__name__)
 
 
 def pretend(monkeypatch) -> None:
@@ -17,4 +17,4 @@ def pretend(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", asked)
     for name in ("_FP8_SUPPORT", "_FP8_BLOCK_SCALING_SUPPORT", "_NVFP4_SUPPORT"):
         monkeypatch.setattr(quantization, name, (True, ""))
-    monkeypatch.setattr(support, "device_refusal", lambda kind, device: None)
+    monkeypatch.setattr(plugin, "device_refusal", lambda kind, device: None)

@@ -19,7 +19,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralRMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from lightning_lowprec.conversion.invariants import unchanged
+from lightning_lowprec.conversion.in_place import unchanged
 from lightning_lowprec.private.transformer_engine import buffer_places
 from lightning_lowprec.te import layer as layer_module
 from lightning_lowprec.te import layer as linears

@@ -11,7 +11,7 @@ from lightning_lowprec import FP8TE
 from lightning_lowprec.fsdp2.options import ShardOptions
 from lightning_lowprec.fsdp2.strategy import gathers_fp8
 from lightning_lowprec.names import TABLE, create
-from lightning_lowprec.te import support
+from lightning_lowprec.te import plugin as te
 from lightning_lowprec.te.layer import te_linears
 from lightning_lowprec.tools.planning.pages import widths
 from tests.te.hopper import pretend
@@ -47,7 +47,7 @@ def test_a_cpu_is_refused_before_anything_is_touched(name):
 
 def test_without_a_driver_transformer_engines_own_reason_is_given(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
-    assert "no NVIDIA driver" in support.device_refusal("delayed", torch.device("cuda"))
+    assert "no NVIDIA driver" in te.device_refusal("delayed", torch.device("cuda"))
 
 
 def test_plugins_and_names_have_the_same_rows_in_the_table_of_what_runs_where():

@@ -6,7 +6,7 @@ from transformer_engine.pytorch import distributed
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from lightning_lowprec.private.transformer_engine import check_names, moved
-from lightning_lowprec.te import support
+from lightning_lowprec.te import plugin
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def test_a_name_that_is_gone(monkeypatch, unchecked, owner, name, lost):
     monkeypatch.delattr(owner, name)
     assert any(lost in words for words in moved())
     with pytest.raises(ImportError, match=rf"Transformer Engine 2\.\d+.* has no .*{name}"):
-        support.pytorch("FP8TE")
+        plugin.pytorch("FP8TE")
 
 
 def test_an_attribute_that_no_code_assigns(monkeypatch):

@@ -15,9 +15,8 @@ from lightning_lowprec.tools.cli import main
 from lightning_lowprec.tools.compare import runner
 from lightning_lowprec.tools.compare.comparison import Comparison
 from lightning_lowprec.tools.compare.result import PrecisionResult, judge
-from lightning_lowprec.tools.compare.runner import train_all
+from lightning_lowprec.tools.compare.runner import Recorder, train_all
 from lightning_lowprec.tools.compare.spec import CompareSpec
-from lightning_lowprec.tools.compare.training import Recorder
 from lightning_lowprec.tools.demo import NEXT
 from tests import forked
 

@@ -13,14 +13,12 @@ import torch
 
 import lightning_lowprec
 from lightning_lowprec import HalfMixed
-from lightning_lowprec.architectures import ARCHITECTURES
 from lightning_lowprec.conversion.name_suffixes import families
 from lightning_lowprec.names import TABLE
-from lightning_lowprec.runs_where import RECIPES
+from lightning_lowprec.runs_where import ARCHITECTURES, RECIPES
 from lightning_lowprec.runs_where import TABLE as RUNS_WHERE
 from lightning_lowprec.tools.cli import main
-from lightning_lowprec.tools.doctor import Availability, advice, availability, commands
-from lightning_lowprec.tools.doctor_report import without_folders
+from lightning_lowprec.tools.doctor import Availability, advice, availability, commands, without_folders
 
 ROOT = Path(lightning_lowprec.__file__).parents[1]
 RUNS = {*TABLE}

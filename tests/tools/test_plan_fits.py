@@ -13,9 +13,7 @@ from torch import nn
 from lightning_lowprec.tools.cli import main
 from lightning_lowprec.tools.fits import fake_gpu, simulation
 from lightning_lowprec.tools.fits.report import _verdict, fits, needed, read_gpu
-from lightning_lowprec.tools.fits.simulated_step import Setting, simulate
-from lightning_lowprec.tools.fits.simulation import Simulator
-from lightning_lowprec.tools.planning.inputs import inputs_of
+from lightning_lowprec.tools.fits.simulation import Setting, Simulator, inputs_of, simulate
 from tests import toys
 
 pytestmark = pytest.mark.slow

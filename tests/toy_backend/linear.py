@@ -9,7 +9,7 @@ from lightning_lowprec.numerics.formats import E4M3, amax, power_of_two_scale, s
 
 
 class Format:
-    """How the weight travels under FSDP2: see `numerics/wire_format.py`."""
+    """How the weight travels under FSDP2: see `WireFormat` in `fsdp2/fp8_gather.py`."""
 
     dtype = E4M3.dtype
     least_amax = 0.0

@@ -4,8 +4,9 @@ import torch
 from torch import nn
 
 from lightning_lowprec.conversion import backends
-from lightning_lowprec.conversion.invariants import unchanged
+from lightning_lowprec.conversion.in_place import unchanged
 from lightning_lowprec.conversion.options import LayerOptions, shows, takes
+from lightning_lowprec.conversion.plan import PlanRequest
 from lightning_lowprec.precision import fp8
 from lightning_lowprec.precision.base import LowPrecision
 from tests.toy_backend.linear import convert
@@ -32,6 +33,6 @@ class Toy(LowPrecision):
 
     def _prepare(self, module: nn.Module, device: torch.device) -> None:
         backends.revert_all(module)
-        self.plan = fp8.plan_or_raise(module, self.layers, precision=self.precision)
+        self.plan = fp8.plan_or_raise(module, self.layers, PlanRequest(conv1d=False), precision=self.precision)
         with unchanged(module):
             convert(module, self.plan.converted)

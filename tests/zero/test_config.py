@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import lightning_lowprec as lp
-from lightning_lowprec.zero.engine import SCALE_FIELDS, ZeroOptions, scale_fields, translated
+from lightning_lowprec.zero import SCALE_FIELDS, ZeroOptions, scale_fields, translated
 
 
 def options_of(plugin):

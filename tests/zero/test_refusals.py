@@ -4,7 +4,7 @@ import lightning as L
 import pytest
 
 import lightning_lowprec as lp
-from lightning_lowprec.zero.engine import scale_fields
+from lightning_lowprec.zero import scale_fields
 
 
 @pytest.mark.parametrize("make", [L.Fabric, L.Trainer])

@@ -1,5 +1,9 @@
-"""Simulate a model with few of its equal blocks, and extend the figures to all of them.
+"""Simulate the first training steps of a model on a GPU that is not there, and count the memory.
 
+The model, the plugin of the precision, autograd and AdamW run on tensors that have no values. There are two steps,
+because AdamW makes its state in the first, so that state and activations meet in the second.
+
+A model is simulated with few of its equal blocks, and the figures are extended to all of them.
 Every block adds the same to what lives at a moment of a step: its weights, gradients and state, and its activations
 until its backward. So the peaks of the forward, the backward and the optimizer's step are straight lines over the
 number of blocks. Two depths give the lines.
@@ -8,19 +12,255 @@ Of one rank of ``strategy="fsdp2"``, weights, gradients and state are computed a
 """
 
 import copy
-from dataclasses import replace
+import logging
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import groupby
 from typing import Any, Final, NamedTuple, final
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+from torchmetrics import Metric
 
 from lightning_lowprec import names
+from lightning_lowprec.checks import Count, check_fields
+from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.name_suffixes import MASTERS, split
 from lightning_lowprec.conversion.plan import make_plan
-from lightning_lowprec.tools.fits.memory_meter import Peaks
-from lightning_lowprec.tools.fits.simulated_step import OPTIMIZER, Setting, simulate
+from lightning_lowprec.fsdp2.options import blocks as blocks_of
+from lightning_lowprec.numerics.one_pass import simulated
+from lightning_lowprec.precision.base import LowPrecision
+from lightning_lowprec.private.either import FabricHalf as HalfPrecision
+from lightning_lowprec.private.either import FabricMixed as MixedPrecision
+from lightning_lowprec.private.either import FabricPrecision as Precision
+from lightning_lowprec.private.either import LightningModule
+from lightning_lowprec.private.names import replaced
+from lightning_lowprec.private.torch import tensors_of, tree_map_only
+from lightning_lowprec.private.transformers import as_with_values, is_model
+from lightning_lowprec.tools.fits.fake_gpu import FAKE, compiling_on_fakes, compute_again, fake_gpu
+from lightning_lowprec.tools.fits.memory_meter import MemoryMeter, Peaks
 from lightning_lowprec.tools.planning.costs import footprints, per_rank
-from lightning_lowprec.tools.planning.inputs import Inputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """The batch and the loss of a model."""
+
+    words: str
+    batch: Callable[[int, int | None, torch.device], Any]
+    """Returns a batch without values: of so many rows, of so many tokens each."""
+    loss: Callable[[nn.Module, Any], Tensor]
+    reads_sequences: bool = False
+    """Whether the length of a sequence is asked for."""
+
+
+def inputs_of(model: nn.Module, data: Any = None) -> Inputs:
+    """Return the batch and the loss that fit a model; ``data``: a batch of the user's, on CPU, rows first."""
+    if data is not None:
+        loss = _training_step if isinstance(model, LightningModule) else _mean_of_output
+        return Inputs(words="a batch of the data", batch=partial(_rows_like, data), loss=loss)
+    mean = "the mean of the output as loss"
+    example = getattr(model, "example_input_array", None)
+    if example is not None:
+        words = f"`example_input_array`; {mean}"
+        return Inputs(words=words, batch=partial(_rows_like, example), loss=_mean_of_output)
+    of_transformers: Any = model if is_model(model) else None
+    first = next((module for module in model.modules() if list(module.parameters(recurse=False))), None)
+    if getattr(of_transformers, "main_input_name", "") != "input_ids" and not isinstance(first, nn.Embedding):
+        raise ValueError(
+            f"nothing tells what {type(model).__name__} reads. Name a LightningDataModule with `--data my.Data`, or"
+            " give the model an `example_input_array`."
+        )
+    if of_transformers is None or of_transformers.get_output_embeddings() is None:
+        return Inputs(words=f"token ids; {mean}", batch=_tokens, loss=_mean_of_output, reads_sequences=True)
+    words = "token ids; the model's own loss"
+    return Inputs(words=words, batch=_tokens, loss=_loss_of_language_model, reads_sequences=True)
+
+
+def _tokens(size: int, sequence: Any, device: torch.device) -> Tensor:
+    return torch.zeros(size, sequence, dtype=torch.long, device=device)
+
+
+def _rows_like(example: Any, size: int, sequence: int | None, device: torch.device) -> Any:
+    return tree_map_only(Tensor, lambda t: torch.zeros(size, *t.shape[1:], dtype=t.dtype, device=device), example)
+
+
+def _loss_of_language_model(model: nn.Module, batch: Any) -> Tensor:
+    loss: Tensor = model(input_ids=batch, labels=batch, use_cache=False).loss
+    return loss
+
+
+def _training_step(model: Any, batch: Any) -> Tensor:
+    output = model.training_step(batch, 0)
+    loss: Tensor = output["loss"] if isinstance(output, Mapping) else output
+    return loss
+
+
+def _mean_of_output(model: nn.Module, batch: Any) -> Tensor:
+    if isinstance(batch, Mapping):
+        output = model(**batch)
+    else:
+        output = model(*batch) if isinstance(batch, tuple | list) else model(batch)
+    tensors = [t for t in tensors_of(output) if t.requires_grad]
+    if not tensors:
+        raise ValueError("the model returned nothing that has a gradient, so there is no step to simulate.")
+    return tensors[0].mean()
+
+
+OPTIMIZER: Final = "optimizer"
+_CUBLAS_ON_HOPPER, _CUBLAS_ELSEWHERE = 32 << 20, (8 << 20) + (128 << 10)
+"""Bytes that torch keeps for cuBLAS, once for the thread of the forward, and once for that of the backward."""
+LIGHTNINGS: Final[Mapping[str, Callable[[], Precision]]] = {
+    "32-true": Precision,
+    "bf16-mixed": partial(MixedPrecision, "bf16-mixed", FAKE.type),
+    "bf16-true": partial(HalfPrecision, "bf16-true"),
+}
+"""Lightning's own precisions that are simulated."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """How a model trains; a number below 1 raises ValueError."""
+
+    precision: str
+    batch: Count = 1
+    """Sequences, images or rows of a step."""
+    sequence: Count | None = None
+    """Tokens of a sequence; None if the model reads none."""
+    checkpointing: bool = False
+    """Whether each block of the model is computed again in the backward."""
+    fused: bool = False
+    """Whether AdamW is fused; else torch's own choice on a GPU, one call for many parameters (foreach)."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the plugin, such as ``{"head": "chunked"}``."""
+    capability: tuple[int, int] = (9, 0)
+    devices: Count = 1
+    """Ranks of ``strategy="fsdp2"``; :func:`simulate` simulates one GPU with the whole model."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+def refusal(precision: str) -> str | None:
+    """Return why a precision cannot be simulated, and the remedy; None if it can."""
+    if precision in LIGHTNINGS:
+        return None
+    row = names.TABLE.get(precision)
+    if row is None:
+        reason = f"only {', '.join(LIGHTNINGS)} of Lightning's own names are simulated"
+    elif row.keeps_codes or row.backend == "transformer_engine":
+        reason = f"the kernels of {backends.get(row.backend).title} do not run on tensors without values"
+    else:
+        return None
+    return f"{reason}. Use `lowprec compare` on a GPU, which measures."
+
+
+def simulate(model: nn.Module, inputs: Inputs, setting: Setting) -> Peaks:
+    """Return the peak of every stretch of the training steps: bytes by category, as torch's allocator counts them.
+
+    The model is on the meta device, and stays as it is. An operation that needs values raises ValueError.
+    """
+    meter, resize = MemoryMeter(), torch.UntypedStorage.resize_
+    with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings(action="ignore"))
+        stack.callback(logging.disable, logging.root.manager.disable)
+        logging.disable(logging.WARNING)  # what a plugin says of a run
+        noting = replaced(torch.UntypedStorage, "resize_", lambda s, size: meter.resized(resize(s, size)))
+        of_values = (simulated(), as_with_values(), fake_gpu(setting.capability), noting)
+        for context in (*of_values, compiling_on_fakes(meter.paused), meter):
+            stack.enter_context(context)
+        try:
+            _two_steps(_on_gpu(model, loaded_in_bf16(setting.precision)).train(), inputs, setting, meter)
+        except RuntimeError as error:
+            raise ValueError(
+                f"the step of {type(model).__name__} cannot be simulated: {meter.operation} needs values, which"
+                f" simulated tensors do not have, or fails ({str(error).splitlines()[0][:200]}). Leave the operation"
+                " out of the training step, or measure on a GPU: `lowprec compare` reports the peak."
+            ) from error
+    peaks = {name: meter.peaks[name] for name in ("forward", "backward", OPTIMIZER)}
+    of_cublas = 2 * (_CUBLAS_ON_HOPPER if setting.capability[0] == 9 else _CUBLAS_ELSEWHERE)
+    return {name: {**peak, "temporaries": peak["temporaries"] + of_cublas} for name, peak in peaks.items()}
+
+
+def loaded_in_bf16(precision: str) -> bool:
+    """Return whether the model is taken to be bf16 before set-up, as documentation asks for."""
+    row = names.TABLE.get(precision)
+    masters = None if row is None else row.options.get("master_weights")
+    return precision == "bf16-true" or masters == "8bit"
+
+
+def checkpoint_blocks(model: nn.Module) -> None:
+    """Compute blocks again in the backward, in place: by the switch of transformers, else the repeated blocks."""
+    for module in filter(is_model, model.modules()):
+        if getattr(module, "supports_gradient_checkpointing", False):
+            module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+            return
+    blocks = blocks_of(model).values()
+    if not blocks:
+        raise ValueError(
+            f"`checkpointing=True` found no repeated blocks in {type(model).__name__} (children of one class in an"
+            " nn.ModuleList or nn.Sequential). Checkpoint inside the model, and leave the option out."
+        )
+    for block in blocks:
+        compute_again(block)
+
+
+def _two_steps(model: nn.Module, inputs: Inputs, setting: Setting, meter: MemoryMeter) -> None:
+    row = None if setting.precision in LIGHTNINGS else names.TABLE[setting.precision]
+    options = {} if row is None else {**row.options, **setting.options}
+    plugin: Precision = LIGHTNINGS[setting.precision]() if row is None else row.plugin(**options)
+    if isinstance(plugin, LowPrecision):
+        plugin.bind_device(FAKE)
+        plugin.convert_module(model)
+    if setting.checkpointing:
+        checkpoint_blocks(model)
+    optimizer = AdamW(model.parameters(), fused=setting.fused or None, foreach=not setting.fused or None)
+    if isinstance(plugin, LowPrecision):
+        plugin.see_optimizer(optimizer)
+    meter.mark_living("state", but=())
+    meter.mark([*model.parameters(), *model.buffers()], "weights")
+    for weight in filter(lambda p: p.requires_grad, model.parameters()):
+        weight.register_post_accumulate_grad_hook(lambda p: meter.mark([p.grad], "gradients"))  # type: ignore[no-untyped-call]
+    batch = inputs.batch(setting.batch, setting.sequence, FAKE)
+    for _ in range(2):
+        _step(model, inputs, batch, plugin, meter, optimizer)
+
+
+def _step(
+    model: nn.Module, inputs: Inputs, batch: Any, plugin: Precision, meter: MemoryMeter, optimizer: Optimizer
+) -> None:
+    meter.begin("forward", making="activations")
+    with plugin.forward_context():
+        loss = inputs.loss(model, plugin.convert_input(batch))
+    optimizer.zero_grad()
+    meter.begin("backward", making="temporaries")
+    plugin.backward(loss, None)
+    del loss
+    meter.begin(OPTIMIZER, making="temporaries")
+    plugin.optimizer_step(optimizer)
+    meter.mark_living("state", but=("weights", "gradients"))
+
+
+def _on_gpu(model: nn.Module, in_bf16: bool) -> nn.Module:
+    """Return a copy of a model on the meta device whose tensors have memory on the simulated GPU; ties stay."""
+
+    def on_gpu(tensor: Tensor, memo: Any) -> Tensor:
+        dtype = torch.bfloat16 if in_bf16 and tensor.is_floating_point() else tensor.dtype
+        new = torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device=FAKE)
+        return nn.Parameter(new, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
+
+    with replaced(Tensor, "__deepcopy__", on_gpu), replaced(nn.Parameter, "__deepcopy__", on_gpu):
+        copied = copy.deepcopy(model)
+    for module in copied.modules():
+        if isinstance(module, Metric):  # updates need values, and states are small
+            of_metric = dict.fromkeys(("forward", "update", "compute"), lambda *_, **__: torch.zeros((), device=FAKE))
+            vars(module).update(of_metric)
+    return copied
+
 
 DEPTHS: Final = (3, 4)  # numbers of blocks that are simulated
 

@@ -1,1 +1,0 @@
-"""Low precision under DeepSpeed's ZeRO: configuration, conversion before ``initialize``, refusals."""
