@@ -60,7 +60,7 @@ _WORDS: Final[dict[Any, str]] = {
 }
 
 
-def check_choice(field: str, value: Any, allowed: Iterable[Any]) -> None:
+def check_choice(field: str, value: object, allowed: Iterable[Any]) -> None:
     """Raise a ValueError if ``value`` is not one of ``allowed``, for example of the ``get_args`` of a ``Literal``."""
     choices = list(allowed)
     if value not in choices:
@@ -68,7 +68,7 @@ def check_choice(field: str, value: Any, allowed: Iterable[Any]) -> None:
         raise ValueError(f"`{field}={value!r}` is not valid; expected one of: {', '.join(map(str, choices))}.{hint}")
 
 
-def check_integer(field: str, value: Any, *, least: int) -> None:
+def check_integer(field: str, value: object, *, least: int) -> None:
     """Raise a ValueError if ``value`` is not an integer of at least ``least``; a bool is no integer here."""
     check_types({field: value}, {field: Annotated[int, at_least(least)]})
 
@@ -86,14 +86,14 @@ def check_types(values: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
             raise ValueError(f"`{field}={value!r}` is not valid; expected {_expected(hints[field])}.{hint}")
 
 
-def check_fields(instance: Any) -> None:
+def check_fields(instance: object) -> None:
     """Raise a ValueError for the first field of a dataclass whose value the field's type hint does not allow."""
     cls: Any = type(instance)
     check_types({field.name: getattr(instance, field.name) for field in fields(cls)}, hints_of(cls))
 
 
 @cache
-def hints_of(function_or_class: Any) -> dict[str, Any]:
+def hints_of(function_or_class: object) -> dict[str, Any]:
     """Return the type hints by name, with the rules of ``Annotated``."""
     return get_type_hints(function_or_class, include_extras=True)
 
@@ -119,12 +119,12 @@ def allows(hint: Any, value: Any) -> bool:
     return callable(value) if origin is Callable else isinstance(value, origin or hint)
 
 
-def _same(choice: Any, value: Any) -> bool:
+def _same(choice: object, value: object) -> bool:
     """Return whether a value is a choice; 1 is not True."""
     return isinstance(value, type(choice)) and isinstance(value, bool) == isinstance(choice, bool) and value == choice
 
 
-def _expected(hint: Any) -> str:
+def _expected(hint: object) -> str:
     arms, choices = _arms(hint), _choices(hint)
     none = [None] if NoneType in arms else []
     if all(arm is NoneType or get_origin(arm) is Literal for arm in arms) and all(isinstance(c, str) for c in choices):
@@ -133,16 +133,16 @@ def _expected(hint: Any) -> str:
     return " or ".join([*filter(None, [", ".join(words[:-1])]), words[-1]])
 
 
-def _arms(hint: Any) -> Collection[Any]:
+def _arms(hint: object) -> Collection[Any]:
     return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
 
 
-def _choices(hint: Any) -> list[Any]:
+def _choices(hint: object) -> list[Any]:
     bare = [get_args(arm)[0] if get_origin(arm) is Annotated else arm for arm in _arms(hint)]
     return [choice for arm in bare if get_origin(arm) is Literal for choice in get_args(arm)]
 
 
-def _words(hint: Any) -> list[str]:
+def _words(hint: object) -> list[str]:
     origin = get_origin(hint)
     if origin is Annotated:
         return [[rule.words for rule in get_args(hint)[1:] if isinstance(rule, Rule)][-1]]

@@ -30,7 +30,7 @@ from lightning_lowprec.numerics.linear_cross_entropy import (
 )
 from lightning_lowprec.numerics.tensor_cores import UNITS, Emulation
 
-_SPELLED: Final[dict[Any, str]] = {False: "", True: "float32"}
+_SPELLED: Final[dict[object, str]] = {False: "", True: "float32"}
 """Spellings of ``emulate`` beside the names of GPUs, for an operation that takes strings."""
 Reduction = Literal["mean", "sum", "none"]
 __all__ = ["linear_cross_entropy"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Final, cast
 
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.backends import PrecisionName
@@ -25,7 +25,7 @@ from lightning_lowprec.torchao.backend import BACKEND as TORCHAO_BACKEND
 if TYPE_CHECKING:
     from lightning_lowprec.precision.base import LowPrecision
 
-_HALF_ROWS: Final[dict[str, tuple[Any, str]]] = {
+_HALF_ROWS: Final[dict[str, tuple[object, str]]] = {
     "half-auto": (False, "bf16 autocast where the device has bf16, else fp16 with loss scaling"),
     "bf16-master": (True, "bf16 weights and compute, float32 masters in the optimizer"),
     "fp16-master": (True, "fp16 weights and compute, loss scaling, float32 masters in the optimizer"),

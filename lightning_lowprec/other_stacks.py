@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Iterable, Mapping
-from typing import Any, Final, NoReturn
+from typing import Final, NoReturn
 
 from lightning_lowprec.gone import OPTIONS as GONE_OPTIONS
 from lightning_lowprec.gone import gone
@@ -195,7 +195,7 @@ def _foreign(name: str, answer: str) -> property:
     def read(instance: object) -> NoReturn:
         raise AttributeError(f"plugins of lightning_lowprec have no attribute {name!r}. {answer}")
 
-    def write(instance: object, value: Any) -> NoReturn:
+    def write(instance: object, value: object) -> NoReturn:
         raise AttributeError(
             f"`{name}={value!r}` cannot be set on a {type(instance).__name__}: the attribute is that of NeMo's plugin,"
             f" and would do nothing here. {answer}"

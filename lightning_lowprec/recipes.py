@@ -29,7 +29,7 @@ from lightning_lowprec.precision.options import BASE_DTYPES, Base
 from lightning_lowprec.te.plugin import FP8TE
 
 
-def bf16_mixed(**arguments: Any) -> HalfMixed:
+def bf16_mixed(**arguments: object) -> HalfMixed:
     """bf16 weights and compute, float32 masters, gradients accumulated in float32, and reduced so under FSDP2.
 
     18 bytes per parameter with AdamW: 2 (weight), 4 (gradient), 4 (master), 8 (moments).
@@ -37,7 +37,7 @@ def bf16_mixed(**arguments: Any) -> HalfMixed:
     return _half("bf16", arguments)
 
 
-def fp16_mixed(**arguments: Any) -> HalfMixed:
+def fp16_mixed(**arguments: object) -> HalfMixed:
     """fp16 weights, gradients and compute, float32 masters, Megatron's loss scaling.
 
     16 bytes per parameter with AdamW. The scale starts at 2**32, so the first steps of a run are skipped until the
@@ -46,42 +46,42 @@ def fp16_mixed(**arguments: Any) -> HalfMixed:
     return _half("fp16", arguments)
 
 
-def bf16_with_fp8_mixed(**arguments: Any) -> FP8TE:
+def bf16_with_fp8_mixed(**arguments: object) -> FP8TE:
     """:func:`bf16_mixed` with hybrid delayed scaling: margin 0, the largest amax of 1024 steps."""
     return _fp8("bf16", "delayed", arguments, **_DELAYED)
 
 
-def fp16_with_fp8_mixed(**arguments: Any) -> FP8TE:
+def fp16_with_fp8_mixed(**arguments: object) -> FP8TE:
     """:func:`fp16_mixed` with hybrid delayed scaling: margin 0, the largest amax of 1024 steps."""
     return _fp8("fp16", "delayed", arguments, **_DELAYED)
 
 
-def bf16_with_mxfp8_mixed(**arguments: Any) -> FP8TE:
+def bf16_with_mxfp8_mixed(**arguments: object) -> FP8TE:
     """:func:`bf16_mixed` with MXFP8, hybrid as in NeMo (Blackwell)."""
     return _fp8("bf16", "mxfp8", arguments)
 
 
-def fp16_with_mxfp8_mixed(**arguments: Any) -> FP8TE:
+def fp16_with_mxfp8_mixed(**arguments: object) -> FP8TE:
     """:func:`fp16_mixed` with MXFP8, hybrid as in NeMo (Blackwell)."""
     return _fp8("fp16", "mxfp8", arguments)
 
 
-def bf16_with_fp8_current_scaling_mixed(**arguments: Any) -> FP8TE:
+def bf16_with_fp8_current_scaling_mixed(**arguments: object) -> FP8TE:
     """:func:`bf16_mixed` with hybrid current scaling, and the first and the last block in bf16."""
     return _fp8("bf16", "current", arguments, fp8_params=True, first_last_layers_bf16=True)
 
 
-def fp16_with_fp8_current_scaling_mixed(**arguments: Any) -> FP8TE:
+def fp16_with_fp8_current_scaling_mixed(**arguments: object) -> FP8TE:
     """:func:`fp16_mixed` with hybrid current scaling, and the first and the last block in fp16."""
     return _fp8("fp16", "current", arguments, fp8_params=True, first_last_layers_bf16=True)
 
 
-def bf16_with_fp8_subchannel_scaling_mixed(**arguments: Any) -> FP8TE:
+def bf16_with_fp8_subchannel_scaling_mixed(**arguments: object) -> FP8TE:
     """:func:`bf16_mixed` with blockwise scaling, hybrid as in NeMo."""
     return _fp8("bf16", "block", arguments)
 
 
-def fp16_with_fp8_subchannel_scaling_mixed(**arguments: Any) -> FP8TE:
+def fp16_with_fp8_subchannel_scaling_mixed(**arguments: object) -> FP8TE:
     """:func:`fp16_mixed` with blockwise scaling, hybrid as in NeMo."""
     return _fp8("fp16", "block", arguments)
 
@@ -125,7 +125,7 @@ def _half(base: Base, arguments: Mapping[str, Any]) -> HalfMixed:
     return plugin
 
 
-def _fp8(base: Base, kind: str, arguments: Mapping[str, Any], **values: Any) -> FP8TE:
+def _fp8(base: Base, kind: str, arguments: Mapping[str, Any], **values: object) -> FP8TE:
     reduce_dtype, options = _common(base, arguments)
     asked = options.pop("fp8_recipe", None)
     if asked is not None and _KINDS.get(asked) != kind:

@@ -67,7 +67,7 @@ _THROUGHPUT: Final = {True: "pytorch.callbacks.throughput_monitor", False: "fabr
 CONVERT = "convert_module"
 """The public method of precision plugins that is called once per set-up of a model."""
 
-_patches: list[tuple[Any, str, Any, Any]] = []
+_patches: list[tuple[object, str, object, object]] = []
 _at_meeting: list[Callable[[Any], None]] = []
 _annotations: list[tuple[dict[str, Any], Any]] = []
 _met: dict[tuple[Package, bool], Any] = {}
@@ -124,7 +124,7 @@ def _register_at(package: Package, for_trainer: bool) -> None:
     _patch(package.module("pytorch.utilities.model_summary").ModelSummary, "__init__", _count_bytes)
 
 
-def at_meeting(function: Callable[[Any], None]) -> None:
+def at_meeting(function: Callable[[object], None]) -> None:
     """Call ``function`` with every Trainer and Fabric class that is registered, now and later."""
     _at_meeting.append(function)
     for user in _met.values():
@@ -159,7 +159,7 @@ def _resolve_name(
     precision: Any,
     plugins: Any,
     strategy: Any,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> None:
     precision, plugins = _launched(precision, plugins)
     several = isinstance(plugins, Iterable) and not isinstance(plugins, str)
@@ -192,7 +192,7 @@ def _resolve_name(
     original(self, precision=precision, plugins=given or None, strategy=strategy, **kwargs)
 
 
-def _launched(precision: Any, plugins: Any) -> tuple[Any, Any]:
+def _launched(precision: object, plugins: object) -> tuple[object, object]:
     """Return the precision of ``lowprec run --precision=NAME``, if there is one, in place of the script's."""
     asked = os.environ.get(LAUNCHED_PRECISION)
     if asked is None:
@@ -262,13 +262,13 @@ def _show_optimizer(plugin: LowPrecision, original: Callable[[Any], Any], optimi
     return original(optimizer)
 
 
-def _show_module(plugin: LowPrecision, original: Callable[[Any], Any], module: Any) -> Any:
+def _show_module(plugin: LowPrecision, original: Callable[[Any], Any], module: object) -> Any:
     wrapped = original(module)
     plugin.see_module(wrapped)
     return wrapped
 
 
-def _say_names(original: Callable[..., None], self: Any, message: str, *args: Any, **kwargs: Any) -> None:
+def _say_names(original: Callable[..., None], self: Any, message: str, *args: object, **kwargs: object) -> None:
     """Replace the parser's usage and list of types where a ``precision`` is unknown, or our plugin refuses a value."""
     key = re.match(r'Parser key "([\w.]*\b(?:precision|plugins))"', message)
     value = re.search(r"Given value: (.*)$", message)
@@ -320,7 +320,7 @@ def _clip_deferred(
     return norm
 
 
-def _count_bytes(original: Callable[..., None], self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+def _count_bytes(original: Callable[..., None], self: Any, model: Any, *args: object, **kwargs: object) -> None:
     if not isinstance(private.precision_plugin_of(model), LowPrecision):
         return original(self, model, *args, **kwargs)
     with warnings.catch_warnings():
@@ -338,12 +338,12 @@ def _compute_dtype(original: Callable[..., Any], plugin: object) -> Any:
 # ---- patching
 
 
-def _patch(owner: type | ModuleType, name: str, function: Callable[..., Any], **facts: Any) -> None:
+def _patch(owner: type | ModuleType, name: str, function: Callable[..., object], **facts: object) -> None:
     """Call ``function(original, ...)`` in place of a function of Lightning, as long as this package is registered."""
     original = getattr(owner, name)
 
     @wraps(original)
-    def replacement(*args: Any, **kwargs: Any) -> Any:
+    def replacement(*args: object, **kwargs: object) -> object:
         return function(original, *args, **facts, **kwargs) if _patches else original(*args, **kwargs)
 
     setattr(owner, name, replacement)

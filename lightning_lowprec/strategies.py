@@ -29,7 +29,7 @@ def is_fsdp2(strategy: Any) -> bool:
     return isinstance(strategy, FSDP2Base) or (isinstance(strategy, str) and strategy.lower() == "fsdp2")
 
 
-def half_under_fsdp2(precision: Any) -> LowPrecision | None:
+def half_under_fsdp2(precision: object) -> LowPrecision | None:
     """Our plugin for Lightning's mixed precisions, which gathers half weights and scales the loss; else None."""
     dtype: Any = _HALF.get(precision)
     return None if dtype is None else HalfMixed(dtype, weights="keep")  # as under Lightning's other strategies

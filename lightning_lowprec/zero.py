@@ -103,7 +103,7 @@ def check_plugin(plugin: LowPrecision, strategy: str) -> None:
         raise ValueError(f"`precision={plugin.precision!r}` does not run under `strategy={strategy!r}`: {reason}.")
 
 
-def translated(source: Mapping[str, Any], options: ZeroOptions, arguments: Mapping[str, float]) -> dict[str, Any]:
+def translated(source: Mapping[str, object], options: ZeroOptions, arguments: Mapping[str, float]) -> dict[str, object]:
     """Return a copy of ``source``, the config of the user or the strategy, with the plugin's options in it.
 
     ``arguments`` are :data:`SCALE_FIELDS` as the strategy was given them. Contradictions raise ValueError.
@@ -153,7 +153,7 @@ def scale_fields(scale: LossScale, precision: str) -> dict[str, float]:
     """
     if scale.growth_factor == scale.backoff_factor == 1.0:
         return {"loss_scale": scale.initial}
-    allowed: tuple[tuple[str, Any, bool, str], ...] = (
+    allowed: tuple[tuple[str, object, bool, str], ...] = (
         ("initial", scale.initial, math.log2(scale.initial).is_integer() and scale.initial >= 1, "a power of two"),
         ("growth_factor", scale.growth_factor, scale.growth_factor == 2.0, "2.0"),
         ("backoff_factor", scale.backoff_factor, scale.backoff_factor == 0.5, "0.5"),
@@ -180,7 +180,7 @@ def _get(config: Mapping[str, Any], field: str) -> Any:
     return (config.get(section) or {} if section else config).get(name)
 
 
-def _set(config: dict[str, Any], options: ZeroOptions, field: str, value: Any) -> None:
+def _set(config: dict[str, Any], options: ZeroOptions, field: str, value: object) -> None:
     before = _get(config, field)
     if before not in (None, "auto", value):
         raise _contradiction(options, field, value, "the DeepSpeed config has", f"{field}={before!r}")
@@ -188,7 +188,7 @@ def _set(config: dict[str, Any], options: ZeroOptions, field: str, value: Any) -
     (config.setdefault(section, {}) if section else config)[name] = value
 
 
-def _contradiction(options: ZeroOptions, field: str, value: Any, who: str, got: str) -> ValueError:
+def _contradiction(options: ZeroOptions, field: str, value: object, who: str, got: str) -> ValueError:
     return ValueError(
         f"`precision={options.precision!r}` means `{field}={value!r}`, and {who} `{got}`. Leave the latter out, or"
         " choose a precision that fits."
@@ -237,7 +237,7 @@ class ZeroEngine(Engine):
         engine = None if self._engine is None else self._engine()
         return 0 if engine is None else int(engine.skipped_steps)
 
-    def backward(self, tensor: Tensor, model: Module | None, *args: Any, **kwargs: Any) -> None:
+    def backward(self, tensor: Tensor, model: Module | None, *args: object, **kwargs: object) -> None:
         """Call the engine, as Lightning's own plugins do."""
         lightnings: Any = either.FabricDeepSpeed
         if in_trainer(model):
@@ -262,7 +262,7 @@ class ZeroEngine(Engine):
         self.ended_step, self._steps = engine.global_steps != self._steps, engine.global_steps
         return output
 
-    def _enter(self, module: Module, args: Any) -> None:
+    def _enter(self, module: Module, args: object) -> None:
         device = self._plugin.modules.device
         assert device is not None  # the strategy has set it
         # without a cache, as Lightning does in the Trainer: the weights are half precision, so nothing is cast
@@ -270,7 +270,7 @@ class ZeroEngine(Engine):
         self._autocast.append(declared.forward(device.type, self.options.dtype, cache=False, half_weights=why))
         self._autocast[-1].__enter__()
 
-    def _leave(self, module: Module, args: Any, output: Any) -> None:
+    def _leave(self, module: Module, args: object, output: object) -> None:
         self._autocast.pop().__exit__(None, None, None)
 
     def __getstate__(self) -> dict[str, object]:
@@ -321,7 +321,7 @@ def _initialize(engine: ZeroEngine, strategy: Any, original: Callable[[], None])
     engine.attach(strategy.model)
 
 
-def _set_up_module(engine: ZeroEngine, original: Callable[[Any], Any], module: Any) -> Any:
+def _set_up_module(engine: ZeroEngine, original: Callable[[Any], Any], module: object) -> Any:
     """Fabric: initialize DeepSpeed without an optimizer."""
     deepspeed_engine = original(module)
     engine.attach(deepspeed_engine)
@@ -339,7 +339,7 @@ def _set_up(
     return objects
 
 
-def _check_optimizer(plugin: LowPrecision, model: Any, optimizer: Optimizer | None) -> None:
+def _check_optimizer(plugin: LowPrecision, model: object, optimizer: Optimizer | None) -> None:
     """Check the optimizer's weights; take back what another precision left in one."""
     if optimizer is not None:  # else the DeepSpeed config has an optimizer, which takes every parameter
         plugin.see_optimizer(optimizer)
@@ -347,7 +347,7 @@ def _check_optimizer(plugin: LowPrecision, model: Any, optimizer: Optimizer | No
     plugin.modules.note_check()
 
 
-def _load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _load(original: Callable[..., Any], *args: object, **kwargs: object) -> Any:
     """Load a checkpoint; codes that were made from weights before it are stale."""
     loaded = original(*args, **kwargs)
     count_step()

@@ -103,7 +103,7 @@ class NumericsMonitor(Callback):
         self._last = None
 
     @override
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         self._begin(pl_module, pl_module, trainer.global_step, trainer.strategy.root_device)
 
     @override
@@ -113,7 +113,7 @@ class NumericsMonitor(Callback):
 
     @override
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         if self._end(Path(trainer.default_root_dir) if self.folder is None else self.folder) and self._logs:
             metrics = _summary(self.readings)
@@ -178,7 +178,7 @@ class NumericsMonitor(Callback):
         self._compiler.resume()
         self._sampler = self._model = None
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Leave out the model and its hooks, which stay in their process."""
         return {**self.__dict__, "_sampler": None, "_model": None}
 
@@ -245,12 +245,12 @@ class PausedCompiler:
         self._set()
 
         @sees_no_masters
-        def before(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def before(optimizer: object, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
             if not _has_closure(args, kwargs):  # a closure runs forward and backward within the step
                 self._stance.close()
 
         @sees_no_masters
-        def after(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def after(optimizer: object, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
             if not _has_closure(args, kwargs):
                 self._set()
 
@@ -267,5 +267,5 @@ class PausedCompiler:
         self._stance.enter_context(torch.compiler.set_stance("force_eager"))
 
 
-def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _has_closure(args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
     return any(callable(value) for value in (*args[:1], kwargs.get("closure")))

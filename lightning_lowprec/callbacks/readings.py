@@ -78,7 +78,7 @@ class Limits:
 
 def append(path: Path, step: int, readings: Iterable[Reading]) -> None:
     """Append the line of one sampling; the folder is made if there is none."""
-    layers: dict[str, dict[str, Any]] = {}
+    layers: dict[str, dict[str, object]] = {}
     for reading in readings:
         layer = layers.setdefault(reading.fqn, {})
         layer[reading.tensor] = [_short(getattr(reading, name)) for name in NUMBERS]

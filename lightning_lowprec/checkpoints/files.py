@@ -59,7 +59,7 @@ class CheckedFile(io.BufferedWriter):
         return size
 
     @override
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close()
         if self._error is not None and isinstance(error, Exception):
             raise self._error from None
@@ -78,7 +78,7 @@ def crc32_of(path: Path) -> int:
 # ---- files of torch.save
 
 
-def write(content: Any, path: Path, *, checked: bool = True) -> FileRecord:
+def write(content: object, path: Path, *, checked: bool = True) -> FileRecord:
     """Write ``content`` by ``torch.save``; return the size of the file and, if ``checked``, its checksum."""
     with CheckedFile(path, checked=checked) as file:
         torch.save(content, file)

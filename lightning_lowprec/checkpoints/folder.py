@@ -98,7 +98,7 @@ class ShardFolder:
         return {entry: clean(".".join(map(str, path[1:]))) for entry, path in self.paths.items() if str(path[0]) == key}
 
     @torch.no_grad()
-    def fill(self, wanted: dict[str, Any]) -> dict[str, Any]:
+    def fill(self, wanted: dict[str, object]) -> dict[str, Any]:
         """Read into the tensors by entry, each rank its shards; replace other values. All ranks call this together."""
 
         def read() -> None:
@@ -296,7 +296,7 @@ class _Reader(pickle.Unpickler):
 def _stand_in(build: Any) -> type:
     """Return a class of one pickle whose instances are what ``build`` returns."""
 
-    def new(_: type, *args: Any) -> Any:
+    def new(_: type, *args: object) -> Any:
         return build(*args) if args else build.__new__(build)
 
     return type("StandIn", (), {"__new__": new})

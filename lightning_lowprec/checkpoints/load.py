@@ -55,7 +55,7 @@ class StoredCheckpoint(ABC):
             )
 
     @abstractmethod
-    def model(self, key: str, live: Mapping[str, Any]) -> State:
+    def model(self, key: str, live: Mapping[str, object]) -> State:
         """Return the entries of a model, sharded like the entries of its state dict ``live``, which may be filled."""
 
     @abstractmethod
@@ -201,7 +201,7 @@ def _nested(items: Mapping[EntryPath, Any]) -> Any:
     """Nest values by path, as dicts, or as lists where the path has numbers."""
     if () in items:
         return items[()]
-    inner: dict[str | int, dict[EntryPath, Any]] = {}
+    inner: dict[str | int, dict[EntryPath, object]] = {}
     for (first, *rest), value in items.items():
         inner.setdefault(first, {})[tuple(rest)] = value
     values = {key: _nested(sub) for key, sub in inner.items()}

@@ -112,7 +112,7 @@ def by_fqn(stored: Mapping[str, Any], model: nn.Module, optimizer: Optimizer, ke
 def placed(state: Mapping[str, Any], params: Mapping[str, Tensor]) -> StateDict:
     """Shard whole state tensors like their parameters."""
 
-    def placed_like(name: str, value: Any, like: Tensor) -> Any:
+    def placed_like(name: str, value: object, like: Tensor) -> Any:
         def one(tensor: Tensor) -> Tensor:
             placements = placements_of(name, tensor.shape, like)
             return tensor.detach().clone() if placements is None else place(tensor, like, placements)

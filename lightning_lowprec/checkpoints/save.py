@@ -37,7 +37,7 @@ def model_state(model: nn.Module, *, full: bool) -> dict[str, Any]:
     return get_model_state_dict(model, options=StateDictOptions(full_state_dict=full, cpu_offload=True))
 
 
-def save(path: Path, shards: Mapping[str, Any], rest: Mapping[str, Any], *, full: bool) -> None:
+def save(path: Path, shards: Mapping[str, object], rest: Mapping[str, object], *, full: bool) -> None:
     """Write ``shards`` (models and optimizers by key) and ``rest``: a file on rank 0, or a folder on all ranks."""
     with replacing(path, folder=not full) as new:
         if not full:
@@ -46,7 +46,7 @@ def save(path: Path, shards: Mapping[str, Any], rest: Mapping[str, Any], *, full
             files.write({**shards, **rest}, new, checked=False)  # torch writes checksums of its own
 
 
-def _write_folder(folder: Path, shards: Mapping[str, Any], rest: Mapping[str, Any]) -> None:
+def _write_folder(folder: Path, shards: Mapping[str, object], rest: Mapping[str, object]) -> None:
     writer = FileSystemWriter(folder)
     writer.fs = file_system = _Files()
     save_shards(dict(shards), storage_writer=writer)

@@ -45,7 +45,7 @@ def later(path: str) -> Callable[..., Any]:
 class PrecisionName:
     """One name that a user may write after ``precision=``."""
 
-    plugin_class: type[Any] | str
+    plugin_class: type[object] | str
     """The class of the precision plugin, derived from ``precision.base.LowPrecision``, or ``"module:Class"``."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the plugin's constructor."""
@@ -91,7 +91,7 @@ class PrecisionName:
     @property
     def plugin(self) -> type[Any]:
         """The class of the precision plugin."""
-        plugin: type[Any] = imported(self.plugin_class) if isinstance(self.plugin_class, str) else self.plugin_class
+        plugin: type[object] = imported(self.plugin_class) if isinstance(self.plugin_class, str) else self.plugin_class
         return plugin
 
     @property
@@ -151,14 +151,14 @@ class Backend:
     """Return the fqn of a weight that this backend keeps as codes instead of values, or None."""
     keeps_master: Callable[[Tensor], bool] = lambda param: False
     """Return whether the backend keeps a master of this parameter, so that checkpoints leave the master to it."""
-    shard_codes: Callable[[nn.Module, int, Any], Callable[[DeviceMesh], None]] | None = None
+    shard_codes: Callable[[nn.Module, int, object], Callable[[DeviceMesh], None]] | None = None
     """Called before ``fully_shard`` with a model that keeps codes, the number of shards and the ``ShardOptions``.
     Checks the arguments, prepares the weights, and returns a function to call with the mesh after ``fully_shard``."""
     notes_runs: bool = False
     """Whether its layers call ``layer_runs.note_run`` in their forward: a warning names those that are never called."""
     cuts: Callable[[nn.Module], bool] = lambda layer: True
     """Return whether tensor parallelism can cut a layer, that is, whether it computes with DTensors."""
-    checkpoint: Callable[[], Callable[..., Any]] | None = None
+    checkpoint: Callable[[], Callable[..., object]] | None = None
     """Returns the function that recomputes activations of blocks with this backend's layers; None: torch's own."""
 
     numerics: Callable[[nn.Module], LayerNumerics | str | None] = lambda layer: "its backend does not say how it rounds"

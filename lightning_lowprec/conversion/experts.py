@@ -151,7 +151,7 @@ class RoutedExperts(RoleModule):
         return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def take_experts(experts: nn.Module, role: type[RoutedExperts], attributes: Mapping[str, Any]) -> None:
+def take_experts(experts: nn.Module, role: type[RoutedExperts], attributes: Mapping[str, object]) -> None:
     """Give stacked experts a role in place, also where expert parallelism has replaced their forward."""
     in_place.become(experts, in_place.derived(role, type(experts)), attributes)
     redirect(experts)

@@ -90,7 +90,7 @@ def _causal_loss(
     num_items_in_batch: Tensor | int | None = None,
     ignore_index: int = _IGNORED,
     shift_labels: Tensor | None = None,
-    **options: Any,
+    **options: object,
 ) -> Tensor:
     """Return the mean loss over tokens that are not ignored, or their sum over ``num_items_in_batch``.
 
@@ -276,7 +276,7 @@ def _name(fqn: str, module: nn.Module) -> str:
     return f"{type(module).__name__}{f' ({fqn!r})' if fqn else ''}"
 
 
-def unrecognised(model: Any, head: nn.Module) -> str | None:
+def unrecognised(model: object, head: nn.Module) -> str | None:
     """Return why the head and the loss of ``model`` are not recognised exactly, or None if they are."""
     if getattr(head, "own_class", type(head)) is not nn.Linear:
         return f"its head is no Linear but a {type(head).__name__}"

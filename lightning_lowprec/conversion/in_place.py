@@ -70,7 +70,7 @@ def _make_class(cls: Any, own: Any) -> Any:
 derived: Any = functools.cache(_make_class)
 
 
-def _empty(cls: Any, own: Any) -> Any:
+def _empty(cls: Any, own: object) -> Any:
     both = derived(cls, own)
     return both.__new__(both)
 
@@ -95,7 +95,7 @@ def unchanged(model: nn.Module, *, may_change: str | None = None) -> Iterator[No
     del alive
 
 
-def _facts(model: nn.Module) -> dict[str, dict[str, Any]]:
+def _facts(model: nn.Module) -> dict[str, dict[str, object]]:
     """Return the value of every fact by fqn. Dicts compare without order, so places are listed as separate facts."""
     modules = dict(model.named_modules(remove_duplicate=False))
     tensors: dict[str, torch.Tensor] = {

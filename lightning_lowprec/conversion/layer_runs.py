@@ -29,7 +29,7 @@ def note_run(layer: Module) -> None:
         waiting.discard(layer)
 
 
-def _note_around(module: Module, _: Any) -> None:
+def _note_around(module: Module, _: object) -> None:
     if not torch.compiler.is_compiling() and (handle := _around.pop(module, None)) is not None:
         handle.remove()
 

@@ -7,7 +7,7 @@ formats have endings (``PrecisionName.fp16`` and ``PrecisionName.masters``); a n
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from lightning_lowprec.gone import ENDINGS
 
@@ -22,7 +22,7 @@ MASTERS: Final[Mapping[str, str]] = {
     "-sr": "stochastic",
 }
 """For each suffix of half-precision weights, what is kept between steps (``MasterConfig.kept``)."""
-OPTIONS: Final[Mapping[str, Mapping[str, Any]]] = {
+OPTIONS: Final[Mapping[str, Mapping[str, object]]] = {
     FP16: {"base": "fp16"},
     **{suffix: {"master_weights": True if kept == "fp32" else kept} for suffix, kept in MASTERS.items()},
 }

@@ -79,7 +79,7 @@ class LayerOptions(Group):
                 raise ValueError(f"`{name}={number}` keeps no block without `first_last_layers_bf16=True`; write both.")
 
 
-def take(group: type[T], options: Any) -> T:
+def take(group: type[T], options: object) -> T:
     """Return the part of ``options``, a dataclass that derives from ``group``, which are the fields of ``group``."""
     return group(**{field.name: getattr(options, field.name) for field in fields(group)})  # type: ignore[arg-type]
 
@@ -159,7 +159,7 @@ def shows() -> Callable[[Class], Class]:
         positional = [p.name for p in direct if p.kind is not inspect.Parameter.KEYWORD_ONLY][1:]  # without `self`
         types = hints_of(init if options is None else options)
 
-        def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        def checked(self: Any, *args: object, **kwargs: object) -> None:
             for name in kwargs.keys() - allowed:
                 raise unknown_option(f"{cls.__name__}.__init__", name, allowed)
             check_types({**dict(zip(positional, args, strict=False)), **kwargs}, types)
@@ -176,7 +176,7 @@ def shows() -> Callable[[Class], Class]:
     return decorate
 
 
-def _described(doc: str, groups: Iterable[type[Any]]) -> str:
+def _described(doc: str, groups: Iterable[type[object]]) -> str:
     """Return a docstring with the entries under ``Args:`` of the groups'."""
     head, raises, tail = inspect.cleandoc(doc).partition(_RAISES)
     shared = ((inspect.getdoc(group) or "").partition(_ARGS)[2] for group in groups)

@@ -67,7 +67,7 @@ class ForFabric(FSDP2Base, _Parent):
         self,
         path: str | Path,
         state: dict[str, Any],
-        storage_options: Any = None,
+        storage_options: object = None,
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
         """Save ``state`` completely, or not at all: one sharded model, its optimizers, and anything else."""
@@ -101,7 +101,7 @@ class ForFabric(FSDP2Base, _Parent):
         state: Any = None,
         strict: bool = True,
         weights_only: bool | None = None,
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """Load a folder or file of any precision and number of ranks into ``state``; return what ``state`` lacks."""
         stored = open_checkpoint(Path(self.broadcast(path)), weights_only, verify=self.verify_checkpoints)
         if isinstance(state, Module):
@@ -129,7 +129,7 @@ class FabricFSDP2Strategy(ForFabric, fabric_strategies.ModelParallelStrategy):
     """Fully sharded training by FSDP2 in every precision: ``fabric.setup(model, optimizer)`` works, in any order."""
 
 
-def _one_model(state: Mapping[str, Any], verb: str) -> tuple[str, Module]:
+def _one_model(state: Mapping[str, object], verb: str) -> tuple[str, Module]:
     models = {key: value for key, value in state.items() if isinstance(value, Module) and is_sharded(value)}
     if len(models) == 1:
         return next(iter(models.items()))

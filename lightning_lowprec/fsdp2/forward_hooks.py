@@ -67,15 +67,15 @@ def _followed_by(method: Callable[..., None], function: Callable[..., None]) -> 
     """Wrap a method of a model: gathered weights may be shown, and the ``function`` does the same to the shards."""
 
     @wraps(method)
-    def with_function(*args: Any, **kwargs: Any) -> None:
+    def with_function(*args: object, **kwargs: object) -> None:
         method(*args, **kwargs)
         function(*args, **kwargs)
 
     return with_function
 
 
-def _with_hooks(method: Callable[..., Any], hooks: ForwardHooks) -> Callable[..., Any]:
-    def with_hooks(*args: Any, **kwargs: Any) -> Any:
+def _with_hooks(method: Callable[..., object], hooks: ForwardHooks) -> Callable[..., Any]:
+    def with_hooks(*args: object, **kwargs: object) -> object:
         hooks.begin()
         try:
             return method(*args, **kwargs)
@@ -86,11 +86,11 @@ def _with_hooks(method: Callable[..., Any], hooks: ForwardHooks) -> Callable[...
 
 
 def _unless_manual(
-    gathered: Callable[..., Any], method: Callable[..., Any], model: weakref.ref[Any]
+    gathered: Callable[..., object], method: Callable[..., object], model: weakref.ref[nn.Module]
 ) -> Callable[..., Any]:
     """Return a function that runs ``gathered``, or in manual optimization the user's ``method``, which sees shards."""
 
-    def training_step(*args: Any, **kwargs: Any) -> Any:
+    def training_step(*args: object, **kwargs: object) -> object:
         module: Any = model()
         if module.automatic_optimization:
             return gathered(*args, **kwargs)

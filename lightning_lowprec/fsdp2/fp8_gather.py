@@ -326,13 +326,13 @@ class Fp8GatherShard(Tensor):
     def __tensor_unflatten__(inner: dict[str, Tensor], scales: GatherScales, size: Any, stride: Any) -> Fp8GatherShard:
         return Fp8GatherShard(inner["_tensor"], scales)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Fp8GatherShard:
+    def __deepcopy__(self, memo: dict[int, object]) -> Fp8GatherShard:
         """Return a shard with memory of its own, which keeps no codes."""
         copied: Fp8GatherShard = self.detach().clone().requires_grad_(self.requires_grad)  # type: ignore[assignment]
         memo[id(self)] = copied
         return copied
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         return self._tensor.detach().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def data_ptr(self) -> int:
@@ -372,7 +372,7 @@ def gather_in_fp8(model: nn.Module) -> GatherScales | None:
     return scales
 
 
-def _plain_weight(name: str, layer: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+def _plain_weight(name: str, layer: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: object) -> None:
     shard = local_tensor(getattr(layer, name))
     if isinstance(shard, Fp8GatherShard) and shard._kept is not None:
         shard._kept.forget()  # `torch.distributed.checkpoint.load` writes to the values of a state dict

@@ -43,7 +43,7 @@ def translate(strategy: Any) -> dict[str, Any]:
     return arguments
 
 
-def _sharding(chosen: tuple[str, Any]) -> dict[str, Any]:
+def _sharding(chosen: tuple[str, object]) -> dict[str, Any]:
     (name, mesh), hybrid = chosen, "HYBRID" in chosen[0]
     if name == "NO_SHARD":
         raise ValueError("`sharding_strategy='NO_SHARD'` shards nothing; use `strategy='ddp'`.")
@@ -65,7 +65,7 @@ def _dtypes(chosen: MixedPrecision) -> dict[str, Any]:
     return dtypes | {"reduce_dtype": chosen.reduce_dtype or chosen.param_dtype}  # as FSDP1 does
 
 
-def _modules(policy: Any, option: str) -> dict[str, Any]:
+def _modules(policy: object, option: str) -> dict[str, Any]:
     function, keywords = getattr(policy, "func", None), getattr(policy, "keywords", {})
     if function is lambda_auto_wrap_policy:
         return {option: lambda fqn, module: bool(keywords["lambda_fn"](module))}

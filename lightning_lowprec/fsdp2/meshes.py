@@ -1,6 +1,6 @@
 """Device meshes: copies x shards x tensor parallel."""
 
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -51,7 +51,7 @@ def tensor_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
     return mesh[TENSOR]
 
 
-def data_ranks(mesh: DeviceMesh) -> dict[str, Any]:
+def data_ranks(mesh: DeviceMesh) -> dict[str, object]:
     """Return the arguments of a distributed sampler: the ranks of a tensor-parallel group read the same data."""
     copies = mesh[REPLICATE].size() if REPLICATE in (mesh.mesh_dim_names or ()) else 1
     copy = mesh.get_local_rank(REPLICATE) if copies > 1 else 0

@@ -173,7 +173,7 @@ def _checkpoint(model: nn.Module, wrapped: Mapping[str, nn.Module], options: Sha
         module.forward = partial(_recomputed, recompute, module.forward)
 
 
-def _recomputed(recompute: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
+def _recomputed(recompute: Any, forward: Any, *args: object, **kwargs: object) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     return recompute(forward, *args, use_reentrant=False, **kwargs)

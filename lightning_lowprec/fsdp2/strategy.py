@@ -92,7 +92,7 @@ class FSDP2Base:
         self.state_dict_type = options.state_dict_type
         self.is_full = options.state_dict_type == "full"
         self.verify_checkpoints = options.verify_checkpoints
-        self.arguments: dict[str, Any] = dict(vars(options))
+        self.arguments: dict[str, object] = dict(vars(options))
         """All arguments, to build the same strategy for the other one of Trainer and Fabric."""
         parent: Any = super()
         parent.__init__(
@@ -115,7 +115,7 @@ class FSDP2Base:
         return cls(**translate(strategy))
 
     @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+    def distributed_sampler_kwargs(self) -> dict[str, object]:
         """Return which part of the data this rank reads."""
         strategy: Any = self
         return data_ranks(strategy.device_mesh)
@@ -139,7 +139,7 @@ class FSDP2Base:
             names.set_names(self, device_mesh=make_mesh(strategy.root_device, world_size, copies, tensor))
 
 
-def check_storage_options(value: Any) -> None:
+def check_storage_options(value: object) -> None:
     """Raise TypeError if the user gave storage options."""
     if value is not None:
         raise TypeError(
@@ -277,14 +277,14 @@ NOT_COMPARED: Final = ("sync_module_states", "tensor_parallel")
 """Options that leave no trace in a sharded model, or that cannot be compared."""
 
 
-def _comparable(value: Any) -> Any:
+def _comparable(value: object) -> Any:
     """Return classes as a set, and the same for all functions, which cannot be compared."""
     if isinstance(value, Collection) and not isinstance(value, (str, Mapping)):
         return set(value)
     return callable if callable(value) else value
 
 
-def _identity(plugin: either.FabricPrecision) -> tuple[Any, ...]:
+def _identity(plugin: either.FabricPrecision) -> tuple[object, ...]:
     """Return everything about a precision that is built into a model when the model is sharded."""
     if isinstance(plugin, LowPrecision):
         return *plugin.sharded_identity(), plugin.head, tuple(plugin.keep_fp32)

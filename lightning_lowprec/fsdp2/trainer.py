@@ -77,9 +77,9 @@ class ForTrainer(FSDP2Base, _Parent):
     def optimizer_step(
         self,
         optimizer: Optimizer,
-        closure: Callable[[], Any],
+        closure: Callable[[], object],
         model: either.LightningModule | Module | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> Any:
         module = self.lightning_module
         if module is None or module.automatic_optimization:
@@ -91,7 +91,7 @@ class ForTrainer(FSDP2Base, _Parent):
         return output
 
     @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
+    def lightning_module_state_dict(self) -> dict[str, object]:
         assert self.model is not None
         return model_state(self.model, full=self.is_full)
 
@@ -104,16 +104,16 @@ class ForTrainer(FSDP2Base, _Parent):
         return optimizer_state.numbered(state, self.model) if self.is_full else state
 
     @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: object = None) -> None:
         check_storage_options(storage_options)
-        shards: dict[str, Any] = {}
+        shards: dict[str, object] = {}
         if not self.is_full:
             shards = {"state_dict": checkpoint.pop("state_dict")}
             shards |= {f"optimizer_{i}": state for i, state in enumerate(checkpoint.pop("optimizer_states", []))}
         save(Path(self.broadcast(filepath)), shards, checkpoint, full=self.is_full)
 
     @override
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, object]:
         """Load model and optimizers from a folder or file of any precision and number of ranks; return the rest."""
         assert self.model is not None
         assert self.lightning_module is not None

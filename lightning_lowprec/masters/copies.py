@@ -24,7 +24,7 @@ from lightning_lowprec.masters.registry import existing_masters, places_of
 from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.private.torch import with_local_tensor
 
-_patches: Final[list[tuple[type, Callable[..., Any], Callable[..., Any]]]] = []
+_patches: Final[list[tuple[type, Callable[..., object], Callable[..., object]]]] = []
 _watched: WeakKeyDictionary[nn.Module, list[RemovableHandle]] = WeakKeyDictionary()
 
 
@@ -55,7 +55,7 @@ def arrive(parameter: Tensor, value: Tensor) -> Tensor:
     return value
 
 
-def _take(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+def _take(module: nn.Module, state_dict: dict[str, object], prefix: str, *_: object) -> None:
     for name, p in module.named_parameters(recurse=False):
         value = state_dict.get(f"{prefix}{name}")
         if not isinstance(value, Tensor) or not value.is_floating_point() or value.shape != p.shape:
@@ -64,7 +64,7 @@ def _take(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -
             state_dict[f"{prefix}{name}"] = arrive(p, value)
 
 
-def _show_kept(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Mapping[str, Any]) -> None:
+def _show_kept(module: nn.Module, state_dict: dict[str, object], prefix: str, _: Mapping[str, object]) -> None:
     params = dict(module.named_parameters(recurse=False))
     values = kept(p for p in params.values() if not p.requires_grad)
     for name, p in params.items():

@@ -49,7 +49,7 @@ _HOOKED: Final = "_lowprec_decodes"
 State = MutableMapping[str, Any]
 
 
-def float32_state(entry: Any) -> Any:
+def float32_state(entry: object) -> Any:
     """Return the state of one parameter with its half-precision tensors in float32."""
     return tree_map_only(Tensor, lambda t: t.float() if t.dtype in HALF_DTYPES else t, entry)
 
@@ -62,7 +62,7 @@ def block_of(param: Tensor) -> int:
     return block_floats.block_size(row) if row else 0
 
 
-def coded(state: Mapping[str, Any]) -> list[str]:
+def coded(state: Mapping[str, object]) -> list[str]:
     """Return the names of the state that is coded."""
     names = []
     for key in state:
@@ -90,7 +90,7 @@ def decode(state: Mapping[str, Any], name: str, param: Tensor) -> Tensor:
     return _like(param, flat.as_strided(codes.shape, codes.stride()))
 
 
-def adam_state(group: Mapping[str, Any], param: Tensor) -> State:
+def adam_state(group: Mapping[str, object], param: Tensor) -> State:
     """Return the state of Adam before its first step, as torch makes it, with codes."""
     on_gpu = group.get("capturable") or group.get("fused")
     state: State = {"step": torch.zeros((), device=param.device if on_gpu else "cpu", dtype=torch.float32)}
@@ -110,7 +110,7 @@ def decode_in_place(entry: State, param: Tensor) -> None:
         entry[name] = values
 
 
-def decoded_entry(entry: Any, param: Tensor) -> Any:
+def decoded_entry(entry: object, param: Tensor) -> Any:
     """Return a copy of the state of one parameter with float32 values in the place of codes."""
     if not isinstance(entry, dict):
         return entry
@@ -120,7 +120,7 @@ def decoded_entry(entry: Any, param: Tensor) -> Any:
 
 
 @torch.no_grad()
-def encode_state(state: Mapping[Any, State], store: Store, step: int) -> None:
+def encode_state(state: Mapping[Tensor, State], store: Store, step: int) -> None:
     """Encode the float32 state of a store's parameters, in place; ``step`` counts the steps before."""
     for index, param in enumerate(store.params):
         entry = state.get(param, {})
@@ -203,7 +203,7 @@ def taken_out(state_dict: Mapping[str, Any], *names: str) -> tuple[dict[str, Any
     return {**state_dict, "state": state, "param_groups": _without_norms(state_dict["param_groups"])}, codes, others
 
 
-def _without_norms(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _without_norms(groups: Sequence[Mapping[str, object]]) -> list[dict[str, Any]]:
     """Return parameter groups without the norms by which updates in the backward pass were clipped; log that."""
     if not any(_CLIPPING[1] in group for group in groups):
         return [dict(group) for group in groups]
@@ -278,7 +278,7 @@ def _decoded(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]
     return plain
 
 
-def for_pickle(state: Mapping[Any, Any], *, undo: bool = False) -> dict[Any, Any]:
+def for_pickle(state: Mapping[object, object], *, undo: bool = False) -> dict[Any, Any]:
     """Return the state of an optimizer with uint8 in the place of float8: torch 2.11 cannot read float8 pickles back.
 
     With ``undo``, return the state that such a state was made from.

@@ -187,7 +187,7 @@ def changing(registry: MasterRegistry, method: str, reads_gradients: bool) -> It
                 master.grad = grad
 
 
-def evaluated_once(registry: MasterRegistry, result: Any) -> Callable[[], Any]:
+def evaluated_once(registry: MasterRegistry, result: object) -> Callable[[], object]:
     """Return a closure for the optimizer that returns ``result`` once, before a master has changed."""
     versions: list[int] = [version_of(store.flat) for store in registry.stores]
 
@@ -241,7 +241,7 @@ class MasterOptimizer(Optimizer):
 
     zero_grad = steps.zero_grad
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: dict[str, object]) -> None:
         """Also make masters of the new parameters."""
         self._masters.plain.add_param_group(self, param_group)
         self._masters.add_missing({})
@@ -258,7 +258,7 @@ class MasterOptimizer(Optimizer):
                 state[key] = {**state.get(key, {}), name: values[id(param)]}
         return {**state_dict, "state": state}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, object]) -> None:
         """Load a state dict of any form of masters, or of a plain optimizer: masters follow changed weights."""
         registry = self._masters
         plain, codes, masters = moments.taken_out(state_dict, moments.MASTER_PARAM, moments.MASTER_REMAINDER)
@@ -274,7 +274,7 @@ class MasterOptimizer(Optimizer):
             if coded:
                 registry.take_moments(params[key], coded)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         """Pickle as the plain optimizer, the configuration and the masters' values."""
         registry = self._masters
         values = registry.values()
@@ -292,7 +292,7 @@ def _rebuild(plain: type[T], state: dict[str, Any], config: MasterConfig, values
 
 
 @functools.cache
-def _master_class(plain: type[Any]) -> type[Any]:
+def _master_class(plain: type[object]) -> type[Any]:
     methods = {name: each for name, each in vars(MasterOptimizer).items() if callable(each)}
     moves = {name: _on_masters(getattr(plain, name), name) for name in _MOVES if hasattr(plain, name)}
     return type(plain.__name__, (plain,), {"__doc__": plain.__doc__, **methods, **moves})
@@ -302,11 +302,11 @@ _MOVES: Final = {"train": False, "eval": False, "first_step": True, "second_step
 """Methods beside ``step`` that change weights: those of schedule-free optimizers, and of SAM, which read gradients."""
 
 
-def _on_masters(move: Callable[..., Any], name: str) -> Callable[..., Any]:
+def _on_masters(move: Callable[..., object], name: str) -> Callable[..., object]:
     """Return a method of an optimizer that sees masters."""
 
     @functools.wraps(move)
-    def moved(self: MasterOptimizer, *args: Any, **kwargs: Any) -> Any:
+    def moved(self: MasterOptimizer, *args: object, **kwargs: object) -> Any:
         with changing(self._masters, f"{type(self).__name__}.{name}", _MOVES[name]):
             return move(self, *args, **kwargs)
 

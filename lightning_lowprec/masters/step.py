@@ -221,7 +221,7 @@ def drop_grads(registry: MasterRegistry) -> None:
 
 
 @replaces_step
-def step(self: Any, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+def step(self: Any, closure: Callable[[], Any] | None = None, *args: object, **kwargs: object) -> Any:
     """Step group by group: in one pass, or by the optimizer's own code on some masters at a time; or on all."""
     registry: MasterRegistry = self._masters
     vars(self)[STEPPED] = True
@@ -297,7 +297,7 @@ def _step_in_one_pass(optimizer: Any, registry: MasterRegistry, group: Group) ->
 def _showing(optimizer: Any, group: Group, params: Sequence[Tensor], values: Sequence[Tensor]) -> Iterator[None]:
     """Show the optimizer only ``values``, one per parameter, with the options and the state of the parameters."""
     groups, state, options = optimizer.param_groups, optimizer.state, optimizer.param_groups[group.index]
-    of_values: defaultdict[Tensor, Any] = defaultdict(dict)
+    of_values: defaultdict[Tensor, object] = defaultdict(dict)
     before, members = options["params"], []
     for p, value in zip(params, values, strict=True):
         if id(p) in group.ids:
@@ -355,7 +355,7 @@ def refuse_plain_steps() -> None:
     """Let optimizers without masters raise RuntimeError from now on where they would step weights that were cast."""
 
     @sees_no_masters
-    def check(optimizer: Optimizer, *_: Any) -> None:
+    def check(optimizer: Optimizer, *_: object) -> None:
         if hasattr(optimizer, "_masters") or brings_masters(optimizer):
             return
         for p in parameters_of(optimizer):

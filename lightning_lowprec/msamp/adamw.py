@@ -40,7 +40,7 @@ class ScaledAdamW(ScaledOptimizer, AdamW):
     """
 
     @override
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
         for group in self.param_groups:  # as in torch: an AdamW that loads the state of an Adam stays an AdamW
             group["decoupled_weight_decay"] |= self.defaults["decoupled_weight_decay"]

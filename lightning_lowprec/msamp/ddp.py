@@ -24,7 +24,7 @@ _EXCLUDING: Final[weakref.WeakSet[nn.Module]] = weakref.WeakSet()
 _BUCKET: Final = 1 << 23  # elements that are averaged at once: 32 MiB in float32 for the time of the call
 
 
-def prepare_for_ddp(model: nn.Module, group: Any = None) -> None:
+def prepare_for_ddp(model: nn.Module, group: object = None) -> None:
     """Let DDP ignore the parameters of codes, and give every rank the codes and scales of the first rank.
 
     Call before ``DistributedDataParallel(model)``. At least one other parameter must be left for DDP to train.
@@ -61,7 +61,7 @@ def broadcast_codes(model: nn.Module, group: Any = None) -> None:
 
 
 @torch.no_grad()
-def average_scaled_gradients(params: Iterable[Tensor], group: Any = None) -> None:
+def average_scaled_gradients(params: Iterable[Tensor], group: object = None) -> None:
     """Average the gradients of the parameters of codes over the ranks, with one byte per element on the wire.
 
     The arithmetic is that of ``fp8_gradient_hook``. A parameter that has a gradient on some ranks only counts as zero
@@ -90,7 +90,7 @@ def average_scaled_gradients(params: Iterable[Tensor], group: Any = None) -> Non
         _average(bucket, group)
 
 
-def _average(bucket: list[Tensor], group: Any) -> None:
+def _average(bucket: list[Tensor], group: object) -> None:
     sizes = [p.numel() for p in bucket]
     flat = torch.zeros(sum(sizes), device=bucket[0].device)
     parts = torch.split(flat, sizes)

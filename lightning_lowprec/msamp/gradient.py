@@ -57,7 +57,7 @@ class ScaledGradient(Tensor):
         return ["codes", "inv_scale"], self.stage
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], stage: Stage, size: Any, stride: Any) -> ScaledGradient:
+    def __tensor_unflatten__(inner: dict[str, Tensor], stage: Stage, size: object, stride: object) -> ScaledGradient:
         return ScaledGradient(inner["codes"], inner["inv_scale"], stage)
 
     @classmethod
@@ -77,14 +77,14 @@ class ScaledGradient(Tensor):
         self.inv_scale.copy_(inv_scale)
         self.stage = max(self.stage, Stage.OWN)
 
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+    def __repr__(self, **_: object) -> str:  # type: ignore[override]
         return f"{type(self).__name__}(shape={tuple(self.shape)}, inv_scale={self.inv_scale}, codes={self.codes})"
 
     __torch_function__ = private.disabled_torch_function
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+        cls, func: object, types: object, args: Sequence[object] = (), kwargs: dict[str, object] | None = None
     ) -> Any:
         """Run the operations of ``_HANDLERS`` on codes and scales, and other operations on decoded values."""
         return _HANDLERS.get(func, _on_values)(func, args, kwargs or {})
@@ -111,11 +111,11 @@ def _norm_of(codes: Tensor, inv_scale: Tensor, order: float = 2.0) -> Tensor:
     return norm
 
 
-def _gradients_in(value: Any) -> list[ScaledGradient]:
+def _gradients_in(value: object) -> list[ScaledGradient]:
     return [v for v in private.tree_leaves(value) if isinstance(v, ScaledGradient)]
 
 
-def _returned(first: Any) -> Any:
+def _returned(first: object) -> Any:
     return first if isinstance(first, Tensor) else None  # operations in place on lists return nothing
 
 
@@ -166,7 +166,7 @@ def _multiply_(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
     return _returned(args[0])
 
 
-def _norm(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _norm(func: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     for gradient in _gradients_in(args[0]):
         if gradient.stage is Stage.OWN:
             gradient.stage = Stage.MEASURED
@@ -176,7 +176,7 @@ def _norm(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return _on_values(func, args, kwargs)
 
 
-def _add(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _add(func: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Add gradients, as autograd does for a weight that is used twice, and in place in the second micro-batch."""
     if kwargs or not all(isinstance(arg, ScaledGradient) for arg in args):
         return _on_values(func, args, kwargs)
@@ -188,7 +188,7 @@ def _add(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return target
 
 
-def _zero_(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _zero_(func: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     for tensor in private.tree_leaves(args[0]):
         if isinstance(tensor, ScaledGradient):
             tensor.inv_scale.fill_(1.0)  # it may be NaN

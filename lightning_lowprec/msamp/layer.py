@@ -94,7 +94,7 @@ class ScaledLayer(PlainFirst):
             destination[prefix + "weight"] = best_values_of(self.weight)
 
     def _load_from_state_dict(
-        self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any, **kwargs: Any
+        self, state_dict: Any, prefix: str, local_metadata: Any, *args: object, **kwargs: object
     ) -> None:
         # assign=True is ignored: the parameter stays, and the values are encoded into it
         metadata = {key: value for key, value in local_metadata.items() if key != "assign_to_params_buffers"}
@@ -189,7 +189,7 @@ def _grad_codes(values: Tensor, rows: bool, columns: bool) -> tuple[Any, Any, Te
     return _both(values, E5M2, rows, columns)
 
 
-def _both(values: Tensor, format: Format, rows: bool, columns: bool) -> tuple[Any, Any, Tensor]:
+def _both(values: Tensor, format: Format, rows: bool, columns: bool) -> tuple[object, object, Tensor]:
     codes, scale = encode(values.float(), format)
     return _laid_out(codes, False) if rows else None, _laid_out(codes, True) if columns else None, scale
 

@@ -83,19 +83,19 @@ class ScaledOptimizer(Optimizer):
         """Return the moments that a step needs, with their formats at O2 and O3."""
         raise NotImplementedError
 
-    def _numbers(self, group: Mapping[str, Any], state: Mapping[str, Any]) -> Mapping[str, float | bool]:
+    def _numbers(self, group: Mapping[str, object], state: Mapping[str, object]) -> Mapping[str, float | bool]:
         """Return the numbers of the next step, for parameters whose state after the last step is like ``state``."""
         raise NotImplementedError
 
     @staticmethod
-    def _update_flat(flat: Flats, numbers: Mapping[str, Any]) -> None:
+    def _update_flat(flat: Flats, numbers: Mapping[str, object]) -> None:
         """Update flat tensors of codes: a :data:`~lightning_lowprec.msamp.step.Rule`."""
         raise NotImplementedError
 
     # ---- the step
 
     @override
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: dict[str, object]) -> None:
         super().add_param_group(param_group)
         for p in self.param_groups[-1]["params"]:
             weight = msamp_state_of(p)
@@ -119,7 +119,7 @@ class ScaledOptimizer(Optimizer):
                 self._step_codes(group, alike)
         return loss
 
-    def _step_plain(self, torchs_step: Callable[[Optimizer], Any]) -> None:
+    def _step_plain(self, torchs_step: Callable[[Optimizer], object]) -> None:
         """Let torch step the parameters without codes; those in half precision as float32, with float32 state."""
         groups, state = self.param_groups, self.state
         plain = [p for p in parameters_of(self) if msamp_state_of(p) is None and p.grad is not None]
@@ -182,13 +182,13 @@ class ScaledOptimizer(Optimizer):
     # ---- state
 
     @override
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         state = {p: _viewed(entry, E4M3.dtype, torch.uint8) for p, entry in self.state.items()}  # pickle has no float8
         options = {name: getattr(self, name) for name in OPTIONS}
         return {**super().__getstate__(), "state": state, **options}
 
     @override
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         Optimizer.__setstate__(self, state)  # Adam's would make tensors of the step counts
         _alive.add(self)
         self.state = defaultdict(dict, self.state)
@@ -199,7 +199,7 @@ class ScaledOptimizer(Optimizer):
 
     def _state_of(self, p: Tensor, moments: Mapping[str, Format]) -> dict[str, Any]:
         """Return the state of ``p``; missing moments start at zero."""
-        state: dict[str, Any] = self.state[p]
+        state: dict[str, object] = self.state[p]
         coded = msamp_state_of(p) is not None
         scaled = coded and self.level != "O1"
         if coded:

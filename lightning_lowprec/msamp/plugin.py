@@ -97,7 +97,7 @@ class MSAMP(Converting):
         return fp8.kernel_refusal("msamp", self.emulate, device, f"MSAMP({self.level!r}, emulate=True)")
 
     @override
-    def sharded_identity(self) -> tuple[Any, ...]:
+    def sharded_identity(self) -> tuple[object, ...]:
         return self.precision, self.layers, self.emulate, self.fp8_eval
 
     @override
@@ -208,7 +208,7 @@ class MSAMP(Converting):
         # a second optimizer in Fabric without the names, or an optimizer of a weight that was unfrozen
         self._convert_optimizer(optimizer)
 
-        def averaged() -> Any:
+        def averaged() -> object:
             result = None if closure is None else closure()
             self._average_gradients(optimizer)
             return result

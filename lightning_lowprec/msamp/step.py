@@ -47,7 +47,7 @@ Update = tuple[Tensor, tuple[str, ...], Mapping[str, bool], Rule]
 @torch.no_grad()
 def step_codes(
     params: Sequence[Tensor],
-    states: Sequence[Mapping[str, Any]],
+    states: Sequence[Mapping[str, object]],
     moments: Mapping[str, Format | None],
     rule: Rule,
     numbers: Mapping[str, float | bool],
@@ -177,6 +177,6 @@ def _round_codes(codes: Tensor, scale: Tensor, e4m3: Tensor, e4m3_scale: Tensor,
 
 
 @functools.cache
-def _compiled_by(backend: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _compiled_by(backend: str, function: Callable[..., object]) -> Callable[..., object]:
     options: Any = _IN_REGISTERS if backend == "inductor" else None
     return compiled(function, backend=backend, dynamic=True, options=options)

@@ -158,7 +158,7 @@ class MsampWeight(CodedWeight):
 
     # ---- FSDP2
 
-    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Any]:
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], object]:
         """Return the codes to send, for FSDP2."""
         codes, scale = self.codes_and_scale()
         return (codes.view(torch.uint8),), scale
@@ -179,7 +179,7 @@ class MsampWeight(CodedWeight):
         return names, self.dtype
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Any], dtype: torch.dtype, size: Any, stride: Any) -> MsampWeight:
+    def __tensor_unflatten__(inner: dict[str, Any], dtype: torch.dtype, size: object, stride: object) -> MsampWeight:
         return MsampWeight(MsampWeightState(**inner), dtype)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -187,7 +187,7 @@ class MsampWeight(CodedWeight):
             memo[id(self)] = in_place_of(self, MsampWeight(self.msamp_state.copied()))
         return memo[id(self)]
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         """Return what pickle keeps: e4m3 as bytes, because pickle cannot read a storage of float8."""
         inner = {name: getattr(self, name) for name in self.__tensor_flatten__()[0]}
         if self.e4m3 is not None:
@@ -199,7 +199,7 @@ class MsampWeight(CodedWeight):
         """Return the address of the codes."""
         return self.msamp_state.codes.data_ptr()
 
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+    def __repr__(self, **_: object) -> str:  # type: ignore[override]
         return f"{type(self).__name__}(shape={tuple(self.shape)}, scale={self.scale})"
 
 
@@ -233,7 +233,7 @@ def _check_write(func: Any, targets: Sequence[MsampWeight]) -> None:
         )
 
 
-def _copy_codes_(target: MsampWeightState, source: Any) -> bool:
+def _copy_codes_(target: MsampWeightState, source: object) -> bool:
     """Copy codes and scales, if that is exact; return whether it was."""
     other = msamp_state_of(source)
     if other is None or target.codes.shape != other.codes.shape or (target.e4m3 is None) != (other.e4m3 is None):
@@ -296,7 +296,7 @@ def move_(param: Tensor, device: torch.device) -> None:
 # ---- codes and values of parameters, whole or sharded
 
 
-def msamp_state_of(param: Any) -> MsampWeightState | None:
+def msamp_state_of(param: object) -> MsampWeightState | None:
     """Return the state of a parameter of codes; None for any other tensor."""
     state: MsampWeightState | None = getattr(param, "msamp_state", None)
     return state

@@ -29,7 +29,7 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 
 
 def fp8_gradient_hook(
-    state: Any,
+    state: object,
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[Tensor]:
     """Average one bucket; use as ``ddp.register_comm_hook(None, fp8_gradient_hook)``.

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Final, Literal, final
+from typing import Final, Literal, final
 
 import torch
 import torch.nn.functional as F
@@ -180,7 +180,7 @@ class Largest:
         """Return whether no write to ``weight`` was seen since :meth:`note`."""
         return self._version == version_of(weight)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         """Leave the hint out of copies and pickles."""
         return type(None), ()
 

@@ -28,7 +28,7 @@ R = TypeVar("R")
 
 
 def in_one_pass(
-    function: Callable[..., Tensor], values: Tensor, scale: Tensor, *constants: Any, out: Tensor | None = None
+    function: Callable[..., Tensor], values: Tensor, scale: Tensor, *constants: object, out: Tensor | None = None
 ) -> Tensor:
     """Return ``function(values, scale, *constants)``: (...), scalar float32 -> (...). Call without gradients.
 
@@ -44,7 +44,7 @@ def in_one_pass(
     return out
 
 
-def rows_in_one_pass(function: Callable[..., Any], rows: Tensor, *arguments: Any) -> Any:
+def rows_in_one_pass(function: Callable[..., Any], rows: Tensor, *arguments: object) -> Any:
     """Return ``function(rows, *arguments)``: ``rows`` is (M, N). Call without gradients.
 
     ``function`` stands in a module and has reductions along N and elementwise operations. There is one graph for the
@@ -68,7 +68,7 @@ def _compiled_into(function: Callable[..., Tensor]) -> Callable[..., None]:
     return compiled(_copied(_write), fullgraph=True, dynamic=True)
 
 
-def _write(out: Tensor, function: Callable[..., Tensor], *arguments: Any) -> None:
+def _write(out: Tensor, function: Callable[..., Tensor], *arguments: object) -> None:
     out.copy_(function(*arguments))
 
 
@@ -80,7 +80,7 @@ def compiled_on_cuda(function: Callable[..., R]) -> Callable[..., R]:
     """
 
     @functools.wraps(function)
-    def run(first: Tensor, *rest: Any) -> R:
+    def run(first: Tensor, *rest: object) -> R:
         traced = torch.compiler.is_compiling() or type(first) is not Tensor  # the tensors of a compiler
         if traced or not first.numel() or not compiles(first.device):
             return function(first, *rest)
@@ -100,13 +100,13 @@ def compiles(device: torch.device) -> bool:
 
 
 @functools.cache
-def _compiled_any(function: Callable[..., R], *kind: Any) -> Callable[..., R]:
+def _compiled_any(function: Callable[..., R], *kind: object) -> Callable[..., R]:
     """Each kind has graphs of its own, for square matrices and ragged edges; torch allows eight for a function."""
     return compiled(_copied(function) if kind else function, dynamic=True)
 
 
 @functools.cache
-def _compiled_for_rows(function: Any, *kind: Any) -> Callable[..., Any]:
+def _compiled_for_rows(function: object, *kind: object) -> Callable[..., object]:
     return compiled(_copied(function), fullgraph=True)
 
 

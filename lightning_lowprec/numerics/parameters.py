@@ -50,9 +50,9 @@ def on_several_meshes(tensors: Iterable[Tensor]) -> bool:
     return len(set(map(mesh_of, tensors))) > 1
 
 
-def grouped(items: Iterable[T], key: Callable[[T], Any]) -> list[list[T]]:
+def grouped(items: Iterable[T], key: Callable[[T], object]) -> list[list[T]]:
     """Return lists of the items that share a key, in the order in which the keys come."""
-    groups: dict[Any, list[T]] = {}
+    groups: dict[object, list[T]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
     return list(groups.values())

@@ -123,7 +123,7 @@ class LowPrecision(EitherPrecision, ABC):
         """Return how ``device`` emulates the precision by the arithmetic of another format: slow, for tests."""
         return device.type == "cpu" if self.emulate is None else self.emulate
 
-    def gathers(self, options: Any) -> str | None:
+    def gathers(self, options: object) -> str | None:
         """Return why FSDP2 cannot gather the weights as float8 by ``ShardOptions``, as the end of a sentence."""
         return f"`precision={self.precision!r}` has no FP8 weights"
 
@@ -131,7 +131,7 @@ class LowPrecision(EitherPrecision, ABC):
         """Return why this precision does not run by an engine, as the end of a sentence; None if it does."""
         return None
 
-    def sharded_identity(self) -> tuple[Any, ...]:
+    def sharded_identity(self) -> tuple[object, ...]:
         """Return everything about this precision that sharding builds into a model."""
         return (self.precision,)
 
@@ -289,7 +289,7 @@ class LowPrecision(EitherPrecision, ABC):
     # ---- forward
 
     @override
-    def forward_context(self) -> AbstractContextManager[Any]:
+    def forward_context(self) -> AbstractContextManager[object]:
         """Return autocast on the module's device; casts are cached in Fabric, not in the Trainer, as in Lightning."""
         device = self._known_device()
         if self.engine is not None:  # enters autocast itself
@@ -299,7 +299,7 @@ class LowPrecision(EitherPrecision, ABC):
         return declared.forward(device.type, self.autocast_dtype, cache=not self._in_trainer, half_weights=why)
 
     @override
-    def convert_input(self, data: Any) -> Any:
+    def convert_input(self, data: object) -> Any:
         """Cast floating-point tensors to the autocast dtype; a Trainer's batch stays without ``cast_inputs=True``."""
         if self._in_trainer and not self._casts_batch:
             return data
@@ -307,7 +307,7 @@ class LowPrecision(EitherPrecision, ABC):
         return cast_floating(data, self.autocast_dtype)
 
     @override
-    def convert_output(self, data: Any) -> Any:
+    def convert_output(self, data: object) -> Any:
         """Cast floating-point tensors to the default dtype (only Fabric calls this)."""
         return cast_floating(data, torch.get_default_dtype())
 
@@ -330,7 +330,7 @@ class LowPrecision(EitherPrecision, ABC):
         return self._backward_plain if self.scaler is None else self._backward_scaled
 
     @shown_as(either.FabricPrecision.backward)
-    def _backward_plain(self, tensor: Tensor, model: Module | None, *args: Any, **kwargs: Any) -> None:
+    def _backward_plain(self, tensor: Tensor, model: Module | None, *args: object, **kwargs: object) -> None:
         if self.masters is not None and masters_step.waiting:
             masters_step.multiply_waiting()  # gradients that wait for a step, if another backward comes before the step
         parent: Any = either.TrainerPrecision if self._in_trainer else either.FabricPrecision
@@ -338,7 +338,7 @@ class LowPrecision(EitherPrecision, ABC):
         if self.modules.watched_backwards and self.backend:
             set_up.look_at_layers(self)
 
-    def _backward_scaled(self, tensor: Tensor, model: Module | None, *args: Any, **kwargs: Any) -> None:
+    def _backward_scaled(self, tensor: Tensor, model: Module | None, *args: object, **kwargs: object) -> None:
         assert self.scaler is not None
         tensor = tensor if self._in_trainer else self.scaler.scale_loss(tensor)
         self._backward_plain(tensor, model, *args, **kwargs)
@@ -353,8 +353,8 @@ class LowPrecision(EitherPrecision, ABC):
         self,
         optimizer: Any,
         model: either.LightningModule | None = None,
-        closure: Callable[[], Any] | None = None,
-        **kwargs: Any,
+        closure: Callable[[], object] | None = None,
+        **kwargs: object,
     ) -> Any:
         """Step. With loss scaling: run the closure, unscale, let the Trainer clip, step if all gradients are finite."""
         if self.engine is not None:
@@ -412,12 +412,12 @@ class LowPrecision(EitherPrecision, ABC):
         return {loss_scale.SKIPS_STATE: self.scaler.skipped_steps}
 
     @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, object]) -> None:
         """Restore the loss scale if both runs scale the loss; else drop the stored scale and log a line."""
         loss_scale.load_loss_scale(self.scaler, state_dict, self.precision)
 
     @override
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, checkpoint: dict[str, object]) -> None:
         """Trainer: load the states of other plugins, so that a checkpoint of any precision resumes under any other."""
         for foreign in loss_scale.foreign_states(checkpoint, type(self), LowPrecision):
             self.load_state_dict(foreign)

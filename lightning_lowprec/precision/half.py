@@ -163,9 +163,9 @@ class HalfEval(LowPrecision):
         return any(module.training for module in self.modules.prepared)
 
     @override
-    def forward_context(self) -> AbstractContextManager[Any]:
+    def forward_context(self) -> AbstractContextManager[object]:
         return nullcontext() if self._trains() else super().forward_context()
 
     @override
-    def convert_input(self, data: Any) -> Any:
+    def convert_input(self, data: object) -> Any:
         return data if self._trains() else super().convert_input(data)

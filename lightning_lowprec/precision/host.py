@@ -40,7 +40,7 @@ def trainer_of(module: Module | None) -> Trainer | None:
     return trainer if isinstance(trainer, both(Trainer)) else None  # Fabric attaches a shim
 
 
-def callbacks_of(model: Module) -> list[Any]:
+def callbacks_of(model: Module) -> list[object]:
     """Return the callbacks of the Trainer that runs ``model``, which DDP may have wrapped."""
     trainer: Any = trainer_of(model.module if isinstance(model, DistributedDataParallel) else model)
     return list(getattr(trainer, "callbacks", ()))
@@ -51,7 +51,7 @@ def in_trainer(module: Module | None) -> TypeGuard[LightningModule]:
     return trainer_of(module) is not None
 
 
-def shown_as(original: Callable[..., Any]) -> Callable[[F], F]:
+def shown_as(original: Callable[..., object]) -> Callable[[F], F]:
     """Hide an override from Fabric, which compares the code objects behind ``__wrapped__`` with its own hooks."""
 
     def decorate(hook: F) -> F:
@@ -67,7 +67,7 @@ def device_of(module: Module) -> torch.device:
     return default_device() if parameter is None or parameter.is_meta else parameter.device
 
 
-def cast_floating(data: Any, dtype: torch.dtype) -> Any:
+def cast_floating(data: object, dtype: torch.dtype) -> Any:
     """Cast the floating-point tensors of a collection; leave everything else unchanged."""
     return apply_to_collection(data, Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t)
 
@@ -91,11 +91,11 @@ class Engine(ABC):
         """How many optimizer steps the engine has skipped, because a gradient was not finite."""
 
     @abstractmethod
-    def backward(self, tensor: Tensor, model: Module | None, *args: Any, **kwargs: Any) -> None:
+    def backward(self, tensor: Tensor, model: Module | None, *args: object, **kwargs: object) -> None:
         """Compute the gradients of a loss."""
 
     @abstractmethod
     def optimizer_step(
-        self, optimizer: Any, model: LightningModule | None, closure: Callable[[], Any] | None, **kwargs: Any
+        self, optimizer: object, model: LightningModule | None, closure: Callable[[], object] | None, **kwargs: object
     ) -> Any:
         """Run the closure, and step where the engine has all micro-batches of the step."""

@@ -250,10 +250,10 @@ class LossScaler:
         self.skipped_steps = int(state.get("skipped_steps", 0))
         self._skipped_at_floor = 0
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {key: value for key, value in self.__dict__.items() if key != "_gradients"}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state, _gradients=weakref.WeakKeyDictionary())
 
     def __repr__(self) -> str:
@@ -309,7 +309,7 @@ def load_loss_scale(scaler: LossScaler | None, state: Mapping[str, Any], precisi
         info(f"Dropped the loss scale of the checkpoint: `precision={precision!r}` needs none.")
 
 
-def foreign_states(checkpoint: Mapping[str, Any], plugin: type, root: type) -> list[dict[str, Any]]:
+def foreign_states(checkpoint: Mapping[str, object], plugin: type, root: type) -> list[dict[str, object]]:
     """Return the states of other plugins in a Trainer's checkpoint; none if the checkpoint has that of ``plugin``.
 
     States of all classes derived from ``root`` count. The key of a plugin's state is the name of its class.

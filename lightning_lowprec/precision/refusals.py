@@ -86,7 +86,7 @@ def refuse_graph(model: Any, precision: str) -> None:
         )
 
 
-def refuse_averaging(callbacks: Iterable[Any], why: str) -> None:
+def refuse_averaging(callbacks: Iterable[object], why: str) -> None:
     """Raise for Lightning's callbacks that average the model's parameters; ``why`` ends the message."""
     for callback in averaging(callbacks):
         raise MisconfigurationException(f"`{type(callback).__name__}` {why}")
@@ -113,7 +113,7 @@ def refuse_unfreezing(module: Module) -> None:
             raise MisconfigurationException(f"`{type(callback).__name__}` unfreezes weights, which {instead}")
 
 
-def averaging(callbacks: Iterable[Any]) -> list[Any]:
+def averaging(callbacks: Iterable[object]) -> list[object]:
     """Return the callbacks that are Lightning's for averages of weights."""
     kinds = both(*(getattr(trainer_callbacks, name) for name in AVERAGING if hasattr(trainer_callbacks, name)))
     return [callback for callback in callbacks if isinstance(callback, kinds)]

@@ -179,7 +179,7 @@ def set_up_heads(plugin: Plugin, module: Module, device: torch.device) -> None:
 # ---- before the first step
 
 
-def before_training(plugin: Plugin, model: Any, optimizers: Sequence[Optimizer], *, will_train: bool) -> None:
+def before_training(plugin: Plugin, model: object, optimizers: Sequence[Optimizer], *, will_train: bool) -> None:
     """Prepare all optimizers of the Trainer, and check them; without training they are those of an earlier fit."""
     if will_train:
         if plugin.masters is not None:

@@ -89,8 +89,8 @@ def scaled_step(
     scaler: LossScaler,
     optimizer: Any,
     model: LightningModule | None,
-    closure: Callable[[], Any] | None,
-    kwargs: dict[str, Any],
+    closure: Callable[[], object] | None,
+    kwargs: dict[str, object],
 ) -> Any:
     """Run the closure, unscale, let the Trainer clip, then step, or skip if a gradient is not finite."""
     if isinstance(optimizer, LBFGS):

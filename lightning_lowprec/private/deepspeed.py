@@ -69,7 +69,7 @@ def explain_loading(engine: Any, precision: str) -> None:
     """Let an engine say why a checkpoint of another base dtype does not load: its files have other names."""
     load = engine.load_checkpoint
 
-    def explained(*args: Any, **kwargs: Any) -> Any:
+    def explained(*args: object, **kwargs: object) -> object:
         try:
             return load(*args, **kwargs)
         except FileNotFoundError as error:
@@ -85,11 +85,11 @@ def explain_loading(engine: Any, precision: str) -> None:
     engine.load_checkpoint = explained
 
 
-def before_initialize(strategy: Any, check: Callable[[Any, Any], None]) -> None:
+def before_initialize(strategy: object, check: Callable[[object, object], None]) -> None:
     """Let a Trainer's DeepSpeedStrategy call ``check(model, optimizer)`` before ``deepspeed.initialize``."""
     initialize = getattr(strategy, _INITIALIZE)
 
-    def checked(model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    def checked(model: object, optimizer: object, *args: object, **kwargs: object) -> object:
         check(model, optimizer)
         return initialize(model, optimizer, *args, **kwargs)
 

@@ -127,7 +127,7 @@ if not TYPE_CHECKING:
 
 
 @cache  # cleared by `share_bases`
-def both(*classes: Any) -> tuple[Any, ...]:
+def both(*classes: object) -> tuple[Any, ...]:
     """Return classes of the main package, each with its namesake in the other package if that is imported."""
     return tuple(namesake for cls in classes for namesake in (cls, *_namesakes(cls)))
 
@@ -170,13 +170,13 @@ def share_bases() -> None:
                 cls.__bases__ = (base, *namesakes, *rest)
 
 
-def is_overridden(name: str, module: Any) -> bool:
+def is_overridden(name: str, module: object) -> bool:
     """Return whether a LightningModule of either package has its own version of one of Lightning's methods."""
     bases = (cls for cls in both(_get("LightningModule")) if isinstance(module, cls))
     return any(overrides.is_overridden(name, module, cls) for cls in bases)
 
 
-def is_wrapped(module: Any) -> bool:
+def is_wrapped(module: object) -> bool:
     """Return whether Fabric, of either package, has wrapped a module."""
     return any(
         package.module("fabric").is_wrapped(module) for package in PACKAGES if package.imported(for_trainer=False)

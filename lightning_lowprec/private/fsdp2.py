@@ -62,7 +62,7 @@ def add_group(
     state._fsdp_param_groups.append(FSDPParamGroup(params, first.modules, *meshes, first.device, None, policy, offload))
 
 
-def unreduced_gradient(record: Any) -> Tensor | None:
+def unreduced_gradient(record: object) -> Tensor | None:
     """Return the gradient of a gathered parameter that waits for its reduction, or None."""
     gathered: nn.Parameter | None = vars(record).get("_unsharded_param")
     return None if gathered is None else gathered.grad

@@ -79,7 +79,7 @@ def _has(cls: Any, name: str) -> bool:
     return hasattr(cls, name) or any(name in code.co_names for code in codes if code is not None)
 
 
-def _check(owner: Any, names: Iterable[str], consequence: str) -> None:
+def _check(owner: object, names: Iterable[str], consequence: str) -> None:
     missing = [name for name in names if not hasattr(owner, name)]
     if missing:
         raise ImportError(
@@ -91,18 +91,18 @@ def _check(owner: Any, names: Iterable[str], consequence: str) -> None:
 # ---- FSDP2
 
 
-def check_model_parallel(strategy: Any) -> None:
+def check_model_parallel(strategy: object) -> None:
     """Raise ImportError if this Lightning's ModelParallelStrategy lacks one of :data:`MODEL_PARALLEL_NAMES`."""
     _check(strategy, MODEL_PARALLEL_NAMES, "ModelParallelStrategy, so 'fsdp2' does not run on it;")
 
 
-def set_names(owner: Any, **values: Any) -> None:
+def set_names(owner: object, **values: object) -> None:
     """Set attributes of a ModelParallelStrategy or LightningModule, by their names without the first underscore."""
     for name, value in values.items():
         setattr(owner, f"_{name}", value)
 
 
-def fsdp_choices(strategy: Any, *, in_fabric: bool) -> dict[str, Any]:
+def fsdp_choices(strategy: object, *, in_fabric: bool) -> dict[str, Any]:
     """Return what an FSDPStrategy of Fabric or of the Trainer was made with, by the keys of :data:`FSDP_NAMES`."""
     names = FSDP_NAMES | (FABRIC_FSDP_NAMES if in_fabric else TRAINER_FSDP_NAMES)
     instead = "write `lightning_lowprec.FSDP2Strategy(...)` (in Fabric `FabricFSDP2Strategy`) instead."
@@ -121,7 +121,7 @@ def note_sigterm(trainer: Any) -> None:
     if not all(hasattr(connector, name) for name in SIGNAL_NAMES):
         return
 
-    def notify(signum: int, frame: Any) -> None:
+    def notify(signum: int, frame: object) -> None:
         if not connector.received_sigterm and trainer.strategy.launcher is not None:
             trainer.strategy.launcher.kill(signum)
         connector.received_sigterm = True
@@ -170,7 +170,7 @@ def strategy_registry(package: Package, *, for_trainer: bool) -> Any:
     return package.module("fabric.strategies").STRATEGY_REGISTRY
 
 
-def comm_hook(strategy: Any) -> Any:
+def comm_hook(strategy: object) -> Any:
     """Return what the user gave to ``DDPStrategy(ddp_comm_hook=...)``, or None."""
     return getattr(strategy, "_ddp_comm_hook", None)
 
@@ -186,7 +186,7 @@ def set_bytes_per_parameter(summary: Any, size: float) -> None:
     summary._precision_megabytes = size * 1e-6
 
 
-def precision_plugin_of(model: Any) -> Any:
+def precision_plugin_of(model: object) -> Any:
     """Return the precision plugin of the Trainer that a LightningModule is attached to, or None."""
     return getattr(getattr(model, "_trainer", None), "precision_plugin", None)
 
@@ -194,7 +194,7 @@ def precision_plugin_of(model: Any) -> Any:
 # ---- models that the user compiled as a whole
 
 
-def is_compiled_whole(module: Any) -> bool:
+def is_compiled_whole(module: object) -> bool:
     """Return whether the user gave ``torch.compile(module)`` to the Trainer, or to the Fabric that sets it up now.
 
     Both take the compiled wrapper off before plugins see the module. The Trainer notes that on the module. Fabric notes
@@ -216,7 +216,7 @@ def _fabric_setups() -> list[Any]:
     return [method.__code__ for cls in both(either.Fabric) for method in (cls.setup, cls.setup_module)]
 
 
-def is_tuning(trainer: Any) -> bool:
+def is_tuning(trainer: object) -> bool:
     """Return whether the Trainer runs for a search of the Tuner, and not for the training itself."""
     finders = both(either.trainer_callbacks.BatchSizeFinder, either.trainer_callbacks.LearningRateFinder)
     return any(getattr(c, TUNER_NAME, False) for c in getattr(trainer, "callbacks", ()) if isinstance(c, finders))
@@ -225,7 +225,7 @@ def is_tuning(trainer: Any) -> bool:
 # ---- loggers
 
 
-def traces(trainer: Any, model: Any) -> bool:
+def traces(trainer: Any, model: object) -> bool:
     """Return whether a logger of ``trainer`` will trace ``model``, for a picture."""
     traceable = isinstance(getattr(model, "example_input_array", None), (torch.Tensor, tuple))
     return traceable and any(getattr(logger, GRAPH_NAME, False) for logger in trainer.loggers)
@@ -259,7 +259,7 @@ def _logged_step(trainer: Any) -> int:
 class EitherPrecision(either.TrainerPrecision):
     """Lightning's precision plugin, for the Trainer of either package."""
 
-    def _clip_gradients(self, model: Any, *args: Any, **kwargs: Any) -> None:
+    def _clip_gradients(self, model: object, *args: object, **kwargs: object) -> None:
         """Clip as the package of ``model`` does: the other one clips nothing of a class that it does not know."""
         namesake(either.TrainerPrecision, type(model))._clip_gradients(self, model, *args, **kwargs)
 
@@ -279,7 +279,7 @@ def sees_gradients(model: Any) -> bool:
     return any(_overrides(owner, base, hook) for owner, base, names in owners for hook in names)
 
 
-def _overrides(owner: Any, base: type, hook: str) -> bool:
+def _overrides(owner: object, base: type, hook: str) -> bool:
     return getattr(type(owner), hook) not in [getattr(cls, hook) for cls in both(base)]
 
 

@@ -53,7 +53,7 @@ def _assigned(owner: Any) -> set[str]:
 
 
 @contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def replaced(owner: object, name: str, value: object) -> Iterator[None]:
     """Give a module or class an attribute within the context; the owner may have, inherit, or not have it."""
     own = vars(owner).get(name)
     setattr(owner, name, value)

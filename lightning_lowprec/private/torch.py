@@ -197,7 +197,7 @@ def _write_positions(func: Any) -> tuple[tuple[int, str], ...]:
     return tuple((i, a.name) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
 
 
-def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+def written_arguments(func: object, args: Sequence[object], kwargs: Mapping[str, object]) -> list[object]:
     """Return the arguments that the operation ``func`` writes to, for a ``__torch_dispatch__``."""
     return [args[i] if i < len(args) else kwargs.get(name) for i, name in _write_positions(func)]
 
@@ -230,7 +230,7 @@ def swap_data(param: Tensor, made: Tensor) -> None:
     old._backward_hooks, old._post_accumulate_grad_hooks = hooks, later_hooks  # registers them with the data
 
 
-def _refuse_old_graph(gradients: Any) -> None:
+def _refuse_old_graph(gradients: object) -> None:
     raise RuntimeError(
         "this loss was computed before a parameter was converted or moved to another device (MS-AMP). Compute the loss"
         " again."
@@ -245,7 +245,7 @@ tree_leaves = torch.utils._pytree.tree_leaves
 tree_map_only = torch.utils._pytree.tree_map_only
 
 
-def tensors_of(values: Any) -> list[Tensor]:
+def tensors_of(values: object) -> list[Tensor]:
     """Return the tensors in nested tuples, lists and dicts."""
     return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
 
@@ -313,7 +313,7 @@ ENCODER_LAYER: Final = (_aten._transformer_encoder_layer_fwd.default, _aten._nat
 ATEN_FOREACH_COPY: Any = _aten._foreach_copy_.default
 ATEN_FOREACH_NORM: Any = _aten._foreach_norm.Scalar
 ATEN_FOREACH_ZERO: Any = _aten._foreach_zero_.default
-ATEN_FOREACH_MULTIPLY: Final[tuple[Any, ...]] = tuple(
+ATEN_FOREACH_MULTIPLY: Final[tuple[object, ...]] = tuple(
     getattr(packet, numbers)
     for packet in (_aten._foreach_mul_, _aten._foreach_div_)
     for numbers in ("Scalar", "ScalarList", "Tensor")
@@ -363,7 +363,7 @@ def current_dispatch_mode() -> Any:
     return torch.utils._python_dispatch._get_current_dispatch_mode()
 
 
-def outside_of_checkpoints() -> AbstractContextManager[Any]:
+def outside_of_checkpoints() -> AbstractContextManager[object]:
     """Return a context for operations that a selective checkpoint must not count: it would count others in backward."""
     mode = current_dispatch_mode()
     if mode is None or not type(mode).__module__.startswith("torch.utils.checkpoint"):

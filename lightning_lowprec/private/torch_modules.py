@@ -18,12 +18,12 @@ def is_compiled(module: nn.Module) -> bool:
     return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
 
 
-_compiled_here: WeakKeyDictionary[nn.Module, ref[Any]] = WeakKeyDictionary()
+_compiled_here: WeakKeyDictionary[nn.Module, ref[object]] = WeakKeyDictionary()
 """Modules that :func:`compile_in_place` has compiled, and their compiled calls; a call holds its module."""
 
 
 def compile_in_place(
-    module: nn.Module, options: Mapping[str, Any], *, unless: Callable[[Iterable[Any]], bool] | None = None
+    module: nn.Module, options: Mapping[str, object], *, unless: Callable[[Iterable[object]], bool] | None = None
 ) -> None:
     """Compile ``module`` as ``module.compile()`` does, so that :func:`undo_compile` can undo it.
 
@@ -41,7 +41,7 @@ def compile_in_place(
     if compiled is None:  # somebody has switched `Module.compile` off
         return
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> object:
         assert unless is not None
         return (module._call_impl if unless((*args, *kwargs.values())) else compiled)(*args, **kwargs)
 
@@ -50,7 +50,7 @@ def compile_in_place(
     _compiled_here[module] = ref(module._compiled_call_impl)
 
 
-def _call_of_torch(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _call_of_torch(module: nn.Module, *args: object, **kwargs: object) -> Any:
     return nn.Module._call_impl(module, *args, **kwargs)  # type: ignore[no-untyped-call]
 
 
@@ -67,7 +67,7 @@ def without_compiled_wrapper(model: nn.Module) -> nn.Module:
     return module
 
 
-def remove_forward_hook(module: nn.Module, function: Callable[..., Any]) -> None:
+def remove_forward_hook(module: nn.Module, function: Callable[..., object]) -> None:
     """Remove every forward hook of ``module`` that is ``function``."""
     for key in [key for key, hook in module._forward_hooks.items() if hook is function]:
         del module._forward_hooks[key]
@@ -93,7 +93,7 @@ class TracedModule(nn.Module):
     def check_trace(self) -> None:
         """Raise if the module cannot be traced."""
 
-    def _slow_forward(self, *args: Any, **kwargs: Any) -> Any:
+    def _slow_forward(self, *args: object, **kwargs: object) -> Any:
         self.check_trace()
         return super()._slow_forward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
@@ -104,7 +104,7 @@ _FAULTY_FROM = (2, 14)
 
 
 @functools.cache
-def block_options() -> dict[str, Any]:
+def block_options() -> dict[str, object]:
     """Return the arguments of ``torch.compile`` for blocks with converted layers, as far as this torch knows them.
 
     Values of up to 60 operations, not 30, are computed again where they are read, instead of written and read. GB per
@@ -145,9 +145,9 @@ def store_float8_right() -> None:
     overrides.minimum, overrides.maximum = staticmethod(_minimum), staticmethod(_maximum)
 
 
-def _minimum(a: Any, b: Any) -> str:
+def _minimum(a: object, b: object) -> str:
     return f"tl.where(({a} < {b}) | ({a} != {a}), {a}, {b})"
 
 
-def _maximum(a: Any, b: Any) -> str:
+def _maximum(a: object, b: object) -> str:
     return f"tl.where(({a} > {b}) | ({a} != {a}), {a}, {b})"

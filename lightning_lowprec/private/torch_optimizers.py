@@ -47,7 +47,7 @@ def noted_by_schedulers(step: F) -> F:
     """Decorate the ``step`` of an optimizer's class: tell schedulers about every call, so that they do not wrap it."""
 
     @functools.wraps(step)
-    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def noted(self: Any, *args: object, **kwargs: object) -> Any:
         setattr(self, STEPPED, True)
         return step(self, *args, **kwargs)
 

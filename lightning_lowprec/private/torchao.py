@@ -37,7 +37,7 @@ def moved() -> list[str]:
     return [] if find_spec("torchao") is None else missing([f"{_TENSOR}.{name}" for name in _ARGUMENTS])
 
 
-def constructor_arguments(tensor: Any) -> tuple[Any, ...]:
+def constructor_arguments(tensor: object) -> tuple[Any, ...]:
     """Return the arguments that make an equal ``Float8TrainingTensor`` of the same memory."""
     return tuple(getattr(tensor, name) for name in _ARGUMENTS)
 

@@ -89,7 +89,7 @@ def scale_state(layer: Any, mode: str) -> Any:
     return state if isinstance(state, DelayedScalingRecipeState) else None
 
 
-def make_scale_state(layer: Any, mode: str, recipe: Any, count: int, device: torch.device | None) -> Any:
+def make_scale_state(layer: Any, mode: str, recipe: object, count: int, device: torch.device | None) -> Any:
     """Give a layer that has not run yet a ``DelayedScalingRecipeState`` for ``count`` tensors, and return the state."""
     from transformer_engine.pytorch.quantization import DelayedScalingRecipeState
 
@@ -98,7 +98,7 @@ def make_scale_state(layer: Any, mode: str, recipe: Any, count: int, device: tor
     return state
 
 
-def register_scales(layers: Iterable[Any]) -> None:
+def register_scales(layers: Iterable[object]) -> None:
     """Make the scales of every ``te.Linear``, and register them; other layers do so at their first forward."""
     from transformer_engine.pytorch import Linear
 

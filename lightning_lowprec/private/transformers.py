@@ -65,7 +65,7 @@ def is_falcon_linear(cls: type) -> bool:
     return (cls.__module__, cls.__qualname__) == _FALCON_LINEAR
 
 
-def experts_implementation(experts: Any) -> str | None:
+def experts_implementation(experts: object) -> str | None:
     """Return how a model multiplies stacked experts: ``"grouped_mm"``, ``"eager"``, ...; None: eager."""
     config = getattr(experts, "config", None)
     config = config.own_config if isinstance(config, _Redirected) else config
@@ -79,7 +79,7 @@ class _Redirected:
 
     _experts_implementation = _OURS
 
-    def __init__(self, own_config: Any) -> None:
+    def __init__(self, own_config: object) -> None:
         self.own_config = own_config
 
     def __getattr__(self, name: str) -> Any:
@@ -87,18 +87,18 @@ class _Redirected:
             raise AttributeError(name)
         return getattr(self.own_config, name)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return _redirected, (self.own_config,)
 
 
-def _redirected(config: Any) -> _Redirected:
+def _redirected(config: object) -> _Redirected:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register(_OURS, _forward_of_class)
     return _Redirected(config)
 
 
-def _forward_of_class(experts: Any, *args: Any, **kwargs: Any) -> Any:
+def _forward_of_class(experts: Any, *args: object, **kwargs: object) -> Any:
     if not isinstance(experts.config, _Redirected):  # the name was written into a config: the class would call this
         raise ValueError(
             f"`experts_implementation={_OURS!r}` is not valid: a precision sets this name, for the experts that the"
@@ -137,7 +137,7 @@ def own_implementation(experts: Any) -> Iterator[None]:
             experts.config = config
 
 
-def is_expert_parallel(experts: Any) -> bool:
+def is_expert_parallel(experts: object) -> bool:
     """Return whether some of the experts of a token may be on another rank."""
     return bool(getattr(experts, "_is_expert_parallel", False))
 
@@ -153,7 +153,7 @@ def activate(experts: Any, doubled: Tensor) -> Tensor:
     return activated
 
 
-def declares_float32(model: Any, *, strict: bool) -> Callable[[str], bool]:
+def declares_float32(model: object, *, strict: bool) -> Callable[[str], bool]:
     """Return whether ``model`` declares a tensor of this fqn float32, as transformers 5 searches its patterns.
 
     ``strict``: ask the list for both half precisions, else the list for fp16.
@@ -195,7 +195,7 @@ def set_loss(model: Any, loss: Callable[..., Tensor] | None) -> None:
         vars(model).pop(_LOSS, None)
 
 
-def loss_of(model: Any) -> Any:
+def loss_of(model: object) -> Any:
     """Return what :func:`set_loss` has set, or None."""
     return vars(model).get(_LOSS)
 
@@ -312,7 +312,7 @@ def with_own_cache(module: nn.Module) -> None:
         del module._forward_hooks[key], module._forward_hooks_always_called[key]
 
 
-def has_cache(values: Iterable[Any]) -> bool:
+def has_cache(values: Iterable[object]) -> bool:
     """Return whether one of the arguments of a block is a cache of keys and values."""
     classes = (cls for value in values if not isinstance(value, Tensor) for cls in type(value).__mro__)
     return any(cls.__module__ == "transformers.cache_utils" for cls in classes)
@@ -379,7 +379,7 @@ def _begin_call(positions: Mapping[str, int], model: nn.Module, args: Any, kwarg
     return (args, {**kwargs, "use_cache": False}) if makes_none else None
 
 
-def _end_call(model: nn.Module, args: Any, output: Any) -> None:
+def _end_call(model: nn.Module, args: object, output: object) -> None:
     calls = _calls()
     if calls and calls[-1].model is model:
         calls.pop()

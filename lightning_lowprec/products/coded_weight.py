@@ -42,11 +42,11 @@ class CodedWeight(Tensor):
 
     @classmethod
     @abstractmethod
-    def on_codes(cls, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def on_codes(cls, func: object, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of an operation that runs on codes; NotImplemented: it reads the values."""
 
     @classmethod
-    def write(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Sequence[Any]) -> Any:
+    def write(cls, func: object, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Sequence[Any]) -> Any:
         """Run an operation that writes to the weights ``targets``, or raise RuntimeError, as gathered weights do.
 
         No TypeError: on a TypeError, torch's ``+=`` would compute a new tensor instead.
@@ -74,7 +74,7 @@ class CodedWeight(Tensor):
         return func(*values[0], **values[1])
 
     @classmethod
-    def showing(cls, codes: Tensor, dtype: Any) -> Self:
+    def showing(cls, codes: Tensor, dtype: object) -> Self:
         """Return a tensor of ``dtype`` without memory, strided like ``codes``."""
         like_codes = {"strides": codes.stride(), "storage_offset": codes.storage_offset(), "device": codes.device}
         with inference_mode_of(codes):
@@ -82,7 +82,7 @@ class CodedWeight(Tensor):
         return weight
 
 
-def user_attributes(weight: Any) -> dict[str, Any]:
+def user_attributes(weight: object) -> dict[str, object]:
     """Return the attributes that a user gave a tensor."""
     return {name: value for name, value in vars(weight).items() if name not in _INNER}
 

@@ -105,7 +105,7 @@ def export(
     dtype: DtypeName = "bf16",
     weights_only: bool = False,
     merge_adapters: bool = False,
-    tokenizer: Any = None,
+    tokenizer: object = None,
     progress: bool = True,
 ) -> Exported:
     """Write a live model to a new folder that transformers, vLLM and SGLang load.
@@ -186,7 +186,7 @@ def write(
     weights: RoundedWeights,
     out: Path,
     options: Options,
-    adapter: Mapping[str, Any] | None = None,
+    adapter: Mapping[str, object] | None = None,
     tokenizer: Any = None,
     precision: str | None = None,
 ) -> Exported:
@@ -261,7 +261,7 @@ def _is_sharded(model: nn.Module) -> bool:
 
 
 def _config(model: Any, content: Content, options: Options) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=False))
+    config: dict[str, object] = json.loads(model.config.to_json_string(use_diff=False))
     for name in ("torch_dtype", "_attn_implementation_autoset"):
         config.pop(name, None)
     name = next(cls.__name__ for cls in type(model).__mro__ if cls.__module__.startswith("transformers."))
@@ -274,7 +274,7 @@ def _config(model: Any, content: Content, options: Options) -> dict[str, Any]:
 
 
 def _write_beside(
-    folder: Path, model: Any, config: Mapping[str, Any], options: Options, tokenizer: Any, done: Exported
+    folder: Path, model: object, config: Mapping[str, Any], options: Options, tokenizer: Any, done: Exported
 ) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     generation = getattr(model, "generation_config", None)
@@ -288,7 +288,7 @@ def _write_beside(
     (folder / REPORT).write_text(json.dumps(report(options, done), indent=2) + "\n")
 
 
-def report(options: Options, done: Exported) -> dict[str, Any]:
+def report(options: Options, done: Exported) -> dict[str, object]:
     """Return the content of the file ``lowprec_export.json``."""
     return {
         "format": options.format,

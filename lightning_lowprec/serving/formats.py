@@ -68,7 +68,7 @@ def find_format(name: str) -> Format:
 # ---- hf-fp8-block:  x.weight [N, K], x.weight_scale_inv [ceil(N / 128), ceil(K / 128)]
 
 
-def _block_config(kept: Sequence[str], weights_only: bool) -> dict[str, Any]:
+def _block_config(kept: Sequence[str], weights_only: bool) -> dict[str, object]:
     if weights_only:
         raise ValueError(
             "`weights_only=True` is not valid with `format='hf-fp8-block'`, whose servers round activations too. Use"
@@ -95,7 +95,7 @@ _E4M3: Final = {
 }  # fmt: skip
 
 
-def _compressed_config(kept: Sequence[str], weights_only: bool) -> dict[str, Any]:
+def _compressed_config(kept: Sequence[str], weights_only: bool) -> dict[str, object]:
     weights = {**_E4M3, "strategy": "channel", "dynamic": False, "observer": "minmax", "observer_kwargs": {}}
     activations = {**_E4M3, "strategy": "token", "dynamic": True, "observer": None, "observer_kwargs": {}}
     group = {
@@ -122,7 +122,7 @@ def _torchao_names(name: str) -> tuple[str, str]:
     return f"{module}._{parameter}_qdata", f"{module}._{parameter}_scale"
 
 
-def _torchao_config(kept: Sequence[str], weights_only: bool) -> dict[str, Any]:
+def _torchao_config(kept: Sequence[str], weights_only: bool) -> dict[str, object]:
     quantization = require("torchao.quantization", "format='torchao'")
     quant_type = (
         quantization.Float8WeightOnlyConfig()
@@ -146,7 +146,7 @@ def _torchao_metadata(
         activations = workflows.QuantizeTensorToFloat8Kwargs(granularity=quantization.PerRow(), mm_config=products)
     import torch
 
-    tensors: dict[str, Any] = {name: torch.empty(0) for name in plain}
+    tensors: dict[str, object] = {name: torch.empty(0) for name in plain}
     for name, shape in coded.items():
         tensors[name] = quantization.Float8Tensor(
             torch.empty(shape, dtype=torch.float8_e4m3fn, device="meta"),

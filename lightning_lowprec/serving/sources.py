@@ -170,7 +170,7 @@ class WithoutAdapter(Source):
         (folder / "adapter_config.json").write_text(f"{text}\n")
 
 
-def config_of(model: Any) -> Mapping[str, Any] | None:
+def config_of(model: object) -> Mapping[str, Any] | None:
     """Return the config of a live model's adapter; None without one."""
     configs = getattr(model, "peft_config", None)
     if not configs:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from torch import nn
 
@@ -45,7 +44,7 @@ def _kept_by_user(fqn: str, options: LayerOptions) -> str | None:
     return next((f"kept by {pattern!r}" for pattern in reversed(options.keep) if matches(pattern, fqn)), None)
 
 
-def convert_model(model: nn.Module, plan: Plan, recipe: Any, *, fp8_eval: bool, keep_weights: bool) -> None:
+def convert_model(model: nn.Module, plan: Plan, recipe: object, *, fp8_eval: bool, keep_weights: bool) -> None:
     """Convert ``model`` in place as ``plan`` says. Layers that were converted keep their scales."""
     from lightning_lowprec.te.layer import convert_linears
     from lightning_lowprec.te.norms import convert_norms

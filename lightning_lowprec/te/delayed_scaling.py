@@ -46,7 +46,7 @@ class DelayedScales:
     ``layers`` walks over the models; with ``may_skip``, optimizer steps may be skipped, so that scales are restored.
     """
 
-    def __init__(self, recipe: Any, layers: Callable[[], Layers], *, may_skip: bool = False) -> None:
+    def __init__(self, recipe: object, layers: Callable[[], Layers], *, may_skip: bool = False) -> None:
         self.recipe = recipe
         self.layers = layers
         self._may_skip = may_skip
@@ -176,7 +176,7 @@ def saved_scales(layers: Layers) -> dict[str, LayerScales]:
 
 @torch.inference_mode(False)  # validation may come first, and training cannot write to tensors of inference mode
 @torch.no_grad()
-def restore_scales(layers: Layers, state: Mapping[str, LayerScales], recipe: Any) -> list[str]:
+def restore_scales(layers: Layers, state: Mapping[str, LayerScales], recipe: object) -> list[str]:
     """Give layers the scales that :func:`saved_scales` returned; return the names for which there is no layer.
 
     A history that is longer than the recipe's is cut; a shorter one is filled up with zeros.
@@ -208,7 +208,7 @@ def checkpoint_by_te(model: nn.Module, *, wanted: bool) -> None:
             vars(module)[CHECKPOINT_FUNCTION] = function.args[0]
 
 
-def run_by_te(replaced: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def run_by_te(replaced: Callable[..., Any], function: Callable[..., Any], *args: object, **kwargs: object) -> Any:
     """Run ``function`` now, and again in the backward pass with the scales of the first run; ``replaced`` cannot."""
     from transformer_engine.pytorch import checkpoint
 

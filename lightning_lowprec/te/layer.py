@@ -99,7 +99,7 @@ class TELinear(PlainFirst, te.Linear, nn.Linear):  # type: ignore[misc]
     """Whether the last forward ran in FP8."""
     fp8_meta: dict[str, Any]
     activation_dtype: torch.dtype
-    _fp8_workspaces: dict[str, Any]
+    _fp8_workspaces: dict[str, object]
     """Quantised weights that are kept."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -189,13 +189,13 @@ class TELinear(PlainFirst, te.Linear, nn.Linear):  # type: ignore[misc]
     get_extra_state = nn.Module.get_extra_state
     set_extra_state = nn.Module.set_extra_state
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Return what deepcopy and pickle keep: the scales, but no quantised weight and no place in global buffers."""
         return {**self.__dict__, **transformer_engine.copied_attributes(self), "weight_seen": None}
 
 
 def convert_linears(
-    model: nn.Module, fqns: Collection[str], recipe: Any, *, fp8_eval: bool, keep_weights: bool
+    model: nn.Module, fqns: Collection[str], recipe: object, *, fp8_eval: bool, keep_weights: bool
 ) -> None:
     """Make the Linears named by ``fqns`` TELinears with these options, and all other TELinears plain again."""
     if keep_weights:
@@ -206,7 +206,7 @@ def convert_linears(
             if isinstance(linear, TELinear):
                 revert(linear)
             continue
-        attributes: dict[str, Any] = {
+        attributes: dict[str, object] = {
             "fp8_eval": fp8_eval,
             "token_alignment": alignment_of(recipe),
             "keep_weights": keep_weights,

@@ -168,7 +168,7 @@ class FP8TE(Converting):
         return f"{format} kernels of Transformer Engine on {describe(device)}"
 
     @override
-    def gathers(self, options: Any) -> str | None:
+    def gathers(self, options: object) -> str | None:
         return (
             "layers of Transformer Engine gather weights in high precision. For weights in FP8 use 'fp8-hybrid' with"
             " `FSDP2Strategy(fp8_all_gather=True)`"
@@ -181,7 +181,7 @@ class FP8TE(Converting):
         return None
 
     @override
-    def sharded_identity(self) -> tuple[Any, ...]:
+    def sharded_identity(self) -> tuple[object, ...]:
         return self.precision, self.recipe, self.layers, self.fp8_eval, self.norms
 
     @override
@@ -257,7 +257,7 @@ class FP8TE(Converting):
             self.scales.load(self.scales.state())
         super().teardown()
 
-    def _scaled_layers(self) -> list[tuple[str, Any]]:
+    def _scaled_layers(self) -> list[tuple[str, object]]:
         """Name every layer by the number of the module that was set up, and by its fqn there."""
         modules = dict.fromkeys(self.modules.prepared)  # a module that was set up again counts once
         return [(f"{i}.{fqn}".rstrip("."), layer) for i, m in enumerate(modules) for fqn, layer in scaled_layers(m)]
@@ -269,7 +269,7 @@ class FP8TE(Converting):
         return {**super().state_dict(), BACKEND_STATE: NAME, **delayed}
 
     @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, object]) -> None:
         """Restore the loss scale, and the scales for the next forward; what has no use here is dropped, and logged."""
         super().load_state_dict(state_dict)
         if self.scales is not None:

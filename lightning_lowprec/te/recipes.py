@@ -29,7 +29,7 @@ ALIGNMENT: Final[dict[str, int]] = {"mxfp8": 32, "nvfp4": 32}
 """By kind, the number of which tokens, in_features and out_features must be multiples; 16 for all other kinds."""
 
 
-def make_recipe(recipe: Any, **options: Any) -> Any:
+def make_recipe(recipe: Any, **options: object) -> Any:
     """Return a recipe object of Transformer Engine.
 
     Args:
@@ -81,7 +81,7 @@ def _checked(recipe: Any) -> Any:
     return recipe
 
 
-def _with_scale_flags(recipe: Any) -> Any:
+def _with_scale_flags(recipe: object) -> Any:
     """Apply ``use_power_2_scales`` and ``use_f32_scales``, which Transformer Engine reads at import only."""
     for flag, power_2_scale in (("use_power_2_scales", True), ("use_f32_scales", False)):
         if hasattr(recipe, flag):
@@ -96,7 +96,7 @@ def _fields_of_kinds() -> dict[Kind, list[str]]:
     return {kind: [field.name for field in dataclasses.fields(getattr(module, cls))] for kind, cls in _CLASSES.items()}
 
 
-def _check_names(kind: Kind, fields: Mapping[str, Any]) -> None:
+def _check_names(kind: Kind, fields: Mapping[str, object]) -> None:
     names = _fields_of_kinds()
     for name in fields.keys() - set(names[kind]):
         if elsewhere := [other for other, others in names.items() if name in others]:
@@ -106,7 +106,7 @@ def _check_names(kind: Kind, fields: Mapping[str, Any]) -> None:
         raise ValueError(f"`{name}` is no field of `recipe={kind!r}`, which has: {', '.join(sorted(names[kind]))}.")
 
 
-def _format(value: Any, formats: Any) -> Any:
+def _format(value: object, formats: Any) -> Any:
     if isinstance(value, formats):
         return value
     name = str(value).lower()
@@ -116,7 +116,7 @@ def _format(value: Any, formats: Any) -> Any:
     return formats[name.upper()]
 
 
-def _named(fields: Mapping[str, Any]) -> str:
+def _named(fields: Mapping[str, object]) -> str:
     return ", ".join(f"`{name}={value!r}`" for name, value in fields.items())
 
 
@@ -132,7 +132,7 @@ def _reason(error: BaseException) -> str:
 # ---- what is asked of a recipe object
 
 
-def kind_of(recipe: Any) -> str:
+def kind_of(recipe: object) -> str:
     """Return the kind of a recipe object: one of ``KINDS``, or else the name of the class."""
     kinds: dict[str, str] = {cls: kind for kind, cls in _CLASSES.items()}
     return kinds.get(type(recipe).__name__, type(recipe).__name__)
@@ -147,6 +147,6 @@ def hardware_recipe(recipe: Any) -> RecipeKey | None:
     return row
 
 
-def alignment_of(recipe: Any) -> int:
+def alignment_of(recipe: object) -> int:
     """Return the number of which tokens, in_features and out_features of a Linear must be multiples."""
     return ALIGNMENT.get(kind_of(recipe), 16)

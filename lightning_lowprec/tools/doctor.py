@@ -138,7 +138,7 @@ class Diagnosis:
         ]
         return "".join(parts)
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         """Return facts, verdicts and recommendation."""
         return {
             **self.facts,
@@ -262,7 +262,7 @@ def run(args: argparse.Namespace) -> int:
     return int(refused)
 
 
-def _answer(args: argparse.Namespace) -> tuple[Any, object, bool]:
+def _answer(args: argparse.Namespace) -> tuple[object, object, bool]:
     """Return the answer for JSON and for people, and whether it is that a precision does not run."""
     if args.report:
         options = {"--for": args.name, "--device": args.device, "--all": args.all, "--json": args.json}
@@ -304,7 +304,7 @@ def _device(name: str) -> torch.device | Architecture:
             ) from error
 
 
-def _one(name: str, device: torch.device) -> tuple[Any, str, bool]:
+def _one(name: str, device: torch.device) -> tuple[object, str, bool]:
     validate_name(name)
     if name not in precisions.TABLE:
         said = f"{name} is Lightning's own precision; lightning_lowprec has nothing to check."

@@ -178,7 +178,7 @@ def backend_of(content: Any) -> str | None:
     return next((str(s[BACKEND_STATE]) for s in states if s.get(BACKEND_STATE) in names), None)
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, object]:
     """Return the config of a LoRA adapter, as PEFT writes it, of a file, or of the folder that holds one."""
     file = path / _ADAPTER_CONFIG if path.is_dir() else path
     if not file.is_file():

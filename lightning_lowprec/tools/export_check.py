@@ -49,7 +49,7 @@ class Result:
         }
         return [failure for failure, holds in held.items() if not holds]
 
-    def as_json(self, failures: list[str]) -> dict[str, Any]:
+    def as_json(self, failures: list[str]) -> dict[str, object]:
         """Return what was measured, and the bounds that are not held."""
         return {**asdict(self), "failures": failures, "holds": not failures}
 

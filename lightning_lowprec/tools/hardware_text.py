@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import asdict
 from textwrap import wrap
-from typing import Any, Final
+from typing import Final
 
 from lightning_lowprec import names
 from lightning_lowprec.runs_where import (
@@ -31,7 +31,7 @@ def word(cell: Cell) -> str:
     return "no" if not cell.runs else "emulated" if cell.emulated else "yes"
 
 
-def as_json(architecture: Architecture) -> dict[str, Any]:
+def as_json(architecture: Architecture) -> dict[str, object]:
     """Return a column: the cells of an architecture by recipe."""
     return {recipe: asdict(cell(recipe, architecture)) for recipe in RECIPES}
 

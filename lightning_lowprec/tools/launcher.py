@@ -55,7 +55,7 @@ def console_command(name: str) -> EntryPoint | None:
 # ---- in every process
 
 
-def _call(self: Any, function: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+def _call(self: Any, function: Callable[..., Any] | None = None, *args: object, **kwargs: object) -> Any:
     """Stand in for ``fabric.launch``: the processes are there already, so only the function is left to call."""
     if function is not None and not callable(function):
         raise TypeError(f"`Fabric.launch(...)` needs to be a callable, but got {function}.")

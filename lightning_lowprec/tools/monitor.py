@@ -146,7 +146,7 @@ def page(samplings: Samplings, name: str) -> str:
 
 def _map(
     title: str, statistic: Statistic, samplings: Samplings, layers: Sequence[str], tensor: str | None
-) -> dict[str, Any]:
+) -> dict[str, object]:
     rows = {fqn: row for row, fqn in enumerate(layers)}
     numbers: list[float | None] = [None] * (len(layers) * len(samplings))
     for column, readings in enumerate(samplings.values()):

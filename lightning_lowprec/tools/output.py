@@ -134,7 +134,7 @@ def format_table(rows: Sequence[Sequence[str]], *, right: Collection[int] = (), 
     return lines
 
 
-def dumps(value: Any) -> str:
+def dumps(value: object) -> str:
     """Return a value as JSON, with null for every float that is not finite."""
     return json.dumps(finite(value), indent=1, allow_nan=False, default=str)
 

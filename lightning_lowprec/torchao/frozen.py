@@ -129,12 +129,12 @@ class StoresCodes(PlainFirst):
             return super().plain_forward(input)
         return in_high_precision(input, self.values(), self.bias, is_conv1d(self))
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(self, destination: dict[str, object], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.values_dtype is not None:
             destination[f"{prefix}weight"] = self.values()
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, object], prefix: str, *args: object) -> None:
         value = state_dict.get(f"{prefix}weight")
         if self.values_dtype is not None and isinstance(value, Tensor) and value.shape == self.weight.shape:
             state_dict[f"{prefix}weight"], scale = self.encoded(value)
@@ -160,7 +160,7 @@ def _first_row(weight: Tensor) -> int:
 class MergesIntoCodes(RoleModule):
     """A LoRA layer of PEFT over a layer of codes, which are decoded for a merge, and then encoded again."""
 
-    def merge(self, *args: Any, **kwargs: Any) -> None:
+    def merge(self, *args: object, **kwargs: object) -> None:
         """Merge adapters."""
         with _decoded(cast(Any, self).get_base_layer()):
             cast(Any, super()).merge(*args, **kwargs)
@@ -197,7 +197,7 @@ def _say_merge() -> None:
     )
 
 
-def _check_adapter(fqn: str, module: Any) -> None:
+def _check_adapter(fqn: str, module: object) -> None:
     """Raise for an adapter that may read the values of the layer below."""
     reads = [name for name in ("lora_variant", "use_dora") if any(dict(getattr(module, name, None) or {}).values())]
     if reads or not hasattr(module, "lora_A"):

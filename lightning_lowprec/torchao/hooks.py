@@ -61,7 +61,7 @@ def numerics_of(layer: nn.Module) -> LayerNumerics | str:
     )
 
 
-def _cast(how: Any, role: str) -> Cast | str:
+def _cast(how: object, role: str) -> Cast | str:
     if how is None:
         return HIGH
     coding: Coding = getattr(how, role)

@@ -158,7 +158,7 @@ class TorchAO(Converting):
         return f"FP8 GEMMs with a scale per block by {kernels} on {describe(device)}"
 
     @override
-    def gathers(self, options: Any) -> str | None:
+    def gathers(self, options: object) -> str | None:
         """FSDP2 gathers codes that serve all products of a weight, else values."""
         gathered = [kind for kind, spec in zip(self.kinds, self.specs, strict=True) if spec.one_code]
         if not gathered:
@@ -176,7 +176,7 @@ class TorchAO(Converting):
         return None
 
     @override
-    def sharded_identity(self) -> tuple[Any, ...]:
+    def sharded_identity(self) -> tuple[object, ...]:
         own = (getattr(self, name) for name in self.own)
         return self.precision, self.recipes, self.layers, self.fp8_eval, self.emulate, *own
 

@@ -53,7 +53,7 @@ class LayerSettings:
         return TorchAOWire(self.mm_config, coding, self.products.saves_weight)
 
     @property
-    def torchao_attributes(self) -> dict[str, Any]:
+    def torchao_attributes(self) -> dict[str, object]:
         """The attributes of a ``Float8Linear`` of torchao, those of every Linear included."""
         return {} if self.config is None else vars(_example(self.config))
 

@@ -94,19 +94,19 @@ class GatheredTiles(CodedWeight):
         return self.by.decode(self.codes, self.scale).to(self.dtype)
 
     @classmethod
-    def on_codes(cls, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def on_codes(cls, func: object, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Keep codes for aliases of the whole weight."""
         weight: Any = args[0]
         if func not in _ALIASES or args[1:3] not in ((), ([*weight.shape],), ([*weight.shape], [*weight.stride()])):
             return NotImplemented
         return cls(weight.codes.detach(), weight.scale, weight.by, weight.dtype)
 
-    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+    def __tensor_flatten__(self) -> tuple[list[str], object]:
         """Return the names of the inner tensors, and what else makes this one; called by compilers."""
         return ["codes", "scale"], (self.by, self.dtype)
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], metadata: Any, size: Any, stride: Any) -> GatheredTiles:
+    def __tensor_unflatten__(inner: dict[str, Tensor], metadata: Any, size: object, stride: object) -> GatheredTiles:
         return GatheredTiles(inner["codes"], inner["scale"], *metadata)
 
 

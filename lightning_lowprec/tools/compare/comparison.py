@@ -301,7 +301,7 @@ def _draw(
     axes: Any,
     steps: Sequence[int],
     values: Sequence[tuple[float, ...]],
-    style: dict[str, Any],
+    style: dict[str, object],
     *,
     label: str | None = None,
     intervals: bool = False,
@@ -320,7 +320,7 @@ def _interval(values: Sequence[float]) -> tuple[float, float]:
     return found.mean - found.half_width, found.mean + found.half_width
 
 
-def _style(index: int) -> dict[str, Any]:
+def _style(index: int) -> dict[str, object]:
     """Return the style of a curve: the baseline is wide and below, so that equal curves stay visible."""
     colour = COLOURS[index % len(COLOURS)]
     if index == 0:

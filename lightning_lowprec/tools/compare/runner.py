@@ -128,7 +128,7 @@ def train_all(spec: CompareSpec, *, progress: bool = True) -> Comparison:
     return comparison
 
 
-def _locked(out: Path, *, force: bool) -> AbstractContextManager[Any]:
+def _locked(out: Path, *, force: bool) -> AbstractContextManager[object]:
     out.mkdir(parents=True, exist_ok=True)
     try:
         lock = FileLock(out / ".lowprec-compare.lock").acquire(blocking=False)
@@ -261,12 +261,12 @@ class Recorder(Callback):
         self._started = 0.0
 
     @override
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         self._started = time.perf_counter()
 
     @override
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         loss = _loss(outputs)  # reading the loss waits for the GPU, so the time includes the optimizer step
         seconds = time.perf_counter() - self._started

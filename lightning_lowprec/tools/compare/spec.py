@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from lightning_lowprec.checks import Count, Rule, Size, check_fields
 from lightning_lowprec.names import TABLE
@@ -39,9 +39,9 @@ class CompareSpec:
 
     precisions: Sequence[str] = DEFAULT_PRECISIONS
     model: str = "lightning_lowprec.tools.demo.ByteGPT"
-    model_args: Mapping[str, Any] = field(default_factory=dict)
+    model_args: Mapping[str, object] = field(default_factory=dict)
     data: str = "lightning_lowprec.tools.demo.StdlibText"
-    data_args: Mapping[str, Any] = field(default_factory=dict)
+    data_args: Mapping[str, object] = field(default_factory=dict)
     max_steps: Count = 200
     val_every: Count = 50
     val_batches: Count = 20

@@ -85,7 +85,7 @@ def fake_gpu(capability: tuple[int, int]) -> Iterator[None]:
             " torch that this version of lightning_lowprec supports."
         )
     importlib.import_module("torch._dynamo")  # compares signatures of what is replaced below, so it comes before
-    answers: Mapping[str, Any] = {
+    answers: Mapping[str, object] = {
         "is_available": lambda: True,
         "is_bf16_supported": lambda including_emulation=True: True,
         "get_device_capability": lambda device=None: capability,
@@ -129,7 +129,7 @@ def _device_of(args: Any) -> torch.device:
     return _IN_CPP if fake.fake_device.type == FAKE.type else fake.fake_device
 
 
-def _python_device(tensor: Any) -> torch.device:
+def _python_device(tensor: object) -> torch.device:
     own: torch.device = Tensor.device.__get__(tensor)
     return FAKE if own.type == _IN_CPP.type else own
 
@@ -137,7 +137,7 @@ def _python_device(tensor: Any) -> torch.device:
 def _dispatch_of(fake_tensor: Any) -> Any:
     own = fake_tensor.__torch_dispatch__
 
-    def dispatch(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def dispatch(cls: type, func: object, types: object, args: object = (), kwargs: object = None) -> object:
         if func is torch.ops.prim.device.default:
             return _device_of(args)
         return own(func, types, args, kwargs or {})
@@ -151,7 +151,7 @@ def _new_of(fake_tensor: Any) -> Any:
     def on_fake(value: Any) -> Any:
         return FAKE if isinstance(value, torch.device) and value.type == _IN_CPP.type else value
 
-    def new(cls: type, *args: Any, **kwargs: Any) -> Any:
+    def new(cls: type, *args: object, **kwargs: object) -> Any:
         return own(cls, *map(on_fake, args), **{name: on_fake(value) for name, value in kwargs.items()})
 
     return staticmethod(new)
@@ -202,7 +202,7 @@ def _is_cast(tensor: Tensor) -> bool:
 class _Devices(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Turn the device that C++ code sees back into the simulated GPU, in operations that make tensors."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default and is_fake(args[0]):
             return _device_of(args)
@@ -223,7 +223,7 @@ class _Devices(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **options: Any
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: object, **options: object
 ) -> Any:
     """Return attention by one kernel where CUDA has one, else by products: (B, H, T, K) and alike -> (B, H, T, V).
 
@@ -255,9 +255,9 @@ def compiling_on_fakes(pause: Pause) -> Iterator[None]:
 
     What is allocated within ``pause``, while a graph is made, does not count.
     """
-    graphs: dict[str, Callable[..., Any]] = {}
+    graphs: dict[str, Callable[..., object]] = {}
 
-    def compile(model: Any = None, **options: Any) -> Any:
+    def compile(model: Any = None, **options: object) -> Any:
         if model is None:
             return lambda function: compile(function, **options)
         module = getattr(model, "__self__", model)
@@ -269,7 +269,7 @@ def compiling_on_fakes(pause: Pause) -> Iterator[None]:
             with reparametrize(module, weights):
                 return model(*args, **kwargs)
 
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: object, **kwargs: object) -> object:
             """Run the graphs of the first module that was like this one, and called like it."""
             weights = {**dict(module.named_parameters()), **dict(module.named_buffers())}
             modes = torch.is_grad_enabled(), torch.is_autocast_enabled(FAKE.type), module.training
@@ -290,7 +290,7 @@ def compiling_on_fakes(pause: Pause) -> Iterator[None]:
         yield
 
 
-def _graphs(function: Callable[..., Any], weights: int, pause: Pause) -> Callable[..., Any]:
+def _graphs(function: Callable[..., object], weights: int, pause: Pause) -> Callable[..., object]:
     """Return the forward and the backward of a function, whose first tensors are weights, as a compiler cuts them."""
     return importlib.import_module("torch._functorch.aot_autograd").aot_function(  # type: ignore[no-any-return]
         function,
@@ -300,7 +300,7 @@ def _graphs(function: Callable[..., Any], weights: int, pause: Pause) -> Callabl
     )
 
 
-def _cut(weights: int, joint: Any, inputs: Any, **known: Any) -> Any:
+def _cut(weights: int, joint: Any, inputs: object, **known: object) -> Any:
     """Cut a graph as torch's compiler does, which sees through aliases and keeps its first inputs, weights, anyway."""
     for node in joint.graph.find_nodes(op="call_function", target=_aten.alias.default):
         node.replace_all_uses_with(node.args[0])
@@ -315,7 +315,7 @@ def _as_compiling() -> Iterator[list[bool]]:
     module: Any = importlib.import_module("torch.utils.checkpoint")
     checkpoints: list[bool] = []
 
-    def without(*args: Any, **kwargs: Any) -> Iterator[None]:
+    def without(*args: object, **kwargs: object) -> Iterator[None]:
         checkpoints.append(True)
         yield
 

@@ -31,7 +31,7 @@ class MemoryMeter(DispatchMode):  # type: ignore[misc]
         self.peaks: Peaks = {}
         self._now = dict.fromkeys(CATEGORIES, 0)
         self._pauses = 0
-        self._storages: dict[int, tuple[weakref.ref[Any], Category, int]] = {}
+        self._storages: dict[int, tuple[weakref.ref[object], Category, int]] = {}
 
     def begin(self, stretch: str, *, making: Category) -> None:
         """Begin a stretch of the step."""

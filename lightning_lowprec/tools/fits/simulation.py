@@ -53,12 +53,12 @@ class Inputs:
     words: str
     batch: Callable[[int, int | None, torch.device], Any]
     """Returns a batch without values: of so many rows, of so many tokens each."""
-    loss: Callable[[nn.Module, Any], Tensor]
+    loss: Callable[[nn.Module, object], Tensor]
     reads_sequences: bool = False
     """Whether the length of a sequence is asked for."""
 
 
-def inputs_of(model: nn.Module, data: Any = None) -> Inputs:
+def inputs_of(model: nn.Module, data: object = None) -> Inputs:
     """Return the batch and the loss that fit a model; ``data``: a batch of the user's, on CPU, rows first."""
     if data is not None:
         loss = _training_step if isinstance(model, LightningModule) else _mean_of_output
@@ -85,16 +85,16 @@ def _tokens(size: int, sequence: Any, device: torch.device) -> Tensor:
     return torch.zeros(size, sequence, dtype=torch.long, device=device)
 
 
-def _rows_like(example: Any, size: int, sequence: int | None, device: torch.device) -> Any:
+def _rows_like(example: object, size: int, sequence: int | None, device: torch.device) -> Any:
     return tree_map_only(Tensor, lambda t: torch.zeros(size, *t.shape[1:], dtype=t.dtype, device=device), example)
 
 
-def _loss_of_language_model(model: nn.Module, batch: Any) -> Tensor:
+def _loss_of_language_model(model: nn.Module, batch: object) -> Tensor:
     loss: Tensor = model(input_ids=batch, labels=batch, use_cache=False).loss
     return loss
 
 
-def _training_step(model: Any, batch: Any) -> Tensor:
+def _training_step(model: Any, batch: object) -> Tensor:
     output = model.training_step(batch, 0)
     loss: Tensor = output["loss"] if isinstance(output, Mapping) else output
     return loss
@@ -231,7 +231,7 @@ def _two_steps(model: nn.Module, inputs: Inputs, setting: Setting, meter: Memory
 
 
 def _step(
-    model: nn.Module, inputs: Inputs, batch: Any, plugin: Precision, meter: MemoryMeter, optimizer: Optimizer
+    model: nn.Module, inputs: Inputs, batch: object, plugin: Precision, meter: MemoryMeter, optimizer: Optimizer
 ) -> None:
     meter.begin("forward", making="activations")
     with plugin.forward_context():
@@ -248,7 +248,7 @@ def _step(
 def _on_gpu(model: nn.Module, in_bf16: bool) -> nn.Module:
     """Return a copy of a model on the meta device whose tensors have memory on the simulated GPU; ties stay."""
 
-    def on_gpu(tensor: Tensor, memo: Any) -> Tensor:
+    def on_gpu(tensor: Tensor, memo: object) -> Tensor:
         dtype = torch.bfloat16 if in_bf16 and tensor.is_floating_point() else tensor.dtype
         new = torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device=FAKE)
         return nn.Parameter(new, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new

@@ -58,7 +58,7 @@ def run(args: Any) -> int:
     return 0 if plan.converted else 1
 
 
-def _pattern(entry: str) -> tuple[str, Any]:
+def _pattern(entry: str) -> tuple[str, object]:
     pattern, equals, value = entry.rpartition("=")
     if not equals:
         raise ValueError(f"`recipe={entry!r}` is not valid; expected PATTERN=RECIPE, e.g. '*.o_proj=rowwise'.")

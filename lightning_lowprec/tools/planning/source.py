@@ -36,7 +36,7 @@ class Source:
     """Heads x head_dim x layers; 0 if the model's attention is not known."""
 
 
-def load(source: str, arguments: Mapping[str, Any]) -> Source:
+def load(source: str, arguments: Mapping[str, object]) -> Source:
     """Build the model that ``source`` names, without downloads and without memory for weights.
 
     ``source`` is what ``lowprec plan`` takes. The ``arguments`` are those of the class, or change fields of the config.
@@ -58,7 +58,7 @@ def load(source: str, arguments: Mapping[str, Any]) -> Source:
     return _from_config({"model_type": source, **arguments}, f"transformers defaults of {source!r}")
 
 
-def _from_class(path: str, arguments: Mapping[str, Any]) -> Source:
+def _from_class(path: str, arguments: Mapping[str, object]) -> Source:
     factory = load_class(path)
     with torch.device("meta"):
         model = factory(**arguments)
@@ -69,7 +69,7 @@ def _from_class(path: str, arguments: Mapping[str, Any]) -> Source:
     return Source(model=model, origin=path)
 
 
-def read_json(path: Path, expected: str) -> dict[str, Any]:
+def read_json(path: Path, expected: str) -> dict[str, object]:
     """Return the content of a file of JSON, which is a mapping; else raise ValueError."""
     try:
         values = json.loads(path.read_text())
@@ -108,7 +108,7 @@ def _architecture(transformers: Any, config: Any, origin: str) -> Any:
     return found
 
 
-def _from_config(values: Mapping[str, Any], origin: str) -> Source:
+def _from_config(values: Mapping[str, object], origin: str) -> Source:
     transformers = require("transformers", origin)
     if not isinstance(values.get("model_type"), str):
         raise ValueError(f"the {origin} has no `model_type`; expected the config.json of a transformers model.")
@@ -133,7 +133,7 @@ def _from_config(values: Mapping[str, Any], origin: str) -> Source:
     return Source(model=model, origin=origin, attention_width=_attention_width(config))
 
 
-def _attention_width(config: Any) -> int:
+def _attention_width(config: object) -> int:
     heads, layers = getattr(config, "num_attention_heads", None), getattr(config, "num_hidden_layers", None)
     hidden = getattr(config, "hidden_size", None)
     if not (isinstance(heads, int) and isinstance(layers, int) and isinstance(hidden, int)):
