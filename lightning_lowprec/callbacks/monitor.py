@@ -225,8 +225,6 @@ def _device_of(model: nn.Module) -> torch.device:
 
 def may_compile(model: nn.Module) -> bool:
     """Return whether calls of ``model`` may be compiled: the model, a module in it, or a LightningModule's methods."""
-    if "torch._dynamo" not in sys.modules:
-        return False
     return any(is_compiled(module) or getattr(module, COMPILED_NAME, None) is not None for module in model.modules())
 
 

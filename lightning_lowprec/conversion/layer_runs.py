@@ -58,17 +58,14 @@ def remove_hooks(model: Module) -> None:
 
 
 def read_without_call(model: Module) -> dict[str, Module]:
-    """Return the layers, by fqn, that did not run although the module around ran and their weight has a gradient."""
-    return {
+    """Note and return the layers, by fqn, that did not run though the one around did and the weight has a gradient."""
+    found = {
         fqn: layer
         for fqn, layer, around in _layers(model)
         if layer in waiting and around not in _around and layer.weight.grad is not None
     }
-
-
-def note_read(layer: Module) -> None:
-    """Note that the weight of a layer was read without a call of the layer."""
-    _read.add(layer)
+    _read.update(found.values())
+    return found
 
 
 def not_called(model: Module) -> set[str]:

@@ -1,6 +1,6 @@
 """The rules that keep a Linear in high precision, each with its reason."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from fnmatch import fnmatchcase
 from typing import Final, TypeGuard
 
@@ -183,28 +183,29 @@ def by_user(model: nn.Module, options: LayerOptions) -> dict[str, str]:
     They choose from Linears, and the Parameters of stacked experts. A name or pattern that matches none raises; so do
     blocks to keep in a model without blocks.
     """
-    choosable = _choosable(model)
+    choosable: dict[str, nn.Module] = {
+        **linears(model),
+        **{m.fqn: module for m, module in matmuls(model) if m.kind == STACKED},
+    }
     kept: dict[str, str] = {}
     if options.only is not None:
         chosen = {fqn for pattern in options.only for fqn in _matching("only", pattern, choosable)}
         kept |= {fqn: "not in `only`" for fqn in choosable if fqn not in chosen}
     if options.first_last_layers_bf16:
         start, end = options.num_layers_at_start_in_bf16, options.num_layers_at_end_in_bf16
-        stacks = _stacks(model, choosable)
+        stacks = [list(stack) for stack in block_stacks(model, having=choosable.values(), of_one=False).values()]
         if not stacks:
             raise ValueError(
                 "`first_last_layers_bf16=True` needs a stack of blocks (children of one class in an nn.ModuleList"
                 " or nn.Sequential), and the model has none; name the layers with `keep=[...]` instead."
             )
         blocks = [block for stack in stacks for block in (*stack[:start], *stack[max(len(stack) - end, 0) :])]
-        kept |= _inside(blocks, choosable, "first or last block (first_last_layers_bf16)")
+        inside = {id(module) for block in blocks for module in block.modules()}
+        ends = [fqn for fqn, module in choosable.items() if id(module) in inside]
+        kept |= dict.fromkeys(ends, "first or last block (first_last_layers_bf16)")
     for pattern in options.keep:
         kept |= dict.fromkeys(_matching("keep", pattern, choosable), f"kept by {pattern!r}")
     return kept
-
-
-def _choosable(model: nn.Module) -> dict[str, nn.Module]:
-    return {**linears(model), **{m.fqn: module for m, module in matmuls(model) if m.kind == STACKED}}
 
 
 def _matching(field: str, pattern: str, fqns: Collection[str]) -> list[str]:
@@ -223,15 +224,6 @@ def matches(pattern: str, fqn: str) -> bool:
     if any(c in pattern for c in "*?["):
         return fnmatchcase(fqn, pattern)
     return f".{pattern}." in f".{fqn}."
-
-
-def _stacks(model: nn.Module, choosable: Mapping[str, nn.Module]) -> list[list[nn.Module]]:
-    return [list(stack) for stack in block_stacks(model, having=choosable.values(), of_one=False).values()]
-
-
-def _inside(blocks: Iterable[nn.Module], choosable: Mapping[str, nn.Module], reason: str) -> dict[str, str]:
-    inside = {id(module) for block in blocks for module in block.modules()}
-    return {fqn: reason for fqn, module in choosable.items() if id(module) in inside}
 
 
 def block_stacks(model: nn.Module, having: Iterable[nn.Module], *, of_one: bool = True) -> dict[str, Blocks]:

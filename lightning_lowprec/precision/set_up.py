@@ -321,8 +321,6 @@ def look_at_layers(plugin: Plugin) -> None:
     modules.watched_backwards -= 1
     for model in modules.prepared:
         found = layer_runs.read_without_call(model)
-        for layer in found.values():
-            layer_runs.note_read(layer)
         if found:
             warn(_warning(plugin, list(found)))
             if plugin.plan is not None:  # of the module that was set up last

@@ -27,8 +27,6 @@ NAMES: Final = {(kind, fp8_format): name for name, kind, fp8_format, *_ in _ROWS
 """The name for ``precision=`` of each kind of recipe and format."""
 WITH_MASTERS: Final = frozenset(NAMES.values()) - {"mxfp8-te", "nvfp4-te"}
 """The names that exist with the suffixes of bf16 weights too."""
-_ONE_SCALE: Final = ("delayed", "current")
-"""The recipes with one scale per tensor."""
 
 
 def _lacks(kind: str) -> dict[str, str]:

@@ -189,19 +189,16 @@ class FP8TE(Converting):
         if self.scales is not None and self._in_trainer and module not in self.modules.prepared:
             self.scales.load({})  # those of another module
         te = pytorch("FP8TE")
-        plan = choose(module, self.layers, self._request, norms=self.norms)
+        alignment = recipes.alignment_of(self.recipe)
+        request = PlanRequest(
+            experts=EXPERTS_NEED_TORCHAO, base=self.base, head=self.head, alignment=alignment, conv1d=False
+        )
+        plan = choose(module, self.layers, request, norms=self.norms)
         convert_model(module, plan, self.recipe, fp8_eval=self.fp8_eval, keep_weights=self.fp8_params)
         self._check_conversion(module, plan, te)
         fp8.take_plan(self, module, plan)
         if self.scales is not None and device.type == "cuda":
             self.scales.expect()
-
-    @property
-    def _request(self) -> PlanRequest:
-        alignment = recipes.alignment_of(self.recipe)
-        return PlanRequest(
-            experts=EXPERTS_NEED_TORCHAO, base=self.base, head=self.head, alignment=alignment, conv1d=False
-        )
 
     def _check_conversion(self, module: Module, plan: Plan, te: Any) -> None:
         if not any(scaled_layers(module)):
