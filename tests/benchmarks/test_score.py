@@ -18,30 +18,6 @@ def test_errors_and_ranks_are_those_computed_by_hand():
     assert score.spearman([1.0, 2.0, 2.0], [1.0, 2.0, 3.0]) == pytest.approx(3**0.5 / 2)  # cov 1.5, variances 1.5 and 2
 
 
-def test_products_take_the_time_of_the_table_that_their_rates_are_from():
-    layer = FIGURES["Transformer Engine, H200 NVL, current"]
-    assert score.seconds(layer, low=False) == pytest.approx(31.968e-3, rel=1e-3)
-    # operands in elements: fprop and dgrad tokens and weights, wgrad tokens twice; 6 bytes each, at 4.1 TB/s
-    products = [(4096, 12288), (4096, 4096), (4096, 16384), (16384, 4096)]
-    encoded = sum(2 * a * b + 15872 * (2 * a + 2 * b) for a, b in products)
-    assert score.seconds(layer, low=True) == pytest.approx(16.785e-3 + 6 * encoded / 4.1e12, rel=1e-3)
-
-
-def test_a_step_in_bf16_is_what_its_shapes_say():
-    step = score.step(FIGURES["torchao, H100, rowwise"], low=False)
-    weights = 32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
-    repeated = 32 * (4096 * 1024 + 4096**2 + 4096 * 14336)  # every second product: key, output, up
-    head = 3 * 4096 * 128256
-    found = step.whole()
-    assert found.product_flops["bfloat16"] == pytest.approx(2 * 8192 * (3 * weights + repeated + head), rel=1e-4)
-    assert found.attention_flops == pytest.approx(3.5 * 32 * 4 * 4096 * 8192**2 / 2)
-    forward, backward = (32 * 8192 * 81920 * score.counted(score.BF16_TRUE, phase) for phase in ("forward", "backward"))
-    loss = score.LEDGER[f"{score.BF16_TRUE}, chunked loss"].stretches  # of 8,192 tokens and the same vocabulary
-    assert step.phase("forward").bytes == pytest.approx(forward + loss["forward"]["outside"].bytes)
-    assert step.phase("backward").bytes == pytest.approx(forward + backward + loss["backward"]["outside"].bytes)
-    assert step.phase("optimizer").bytes == pytest.approx(28 * (weights + 2 * head / 3) / 8)
-
-
 def test_the_page_is_what_the_command_writes():
     page = score.PAGE.read_text()
     assert score.updated(page) == page

@@ -2,13 +2,12 @@
 
 import json
 import re
-import shutil
 
 import pytest
 
 from tests.representatives import TABLE
 from tests.site.pages import DOCS
-from tools.site import browse, check, hooks, notebook
+from tools.site import check, hooks, notebook
 
 
 def a_site(folder, body: str):
@@ -35,29 +34,6 @@ def test_every_fault_is_found(body, fault, tmp_path, capsys: pytest.CaptureFixtu
     assert check.faults(site) == ([] if fault is None else [fault])
     assert check.main([str(site)]) == (fault is not None)
     assert (fault or "every link") in capsys.readouterr().out
-
-
-@pytest.mark.skipif(not any(map(shutil.which, browse.BROWSERS)), reason="no Chromium is installed")
-def test_a_real_browser_finds_hidden_and_missing_pictures(tmp_path, capsys):
-    """A square: shown, hidden in five ways, absent. A page that is too wide for a phone."""
-    square = tmp_path / "p.svg"
-    square.write_text(
-        '<svg xmlns="http://www.w3.org/2000/svg" width="20" height="20"><rect width="20" height="20"/></svg>'
-    )
-    ways = ["", "display:none", "visibility:hidden", "opacity:0", "width:0", "position:absolute;left:-500px"]
-    tags = "".join(f'<img src="p.svg?{number}" style="{way}">' for number, way in enumerate(ways))
-    head = '<!doctype html><html><head></head><body style="margin:0"><h1>Title</h1>'
-    (tmp_path / "index.html").write_text(f'{head}{tags}<img src="none.svg">')
-    (tmp_path / "wide.html").write_text(f'{head}<div style="width:600px">wide</div>')
-    assert browse.main([str(tmp_path)]) == 1
-    found = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("search:")]
-    hidden = [
-        f"index.html: p.svg?{number} is not visible on a {name}" for name in browse.WIDTHS for number in range(1, 6)
-    ]
-    assert sorted(found) == sorted(
-        [*hidden, *["index.html: none.svg does not load"] * 2, "wide.html: 210 pixels too wide on a phone",
-         "the probe failed: TypeError: Cannot read properties of null (reading 'focus')"]
-    )  # fmt: skip
 
 
 def test_the_list_of_names_has_every_name_with_its_plugin_and_options():
