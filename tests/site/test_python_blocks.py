@@ -180,7 +180,7 @@ def test_a_wrong_call_is_found():
     assert check_read("L.Trainer(precision='fp8-hybrid')") == 1
     with pytest.raises(TypeError, match="recip"):
         check_read("FP8TorchAO(recip='rowwise')")
-    with pytest.raises(TypeError, match="sequenze"):
-        check_read("from lightning_lowprec.tools.fits.report import fits\nfits(model, '80GB', sequenze=1)")
+    with pytest.raises(TypeError, match="gpu"):
+        check_read("from lightning_lowprec.tools.fits.report import fits\nfits(model)")
     with pytest.raises(AttributeError):
         check_read("lightning_lowprec.exported(model)")
