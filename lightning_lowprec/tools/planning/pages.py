@@ -15,7 +15,7 @@ from lightning_lowprec.tools.planning.costs import Bytes, Flops, Rank, formats_o
 GATHER_NOTE = (
     "all-gather: all weights once, as strategy='fsdp2' gathers them (a scale per tensor or tile: one byte per converted"
     " weight). Under Lightning's own FSDP2 strategy, bf16-mixed gathers 4 bytes. docs/fsdp2.md has"
-    " the bytes of a step. Gradients of 0: each is used and freed during the backward pass (docs/memory.md)."
+    " the bytes of a step."
 )
 HOST_NOTE = "Weights that do not train keep their float32 values in host memory"
 RANK_NOTE = (
