@@ -107,6 +107,7 @@ def test_amax(dtype):
     assert formats.amax(x).item() == 3.0
     assert formats.amax(x).dtype == torch.float32
     assert formats.amax(x[:0]).item() == 0.0
+    assert formats.amax(torch.empty(0, dtype=dtype, device="meta")).is_meta
     assert formats.amax(torch.tensor([1.0, NAN], dtype=dtype)).isnan()
     assert formats.amax(torch.tensor([1.0, -INF], dtype=dtype)).item() == INF
 
