@@ -12,7 +12,7 @@ from torchao.float8.float8_training_tensor import GemmInputRole, LinearMMConfig
 
 from lightning_lowprec import MSAMP, FP8TorchAO
 from lightning_lowprec.callbacks import NumericsMonitor
-from lightning_lowprec.msamp.weight import values_of
+from lightning_lowprec.msamp import values_of
 from lightning_lowprec.numerics.casts import cut_off_above, zero_below
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -245,7 +245,7 @@ FAULTS = [
         "gradients of a resumed accumulation with an old scale",
         "_multiply_grads(optimizer, self.scale / old)",
         "_multiply_grads(optimizer, 1.0)",
-        "tests/precision/test_loss_scale_gradients.py",
+        "tests/precision/test_loss_scale.py",
     ),
     # ---- MS-AMP
     Fault(

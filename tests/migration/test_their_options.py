@@ -4,9 +4,17 @@ from enum import Enum
 
 import pytest
 
-from lightning_lowprec import FP8TE, MSAMP, FabricFSDP2Strategy, FP8TorchAO, FSDP2Strategy, HalfMixed, recipes
+from lightning_lowprec import (
+    FP8TE,
+    MSAMP,
+    FabricFSDP2Strategy,
+    FP8TorchAO,
+    FSDP2Strategy,
+    HalfMixed,
+    LossScale,
+    recipes,
+)
 from lightning_lowprec.names import TABLE, unknown_name
-from lightning_lowprec.precision.loss_scale import LossScale
 
 ASKED = {
     MSAMP: ["use_te", "opt_level"],

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_lowprec.msamp import scale_weight_
 from lightning_lowprec.msamp.gradient import ScaledGradient
-from lightning_lowprec.msamp.weight import codes_of, scale_weight_
+from lightning_lowprec.msamp.weight import codes_of
 
 LEVELS = ["O1", "O2", "O3"]
 SHAPES = [(33, 17), (5,), (64, 8), (1,), (3, 2, 5)]

@@ -13,10 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import prune
 
 from lightning_lowprec import MSAMP, plain
-from lightning_lowprec.msamp.adamw import ScaledAdamW
+from lightning_lowprec.msamp import ScaledAdamW, scale_linears, values_of
 from lightning_lowprec.msamp.gradient import ScaledGradient
-from lightning_lowprec.msamp.linear import scale_linears, scaled_linears
-from lightning_lowprec.msamp.weight import best_values_of, values_of
+from lightning_lowprec.msamp.linear import scaled_linears
+from lightning_lowprec.msamp.weight import best_values_of
 from tests.msamp.msamp_runs import CHATTER, LEVELS, Batches, Net, fit, in_fabric
 from tests.quality import expect_db, sqnr
 from tests.toys import ON_CPU, in_e4m3

@@ -8,9 +8,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_lowprec import MSAMP
 from lightning_lowprec.msamp import ddp as scaled_ddp
+from lightning_lowprec.msamp import scale_linears, values_of
 from lightning_lowprec.msamp.ddp import average_scaled_gradients, prepare_for_ddp
-from lightning_lowprec.msamp.linear import scale_linears
-from lightning_lowprec.msamp.weight import values_of
 from lightning_lowprec.numerics import fp8_average as fp8_gradients
 from tests.fsdp2.ranks import run
 from tests.fsdp2.toy import Toy, adamw, train

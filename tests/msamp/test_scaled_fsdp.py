@@ -15,12 +15,10 @@ from transformers.pytorch_utils import Conv1D
 from lightning_lowprec.checkpoints import optimizer_state
 from lightning_lowprec.checkpoints.load import StoredFile, load
 from lightning_lowprec.fsdp2.options import ShardOptions
+from lightning_lowprec.msamp import ScaledAdamW, scale_linears, set_values_, values_of
 from lightning_lowprec.msamp import step as msamp_step
-from lightning_lowprec.msamp.adamw import ScaledAdamW
 from lightning_lowprec.msamp.fsdp2 import shard_codes
 from lightning_lowprec.msamp.layer import ScaledLayer
-from lightning_lowprec.msamp.linear import scale_linears
-from lightning_lowprec.msamp.weight import set_values_, values_of
 from lightning_lowprec.private.torch import with_local_tensor
 from tests.fsdp2.ranks import run
 from tests.toys import Block, Stack

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_lowprec.msamp import scale_linears, values_of
 from lightning_lowprec.msamp.gradient import ScaledGradient, Stage
-from lightning_lowprec.msamp.linear import scale_linears
-from lightning_lowprec.msamp.weight import values_of
 
 VALUES = torch.tensor([[1.0, -2.0, 3.0], [0.5, 0.0, -4.0]])
 """Exact in e4m3 with any power-of-two scale."""

@@ -13,9 +13,8 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from lightning_lowprec import MSAMP
-from lightning_lowprec.msamp.adamw import ScaledAdamW
-from lightning_lowprec.msamp.linear import revert, scale_linears
-from lightning_lowprec.msamp.weight import values_of
+from lightning_lowprec.msamp import ScaledAdamW, scale_linears, values_of
+from lightning_lowprec.msamp.linear import revert
 from lightning_lowprec.private import torch as private
 from tests.quality import sqnr
 

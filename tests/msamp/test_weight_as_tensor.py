@@ -9,10 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_lowprec import MSAMP
-from lightning_lowprec.msamp.adamw import ScaledAdamW
+from lightning_lowprec.msamp import ScaledAdamW, scale_linears, set_values_, values_of
 from lightning_lowprec.msamp.gradient import ScaledGradient
-from lightning_lowprec.msamp.linear import scale_linears, scaled_linears
-from lightning_lowprec.msamp.weight import set_values_, values_of
+from lightning_lowprec.msamp.linear import scaled_linears
 from tests.msamp.scaled_reference import quantise, value
 from tests.quality import expect_db, sqnr
 

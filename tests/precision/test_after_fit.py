@@ -6,7 +6,6 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from lightning_lowprec import fp8_state
-from lightning_lowprec.names import create
 from tests.precision.weights_left import Net, as_trained, exact_weights, fit, same_bits
 from tests.toys import ON_CPU
 
@@ -81,14 +80,16 @@ class OnTies(Callback):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("keep", [create, as_trained])
-def test_a_model_that_was_loaded_predicts_as_after_fit(name, keep, tmp_path):
+@pytest.mark.parametrize("plain_after_fit", [True, False])
+def test_a_model_that_was_loaded_predicts_as_after_fit(name, plain_after_fit, tmp_path):
+    first, second = as_trained(name), as_trained(name)
+    first.plain_after_fit = second.plain_after_fit = plain_after_fit
     module, loaded = Net(), Net()
-    trainer = fit(keep(name), module, callbacks=[OnTies()] if "remainder" in name else [])
+    trainer = fit(first, module, callbacks=[OnTies()] if "remainder" in name else [])
     trainer.save_checkpoint(tmp_path / "after.ckpt")
     batches = module.train_dataloader()
     expected = trainer.predict(module, batches)
-    fresh = L.Trainer(plugins=keep(name), **ON_CPU)
+    fresh = L.Trainer(plugins=second, **ON_CPU)
     exact = torch.load(tmp_path / "after.ckpt", weights_only=False)["state_dict"]
     loaded.load_state_dict(exact)
     found = fresh.predict(loaded, batches)

@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 from torch import nn
 
-from lightning_lowprec.masters.optimizer import main_params
 from tests.contract.contract_models import Batches, trainer_with
 from tests.masters.master_loops import equal
 from tests.precision.weights_left import as_trained
@@ -73,12 +72,14 @@ def test_checkpoints_cross_to_other_precisions_and_back(other, tmp_path):
 
 def test_the_masters_are_exact_in_other_precisions(tmp_path):
     trainer = fit(Net(), "bf16-8bit", steps=3)
-    exact = [value.detach().clone() for value in main_params(trainer.optimizers[0])]
+    exact = [value.detach().clone() for value in trainer.precision_plugin.main_params(trainer.optimizers[0])]
     trainer.save_checkpoint(tmp_path / "first.ckpt")
 
     class Looks(Callback):
         def on_train_start(self, trainer, model):
-            self.found = [value.detach().clone() for value in main_params(trainer.optimizers[0])]
+            self.found = [
+                value.detach().clone() for value in trainer.precision_plugin.main_params(trainer.optimizers[0])
+            ]
 
     for other in ("bf16-remainder", "bf16-master"):
         looks = Looks()

@@ -75,31 +75,6 @@ def test_names_with_masters_take_half_weights_as_they_are_and_say_so(name, lines
     assert "dtype=torch.float32" in said[0]
 
 
-def test_an_optimizer_that_has_stepped_in_bf16_goes_on_in_float32():
-    def stepped(module):
-        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
-        for batch in module.train_dataloader():
-            (module(batch.to(module.norm.weight.dtype)).float() - 1).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return optimizer
-
-    given = Net(torch.bfloat16)
-    optimizer = stepped(given)
-    same = with_weights(exact_weights(given))
-    plain = torch.optim.AdamW(same.parameters(), lr=1e-2)
-    plain.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # torch casts the state to the weights' dtype
-    for module, held in ((given, optimizer), (same, plain)):
-        fabric = L.Fabric(accelerator="cpu", devices=1, precision="fp8-hybrid")
-        wrapped, step = fabric.setup(module, held)
-        for batch in Net().train_dataloader():
-            fabric.backward((wrapped(batch) - 1).square().mean())
-            step.step()
-            step.zero_grad()
-    assert same_bits(exact_weights(given), exact_weights(same))
-    assert {v.dtype for state in optimizer.state.values() for v in state.values()} == {torch.float32}
-
-
 @pytest.mark.parametrize("kind", ["batch norm", "parametrized", "hook"])
 def test_buffers_that_are_computed_with_a_weight_follow_it(kind):
     layers = {

@@ -7,9 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_lowprec import HalfMixed
-from lightning_lowprec.names import create
-from lightning_lowprec.precision.loss_scale import LossScale
+from lightning_lowprec import HalfMixed, LossScale
 
 BF16_ON_CPU = "half-auto: bf16 autocast, since cpu has bf16."
 
@@ -72,7 +70,7 @@ def test_fp16_scales_as_asked(loss_scale: Any, expected: LossScale) -> None:
         (HalfMixed("bf16"), "bf16-mixed", torch.bfloat16),
         (HalfMixed("fp16"), "16-mixed", torch.float16),
         (HalfMixed(), "half-auto", torch.bfloat16),
-        (create("half-auto"), "half-auto", torch.bfloat16),
+        (L.Fabric(accelerator="cpu", precision="half-auto").strategy.precision, "half-auto", torch.bfloat16),
     ],
 )
 def test_name_and_dtypes(plugin: HalfMixed, name: str, dtype: torch.dtype) -> None:

@@ -6,7 +6,6 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.tuner import Tuner
 
-from lightning_lowprec.masters.optimizer import main_params
 from tests.precision.weights_left import Net, exact_weights, fit, same_bits
 from tests.toys import ON_CPU
 
@@ -52,7 +51,7 @@ def test_a_bf16_model_is_bf16_again_after_a_search(tmp_path):
     assert same_bits(state(module), before)
     assert module.norm.weight.dtype is torch.bfloat16
     trainer.fit(module)
-    assert {p.dtype for p in main_params(trainer.optimizers[0])} == {torch.float32}
+    assert {p.dtype for p in trainer.precision_plugin.main_params(trainer.optimizers[0])} == {torch.float32}
 
 
 def test_averages_of_half_weights_are_warned_of_at_set_up():

@@ -27,7 +27,6 @@ import sys
 os.environ["NVTE_TORCH_COMPILE"] = "0"  # read at import: its torch code for scales runs eagerly, not through inductor
 
 import torch
-import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import Float8CurrentScaling, NVFP4BlockScaling
 from transformer_engine.pytorch import distributed, quantization, utils
 from transformer_engine.pytorch.cpp_extensions import gemm
@@ -103,19 +102,6 @@ def _keeps_codes(result, prepare):
 
 def _bgrad_quantize(grad, quantizer):
     return grad.view(-1, grad.shape[-1]).sum(dim=0), quantizer(grad)
-
-
-def losses_of(loss, parameters, batches):
-    """Of AdamW's steps without Lightning, one per batch; ``loss(batch)`` runs in bf16 and by current scaling."""
-    optimizer, found = torch.optim.AdamW(parameters, lr=1e-2), []
-    for batch in batches:
-        with torch.autocast("cpu", torch.bfloat16), te.autocast(enabled=True, recipe=current_scaling()):
-            value = loss(batch)
-        value.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(value.item())
-    return found
 
 
 def nvfp4():

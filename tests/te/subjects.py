@@ -2,11 +2,11 @@
 
 import lightning as L
 import torch
+import transformer_engine.pytorch as te
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig
 
 from lightning_lowprec.te.delayed_scaling import restore_scales
-from lightning_lowprec.te.layer import te_linears
 from tests.te.test_te_layers import some_scales
 from tests.toys import Stack, Task, gelu_block
 
@@ -38,6 +38,11 @@ class Lit(Task):
 
     def train_dataloader(self):
         return DataLoader(torch.randn(8, 16, 32), batch_size=2)
+
+
+def te_linears(model):
+    """Return the layers that Transformer Engine computes."""
+    return [m for m in model.modules() if isinstance(m, te.Linear)]
 
 
 def fabric_for(plugin):

@@ -9,9 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_lowprec import FP8TE, FabricFSDP2Strategy
-from lightning_lowprec.te.layer import te_linears
 from tests.te.reference import counting_current_scaling, current_scaling
-from tests.te.subjects import Net, fabric_for
+from tests.te.subjects import Net, fabric_for, te_linears
 
 
 def set_up(recipe=None, **options):

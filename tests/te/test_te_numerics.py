@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from lightning_lowprec import FP8TE
-from lightning_lowprec.te.layer import te_linears
 from tests.te import reference
-from tests.te.subjects import fabric_for
+from tests.te.subjects import fabric_for, te_linears
 
 TOKENS, IN, OUT = 192, 128, 256
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])

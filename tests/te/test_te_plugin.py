@@ -7,7 +7,6 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch import nn
-from transformer_engine.common.recipe import DelayedScaling
 from transformers import LlamaForCausalLM
 
 import lightning_lowprec
@@ -138,25 +137,6 @@ def test_a_model_with_its_own_layers_of_transformer_engine(pretend_gpu):
     model, plugin = Own(), FP8TE()
     fabric_for(plugin).setup(model)  # nothing of ours converts, and it runs in FP8 nevertheless
     assert [name for name, _ in plugin._scaled_layers()] == ["0.mlp"]
-
-
-def test_a_model_goes_from_one_backend_to_the_other(pretend_gpu):
-    from lightning_lowprec.torchao.linear import FP8Linear
-
-    model = Net()
-    for plugin, kind in ((FP8TE(), TELinear), (lightning_lowprec.FP8TorchAO(), FP8Linear), (FP8TE(), TELinear)):
-        fabric_for(plugin).setup(model)
-        converted = [m for m in model.modules() if isinstance(m, nn.Linear) and type(m) is not nn.Linear]
-        assert [type(m) for m in converted] == [kind] * 6
-        assert isinstance(model.blocks[0][0], norms.TELayerNorm) == (kind is TELinear)
-
-
-def test_deepcopy_and_the_plugin_itself(pretend_gpu):
-    plugin = FP8TE({"recipe": "delayed", "amax_history_len": 4}, keep=["lm_head"])
-    other = copy.deepcopy(plugin)
-    assert repr(other.recipe) == repr(plugin.recipe)
-    assert other.recipe.amax_history_len == 4
-    assert isinstance(FP8TE(DelayedScaling(margin=1)).recipe, DelayedScaling)
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")  # since 5.2x

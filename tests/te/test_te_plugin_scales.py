@@ -5,8 +5,7 @@ import torch
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from lightning_lowprec import FP8TE
-from lightning_lowprec.te.layer import te_linears
-from tests.te.subjects import Net, fabric_for, give_scales
+from tests.te.subjects import Net, fabric_for, give_scales, te_linears
 from tests.te.test_te_layers import some_scales
 
 
