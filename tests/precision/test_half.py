@@ -49,22 +49,6 @@ def test_loss_scale_that_is_none(dtype: Any, loss_scale: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("loss_scale", "expected"),
-    [
-        ("auto", LossScale()),
-        ("dynamic", LossScale()),
-        (LossScale(initial=4.0, growth_interval=7), LossScale(initial=4.0, growth_interval=7)),
-        (1024, LossScale.of(1024.0)),
-    ],
-)
-def test_fp16_scales_as_asked(loss_scale: Any, expected: LossScale) -> None:
-    plugin = HalfMixed("fp16", loss_scale=loss_scale)
-    assert plugin.scaler is not None
-    assert plugin.scaler.config == expected
-    assert plugin.scaler.get_scale() == expected.initial
-
-
-@pytest.mark.parametrize(
     ("plugin", "name", "dtype"),
     [
         (HalfMixed("bf16"), "bf16-mixed", torch.bfloat16),

@@ -69,9 +69,3 @@ def test_the_arguments_of_nemo():
 def test_arguments_that_do_not_fit(arguments, message):
     with pytest.raises(ValueError, match=message):
         recipes.bf16_with_fp8_mixed(**arguments)
-
-
-@pytest.mark.parametrize("attribute", ["fp8_margin", "fp8_amax_history_len", "fp8_params", "first_last_layers_bf16"])
-def test_attributes_of_nemo_raise(attribute):
-    with pytest.raises(AttributeError, match=attribute):
-        setattr(recipes.bf16_with_fp8_mixed(), attribute, 2)
