@@ -194,6 +194,7 @@ def test_it_has_versions_device_backends_and_every_precision_with_a_reason(repor
         "| backend MS-AMP",
     ):
         assert said in report
+    assert re.search(r"^\| backend torchao +\| imports ", report, re.MULTILINE)
     for stems in families(TABLE).values():
         assert all(stem in report for stem in stems)
     refused = next(line for line in report.splitlines() if line.startswith("| no ") and "nvfp4" in line)

@@ -47,6 +47,7 @@ def test_flops_and_bytes_by_hand():
     assert by_name["bf16-true"].state == 2 * total + 6 * trained
     assert by_name["fp8-hybrid"].gathered == converted + 2 * (total - converted)
     assert by_name["32-true"].gathered == 4 * total
+    assert by_name["fp8-hybrid"].host == 0
     assert by_name["bf16-mixed"].gathered == by_name["bf16-true"].gathered == 2 * total
     rowwise = footprints(model, plan, "fp8-rowwise")[-1]
     assert rowwise.gathered == 2 * total, "a scale per row cannot be gathered"
