@@ -16,6 +16,7 @@ from lightning_lowprec.numerics.rounding import bits_at, keys_of_bits, random_bi
 from tests.msamp.scaled_cases import (
     LEVELS,
     OPTIONS,
+    accumulate,
     bits,
     every_level,
     give,
@@ -203,6 +204,18 @@ def test_the_way_of_the_decay_is_restored_as_torch_does(kind, restored):
 
 
 # ---- edges
+
+
+@pytest.mark.parametrize(("level", "allowed"), [("O1", 11.1), ("O2", 6.1), ("O3", 7.1)])
+def test_bytes_per_parameter(level, allowed):
+    """Of all that one weight and its optimizer hold after a step: those of MS-AMP's chart, and scales."""
+    (p,) = scaled_params(level, [torch.randn(256, 256)])
+    optimizer = ScaledAdamW([p], level=level)
+    accumulate(p, torch.randn(256, 256))
+    optimizer.step()
+    kept = [p.grad.codes, p.grad.inv_scale, *vars(p.msamp_state).values(), *optimizer.state[p].values()]
+    storages = [t.untyped_storage() for t in kept if isinstance(t, torch.Tensor)]
+    assert sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values()) <= allowed * p.numel()
 
 
 @every_level
