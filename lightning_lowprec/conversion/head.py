@@ -266,7 +266,7 @@ def advice(model: nn.Module) -> list[str]:
 def _heads(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
     heads: set[int] = set()
     for fqn, module in model.named_modules():
-        head = module.get_output_embeddings() if transformers.is_model(module) else None  # type: ignore[operator]
+        head = module.get_output_embeddings() if transformers.is_model(module) else None
         if head is not None and id(head) not in heads:
             heads.add(id(head))
             yield fqn, module, head

@@ -108,7 +108,7 @@ def _answer(word: str) -> int:
             print("exit codes:", *codes, "  `lowprec run` ends with the exit code of the script.\n", sep="\n")
         print("`lowprec --help` lists exit codes, `lowprec COMMAND --help` the options of a command.")
     else:
-        answer = gone(word.partition("=")[0], GONE_COMMANDS | FLAGS)
+        answer = gone(word.partition("=")[0], {**GONE_COMMANDS, **FLAGS})
         answer = answer or f"{word!r} is no command. {pointer(word, {}, COMMANDS)}"
         print(f"lowprec: {paint('error:', 'red', sys.stderr)} {answer}", file=sys.stderr)
         return 2
@@ -152,9 +152,11 @@ def parse(command: str, argv: Sequence[str]) -> Any:
 
 def parser_of(command: str, cls: Any) -> ArgumentParser:
     """Return a parser with the fields of ``cls``, and of its group, as options."""
-    parser = ArgumentParser(prog=f"lowprec {command}", description=" ".join(inspect.getdoc(cls).split()))
+    parser = ArgumentParser(prog=f"lowprec {command}", description=" ".join((inspect.getdoc(cls) or "").split()))
     _, group = getattr(cls, "group", ("", cls))
-    described = dict(re.findall(r"^ {4}(\w+): ((?:.|\n {8})+)", inspect.getdoc(group).replace("``", "`"), flags=re.M))
+    described = dict(
+        re.findall(r"^ {4}(\w+): ((?:.|\n {8})+)", (inspect.getdoc(group) or "").replace("``", "`"), flags=re.M)
+    )
     hints = get_type_hints(group) | get_type_hints(cls)
     own = {option.name: option for option in fields(cls)}
     known = []
