@@ -9,8 +9,17 @@ TE_NEEDS := onnx onnxscript pydantic einops packaging importlib-metadata nvdlfw-
 DEEPSPEED := .site-deepspeed
 DEEPSPEED_NEEDS := deepspeed==0.19.8 hjson py-cpuinfo msgpack einops ninja
 CLIENTS_VENV := .venv-clients
-CLIENTS_NEEDS := anemoi-training chemprop darts 'gluonts[torch]' litgpt neuralforecast pytorch-forecasting scvi-tools \
+CLIENTS_NEEDS := chemprop darts 'gluonts[torch]' neuralforecast pytorch-forecasting 'rfdetr[train]' scvi-tools \
 	sentence-transformers timm torchgeo
+# nemo-toolkit asks for lightning 2.4.0 at most, rfdetr for pytorch_lightning 2.6 at least
+NEMO_VENV := .venv-nemo
+CLIENTS ?= chemprop darts gluonts litgpt litgpt-lora nemo-toolkit neuralforecast pytorch-forecasting rfdetr scvi-tools \
+	sentence-transformers timm torchgeo
+NEMO_CLIENTS = $(filter nemo-toolkit,$(CLIENTS))
+OTHER_CLIENTS = $(filter-out nemo-toolkit,$(CLIENTS))
+# the newest releases of some clients ask for Python 3.12; 3.11 gets old ones
+CLIENTS_PYTHON ?= $(shell for python in python3.12 python3.13 $(HOME)/.pyenv/versions/3.1[23].*/bin/python $(PYTHON); \
+	do $$python -c '' 2>/dev/null && echo $$python && break; done)
 DOCS := .site-docs
 RUN := OMP_NUM_THREADS=1 $(VENV)/bin
 # the processes that share the tests of a command
@@ -48,7 +57,7 @@ help:
 	@echo "make rehearse    on a GPU that computes nothing: the cases that others stand for in make test-ledger"
 	@echo "make test-gpu    FP8 kernels against their emulation, on a GPU with FP8 (skips by itself elsewhere)"
 	@echo "make test-peers  Lightning's own tests, a probe and models of transformers under our names (PEERS=folder; half an hour)"
-	@echo "make test-clients  other people's packages of Lightning with only the precision changed (CLIENTS=\"darts timm\"; 7 GB on disk, a quarter of an hour)"
+	@echo "make test-clients  other people's packages of Lightning with only the precision changed (CLIENTS=\"darts timm\"; 14 GB on disk, half an hour)"
 	@echo "make test-generated  500 programs that a seed draws, against a control (60 of them are in make test)"
 	@echo "make test-faults plant the faults of tests/faults/table.jsonl, one at a time, and see that a test catches each (FAULTS=\"--some 30\": fewer)"
 	@echo "make test-dtypes no float32 products in a step of any mixture of transformers; what stays float32 in all of its models"
@@ -198,13 +207,23 @@ test-peers: $(VENV)/.installed test-dtypes
 	$(RUN)/python -m tests.peers $(PEERS)
 
 $(CLIENTS_VENV)/.installed: pyproject.toml constraints.txt
-	@echo "Setting up $(CLIENTS_VENV) (7 GB) ..."
-	@$(PYTHON) -m venv $(CLIENTS_VENV)
+	@echo "Setting up $(CLIENTS_VENV) (8 GB) ..."
+	@$(CLIENTS_PYTHON) -m venv $(CLIENTS_VENV)
+	@$(CLIENTS_VENV)/bin/python $(PIP_INSTALL) --upgrade pip
 	@$(CLIENTS_VENV)/bin/python $(PIP_INSTALL) -c constraints.txt -e '.[lightning,pytorch-lightning]' $(CLIENTS_NEEDS)
+	@$(CLIENTS_VENV)/bin/python $(PIP_INSTALL) --no-deps litgpt  # which asks for older releases than the others
 	@touch $@
 
-test-clients: $(CLIENTS_VENV)/.installed
-	$(CLIENTS_VENV)/bin/python -m tests.clients $(CLIENTS)
+$(NEMO_VENV)/.installed: pyproject.toml constraints.txt
+	@echo "Setting up $(NEMO_VENV) (6 GB) ..."
+	@$(CLIENTS_PYTHON) -m venv $(NEMO_VENV)
+	@grep -v lightning constraints.txt > $(NEMO_VENV)/constraints.txt
+	@$(NEMO_VENV)/bin/python $(PIP_INSTALL) -c $(NEMO_VENV)/constraints.txt -e '.[lightning]' 'nemo-toolkit[asr]'
+	@touch $@
+
+test-clients: $(if $(OTHER_CLIENTS),$(CLIENTS_VENV)/.installed) $(if $(NEMO_CLIENTS),$(NEMO_VENV)/.installed)
+	$(if $(OTHER_CLIENTS),$(CLIENTS_VENV)/bin/python -m tests.clients $(OTHER_CLIENTS))
+	$(if $(NEMO_CLIENTS),$(NEMO_VENV)/bin/python -m tests.clients $(NEMO_CLIENTS))
 
 notebook: $(VENV)/.installed
 	$(RUN)/python -m tools.notebook
@@ -221,4 +240,4 @@ evidence: $(VENV)/.installed
 	$(RUN)/python -m benchmarks.evidence --out evidence-out
 
 clean:
-	rm -rf dist .venv-2.* $(VENV) $(FLOOR) $(TE) $(CLIENTS_VENV) $(DEEPSPEED) $(DOCS) site .nullgpu .pytest_cache .mypy_cache .ruff_cache
+	rm -rf dist .venv-2.* $(VENV) $(FLOOR) $(TE) $(CLIENTS_VENV) $(NEMO_VENV) $(DEEPSPEED) $(DOCS) site .nullgpu .pytest_cache .mypy_cache .ruff_cache

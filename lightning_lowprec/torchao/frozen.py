@@ -160,6 +160,11 @@ def _first_row(weight: Tensor) -> int:
 class MergesIntoCodes(RoleModule):
     """A LoRA layer of PEFT over a layer of codes, which are decoded for a merge, and then encoded again."""
 
+    def update_layer(self, adapter_name: str, *args: object, **kwargs: object) -> None:
+        """Take one more adapter, which is a plain LoRA."""
+        cast(Any, super()).update_layer(adapter_name, *args, **kwargs)
+        _check_adapter(adapter_name, self)
+
     def merge(self, *args: object, **kwargs: object) -> None:
         """Merge adapters."""
         with _decoded(cast(Any, self).get_base_layer()):

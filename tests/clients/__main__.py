@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,14 +31,12 @@ FACTOR: Final = 16.0
 NEAR: Final = 2.0**-5
 """The difference of the loss that is near in any case, since that of bf16-mixed may be almost zero by chance: a value
 that is rounded to float8_e4m3fn is off by at most 2**-4 of itself, and by about half of this on average."""
-_PICKLED: Final = "the file is a pickle of the model as it trains; see above"
-REASONS: Final[Mapping[tuple[str, str], str]] = {
-    ("anemoi-training", name): _PICKLED
-    for name in ("bf16-remainder", "bf16-8bit", "fp8-hybrid", "int8-mixed", "msamp-o2")
-}
+REASONS: Final[Mapping[tuple[str, str], str]] = {}
 """Why a user would accept a difference that is no refusal, by client and name."""
 BEGIN: Final = "<!-- clients: written by `make test-clients` -->"
 END: Final = "<!-- clients: end -->"
+HERE: Final = f"{platform.python_version()}, {version('lightning')}"
+"""The versions of Python and of Lightning, which the table has beside that of the client."""
 Outcome = Mapping[str, Any]
 """``loss`` and ``differs`` of a run, or its ``error`` and whether it was ``refused``."""
 
@@ -96,7 +95,7 @@ def written(page: str, rows: Mapping[str, str]) -> str:
     table, _, after = rest.partition(END)
     kept = {line.split(" | ")[0].removeprefix("| "): line for line in table.splitlines()[2:]}
     lines: Iterator[str | None] = (rows.get(client) or kept.get(client) for client in CLIENTS)
-    head = ["client", "version", *CONTROLS[1:], *NAMES, "differences"]
+    head = ["client", "version (Python, Lightning)", *CONTROLS[1:], *NAMES, "differences"]
     text = "\n".join([f"| {' | '.join(head)} |", "|" + "---|" * len(head), *filter(None, lines)])
     return f"{before}{BEGIN}\n{text}\n{END}{after}"
 
@@ -104,8 +103,10 @@ def written(page: str, rows: Mapping[str, str]) -> str:
 def main(wanted: Sequence[str]) -> int:
     """Run clients and write their rows; return 1 if something is left to explain."""
     unexplained: list[str] = []
+    print(f"{HERE}, torch {version('torch')}, torchao {version('torchao')}", flush=True)
     for client in wanted or CLIENTS:
-        line, more = row(client, version(PACKAGES.get(client, client)), outcomes_of(client, (*CONTROLS, *NAMES)))
+        release = f"{version(PACKAGES.get(client, client))} ({HERE})"
+        line, more = row(client, release, outcomes_of(client, (*CONTROLS, *NAMES)))
         unexplained += more
         print(line, flush=True)
         page = (ROOT / PAGE).read_text(encoding="utf-8")

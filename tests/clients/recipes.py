@@ -23,7 +23,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from tests.clients.weather import anemoi_training
+from tests.clients.detection import rfdetr
+from tests.clients.speech import nemo_toolkit
 
 Run = tuple[float, Any, Any]
 """The training loss, the predictions, and the predictions of the client that was read from its file."""
@@ -309,7 +310,8 @@ CLIENTS: Final[Mapping[str, Callable[[str, Path], Run]]] = {
     "scvi-tools": scvi_tools,
     "timm": timm,
     "torchgeo": torchgeo,
-    "anemoi-training": anemoi_training,
+    "rfdetr": rfdetr,
+    "nemo-toolkit": nemo_toolkit,
     "sentence-transformers": sentence_transformers,
     "litgpt": litgpt,
     "litgpt-lora": litgpt_lora,
@@ -317,10 +319,10 @@ CLIENTS: Final[Mapping[str, Callable[[str, Path], Run]]] = {
 """The recipes by the name of the package that `pip` installs."""
 PACKAGES: Final = {"litgpt-lora": "litgpt"}
 """The packages of recipes that have another name."""
-MODULES: Final = {"scvi-tools": "scvi", "litgpt-lora": "litgpt", "anemoi-training": "anemoi.training.train.train"}
+MODULES: Final = {"scvi-tools": "scvi", "litgpt-lora": "litgpt", "nemo-toolkit": "nemo.collections.asr"}
 """The modules to import, where a package does not have its own name."""
-SECONDS: Final = 120
-"""The time limit of a run, which takes 2 to 15 seconds on a quiet core."""
+SECONDS: Final = 300
+"""The time limit of a run, which takes 2 to 40 seconds on a quiet core."""
 OURS: Final = "lightning_lowprec"
 
 

@@ -56,6 +56,11 @@ def test_compiled_blocks_are_refused_where_weights_are_freed(plugin):
         Fabric(strategy="deepspeed_stage_3", plugins=plugin(compile=True), accelerator="cpu", devices=1)
 
 
+def test_a_base_that_is_stored_as_codes_is_refused():
+    with pytest.raises(ValueError, match=r"casts weights, and `frozen='codes'` has none\. Use 'ddp' or 'fsdp2'"):
+        Fabric(strategy="deepspeed_stage_2", plugins=lp.FP8TorchAO(frozen="codes"), accelerator="cpu", devices=1)
+
+
 def test_a_plugin_of_an_engine_is_refused_elsewhere():
     plugin = lp.FP8TorchAO()
     Fabric(strategy="deepspeed_stage_2", plugins=plugin, accelerator="cpu", devices=1)

@@ -102,6 +102,9 @@ def test_the_all_gather_column_knows_which_recipes_gather_float8(tmp_path, capsy
     recipes = ["--recipe", "*.o_proj=rowwise", '*.q_proj={"grad_input": "bf16"}', "*=tensorwise"]
     data = run_json(capsys, config, "--precision", "fp8-hybrid", *recipes, "--shards", 8)
     assert data["bytes"][-1]["gathered"] - gathered["fp8-hybrid"] == 2 * 4096 * 4096, "bf16 takes a byte more"
+    two_scales = ["--recipe", "*.o_proj=block", "*=tensorwise"]
+    mixed = run_json(capsys, config, "--precision", "fp8-hybrid", *two_scales, "--shards", 8)
+    assert mixed["bytes"][-1]["gathered"] == gathered["fp8-rowwise"], "two kinds of scales are gathered in bf16"
     sent = [
         data["per_rank"][-1]["sent"]["all_gather_forward"] for data in (data, run_json(capsys, config, "--shards", 8))
     ]

@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.callbacks import BaseFinetuning
 from torch import nn
 from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import lightning_lowprec as lp
 from lightning_lowprec import FP8TorchAO, Int8TorchAO
@@ -297,6 +298,28 @@ def test_an_adapter_of_peft_trains_and_merges(caplog):
 def test_an_adapter_that_reads_the_base_is_refused():
     with pytest.raises(ValueError, match=r"frozen='codes'` is not possible for 'base_model.model.0': .*DoRA"):
         L.Fabric(accelerator="cpu", plugins=FP8TorchAO(frozen="codes")).setup_module(peft_model(use_dora=True))
+
+
+def test_an_adapter_that_reads_the_base_is_refused_after_the_set_up_too():
+    model = peft_model()
+    L.Fabric(accelerator="cpu", plugins=FP8TorchAO(frozen="codes")).setup_module(model)
+    import peft
+
+    model.add_adapter("plain", peft.LoraConfig(r=RANK, target_modules=["0", "2"]))
+    with pytest.raises(ValueError, match=r"frozen='codes'` is not possible for 'second': .*DoRA"):
+        model.add_adapter("second", peft.LoraConfig(r=RANK, target_modules=["0"], use_dora=True))
+
+
+def test_an_average_by_hand_has_the_codes_of_the_base():
+    fabric, net, module, optimizer = set_up()
+    average = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    for _ in range(3):
+        fabric.backward((module(X).float() - 1).square().mean())
+        optimizer.step()
+        average.update_parameters(net)
+    assert torch.equal(average.module.first.base.weight, net.first.base.weight)
+    assert not torch.equal(average.module.first.up, net.first.up)
+    assert torch.equal(average.module.first.base.values(), net.first.base.values())
 
 
 def test_the_plan_counts_a_byte_for_the_base():

@@ -154,12 +154,15 @@ def gathered_rows(plan: Plan, precision: str) -> list[PlanRow]:
     if name is None or name.backend is None:
         return []
     recipes = backends.get(name.backend).recipes
+    kinds = {kind for recipe in plan.recipes.values() if recipes[kind := recipe.name or ""]}
 
     def as_codes(row: PlanRow) -> bool:
         if row.kept_because is not None or (row.kind == CONV1D and name.conv1d != "gathered"):
             return False
         if row.kind == STACKED and name.tile and (row.in_features % name.tile or row.out_features % name.tile):
             return False  # a tile would belong to two experts
+        if len(kinds) > 1:  # FSDP2 gathers values then, and only stored codes as they are
+            return row.stored_as_codes
         if not plan.recipes:
             return name.gathers_fp8
         recipe = plan.recipes[row.fqn]
