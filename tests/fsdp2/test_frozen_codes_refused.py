@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from lightning_lowprec import FabricFSDP2Strategy, FP8TorchAO
-from tests.torchao.test_frozen_codes import X, peft_model
+from tests.torchao.test_frozen_codes import Net, X, peft_model
 
 CPU = torch.device("cpu")
 
@@ -49,6 +49,6 @@ def test_torch_below_2_13():
         with pytest.raises(
             RuntimeError, match=r"under FSDP2 needs torch 2\.13, got .*Use 'ddp', or `frozen='convert'`"
         ):
-            fabric.setup_module(peft_model())
+            fabric.setup_module(Net())
     finally:
         dist.destroy_process_group()
