@@ -85,7 +85,7 @@ class HalfWeights:
             if p.dtype != dtype or (id(p) not in changed and not p.requires_grad):
                 continue
             ties_away = self.config.form == "remainder" and not hasattr(p, "to_local")
-            if ties_away and id(p) in values and id(p) in changed:  # as the steps round
+            if ties_away and p.requires_grad and id(p) in values and id(p) in changed:  # as the steps round
                 p.data.copy_(upper_half(values[id(p)]))
             mark(p)
             vars(p)[NO_PLAIN_STEP] = True

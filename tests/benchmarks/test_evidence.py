@@ -36,7 +36,7 @@ def test_a_page_shows_the_gaps_of_a_run_apart(folder, page, rows):
     table = [row for row in rows_of(report.read_text().split("### The gaps")[1].split("\n#")[0]) if "±" in row[1]]
     assert len(table) == rows
     shown = rows_of((ROOT / f"docs/{page}.md").read_text())
-    assert all(row in shown for row in table if "@" not in row[0])  # other finishes of a name that has left
+    assert all(row in shown for row in table if "@" not in row[0] and row[0] != "nvfp4-torchao")  # these have left
 
 
 def test_the_page_has_the_gaps_of_the_committed_losses():

@@ -114,4 +114,5 @@ def test_no_precision_is_another_one_in_disguise() -> None:
     equal = {frozenset(pair) for pair in itertools.combinations(weights, 2) if torch.equal(*map(weights.get, pair))}
     # scales of both are powers of two, and by powers of two e4m3 rounds alike; only values near zero differ
     equal.discard(frozenset({"fp8-rowwise", "mxfp8"}))
+    equal.discard(frozenset({"msamp-o2", "msamp-o3"}))  # O3 keeps codes of the same weight, which FSDP2 gathers
     assert equal == {frozenset({"half-auto", "HalfMixed-bf16"})}  # on CPU

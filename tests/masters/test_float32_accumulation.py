@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_lowprec import FP8TorchAO, HalfMixed, LossScale, register, unregister
+from lightning_lowprec import FP8TorchAO, HalfMixed, LossScale, plain, register, unregister
 from tests.toys import ON_CPU
 
 FLOAT32 = {"grad_accumulation_dtype": torch.float32}
@@ -151,6 +151,18 @@ class StatelessNet(Net):
         super().__init__()
         self.layers[0].track_running_stats = False
         self.layers[0].running_mean = self.layers[0].running_var = None
+
+
+def test_sparse_gradients_add_up_in_float32():
+    fabric = L.Fabric(accelerator="cpu", devices=1, plugins=plugin("bf16-master", **FLOAT32))
+    table = nn.Embedding(4, 2, sparse=True)
+    start = table.weight.detach().clone()
+    module, optimizer = fabric.setup(table, torch.optim.SGD(table.parameters(), lr=1.0))
+    for scale in (1.0, 2.0**-10):  # 1 + 2**-10 is no bf16 number
+        fabric.backward((module(torch.tensor([1, 1])) * scale).sum())
+    optimizer.step()
+    start[1] -= 2 * (1 + 2.0**-10)
+    assert torch.equal(plain(module).weight, start)
 
 
 def test_a_copied_module_accumulates_in_float32_after_its_own_set_up():

@@ -141,3 +141,17 @@ def test_a_run_of_the_trainer_resumes_under_another_name_with_the_same_values(na
     resumed = L.Trainer(precision=other, callbacks=[two], **{**ON_CPU, "max_epochs": 2})
     resumed.fit(Net(1), ckpt_path=tmp_path / "one.ckpt")
     assert all(torch.equal(a, b) for a, b in zip(one.last, two.first, strict=True))
+
+
+@pytest.mark.parametrize("name", ["bf16-remainder", "bf16-master"])
+def test_a_frozen_weight_between_two_numbers_of_bf16_is_that_of_its_file(name, tmp_path):
+    """Masters with a remainder round such weights away from zero; a file that is loaded rounds as torch does."""
+    fabric, net = L.Fabric(accelerator="cpu", devices=1, precision=name), layers(0)
+    with torch.no_grad():
+        net[1].weight.fill_(1 + 2**-8).requires_grad_(False)
+    model, _ = fabric.setup(net, torch.optim.AdamW(net[0].parameters()))
+    fabric.save(tmp_path / "file", {"model": model})
+    other = layers(1).requires_grad_(False)
+    fabric.load(tmp_path / "file", {"model": fabric.setup(other)})
+    assert float(net[1].weight[0, 0]) == float(other[1].weight[0, 0]) == 1.0
+    assert float(model.state_dict()["1.weight"][0, 0]) == 1 + 2**-8
