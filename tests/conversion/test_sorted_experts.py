@@ -219,7 +219,8 @@ def test_other_layouts_and_arguments_stay_as_they_are():
 def test_recognising_draws_no_random_number_and_leaves_the_module_alone():
     model = Layer(GroupedExperts()).to("meta")
     state, before = torch.get_rng_state(), dict(vars(model.experts))
-    plan = make_plan(model, request=PlanRequest(experts=None))
+    with torch.device("meta"):  # as `torch.set_default_device` of a program
+        plan = make_plan(model, request=PlanRequest(experts=None))
     assert plan.converted == plan.stacked == ("experts.w1", "experts.w2", "experts.w3")
     assert {row.fqn: (row.in_features, row.out_features) for row in plan.rows} == {
         "experts.w1": (DIM, HIDDEN),
