@@ -173,7 +173,7 @@ class MasterRegistry:
     def take_moments(self, param: Tensor, coded: Mapping[str, Tensor]) -> None:
         """Take codes of a state dict: as they are if they are of this optimizer's format, else as float32 values."""
         keep = self.config.moments == "8bit" and id(param) in self.place_of and moments.is_our_format(coded, param)
-        entry = {name: value.to(param.device, copy=True) for name, value in coded.items()}
+        entry = {name: value.to(param.device) for name, value in coded.items()}
         self.live().state[param].update(entry if keep else moments.decoded_entry(entry, param))
 
 
