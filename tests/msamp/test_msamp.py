@@ -240,3 +240,19 @@ def test_plain_of_a_part_lets_ddp_train_it_in_the_whole_again():
     assert not hasattr(whole[0].first.weight, "_ddp_ignored")
     plain(whole[1])
     assert whole._ddp_params_and_buffers_to_ignore == ["2.bias"]
+
+
+def test_other_levels_and_layers_take_over_the_values_and_lightnings_own_precisions_raise():
+    module, _ = fit(MSAMP("O2"))
+    values = values_of(module.second.weight)
+    fit(MSAMP("O2", keep=["second"]), module, epochs=0)
+    assert type(module.second) is torch.nn.Linear
+    assert torch.equal(module.second.weight, values)
+    fit(MSAMP("O2"), module)
+    for precision in ("32-true", "bf16-mixed"):  # Lightning's own do not convert, and the optimizer finds out
+        with (
+            pytest.warns(UserWarning, match="2 layers of Net are those of MS-AMP"),
+            pytest.raises(RuntimeError, match=r"kept as codes with a scale .*would be lost: .* precision of MS-AMP"),
+        ):  # the first decay is noticed
+            fit(precision, module)
+    assert type(fit(MSAMP("O1"), module)[0].first) is not torch.nn.Linear  # the weights of O1 are those of O2
