@@ -1,5 +1,6 @@
 """What `lowprec compare` makes of its runs: verdicts, intervals over seeds, the report as page and as text."""
 
+import json
 import math
 
 import pytest
@@ -35,6 +36,12 @@ def test_a_failed_baseline_judges_nobody():
     assert not comparison.ok
 
 
+def test_the_gap_is_relative_and_the_training_loss_is_that_of_the_last_tenth_of_the_steps():
+    assert judge(result("x", val_losses=[3.0]), result(), 0.01).gap == 0.5
+    assert result(train_losses=[9.0] * 9 + [1.0]).final_train == 1.0
+    assert result(train_losses=[9.0] * 18 + [1.0, 2.0]).final_train == 1.5
+
+
 def test_zero_baselines():
     zero = result(val_losses=[0.0])
     assert judge(result("x", val_losses=[0.0]), zero, 0.01).ok
@@ -45,6 +52,12 @@ def test_warm_up_steps_do_not_count():
     assert result(step_seconds=[9, 9, 9, 9, 9, 1, 2, 3, 2, 2]).step_time == 2
     assert result(step_seconds=[9.0, 1.0]).step_time == 1
     assert result().step_time is None
+
+
+def test_json_stays_strict():
+    comparison = Comparison(spec=CompareSpec(), results=[result(val_losses=[math.inf]), result("b", val_losses=[])])
+    figures = json.loads(comparison.to_json(), parse_constant=pytest.fail)
+    assert figures["results"][0]["val_losses"] == [None]
 
 
 def test_without_validation_there_is_no_verdict():
