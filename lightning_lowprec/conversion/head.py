@@ -259,7 +259,7 @@ def advice(model: nn.Module) -> list[str]:
         f"the loss of {_name(fqn, module)} makes {head.out_features:,} logits per token, in float32 too."
         f" `head='chunked'` computes the same loss without them"
         for fqn, module, head in _heads(model)
-        if head.out_features >= MANY and unrecognised(module, head) is None
+        if isinstance(head, nn.Linear) and head.out_features >= MANY and unrecognised(module, head) is None
     ]
 
 

@@ -128,6 +128,16 @@ def test_other_models_and_widths_are_refused_with_the_way_out():
         head.replace_heads(nn.ModuleDict({"lm": narrow}), "fp8", emulate=None)
 
 
+def test_a_model_with_several_heads_gets_no_advice():
+    from transformers import MusicgenDecoderConfig, MusicgenForCausalLM
+
+    sizes = {"hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    with torch.device("meta"):
+        model = MusicgenForCausalLM(MusicgenDecoderConfig(vocab_size=32_000, num_codebooks=2, **sizes))
+    assert isinstance(model.get_output_embeddings(), nn.ModuleList)
+    assert head.advice(model) == []
+
+
 def test_logits_that_were_read_and_changed_before_the_loss_are_those_of_the_loss():
     """Also if they were read without a graph."""
     model = build()
