@@ -11,7 +11,8 @@ from benchmarks.ledger import launch
 from tests.ledger import float8_stores
 
 WITHOUT = (
-    "import lightning_lowprec.private.torch_modules as mended; mended._FIRST = (99,); "
+    "import lightning_lowprec.private.torch_modules as mended; assert mended._FAULTY_FROM; "
+    "mended._FAULTY_FROM = (99,); "
     "from tests.ledger import float8_stores as script; script.main(['msamp-o2'])"
 )
 pytestmark = pytest.mark.skipif(torch.__version__ < (2, 14), reason="older inductors write no such instruction")
