@@ -32,7 +32,7 @@ refresh allocates the memory of the codes of all weights, which later codes take
 moves to the device is a new tensor for every gather, and so is encoded at every gather, into new memory.
 
 A weight that a product in high precision reads (recipes per layer) is none of these: FSDP2 gathers it as any other. A
-backend defines the arithmetic and the tensor that its layers get (:mod:`~lightning_lowprec.fsdp2.fp8_gather`).
+backend defines the arithmetic and the tensor that its layers get (:class:`WireFormat`).
 """
 
 from __future__ import annotations
