@@ -42,7 +42,7 @@ def test_scaled_plugins_do_scale(name: str) -> None:
     assert scale_of(make(name)) == (8.0 if name in HALF_GRADIENTS else 2.0**16)
 
 
-class ManualProbe(Probe):
+class ManualProbe(GradientNotes):
     """Runs ``loss``, ``backward`` arguments and the step by hand."""
 
     def __init__(self, train: Callable[["ManualProbe", Any, Tensor], None]) -> None:
@@ -194,3 +194,28 @@ def test_lightning_module_inside_fabric_scales_once(name: str, way: str) -> None
     optimizer.step()
     assert same(probe.w, -X)
     assert len(probe.optimizer.calls) == 1
+
+
+@every_plugin
+def test_manual_backward_scales_once(name: str) -> None:
+    def train(probe: ManualProbe, optimizer: Any, batch: Tensor) -> None:
+        probe.manual_backward(probe(batch))
+        optimizer.step()
+
+    plugin, probe = make(name), ManualProbe(train)
+    scale = scale_of(plugin)
+    trainer_with(plugin).fit(probe, Batches(X))
+    assert same(torch.stack(probe.after_backward), X[None] * scale)
+    assert same(torch.stack(probe.before_step), X[None])
+    assert same(probe.w, -X)
+
+
+@every_plugin
+def test_manual_backward_without_retain_graph_frees_the_graph(name: str) -> None:
+    def train(probe: ManualProbe, optimizer: Any, batch: Tensor) -> None:
+        loss = probe(batch).exp()
+        probe.manual_backward(loss)
+        probe.manual_backward(loss)
+
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        trainer_with(make(name)).fit(ManualProbe(train), Batches(X))

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from contract_models import Net, codes_of, fabric_with, net, random_batches, same, trainer_with
+from contract_models import Batches, Net, Probe, X, codes_of, fabric_with, net, random_batches, same, trainer_with
 from plugins_under_test import code_dtypes, every_name, every_plugin, make, weight_dtype
 from torch import Tensor, nn
 
@@ -165,3 +165,26 @@ def test_weights_stay_float32_unless_the_optimizer_has_masters(name: str) -> Non
     trainer_with(as_trained(make(name))).fit(module, random_batches(1))
     assert {codes_of(p).dtype for p in module.parameters()} == {weight_dtype(name)} | code_dtypes(name)
     assert {p.dtype for p in module.parameters()} == {weight_dtype(name)}, "codes show their values"
+
+
+class Raising(Probe):
+    def forward(self, x: Tensor) -> Tensor:
+        assert torch.is_autocast_enabled("cpu")
+        raise ZeroDivisionError
+
+
+@every_plugin
+def test_trainer_restores_torch_when_a_step_raises(name: str) -> None:
+    before = torch_state()
+    with pytest.raises(ZeroDivisionError):
+        trainer_with(make(name)).fit(Raising(), Batches(X))
+    assert torch_state() == before
+
+
+@every_plugin
+def test_fabric_restores_torch_when_forward_raises(name: str) -> None:
+    module = fabric_with(make(name)).setup(Raising())
+    before = torch_state()
+    with pytest.raises(ZeroDivisionError):
+        module(X)
+    assert torch_state() == before

@@ -16,7 +16,7 @@ from contract_models import (
     scale_of,
     trainer_with,
 )
-from plugins_under_test import every_scaled, every_unscaled, make
+from plugins_under_test import every_plugin, every_scaled, every_unscaled, make
 from torch import Tensor
 
 from lightning_lowprec import LossScale
@@ -167,3 +167,12 @@ def test_without_scaling_nan_passes_as_in_stock_bf16(name: str, kind: str) -> No
         train_on(nan, make(name), module)
     assert expected.any()
     assert same(torch.cat([p.detach().isnan().flatten() for p in module.parameters()]), expected)
+
+
+@every_plugin
+def test_static_data_without_overflow_never_moves_the_default_scale(name: str) -> None:
+    plugin, probe = make(name), Probe()
+    scale = scale_of(plugin)
+    trainer_with(plugin).fit(probe, Batches(*[X] * 10))
+    assert scale_of(plugin) == scale
+    assert same(probe.w, -10 * X)

@@ -148,3 +148,13 @@ def test_checkpoint_without_a_scale_starts_at_the_initial_one(name: str, tmp_pat
     plugin = make(name, GROWING)
     fit(plugin, Net(), 1, ckpt_path=tmp_path / "a.ckpt")
     assert scale_of(plugin) == GROWING.initial
+
+
+@pytest.mark.parametrize("target", [HalfMixed, FP8TorchAO])
+def test_without_a_loss_scale_in_the_checkpoint_nothing_is_logged(
+    target: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fit(FP8TorchAO(), net(), 1).save_checkpoint(tmp_path / "a.ckpt")
+    with caplog.at_level("INFO"):
+        fit(target("bf16") if target is HalfMixed else target(), Net(), 1, ckpt_path=tmp_path / "a.ckpt")
+    assert not [record for record in caplog.records if DROPPED in record.getMessage()]

@@ -178,3 +178,17 @@ def test_two_modules_in_one_fabric(name: str) -> None:
     assert same(probes[0].w, -X)
     assert same(probes[1].w, -Y)
     assert type(probes[0].linear) is type(probes[1].linear)
+
+
+@every_plugin
+def test_unused_optimizer_is_left_alone(name: str) -> None:
+    def only_first(module: Any, first: Any, second: Any, batch: tuple[Tensor, Tensor]) -> None:
+        module.manual_backward(module(batch[0], "w"))
+        first.step()
+        first.zero_grad()
+
+    module = TwoWeights(only_first)
+    trainer_with(make(name)).fit(module, Batches((X, Y), (X, Y)))
+    assert same(module.w, -2 * X)
+    assert same(module.v, torch.zeros(2))
+    assert module.both[1].calls == []

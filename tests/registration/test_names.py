@@ -11,7 +11,9 @@ import lightning.pytorch.callbacks.throughput_monitor as trainer_throughput
 import lightning.pytorch.trainer.connectors.accelerator_connector as trainer_connector
 import pytest
 import torch
+from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_summary import ModelSummary
 from torch.nn.parameter import Parameter
@@ -334,3 +336,15 @@ def test_the_table_and_the_plugin_agree_on_what_fsdp2_gathers(name):
     else:
         codes_already = name == "msamp-o3"  # its weights are float8 codes, and are gathered without a change
         assert TABLE[name].gathers_fp8 == (codes_already or create(name).gathers(ShardOptions()) is None)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn", "ddp_find_unused_parameters_true", "ddp_notebook"])
+def test_supported_strategies(strategy):
+    assert L.Trainer(strategy=strategy, precision="fp8-hybrid", devices=1, **ON_CPU).precision == "fp8-hybrid"
+    if strategy in STRATEGY_REGISTRY.available_strategies():  # Fabric of Lightning 2.4 does not know all four
+        L.Fabric(strategy=strategy, precision="fp8-hybrid", accelerator="cpu", devices=1)
+
+
+def test_a_plugin_inside_a_strategy_works_without_a_name():
+    trainer = L.Trainer(strategy=DDPStrategy(precision_plugin=FP8TorchAO()), **ON_CPU)
+    assert isinstance(trainer.precision_plugin, FP8TorchAO)
