@@ -1,6 +1,8 @@
 """Programs that a review broke: GANs, models without blocks, BatchNorm, uneven shards; two gloo ranks."""
 
+import gc
 import warnings
+import weakref
 
 import lightning as L
 import pytest
@@ -66,7 +68,7 @@ class Manual(L.LightningModule):
         self.manual_backward(self(batch[0]).pow(2).mean())
         self.look("training_step")
         if self.edits == "clip":
-            torch.nn.utils.clip_grad_norm_(self.parameters(), 1e-2)
+            self.norm = torch.nn.utils.clip_grad_norm_(self.parameters(), 1e-2)
         if self.edits == "halve":
             for p in self.parameters():
                 p.grad.mul_(0.5)
@@ -143,6 +145,11 @@ def manual(rank):
         for strategy in ("fsdp2", "ddp"):
             model = fitted(Manual(edits, blocks), strategy)
             results[blocks, edits, strategy] = full(model), model.seen
+    for precision in ("bf16-master", "fp8-hybrid"):
+        for strategy in ("fsdp2", "ddp"):
+            model = fitted(Manual("clip", blocks=True), strategy, precision)
+            norm = getattr(model.norm, "full_tensor", lambda norm=model.norm: norm)()
+            results[precision, strategy] = float(norm), model.seen, {type(p).__name__ for p in model.parameters()}
     return results
 
 
@@ -162,6 +169,33 @@ def norms(rank):
             dtypes = {p.dtype for p in (model.net[0].weight, model.net[2].weight)}
             results[precision, strategy] = model.losses, dtypes, model.net[0].running_mean.dtype
     return results
+
+
+def memory(rank):
+    """What is left of the unsharded weights after a fit."""
+    model = with_norms()
+    before = [weakref.ref(p) for p in model.parameters()]
+    trainer_holds = fitted(model, "fsdp2", "bf16-remainder")
+    gc.collect()
+    return sum(p().untyped_storage().nbytes() for p in before if p() is not None), trainer_holds is model
+
+
+def two_models(rank):
+    """A forward whose backward comes later must not confuse the check of the other model's optimizer."""
+    fabric = L.Fabric(accelerator="cpu", devices=2, strategy="fsdp2", precision="fp8-hybrid")
+    fabric.launch()
+    made = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(64, 48), nn.GELU(), nn.Linear(48, 64))
+        made.append(fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1)))
+    (a, _), (b, optimizer) = made
+    x = rows()
+    pending = a(x)
+    before = full(b.module)
+    fabric.backward((b(x) - pending.detach()).pow(2).mean())
+    optimizer.step()
+    return difference(full(b.module), before)
 
 
 class Gained(Block):
@@ -199,7 +233,7 @@ def uneven(rank):
 
 def worker(rank):
     warnings.simplefilter("ignore")
-    return {part.__name__: part(rank) for part in (manual, gans, norms, uneven)}
+    return {part.__name__: part(rank) for part in (manual, gans, norms, memory, two_models, uneven)}
 
 
 @pytest.fixture(scope="module")
@@ -236,3 +270,21 @@ def test_parameters_that_shard_unevenly_train_beside_fp8_weights(results):
     assert results[0]["uneven"] == results[1]["uneven"]
     assert {"token", "blocks.0.gain"} < results[0]["uneven"].keys()
     assert all(results[0]["uneven"].values())
+
+
+def test_a_pending_forward_of_another_model(results):
+    assert results[0]["two_models"] > 0
+
+
+@pytest.mark.parametrize("precision", ["bf16-master", "fp8-hybrid"])
+def test_manual_optimization_clips_in_low_precision_and_shows_shards_after_the_fit(results, precision):
+    norm, seen, kinds = results[0]["manual"][precision, "fsdp2"]
+    expected, _, _ = results[0]["manual"][precision, "ddp"]
+    assert norm == pytest.approx(expected, rel=0.02)
+    assert norm > 1e-2
+    assert seen == dict.fromkeys(HOOKS, True)
+    assert kinds == {"DTensor"}
+
+
+def test_no_unsharded_weight_stays_in_memory(results):
+    assert results[0]["memory"] == (0, True)

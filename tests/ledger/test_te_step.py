@@ -121,3 +121,14 @@ def test_every_form_of_masters_trains_sharded(name, options, shards):
         running.step(data)
     assert not log.waits()
     assert {parameter.dtype for parameter in running.bare.parameters()} == {shards}
+
+
+def test_the_last_word_is_that_of_the_context():
+    """A layer outside of its precision's context is not taken for one inside, whatever ran before."""
+    model = nn.Sequential(nn.Linear(64, 64))
+    fabric = L.Fabric(accelerator="cuda", devices=1, plugins=FP8TE("current"))
+    wrapped = fabric.setup_module(model)
+    x = torch.zeros(16, 64, device=DEVICE)
+    wrapped(x).sum().backward()
+    with pytest.warns(UserWarning, match="trains outside of its precision's context"):
+        model[0](x)

@@ -265,6 +265,7 @@ def test_without_matplotlib_nothing_is_trained(tmp_path, no_training, capsys, mo
     ("kwargs", "message"),
     [
         ({"precisions": ["a", "b", "a"]}, "expected each name once: remove the repeated a"),
+        ({"precisions": ["32-true", "bf16-master"], "monitor": True}, "they convert no layers. Add an FP8 precision"),
         ({"max_steps": 0}, "`max_steps=0` is not valid; expected an integer of at least 1"),
         ({"val_every": 2.5}, "`val_every=2.5` is not valid"),
         ({"max_loss_gap": -0.1}, "`max_loss_gap=-0.1` is not valid"),

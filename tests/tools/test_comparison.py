@@ -301,3 +301,8 @@ def test_a_table_as_text_and_as_markdown():
 def test_smoothing_is_a_mean_of_both_sides():
     assert smooth([1.0, 3.0, 5.0, 7.0], 1) == [2.0, 3.0, 5.0, 6.0]
     assert smooth([1.0, 2.0], 0) == [1.0, 2.0]
+
+
+def test_one_precision_is_compared_with_nothing():
+    alone = Comparison(spec=CompareSpec(precisions=["fp8-hybrid"]), results=[result("fp8-hybrid")])
+    assert "Only one precision was asked for, so nothing was compared." in markdown(alone)
