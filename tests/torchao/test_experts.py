@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig, Nemo
 
 from lightning_lowprec import FP8TorchAO, HalfMixed
 from lightning_lowprec.conversion import backends
-from lightning_lowprec.conversion.experts import CastExperts, stacks
+from lightning_lowprec.conversion.experts import CastExperts, stacks, weight_names
 from lightning_lowprec.conversion.recipe_map import LayerRecipe
 from lightning_lowprec.numerics.groups import group, spread
 from lightning_lowprec.torchao.experts import format_of, fp8_experts, grouped_matmul, high_of
@@ -230,3 +230,59 @@ def test_one_of_two_parameters():
     assert list(stack.settings) == ["gate_up_proj"]
     inputs = routed(layer.experts)
     expect_db(sqnr(gradients(Layer("mixtral"), inputs)["output"], gradients(layer, inputs)["output"]), 23)
+
+
+def codes(x, dim, power_of_2):
+    """torchao's codes with a scale per row of what is summed along ``dim``, as values."""
+    scale = 448 / x.detach().abs().amax(dim, keepdim=True).double().clamp(min=1e-12)
+    scale = (2.0 ** torch.floor(torch.log2(scale)) if power_of_2 else scale).float()
+    return (x.float() * scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() / scale
+
+
+class Product(torch.autograd.Function):
+    """[M, K] @ [K, N] for the tokens of one expert, in FP8 by torchao's formulas."""
+
+    @staticmethod
+    def forward(ctx, rows, weight, recipe, amax):
+        ctx.save_for_backward(rows, weight)
+        ctx.recipe, ctx.whole = recipe, 448 / amax.double()
+        return (codes(rows, 1, recipe != "tensorwise") @ Product.weight(ctx, weight, 0)).bfloat16()
+
+    @staticmethod
+    def weight(ctx, weight, dim):
+        if ctx.recipe != "tensorwise":
+            return codes(weight, dim, True)
+        return (weight.float() * ctx.whole.float()).to(torch.float8_e4m3fn).float() / ctx.whole.float()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (rows, weight), fine = ctx.saved_tensors, ctx.recipe != "tensorwise"
+        grad_rows = (codes(grad, 1, fine) @ Product.weight(ctx, weight, 1).t()).bfloat16()
+        if ctx.recipe == "rowwise_with_gw_hp":
+            grad_weight = rows.float().t() @ grad.float()
+        else:
+            grad_weight = codes(rows, 0, fine).t() @ codes(grad, 0, fine)
+        return grad_rows, grad_weight.bfloat16().float(), None, None
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_arithmetic_is_torchaos_expert_by_expert(recipe):
+    layer = Layer("mixtral")
+    up, down = (getattr(layer.experts, name) for name in weight_names(layer.experts))
+    hidden, index, weights = routed(layer.experts)
+    rounded, factors = hidden.bfloat16(), weights.bfloat16()  # as Fabric casts inputs
+    total = torch.zeros(len(index), 2, hidden.shape[1], dtype=torch.bfloat16)
+    for expert in range(len(up)):
+        token, place = (index == expert).nonzero(as_tuple=True)
+        inner = Product.apply(rounded[token], up[expert].t(), recipe, up.detach().abs().max())
+        gate, value = inner.chunk(2, dim=-1)
+        inner = layer.experts.act_fn(gate) * value
+        outer = Product.apply(inner, down[expert].t(), recipe, down.detach().abs().max())
+        total = total.index_put((token, place), outer * factors[token, place, None])
+    output = total.sum(1).float()
+    output.backward(torch.randn(output.shape, generator=torch.Generator().manual_seed(2)))
+    expected = {"output": output, "hidden": hidden.grad, "gate_up_proj": up.grad, "down_proj": down.grad}
+    expected = {name: value.detach().clone() for name, value in expected.items()}
+    found = gradients(set_up(layer, FP8TorchAO(recipe)), (hidden, index, weights))
+    for name, value in expected.items():  # sums in another order may round to another bf16, and then to another code
+        assert sqnr(value, found[name].float()) > 45, name
