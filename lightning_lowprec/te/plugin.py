@@ -14,7 +14,7 @@ from lightning_lowprec.conversion.name_formats import EXPERTS_NEED_TORCHAO
 from lightning_lowprec.conversion.name_suffixes import of_options
 from lightning_lowprec.conversion.options import LayerOptions, shows, take, takes
 from lightning_lowprec.conversion.plan import Plan, PlanRequest
-from lightning_lowprec.extras import import_refusal, require
+from lightning_lowprec.extras import require
 from lightning_lowprec.hardware import describe, refusal_and_remedy
 from lightning_lowprec.messages import info
 from lightning_lowprec.precision import fp8
@@ -51,9 +51,6 @@ def device_refusal(kind: str, device: torch.device) -> str | None:
     The table of what runs where answers first, then Transformer Engine, which also asks for versions of CUDA.
     ``"nvfp4-plain"`` is NVFP4 without Hadamard transform and stochastic rounding.
     """
-    refusal = import_refusal(MODULE, f"The recipe {kind!r}")
-    if refusal is not None:
-        return refusal.rstrip(".")
     row: RecipeKey = next((recipe for recipe in RECIPES if recipe == f"te-{kind}"), "te-current")
     try:
         if (known := refusal_and_remedy(row, device)) is not None:

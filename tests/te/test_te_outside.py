@@ -1,6 +1,7 @@
 """Layers that are called where no precision's context is: Transformer Engine computes in high precision there."""
 
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -58,3 +59,12 @@ def test_where_it_is_no_oversight(fabric):
             pytest.raises(RuntimeError, match="CUDA"),
         ):
             model.train()(x)
+
+
+@pytest.mark.parametrize("context", [False, True])
+def test_an_input_that_is_not_on_cuda_is_refused(pretend_gpu, context):
+    layer = nn.Linear(32, 32)
+    fabric = fabric_for(FP8TE("current"))
+    fabric.setup(layer)
+    with fabric.autocast() if context else nullcontext(), pytest.raises(RuntimeError, match="computes on CUDA only"):
+        layer(torch.randn(16, 32))

@@ -156,3 +156,13 @@ def test_gradient_checkpointing_of_transformers(pretend_gpu):
     fabric_for(FP8TE("current")).setup(model)
     fabric_for(lightning_lowprec.FP8TorchAO()).setup(model)
     assert [layer._gradient_checkpointing_func for layer in layers] == was
+
+
+def test_only_modules_that_had_a_checkpoint_function_have_one(pretend_gpu):
+    model, function = Net(), object()
+    model.blocks[1]._gradient_checkpointing_func = function
+    for plugin, by_te in ((FP8TE(), True), (FP8TE(), True), (FP8TE("current"), False)):
+        fabric_for(plugin).setup(model)
+        (holder,) = [m for m in model.modules() if "_gradient_checkpointing_func" in vars(m)]
+        assert holder is model.blocks[1]
+        assert (holder._gradient_checkpointing_func is function) == (not by_te)

@@ -1,12 +1,14 @@
 """Private names of Transformer Engine: the installed version has them, and a lost one is reported at set-up."""
 
 import pytest
+import torch
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch import distributed
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from lightning_lowprec.private.transformer_engine import check_names, moved
 from lightning_lowprec.te import plugin
+from lightning_lowprec.tools.doctor import availability
 
 
 @pytest.fixture
@@ -34,6 +36,10 @@ def test_a_name_that_is_gone(monkeypatch, unchecked, owner, name, lost):
     assert any(lost in words for words in moved())
     with pytest.raises(ImportError, match=rf"Transformer Engine 2\.\d+.* has no .*{name}"):
         plugin.pytorch("FP8TE")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    verdict = availability("fp8-hybrid-te", torch.device("cuda", 0))
+    assert not verdict.runs
+    assert "Install a version that has" in verdict.reason
 
 
 def test_an_attribute_that_no_code_assigns(monkeypatch):

@@ -1,9 +1,15 @@
 """Recipes from plain values, against Transformer Engine's own classes."""
 
+import math
+
 import pytest
+import torch
 from transformer_engine.common import recipe as te
 
+from lightning_lowprec import FP8TE
+from lightning_lowprec.te.backend import BACKEND
 from lightning_lowprec.te.recipes import KINDS, kind_of, make_recipe
+from tests.te.subjects import fabric_for
 
 
 def make(recipe, **options):
@@ -102,3 +108,21 @@ def test_transformer_engine_itself_ignores_flags_of_scales():
     """The reason for setting them; if this fails, that may go."""
     assert te.Float8CurrentScaling(use_power_2_scales=True).fp8_quant_fwd_weight.power_2_scale is False
     assert te.Float8BlockScaling(use_f32_scales=True).fp8_quant_fwd_weight.power_2_scale is True
+
+
+@pytest.mark.parametrize("power_of_2", [False, True])
+def test_the_monitor_knows_the_casts_of_current_scaling(reference_te, power_of_2):
+    """The largest number of the format over the largest of the tensor, cut to a power of two if the recipe says so."""
+    layer = torch.nn.Linear(32, 32)
+    wrapped = fabric_for(FP8TE({"recipe": "current", "use_power_2_scales": power_of_2})).setup(layer)
+    wrapped(torch.randn(16, 32))
+    casts = BACKEND.numerics(layer)
+    assert casts.values is layer.weight
+    formats = {"input": (torch.float8_e4m3fn, 448), "weight": (torch.float8_e4m3fn, 448)}
+    for name, (dtype, largest) in {**formats, "gradient": (torch.float8_e5m2, 57344)}.items():
+        cast = getattr(casts, name)
+        assert (cast.dtype, cast.may_saturate) == (dtype, False)
+        for amax in (0.3, 1.0, 700.0):
+            expected = 2.0 ** math.floor(math.log2(largest / amax)) if power_of_2 else largest / amax
+            assert cast.scale_of(torch.tensor(amax)).item() == pytest.approx(expected, rel=1e-6)
+        assert cast.scale_of(torch.tensor(0.0)).item() == 1.0
