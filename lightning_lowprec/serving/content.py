@@ -142,8 +142,8 @@ class Content:
     """The model, on the meta device too; it says how its tensors are published."""
     weights: RoundedWeights
     format: Format
-    dtype: torch.dtype | None
-    """Of floating-point tensors without codes; None: as they are."""
+    dtype: torch.dtype
+    """Of floating-point tensors without codes."""
     weights_only: bool = False
     """Whether the server reads weights only in FP8."""
     checks: bool = False
@@ -199,7 +199,7 @@ class Content:
     def metadata(self) -> dict[str, str]:
         """Return what the headers of the files say."""
         plain = [target.name for _, targets in self._groups for target in targets if not target.is_coded]
-        return self.format.metadata(self.coded, plain, self.dtype or torch.bfloat16, self.weights_only)
+        return self.format.metadata(self.coded, plain, self.dtype, self.weights_only)
 
     def stored(self) -> list[Stored]:
         """Return all tensors, in the order of :meth:`chunks`."""
@@ -214,7 +214,7 @@ class Content:
 
     def _dtype(self, group: Group) -> torch.dtype:
         dtype = self._shapes[group.names[0]].dtype
-        return self.dtype if self.dtype is not None and dtype.is_floating_point else dtype
+        return self.dtype if dtype.is_floating_point else dtype
 
     # ---- their values
 

@@ -21,9 +21,7 @@ from lightning_lowprec.checks import check_choice
 from lightning_lowprec.messages import in_units
 from lightning_lowprec.precision.plain import unwrapped
 from lightning_lowprec.private.deepspeed import refuse_zero
-from lightning_lowprec.private.lightning import precision_plugin_of
 from lightning_lowprec.private.transformers import is_model
-from lightning_lowprec.serving import model_card
 from lightning_lowprec.serving.content import NOTHING, Content, RoundedWeights, Tally, of_layers
 from lightning_lowprec.serving.formats import DtypeName, FormatName, find_format
 from lightning_lowprec.serving.safetensors_files import SHARD_BYTES, OneWriter, ShardFiles, first_writes, new_folder
@@ -144,10 +142,9 @@ def export(
     )
     weights = _rounded_weights(inner, format)
     saved = tokenizer if folder is None else None
-    precision = getattr(precision_plugin_of(model), "precision", None)
 
     def writes() -> Exported:
-        return write(live_model(inner), inner, weights, Path(out), options, config_of(inner), saved, precision)
+        return write(live_model(inner), inner, weights, Path(out), options, config_of(inner), saved)
 
     return writes() if _is_sharded(inner) else first_writes(str(out), writes)
 
@@ -188,11 +185,10 @@ def write(
     options: Options,
     adapter: Mapping[str, object] | None = None,
     tokenizer: Any = None,
-    precision: str | None = None,
 ) -> Exported:
     """Write the tensors of ``source``, which have the names of a ``model`` of transformers, to the folder ``out``.
 
-    ``adapter`` is the config of a LoRA adapter among the tensors, ``precision`` the name of the run's.
+    ``adapter`` is the config of a LoRA adapter among the tensors.
     """
     adapted = WithoutAdapter(source, adapter, merge=options.merge_adapters)
     merged = {name: None if name in adapted.merged else rounding for name, rounding in weights.roundings.items()}
@@ -235,7 +231,6 @@ def write(
             if matrices:
                 adapted.save(files.folder / FOLDER, matrices)
             _write_beside(files.folder, model, config, options, tokenizer, done)
-            model_card.write(files.folder, out.name, model, report(options, done), options.files_from, precision)
             opened.close()  # gives the folder its name
 
         writer.on_writer(finish)

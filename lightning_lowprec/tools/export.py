@@ -115,7 +115,7 @@ def _export_folder(args: Any) -> int:
             refuse_unchecked(model, args.format, args.check_text)
         has_codes = find_format(args.format).scale_per is not None
         choice = _choice(args, model, backend_of(stored.content)) if has_codes else NOTHING
-        done = write(source, model, choice, out, options, adapter, precision=args.precision)
+        done = write(source, model, choice, out, options, adapter)
         if not args.json:
             print(done.text())
             if left_out:
