@@ -279,25 +279,21 @@ def step(
     shards: int,
     copies: int = 1,
     param_dtype: torch.dtype = torch.bfloat16,
-    reduce_dtype: torch.dtype = torch.float32,
-    reshard_after_forward: bool | None = None,
     tensor_parallel: int = 1,
 ) -> Volume:
     """Return the volume of one step of one micro-batch, of the weights below the root and of the root.
 
-    ``shards`` are the ranks per copy of the model, ``tensor_parallel`` those that reduce the scales too. The other
-    options are those of :class:`~lightning_lowprec.fsdp2.options.ShardOptions`.
+    ``shards`` are the ranks per copy of the model, ``tensor_parallel`` those that reduce the scales too. The weights
+    of the root stay gathered for the backward, and gradients are reduced in float32.
     """
     check_integer("shards", shards, least=1)
     check_integer("copies", copies, least=1)
     forward = gathered(blocks, param_dtype) + gathered(root, param_dtype)
-    again = 0 if reshard_after_forward is False else gathered(blocks, param_dtype)
-    again += gathered(root, param_dtype) if reshard_after_forward is True else 0
-    gradients = (blocks.trained + root.trained) * reduce_dtype.itemsize
+    gradients = (blocks.trained + root.trained) * _FLOAT32
     scales = _FLOAT32 * (blocks.scales + root.scales)
     return Volume(
         all_gather_forward=all_gather(forward, shards),
-        all_gather_backward=all_gather(again, shards),
+        all_gather_backward=all_gather(gathered(blocks, param_dtype), shards),
         reduce_scatter=all_gather(gradients, shards),
         all_reduce=all_reduce(gradients / shards, copies),
         scales=all_reduce(scales, shards) + all_reduce(scales, tensor_parallel),
