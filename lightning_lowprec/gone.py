@@ -130,6 +130,8 @@ _MIN_GAIN: Final = "Keep layers in bf16 by name: `lowprec plan llama --keep '*.k
 FLAGS: Final[Mapping[str, str]] = {
     "compare --schedule": f"Compare whole runs. {_TWO_RUNS}",
     "compare --threads": OPTIONS["threads"],
+    "doctor --all": "`lowprec doctor --device sm_120` prints what runs on an architecture, with reasons and sources.",
+    "doctor --report": "Paste what `lowprec doctor` prints.",
     "plan --min_gain": _MIN_GAIN,
     "plan --tokens": OPTIONS["tokens"],
     "export --min_gain": "Write the layers that the run kept: `--keep '*.k_proj'`.",

@@ -342,31 +342,28 @@ _EXPERTS: Final[Row] = {
     "xpu": _no("has no FP8 kernel for grouped products", "torch-xpu-ops#2325"),
 }
 
-_ROWS: Final[Mapping[RecipeKey, tuple[Row, str]]] = {
-    "half-auto": (_FLOAT16, "bf16, else fp16, autocast"),
-    "bf16": (_BFLOAT16, "bf16 autocast"),
-    "fp16": (_FLOAT16, "fp16 autocast"),
-    "tensorwise": (_OWN_CODES, "torchao, a scale per tensor, encoded in each forward"),
-    "tensorwise-per-gemm": (_PER_GEMM, "torchao, a scale per tensor, encoded at every product"),
-    "rowwise": (_ROWWISE, "torchao, a scale per row"),
-    "rowwise-gw-hp": (_ROWWISE, "torchao, a scale per row, weight gradient in bf16"),
-    "msamp": (_OWN_CODES, "MS-AMP's levels"),
-    "fp8-head": (_OWN_CODES, "FP8 heads: `head='fp8'`, `linear_cross_entropy(fp8=True)`"),
-    "te-delayed": (_TE_FP8, "Transformer Engine, delayed scaling"),
-    "te-current": (_TE_FP8, "Transformer Engine, current scaling"),
-    "te-block": (_TE_BLOCK, "Transformer Engine, a scale per block of 128"),
-    "te-mxfp8": (_TE_MXFP8, "Transformer Engine, MXFP8"),
-    "te-nvfp4": (_NVFP4, "Transformer Engine, NVFP4"),
-    "te-nvfp4-plain": (_NVFP4_PLAIN, "Transformer Engine, NVFP4, no Hadamard, rounds to nearest"),
-    "torchao-block": (_TORCHAO_BLOCK, "torchao, a scale per block of 128"),
-    "torchao-mxfp8": (_TORCHAO_MXFP8, "torchao, MXFP8"),
-    "int8": (_INT8, "torchao, int8"),
-    "experts": (_EXPERTS, "torchao, stacked experts: grouped products"),
+TABLE: Final[Mapping[RecipeKey, Row]] = {
+    "half-auto": _FLOAT16,
+    "bf16": _BFLOAT16,
+    "fp16": _FLOAT16,
+    "tensorwise": _OWN_CODES,
+    "tensorwise-per-gemm": _PER_GEMM,
+    "rowwise": _ROWWISE,
+    "rowwise-gw-hp": _ROWWISE,
+    "msamp": _OWN_CODES,
+    "fp8-head": _OWN_CODES,
+    "te-delayed": _TE_FP8,
+    "te-current": _TE_FP8,
+    "te-block": _TE_BLOCK,
+    "te-mxfp8": _TE_MXFP8,
+    "te-nvfp4": _NVFP4,
+    "te-nvfp4-plain": _NVFP4_PLAIN,
+    "torchao-block": _TORCHAO_BLOCK,
+    "torchao-mxfp8": _TORCHAO_MXFP8,
+    "int8": _INT8,
+    "experts": _EXPERTS,
 }
-"""The cells of every recipe, and a line about it."""
-TABLE: Final[Mapping[RecipeKey, Row]] = {recipe: row for recipe, (row, _) in _ROWS.items()}
 """Every cell, by recipe and by the key of the architecture."""
-TITLES: Final[Mapping[RecipeKey, str]] = {recipe: title for recipe, (_, title) in _ROWS.items()}
 _NAMES: Final[Mapping[RecipeKey, str]] = {
     "te-current": "'fp8-current-te'",
     "te-delayed": "'fp8-hybrid-te'",

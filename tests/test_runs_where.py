@@ -9,14 +9,14 @@ import torch
 
 from lightning_lowprec import MSAMP, FP8TorchAO, HalfMixed, hardware, names
 from lightning_lowprec.precision import refusals
-from lightning_lowprec.runs_where import ARCHITECTURES, OTHER, RECIPES, TABLE, TITLES, cell, classify, instead, named
-from lightning_lowprec.tools.hardware_text import word
+from lightning_lowprec.runs_where import ARCHITECTURES, OTHER, RECIPES, TABLE, cell, classify, instead, named
+from lightning_lowprec.tools.doctor import word
 
 CUDA = torch.device("cuda", 0)
 
 
 def test_every_name_has_an_answer_for_every_architecture():
-    assert {*TABLE} == {*RECIPES} == {*TITLES}
+    assert {*TABLE} == {*RECIPES}
     assert {row.hardware_recipe for row in names.TABLE.values()} <= {*RECIPES}
     for recipe, row in TABLE.items():
         assert {*row} == {*ARCHITECTURES}, recipe

@@ -48,7 +48,6 @@ GUIDE: Final = (
     ("Train by a script of my own", "lowprec run --precision fp8-hybrid train.py"),
     ("Which layers does FP8 serve worst?", "lowprec monitor RUN"),
     ("Write plain weights", "lowprec export last.ckpt weights.safetensors"),
-    ("Report a bug", "lowprec doctor --report"),
 )
 EXIT_CODES: Final = {
     0: "the command has done its work, and the answer is yes",
@@ -141,7 +140,7 @@ def parse(command: str, argv: Sequence[str]) -> Any:
     if command == "compare":
         names = args.precisions = [name.strip() for name in args.precisions.split(",")]
     elif command == "doctor":  # with --device, recipes are names too, which the command judges
-        names = [] if args.device or args.report or args.all else [args.name]
+        names = [] if args.device else [args.name]
     for name in names:
         if name is not None:
             validate_name(name)

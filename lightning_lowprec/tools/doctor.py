@@ -2,11 +2,10 @@
 
 import argparse
 import platform
-import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from typing import Any, Final, NamedTuple, final
@@ -24,10 +23,8 @@ from lightning_lowprec.hardware import architecture, bf16_refusal, caution, defa
 from lightning_lowprec.names import validate_name
 from lightning_lowprec.private import deepspeed, lightning, torchao, transformer_engine, transformers
 from lightning_lowprec.private import torch as torch_names
-from lightning_lowprec.runs_where import ARCHITECTURES, Architecture, named
-from lightning_lowprec.tools import hardware_text
-from lightning_lowprec.tools.output import WIDTH, Colour, dumps, folded, format_table, paint, working
-from lightning_lowprec.version import __version__
+from lightning_lowprec.runs_where import RECIPES, Architecture, Cell, RecipeKey, cell, instead, named
+from lightning_lowprec.tools.output import WIDTH, Colour, dumps, folded, paint, working
 
 _BASELINE: Final = "float32 weights, half-precision compute: the baseline of the comparison"
 _REMAINDER: Final = "weights of 2 bytes, float32 masters: 14 bytes per parameter with AdamW, not 16"
@@ -124,7 +121,7 @@ class Diagnosis:
                 "",
                 *_families(self.precisions),
                 "",
-                "`lowprec doctor --all` shows what runs where, on every architecture.",
+                "`lowprec doctor --device sm_120` shows what runs on another architecture.",
             ]
         )
 
@@ -180,7 +177,7 @@ def machine(device: torch.device) -> dict[str, Any]:
         "device": describe(device),
         "bf16": bf16_refusal(device) is None,
         "architecture": architecture(device).key,
-        "hardware": hardware_text.as_json(architecture(device)),
+        "hardware": cells_of(architecture(device)),
         "driver": _driver(),
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
@@ -241,19 +238,14 @@ def doctor(device: torch.device | str | None = None) -> Diagnosis:
     A notebook shows the answer as tables; ``print`` shows what the command prints. ``device`` is a torch device such as
     ``"cuda:1"``; None: the first GPU, or the CPU where there is no GPU.
     """
-    return _diagnosis(default_device() if device is None else torch.device(device))
-
-
-def _diagnosis(device: torch.device, advance: Callable[[], None] = lambda: None) -> Diagnosis:
-    verdicts = []
-    for name in precisions.TABLE:
-        verdicts.append(availability(name, device))
-        advance()
-    return Diagnosis(facts=machine(device), precisions=verdicts)
+    device = default_device() if device is None else torch.device(device)
+    with working("asking the backends"):
+        verdicts = [availability(name, device) for name in precisions.TABLE]
+        return Diagnosis(facts=machine(device), precisions=verdicts)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the verdict on every name, on one name, or the table of hardware; return 1 if the one does not run."""
+    """Print the verdict on every name, on one name, or on an architecture; return 1 if the one does not run."""
     data, said, refused = _answer(args)
     if args.json:
         print(dumps(data))
@@ -264,31 +256,13 @@ def run(args: argparse.Namespace) -> int:
 
 def _answer(args: argparse.Namespace) -> tuple[object, object, bool]:
     """Return the answer for JSON and for people, and whether it is that a precision does not run."""
-    if args.report:
-        options = {"--for": args.name, "--device": args.device, "--all": args.all, "--json": args.json}
-        if others := [option for option, value in options.items() if value]:
-            raise ValueError(
-                f"`--report` does not go with {' or '.join(others)}: the report is about all of this machine."
-            )
-        diagnosis = _asked(default_device())
-        return None, bug_report(diagnosis.facts, diagnosis.judged), False
-    if args.all:
-        return {key: hardware_text.as_json(it) for key, it in ARCHITECTURES.items()}, hardware_text.whole(), False
     device = _device(args.device) if args.device else default_device()
     if isinstance(device, Architecture):  # by the table alone: packages and drivers of this machine say nothing
-        if args.name is None:
-            return hardware_text.as_json(device), "\n".join(hardware_text.column(device)), False
-        cell, said = hardware_text.one(args.name, device)
-        return asdict(cell), said, cell.runs is False
+        return _by_the_table(args.name, device)
     if args.name is not None:
         return _one(args.name, device)
-    diagnosis = _asked(device)
+    diagnosis = doctor(device)
     return diagnosis.as_json(), diagnosis, False
-
-
-def _asked(device: torch.device) -> Diagnosis:
-    with working("asking the backends", total=len(precisions.TABLE)) as shown:
-        return _diagnosis(device, shown.advance)
 
 
 def _device(name: str) -> torch.device | Architecture:
@@ -364,40 +338,11 @@ def _family(name: str) -> str:
     return backends.get(backend).title
 
 
-def word(verdict: Availability) -> str:
+def word(answer: Availability | Cell) -> str:
     """Return the answer in a word: yes, emulated, no or not known."""
-    if verdict.runs and not verdict.known:
+    if answer.runs is None or (isinstance(answer, Availability) and not answer.known):
         return "not known"
-    return "no" if not verdict.runs else "emulated" if verdict.emulated else "yes"
-
-
-_PATH: Final = re.compile(r"(?<![\w.>/\\])(?:~|[A-Za-z]:)?[/\\](?:[^\s'\"`:;,()<>|/\\]+[/\\])+")
-"""The folders of an absolute path, without the last part."""
-_QUOTED: Final = re.compile(r"(?<=['\"`])(?:~|[A-Za-z]:)?[/\\][^'\"`\n]*[/\\](?=[^'\"`/\\\n]+['\"`])")
-"""The same in quotes, where folders may have spaces."""
-
-
-def bug_report(facts: Mapping[str, Any], verdicts: Sequence[tuple[str, str, str]]) -> str:
-    """Return ``lowprec doctor --report``: what a bug report needs to know about a machine, without folders of paths."""
-    versions = {**facts["versions"], "lightning-lowprec": __version__}
-    machine = [
-        ("what", "found"),
-        ("system", f"{platform.system()} {platform.machine()}, {' '.join(platform.libc_ver())}".rstrip(", ")),
-        ("Python", f"{platform.python_implementation()} {facts['python']}"),
-        ("device", facts["device"]),
-        ("architecture", facts["architecture"]),
-        ("bf16", "yes" if facts["bf16"] else "no"),
-        ("driver", facts["driver"] or "no NVIDIA driver"),
-        ("CUDA of torch", facts["cuda"] or "none"),
-        *((library, number or "not installed") for library, number in versions.items()),
-        ("names", facts["names"]),
-        *((f"backend {title}", " ".join(status.split())) for title, status in facts["backends"].items()),
-        *((f"{library} does not import", why) for library, why in facts["broken"].items()),
-        ("private names that moved", ", ".join(facts["moved"]) or "none"),
-    ]
-    rows = [(word, names, " ".join(reason.split())) for word, names, reason in by_reason(verdicts)]
-    tables = [*format_table(machine, markdown=True), "", *format_table(rows, markdown=True)]
-    return without_folders("\n".join(["### `lowprec doctor --report`", "", *tables]))
+    return "no" if not answer.runs else "emulated" if answer.emulated else "yes"
 
 
 def by_reason(verdicts: Sequence[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
@@ -408,6 +353,44 @@ def by_reason(verdicts: Sequence[tuple[str, str, str]]) -> list[tuple[str, str, 
     return rows
 
 
-def without_folders(text: str) -> str:
-    """Return a text whose absolute paths have their last part only: folders name users and projects."""
-    return _PATH.sub(".../", _QUOTED.sub(".../", text))
+# ---- another architecture, by the table of what runs where
+
+
+def cells_of(architecture: Architecture) -> dict[str, object]:
+    """Return the cells of an architecture by recipe."""
+    return {recipe: asdict(cell(recipe, architecture)) for recipe in RECIPES}
+
+
+def _by_the_table(name: str | None, architecture: Architecture) -> tuple[object, str, bool]:
+    if name is None:
+        return cells_of(architecture), "\n".join(_column(architecture)), False
+    recipe = _recipe_of(name)
+    answer = cell(recipe, architecture)
+    said = f"{name} on {architecture.key}: {word(answer)}\n"
+    said += f"{architecture.title} {answer.reason or 'runs'} [{answer.source}]."
+    if answer.runs is False:
+        said += f" Use {instead(recipe, architecture)}."
+    return asdict(answer), said, answer.runs is False
+
+
+def _column(architecture: Architecture) -> list[str]:
+    """Return a line per answer and reason of an architecture."""
+    grouped: dict[tuple[str, str], list[str]] = {}
+    for recipe in RECIPES:
+        answer = cell(recipe, architecture)
+        why = f" ({answer.reason})" if answer.reason else ""
+        grouped.setdefault((word(answer), f"{why} [{answer.source}]"), []).append(recipe)
+    lines = [f"    {said:<9}  {', '.join(recipes)}{why}" for (said, why), recipes in grouped.items()]
+    return folded([f"Recipes on {architecture.key}, {architecture.title}:", *lines])
+
+
+def _recipe_of(name: str) -> RecipeKey:
+    for recipe in RECIPES:
+        if recipe == name:
+            return recipe
+    if name not in precisions.TABLE:
+        raise ValueError(f"{precisions.unknown_name(name, ())} Recipes are allowed too: {', '.join(RECIPES)}.")
+    of_name = precisions.TABLE[name].hardware_recipe
+    if of_name is None:
+        raise ValueError(f"`precision={name!r}` has no row in the table of what runs where; its backend gives none.")
+    return of_name

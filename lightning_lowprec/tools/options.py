@@ -33,9 +33,7 @@ class Doctor:
 
     name: Words = option("check one precision; the exit status is 1 if it does not run here", None, flag="--for")
     device: Words = option("cpu, cuda:1 (default: the first GPU), or any architecture: sm_120, gfx942", None)
-    all: bool = option("print what runs where, for every architecture", False)
     json: bool = option("print JSON", False)
-    report: bool = option("print what a bug report needs, as Markdown, without folders", False)
 
 
 @dataclass(kw_only=True)

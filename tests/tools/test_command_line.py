@@ -60,7 +60,7 @@ def test_a_reader_that_has_ended(monkeypatch, capsys):
     os.close(reading)
     with open(writing, "w") as stream, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", stream)
-        assert main(["doctor", "--all"]) == 141
+        assert main(["doctor"]) == 141
     assert capsys.readouterr().err == ""
 
 
@@ -111,7 +111,6 @@ WITH_JSON = {
     "doctor": [],
     "doctor --for": ["fp8-rowwise"],
     "doctor --device": ["sm_80", "--for=fp8-rowwise"],
-    "doctor --all": [],
     "plan": ["chatty.py:Model"],
     "plan --fits": ["80GB", "small/config.json", "--precisions=bf16-mixed", "--seq=16"],
     "plan --precisions": [],

@@ -13,12 +13,11 @@ import torch
 
 import lightning_lowprec
 from lightning_lowprec import HalfMixed
-from lightning_lowprec.conversion.name_suffixes import families
 from lightning_lowprec.names import TABLE
-from lightning_lowprec.runs_where import ARCHITECTURES, RECIPES
+from lightning_lowprec.runs_where import RECIPES
 from lightning_lowprec.runs_where import TABLE as RUNS_WHERE
 from lightning_lowprec.tools.cli import main
-from lightning_lowprec.tools.doctor import Availability, advice, availability, commands, without_folders
+from lightning_lowprec.tools.doctor import Availability, advice, availability, commands
 
 ROOT = Path(lightning_lowprec.__file__).parents[1]
 RUNS = {*TABLE}
@@ -83,30 +82,6 @@ def test_every_kind_of_machine_gets_three_names_that_run_there(machine, runs, em
     assert commands(recommended)[1] == f"lowprec run --precision={names[1]} train.py"
 
 
-def test_the_whole_table(capsys):
-    """Each recipe has a row, each answer a note with its reason and its source; JSON has all of it."""
-    assert main(["doctor", "--all"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 100
-    notes = " ".join(" ".join(lines).split())
-    marks = {(True, False): "yes", (True, True): "emu", (False, False): "no", (None, False): "?"}
-    seen = set()
-    for start in (i for i, line in enumerate(lines) if line.startswith("recipe ")):
-        keys = lines[start].split()[1:]
-        for recipe, *cells in map(str.split, lines[start + 1 : start + 1 + len(RECIPES)]):
-            for key, shown in zip(keys, cells, strict=True):
-                found = RUNS_WHERE[recipe][key]
-                mark, number = re.fullmatch(r"(\D+)(\d+)", shown).groups()
-                assert mark == marks[found.runs, found.emulated]
-                assert f"{number} {' '.join((found.reason or 'runs').split())} [{found.source}]" in notes
-                seen.add((recipe, key))
-    assert seen == {(recipe, key) for recipe in RECIPES for key in ARCHITECTURES if key != "other"}
-    assert main(["doctor", "--all", "--json"]) == 0
-    table = json.loads(capsys.readouterr().out)
-    assert table["gfx942"]["msamp"] == asdict(RUNS_WHERE["msamp"]["gfx942"])
-    assert {*table} == {*ARCHITECTURES}
-
-
 @pytest.mark.parametrize(
     ("name", "device", "status", "words"),
     [
@@ -160,81 +135,3 @@ def test_what_nobody_has_confirmed_is_not_known_and_not_recommended(monkeypatch)
     assert [(verdict.runs, verdict.known) for verdict in verdicts] == [(True, True), (True, True), (True, False)]
     assert "newer than this table" in verdicts[2].reason
     assert [row.name for row in advice(verdicts, bf16=True)] == ["half-auto", "bf16-remainder"]
-
-
-# ---- `lowprec doctor --report`: what a bug report needs, without the folders of paths
-
-BROKEN = """
-import os
-raise ImportError(f"{__file__}: cannot open {os.path.expanduser('~')}/secret-folder/libte.so")
-"""
-
-
-@pytest.fixture
-def report(tmp_path, monkeypatch, capsys):
-    """The report of a user whose Transformer Engine is broken and whose error message has paths."""
-    home = tmp_path / "zoe.example"
-    package = home / "envs" / "private-project" / "transformer_engine"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text(BROKEN)
-    monkeypatch.setenv("HOME", str(home))
-    for module in [name for name in sys.modules if name.partition(".")[0] == "transformer_engine"]:
-        monkeypatch.delitem(sys.modules, module)
-    monkeypatch.syspath_prepend(package.parent)
-    assert main(["doctor", "--report"]) == 0
-    return capsys.readouterr().out
-
-
-def test_it_has_versions_device_backends_and_every_precision_with_a_reason(report):
-    for said in (
-        torch.__version__,
-        lightning_lowprec.__version__,
-        "| device ",
-        "| backend torchao ",
-        "| backend MS-AMP",
-    ):
-        assert said in report
-    assert re.search(r"^\| backend torchao +\| imports ", report, re.MULTILINE)
-    for stems in families(TABLE).values():
-        assert all(stem in report for stem in stems)
-    refused = next(line for line in report.splitlines() if line.startswith("| no ") and "nvfp4" in line)
-    assert "which is installed but does not import" in refused
-    assert ".../__init__.py: cannot open .../libte.so" in refused
-    assert "| transformer_engine does not import " in report
-    lines = report.splitlines()
-    assert lines[0] == "### `lowprec doctor --report`"
-    assert all(line.startswith("|") or not line for line in lines[1:]), "tables alone"
-    assert "\x1b" not in report
-
-
-def test_it_names_no_folder(report):
-    for private in (
-        "zoe",
-        "secret-folder",
-        "private-project",
-        "envs/",
-        str(ROOT),
-        sys.prefix,
-        "/site-packages",
-    ):
-        assert private not in report, private
-
-
-@pytest.mark.parametrize(
-    ("text", "kept"),
-    [
-        ("/home/ann/.venv/lib/x.so: no such file", ".../x.so: no such file"),
-        ("ImportError('/opt/my lab/x.so')", "ImportError('.../x.so')"),
-        (r"C:\Users\ann\x.dll is missing", r".../x.dll is missing"),
-        ("~/code/train.py", ".../train.py"),
-        ("fp16/bf16, `pip install 'a[b]>=2,<3'`, 16 / 4, docs/memory.md", None),
-    ],
-    ids=["posix", "quoted", "windows", "home", "no-path"],
-)
-def test_folders_of_paths_are_cut(text, kept):
-    assert without_folders(text) == (text if kept is None else kept)
-
-
-def test_it_is_about_all_of_this_machine(capsys):
-    assert main(["doctor", "--report", "--for", "fp8-hybrid", "--json"]) == 2
-    assert "`--report` does not go with --for or --json" in capsys.readouterr().err
