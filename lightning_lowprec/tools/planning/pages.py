@@ -9,7 +9,7 @@ from lightning_lowprec.conversion.name_formats import COLUMNS, HALF, LIGHTNINGS
 from lightning_lowprec.conversion.name_suffixes import MASTERS, families
 from lightning_lowprec.conversion.plan import Plan, grouped, verdict_with_gain
 from lightning_lowprec.messages import in_units
-from lightning_lowprec.tools.output import format_table
+from lightning_lowprec.tools.output import folded, format_table
 from lightning_lowprec.tools.planning.costs import Bytes, Flops, Rank, formats_of
 
 GATHER_NOTE = (
@@ -48,14 +48,14 @@ class Table(NamedTuple):
 
 
 def page(parts: Sequence[Table | Sequence[str]], *, markdown: bool = False) -> str:
-    """Return tables and groups of lines as text, an empty line between them."""
+    """Return tables and groups of lines as text, an empty line between them; lines but those of Markdown are folded."""
     texts = []
     for part in parts:
         if isinstance(part, Table):
             right = [column for column in range(len(part.rows[0])) if column not in part.words]
             texts.append("\n".join(format_table(part.rows, right=right, markdown=markdown)))
         elif part:
-            texts.append("\n".join(part))
+            texts.append("\n".join(part if markdown else folded(part)))
     return "\n\n".join(texts)
 
 
@@ -147,6 +147,5 @@ def widths_page(rows: Sequence[Mapping[str, str]]) -> str:
         formats = HALF[f"bf16{suffix}"].row()
         lines.append([f"...{suffix}", *("..." if c in _OF_THE_NAME else of for c, of in formats.items())])
     header = ["precision", *(column.replace("_", " ") for column in COLUMNS)]
-    table = format_table([header, *lines])
-    table += [f"{row['precision']}: not known, {row['reason']}" for row in rows if "reason" in row]
-    return page([table, FORMAT_NOTES])
+    missing = [f"{row['precision']}: not known, {row['reason']}" for row in rows if "reason" in row]
+    return page([Table([header, *lines], words=range(len(header))), missing, FORMAT_NOTES])
