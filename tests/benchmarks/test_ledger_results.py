@@ -10,7 +10,7 @@ from benchmarks.ledger import __main__ as command
 from benchmarks.ledger import report, roofline
 from benchmarks.ledger.entry import Entry
 from benchmarks.rivals.contenders import MAIN, MAIN_TE, TE_COMPILED, TE_LAYERS
-from tests.ledger.budgets import LLAMA
+from tests.ledger.budgets import TRAINED
 
 pytestmark = pytest.mark.slow
 
@@ -100,13 +100,15 @@ def test_the_page_on_speed_says_what_is_of_what_and_how_far_predictions_are_off(
     assert f"the best row is {least} to {most} ahead of `bf16-mixed`" in text
 
 
-def test_the_page_on_speed_shows_the_budgets_of_a_model_of_transformers():
-    expected = {
-        f"`{name}`": [f"{b.kernels:,}", f"{b.block_gb:.2f}", f"{b.outside_gb:.1f}", f"{b.peak_gb:.1f}"]
-        for name, b in LLAMA.items()
-    }
-    assert shown("llama") == expected
-    said = f"Llama of 16 blocks then needs {LLAMA['fp8-hybrid'].kernels:,} kernels"
+def test_the_page_on_speed_shows_the_budgets_of_models_under_the_trainer():
+    rows = {model: {} for model, _ in TRAINED}
+    for (model, name), b in TRAINED.items():
+        rows[model][f"`{name}`"] = [f"{b.kernels:,}", f"{b.block_gb:.2f}", f"{b.outside_gb:.1f}", f"{b.peak_gb:.1f}"]
+    assert shown("llama") == rows.pop("llama")
+    for budgets, cells in zip(rows.values(), shown("small").values(), strict=True):
+        counted = [cell for kernels, block, _, _ in budgets.values() for cell in (block, kernels)]
+        assert cells[2:] == counted
+    said = f"Llama of 16 blocks then needs {TRAINED['llama', 'fp8-hybrid'].kernels:,} kernels"
     assert said in " ".join((ROOT / "docs/torchao.md").read_text().split())
 
 

@@ -117,20 +117,34 @@ Before, models with compiled blocks asked in every forward whether their tokens 
 
 
 @dataclass(frozen=True, kw_only=True)
-class LlamaBudget:
-    """The most that a step of a Llama of transformers under the Trainer asks for."""
+class TrainedBudget:
+    """The most that a step of a model under the Trainer asks for."""
 
     kernels: int
     """Launches of kernels and of matrix products."""
+    graphs: int
     block_gb: float
     outside_gb: float
     """What is in no block: embedding, last norm, head and loss."""
     peak_gb: float
 
 
-LLAMA = {
-    "bf16-mixed": LlamaBudget(kernels=2596, block_gb=23.15, outside_gb=55.3, peak_gb=124.0),
-    "fp8-hybrid": LlamaBudget(kernels=1908, block_gb=11.63, outside_gb=55.3, peak_gb=98.2),
-    "fp8-hybrid-8bit": LlamaBudget(kernels=1629, block_gb=7.93, outside_gb=47.6, peak_gb=54.7),
+def _trained(*row: float) -> TrainedBudget:
+    kernels, graphs, block, outside, peak = row
+    return TrainedBudget(kernels=int(kernels), graphs=int(graphs), block_gb=block, outside_gb=outside, peak_gb=peak)
+
+
+TRAINED = {
+    ("llama", "bf16-mixed"): _trained(2596, 0, 23.15, 55.3, 124.0),
+    ("llama", "fp8-hybrid"): _trained(1908, 1, 11.63, 55.3, 98.2),
+    ("llama", "fp8-hybrid-8bit"): _trained(1629, 1, 7.93, 47.6, 54.7),
+    ("gpt2", "fp8-hybrid"): _trained(1003, 1, 3.62, 19.8, 16.0),
+    ("gpt2", "fp8-hybrid-8bit"): _trained(1014, 1, 2.89, 18.0, 11.8),
+    ("vit", "fp8-hybrid"): _trained(1590, 1, 3.27, 0.8, 6.2),
+    ("vit", "fp8-hybrid-8bit"): _trained(1582, 1, 2.71, 0.9, 4.5),
+    ("encoder", "fp8-hybrid"): _trained(443, 2, 2.33, 0.4, 3.0),
+    ("encoder", "fp8-hybrid-8bit"): _trained(434, 2, 2.18, 0.4, 2.3),
+    ("mixture", "fp8-hybrid"): _trained(476, 1, 40.96, 17.5, 57.8),
+    ("mixture", "fp8-hybrid-8bit"): _trained(330, 1, 22.33, 15.3, 26.1),
 }
-"""By name; the sizes of the 8B stack, called with tokens and labels, torch's fused AdamW."""
+"""By model (`benchmarks/ledger/trained.py`, Llama with the sizes of the 8B stack) and name; torch's fused AdamW."""
