@@ -11,6 +11,7 @@ Operations and names of the update rules are those of ``torch.optim``'s ``_singl
 """
 
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -23,10 +24,10 @@ from torch.nn import Parameter
 from lightning_lowprec.masters.moments import CODES, EXPONENTS, adam_state, block_of, encode_state, is_dense
 from lightning_lowprec.masters.registry import MasterRegistry
 from lightning_lowprec.masters.stores import Group
-from lightning_lowprec.numerics.fp8_matrices import Largest, asked, hints_of
+from lightning_lowprec.numerics.fp8_matrices import Largest, asked
 from lightning_lowprec.numerics.one_pass import is_simulated, on_device, tensor_on
 from lightning_lowprec.numerics.parameters import grouped
-from lightning_lowprec.private.torch import add_to_all_, copy_all_, increment_versions, local_tensor
+from lightning_lowprec.private.torch import copy_all_, local_tensor
 
 DEVICES = {"cuda"}
 NOTE_WRITTEN: Final = "note_written"  # the method of a weight that needs to know of writes
@@ -36,6 +37,7 @@ GRADIENT: Final = 2  # the column of the gradients, which are new in each step
 NUMBERS: Final = 9  # numbers of a parameter for the kernel, see `numbers_of`
 _VECTOR: Final = 16  # bytes; the kernel reads aligned tensors in pieces of this size
 _grad_of: Final = attrgetter("grad")
+_NO_STATE: Final[dict[str, object]] = {}
 Rule = Literal["adam", "sgd", "momentum", "nesterov"]
 """The update rules of the kernel."""
 STATE: Final[Mapping[Rule, tuple[str, ...]]] = {
@@ -85,22 +87,30 @@ class Table:
     def __init__(self, seen: Seen, rows: Sequence[Row]) -> None:
         self.seen = seen
         launches = grouped(rows, lambda row: (row.variant, row.moved))
-        self.launches = [(same, tuple([local_tensor(row.param).numel() for row in same])) for same in launches]
         self.rows = [row for same in launches for row in same]
-        self.steps = [row.step for row in self.rows if row.step is not None]
+        self.steps = _joined([row.step for row in self.rows if row.step is not None])
         self.hints = [(row.largest, row.param) for row in self.rows if row.largest is not None]
         weights = [local_tensor(row.param) for row in self.rows]
-        self.written = [t for row, weight in zip(self.rows, weights, strict=True) for t in {weight, row.param}]
+        written = [t for row, weight in zip(self.rows, weights, strict=True) for t in {weight, row.param}]
+        self.written = [t for t in written if not t.is_inference()]
         self.noting: list[Any] = [weight for weight in weights if hasattr(weight, NOTE_WRITTEN)]
         self.places = [row.place for row in self.rows]
-        self.tensors = [t for row in self.rows for t in row.tensors if t is not None]
+        self.tensors = [t for row in self.rows for t in (*row.tensors, row.step) if t is not None]
         self.pointers = [*map(Tensor.data_ptr, self.tensors)]
         self.device = weights[0].device if weights else torch.device("cpu")
         count = len(rows)
-        self.upload = torch.zeros(count * COLUMNS + -(-count * NUMBERS // 2), dtype=torch.int64)
+        self.on_host = torch.zeros(count * COLUMNS + -(-count * NUMBERS // 2), dtype=torch.int64)
         """Addresses and :func:`numbers_of`, for one copy to the device."""
-        self.addresses = self.upload[: count * COLUMNS].view(count, COLUMNS)
-        self.numbers = self.upload[count * COLUMNS :].view(torch.float32)[: count * NUMBERS].view(count, NUMBERS)
+        self.there = self.on_host if is_simulated() else torch.empty_like(self.on_host, device=self.device)
+        self.sent: object = None
+        self.addresses, self.numbers = _parts(self.on_host, count)
+        addresses, numbers = _parts(self.there, count)
+        self.columns = numbers.unbind(1)
+        starts = itertools.accumulate(map(len, launches), initial=0)
+        self.launches = [
+            (same, tuple([local_tensor(row.param).numel() for row in same]), addresses[start:], numbers[start:])
+            for same, start in zip(launches, starts, strict=False)
+        ]
         for line, row, weight in zip(self.addresses, self.rows, weights, strict=True):
             first, second, *others = [0 if t is None else t.data_ptr() for t in row.tensors]
             hint = 0 if row.largest is None else row.largest.value.data_ptr()
@@ -110,14 +120,24 @@ class Table:
         """Return whether a tensor has other memory now, as after ``.data =``."""
         return self.pointers != [*map(Tensor.data_ptr, self.tensors)]
 
-    def sent(self, gradients: Sequence[int], numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """Return addresses and numbers on the device; ``gradients`` are addresses by the place in the group."""
-        self.addresses[:, GRADIENT] = torch.tensor([gradients[place] for place in self.places])
-        if not numbers.is_cpu:
-            return _to(self.device, self.upload), _to(self.device, numbers).view(-1)
-        self.numbers.copy_(numbers)
-        there = _to(self.device, self.upload)
-        return there, there[len(self.rows) * COLUMNS :].view(torch.float32)
+    def send(self, gradients: Sequence[int], numbers: Sequence[Sequence[Any]]) -> None:
+        """Send what has changed since the last step; ``gradients`` are addresses by the place in the group."""
+        columns = {at: number for at, number in enumerate(numbers[0]) if isinstance(number, Tensor)}
+        rows = [[0.0 if at in columns else number for at, number in enumerate(row)] for row in numbers]
+        sending = [gradients[place] for place in self.places], rows
+        if sending != self.sent:
+            self.sent = sending
+            self.addresses[:, GRADIENT] = torch.tensor(sending[0])
+            self.numbers.copy_(torch.tensor(rows, dtype=torch.float32))
+            self.there.copy_(_to(self.device, self.on_host))
+        for at, column in columns.items():
+            self.columns[at].copy_(column)
+
+
+def _parts(table: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the addresses and the numbers of a table of ``count`` parameters: (count, 10) and (count, 9)."""
+    addresses, numbers = table[: count * COLUMNS], table[count * COLUMNS :].view(torch.float32)
+    return addresses.view(count, COLUMNS), numbers[: count * NUMBERS].view(count, NUMBERS)
 
 
 def rule_of(plain: type, group: Mapping[str, Any]) -> Rule | None:
@@ -135,28 +155,23 @@ def rule_of(plain: type, group: Mapping[str, Any]) -> Rule | None:
     return "nesterov" if group["nesterov"] else "momentum"
 
 
-def numbers_of(rule: Rule, plain: type, group: Mapping[str, Any], steps: Sequence[Tensor], count: int) -> Tensor:
-    """Return the numbers of ``count`` parameters of a group for the kernel: (count, 9) float32, (1, 9) if equal.
+def numbers_of(rule: Rule, plain: type, group: Mapping[str, Any], steps: Tensor) -> list[list[Any]]:
+    """Return the numbers of the parameters of a group for the kernel: a row for each, or one row for all.
 
     Columns: the factor of the gradient (-1 to maximize), L2 penalty, decay of the weight, share of the gradient in the
     first moment (momentum), decay of the second moment (share of the gradient in the momentum), share of the squared
-    gradient, minus the step size, eps, square root of the second bias correction. ``steps`` count this step too. The
-    result is on the device of the learning rate, which may be a tensor, and of the steps. Nothing is read from a GPU.
+    gradient, minus the step size, eps, square root of the second bias correction. ``steps`` count this step too. Where
+    they or the learning rate are on a GPU, a row has tensors, one number or one per parameter: nothing is read there.
     """
-    lr = group["lr"]
-    device = next((t.device for t in (lr, *steps) if isinstance(t, Tensor) and not t.is_cpu), None)
-    if device is None:  # a row of numbers for each count of steps: mostly one
-        counts = [step.item() for step in steps] or [0.0] * count
-        of_count = {each: _numbers(rule, plain, group, float(lr), each) for each in set(counts)}
-        if len(of_count) == 1:
-            return torch.tensor([of_count[counts[0]]], dtype=torch.float32)
-        return torch.tensor([of_count[each] for each in counts], dtype=torch.float32)
-    rate = torch.as_tensor(lr, dtype=torch.float64, device=device) if isinstance(lr, Tensor) else float(lr)
-    step = torch.stack([s.to(device, non_blocking=True) for s in steps]).double() if steps else 0.0
-    columns = _numbers(rule, plain, group, rate, step)
-    constant = iter(tensor_on(device, [x for x in columns if not isinstance(x, Tensor)], torch.float64))
-    parts = [column if isinstance(column, Tensor) else next(constant) for column in columns]
-    return torch.stack([part.expand(count) for part in parts], dim=1).float()
+    lr, counts = group["lr"], [0.0]
+    on_gpu = next((t.device for t in (lr, steps) if isinstance(t, Tensor) and not t.is_cpu), None)
+    if on_gpu is not None:
+        rate = torch.as_tensor(lr, dtype=torch.float64, device=on_gpu) if isinstance(lr, Tensor) else float(lr)
+        return [_numbers(rule, plain, group, rate, steps.to(on_gpu, torch.float64, non_blocking=True))]
+    if rule == "adam":
+        counts = steps.tolist()
+    of_count = {each: _numbers(rule, plain, group, float(lr), each) for each in set(counts)}
+    return [of_count[each] for each in counts] if len(of_count) > 1 else [*of_count.values()]
 
 
 def _numbers(rule: Rule, plain: type, group: Mapping[str, Any], rate: Any, step: Any) -> list[Any]:
@@ -207,15 +222,15 @@ def _seen(
     rule: Rule, group: Group, state: Any, grads: Sequence[Any], addresses: Sequence[int], moved: Sequence[int]
 ) -> Seen:
     """Return everything that rows are made of, in a form that is compared fast."""
-    held: list[object] = [value for p in group.params for value in state.get(p, {}).values()]
+    entries = map(state.get, group.params, itertools.repeat(_NO_STATE))
+    held: Sequence[object] = [*itertools.chain.from_iterable(map(dict.values, entries))]
     weights: Sequence[Tensor] = group.params
     if group.sharded:
         held, weights = [local_tensor(x) if isinstance(x, Tensor) else x for x in held], [*map(local_tensor, weights)]
-    for store in group.stores:
-        held += store.companions
     kinds = [at and (grad.dtype, grad.stride(), at % _VECTOR) for grad, at in zip(grads, addresses, strict=True)]
-    hints = [*map(id, hints_of(group.params))]
-    return rule, kinds, moved, hints, [*map(id, held)], [*map(id, weights)], [*map(Tensor.stride, weights)]
+    companions = itertools.chain.from_iterable([store.companions for store in group.stores])
+    strides = [*map(Tensor.stride, weights)]
+    return rule, kinds, moved, Largest.made, [*map(id, companions)], [*map(id, held)], [*map(id, weights)], strides
 
 
 def _rows(
@@ -233,8 +248,12 @@ def _rows(
         entry: Any = state.get(p, {})
         ends = (CODES, EXPONENTS) if block else ("",)
         made = [entry.get(f"{name}{end}") for end in ends for name in STATE[rule]]
-        if any(t is None for t in made) or (rule == "adam" and "step" not in entry):
+        step = local_tensor(entry.get("step")) if rule == "adam" else None
+        if any(t is None for t in made) or (rule == "adam" and (step is None or step.dim())):
             continue  # torch's own code makes them
+        first = rows[0].step if rows else step
+        if step is not None and (step.device, step.dtype) != (first.device, first.dtype):
+            continue  # counts of a group are one tensor
         made = [*map(local_tensor, made)]
         moments, exponents = made[: len(STATE[rule])], made[len(STATE[rule]) :]
         store, index = registry.place_of[id(p)]
@@ -253,7 +272,7 @@ def _rows(
         none = [None] * (2 - len(moments))
         row = (weight, companion, *moments, *none, *(exponents or (None,) * len(moments)), *none)
         at_master = place in moved
-        rows.append(Row(variant, row, place, at_master, store.positions[index], entry.get("step"), p, asked(p)))
+        rows.append(Row(variant, row, place, at_master, store.positions[index], step, p, asked(p)))
     return rows
 
 
@@ -262,24 +281,29 @@ def _step_table(
 ) -> None:
     """Step the rows; ``gradients`` are addresses. Numbers are computed together, in launches that variants share."""
     device = table.device
-    if rule == "adam":
-        add_to_all_(table.steps, 1)
+    table.steps.add_(1)
     if table.hints:
         copy_all_([hint.value for hint, _ in table.hints], [_constant(device, 0.0)] * len(table.hints))
     if not is_simulated():
-        numbers = numbers_of(rule, registry.plain, options, table.steps if rule == "adam" else [], len(table.rows))
-        addresses, numbers = table.sent(gradients, numbers)
-        start = 0
-        for same, sizes in table.launches:
-            own = addresses[start * COLUMNS :], numbers[start * NUMBERS :]
+        table.send(gradients, numbers_of(rule, registry.plain, options, table.steps))
+        for same, sizes, addresses, numbers in table.launches:
             factor = _scalar(device, 1.0 if same[0].moved or registry.factor is None else registry.factor)
-            launch(same, sizes, *own, factor, registry.config.seed, steps)
-            start += len(same)
+            launch(same, sizes, addresses, numbers, factor, registry.config.seed, steps)
     for weight in table.noting:
         weight.note_written()
-    increment_versions(table.written)
+    torch.autograd.graph.increment_version(table.written)
     for hint, param in table.hints:
         hint.note(param)
+
+
+def _joined(steps: Sequence[Tensor]) -> Tensor:
+    """Return one tensor of the counts of steps, (len(steps),); ``steps`` show the memory of the result from now on."""
+    if not steps:
+        return torch.zeros(0)
+    counts = torch.stack([*steps])
+    for step, count in zip(steps, counts.unbind(), strict=True):
+        step.data = count
+    return counts
 
 
 def launch(

@@ -13,9 +13,9 @@ float32 weights, and 12.4 GB with compiled casts in place of this kernel; with b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Literal, final
+from typing import ClassVar, Final, Literal, final
 
 import torch
 import torch.nn.functional as F
@@ -167,7 +167,11 @@ def launch(
 class Largest:
     """The hint of one weight. A write that nobody sees makes it wrong: code that uses it compares it."""
 
+    made: ClassVar[int] = 0
+    """How many hints were asked for so far."""
+
     def __init__(self, weight: Tensor) -> None:
+        Largest.made += 1
         self.value = torch.zeros((), device=weight.device)
         """() float32, not negative or NaN."""
         self._version = -1
@@ -189,11 +193,6 @@ def asked(weight: Tensor) -> Largest | None:
     """Return the hint that a kernel is to write, if somebody has asked for it."""
     hint: Largest | None = vars(weight).get(_NOTE)
     return hint if hint is not None and hint.value.device == weight.device else None
-
-
-def hints_of(weights: Iterable[Tensor]) -> list[object]:
-    """Return the hints of weights, or None, without a look at their devices."""
-    return [vars(weight).get(_NOTE) for weight in weights]
 
 
 def largest(weight: Tensor) -> Tensor | None:

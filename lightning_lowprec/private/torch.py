@@ -36,7 +36,6 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
         "torch.optim.Optimizer()._optimizer_step_post_hooks",
         "torch.optim.optimizer._global_optimizer_pre_hooks",
         "torch.optim.optimizer._global_optimizer_post_hooks",
-        "torch._foreach_add_",
         "torch._foreach_copy_",
         "torch._foreach_mul_",
         "torch._foreach_norm",
@@ -130,14 +129,6 @@ def copy_all_(targets: Tensors, sources: Tensors) -> None:
     """Copy every source into its target, in place."""
     if targets:
         torch._foreach_copy_(targets, sources)
-
-
-def add_to_all_(tensors: Tensors, number: float) -> None:
-    """Add ``number`` to every tensor, in place."""
-    if tensors and tensors[0].is_cpu:  # torch makes a tensor of a number again for each of these
-        torch._foreach_add_(tensors, torch.tensor(1.0), alpha=number)
-    elif tensors:
-        torch._foreach_add_(tensors, number)
 
 
 def multiply_all_(tensors: Tensors, factor: float | Tensor) -> None:

@@ -24,6 +24,13 @@ def other_state(model, optimizer):
         optimizer.state[p]["step"] = optimizer.state[p]["step"] + 3
 
 
+def other_counts(model, optimizer):
+    """Of one parameter in place, of another in other memory; the counts of a group are one tensor."""
+    first, second, *_ = optimizer.state.values()
+    first["step"].add_(5)
+    second["step"].data = second["step"] + 7
+
+
 def no_gradient(model, optimizer):
     model[0].bias.requires_grad_(False)
 
@@ -45,9 +52,10 @@ def loaded(model, optimizer):
     optimizer.load_state_dict(state)
 
 
-@pytest.mark.parametrize(
-    "change", [other_memory, other_state, no_gradient, another_gradient, a_rate_for_one, loaded, lambda *_: None]
-)
+CHANGES = (other_memory, other_state, other_counts, no_gradient, another_gradient, a_rate_for_one, loaded)
+
+
+@pytest.mark.parametrize("change", [*CHANGES, lambda *_: None])
 def test_a_change_between_two_steps_reaches_the_kernel(change, launches, monkeypatch):
     found = []
     for devices in ({"cpu"}, set()):
@@ -63,3 +71,19 @@ def test_a_change_between_two_steps_reaches_the_kernel(change, launches, monkeyp
         for name, value in expected.items():
             limit = ULPS * max(1e-3, value.abs().max().item())
             torch.testing.assert_close(entry[name], value, rtol=0, atol=limit)
+
+
+def test_the_counts_of_steps_are_those_of_torch_in_copies_and_files_too(tmp_path):
+    model = net()
+    optimizer = add_masters(optim.AdamW(model.parameters(), lr=1e-2), "remainder")
+    train(model, optimizer, 3)
+    held = [entry["step"] for entry in optimizer.state.values()]
+    torch.save(optimizer.state_dict(), tmp_path / "state.pt")
+    copied = copy.deepcopy(optimizer.state_dict())
+    train(model, optimizer, 2)
+    assert [step.item() for step in held] == [5.0] * len(held)
+    for state in (torch.load(tmp_path / "state.pt"), copied):
+        optimizer.load_state_dict(state)
+        train(model, optimizer, 1)
+        assert [entry["step"].item() for entry in optimizer.state.values()] == [4.0] * len(held)
+    assert [step.item() for step in held] == [5.0] * len(held), "of the state before"
