@@ -34,7 +34,6 @@ READ = {
     "serving-2": "tests/serving/test_formats.py",
     "torchao-3": "tests/torchao/test_frozen_codes.py",
     "transformer-engine-1": "tests/te/test_te_recipes.py",
-    "memory-4": "tests/tools/test_plan_fits.py",
 }
 """Blocks that need several processes, DeepSpeed, a checkpoint, Transformer Engine or much time, each with the test that
 runs the same calls. The signatures of our own calls in them are checked."""
@@ -92,10 +91,6 @@ def _in_fabric() -> dict[str, Any]:
     return {"fabric": fabric, "model": model, "optimizer": optimizer}
 
 
-def _not_set_up() -> dict[str, Any]:
-    return {"fabric": L.Fabric(accelerator="cpu")}
-
-
 def _with_ddp() -> dict[str, Any]:
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     return {"ddp": nn.parallel.DistributedDataParallel(Model())}
@@ -114,9 +109,8 @@ EXTRA: dict[str, Callable[[], dict[str, Any]]] = {
     "architecture-1": _to_train,
     "checkpoints-2": _in_fabric,
     "checkpoints-3": _in_fabric,
-    "getting-started-2": _not_set_up,
-    "memory-3": _with_a_head,
-    "fsdp2-4": _with_ddp,
+    "memory-2": _with_a_head,
+    "fsdp2-3": _with_ddp,
     "compare-2": _in_fabric,
 }
 """What single blocks find beside that."""
