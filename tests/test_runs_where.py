@@ -151,11 +151,23 @@ def test_what_runs_or_is_emulated_by_choice_says_nothing(monkeypatch):
 def test_half_auto_takes_fp16_where_bf16_is_emulated(monkeypatch):
     on_gpu(monkeypatch, (7, 5))
     assert hardware.bf16_refusal(CUDA).startswith("GPU X (compute capability 7.5) has no bf16 tensor cores")
-    plugin = HalfMixed()
-    plugin.bind_device(CUDA)
-    assert plugin.autocast_dtype is torch.float16
+    for masters in (False, True):
+        plugin = HalfMixed(master_weights=masters)
+        plugin.bind_device(CUDA)
+        plugin.decide(CUDA)
+        assert plugin.autocast_dtype is torch.float16
+        assert plugin.scaler is not None
+    with pytest.raises(
+        RuntimeError, match=r"`master_weights='remainder'` needs bf16, but GPU X .*`master_weights=True`"
+    ):
+        HalfMixed(master_weights="remainder").decide(CUDA)
     on_gpu(monkeypatch, (9, 0), "gfx90a")
     assert hardware.bf16_refusal(CUDA) is None
+
+
+def test_the_default_device_of_an_apple_is_lightnings(monkeypatch):
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert hardware.default_device() == torch.device("mps", 0)
 
 
 def test_the_page_has_every_answer_and_every_name():

@@ -110,7 +110,7 @@ def uncalled(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def in_metrics(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules by fqn, ties too, that only metrics of torchmetrics hold: these compute as they declare."""
+    """Return the modules by fqn that only metrics of torchmetrics hold: these compute as they declare."""
     outside: set[int] = set()
     waiting = [model]
     while waiting:
@@ -118,7 +118,7 @@ def in_metrics(model: nn.Module) -> dict[str, nn.Module]:
         if id(module) not in outside and not _is_metric(module):
             outside.add(id(module))
             waiting += module.children()
-    return {fqn: module for fqn, module in model.named_modules(remove_duplicate=False) if id(module) not in outside}
+    return {fqn: module for fqn, module in model.named_modules() if id(module) not in outside}
 
 
 def left_alone(model: nn.Module) -> set[str]:

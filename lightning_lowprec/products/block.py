@@ -72,7 +72,7 @@ class Block(Tiled):
         inverse_a = inverse_a.t().contiguous().t()  # kernels read scales column by column
         codes_a, codes_b, of_tiles = a.codes, b.codes, len(inverse_b) < len(b.codes)
         if by_cublas(a.codes.device):  # which reads columns of tiles whose length is a multiple of 4
-            filled = F.pad(inverse_b, (0, -inverse_b.shape[1] % 4), value=1.0) if of_tiles else inverse_b.t()
+            filled = F.pad(inverse_b, (0, -inverse_b.shape[1] % 4)) if of_tiles else inverse_b.t()
             inverse_b = filled.contiguous().t()
         else:
             codes_a, codes_b = _filled(codes_a), _filled(codes_b)

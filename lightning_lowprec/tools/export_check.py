@@ -128,8 +128,8 @@ def build(skeleton: Any, source: Source) -> Any:
 
 
 def _snr(reference: Tensor, logits: Tensor) -> float:
-    noise = (reference - logits).square().sum(dtype=torch.float64).item()
-    signal = reference.square().sum(dtype=torch.float64).item()
+    noise = (reference - logits).square().sum().item()
+    signal = reference.square().sum().item()
     return math.inf if noise == 0 else 10 * math.log10(signal / noise) if noise == noise else math.nan
 
 

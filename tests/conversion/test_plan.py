@@ -57,6 +57,7 @@ def test_heads_by_name_at_any_depth(name):
 
 def test_other_reasons():
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16).double(), nn.LazyLinear(16), nn.Linear(16, 16))
+    model.append(nn.Linear(16, 16).half())
     model[0].forward = lambda x: x
     nn.utils.parametrizations.weight_norm(model[3])
     assert reasons(model) == {
@@ -64,6 +65,7 @@ def test_other_reasons():
         "1": "weights of torch.float64",
         "2": "a subclass of Linear (LazyLinear) whose weight is a UninitializedParameter",
         "3": "a subclass of Linear (ParametrizedLinear)",
+        "4": None,
     }
 
 

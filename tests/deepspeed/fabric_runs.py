@@ -1,6 +1,6 @@
 """Runs of two ranks in Fabric, under DDP and ZeRO."""
 
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 import deepspeed
 import lightning as L
@@ -144,6 +144,15 @@ def overflow():
     return seen
 
 
+def forward_that_raises():
+    """Whether autocast is still on after a forward of the engine that has raised."""
+    fabric = fabric_of("deepspeed_stage_2", precision="bf16-master")
+    started(fabric)
+    with suppress(IndexError):
+        fabric.strategy.model(torch.full((1, 1), 10**6))
+    return torch.is_autocast_enabled("cpu")
+
+
 def main(folder):
     seen = {"reference": {name: trained("ddp", plugins=make()) for name, make in REFERENCES.items()}}
     for stage in (1, 2, 3):  # stage 3 last: DeepSpeed replaces F.linear for the rest of the process
@@ -159,4 +168,5 @@ def main(folder):
     seen["kept"] = kept_by_backward()
     seen["refused whole"] = refused_whole()
     seen["overflow"] = overflow()
+    seen["autocast after an error"] = forward_that_raises()
     return seen

@@ -57,6 +57,10 @@ def test_fp16_overflow_is_skipped_by_deepspeed_with_the_scale_of_the_plugin(seen
     assert seen["overflow"] == [(256, 0), (128, 1), (128, 1), (128, 1), (256, 1)]
 
 
+def test_autocast_ends_with_a_forward_that_raises(seen):
+    assert seen["autocast after an error"] is False
+
+
 # ---- Trainer
 
 

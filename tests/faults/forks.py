@@ -31,8 +31,8 @@ PRELOAD = (
 """What takes seconds to import, and is not ours: this package is imported from the copy, with the fault in it."""
 LONGER = 6.0
 """CPU-seconds in which more tests that fail are looked for, once one has failed."""
-ASKS_CUDA = "torchao.float8"
-"""Its import asks CUDA for devices, which CUDA allows here or in the forked processes."""
+ASK_CUDA = ("torchao.float8", "torch._inductor.compile_fx")
+"""Their imports ask CUDA for devices, which CUDA allows here or in the forked processes."""
 
 
 def preload() -> None:
@@ -42,7 +42,7 @@ def preload() -> None:
         RuntimeError: this package was imported with it, without any fault.
     """
     for name in PRELOAD:
-        if name == ASKS_CUDA and on_null_gpu():
+        if name in ASK_CUDA and on_null_gpu():
             continue
         with suppress(ImportError):  # not all environments have all of it
             import_module(name)

@@ -93,6 +93,23 @@ def test_penalties_on_weights_by_the_way_out_that_the_error_names():
     assert max(fitted(Penalised(), "fsdp2", devices=1).off) < 1e-6
 
 
+class Recomputed(Steps):
+    """Counts the runs of a block in a forward and its backward, and in a forward without gradients."""
+
+    def training_step(self, batch):
+        self.runs = []
+        hook = self.blocks[0].up.register_forward_pre_hook(lambda *_: self.runs.append(torch.is_grad_enabled()))
+        self.manual_backward(self(batch[0]).mean())
+        with torch.no_grad():
+            self(batch[0])
+        hook.remove()
+
+
+def test_activation_checkpointing_runs_a_block_again_in_the_backward_pass():
+    strategy = FSDP2Strategy(activation_checkpointing=True)
+    assert fitted(Recomputed(), strategy, devices=1).runs == [True, True, False]
+
+
 class ByHand(Steps):
     """Calls a layer itself, after ``unshard`` or not, with ``manual_backward`` or not."""
 

@@ -173,6 +173,19 @@ def test_stochastic_rounding_keeps_small_updates_and_repeats_itself():
     assert not torch.equal(moved, small_updates(stochastic_rounding=True, seed=1))
 
 
+def test_two_weights_round_apart_where_a_step_has_two_pairs_of_keys():
+    """A pair is for 2**22 numbers. The update is 1e-5 of 1, and below 1 the numbers of float16 are 2**-11 apart."""
+    params = scaled_params("O2", [torch.ones((1 << 21) + 8)] * 2)
+    optimizer = ScaledAdamW(params, lr=1e-5, betas=(0.0, 0.0), weight_decay=0.0, stochastic_rounding=True)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    one, other = (values_of(p) != 1.0 for p in params)
+    share = 1e-5 * 2**11
+    assert one.float().mean().item() == pytest.approx(share, rel=0.03)  # 6 standard errors
+    assert (one & other).float().mean().item() == pytest.approx(share**2, rel=0.2)
+
+
 # ---- state
 
 

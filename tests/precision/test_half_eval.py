@@ -60,6 +60,7 @@ def half(model, batch):
 def test_in_the_trainer():
     mine, plain = Model(), Model()
     trainer = L.Trainer(plugins=HalfEval(), **QUIET)
+    assert trainer.precision_plugin.peak_rate_dtype is torch.float32  # steps are float32
     trainer.fit(mine, batches(), batches())
     L.Trainer(precision="32-true", **QUIET).fit(plain, batches(), batches())
     assert mine.losses == plain.losses

@@ -187,6 +187,7 @@ def test_curves_have_bands_over_seeds():
     comparison = three()
     train, val, gap = picture(comparison.spec, comparison.runs).axes
     assert len(train.collections) == len(val.collections) == len(gap.collections) == 2
+    assert train.get_title() == "Training loss (mean of 21 steps)"  # a twentieth of 400, on both sides of a step
     heights = gap.collections[1].get_paths()[0].vertices[:, 1]
     half_width = 100 * 4.30265 * 0.001 / math.sqrt(3)
     assert (heights.min(), heights.max()) == pytest.approx((0.2 - half_width, 0.2 + half_width), rel=1e-5)
