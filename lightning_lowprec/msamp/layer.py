@@ -40,7 +40,7 @@ from lightning_lowprec.numerics.kernel_operands import ALIGNMENT, cut, cut_rows,
 from lightning_lowprec.numerics.one_pass import compiled_on_cuda
 from lightning_lowprec.numerics.tensor_cores import Emulation
 from lightning_lowprec.private.torch import are_transforms_active, is_tracing
-from lightning_lowprec.products.transforms import KEEP, check_backward, check_call, refuse_layout
+from lightning_lowprec.products.transforms import KEEP, check_backward, check_call, refuse_forward_mode, refuse_layout
 
 
 class ScaledLayer(PlainFirst):
@@ -131,6 +131,8 @@ class _Matmul(torch.autograd.Function):
 
     Compilers of graphs take the call as it is: autograd, not dynamo, finds the codes inside of the weight.
     """
+
+    jvp = staticmethod(refuse_forward_mode)
 
     @staticmethod
     def forward(

@@ -1,6 +1,8 @@
 """Private names of PyTorch that this package uses, by the part of the package that needs them."""
 
 import functools
+import sys
+import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
@@ -52,6 +54,7 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
         "torch._foreach_norm",
         "torch.ops.aten.copy_.default._schema",
         "torch._C._swap_tensor_impl",
+        "torch.nn.Module._slow_forward",
         "torch.Tensor._backward_hooks",
         "torch.Tensor._post_accumulate_grad_hooks",
     ),
@@ -213,12 +216,26 @@ def swap_data(param: Tensor, made: Tensor) -> None:
     """
     old: Any = param
     hooks, later_hooks = old._backward_hooks, old._post_accumulate_grad_hooks
+    _release_failed_trace()
     if param.is_leaf and param.requires_grad:  # a graph of the old data would leave its gradient at the old data
         torch.autograd.graph.get_gradient_edge(param).node.register_prehook(_refuse_old_graph)
     old.__class__, made.__class__ = made.__class__, old.__class__
     old.__dict__, made.__dict__ = made.__dict__, old.__dict__
     torch._C._swap_tensor_impl(param, made)
     old._backward_hooks, old._post_accumulate_grad_hooks = hooks, later_hooks  # registers them with the data
+
+
+def _release_failed_trace() -> None:
+    """Clear the frames of the error that is being handled that keep a ``torch.jit.trace``, which torch refuses to swap.
+
+    The trace has weak references to the parameters. Lightning calls ``teardown`` while it handles the error of a hook.
+    """
+    error = sys.exc_info()[1]
+    while error is not None:
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            if frame.f_code is nn.Module._slow_forward.__code__:
+                frame.clear()
+        error = error.__context__
 
 
 def _refuse_old_graph(gradients: object) -> None:

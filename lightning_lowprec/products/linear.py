@@ -26,7 +26,7 @@ from torch import Tensor
 from lightning_lowprec.numerics.kernel_operands import cut_rows, pad_rows
 from lightning_lowprec.products.arithmetic import Products, Role, serves
 from lightning_lowprec.products.coded_weight import CodedWeight
-from lightning_lowprec.products.transforms import check_backward
+from lightning_lowprec.products.transforms import check_backward, refuse_forward_mode
 
 SavedWeight = tuple[Tensor | None, Tensor | None, Tensor | None]
 """A weight, its codes and their scale, as far as they live until the backward."""
@@ -36,6 +36,8 @@ SavedWeight = tuple[Tensor | None, Tensor | None, Tensor | None]
 @torch.compiler.allow_in_graph
 class _Linear(torch.autograd.Function):
     """See :func:`linear`."""
+
+    jvp = staticmethod(refuse_forward_mode)
 
     @staticmethod
     def forward(

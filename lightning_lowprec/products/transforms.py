@@ -4,7 +4,7 @@ Nothing of this happens in ordinary training. Without these checks, torch's or t
 insides, and Transformer Engine returns wrong gradients of gradients without an error.
 """
 
-from typing import Final
+from typing import Final, NoReturn
 
 import torch
 from torch import Tensor
@@ -21,6 +21,11 @@ KEEP: Final = "Keep the layers that need it in high precision (`keep=[...]`), or
 FORWARD_MODE: Final = (
     f"a derivative in forward mode (`torch.autograd.forward_ad`) does not run through layers in low precision. {KEEP}"
 )
+
+
+def refuse_forward_mode(*_: object) -> NoReturn:
+    """Raise RuntimeError: the ``jvp`` of an autograd function that has no derivative in forward mode."""
+    raise RuntimeError(FORWARD_MODE)
 
 
 def check_call(layer: str, remedy: str = PLAIN_IN_EVALUATION) -> None:

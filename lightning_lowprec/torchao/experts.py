@@ -39,7 +39,7 @@ from lightning_lowprec.products.arithmetic import Products
 from lightning_lowprec.products.block import Block, block_sums, encode_stack, grouped_block_product
 from lightning_lowprec.products.coded_weight import CodedWeight
 from lightning_lowprec.products.scaled import Scaled
-from lightning_lowprec.products.transforms import check_backward, check_call
+from lightning_lowprec.products.transforms import check_backward, check_call, refuse_forward_mode
 from lightning_lowprec.torchao.settings import LayerSettings
 from lightning_lowprec.torchao.wire_format import TorchAOWire
 
@@ -184,6 +184,8 @@ def grouped_matmul(
 @torch.compiler.allow_in_graph  # traced by the compiler of torch 2.11, it loses its gradients
 class _GroupedMatmul(torch.autograd.Function):
     """See :func:`grouped_matmul`."""
+
+    jvp = staticmethod(refuse_forward_mode)
 
     @staticmethod
     def forward(

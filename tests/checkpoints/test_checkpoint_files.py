@@ -23,6 +23,7 @@ from lightning_lowprec.checkpoints.weights import open_weights
 from tests.fsdp2.ranks import launch
 from tests.fsdp2.test_resume_trainer import fit
 from tests.fsdp2.toy import assert_same, everything, setup, train
+from tests.toys import ON_CPU
 
 pytestmark = pytest.mark.distributed
 SHARDS = ("__0_0.distcp", "__1_0.distcp")
@@ -253,6 +254,31 @@ def test_a_manifest_that_does_not_list_a_file(copy, name):
     (copy / FILES[-1]).write_text(json.dumps(stored))
     with pytest.raises(ValueError, match=f"'{names(copy / FILES[-1])}' is damaged: it does not list '{name}'"):
         open_checkpoint(copy)
+
+
+class Fitted(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(16, 8)
+
+    def training_step(self, batch, _):
+        return self.linear(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+
+@pytest.mark.parametrize("precision", ["bf16-remainder", "32-true"])
+def test_a_folder_of_format_1_resumes_with_exact_masters(precision):
+    """Two ranks of release 0.2.0 wrote ``gone/format-1`` under 'bf16-remainder', after three steps."""
+    expected = torch.load(OLD / "format-1.expected.pt", weights_only=True)
+    trainer = L.Trainer(**ON_CPU, strategy="fsdp2", precision=precision, max_steps=3)
+    trainer.fit(module := Fitted(), torch.randn(9, 4, 16), ckpt_path=OLD / "format-1")
+    masters = [master.full_tensor() for master in trainer.precision_plugin.main_params(trainer.optimizers[0])]
+    assert trainer.global_step == 3
+    assert_same(dict(zip(expected, masters, strict=True)), expected, "masters")
+    weights = {name: value.full_tensor() for name, value in module.state_dict().items()}
+    assert_same(weights, {name: value.to(weights[name].dtype) for name, value in expected.items()}, "weights")
 
 
 def test_a_folder_of_format_2_loads(tmp_path):

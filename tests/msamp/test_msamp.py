@@ -84,6 +84,26 @@ def tied_linears():
     return model
 
 
+class Tracing(L.Callback):
+    """What a logger of the user's own may do."""
+
+    def on_train_start(self, trainer, module):
+        try:
+            torch.jit.trace(module, torch.randn(8, 16))
+        except RuntimeError as error:
+            raise ValueError("no picture") from error
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # of the layer's check of shapes
+def test_a_trace_that_fails_in_fit_keeps_its_error_and_leaves_plain_weights():
+    module = Net()
+    with pytest.raises(ValueError, match="no picture") as failed:
+        fit("msamp-o2", module, callbacks=[Tracing()])
+    assert "`torch.jit.trace` cannot trace ScaledLinear" in str(failed.value.__cause__)
+    assert not scaled_linears(module)
+    assert {type(p) for p in module.parameters()} == {nn.Parameter}
+
+
 @every_level
 def test_tied_layers_share_their_codes(level):
     fabric = L.Fabric(accelerator="cpu", devices=1, plugins=MSAMP(level))

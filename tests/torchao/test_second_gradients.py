@@ -68,8 +68,10 @@ def test_torch_func_says_the_way_out_which_works(transform, name, class_name, pl
 def test_forward_mode_says_the_way_out(precision):
     linear, x, _ = layer()
     fabric = L.Fabric(accelerator="cpu", devices=1, precision=precision)
-    with pytest.raises(RuntimeError, match=r"forward mode .*keep="), forward_ad.dual_level():
-        fabric.setup_module(linear)(forward_ad.make_dual(x, x))
+    model = fabric.setup_module(linear)
+    for where in (model, model.module):  # in the plugin's forward, and outside of it
+        with pytest.raises(RuntimeError, match=r"forward mode .*keep="), forward_ad.dual_level():
+            where(forward_ad.make_dual(x, x))
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # of the layer's check of shapes
