@@ -3,10 +3,12 @@
     python -m tests.faults                    plant the faults of the table: a test that saw each must fail
     python -m tests.faults --some 30          plant 30 that are seen soon, other ones for every commit
     python -m tests.faults --draw 230         draw faults until the table has so many of the package's own
+    python -m tests.faults --lane ledger --draw 20    draw 20 more, of statements that only this lane's tests run
     python -m tests.faults --see              look for tests that see the faults that were not tried yet
     python -m tests.faults --table F --seed 7 --draw 200    a table of other faults: what share do the tests see?
 
-``--see`` needs what ``tests/faults/lines.py`` writes. ``--lane`` names the environment in which this runs.
+``--lane`` names the environment in which this runs. ``--see``, and the draw for a lane, need what
+``tests/faults/lines.py`` writes.
 """
 
 import argparse
@@ -16,11 +18,11 @@ import random
 import subprocess
 import sys
 import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 
 from tests.faults import changes, forks, table
-from tests.faults.lines import ROOT, SOURCES, recorded
+from tests.faults.lines import ROOT, recorded, sources
 
 LANES = {"ordinary": ".venv", "te": ".venv-te", "deepspeed": ".site-deepspeed", "ledger": ".venv-te"}
 """The environments of ``make test``, ``test-te``, ``test-deepspeed`` and ``test-ledger``."""
@@ -30,11 +32,11 @@ QUICK = 8.0
 """CPU-seconds that a fault of ``--some`` may take."""
 
 
-def tests_of(row: table.Row, lines: dict[str, dict]) -> list[str]:
+def tests_of(row: table.Row, lane: str, lines: dict[str, dict]) -> list[str]:
     """Return tests that run the statement: those of the room's folder before others, and the fastest first."""
     if "effect" in row:
         return table.by_effect()[row["effect"]].seen_by.split()
-    change = table.change_of(row, SOURCES)
+    change = table.change_of(row, sources(lane))
     if change is None:
         return []
     file, span = change.function.partition(":")[0], range(change.line, change.last + 1)
@@ -54,7 +56,7 @@ def see(
     row: table.Row, lane: str, limit: float, copy: forks.Copy, lines: dict[str, dict], known: dict[str, bool]
 ) -> None:
     """Look for tests that see a fault, and write into the row what was found."""
-    plan, tests = table.planted(row), [test for test in tests_of(row, lines) if known.get(test, True)]
+    plan, tests = table.planted(row), [test for test in tests_of(row, lane, lines) if known.get(test, True)]
     wanted = len(tests) if "effect" not in row and table.room_of(row) in ALL_OF else 2
     used, ran, failed = 0.0, 0, []
     all_cases = list(dict.fromkeys(test.partition("[")[0] for test in tests if "[" in test))
@@ -79,13 +81,13 @@ def see(
 
 def see_all(lane: str, rooms: list[str], limit: float) -> int:
     """Try the faults that this lane has not tried for so many seconds; the table is written after each."""
-    lines = recorded()
+    lines = recorded(lane)
     with tempfile.TemporaryDirectory() as folder:
         copy = forks.Copy(Path(folder))
         rows, known = table.read(), {}
 
         def soonest(row: table.Row) -> float:
-            return min([lines[test]["seconds"] for test in tests_of(row, lines) if test in lines], default=1e9)
+            return min([lines[test]["seconds"] for test in tests_of(row, lane, lines) if test in lines], default=1e9)
 
         for row in sorted(rows, key=soonest):
             tried = row.get("tried", {}).get(lane, {"seconds": 0})
@@ -164,6 +166,29 @@ def draw(seed: int, total: int) -> int:
     return 0
 
 
+def draw_for(lane: str, seed: int, count: int) -> int:
+    """Add faults of statements that this lane's tests run and those of other lanes, as far as written down, do not."""
+    run: dict[str, set[tuple[str, str]]] = {}
+    for name in LANES:
+        lines: dict[str, set[int]] = defaultdict(set)
+        for test in recorded(name).values():
+            for file, some in test["lines"].items():
+                lines[file].update(some)
+        run[name] = {
+            change.key[:2]
+            for change in (changes.all_changes(sources(name)) if lines else [])
+            if not lines[change.function.partition(":")[0]].isdisjoint(range(change.line, change.last + 1))
+        }
+    others = set().union(*(some for name, some in run.items() if name != lane))
+    only = [change for change in changes.all_changes() if change.key[:2] in run[lane] - others]
+    rows = table.read()
+    known = {table.key(row)[0] for row in rows if "effect" not in row}
+    drawn = changes.draw_of([change for change in only if change.function not in known], seed, count)
+    table.write([*rows, *map(table.row_of, drawn)])
+    print(f"{len(drawn)} of {len(only)} changes")
+    return 0
+
+
 def some_of(rows: list[table.Row], count: int) -> list[table.Row]:
     """Return faults that are seen soon, chosen by the commit."""
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -185,7 +210,8 @@ def main() -> int:
     args = parser.parse_args()
     table.FILE = args.table
     if args.draw:
-        return draw(args.seed, args.draw)
+        ordinary = args.lane == "ordinary"
+        return draw(args.seed, args.draw) if ordinary else draw_for(args.lane, args.seed, args.draw)
     forks.preload()
     if args.see:
         return see_all(args.lane, args.room, args.seconds)

@@ -236,15 +236,19 @@ def draw(changes: list[Change], seed: int, total: int) -> list[Change]:
     The order in a room is that of hashes of names, so a function that goes takes only its own faults with it.
     """
     rooms = defaultdict(list)
-    for change in sorted(changes, key=lambda change: hashlib.sha256(f"{seed}{change.key}".encode()).digest()):
+    for change in changes:
         rooms[change.room].append(change)
-    drawn: list[Change] = []
-    for name, share in shares(changes, total).items():
-        of_kind, of_function, waiting = Counter[str](), Counter[str](), rooms[name]
-        for _ in range(min(share, len(waiting))):
-            change = min(waiting, key=lambda change: (of_function[change.function], of_kind[change.kind]))
-            waiting.remove(change)
-            of_function[change.function] += 1
-            of_kind[change.kind] += 1
-            drawn.append(change)
+    return [drawn for name, share in shares(changes, total).items() for drawn in draw_of(rooms[name], seed, share)]
+
+
+def draw_of(changes: list[Change], seed: int, count: int) -> list[Change]:
+    """Draw faults, whatever their rooms are."""
+    of_kind, of_function, drawn = Counter[str](), Counter[str](), []
+    waiting = sorted(changes, key=lambda change: hashlib.sha256(f"{seed}{change.key}".encode()).digest())
+    for _ in range(min(count, len(waiting))):
+        change = min(waiting, key=lambda change: (of_function[change.function], of_kind[change.kind]))
+        waiting.remove(change)
+        of_function[change.function] += 1
+        of_kind[change.kind] += 1
+        drawn.append(change)
     return drawn

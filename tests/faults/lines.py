@@ -18,18 +18,23 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FILE = ROOT / ".faults" / os.environ.get("FAULTS_LANE", "ordinary") / "lines.jsonl"
-SOURCES = FILE.with_name("lightning_lowprec")
-"""The package as it was when its lines were written down."""
+LANE = os.environ.get("FAULTS_LANE", "ordinary")
+FILE = ROOT / ".faults" / LANE / "lines.jsonl"
 RANKS = 15.0
 """CPU-seconds that a test by itself takes at least if it starts processes: they import torch."""
 
 
-def recorded() -> dict[str, dict]:
-    """Return what is written down, by the name of the test."""
-    if not FILE.exists():
+def sources(lane: str) -> Path:
+    """Return the package as it was when its lines were written down."""
+    return ROOT / ".faults" / lane / "lightning_lowprec"
+
+
+def recorded(lane: str) -> dict[str, dict]:
+    """Return what is written down of a lane, by the name of the test."""
+    file = sources(lane).with_name(FILE.name)
+    if not file.exists():
         return {}
-    return {line["test"]: line for line in map(json.loads, FILE.read_text().splitlines())}
+    return {line["test"]: line for line in map(json.loads, file.read_text().splitlines())}
 
 
 def cpu_seconds(process: int | None = None) -> float:
@@ -55,8 +60,8 @@ class Recorder:
         self.folder = FILE.with_suffix(".data")
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
-        if not SOURCES.exists():
-            shutil.copytree(ROOT / "lightning_lowprec", SOURCES)
+        if not sources(LANE).exists():
+            shutil.copytree(ROOT / "lightning_lowprec", sources(LANE))
         self.coverage = coverage.Coverage(data_file=str(self.folder / "lines"), data_suffix=True, config_file=False)
         self.coverage.config.config_file = ""  # there is none, and `patch` asks
         self.coverage.set_option("run:source", [str(ROOT / "lightning_lowprec")])
@@ -90,7 +95,7 @@ class Recorder:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        known = recorded()
+        known = recorded(LANE)
         ends = [{item.nodeid.partition("[")[0]: item for item in some}.values() for some in (items, items[::-1])]
         chosen = {item for some in ends for item in some if item.nodeid not in known}
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])

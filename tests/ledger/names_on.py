@@ -45,6 +45,7 @@ def outcome(name: str) -> dict[str, object]:
         "sent from pageable memory": len([record for record in sent if "pageable" in record.info]),
         "updates": len([record for record in log.of("kernel") if "step_parameters" in record.name]) or 1,
         "refused": [f"{r.name} {r.info}" for r in log.of("refused", "unknown")],
+        "rows of torchao's MX": len([record for record in log.of("kernel") if record.name == "to_mxfp8_dim0_kernel"]),
         "formats": sorted({record.get("a") for record in log.of("gemm")}),
     }
 

@@ -139,6 +139,7 @@ def test_nothing_is_refused_or_unknown_and_products_have_the_formats_of_the_name
             low = low if name in FP8 and not by_triton else None
             assert outcome["refused"] == [], name
             assert set(outcome["formats"]) == {base, low} - {None}, name
+            assert bool(outcome["rows of torchao's MX"]) == (name == "mxfp8"), name
 
 
 def test_each_name_that_compiles_long_trains_on_one_device():

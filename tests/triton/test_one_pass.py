@@ -205,6 +205,16 @@ def test_an_overflow_skips_the_step_and_the_next_step_is_sound(launches):
     assert not any(map(torch.equal, before, module.parameters()))
 
 
+def test_a_loss_scale_that_is_no_power_of_two_is_taken_out_in_float32():
+    weight = nn.Parameter(torch.zeros(16, dtype=torch.bfloat16))
+    optimizer = add_masters(optim.SGD([weight], lr=1.0), "fp32")
+    weight.grad = torch.full_like(weight, 3.0)
+    masters_step.unscale(optimizer, 1 / 3)
+    optimizer.step()
+    (master,) = main_params(optimizer)
+    torch.testing.assert_close(master, torch.full((16,), -1.0))
+
+
 def test_a_backward_after_clipping_adds_an_unclipped_gradient():
     """Clip, run another backward, step: the sum is the clipped gradient plus the new one, as without deferral."""
     found = []
