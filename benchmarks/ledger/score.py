@@ -231,7 +231,6 @@ def scores(figures: Sequence[Figure], fixed: Sequence[float], fitted: Sequence[f
         "all": lambda figure: True,
         "steps": lambda figure: figure.get("kind") is None,
         "layers and products alone": lambda figure: figure.get("kind") is not None,
-        "all without row scales (chosen after the result)": lambda figure: not figure["recipe"].startswith("rowwise"),
     }
     rows = []
     for words, wanted in groups.items():
