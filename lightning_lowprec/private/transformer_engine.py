@@ -9,45 +9,28 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any, Final
 
-import torch
-from torch import Tensor
-
 from lightning_lowprec.extras import INSTALL
 from lightning_lowprec.private import torch as torch_names
 from lightning_lowprec.private.names import missing
 
 _MANAGER: Final = "quantization.FP8GlobalStateManager"
 _NAMES: Final = {
-    "Linear": ("_get_weight_tensors",),
+    "Linear": ("_get_weight_tensors", "init_fp8_metadata"),
     "Linear()": (
-        *("_fp8_workspaces", "fp8_initialized", "fp8_meta", "fp8_meta_tensors_initialized", "quantizers"),
-        *("_is_fsdp2", "param_init_meta", "activation_dtype", "fp8", "scaling_bwd"),
+        *("_fp8_workspaces", "fp8_meta", "fp8_meta_tensors_initialized", "scaling_bwd", "param_init_meta"),
+        *("activation_dtype", "fp8", "_is_fsdp2"),
     ),
-    "LayerNorm()": ("zero_centered_gamma",),
-    "RMSNorm()": ("zero_centered_gamma",),
-    "distributed": ("_get_module_fsdp_state",),
     "distributed._get_module_fsdp_state()": ("_te_cached_parent_fsdp_state",),
-    "export": ("is_in_onnx_export_mode",),
-    "module.base.TransformerEngineBaseModule": ("init_fp8_metadata",),
     "quantization": ("DelayedScalingRecipeState",),
-    _MANAGER: (
-        *("add_fp8_tensors_to_global_buffer", "get_buffer_info", "is_fp8_enabled", "reduce_and_update_fp8_tensors"),
-        "split_key_in_buffer",
-    ),
-    f"{_MANAGER}()": ("global_fp8_buffer_pos_fwd_recompute",),
-    f"{_MANAGER}.quantization_state": (
-        *("autocast_depth", "global_amax_buffer", "global_scale_buffer", "is_first_fp8_module"),
-    ),
+    _MANAGER: ("add_fp8_tensors_to_global_buffer", "is_fp8_enabled", "reduce_and_update_fp8_tensors"),
+    f"{_MANAGER}.quantization_state": ("autocast_depth", "global_scale_buffer", "is_first_fp8_module"),
 }
 """By a part of ``transformer_engine.pytorch``: the names that this package uses, in the words of :func:`missing`."""
 
 SHARDING_CACHES: Final = ("_is_fsdp2", "_te_cached_parent_fsdp_state")
 """Attributes in which a layer keeps, from its first forward on, whether FSDP2 gathers its weight."""
 SET_BY_FORWARD: Final = (
-    "activation_dtype",
-    "allow_different_data_and_param_types",
-    "forwarded_at_least_once",
-    "fp8_parameters",
+    *("activation_dtype", "allow_different_data_and_param_types", "forwarded_at_least_once", "fp8_parameters"),
     *SHARDING_CACHES,
 )
 """Attributes that a layer gets in its forward, not in its constructor."""
@@ -89,10 +72,11 @@ def scale_state(layer: Any, mode: str) -> Any:
     return state if isinstance(state, DelayedScalingRecipeState) else None
 
 
-def make_scale_state(layer: Any, mode: str, recipe: object, count: int, device: torch.device | None) -> Any:
+def make_scale_state(layer: Any, mode: str, recipe: object, count: int) -> Any:
     """Give a layer that has not run yet a ``DelayedScalingRecipeState`` for ``count`` tensors, and return the state."""
     from transformer_engine.pytorch.quantization import DelayedScalingRecipeState
 
+    device = next((parameter.device for parameter in layer.parameters()), None)
     state = DelayedScalingRecipeState(recipe, mode=mode, num_quantizers=count, device=device)
     layer.fp8_meta[_META_KEYS[mode]] = state
     return state
@@ -108,31 +92,17 @@ def register_scales(layers: Iterable[object]) -> None:
             manager().add_fp8_tensors_to_global_buffer(layer.fp8_meta)
 
 
-def amax_of_this_step(*, forward: bool) -> list[list[Tensor]]:
-    """Return the newest amax of all registered layers: of inputs and weights, or else of gradients."""
-    buffers = manager().quantization_state.global_amax_buffer
-    return [rows for key, rows in buffers.items() if rows and manager().split_key_in_buffer(key)[0] == forward]
-
-
 def count_registered() -> int:
     """Return how many layers' scales are registered, forward and backward, in the whole process."""
     return sum(map(len, manager().quantization_state.global_scale_buffer.values()))
 
 
-def buffer_places() -> set[str]:
-    """Return the keys in ``fp8_meta`` of a layer's places in buffers of the process: of amax, and of recomputation."""
-    return {manager().get_buffer_info(), "global_fp8_buffer_pos_fwd_recompute"}
-
-
 def copied_attributes(layer: Any) -> dict[str, Any]:
     """Return the attributes that a copy of ``layer`` needs in the place of the layer's own.
 
-    The copy has the same scales, and registers them at its first forward, as it would never renew them otherwise.
+    The copy has the same scales. It makes its quantizers and registers its scales at its first forward: a layer without
+    a recipe in ``fp8_meta`` has not run yet, and the layer's places in buffers of the process are not in the copy.
     """
-    return {
-        "fp8_meta": {key: value for key, value in layer.fp8_meta.items() if key not in buffer_places()},
-        "quantizers": {"scaling_fwd": [], "scaling_bwd": []},
-        "fp8_initialized": False,
-        "fp8_meta_tensors_initialized": False,
-        "_fp8_workspaces": {},
-    }
+    kept = "fp8_checkpoint", "fp8_group", *_META_KEYS.values()
+    meta = {key: layer.fp8_meta[key] for key in kept if key in layer.fp8_meta}
+    return {"fp8_meta": meta, "fp8_meta_tensors_initialized": False, "_fp8_workspaces": {}}

@@ -5,9 +5,8 @@ from dataclasses import replace
 
 from torch import nn
 
-from lightning_lowprec.conversion import module_dtypes
-from lightning_lowprec.conversion.in_place import unchanged
-from lightning_lowprec.conversion.matmuls import STACKED, linears, matmuls
+from lightning_lowprec.conversion import in_place, module_dtypes
+from lightning_lowprec.conversion.matmuls import linears
 from lightning_lowprec.conversion.options import LayerOptions
 from lightning_lowprec.conversion.plan import IN_METRIC, Plan, PlanRequest, make_plan
 from lightning_lowprec.conversion.selection import in_metrics, matches
@@ -18,19 +17,20 @@ from lightning_lowprec.te.recipes import kind_of
 def choose(model: nn.Module, options: LayerOptions, request: PlanRequest, *, norms: bool) -> Plan:
     """Choose the layers of ``model`` that convert: Linears by the plan of all backends, norms by the same names.
 
-    A name or pattern in the options that matches neither a Linear nor a norm nor experts raises ValueError.
+    A name or pattern in the options that matches neither a Linear nor experts nor a norm raises ValueError.
     """
     from lightning_lowprec.te.norms import NO_NORM, reason_to_keep
 
+    inside, names = in_metrics(model), linears(model)
     reasons = {fqn: reason_to_keep(module) for fqn, module in model.named_modules()} if norms else {}
-    inside = in_metrics(model)
-    reasons = {fqn: IN_METRIC if fqn in inside and reason is None else reason for fqn, reason in reasons.items()}
-    reasons = {fqn: _kept_by_user(fqn, options) or reason for fqn, reason in reasons.items() if reason != NO_NORM}
-    others = [*reasons, *(matmul.fqn for matmul, _ in matmuls(model) if matmul.kind == STACKED)]
+    reasons = {
+        fqn: _kept_by_user(fqn, options) or reason or (IN_METRIC if fqn in inside else None)
+        for fqn, reason in reasons.items()
+        if reason != NO_NORM
+    }
 
-    def is_for_linears(pattern: str) -> bool:  # a plan raises for a pattern that matches no Linear
-        names_linear = any(matches(pattern, fqn) for fqn in linears(model))
-        return names_linear or not any(matches(pattern, fqn) for fqn in others)
+    def is_for_linears(pattern: str) -> bool:  # a plan raises for a pattern that matches none
+        return any(matches(pattern, fqn) for fqn in names) or not any(matches(pattern, fqn) for fqn in reasons)
 
     keep = list(filter(is_for_linears, options.keep))
     only = None if options.only is None else list(filter(is_for_linears, options.only))
@@ -38,7 +38,7 @@ def choose(model: nn.Module, options: LayerOptions, request: PlanRequest, *, nor
 
 
 def _kept_by_user(fqn: str, options: LayerOptions) -> str | None:
-    """Return the reason why the user keeps a norm or experts in high precision, or None."""
+    """Return the reason why the user keeps a norm in high precision, or None."""
     if options.only is not None and not any(matches(pattern, fqn) for pattern in options.only):
         return "not in `only`"
     return next((f"kept by {pattern!r}" for pattern in reversed(options.keep) if matches(pattern, fqn)), None)
@@ -49,14 +49,14 @@ def convert_model(model: nn.Module, plan: Plan, recipe: object, *, fp8_eval: boo
     from lightning_lowprec.te.layer import convert_linears
     from lightning_lowprec.te.norms import convert_norms
 
-    kind = kind_of(recipe)
+    is_delayed = kind_of(recipe) == "delayed"
     before = delayed_scaling.saved_scales(scaled_layers(model))
-    with unchanged(model):
+    with in_place.unchanged(model):
         convert_linears(model, plan.converted, recipe, fp8_eval=fp8_eval, keep_weights=keep_weights)
         convert_norms(model, [fqn for fqn, reason in plan.norms.items() if reason is None])
     module_dtypes.run_in_float32(model, plan)
-    delayed_scaling.checkpoint_by_te(model, wanted=kind == "delayed")
-    if before and kind == "delayed":
+    delayed_scaling.checkpoint_by_te(model, wanted=is_delayed)
+    if is_delayed and before:
         delayed_scaling.restore_scales(scaled_layers(model), before, recipe)
 
 
@@ -64,10 +64,11 @@ def revert(model: nn.Module) -> None:
     """Give ``model`` torch's own layers back, in place; layers of Transformer Engine that the user built stay."""
     classes = {cls for module in model.modules() for cls in type(module).__mro__}
     if any(cls.__module__.startswith("lightning_lowprec.te.") for cls in classes):
-        from lightning_lowprec.te.layer import revert_linears
+        from lightning_lowprec.te.layer import te_linears
         from lightning_lowprec.te.norms import convert_norms
 
-        revert_linears(model)
+        for layer in te_linears(model):
+            in_place.revert(layer)
         convert_norms(model, ())
     delayed_scaling.checkpoint_by_te(model, wanted=False)
 

@@ -20,6 +20,7 @@ these copies: the renewals of its forwards are undone, and its gradients renew n
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from itertools import product
 from typing import Any, Final, final
 
 import torch
@@ -33,6 +34,7 @@ from lightning_lowprec.private.transformers import CHECKPOINT_FUNCTION
 SCALES: Final = "scales"
 """Key of the scales in a plugin's state."""
 _MODES: Final = ("forward", "backward")
+_TENSORS: Final = ("scale", "amax_history")
 Layers = Iterable[tuple[str, Any]]
 """Names and layers of Transformer Engine."""
 LayerScales = dict[str, Tensor]
@@ -50,17 +52,18 @@ class DelayedScales:
         self.recipe = recipe
         self.layers = layers
         self._may_skip = may_skip
-        self._loaded: Mapping[str, Any] = {}
-        self._unregistered = False
-        self._count = 0  # of the tensors that Transformer Engine renews, when the layers were last looked at
+        self._loaded: Mapping[str, LayerScales] = {}
+        self._is_new = False
+        self._count = -1  # of the scales in this process, when the layers were last looked at
         self._tensors: list[Tensor] = []
-        self._copies: list[Tensor] = []
+        self._amaxes: dict[str, list[Tensor]] = {}
+        self._copies: tuple[list[Tensor], list[Tensor]] = [], []  # the tensors that were copied, and their copies
         self._is_copied = False
 
     def expect(self) -> None:
         """Register the layers in the next forward; call this when layers were converted, on a GPU."""
-        self._unregistered = True
-        self._forget_copies()
+        self._is_new = True
+        self._forget()
 
     @contextmanager
     def in_forward(self) -> Iterator[None]:
@@ -69,95 +72,100 @@ class DelayedScales:
         Ranks reduce amax in the order in which layers were registered. Left alone, layers register in their first
         forward, and an expert without tokens on one rank would give every later layer there the amax of another layer.
         """
-        if self._unregistered:
-            with torch.inference_mode(False):
-                transformer_engine.register_scales(layer for _, layer in self.layers())
-            self._unregistered = False
+        if is_new := self._is_new:
+            transformer_engine.register_scales(layer for _, layer in self.layers())
+            self._is_new = False
         if self._may_skip and torch.is_grad_enabled() and not self._is_copied:
             self._copy()
         # the first layer to run would renew the backward scales: let all layers believe that another one was first
         transformer_engine.manager().quantization_state.is_first_fp8_module = False
         yield
+        if is_new:
+            self._count = -1  # layers that the user built have made their scales now
         if torch.is_grad_enabled():
-            drop_nonfinite(forward=True)
+            self._drop_nonfinite("forward")
 
     def after_step(self, *, skipped: bool = False) -> None:
         """Renew the scales of gradients, on every rank, after an optimizer has stepped.
 
         ``skipped``: restore all scales, because all ranks skipped the step, where a gradient was not finite.
         """
-        if skipped and self._is_copied:
-            self._restore_copies()
-        self._is_copied = False
-        if skipped and self._may_skip:
-            for layer in (layer for _, layer in self.layers() if hasattr(layer, "weight_seen")):
-                layer.weight_seen = None  # else the amax of a weight that is kept would be missing
+        is_copied, self._is_copied = self._is_copied, False
+        if not (skipped and self._may_skip):
+            self._drop_nonfinite("backward")
+            transformer_engine.manager().reduce_and_update_fp8_tensors(forward=False)
             return
-        drop_nonfinite(forward=False)
-        transformer_engine.manager().reduce_and_update_fp8_tensors(forward=False)
+        if is_copied:
+            self._restore_copies()
+        for _, layer in self.layers():
+            if hasattr(layer, "weight_seen"):
+                layer.weight_seen = None  # else the amax of a weight that is kept would be missing
 
     def state(self) -> dict[str, Any]:
         """Return the scales as plain tensors, which ``torch.load(weights_only=True)`` reads; {} before any forward."""
         self.restore()  # scales that were loaded and not used yet
-        scales = saved_scales(self.layers())
-        if not scales:
-            return {key: self._loaded[key] for key in (SCALES,) if key in self._loaded}  # of a plain model
-        return {SCALES: scales}
+        scales = saved_scales(self.layers()) or self._loaded  # of a plain model
+        return {SCALES: scales} if scales else {}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Take a plugin's state, for layers that may not be set up yet."""
-        self._loaded = state if state.get(SCALES) else {}
+        self._loaded = state.get(SCALES) or {}
 
     def restore(self) -> None:
         """Give the layers the scales that were loaded, if the layers are set up."""
         layers = list(self.layers()) if self._loaded else []
         if not layers:
             return
-        left = restore_scales(layers, self._loaded[SCALES], self.recipe)
-        self._forget_copies()
+        left = restore_scales(layers, self._loaded, self.recipe)
+        self._forget()
         if left:
             info(f"No layer for {len(left)} of the checkpoint's delayed scales ({left[0]!r}, ...).")
         self._loaded = {}
 
-    def _forget_copies(self) -> None:
+    def _forget(self) -> None:
         """Look at the layers again in the next forward: their scales may be other tensors."""
-        self._count = 0
+        self._count = -1
         self._is_copied = False
 
-    @torch.inference_mode(False)
+    def _look(self) -> None:
+        """Find the scales and histories, if layers got theirs since the last look."""
+        count = transformer_engine.count_registered()
+        if count == self._count:
+            return
+        found = [(mode, transformer_engine.scale_state(layer, mode)) for _, layer in self.layers() for mode in _MODES]
+        states = [(mode, state) for mode, state in found if state is not None]
+        self._tensors = [tensor for _, state in states for tensor in (state.scale, state.amax_history)]
+        self._amaxes = {mode: [state.amax_history[0] for of, state in states if of == mode] for mode in _MODES}
+        self._count = count
+
     @torch.no_grad()
     def _copy(self) -> None:
-        if not self._count or self._count != transformer_engine.count_registered():
-            self._tensors = self._registered()
-            self._copies = [torch.empty_like(tensor) for tensor in self._tensors]
-        copy_all_(self._copies, self._tensors)
+        self._look()
+        if self._copies[0] is not self._tensors:
+            self._copies = self._tensors, [torch.empty_like(tensor) for tensor in self._tensors]
+        copy_all_(self._copies[1], self._tensors)
         self._is_copied = True
 
     @torch.no_grad()
     def _restore_copies(self) -> None:
-        copy_all_(self._tensors, self._copies)
-        if self._count != transformer_engine.count_registered():  # layers that had no scales before the step
-            copied = {id(tensor) for tensor in self._tensors}
-            for tensor in (tensor for tensor in self._registered() if id(tensor) not in copied):
+        copy_all_(*self._copies)
+        self._look()
+        copied = {id(tensor) for tensor in self._copies[0]}
+        for tensor in self._tensors:
+            if id(tensor) not in copied:  # of a layer that had no scales before the step
                 tensor.fill_(1.0 if tensor.dim() == 1 else 0.0)  # a scale, or a history
-            self._count = 0
 
-    def _registered(self) -> list[Tensor]:
-        self._count = transformer_engine.count_registered()
-        states = [transformer_engine.scale_state(layer, mode) for _, layer in self.layers() for mode in _MODES]
-        return [tensor for state in states if state is not None for tensor in (state.scale, state.amax_history)]
+    @torch.no_grad()
+    def _drop_nonfinite(self, mode: str) -> None:
+        """Set every amax of this step that is not finite to 0, before Transformer Engine puts it into the history.
 
-
-@torch.no_grad()
-def drop_nonfinite(*, forward: bool) -> None:
-    """Set every amax of this step that is not finite to 0, before Transformer Engine puts it into the history.
-
-    Transformer Engine keeps a scale unchanged while the largest amax of its history is not finite: for 1024 steps, with
-    a history of 1024. All layers of the process are handled together: few kernels, no synchronisation.
-    """
-    for rows in transformer_engine.amax_of_this_step(forward=forward):
-        flat = torch.cat(rows).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-        copy_all_(rows, list(torch.split(flat, [row.numel() for row in rows])))
+        Transformer Engine keeps a scale unchanged while the largest amax of its history is not finite: for 1024 steps,
+        with a history of 1024. All layers are handled together: few kernels, no synchronisation.
+        """
+        self._look()
+        if rows := self._amaxes[mode]:
+            flat = torch.cat(rows).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+            copy_all_(rows, list(torch.split(flat, [row.numel() for row in rows])))
 
 
 def saved_scales(layers: Layers) -> dict[str, LayerScales]:
@@ -166,11 +174,8 @@ def saved_scales(layers: Layers) -> dict[str, LayerScales]:
     for name, layer in layers:
         states = {mode: transformer_engine.scale_state(layer, mode) for mode in _MODES}
         if None not in states.values():
-            scales[name] = {
-                f"{mode}.{tensor}": getattr(state, tensor).detach().cpu().clone()
-                for mode, state in states.items()
-                for tensor in ("scale", "amax_history")
-            }
+            tensors = {f"{mode}.{tensor}": getattr(states[mode], tensor) for mode, tensor in product(_MODES, _TENSORS)}
+            scales[name] = {key: tensor.detach().cpu().clone() for key, tensor in tensors.items()}
     return scales
 
 
@@ -182,18 +187,15 @@ def restore_scales(layers: Layers, state: Mapping[str, LayerScales], recipe: obj
     A history that is longer than the recipe's is cut; a shorter one is filled up with zeros.
     """
     layer_of = dict(layers)
-    for name in state.keys() & layer_of.keys():
-        layer = layer_of[name]
-        for mode in _MODES:
-            scale, history = state[name][f"{mode}.scale"], state[name][f"{mode}.amax_history"]
-            target = transformer_engine.scale_state(layer, mode)
-            if target is None:
-                device = next((parameter.device for parameter in layer.parameters()), None)
-                target = transformer_engine.make_scale_state(layer, mode, recipe, scale.numel(), device)
-            target.scale.copy_(scale)
-            history = history[: len(target.amax_history)]
-            target.amax_history.zero_()
-            target.amax_history[: len(history)].copy_(history)
+    for name, mode in product(state.keys() & layer_of.keys(), _MODES):
+        scale, history = (state[name][f"{mode}.{tensor}"] for tensor in _TENSORS)
+        target = transformer_engine.scale_state(layer_of[name], mode)
+        if target is None:
+            target = transformer_engine.make_scale_state(layer_of[name], mode, recipe, scale.numel())
+        target.scale.copy_(scale)
+        history = history[: len(target.amax_history)]
+        target.amax_history.zero_()
+        target.amax_history[: len(history)].copy_(history)
     return [name for name in state if name not in layer_of]
 
 

@@ -9,7 +9,6 @@ measured.
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any, Final
 
 import torch
@@ -20,13 +19,14 @@ from lightning_lowprec.numerics.formats import power_of_two_scale
 from lightning_lowprec.numerics.one_pass import compiled_on_cuda
 from lightning_lowprec.numerics.weight_rounding import WeightRounding, nearest_scale
 from lightning_lowprec.private.transformer_engine import scale_state
+from lightning_lowprec.te.recipes import kind_of
 
-_OF_KIND: Final[Mapping[str, WeightRounding]] = {
-    "delayed": WeightRounding(scale_per="tensor", scale_of=nearest_scale),
-    "current": WeightRounding(scale_per="tensor", scale_of=nearest_scale),
+_PER_TENSOR: Final = WeightRounding(scale_per="tensor", scale_of=nearest_scale)
+_OF_KIND: Final = {
+    "delayed": _PER_TENSOR,  # it has older scales while it trains; the scale of the weight at hand is never worse
+    "current": _PER_TENSOR,
     "block": WeightRounding(scale_per="block", scale_of=power_of_two_scale),
 }
-"""By recipe. Delayed scaling has older scales while it trains; the scale of the weight at hand is never worse."""
 _TENSORS: Final = {
     "input": ("forward", 0, "fp8_quant_fwd_inp"),
     "weight": ("forward", 1, "fp8_quant_fwd_weight"),
@@ -48,32 +48,25 @@ def numerics_of(layer: nn.Module) -> LayerNumerics | str | None:
         return None
     if not layer.fp8:
         return EVALUATES if not layer.training else "it has not run in its precision's context"
-    recipe = layer.fp8_meta["recipe"]
-    casts = _casts(layer, recipe)
-    if recipe.backward_override is not None:
+    casts = {name: _cast(layer, name) for name in _TENSORS}
+    if layer.recipe.backward_override is not None:
         casts["gradient"] = HIGH
     return LayerNumerics(**casts, values=layer.weight)
 
 
-def _casts(layer: nn.Module, recipe: Any) -> dict[str, Any]:
-    """Return the casts of a layer's tensors by their names in ``LayerNumerics``, or why they are not known."""
-    if not (recipe.delayed() or recipe.float8_current_scaling()):
-        return dict.fromkeys(_TENSORS, "the recipe has a scale per block of values")
-    casts = {}
-    for name in _TENSORS:
-        in_e5m2 = name == "gradient" and recipe.fp8_format.name == "HYBRID"
-        dtype = torch.float8_e5m2 if in_e5m2 else torch.float8_e4m3fn
-        scale_of = partial(_scale_of, layer, recipe, name, torch.finfo(dtype).max)
-        casts[name] = Cast(dtype=dtype, scale_of=scale_of, may_saturate=recipe.delayed())
-    return casts
-
-
-def _scale_of(layer: nn.Module, recipe: Any, name: str, limit: float, amax: Tensor) -> Tensor:
+def _cast(layer: Any, name: str) -> Cast | str:
+    """Return the cast of a tensor of a layer, by its name in ``LayerNumerics``, or why the cast is not known."""
+    recipe, kind = layer.recipe, kind_of(layer.recipe)
+    if kind not in ("delayed", "current"):
+        return "the recipe has a scale per block of values"
+    in_e5m2 = name == "gradient" and recipe.fp8_format.name == "HYBRID"
+    dtype = torch.float8_e5m2 if in_e5m2 else torch.float8_e4m3fn
     mode, place, field = _TENSORS[name]
-    if recipe.delayed():
-        return scale_state(layer, mode).scale[place]  # type: ignore[no-any-return]  # the layer's forward has made it
-    params = getattr(recipe, field)
-    return _current_scale(amax, limit, params.power_2_scale, params.amax_epsilon)
+    if kind == "delayed":  # the layer's forward has made the scale
+        return Cast(dtype=dtype, scale_of=lambda amax: scale_state(layer, mode).scale[place], may_saturate=True)
+    chosen = getattr(recipe, field)
+    options = torch.finfo(dtype).max, chosen.power_2_scale, chosen.amax_epsilon
+    return Cast(dtype=dtype, scale_of=lambda amax: _current_scale(amax, *options))
 
 
 @compiled_on_cuda
@@ -88,13 +81,10 @@ def weight_roundings(layer: nn.Module) -> Mapping[str, WeightRounding]:
     """Return the rounding of a TELinear's weight; other layers, and recipes with a scale per 32 values, have none."""
     from lightning_lowprec.te.layer import TELinear
 
-    if not isinstance(layer, TELinear):
+    rounding = rounding_of(kind_of(layer.recipe)) if isinstance(layer, TELinear) else None
+    if rounding is None:
         return {}
-    recipe = layer.recipe
-    if recipe.delayed():
-        return {"weight": _OF_KIND["delayed"]}
-    kind = "current" if recipe.float8_current_scaling() else "block"
-    if kind == "block" and not recipe.float8_block_scaling():
-        return {}
-    power_of_2 = recipe.fp8_quant_fwd_weight.power_2_scale
-    return {"weight": replace(_OF_KIND[kind], scale_of=power_of_two_scale if power_of_2 else nearest_scale)}
+    chosen = getattr(layer.recipe, "fp8_quant_fwd_weight", None)  # delayed scaling has none
+    if chosen is not None:
+        rounding = replace(rounding, scale_of=power_of_two_scale if chosen.power_2_scale else nearest_scale)
+    return {"weight": rounding}

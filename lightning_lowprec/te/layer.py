@@ -21,7 +21,6 @@ from typing import Any, final
 import torch
 import transformer_engine.pytorch as te
 from torch import Tensor, nn
-from transformer_engine.pytorch.export import is_in_onnx_export_mode
 
 from lightning_lowprec.conversion.declared import is_declared
 from lightning_lowprec.conversion.in_place import become, revert
@@ -44,7 +43,7 @@ from lightning_lowprec.te.recipes import alignment_of
 
 def check_input(input: Tensor) -> None:
     """Raise RuntimeError if ``input`` is on a device for which Transformer Engine has no kernels."""
-    if not input.is_cuda and not is_in_onnx_export_mode():
+    if not input.is_cuda:
         if is_exporting():
             check_call("a layer of Transformer Engine")
         raise RuntimeError(
@@ -53,12 +52,11 @@ def check_input(input: Tensor) -> None:
         )
 
 
-def recomputation(layer: Any) -> AbstractContextManager[None]:
+def recomputation(recipe: Any) -> AbstractContextManager[None]:
     """Return Transformer Engine's context for a forward that a checkpoint runs again in a backward pass.
 
     torch's checkpoints restore torch's autocast only: without this context the forward would run in high precision.
     """
-    recipe = layer.fp8_meta["recipe"]
     if recipe.delayed():
         raise RuntimeError(
             "`torch.utils.checkpoint` recomputes a layer of Transformer Engine in the backward pass, when delayed"
@@ -91,50 +89,33 @@ class TELinear(PlainFirst, te.Linear, nn.Linear):  # type: ignore[misc]
     """The weight whose codes are kept."""
     recipe: Any
     """The recipe of the plugin's context."""
-    # set by Transformer Engine
-    in_features: int
-    out_features: int
-    weight: Any
     fp8: bool
-    """Whether the last forward ran in FP8."""
-    fp8_meta: dict[str, Any]
-    activation_dtype: torch.dtype
-    _fp8_workspaces: dict[str, object]
-    """Quantised weights that are kept."""
+    """Whether the last forward ran in FP8, as Transformer Engine notes."""
 
     def forward(self, input: Tensor) -> Tensor:
         """[*, K] -> [*, N] in the autocast dtype, or in the input's without autocast."""
         note_run(self)
-        if (
-            not torch.compiler.is_compiling()
-            and _STATE.quantization_state.fp8_enabled  # inside of the plugin's context
-            and input.is_cuda
-            and (self.training or self.fp8_eval)
-            and not torch.is_inference_mode_enabled()
-            and input.shape[-1:] == (self.in_features,)
-            and input.is_floating_point()
-            and input.numel()
-        ):
-            return self._multiply(input)
-        return self._unusual_forward(input)
-
-    def _unusual_forward(self, input: Tensor) -> Tensor:
-        """Compute what is no call in the plugin's context: compiled, outside of it, in high precision, or refused."""
         # the compiler does not trace this question; the plugin's `forward_context` has left inference mode before
-        if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
+        is_compiling = torch.compiler.is_compiling()
+        if not is_compiling and torch.is_inference_mode_enabled():
             # the first forward makes buffers that training writes to
             with torch.inference_mode(False), torch.no_grad():
                 return self.forward(input)
         check_input(input)
-        if input.shape[-1:] != (self.in_features,) or not input.is_floating_point():
-            return self.plain_forward(input)  # raises as nn.Linear does
-        if input.numel() == 0 or not (self.training or self.fp8_eval):
-            return self.plain_forward(input)
+        plain = not (self.training or self.fp8_eval) or not input.numel()
+        if plain or input.shape[-1:] != (self.in_features,) or not input.is_floating_point():
+            return self.plain_forward(input)  # raises for another shape or dtype, as nn.Linear does
+        if is_compiling or not _STATE.is_fp8_enabled():
+            return self._outside(input)
+        return self._multiply(input)
+
+    def _outside(self, input: Tensor) -> Tensor:
+        """Compute outside of the plugin's context, or compiled: recomputed in FP8, or in high precision."""
         if self.fp8 and not _STATE.is_fp8_enabled() and is_in_backward():
-            with recomputation(self):
+            with recomputation(self.recipe):
                 return self._multiply(input)
-        in_autocast = _STATE.quantization_state.autocast_depth or is_in_onnx_export_mode()
-        if torch.is_grad_enabled() and self.training and not in_autocast:  # not even in one that disables FP8
+        in_autocast = _STATE.quantization_state.autocast_depth  # also in one that disables FP8
+        if torch.is_grad_enabled() and self.training and not in_autocast:
             warn(
                 "A layer of Transformer Engine trains outside of its precision's context, and so in high precision. In"
                 " Fabric call the module that `setup` returned, or enter `fabric.autocast()`; on one device Fabric"
@@ -146,7 +127,7 @@ class TELinear(PlainFirst, te.Linear, nn.Linear):  # type: ignore[misc]
     def _multiply(self, input: Tensor) -> Tensor:
         if not torch.is_autocast_enabled(input.device.type) and is_declared(self):
             return self.declared_forward(input)
-        if (are_transforms_active() or torch.compiler.is_exporting()) and not is_in_onnx_export_mode():
+        if are_transforms_active() or torch.compiler.is_exporting():
             check_call(type(self).__name__)
         fits = input.numel() // self.in_features % self.token_alignment == 0
         rows = input if fits else pad_rows(input, self.token_alignment)
@@ -171,7 +152,7 @@ class TELinear(PlainFirst, te.Linear, nn.Linear):  # type: ignore[misc]
 
         A backward pass in high precision multiplies by this very tensor, so it has the autocast dtype.
         """
-        if self.fp8 and self.fp8_meta["recipe"].backward_override == "high_precision":
+        if self.fp8 and self.recipe.backward_override == "high_precision":
             return [self.weight.to(self.activation_dtype)]
         return [self.weight]
 
@@ -200,34 +181,27 @@ def convert_linears(
     """Make the Linears named by ``fqns`` TELinears with these options, and all other TELinears plain again."""
     if keep_weights:
         watch()
+    attributes: dict[str, object] = {
+        "fp8_eval": fp8_eval,
+        "token_alignment": alignment_of(recipe),
+        "keep_weights": keep_weights,
+        "weight_seen": None,
+        "recipe": recipe,
+        "param_init_meta": {},  # Transformer Engine's holds closures, which do not pickle
+    }
     linear: Any
     for fqn, linear in linears(model).items():
         if fqn not in fqns:
             if isinstance(linear, TELinear):
                 revert(linear)
             continue
-        attributes: dict[str, object] = {
-            "fp8_eval": fp8_eval,
-            "token_alignment": alignment_of(recipe),
-            "keep_weights": keep_weights,
-            "weight_seen": None,
-            "recipe": recipe,
-            "param_init_meta": {},  # Transformer Engine's holds closures, which do not pickle
-            "_fp8_workspaces": {},  # weights that were kept under other options may never be used again
-        }
         if not isinstance(linear, TELinear):
             options = {"bias": linear.bias is not None, "params_dtype": linear.weight.dtype, "name": fqn or None}
             built = te.Linear(*linear.weight.shape[::-1], device="meta", **options)
             become(linear, TELinear, vars(built), later=(*attributes, *transformer_engine.SET_BY_FORWARD))
         for name in transformer_engine.SHARDING_CACHES:
             vars(linear).pop(name, None)
-        vars(linear).update(attributes)
-
-
-def revert_linears(model: nn.Module) -> None:
-    """Give every TELinear of ``model`` its own class back, in place."""
-    for layer in te_linears(model):
-        revert(layer)
+        vars(linear).update(attributes, _fp8_workspaces={})  # kept codes of other options may never be used again
 
 
 def te_linears(model: nn.Module) -> list[TELinear]:

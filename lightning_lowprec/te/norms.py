@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 import transformer_engine.pytorch as te
 from torch import Tensor, nn
-from transformer_engine.pytorch.export import is_in_onnx_export_mode
 
 from lightning_lowprec.conversion.in_place import become, revert
 from lightning_lowprec.conversion.plain_first import PlainFirst
@@ -41,13 +40,14 @@ class _Norm(PlainFirst):
     weight: Any
     bias: Any
     eps: float
-    zero_centered_gamma: bool
+    centred: bool
+    """Whether the factor is ``1 + weight``."""
 
     def forward(self, input: Tensor) -> Tensor:
         """[*, K] -> [*, K] in the autocast dtype, or in that of the weight."""
         check_input(input)
         wrong = input.numel() == 0 or input.shape[-1:] != self.weight.shape  # torch's error names the shapes
-        if wrong or torch.compiler.is_compiling() or is_in_onnx_export_mode():
+        if wrong or torch.compiler.is_compiling():
             return self._by_torch(input)
         output: Tensor = super().forward(input)
         return without_second_gradient(output)
@@ -60,7 +60,7 @@ class _Norm(PlainFirst):
         """
         dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else self.weight.dtype
         x, weight = input.to(dtype), self.weight.to(dtype)
-        if self.zero_centered_gamma:
+        if self.centred:
             x, weight = x.float(), 1 + weight.float()
         with torch.autocast("cuda", enabled=False):  # under autocast a LayerNorm returns float32
             if isinstance(self, nn.LayerNorm):
@@ -123,9 +123,7 @@ def convert_norms(model: nn.Module, fqns: Collection[str]) -> None:
 
 
 def _convert(norm: Any) -> None:
-    if type(norm) is nn.LayerNorm:
-        become(norm, TELayerNorm, vars(te.LayerNorm(norm.normalized_shape, eps=norm.eps, device="meta")))
-        return
     epsilon, centred = _of_transformers(norm) or ("eps", False)
-    options = {"eps": getattr(norm, epsilon), "zero_centered_gamma": centred}
-    become(norm, TERMSNorm, vars(te.RMSNorm(norm.weight.shape, device="meta", **options)))
+    options = {"eps": getattr(norm, epsilon), "zero_centered_gamma": centred, "device": "meta"}
+    ours, theirs = (TELayerNorm, te.LayerNorm) if type(norm) is nn.LayerNorm else (TERMSNorm, te.RMSNorm)
+    become(norm, ours, {**vars(theirs(norm.weight.shape, **options)), "centred": centred})

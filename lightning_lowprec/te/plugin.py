@@ -13,7 +13,7 @@ from lightning_lowprec.checks import Count
 from lightning_lowprec.conversion.name_formats import EXPERTS_NEED_TORCHAO
 from lightning_lowprec.conversion.name_suffixes import of_options
 from lightning_lowprec.conversion.options import LayerOptions, shows, take, takes
-from lightning_lowprec.conversion.plan import Plan, PlanRequest
+from lightning_lowprec.conversion.plan import PlanRequest
 from lightning_lowprec.extras import require
 from lightning_lowprec.hardware import describe, refusal_and_remedy
 from lightning_lowprec.messages import info
@@ -21,13 +21,9 @@ from lightning_lowprec.precision import fp8
 from lightning_lowprec.precision.fp8 import Converting
 from lightning_lowprec.precision.host import Engine
 from lightning_lowprec.precision.loss_scale import BACKEND_STATE
-from lightning_lowprec.precision.options import (
-    FP8Options,
-    MasterOptions,
-    TrainingOptions,
-)
+from lightning_lowprec.precision.options import FP8Options, MasterOptions, TrainingOptions
 from lightning_lowprec.private.transformer_engine import check_names
-from lightning_lowprec.runs_where import RECIPES, RecipeKey
+from lightning_lowprec.runs_where import RecipeKey
 from lightning_lowprec.te import recipes
 from lightning_lowprec.te.backend import NAME, NAMES, WITH_MASTERS
 from lightning_lowprec.te.convert import choose, convert_model, scaled_layers
@@ -35,40 +31,14 @@ from lightning_lowprec.te.delayed_scaling import SCALES, DelayedScales
 from lightning_lowprec.te.recipes import MODULE
 
 
-def pytorch(purpose: str) -> Any:
+def pytorch() -> Any:
     """Import and return ``transformer_engine.pytorch``, or raise ImportError with the command that installs it.
 
     An installed Transformer Engine that lacks private names which we use raises too.
     """
-    module = require(MODULE, purpose)
+    module = require(MODULE, "FP8TE")
     check_names()
     return module
-
-
-def device_refusal(kind: str, device: torch.device) -> str | None:
-    """Return the reason why ``device`` cannot run a kind of recipe (see ``recipes.kind_of``), and the remedy, or None.
-
-    The table of what runs where answers first, then Transformer Engine, which also asks for versions of CUDA.
-    ``"nvfp4-plain"`` is NVFP4 without Hadamard transform and stochastic rounding.
-    """
-    row: RecipeKey = next((recipe for recipe in RECIPES if recipe == f"te-{kind}"), "te-current")
-    try:
-        if (known := refusal_and_remedy(row, device)) is not None:
-            return known
-        te = pytorch(kind)
-        checks = {
-            "block": te.is_fp8_block_scaling_available,
-            "mxfp8": te.is_mxfp8_available,
-            "nvfp4": te.is_nvfp4_available,
-        }
-        with torch.cuda.device(device):
-            available, reason = checks.get(kind.removesuffix("-plain"), te.is_fp8_available)(return_reason=True)
-    except (RuntimeError, AssertionError) as error:  # raised without a driver
-        return f"{str(error).splitlines()[0].rstrip('.')}. Use a machine with a driver, or 'bf16-mixed'"
-    if available:
-        return None
-    works = "'bf16-mixed'" if row in ("te-delayed", "te-current") else "'fp8-current-te'"
-    return f"Transformer Engine says of {describe(device)}: {reason.rstrip('.')}. Use {works}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +93,7 @@ class FP8TE(Converting):
     def __init__(self, options: TEOptions) -> None:
         masters = options.resolve(options.base)
         super().__init__(options.scaler(options.base), masters, options)
-        require(recipes.MODULE, "FP8TE")
+        pytorch()
         same = "fp8_format", "margin", "amax_history_len", "amax_compute_algo", "reduce_amax"
         fields = {name: getattr(options, name) for name in same}
         fields |= {"fp8_dpa": options.fp8_dpa or None, "fp8_mha": options.fp8_mha or None}
@@ -136,7 +106,16 @@ class FP8TE(Converting):
         self.norms = options.norms
         self._fp8_params = options.fp8_params
         self.not_sharded = "fp8_params=True" if options.fp8_params else None
-        _check(self.kind, self.layers, self.base)
+        if self.kind == "delayed" and self.layers.first_last_layers_bf16:
+            raise ValueError(
+                "`first_last_layers_bf16=True` is not valid with delayed scaling, whose scales are reduced for all"
+                " layers at once (Megatron refuses it too); use `recipe='current'`."
+            )
+        if self.kind == "nvfp4" and self.base == "fp16":
+            raise ValueError(
+                "`base='fp16'` is not valid with `recipe='nvfp4'`, whose Hadamard transform is made for bf16; use"
+                " `base='bf16'`."
+            )
         self.scales: DelayedScales | None = None
         if self.kind == "delayed":
             self.scales = DelayedScales(self.recipe, self._scaled_layers, may_skip=self.scaler is not None)
@@ -156,8 +135,8 @@ class FP8TE(Converting):
 
     @override
     def refusal(self, device: torch.device) -> str | None:
-        row = recipes.hardware_recipe(self.recipe) or self.kind
-        return device_refusal(row.removeprefix("te-"), device)
+        # the first forward raises where Transformer Engine asks for a later CUDA
+        return refusal_and_remedy(self.hardware_recipe or "te-current", device)
 
     @override
     def how(self, device: torch.device) -> str:
@@ -185,30 +164,27 @@ class FP8TE(Converting):
     def _prepare(self, module: Module, device: torch.device) -> None:
         if self.scales is not None and self._in_trainer and module not in self.modules.prepared:
             self.scales.load({})  # those of another module
-        te = pytorch("FP8TE")
         alignment = recipes.alignment_of(self.recipe)
         request = PlanRequest(
             experts=EXPERTS_NEED_TORCHAO, base=self.base, head=self.head, alignment=alignment, conv1d=False
         )
         plan = choose(module, self.layers, request, norms=self.norms)
         convert_model(module, plan, self.recipe, fp8_eval=self.fp8_eval, keep_weights=self.fp8_params)
-        self._check_conversion(module, plan, te)
+        if not any(scaled_layers(module)):
+            none = f"none of the {len(plan.rows)} linear layers of {type(module).__name__}"
+            raise fp8.nothing_converts(self.precision, none, plan, multiple=alignment)
+        self._check_attention(module)
         fp8.take_plan(self, module, plan)
         if self.scales is not None and device.type == "cuda":
             self.scales.expect()
 
-    def _check_conversion(self, module: Module, plan: Plan, te: Any) -> None:
-        if not any(scaled_layers(module)):
-            none = f"none of the {len(plan.rows)} linear layers of {type(module).__name__}"
-            multiple = recipes.alignment_of(self.recipe)
-            raise fp8.nothing_converts(self.precision, none, plan, multiple=multiple)
-        attention = any(isinstance(m, te.DotProductAttention) for m in module.modules())
-        for name in ("fp8_dpa", "fp8_mha"):
-            if getattr(self.recipe, name) and not attention:
-                raise ValueError(
-                    f"`{name}=True` is for Transformer Engine's own attention (`te.DotProductAttention`), and"
-                    f" {type(module).__name__} has none; leave it out, or build the model with it."
-                )
+    def _check_attention(self, module: Module) -> None:
+        name = next((name for name in ("fp8_dpa", "fp8_mha") if getattr(self.recipe, name)), None)
+        if name is not None and not any(isinstance(m, pytorch().DotProductAttention) for m in module.modules()):
+            raise ValueError(
+                f"`{name}=True` is for Transformer Engine's own attention (`te.DotProductAttention`), and"
+                f" {type(module).__name__} has none; leave it out, or build the model with it."
+            )
 
     @override
     def _converted_layers(self, module: Module) -> Iterable[Module]:
@@ -231,7 +207,7 @@ class FP8TE(Converting):
         if self.scales is not None:
             self.scales.restore()
         renewal = nullcontext() if self.scales is None else self.scales.in_forward()
-        with autocast, pytorch("FP8TE").autocast(enabled=True, recipe=self.recipe), renewal:
+        with autocast, pytorch().autocast(enabled=True, recipe=self.recipe), renewal:
             yield
 
     @override
@@ -270,16 +246,3 @@ class FP8TE(Converting):
             self.scales.load(state_dict)
         elif state_dict.get(SCALES):
             info(f"Dropped the delayed scales of the checkpoint: `precision={self.precision!r}` needs none.")
-
-
-def _check(kind: str, layers: LayerOptions, base: str) -> None:
-    if kind == "delayed" and layers.first_last_layers_bf16:
-        raise ValueError(
-            "`first_last_layers_bf16=True` is not valid with delayed scaling, whose scales are reduced for all"
-            " layers at once (Megatron refuses it too); use `recipe='current'`."
-        )
-    if kind == "nvfp4" and base == "fp16":
-        raise ValueError(
-            "`base='fp16'` is not valid with `recipe='nvfp4'`, whose Hadamard transform is made for bf16; use"
-            " `base='bf16'`."
-        )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal, cast, get_args
 
 from lightning_lowprec.checks import check_integer
 from lightning_lowprec.extras import require
@@ -50,39 +50,48 @@ def make_recipe(recipe: Any, **options: object) -> Any:
                 f"{_named(fields)} with a recipe object is not valid: set it in the object, or give the recipe by name"
                 f" ({', '.join(KINDS)})."
             )
-        return _checked(recipe)
+    else:
+        recipe = _of_fields(module, *_kind_and_fields(recipe, fields))
+    if hasattr(recipe, "amax_history_len"):  # Transformer Engine accepts a history without a step
+        check_integer("amax_history_len", recipe.amax_history_len, least=1)
+    return recipe
+
+
+def _kind_and_fields(recipe: Any, fields: dict[str, object]) -> tuple[Kind, dict[str, object]]:
+    """Return the kind and all fields of a recipe by name or mapping, beside which ``fields`` are given."""
     if isinstance(recipe, Mapping):
         if twice := recipe.keys() & fields.keys():
             raise ValueError(f"`{sorted(twice)[0]}` is given both in `recipe={{...}}` and beside it.")
-        if "recipe" not in recipe and any(
-            isinstance(v, Mapping) or v in (*KINDS, "bf16", "fp32") for v in recipe.values()
-        ):
+        values = recipe.values()
+        if "recipe" not in recipe and any(isinstance(v, Mapping) or v in (*KINDS, "bf16", "fp32") for v in values):
             raise ValueError(gone("{pattern: recipe}", VALUES["recipe"]))
         fields = {name: value for name, value in recipe.items() if name != "recipe" and value is not None} | fields
         recipe = recipe.get("recipe", "delayed")
     if recipe not in KINDS:
         expected = f"{', '.join(map(repr, KINDS))}, a mapping, or a recipe object of Transformer Engine"
         raise ValueError(f"`recipe={recipe!r}` is not valid; expected one of: {expected}.")
-    _check_names(recipe, fields)
+    return recipe, fields
+
+
+def _of_fields(module: Any, kind: Kind, fields: dict[str, Any]) -> Any:
+    """Return a recipe object with these fields.
+
+    ``use_power_2_scales`` and ``use_f32_scales``, which Transformer Engine reads at import only, have an effect.
+    """
+    names = {other: [f.name for f in dataclasses.fields(getattr(module, cls))] for other, cls in _CLASSES.items()}
+    for name in fields.keys() - set(names[kind]):
+        if elsewhere := [other for other, others in names.items() if name in others]:
+            raise ValueError(
+                f"`{name}={fields[name]!r}` is not valid with `recipe={kind!r}`; it goes with {', '.join(elsewhere)}."
+            )
+        raise ValueError(f"`{name}` is no field of `recipe={kind!r}`, which has: {', '.join(sorted(names[kind]))}.")
     words_of_user = _named(fields)
     if "fp8_format" in fields:
         fields["fp8_format"] = _format(fields["fp8_format"], module.Format)
     try:
-        recipe_object = _with_scale_flags(getattr(module, _CLASSES[recipe])(**fields))
+        recipe = getattr(module, _CLASSES[kind])(**fields)
     except (AssertionError, ValueError, TypeError) as error:
-        raise ValueError(f"{words_of_user} is not valid for `recipe={recipe!r}`: {_reason(error)}") from error
-    return _checked(recipe_object)
-
-
-def _checked(recipe: Any) -> Any:
-    """Return a recipe object; raise a ValueError for a history without a step, which Transformer Engine accepts."""
-    if hasattr(recipe, "amax_history_len"):
-        check_integer("amax_history_len", recipe.amax_history_len, least=1)
-    return recipe
-
-
-def _with_scale_flags(recipe: object) -> Any:
-    """Apply ``use_power_2_scales`` and ``use_f32_scales``, which Transformer Engine reads at import only."""
+        raise ValueError(f"{words_of_user} is not valid for `recipe={kind!r}`: {_reason(error)}") from error
     for flag, power_2_scale in (("use_power_2_scales", True), ("use_f32_scales", False)):
         if hasattr(recipe, flag):
             wanted = getattr(recipe, flag) == power_2_scale
@@ -91,25 +100,8 @@ def _with_scale_flags(recipe: object) -> Any:
     return recipe
 
 
-def _fields_of_kinds() -> dict[Kind, list[str]]:
-    module = require(_RECIPES, "FP8TE")
-    return {kind: [field.name for field in dataclasses.fields(getattr(module, cls))] for kind, cls in _CLASSES.items()}
-
-
-def _check_names(kind: Kind, fields: Mapping[str, object]) -> None:
-    names = _fields_of_kinds()
-    for name in fields.keys() - set(names[kind]):
-        if elsewhere := [other for other, others in names.items() if name in others]:
-            raise ValueError(
-                f"`{name}={fields[name]!r}` is not valid with `recipe={kind!r}`; it goes with {', '.join(elsewhere)}."
-            )
-        raise ValueError(f"`{name}` is no field of `recipe={kind!r}`, which has: {', '.join(sorted(names[kind]))}.")
-
-
 def _format(value: object, formats: Any) -> Any:
-    if isinstance(value, formats):
-        return value
-    name = str(value).lower()
+    name = str(getattr(value, "name", value)).lower()
     if name not in ("hybrid", "e4m3"):
         also = " (weights and activations in e5m2 do not train)" if name == "e5m2" else ""
         raise ValueError(f"`fp8_format={value!r}` is not valid; expected one of: hybrid, e4m3{also}.")
@@ -126,7 +118,7 @@ def _reason(error: BaseException) -> str:
     if callable(findings):
         first = findings()[0]
         return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+    return str(error).partition("\n")[0] or type(error).__name__
 
 
 # ---- what is asked of a recipe object
@@ -134,8 +126,8 @@ def _reason(error: BaseException) -> str:
 
 def kind_of(recipe: object) -> str:
     """Return the kind of a recipe object: one of ``KINDS``, or else the name of the class."""
-    kinds: dict[str, str] = {cls: kind for kind, cls in _CLASSES.items()}
-    return kinds.get(type(recipe).__name__, type(recipe).__name__)
+    name = type(recipe).__name__
+    return next((kind for kind, cls in _CLASSES.items() if cls == name), name)
 
 
 def hardware_recipe(recipe: Any) -> RecipeKey | None:
@@ -143,8 +135,7 @@ def hardware_recipe(recipe: Any) -> RecipeKey | None:
     kind = kind_of(recipe)
     if kind == "nvfp4" and recipe.disable_rht and recipe.disable_stochastic_rounding:
         return "te-nvfp4-plain"
-    row: RecipeKey | None = f"te-{kind}" if kind in KINDS else None  # type: ignore[assignment]
-    return row
+    return cast(RecipeKey, f"te-{kind}") if kind in KINDS else None
 
 
 def alignment_of(recipe: object) -> int:

@@ -159,9 +159,9 @@ def availability(name: str, device: torch.device) -> Availability:
     summary = precisions.TABLE[name].summary
     try:
         plugin = precisions.create(name)
-        refusal = plugin.refusal(device)
     except ImportError as error:
         return Availability(name=name, runs=False, reason=str(error), summary=summary)
+    refusal = plugin.refusal(device)
     if refusal is not None:
         return Availability(name=name, runs=False, reason=refusal, summary=summary)
     emulated, recipe = bool(plugin.emulates(device)), plugin.hardware_recipe

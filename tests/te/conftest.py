@@ -32,9 +32,13 @@ def reference_te(monkeypatch):
 
 
 @pytest.fixture
-def onnx_forward():
-    """Transformer Engine's modules compute by torch operations, in high precision, without gradients."""
+def onnx_forward(monkeypatch):
+    """Transformer Engine's modules compute by torch operations on CPU, in high precision, without gradients."""
     from transformer_engine.pytorch.export import onnx_export
+
+    from tests.te.hopper import take_any_input
+
+    take_any_input(monkeypatch)
 
     def warm(model):
         for module in model.modules():

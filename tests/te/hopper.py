@@ -17,4 +17,12 @@ def pretend(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", asked)
     for name in ("_FP8_SUPPORT", "_FP8_BLOCK_SCALING_SUPPORT", "_NVFP4_SUPPORT"):
         monkeypatch.setattr(quantization, name, (True, ""))
-    monkeypatch.setattr(plugin, "device_refusal", lambda kind, device: None)
+    monkeypatch.setattr(plugin.FP8TE, "refusal", lambda plugin, device: None)
+
+
+def take_any_input(monkeypatch) -> None:
+    """Layers take inputs on CPU."""
+    from lightning_lowprec.te import layer, norms
+
+    for module in (layer, norms):
+        monkeypatch.setattr(module, "check_input", lambda input: None)

@@ -9,7 +9,7 @@ import torch
 import transformer_engine.pytorch as te
 from torch import nn
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
-from transformer_engine.pytorch.quantization import DelayedScalingRecipeState, FP8GlobalStateManager
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
@@ -20,10 +20,10 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from lightning_lowprec.conversion.in_place import unchanged
-from lightning_lowprec.private.transformer_engine import buffer_places
 from lightning_lowprec.te import layer as layer_module
 from lightning_lowprec.te import layer as linears
 from lightning_lowprec.te import norms
+from lightning_lowprec.te.convert import revert
 from lightning_lowprec.te.delayed_scaling import restore_scales, saved_scales
 
 OPTIONS = {"recipe": DelayedScaling(), "fp8_eval": True, "keep_weights": False}
@@ -58,7 +58,7 @@ def test_linear_computes_the_same(pretend_gpu, onnx_forward, bias, shape):
     assert isinstance(layer, te.Linear)
     assert isinstance(layer, nn.Linear)
     torch.testing.assert_close(onnx_forward(layer)(x), expected)
-    linears.revert_linears(layer)
+    revert(layer)
     assert type(layer) is nn.Linear
     torch.testing.assert_close(layer(x), expected, rtol=0, atol=0)
 
@@ -84,6 +84,9 @@ def test_norm_computes_the_same(pretend_gpu, onnx_forward, make):
         norms.convert_norms(model, {"0"})
     assert type(norm) is not own
     torch.testing.assert_close(onnx_forward(norm)(x), expected, rtol=1e-5, atol=1e-5)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager")  # our own formula
+    torch.testing.assert_close(compiled(x), expected, rtol=1e-5, atol=1e-5)
     assert all(a is b for a, b in zip(norm.parameters(), parameters, strict=True))
     norms.convert_norms(norm, ())
     assert type(norm) is own
@@ -141,11 +144,16 @@ def test_conversion_keeps_what_it_must(pretend_gpu):
 def test_copies(pretend_gpu, onnx_forward, how):
     net = converted()
     restore_scales([("2", net[2])], {"2": some_scales(4)}, DelayedScaling(amax_history_len=4))
-    net[2].fp8_meta.update({key: [0, "forward", 0, "backward"] for key in buffer_places()})
+    before = set(net[2].fp8_meta)
+    net[2].fp8_meta |= {"recipe": DelayedScaling(amax_history_len=4), "num_gemms": 1}
+    FP8GlobalStateManager.copy_forward_fp8_meta_tensors_for_recompute(net[2].fp8_meta)
+    FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(net[2].fp8_meta)
+    FP8GlobalStateManager.reset()
     net[3].weight = nn.Parameter(torch.randn(32, 48))
     other = how(net)
     assert type(other[2]) is linears.TELinear
-    assert not buffer_places() & other[2].fp8_meta.keys()  # both are of this process and layer
+    assert len(net[2].fp8_meta) > len(before) + 2  # places in buffers, which are of this process and layer
+    assert other[2].fp8_meta.keys() == before
     assert not other[2].fp8_meta_tensors_initialized
     kept = saved_scales([("2", other[2])])["2"]
     assert all(torch.equal(kept[key], value) for key, value in some_scales(4).items())
@@ -214,18 +222,6 @@ def test_restoring_into_a_running_layer_keeps_its_tensors(pretend_gpu):
     assert layer.fp8_meta["scaling_fwd"].amax_history[2:].eq(0).all()
 
 
-def test_the_keys_of_process_wide_buffers_are_transformer_engines():
-    """Its own code fills in both; a layer that brought another's would use that one's."""
-    recipe = DelayedScaling(amax_history_len=4)
-    state = DelayedScalingRecipeState(recipe, mode="forward", num_quantizers=3, device="cpu")
-    meta = {"recipe": recipe, "fp8_group": None, "scaling_fwd": state}
-    before = set(meta)
-    FP8GlobalStateManager.copy_forward_fp8_meta_tensors_for_recompute(meta)
-    FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(meta)
-    FP8GlobalStateManager.reset()
-    assert meta.keys() - before == buffer_places()
-
-
 def test_what_a_linear_refuses_is_refused_with_its_words(pretend_gpu, monkeypatch):
     plain = nn.Linear(32, 32)
     layer = copy.deepcopy(plain)
@@ -248,7 +244,7 @@ def test_a_backward_in_high_precision_multiplies_in_one_dtype(pretend_gpu, overr
     layer = model()[2]
     linears.convert_linears(layer, {""}, **OPTIONS)
     layer.fp8, layer.activation_dtype = True, torch.bfloat16  # as after the first forward
-    layer.fp8_meta["recipe"] = Float8CurrentScaling(backward_override=override)
+    layer.recipe = Float8CurrentScaling(backward_override=override)
     weight, bias = layer._get_weight_and_bias_tensors()
     assert weight.dtype == dtype
     assert bias is layer.bias
@@ -260,7 +256,7 @@ def test_a_backward_in_high_precision_multiplies_in_one_dtype(pretend_gpu, overr
 def test_recomputation_by_torch(pretend_gpu, onnx_forward, recipe):
     """With delayed scaling it would use other scales: an error. Other recipes run, in FP8 again."""
     layer = onnx_forward(converted()[2])
-    layer.fp8, layer.fp8_meta["recipe"] = True, recipe  # as after a forward in FP8
+    layer.fp8, layer.recipe = True, recipe  # as after a forward in FP8
     seen = []
     layer._multiply = lambda x: seen.append(FP8GlobalStateManager.get_fp8_recipe()) or x
     with torch.enable_grad():

@@ -4,14 +4,12 @@ import re
 
 import lightning as L
 import pytest
-import torch
 
 import lightning_lowprec
 from lightning_lowprec import FP8TE
 from lightning_lowprec.fsdp2.options import ShardOptions
 from lightning_lowprec.fsdp2.strategy import gathers_fp8
 from lightning_lowprec.names import TABLE, create
-from lightning_lowprec.te import plugin as te
 from lightning_lowprec.te.layer import te_linears
 from lightning_lowprec.tools.planning.pages import widths
 from tests.te.hopper import pretend
@@ -43,11 +41,6 @@ def test_a_cpu_is_refused_before_anything_is_touched(name):
     assert not te_linears(model)
     with pytest.raises(RuntimeError, match="fp8-hybrid"):
         L.Trainer(precision=name, **QUIET).fit(Lit())
-
-
-def test_without_a_driver_transformer_engines_own_reason_is_given(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
-    assert "no NVIDIA driver" in te.device_refusal("delayed", torch.device("cuda"))
 
 
 def test_plugins_and_names_have_the_same_rows_in_the_table_of_what_runs_where():

@@ -35,7 +35,7 @@ def test_a_name_that_is_gone(monkeypatch, unchecked, owner, name, lost):
     monkeypatch.delattr(owner, name)
     assert any(lost in words for words in moved())
     with pytest.raises(ImportError, match=rf"Transformer Engine 2\.\d+.* has no .*{name}"):
-        plugin.pytorch("FP8TE")
+        plugin.pytorch()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     verdict = availability("fp8-hybrid-te", torch.device("cuda", 0))
     assert not verdict.runs
@@ -45,9 +45,9 @@ def test_a_name_that_is_gone(monkeypatch, unchecked, owner, name, lost):
 def test_an_attribute_that_no_code_assigns(monkeypatch):
     class Other:
         def __init__(self):
-            self.quantizers = self._fp8_workspaces
+            self.fp8 = self._fp8_workspaces
 
     monkeypatch.setattr(te, "Linear", Other)
     words = moved()
     assert "transformer_engine.pytorch.Linear()._fp8_workspaces" in words
-    assert "transformer_engine.pytorch.Linear().quantizers" not in words
+    assert "transformer_engine.pytorch.Linear().fp8" not in words
