@@ -204,8 +204,13 @@ def dtypes(rank):
 
 
 def origins(rank):
-    """Weights that only rank 0 has, that nobody has, and that a block cannot make."""
+    """Weights that only rank 0 has, that nobody has, and that rank 1 has in part, which all ranks refuse."""
     fabric = fabric_for()
+    model = Net()
+    if rank == 1:
+        model.lm_head.to("meta")
+    with pytest.raises(RuntimeError, match="the ranks have: real, mixed"):
+        fabric.setup_module(model)
     real = full(fabric.setup_module(Net()))
     with nullcontext() if rank == 0 else torch.device("meta"):
         model = Net()
