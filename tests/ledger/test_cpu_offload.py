@@ -37,6 +37,7 @@ def set_up(precision):
 def test_shards_in_cpu_memory_are_updated(precision):
     """Gradients are zero on the null GPU, so that AdamW multiplies the weights, which are real, by 1 - 0.25."""
     fabric, model, optimizer = set_up(precision)
+    assert fabric.strategy.process_group_backend == "cpu:gloo,cuda:nccl"
     with torch.no_grad():
         for p in model.parameters():
             p.to_local().fill_(1.0)

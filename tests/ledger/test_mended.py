@@ -127,13 +127,18 @@ def test_streams_share_the_memory_of_codes_in_order(monkeypatch):
     assert state_of(first) == "active_pending_free"  # the stream that copies may still read
 
 
-def test_a_scale_that_was_made_while_copying_outlives_the_gemms():
-    """The allocator keeps freed memory back until the stream that computes has passed."""
+def test_a_scale_that_was_made_while_copying_outlives_the_gemms(monkeypatch):
+    """The allocator keeps freed memory back until the stream that computes has passed, and ranks share a scale."""
+    operations, reduce = [], dist.all_reduce
+    monkeypatch.setattr(
+        dist, "all_reduce", lambda amax, **options: (operations.append(options.get("op")), reduce(amax, **options))
+    )
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=1)
     mesh = dist.init_device_mesh("cuda", (1,))
     shard = Fp8GatherShard(torch.zeros(64, 64, device=DEVICE), GatherScales(linear().wire_format))
     with torch.cuda.stream(torch.cuda.Stream()):
         codes, metadata = shard.fsdp_pre_all_gather(mesh, *NOT_SWITCHED)
+    assert operations == [dist.ReduceOp.MAX]
     address = metadata[0].data_ptr()
     shard.fsdp_post_all_gather(codes, metadata, torch.bfloat16)
     assert state_of(address) == "active_allocated"
@@ -192,6 +197,8 @@ def test_codes_outside_of_compiled_blocks_are_made_by_compiled_kernels():
     assert log.count("kernel") <= 32
     assert any("vector_norm" in r.name for r in clipping.of("kernel"))
     assert not [r for r in clipping.of("kernel") if "direct_copy" in r.name], "values were decoded into memory"
+    torch.nn.utils.clip_grad_norm_(layer.parameters(), 1.0, torch.inf)
+    assert counters["stats"]["unique_graphs"] == graphs + 1, "another norm is another function"
 
 
 @torch._inductor.config.patch(force_disable_caches=True)  # where another tensor may have been the first
