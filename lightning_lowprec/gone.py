@@ -86,6 +86,7 @@ OPTIONS: Final[Mapping[str, str]] = {
     "weight_scales": "Weights of MXFP8 have a scale per 32 x 32 values. Leave the option out.",
     "accumulation": "Sums of a GPU are those of `FP8TorchAO(emulate='hopper')`: compare the losses of two runs, the"
     " other with `FP8TorchAO(emulate='hopper', fast_accum='none')`.",
+    "monitor": "Train with `Trainer(callbacks=[NumericsMonitor()])`, then run `lowprec monitor lightning_logs`.",
     "threads": "Set the environment variable `OMP_NUM_THREADS`.",
     "min_gain": "`lowprec plan` shows which layers are too small to gain. Keep them in bf16 by name:"
     " `FP8TorchAO(keep=['*.k_proj', '*.v_proj'])`.",
@@ -130,8 +131,10 @@ _MIN_GAIN: Final = "Keep layers in bf16 by name: `lowprec plan llama --keep '*.k
 FLAGS: Final[Mapping[str, str]] = {
     "compare --schedule": f"Compare whole runs. {_TWO_RUNS}",
     "compare --threads": OPTIONS["threads"],
+    "compare --monitor": OPTIONS["monitor"],
     "doctor --all": "`lowprec doctor --device sm_120` prints what runs on an architecture, with reasons and sources.",
     "doctor --report": "Paste what `lowprec doctor` prints.",
+    "plan --markdown": "`lowprec plan llama > plan.txt` writes the plan to a file.",
     "plan --min_gain": _MIN_GAIN,
     "plan --tokens": OPTIONS["tokens"],
     "export --min_gain": "Write the layers that the run kept: `--keep '*.k_proj'`.",

@@ -20,7 +20,6 @@ FLOORS = [
         "other_stacks",
         "gone",
         "losses",
-        "html",
         "messages",
         "version",
         "private",

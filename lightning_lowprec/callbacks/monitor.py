@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_lowprec.callbacks import readings as files
@@ -234,7 +235,7 @@ class PausedCompiler:
 
     def __init__(self) -> None:
         self._stance = ExitStack()
-        self._handles: list[Any] = []
+        self._handles: list[RemovableHandle] = []
 
     def pause(self) -> None:
         """Run compiled code eagerly from now on, except within the step of an optimizer."""

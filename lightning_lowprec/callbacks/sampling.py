@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from lightning_lowprec.callbacks.readings import TENSORS, Reading, Tensor3
 from lightning_lowprec.checkpoints.optimizer_state import clean
@@ -75,7 +76,7 @@ class Sampler:
         """Whether the next forward is looked at."""
         self._numbers = torch.empty(0)
         self._offset = 0
-        self._handles: list[Any] = []
+        self._handles: list[RemovableHandle] = []
 
     def arm(self, turn: int) -> None:
         """Look at the next forward and its backward; ``turn`` chooses the rows."""
@@ -133,7 +134,7 @@ class Sampler:
             return
         values = values.to(output.device)
         self._write(numbers, "weight", values, sampled(values, self.every, self._offset), numerics.weight, values.dtype)
-        bias: Any = layer._parameters.get("bias")
+        bias = layer._parameters.get("bias")
         last = first + len(values)
         of_rows = sampled(output, self.every, self._offset)[:, first:last]
         own_bias = None if bias is None else local_tensor(bias.detach())[first:last]
@@ -192,7 +193,7 @@ def _values(site: Site, numerics: LayerNumerics) -> tuple[Tensor | None, int]:
     """Return rows of the weight in high precision, and the index of the first of them in the whole weight."""
     if numerics.values is not None:
         return numerics.values.detach(), 0
-    shard: Any = site.shard
+    shard = site.shard
     if not isinstance(shard, DTensor):
         return None, 0
     local, mesh = local_tensor(shard.detach()), shard.device_mesh

@@ -76,7 +76,7 @@ class ShardFolder:
         records = on_all_ranks(lambda: read_manifest(path)) if verify else None
         on_all_ranks(lambda: _check_files(path, records or {}))
 
-        def read() -> tuple[Metadata, dict[str, Any]]:
+        def read() -> tuple[Metadata, dict[str, object]]:
             rest = files.read(path / META, weights_only)
             table = read_table(path, weights_only)
             if rest.pop(SAVE, None) is not None and verify:
@@ -98,7 +98,7 @@ class ShardFolder:
         return {entry: clean(".".join(map(str, path[1:]))) for entry, path in self.paths.items() if str(path[0]) == key}
 
     @torch.no_grad()
-    def fill(self, wanted: dict[str, object]) -> dict[str, Any]:
+    def fill(self, wanted: dict[str, object]) -> dict[str, object]:
         """Read into the tensors by entry, each rank its shards; replace other values. All ranks call this together."""
 
         def read() -> None:
@@ -166,7 +166,6 @@ class ShardFolder:
 
 
 def _box(first: Sequence[int], last: Sequence[int], offsets: Sequence[int]) -> Box:
-    """Return the index of a box within what begins at ``offsets``."""
     return tuple(slice(begin - at, end - at) for begin, end, at in zip(first, last, offsets, strict=True))
 
 

@@ -109,10 +109,10 @@ def by_fqn(stored: Mapping[str, Any], model: nn.Module, optimizer: Optimizer, ke
     return {"state": {fqn: entry for fqn, entry in by_name.items() if fqn in updated}, "param_groups": regrouped}
 
 
-def placed(state: Mapping[str, Any], params: Mapping[str, Tensor]) -> StateDict:
+def placed(state: Mapping[str, Mapping[str, object]], params: Mapping[str, Tensor]) -> StateDict:
     """Shard whole state tensors like their parameters."""
 
-    def placed_like(name: str, value: object, like: Tensor) -> Any:
+    def placed_like(name: str, value: object, like: Tensor) -> object:
         def one(tensor: Tensor) -> Tensor:
             placements = placements_of(name, tensor.shape, like)
             return tensor.detach().clone() if placements is None else place(tensor, like, placements)
@@ -175,7 +175,7 @@ def _unwrapped(tensor: Tensor) -> Tensor:
     return with_local_tensor(getattr(local, inner[0]), tensor)
 
 
-def _by_number(groups: list[Any], fqns: list[list[str]]) -> dict[Any, str]:
+def _by_number(groups: list[StateDict], fqns: list[list[str]]) -> dict[object, str]:
     numbers = [number for group in groups for number in group["params"]]
     return dict(zip(numbers, (fqn for group in fqns for fqn in group), strict=True))
 

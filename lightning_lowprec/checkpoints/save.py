@@ -74,7 +74,7 @@ class _Files(FileSystem):
         self.records: dict[str, FileRecord] = {}
 
     @contextmanager
-    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[CheckedFile]:
         """Open a file; torch renames the table of contents, which is written as ``.metadata.tmp``."""
         with CheckedFile(Path(path)) as file:
             yield file
@@ -187,11 +187,8 @@ def _fail(path: Path, here: BaseException | None, failed: dict[int, _Reason], *,
 
 
 def _clean_up(path: Path) -> bool:
-    if aside(path).is_dir():
-        shutil.rmtree(aside(path), ignore_errors=True)
-    else:
-        with suppress(OSError):
-            aside(path).unlink()
+    with suppress(OSError):
+        _delete(aside(path))
     return path.exists() or completed(path).exists()
 
 

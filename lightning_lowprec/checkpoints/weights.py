@@ -21,7 +21,6 @@ from lightning_lowprec.extras import require
 WEIGHT_KEYS: Final = ("state_dict", "model")
 """The keys under which the Trainer and, by convention, Lightning's strategies and Fabric users save the weights."""
 SAFETENSORS: Final = ".safetensors"
-FILE_ENDINGS: Final = (".ckpt", ".pt", ".pth", ".bin", SAFETENSORS)
 INDEX: Final = "model.safetensors.index.json"
 
 
@@ -39,7 +38,7 @@ class Source:
     shapes: Mapping[str, Shape]
     rows: Callable[[str, int, int], Tensor]
     """Returns ``tensor[start:stop]``, values; a tensor without dimensions is one row. Valid until the next call."""
-    content: Any = None
+    content: object = None
     """What the checkpoint holds beside or around the tensors."""
 
     def whole(self, name: str) -> Tensor:
@@ -65,18 +64,18 @@ def open_weights(path: Path, key: str | None = None) -> Source:
     return _from_torch(path, key)
 
 
-def check_file(field: str, path: Path) -> None:
+def check_file(path: Path) -> None:
     """Raise a ValueError if there is no such file, with another remedy for the folder of a sharded checkpoint."""
     if path.is_dir():
         raise ValueError(
-            f"`{field}={str(path)!r}` is a folder; expected a file. Load a sharded checkpoint with `strategy='fsdp2'`,"
-            " and save it as one file with `FSDP2Strategy(state_dict_type='full')`."
+            f"`checkpoint={str(path)!r}` is a folder; expected a file. Load a sharded checkpoint with"
+            " `strategy='fsdp2'`, and save it as one file with `FSDP2Strategy(state_dict_type='full')`."
         )
     if not path.is_file():
-        raise ValueError(f"`{field}={str(path)!r}` is not a file; expected a checkpoint.")
+        raise ValueError(f"`checkpoint={str(path)!r}` is not a file; expected a checkpoint.")
 
 
-def find_weights(content: Any, key: str | None = None) -> dict[str, Tensor]:
+def find_weights(content: object, key: str | None = None) -> dict[str, Tensor]:
     """Return the tensors under ``key`` in a loaded checkpoint; None means ``state_dict``, ``model``, or the top."""
     if not isinstance(content, Mapping):
         return {}

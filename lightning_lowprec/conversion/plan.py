@@ -17,10 +17,9 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from lightning_lowprec import html
 from lightning_lowprec.conversion import selection
 from lightning_lowprec.conversion.experts import is_stack
-from lightning_lowprec.conversion.gains import SOURCE, expected_gain
+from lightning_lowprec.conversion.gains import expected_gain
 from lightning_lowprec.conversion.in_place import own_class
 from lightning_lowprec.conversion.matmuls import CONV1D, STACKED, Matmul, is_conv1d, is_linear, matmuls, other_products
 from lightning_lowprec.conversion.name_formats import NO_GROUPED_PRODUCT
@@ -173,18 +172,6 @@ class Plan:
 
     def __repr__(self) -> str:
         return f"{self.summary()}\n{as_text(grouped(self.all_rows), self.format)}"
-
-    def _repr_html_(self) -> str:
-        """Show the same in a notebook, with one row per kind of block, the expected gains and their source."""
-        if not self.all_rows:
-            return html.paragraph("The model has no Linear.")
-        rows = [
-            (name or "(the model)", row.shape, verdict_with_gain(row, self.format))
-            for name, row in grouped(self.all_rows)
-        ]
-        source = f"{SOURCE}, nearest shape; coarse" if self.format == "FP8" else f"not known for {self.format}"
-        table = html.table([("layer", "in -> out", "verdict"), *rows], right=[1])
-        return html.paragraph(self.summary(), bold=True) + table + html.small(f"gains per layer: {source}")
 
 
 @dataclass(frozen=True, kw_only=True)

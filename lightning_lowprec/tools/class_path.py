@@ -66,7 +66,7 @@ def load_class(path: str) -> Any:
     return getattr(module, name)
 
 
-def build(path: str, arguments: Mapping[str, Any], *, seed: int) -> Any:
+def build(path: str, arguments: Mapping[str, object], *, seed: int) -> Any:
     """Make an instance of the class; a class that takes a ``seed`` gets ``seed`` if ``arguments`` has none."""
     factory = load_class(path)
     if "seed" in inspect.signature(factory).parameters:

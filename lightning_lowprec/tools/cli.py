@@ -25,7 +25,7 @@ from lightning_lowprec.names import validate_name
 from lightning_lowprec.other_stacks import pointer
 from lightning_lowprec.tools import options
 from lightning_lowprec.tools.class_path import import_from_working_folder, load_package, module_paths
-from lightning_lowprec.tools.output import folded, format_table, paint
+from lightning_lowprec.tools.output import folded, format_table
 from lightning_lowprec.version import __version__
 
 COMMANDS: Final[Mapping[str, tuple[Any, ...]]] = {
@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, ImportError, OSError, UnpicklingError) as error:
         if debug or (in_model and not isinstance(error, OSError)):
             raise  # the error may come from the user's own model
-        print(f"lowprec {command}: {paint('error:', 'red', sys.stderr)} {error}", file=sys.stderr)
+        print(f"lowprec {command}: error: {error}", file=sys.stderr)
         print(f"`lowprec --debug {command} ...` shows the traceback.", file=sys.stderr)
         return 2
 
@@ -109,7 +109,7 @@ def _answer(word: str) -> int:
     else:
         answer = gone(word.partition("=")[0], {**GONE_COMMANDS, **FLAGS})
         answer = answer or f"{word!r} is no command. {pointer(word, {}, COMMANDS)}"
-        print(f"lowprec: {paint('error:', 'red', sys.stderr)} {answer}", file=sys.stderr)
+        print(f"lowprec: error: {answer}", file=sys.stderr)
         return 2
     return 0
 

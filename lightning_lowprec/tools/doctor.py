@@ -1,10 +1,10 @@
 """``lowprec doctor``, from a shell and from Python: the precisions that run on this machine, and why others do not."""
 
-import argparse
 import platform
 import shutil
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
@@ -13,7 +13,6 @@ from typing import Any, Final, NamedTuple, final
 import torch
 
 import lightning_lowprec_autoload as autoload
-from lightning_lowprec import html
 from lightning_lowprec import names as precisions
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.backends import Backend
@@ -24,7 +23,7 @@ from lightning_lowprec.names import validate_name
 from lightning_lowprec.private import deepspeed, lightning, torchao, transformer_engine, transformers
 from lightning_lowprec.private import torch as torch_names
 from lightning_lowprec.runs_where import RECIPES, Architecture, Cell, RecipeKey, cell, instead, named
-from lightning_lowprec.tools.output import WIDTH, Colour, dumps, folded, paint, working
+from lightning_lowprec.tools.output import WIDTH, dumps, folded, working
 
 _BASELINE: Final = "float32 weights, half-precision compute: the baseline of the comparison"
 _REMAINDER: Final = "weights of 2 bytes, float32 masters: 14 bytes per parameter with AdamW, not 16"
@@ -89,11 +88,6 @@ class Diagnosis:
     precisions: Sequence[Availability]
 
     @property
-    def judged(self) -> list[tuple[str, str, str]]:
-        """The name, the answer and the reason of every verdict."""
-        return [(verdict.name, word(verdict), verdict.reason) for verdict in self.precisions]
-
-    @property
     def recommended(self) -> list[Recommended]:
         """The three precisions to try first, the baseline of a comparison before the others."""
         return advice(self.precisions, self.facts["bf16"])
@@ -124,16 +118,6 @@ class Diagnosis:
                 "`lowprec doctor --device sm_120` shows what runs on another architecture.",
             ]
         )
-
-    def _repr_html_(self) -> str:
-        parts = [
-            html.paragraph(f"device: {self.facts['device']}", bold=True),
-            html.table([("try first", "why"), *self.recommended]),
-            html.table(by_reason(self.judged)),
-            html.small(self._versions()),
-            html.bullets(self._warnings()) if self._warnings() else "",
-        ]
-        return "".join(parts)
 
     def as_json(self) -> dict[str, object]:
         """Return facts, verdicts and recommendation."""
@@ -235,8 +219,8 @@ def _status(backend: Backend) -> str:
 def doctor(device: torch.device | str | None = None) -> Diagnosis:
     """Say which precisions run on this machine, why the others do not, and which to try first: ``lowprec doctor``.
 
-    A notebook shows the answer as tables; ``print`` shows what the command prints. ``device`` is a torch device such as
-    ``"cuda:1"``; None: the first GPU, or the CPU where there is no GPU.
+    ``print`` shows what the command prints. ``device`` is a torch device such as ``"cuda:1"``; None: the first GPU, or
+    the CPU where there is no GPU.
     """
     device = default_device() if device is None else torch.device(device)
     with working("asking the backends"):
@@ -244,7 +228,7 @@ def doctor(device: torch.device | str | None = None) -> Diagnosis:
         return Diagnosis(facts=machine(device), precisions=verdicts)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: Namespace) -> int:
     """Print the verdict on every name, on one name, or on an architecture; return 1 if the one does not run."""
     data, said, refused = _answer(args)
     if args.json:
@@ -254,7 +238,7 @@ def run(args: argparse.Namespace) -> int:
     return int(refused)
 
 
-def _answer(args: argparse.Namespace) -> tuple[object, object, bool]:
+def _answer(args: Namespace) -> tuple[object, object, bool]:
     """Return the answer for JSON and for people, and whether it is that a precision does not run."""
     device = _device(args.device) if args.device else default_device()
     if isinstance(device, Architecture):  # by the table alone: packages and drivers of this machine say nothing
@@ -320,14 +304,11 @@ def _families(verdicts: Sequence[Availability]) -> list[str]:
     for verdict in verdicts:
         rows.setdefault((_family(verdict.name), word(verdict), verdict.reason), []).append(verdict.name)
     width = max(len(family) for family, *_ in rows)
-    colours: Mapping[str, Colour] = {"yes": "green", "no": "red"}
     lines = []
     for (family, answer, reason), names in rows.items():
         names_and_reason = [f"{family:<{width}}  {answer:<9}  {in_words(names)}", reason]
         short = ": ".join(names_and_reason)
-        first, *more = [short] if len(short) <= WIDTH else folded("\n    ".join(names_and_reason).split("\n"))
-        coloured = paint(answer, colours.get(answer, "yellow"), sys.stdout)
-        lines += [first.replace(f"  {answer}", f"  {coloured}", 1), *more]
+        lines += [short] if len(short) <= WIDTH else folded("\n    ".join(names_and_reason).split("\n"))
     return lines
 
 
@@ -343,14 +324,6 @@ def word(answer: Availability | Cell) -> str:
     if answer.runs is None or (isinstance(answer, Availability) and not answer.known):
         return "not known"
     return "no" if not answer.runs else "emulated" if answer.emulated else "yes"
-
-
-def by_reason(verdicts: Sequence[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
-    """Return the cells of a table with one row per answer and reason, header first."""
-    rows = [("runs", "precisions", "how, or why not")]
-    for word, reason in dict.fromkeys((word, reason) for _, word, reason in verdicts):
-        rows.append((word, in_words([v[0] for v in verdicts if v[1:] == (word, reason)]), reason))
-    return rows
 
 
 # ---- another architecture, by the table of what runs where

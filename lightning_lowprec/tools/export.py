@@ -1,14 +1,15 @@
 """``lowprec export``: a plain checkpoint, with weights only; with ``--format`` a folder for servers."""
 
 import os
+from argparse import Namespace
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_lowprec import names as precisions
 from lightning_lowprec.checkpoints.optimizer_state import clean
@@ -31,12 +32,12 @@ _SHOWN: Final = 3
 _ADAPTER_CONFIG: Final = "adapter_config.json"
 
 
-def run(args: Any) -> int:
+def run(args: Namespace) -> int:
     """Write the file and print how much the file holds; with ``--format`` write a folder for servers."""
     if hasattr(args, "format"):
         return _export_folder(args)
     with working(f"exporting {args.checkpoint}"):
-        check_file("checkpoint", args.checkpoint)
+        check_file(args.checkpoint)
         _check_file_out(args.checkpoint, args.out, force=args.force)
         weights = _read(args.checkpoint, args.key, args.strip_prefix)
         if args.dtype != "keep":
@@ -92,7 +93,7 @@ def _read(checkpoint: Path, key: str | None, prefix: str) -> dict[str, Tensor]:
 # ---- a folder for servers
 
 
-def _export_folder(args: Any) -> int:
+def _export_folder(args: Namespace) -> int:
     out, named = Path(args.out), Path(args.model)
     beside = named.parent if named.is_file() else None
     options = Options(
@@ -141,7 +142,7 @@ def _export_folder(args: Any) -> int:
     return int(bool(failures))
 
 
-def _choice(args: Any, model: Any, trained_by: str | None) -> RoundedWeights:
+def _choice(args: Namespace, model: nn.Module, trained_by: str | None) -> RoundedWeights:
     """Return which weights become codes: the plan of the precision, with the options that the run had."""
     name = args.precision
     row = precisions.TABLE.get(name)
@@ -169,7 +170,7 @@ def _choice(args: Any, model: Any, trained_by: str | None) -> RoundedWeights:
 # ---- the tensors of a model in a checkpoint: by name, behind the prefix of a LightningModule's attribute
 
 
-def backend_of(content: Any) -> str | None:
+def backend_of(content: object) -> str | None:
     """Return the name of the backend that a checkpoint says it was trained by; None: it does not say."""
     if not isinstance(content, Mapping):
         return None

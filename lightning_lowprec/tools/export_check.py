@@ -5,6 +5,7 @@ models see the same tokens at every place.
 """
 
 import math
+from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -39,7 +40,7 @@ class Result:
     perplexity_of_the_folder: float
     perplexity_change: float
 
-    def failures(self, bounds: Any) -> list[str]:
+    def failures(self, bounds: Namespace) -> list[str]:
         """Return the bounds, options of the command, that are not held; NaN holds none."""
         snr, agreement, change = bounds.min_snr, bounds.min_agreement, bounds.max_perplexity
         held = {

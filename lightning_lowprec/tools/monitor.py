@@ -7,10 +7,11 @@ no number, 1 to 255 for the place between the two ends of its colours.
 import base64
 import json
 import math
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.resources import files
-from typing import Any, Final, final
+from typing import Final, final
 
 from lightning_lowprec.callbacks.readings import FILE, TENSORS, Limits, Reading, by_layer, read
 from lightning_lowprec.tools.output import dumps, format_table, working
@@ -33,7 +34,7 @@ class Worst:
     reason: str | None
 
 
-def run(args: Any) -> int:
+def run(args: Namespace) -> int:
     """Write the page and print the table, or with ``--keep`` the list alone."""
     limits = args.limits
     path = args.run / FILE if args.run.is_dir() else args.run

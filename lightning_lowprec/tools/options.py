@@ -128,16 +128,14 @@ class ExportFolder:
 class Plan:
     """Show which layers of a model would run in FP8, why others would not, and the FLOPs and bytes of the plan.
 
-    The source is a class path (my.Model, file.py:Model), a model type of transformers (llama), a config.json or its
-    folder, or a checkpoint (.ckpt, .pt, .safetensors). The model is built without weights; nothing is downloaded.
+    The source is a class path (my.Model, file.py:Model), a model type of transformers (llama), or a config.json or its
+    folder. The model is built without weights; nothing is downloaded.
     """
 
     group = "layers", LayerOptions
-    source: Words = option("the model; not needed for the table of --precisions", None, flag="source", nargs="?")
-    precisions: Words = option(
-        "print the number formats of every precision; with --fits: the names to simulate", None, nargs="?", const=""
-    )
-    args: Mapping[str, Any] | None = option("arguments of the class, or fields of the config, as JSON or YAML", None)
+    source: str = option("the model")
+    precisions: Words = option("the names to simulate, with --fits", None)
+    args: Mapping[str, object] | None = option("arguments of the class, or fields of the config, as JSON or YAML", None)
     precision: str = option("the name of an FP8 precision", "fp8-hybrid")
     sequence_length: int = option("for attention's FLOPs", 4096)
     shards: int | None = option("print what one of so many ranks of `strategy='fsdp2'` holds and sends", None)
@@ -149,10 +147,9 @@ class Plan:
     devices: int = option("GPUs of --strategy, with --fits", 1)
     strategy: Literal["fsdp2"] | None = option("the model is sharded over --devices, with --fits", None)
     data: Words = option("a LightningDataModule whose batches are read, with --fits", None)
-    data_args: Mapping[str, Any] | None = option("arguments of --data, as JSON or YAML", None)
+    data_args: Mapping[str, object] | None = option("arguments of --data, as JSON or YAML", None)
     all: bool = option("print one line per layer, not one per kind of block", False)
     json: bool = option("print JSON, with a row for every layer", False)
-    markdown: Words = option("also write the plan to this file, as Markdown", None)
     recipe: Names | None = option(
         "recipes by pattern: 'blocks.0.*=bf16' '*=rowwise'; the first that matches wins", None, metavar="PATTERN=RECIPE"
     )

@@ -1,4 +1,4 @@
-"""What a command prints: tables, strict JSON, and on a terminal colours and progress."""
+"""What a command prints: tables, strict JSON, and what takes long."""
 
 import json
 import math
@@ -9,24 +9,13 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from textwrap import wrap
-from threading import Event, Thread
-from typing import Any, Final, Literal, TextIO, final
+from threading import Timer
+from typing import Final, final
 
-from tqdm import tqdm
 from typing_extensions import Self
 
-Colour = Literal["red", "green", "yellow"]
-_CODES: Final = {"red": 31, "green": 32, "yellow": 33}
 APPEARS: Final = 2.0
-"""Seconds after which work that goes on is shown."""
-_EVERY: Final = 1.0  # seconds between two updates of the line
-
-
-def paint(text: str, colour: Colour, stream: TextIO) -> str:
-    """Return the text in a colour if the stream is a terminal that shows colours and ``NO_COLOR`` is not set."""
-    if not stream.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
-        return text
-    return f"\x1b[{_CODES[colour]}m{text}\x1b[0m"
+"""Seconds after which work that goes on is named."""
 
 
 @contextmanager
@@ -48,55 +37,27 @@ def prints_to_stderr(*, wanted: bool = True) -> Iterator[None]:
 
 @final
 class working:  # is used like a function
-    """Show on stderr what is being done, from the moment on that the block has taken two seconds.
+    """Say on stderr what is being done, from the moment on that the block has taken two seconds.
 
-    On a terminal this is one line with the time, and with a bar if ``total`` is given. Elsewhere only what ``say`` is
-    given is written.
+    On a terminal this is said of the block; everywhere, of what ``say`` is given.
     """
 
-    def __init__(self, words: str, total: int | None = None) -> None:
+    def __init__(self, words: str) -> None:
         self._start = time.monotonic()
-        self._terminal = sys.stderr.isatty()
-        self._end = Event()
-        form = "{desc} ... {elapsed}" if total is None else "{desc} {percentage:3.0f}%|{bar}| {n}/{total} {elapsed}"
-        self._bar = tqdm(
-            total=total, desc=words, bar_format=form, leave=False, delay=APPEARS, disable=not self._terminal,
-            dynamic_ncols=True,
-        )  # fmt: skip
-        self._thread = Thread(target=self._refresh, daemon=True)
+        self._timer = Timer(APPEARS, self.say, [words])
 
     def __enter__(self) -> Self:
-        if self._terminal:
-            self._thread.start()
+        if sys.stderr.isatty():
+            self._timer.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._end.set()
-        if self._terminal:
-            self._thread.join()
-        self._bar.close()
+        self._timer.cancel()
 
     def say(self, words: str) -> None:
-        """Name the work that begins now."""
-        if self._terminal:
-            self._bar.set_description_str(words, refresh=self._late)
-        elif self._late:
+        """Name the work that begins now, or that goes on."""
+        if time.monotonic() - self._start >= APPEARS:
             print(f"{words} ...", file=sys.stderr, flush=True)
-
-    def advance(self) -> None:
-        """Count one part of the work as done."""
-        self._bar.update()
-
-    @property
-    def _late(self) -> bool:
-        return time.monotonic() - self._start > APPEARS
-
-    def _refresh(self) -> None:
-        """Draw the line again and again: one call of another library may take longer than two seconds."""
-        wait = APPEARS
-        while not self._end.wait(wait):
-            self._bar.delay, wait = 0, _EVERY  # with a delay, tqdm would not clear the line at the end
-            self._bar.refresh()
 
 
 # ---- lines, tables and JSON
@@ -139,7 +100,7 @@ def dumps(value: object) -> str:
     return json.dumps(finite(value), indent=1, allow_nan=False, default=str)
 
 
-def finite(value: Any) -> Any:
+def finite(value: object) -> object:
     """Return mappings, lists and tuples with None in place of every float that is not finite."""
     if isinstance(value, Mapping):
         return {key: finite(item) for key, item in value.items()}

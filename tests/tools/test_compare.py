@@ -99,7 +99,7 @@ def test_seeds_are_compared_in_pairs(tmp_path):
             *("--precisions=bf16-mixed,fp8-hybrid", "--model-args", "{depth: 1, width: 16, heads: 1, block_size: 16}"),
             *("--data-args", '{"block_size": 16, "max_bytes": 20000}', "--accelerator=cpu"),
             *("--max-steps=24", "--val-every=10", "--val-batches=2", f"--out={tmp_path}", "--seed=3", "--seeds=2"),
-            *("--max-loss-gap=1000", "--monitor"),
+            "--max-loss-gap=1000",
         ],
         tmp_path,
     )
@@ -121,12 +121,6 @@ def test_seeds_are_compared_in_pairs(tmp_path):
         assert run["peak_memory"] is None, "only a GPU's memory is measured"
         assert run["device"].startswith("CPU (")
         assert ", 1 of " in run["device"], "one thread"
-    folder = tmp_path / "monitor" / "fp8-hybrid-seed4"
-    readings = [json.loads(line) for line in (folder / "numerics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in readings] == [*range(0, 24, 2)], "a tenth of 24 steps, rounded down"
-    assert set(readings[-1]["layers"]) == {f"blocks.0.{name}" for name in ("qkv", "proj", "fc_in", "fc_out")}
-    assert f"{folder}." in stdout
-    assert not (tmp_path / "monitor" / "bf16-mixed-seed4").exists(), "which converts nothing"
     page = (tmp_path / "report.md").read_text()
     assert "## Final val_loss of each seed" in page
     for said in ("converted 4 of 5", "emulated", "\n- python: ", "\n- torch: ", "\n- lightning-lowprec: "):
@@ -265,7 +259,6 @@ def test_without_matplotlib_nothing_is_trained(tmp_path, no_training, capsys, mo
     ("kwargs", "message"),
     [
         ({"precisions": ["a", "b", "a"]}, "expected each name once: remove the repeated a"),
-        ({"precisions": ["32-true", "bf16-master"], "monitor": True}, "they convert no layers. Add an FP8 precision"),
         ({"max_steps": 0}, "`max_steps=0` is not valid; expected an integer of at least 1"),
         ({"val_every": 2.5}, "`val_every=2.5` is not valid"),
         ({"max_loss_gap": -0.1}, "`max_loss_gap=-0.1` is not valid"),

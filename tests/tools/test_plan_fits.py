@@ -4,7 +4,6 @@ tests/ledger/test_simulated_memory.py compares the peaks of whole models with th
 """
 
 import json
-from itertools import pairwise
 
 import pytest
 import torch
@@ -99,7 +98,7 @@ def test_the_largest_batch_fits_and_one_more_does_not(shallow):
     assert (first.precision, first.largest_batch > second.largest_batch) == ("bf16-sr", True)
     simulator = Simulator(on_meta(Stack), inputs_of(on_meta(Stack)))
     for rows, enough in ((first.largest_batch, True), (first.largest_batch + first.largest_batch // 49 + 1, False)):
-        again = _verdict(simulator, Setting(precision="bf16-sr", batch=rows), size, "another batch")
+        again = _verdict(simulator, Setting(precision="bf16-sr", batch=rows), size)
         assert again.fits is enough
         assert (needed(again.total) <= size) is enough
 
@@ -132,9 +131,9 @@ def config(tmp_path):
 
 
 def test_the_command(shallow, tmp_path, capsys):
-    words = ["plan", config(tmp_path), "--fits", "2GB", "--seq", "128", "--batch", "2", "--json"]
-    page = tmp_path / "page.md"
-    assert main([*words, "--precisions", "bf16-sr,msamp-o2,fp8-current-te", "--markdown", str(page)]) == 0
+    words = ["plan", config(tmp_path), "--fits", "2GB", "--seq", "128", "--batch", "2"]
+    words += ["--precisions", "bf16-sr,msamp-o2,fp8-current-te"]
+    assert main([*words, "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["simulated"] is True
     assert "all 5 equal blocks" in data["extrapolated"]
@@ -142,28 +141,27 @@ def test_the_command(shallow, tmp_path, capsys):
     assert {row["precision"]: row["fits"] for row in data["verdicts"]} == {
         "bf16-sr": True, "msamp-o2": False, "fp8-current-te": False,
     }  # fmt: skip
-    text = page.read_text()
+    assert main(words) == 0
+    text = capsys.readouterr().out
     assert "Simulated, not measured" in text
     assert "subtract the gradients" in text
     assert "AdamW (foreach, the default of torch)" in text
     assert "5% of the peak + 1 GB" in text
-    assert "| peak, at least |" in text
+    assert "  peak, at least  " in text
     assert "not simulated: msamp-o2" in text
     assert "the kernels of Transformer Engine do not run on tensors without values" in " ".join(text.split())
 
 
-def test_remedies_where_nothing_fits(shallow, tmp_path, capsys):
+def test_where_nothing_fits_the_page_says_what_needs_less(shallow, tmp_path, capsys):
     words = ["plan", config(tmp_path), "--fits", "1.16GB", "--seq", "512", "--batch", "8", "--precisions", "bf16-mixed"]
-    page = tmp_path / "page.md"
-    assert main([*words, "--json", "--markdown", str(page)]) == 1
-    data = json.loads(capsys.readouterr().out)
-    changes = {row["change"]: row["total"] for row in data["remedies"]}
-    assert {"--checkpointing", "precision='bf16-8bit'"} < set(changes)
-    totals = [data["verdicts"][0]["total"], *changes.values()]
-    assert all(less < more for more, less in pairwise(totals)), "each with those above"
-    assert totals[-1] < 0.8 * totals[0]
-    assert [row["fits"] for row in data["remedies"]] == [False] * (len(changes) - 1) + [True]
-    assert "What would need less, each with those above, simulated" in page.read_text()
+    assert main(words) == 1
+    assert "None fits: the least needs at least" in (said := capsys.readouterr().out)
+    assert "--fused, --checkpointing, a name that ends in -8bit, and --devices 2 --strategy fsdp2 need less" in said
+    totals = []
+    for fewer in ([], ["--fused"], ["--fused", "--checkpointing"]):
+        main([*words, *fewer, "--json"])
+        totals.append(json.loads(capsys.readouterr().out)["verdicts"][0]["total"])
+    assert totals[0] > totals[1] > totals[2]
 
 
 def test_what_is_refused_names_the_way_out(tmp_path, capsys):

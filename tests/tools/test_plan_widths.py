@@ -1,4 +1,4 @@
-"""`lowprec plan --precisions`: the table of number formats, against what a layer does that trains under each precision.
+"""The number formats of every name, against what a layer does that trains under each precision.
 
 One Linear trains for a step by AdamW, in Fabric on the CPU. Its GEMMs are watched as they run (an emulated GEMM
 multiplies decoded FP8 in float32: the format that its operands were decoded from counts); the weight, the gradient, the
@@ -6,7 +6,6 @@ master and the moments are looked at afterwards.
 """
 
 import logging
-from dataclasses import replace
 
 import lightning as L
 import pytest
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_lowprec import names
-from lightning_lowprec.conversion.name_formats import COLUMNS
+from lightning_lowprec.conversion.name_formats import COLUMNS, LIGHTNINGS
 from lightning_lowprec.fsdp2.options import ShardOptions
 from lightning_lowprec.fsdp2.strategy import gathers_fp8, param_dtype
 from lightning_lowprec.msamp.weight import msamp_state_of
@@ -23,7 +22,6 @@ from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.strategies import half_under_fsdp2
 from lightning_lowprec.tools.cli import main
 from lightning_lowprec.tools.doctor import availability
-from lightning_lowprec.tools.planning.pages import all_names, widths, widths_page
 from tests.masters.master_loops import buffers_of
 from tests.representatives import representatives
 
@@ -163,28 +161,15 @@ def runs(name):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", [name for name in representatives(all_names()) if runs(name)])
+@pytest.mark.parametrize("name", [name for name in representatives([*LIGHTNINGS, *names.TABLE]) if runs(name)])
 def test_the_table_says_what_is_seen(name, quiet):
-    assert widths(name) == trained(name)
+    formats = names.TABLE[name].formats if name in names.TABLE else LIGHTNINGS[name]
+    assert {"precision": name, **formats.row()} == trained(name)
 
 
-def test_the_table_is_printed_in_columns(capsys):
-    assert main(["plan", "--precisions"]) == 0
-    head, *lines = capsys.readouterr().out.splitlines()
-    row = next(line for line in lines if line.startswith("msamp-o3"))
-    assert head.index("output") == row.index("e4m3")
-    assert head.index("moments") == row.index("e4m3, fp16")
-
-
-def test_a_name_of_another_backend_is_not_known(monkeypatch, capsys):
-    monkeypatch.setitem(names.TABLE, "fp6-theirs", replace(names.TABLE["fp8-rowwise"], formats=None))
-    reason = "its backend does not say it"
-    assert widths("fp6-theirs") == {"precision": "fp6-theirs", "reason": reason}
-    assert main(["plan", "--precisions"]) == 0
-    assert f"\nfp6-theirs: not known, {reason}\n" in capsys.readouterr().out
-    assert widths_page([widths("fp6-theirs")])
-
-
-def test_a_plan_wants_a_model(capsys):
-    assert main(["plan"]) == 2
-    assert "`source` is missing: give a model, or `--precisions`" in capsys.readouterr().err
+def test_a_plan_wants_a_model_and_one_precision(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan"])
+    assert "required: source" in capsys.readouterr().err
+    assert main(["plan", "llama", "--precisions", "fp8-hybrid,fp8-rowwise"]) == 2
+    assert "`precisions` goes with `--fits`. For a plan name one precision by `--precision`." in capsys.readouterr().err

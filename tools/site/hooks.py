@@ -21,6 +21,18 @@ def names_table() -> str:
     return "\n".join(rows)
 
 
+def formats_table() -> str:
+    """Return the Markdown table with the number formats of Lightning's names and of every name."""
+    from lightning_lowprec.conversion.name_formats import COLUMNS, LIGHTNINGS
+    from lightning_lowprec.names import TABLE
+
+    formats = {**LIGHTNINGS, **{name: row.formats for name, row in TABLE.items()}}
+    header = ["`precision=`", *(column.replace("_", " ") for column in COLUMNS)]
+    rows = [header, ["---"] * len(header)]
+    rows += [[f"`{name}`", *known.row().values()] for name, known in formats.items() if known is not None]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
 def _shown(value: Any) -> str:
     """Return a value as a reader writes it; of a configuration only what differs from its defaults."""
     defaults = getattr(type(value), "__dataclass_fields__", None)
@@ -45,8 +57,8 @@ def install() -> str:
 
 
 WRITTEN: Mapping[str, Callable[[], str]] = {
-    "names": names_table, "messages": messages.page, "notebook": notebook.page, "status": status,
-    "install": install,
+    "names": names_table, "formats": formats_table, "messages": messages.page, "notebook": notebook.page,
+    "status": status, "install": install,
 }  # fmt: skip
 """What stands between the markers ``<!-- NAME -->`` and ``<!-- /NAME -->`` of a page."""
 

@@ -30,10 +30,9 @@ def _code(cell: Mapping[str, Any]) -> str:
 
 
 def _output(output: Mapping[str, Any]) -> str:
-    """Return an output as HTML in one line, which Markdown leaves alone, or as a block of text, to scroll sideways."""
+    """Return an output as a picture, or as a block of text, to scroll sideways: HTML in one line."""
     data = output.get("data", {})
-    if "text/html" in data:
-        lines = "".join(data["text/html"]).split("\n")
-        return f'<div style="overflow-x:auto">{"&#10;".join(lines)}</div>'
+    if "image/png" in data:
+        return f'<img alt="losses of the comparison" src="data:image/png;base64,{data["image/png"].strip()}">'
     said = "".join(output.get("text", data.get("text/plain", [])))
     return f"<pre style='overflow-x:auto'>{escape(said.rstrip()).replace(chr(10), '&#10;')}</pre>"

@@ -1,4 +1,4 @@
-"""All runs of one comparison: verdicts, table, report in Markdown, the view of a notebook, and the picture.
+"""All runs of one comparison: verdicts, table, report in Markdown, and the picture.
 
 matplotlib draws without a display and without global state.
 """
@@ -9,7 +9,6 @@ import json
 import math
 import platform
 import statistics
-from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -17,8 +16,6 @@ from io import BytesIO
 from textwrap import indent
 from typing import TYPE_CHECKING, Any, final
 
-from lightning_lowprec import html
-from lightning_lowprec.extras import import_refusal
 from lightning_lowprec.messages import in_units
 from lightning_lowprec.names import TABLE
 from lightning_lowprec.tools.compare.result import (
@@ -60,7 +57,7 @@ _PICTURE = "training loss, validation metric, and its distance from the baseline
 @final
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Comparison:
-    """All results of one comparison, in the order of ``spec.runs``; a notebook shows them with the picture."""
+    """All results of one comparison, in the order of ``spec.runs``."""
 
     spec: CompareSpec
     results: list[PrecisionResult]
@@ -86,9 +83,9 @@ class Comparison:
 
     def to_json(self) -> str:
         """Return every raw figure as strict JSON; a value that is not finite becomes null."""
-        figures: dict[str, Any] = {"ok": self.ok, "spec": asdict(self.spec)}
+        figures: dict[str, object] = {"ok": self.ok, "spec": asdict(self.spec)}
         verdicts = {name: asdict(verdict) for name, verdict in self.verdicts.items()}
-        of_runs: dict[str, Any] = {}
+        of_runs: dict[str, dict[str, object]] = {}
         if self.spec.seeds > 1:
             figures["precisions"] = [{"name": name, **verdict} for name, verdict in verdicts.items()]
         else:
@@ -102,27 +99,6 @@ class Comparison:
     def __repr__(self) -> str:
         cells, right = rows(self)
         return "\n".join([*format_table(cells, right=right), *remarks(self)])
-
-    def _repr_html_(self) -> str:
-        cells, right = rows(self)
-        parts = [
-            html.paragraph(verdict_on_all(self), bold=True),
-            html.table(cells, right=right),
-            html.bullets(remarks(self)),
-            _picture(self),
-        ]
-        for result in self.results:
-            if result.error is not None:
-                parts += [html.paragraph(f"{result.name} failed, seed {result.seed}:"), html.block(result.error)]
-        return "".join(parts)
-
-
-def _picture(comparison: Comparison) -> str:
-    refusal = import_refusal("matplotlib", "The picture of the losses")
-    if refusal is not None:
-        return html.paragraph(refusal)
-    data = b64encode(png(comparison.spec, comparison.runs)).decode()
-    return f'<img alt="{_PICTURE}" style="max-width:100%" src="data:image/png;base64,{data}">'
 
 
 def write_report(comparison: Comparison) -> None:
@@ -176,9 +152,6 @@ def remarks(comparison: Comparison) -> list[str]:
     on_cpu = [result.name for result in comparison.results if result.on_cpu]
     costs = {name: verdict.cost for name, verdict in comparison.verdicts.items()}
     sentences = [f"{name} {_cost(cost, spec.val_metric)}" for name, cost in costs.items() if cost is not None]
-    if spec.monitor:
-        folders = ", ".join(str(spec.readings(name, seed)) for seed, name in spec.runs if name in spec.monitored)
-        sentences.append(f"`lowprec monitor FOLDER` draws what FP8 took from every layer; the folders: {folders}.")
     rows = filter(None, map(TABLE.get, on_cpu))
     if any(row.formats is not None and row.formats.output.startswith("e") for row in rows):  # floats of 8 or 4 bits
         sentences.append(

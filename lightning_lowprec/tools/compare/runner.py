@@ -7,21 +7,20 @@ import os
 import platform
 import sys
 import time
+from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import fields
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 from typing_extensions import override
 
-from lightning_lowprec.callbacks import NumericsMonitor
-from lightning_lowprec.callbacks.readings import FILE
 from lightning_lowprec.extras import import_refusal, require
 from lightning_lowprec.hardware import describe
 from lightning_lowprec.names import validate_name
@@ -34,12 +33,12 @@ from lightning_lowprec.tools.compare.spec import DEFAULT_PRECISIONS, CompareSpec
 from lightning_lowprec.tools.output import prints_to_stderr, working
 
 ERROR_LINES = 12
-START = "spawn"
+START: Final = "spawn"
 """How a process starts: from nothing, as the figures of a precision must not depend on the one before."""
 DEMO = "lightning_lowprec.tools.demo"
 
 
-def run(args: Any) -> int:
+def run(args: Namespace) -> int:
     """Train, then print the table and the path of the report; return 1 if a precision failed or is off the baseline."""
     with prints_to_stderr(wanted=args.json):
         comparison = train_all(args.spec)
@@ -68,8 +67,8 @@ def compare(
 ) -> Comparison:
     """Train one model under several precisions, with the same data and the same seed: ``lowprec compare``.
 
-    Each precision trains in a process of its own. A notebook shows the result as a table with the picture of the
-    losses; a precision that fails does not stop the others, and the result says why it failed.
+    Each precision trains in a process of its own. A precision that fails does not stop the others, and the result says
+    why it failed. ``out`` has the picture of the losses, ``loss.png``.
 
     Args:
         precisions: names for ``Trainer(precision=...)``; the first is the baseline.
@@ -147,12 +146,13 @@ def _locked(out: Path, *, force: bool) -> AbstractContextManager[object]:
 
 def run_one(spec: CompareSpec, name: str, seed: int, *, progress: bool = True) -> PrecisionResult:
     """Train one precision in a fresh process, whose stderr goes to ``<out>/<name>.log`` (``<name>-seed<seed>.log``)."""
-    title, log = name, spec.out / f"{spec.stem(name, seed)}.log"
+    title, log = name, spec.out / f"{name}.log"
     if spec.seeds > 1:
         title = f"{name}, seed {seed} ({spec.runs.index((seed, name)) + 1} of {len(spec.runs)})"
+        log = spec.out / f"{name}-seed{seed}.log"
     log.write_text("", encoding="utf-8")
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # spinning threads are 10 times slower on a busy machine
-    context: Any = multiprocessing.get_context(START)
+    context = multiprocessing.get_context(START)
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=train, args=(spec, name, seed, log, sender))
     process.start()
@@ -193,9 +193,7 @@ def _error(status: int, lines: list[str]) -> str:
     return tail or f"the process ended with status {status} and wrote nothing to stderr"
 
 
-Send = Callable[[dict[str, Any]], object]
-SAMPLINGS = 10
-"""Samplings of a monitor in a run. They are few, so that the median time of a step does not contain them."""
+Send = Callable[[dict[str, object]], object]
 
 
 def train(spec: CompareSpec, precision: str, seed: int, log: Path, figures: Connection) -> None:
@@ -224,7 +222,7 @@ def fit(spec: CompareSpec, precision: str, seed: int, send: Send, callbacks: Seq
         val_check_interval=spec.val_every,
         check_val_every_n_epoch=None,  # count batches across epochs
         limit_val_batches=spec.val_batches,
-        callbacks=[Recorder(spec, send), *_callbacks(spec, precision, seed), *callbacks],
+        callbacks=[Recorder(spec, send), *callbacks],
         num_sanity_val_steps=0,
         logger=False,
         enable_checkpointing=False,
@@ -240,15 +238,6 @@ def fit(spec: CompareSpec, precision: str, seed: int, send: Send, callbacks: Seq
     finally:
         if device.type == "cuda":
             send({"peak_memory": torch.cuda.max_memory_allocated(device)})
-
-
-def _callbacks(spec: CompareSpec, precision: str, seed: int) -> list[Callback]:
-    callbacks: list[Callback] = []
-    if precision in spec.monitored:
-        folder = spec.readings(precision, seed)
-        (folder / FILE).unlink(missing_ok=True)  # a monitor continues a file
-        callbacks.append(NumericsMonitor(every=max(1, spec.max_steps // SAMPLINGS), folder=folder))
-    return callbacks
 
 
 @final

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated
 
 from lightning_lowprec.checks import Count, Rule, Size, check_fields
-from lightning_lowprec.names import TABLE
 
 DEFAULT_PRECISIONS = ("32-true", "bf16-mixed", "fp8-hybrid")
 
@@ -30,7 +29,6 @@ class CompareSpec:
         seed: seed of Python, numpy and torch, and of the data if its class takes a seed.
         seeds: train each precision with this many seeds, from `seed` on; from 2, the differences from the baseline have
             95 % confidence intervals. `val_metric` must then be a loss: lower is better.
-        monitor: sample ten times per run what FP8 takes from every layer, and write the readings for `lowprec monitor`.
         accelerator: auto, cpu, cuda, ...; one device is used.
         max_loss_gap: the largest relative difference from the baseline's final validation metric; 0.01 is one percent.
         out: folder for the report, the picture, the figures and the logs.
@@ -48,7 +46,6 @@ class CompareSpec:
     val_metric: str = "val_loss"
     seed: Size = 0
     seeds: Count = 1
-    monitor: bool = False
     accelerator: str = "auto"
     max_loss_gap: Annotated[float, Rule("0 or more, e.g. 0.01 for 1 %", lambda gap: gap >= 0)] = 0.01
     out: Path = Path("lowprec-compare")
@@ -62,31 +59,11 @@ class CompareSpec:
                 f"`precisions={self.precisions!r}` is not valid; expected each name once: remove the repeated"
                 f" {', '.join(twice)}."
             )
-        if self.monitor and not self.monitored:
-            raise ValueError(
-                f"`monitor=True` goes with none of `precisions={','.join(self.precisions)}`: they convert no layers."
-                " Add an FP8 precision, such as 'fp8-hybrid', or leave `monitor` out."
-            )
 
     @property
     def runs(self) -> list[tuple[int, str]]:
         """Every training, as seed and precision: all precisions with one seed, then with the next."""
         return [(seed, name) for seed in range(self.seed, self.seed + self.seeds) for name in self.precisions]
-
-    @property
-    def monitored(self) -> list[str]:
-        """The precisions that ``monitor`` samples: those that convert layers."""
-        if not self.monitor:
-            return []
-        return [name for name in self.precisions if name in TABLE and TABLE[name].backend is not None]
-
-    def stem(self, name: str, seed: int) -> str:
-        """Return the name of the files of one run."""
-        return name if self.seeds == 1 else f"{name}-seed{seed}"
-
-    def readings(self, name: str, seed: int) -> Path:
-        """Return the folder with the readings of the monitor of one run."""
-        return self.out / "monitor" / self.stem(name, seed)
 
     @property
     def baseline(self) -> str:

@@ -15,7 +15,7 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Final, final
+from typing import Any, Final, TypeGuard, final
 
 import torch
 from torch import Tensor, nn
@@ -116,7 +116,7 @@ def fake_gpu(capability: tuple[int, int]) -> Iterator[None]:
         yield
 
 
-def is_fake(tensor: Any) -> bool:
+def is_fake(tensor: object) -> TypeGuard[Tensor]:
     """Return whether ``tensor`` is a fake tensor on the simulated GPU."""
     return isinstance(tensor, _module.FakeTensor) and tensor.device.type == FAKE.type
 
@@ -148,10 +148,10 @@ def _dispatch_of(fake_tensor: Any) -> Any:
 def _new_of(fake_tensor: Any) -> Any:
     own = fake_tensor.__new__
 
-    def on_fake(value: Any) -> Any:
+    def on_fake(value: object) -> object:
         return FAKE if isinstance(value, torch.device) and value.type == _IN_CPP.type else value
 
-    def new(cls: type, *args: object, **kwargs: object) -> Any:
+    def new(cls: type, *args: object, **kwargs: object) -> object:
         return own(cls, *map(on_fake, args), **{name: on_fake(value) for name, value in kwargs.items()})
 
     return staticmethod(new)
@@ -245,7 +245,7 @@ def attention(
 
 # ---- compiled modules
 
-Pause = Callable[[], AbstractContextManager[Any]]
+Pause = Callable[[], AbstractContextManager[None]]
 _REDUCTIONS: Final = (_aten.amax, _aten.amin, _aten.any, _aten.max, _aten.mean, _aten.sum, _aten.var_mean)
 
 
@@ -330,24 +330,24 @@ def _as_compiling() -> Iterator[list[bool]]:
 class _Fusing(torch.fx.Interpreter):
     """Run a graph, and count no value that a kernel of several operations never writes to memory."""
 
-    def __init__(self, graph: Any, pause: Pause) -> None:
+    def __init__(self, graph: torch.fx.GraphModule, pause: Pause) -> None:
         super().__init__(graph)
         self._pause = pause
 
-    def run_node(self, n: Any) -> Any:
+    def run_node(self, n: torch.fx.Node) -> object:
         """Run an operation."""
         with self._pause() if _is_in_a_kernel(n) else nullcontext():
             return super().run_node(n)
 
 
-def _is_in_a_kernel(node: Any) -> bool:
+def _is_in_a_kernel(node: torch.fx.Node) -> bool:
     """Return whether only kernels that a compiler makes read a value, behind views too, and compute it as they read."""
     return _kind(node) in ("pointwise", "view") and all(
         _is_in_a_kernel(user) if _kind(user) == "view" else _kind(user) for user in node.users
     )
 
 
-def _kind(node: Any) -> str | None:
+def _kind(node: torch.fx.Node) -> str | None:
     if getattr(node.target, "overloadpacket", None) in _REDUCTIONS:
         return "reduction"
     pointwise = "pointwise" if torch.Tag.pointwise in getattr(node.target, "tags", ()) else None

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, Literal, final, get_args
 
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from lightning_lowprec.private.torch import tensors_of
 from lightning_lowprec.tools.fits.fake_gpu import DispatchMode, is_fake
@@ -45,7 +45,7 @@ class MemoryMeter(DispatchMode):  # type: ignore[misc]
         yield
         self._pauses -= 1
 
-    def mark(self, tensors: Iterable[Any], category: Category) -> None:
+    def mark(self, tensors: Iterable[object], category: Category) -> None:
         """Say what the memory of ``tensors`` is for."""
         for tensor in filter(is_fake, tensors):
             self._count(tensor)
@@ -72,7 +72,7 @@ class MemoryMeter(DispatchMode):  # type: ignore[misc]
                 self._count(tensor)
         return out
 
-    def resized(self, storage: Any) -> Any:
+    def resized(self, storage: UntypedStorage) -> UntypedStorage:
         """Count a storage whose size has changed, and return the storage."""
         if id(storage) in self._storages:
             reference, category, before = self._storages[id(storage)]
@@ -81,12 +81,12 @@ class MemoryMeter(DispatchMode):  # type: ignore[misc]
         return storage
 
     def _count(self, tensor: Tensor) -> None:
-        storage: Any = tensor.untyped_storage()
+        storage = tensor.untyped_storage()
         key = id(storage)
         if key in self._storages:
             return
 
-        def forget(_: Any) -> None:
+        def forget(_: object) -> None:
             _, category, size = self._storages.pop(key)
             self._add(category, -size)
 

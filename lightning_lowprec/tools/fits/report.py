@@ -1,9 +1,9 @@
 """``lowprec plan MODEL --fits 141GB``: which precisions train the model within the memory of a GPU, by simulation."""
 
 import re
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any, Final
 
 from torch import nn
@@ -23,7 +23,6 @@ DEFAULT_NAMES: Final = (
 )  # fmt: skip
 MARGIN_SHARE: Final = 0.05  # of the peak: for memory that the allocator holds in pieces that do not fit
 MARGIN: Final = 10**9  # bytes: for CUDA's context, the kernels and NCCL
-_DOUBLINGS: Final = 11  # of the GPUs that share a model: to 1024 of them
 _MOST_ROWS: Final = 2**20
 UNITS: Final[Mapping[str, int]] = {"mb": 10**6, "gb": 10**9, "tb": 10**12, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 GPUS: Final[Mapping[str, tuple[int, tuple[int, int]]]] = {
@@ -70,8 +69,6 @@ class Verdict:
     """What one precision needs, per GPU."""
 
     precision: str
-    change: str = ""
-    """The change of the setting for which this holds, in words."""
     peak: Mapping[Category, int] = field(default_factory=dict)
     """Bytes by category at the moment when most are allocated; empty if the precision was not simulated."""
     total: int = 0
@@ -80,7 +77,7 @@ class Verdict:
     """The part of the step in which that is."""
     fits: bool = False
     largest_batch: int | None = None
-    """The largest batch that fits, by straight lines through simulated ones; 0 if none does; None if not looked for."""
+    """The largest batch that fits, by straight lines through simulated ones; 0 if none does; None: not simulated."""
     refused: str | None = None
 
 
@@ -93,8 +90,6 @@ class Report:
     """How the model trains, but for the precision."""
     verdicts: Sequence[Verdict]
     """Names that fit first, and the largest batch first among them."""
-    remedies: Sequence[Verdict]
-    """If nothing fits: what the step would need with one change after the other."""
     parameters: int
     inputs: str
     extrapolated: str
@@ -111,7 +106,7 @@ def fits(
     gpu: str,
     *,
     names: Sequence[str] = DEFAULT_NAMES,
-    data: Any = None,
+    data: object = None,
     progress: Callable[[str], None] = lambda words: None,
     **options: Any,
 ) -> Report:
@@ -133,28 +128,22 @@ def fits(
         progress(name)
         verdicts.append(_verdict(simulator, replace(setting, precision=name), size.size))
     verdicts.sort(key=lambda v: (v.refused is not None, not v.fits, -(v.largest_batch or 0), v.total))
-    simulated = [verdict for verdict in verdicts if verdict.refused is None]
-    remedies: list[Verdict] = []
-    if simulated and not simulated[0].fits:
-        least = min(simulated, key=lambda v: v.total)
-        began = replace(setting, precision=least.precision)
-        remedies = _remedies(simulator, began, least.total, size.size, progress)
     run, extrapolated = simulator.run, "All blocks are simulated."
     if run is not None:
         extrapolated = f"Extended from {DEPTHS[0]} and {DEPTHS[1]} to all {run.length} equal blocks of {run.fqn!r}."
     return Report(
-        gpu=size, setting=setting, verdicts=verdicts, remedies=remedies, inputs=inputs.words,
+        gpu=size, setting=setting, verdicts=verdicts, inputs=inputs.words,
         parameters=sum(p.numel() for p in model.parameters()), extrapolated=extrapolated,
     )  # fmt: skip
 
 
-def _verdict(simulator: Simulator, setting: Setting, size: int, change: str = "") -> Verdict:
-    verdict = Verdict(precision=setting.precision, change=change, refused=refusal(setting.precision))
+def _verdict(simulator: Simulator, setting: Setting, size: int) -> Verdict:
+    verdict = Verdict(precision=setting.precision, refused=refusal(setting.precision))
     if verdict.refused is not None:
         return verdict
     try:
         peaks = simulator.peaks(setting)
-        largest = None if change else _largest_batch(simulator, setting, size)
+        largest = _largest_batch(simulator, setting, size)
     except (ValueError, ImportError) as error:
         return replace(verdict, refused=str(error).splitlines()[0])
     totals = {stretch: sum(peak.values()) for stretch, peak in peaks.items()}
@@ -178,42 +167,14 @@ def _largest_batch(simulator: Simulator, setting: Setting, size: int) -> int:
     return largest
 
 
-def _remedies(
-    simulator: Simulator, least: Setting, needs: int, size: int, progress: Callable[[str], None]
-) -> list[Verdict]:
-    """Try what may help the precision that needs the least, one change after the other, until the model fits.
-
-    ``needs``: its bytes. A change that does not lower them is left out, and the next ones are tried without it.
-    """
-    changes: dict[str, dict[str, Any]] = {
-        "AdamW(fused=True) (--fused)": {"fused": True},
-        "--checkpointing": {"checkpointing": True},
-        "precision='bf16-8bit'": {"precision": "bf16-8bit"},
-        "head='chunked' of the plugin": {"options": {**least.options, "head": "chunked"}},
-    }
-    numbers = (least.devices * 2**n for n in range(1, _DOUBLINGS))
-    changes |= {f"--devices {number} --strategy fsdp2": {"devices": number} for number in numbers}
-    remedies, together = [], least
-    for words, change in changes.items():
-        progress(words)
-        changed = replace(together, **change)
-        verdict = _verdict(simulator, changed, size, words)
-        if verdict.refused is None and verdict.total < needs:
-            together, needs = changed, verdict.total
-            remedies.append(verdict)
-        if verdict.fits:
-            break
-    return remedies
-
-
 # ---- the command
 
 
-def run(args: Any) -> int:
+def run(args: Namespace) -> int:
     """Print the report; return 1 if no precision fits."""
     if args.devices > 1 and args.strategy is None:
         raise ValueError(f"`devices={args.devices}` needs `--strategy fsdp2`: others put the model on every GPU.")
-    names = tuple(args.precisions.split(",")) if args.precisions else DEFAULT_NAMES
+    names = args.precisions.split(",") if args.precisions else DEFAULT_NAMES
     with working("building the model") as shown, prints_to_stderr(wanted=args.json):
         source = load(args.source, args.args or {})
         report = fits(
@@ -221,15 +182,13 @@ def run(args: Any) -> int:
             checkpointing=args.checkpointing, devices=args.devices,
             data=_first_batch(args.data, args.data_args or {}), progress=lambda words: shown.say(f"simulating {words}"),
         )  # fmt: skip
-    if args.markdown is not None:
-        Path(args.markdown).write_text(f"{fits_page(report, source.origin, markdown=True)}\n", encoding="utf-8")
     data = {"source": source.origin, "simulated": True, "devices": args.devices, **asdict(report)}
     data["margin"] = {"share": MARGIN_SHARE, "bytes": MARGIN}
     print(dumps(data) if args.json else fits_page(report, source.origin))
     return 0 if any(verdict.fits for verdict in report.verdicts) else 1
 
 
-def _first_batch(path: str | None, arguments: Mapping[str, Any]) -> Any:
+def _first_batch(path: str | None, arguments: Mapping[str, object]) -> object:
     if path is None:
         return None
     data = build(path, arguments, seed=0)
@@ -239,7 +198,7 @@ def _first_batch(path: str | None, arguments: Mapping[str, Any]) -> Any:
     return next(iter(data.train_dataloader() if hasattr(data, "train_dataloader") else data))
 
 
-def fits_page(report: Report, origin: str, *, markdown: bool = False) -> str:
+def fits_page(report: Report, origin: str) -> str:
     """Return the report of ``--fits``."""
     setting, answer = report.setting, {True: "yes", False: "no"}
     how = [
@@ -265,13 +224,8 @@ def fits_page(report: Report, origin: str, *, markdown: bool = False) -> str:
         for v in report.verdicts
         if v.refused is None
     ]
-    parts: list[Table | Sequence[str]] = [heading, Table([header, *rows]), [_conclusion(report)]]
-    if report.remedies:
-        remedies = [[v.change, v.precision, in_units(v.total), answer[v.fits]] for v in report.remedies]
-        changes = Table([["change", "precision", "peak, at least", "fits"], *remedies])
-        parts += [["What would need less, each with those above, simulated:"], changes]
-    parts.append([f"not simulated: {v.precision}: {v.refused}" for v in report.verdicts if v.refused is not None])
-    return page(parts, markdown=markdown)
+    refused = [f"not simulated: {v.precision}: {v.refused}" for v in report.verdicts if v.refused is not None]
+    return page([heading, Table([header, *rows]), [_conclusion(report)], refused])
 
 
 def _conclusion(report: Report) -> str:
@@ -281,4 +235,7 @@ def _conclusion(report: Report) -> str:
     if best is not None:
         return f"{gpu}. Largest batch: {best.precision}, {best.largest_batch}."
     least = min((v.total for v in report.verdicts if v.refused is None), default=0)
-    return f"{gpu}. None fits: the least needs at least {in_units(needed(least))} with the margin."
+    return (
+        f"{gpu}. None fits: the least needs at least {in_units(needed(least))} with the margin. --fused,"
+        " --checkpointing, a name that ends in -8bit, and --devices 2 --strategy fsdp2 need less."
+    )

@@ -16,7 +16,7 @@ import logging
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from typing import Any, Final, NamedTuple, final
@@ -51,7 +51,7 @@ class Inputs:
     """The batch and the loss of a model."""
 
     words: str
-    batch: Callable[[int, int | None, torch.device], Any]
+    batch: Callable[[int, int | None, torch.device], object]
     """Returns a batch without values: of so many rows, of so many tokens each."""
     loss: Callable[[nn.Module, object], Tensor]
     reads_sequences: bool = False
@@ -85,7 +85,7 @@ def _tokens(size: int, sequence: Any, device: torch.device) -> Tensor:
     return torch.zeros(size, sequence, dtype=torch.long, device=device)
 
 
-def _rows_like(example: object, size: int, sequence: int | None, device: torch.device) -> Any:
+def _rows_like(example: object, size: int, sequence: int | None, device: torch.device) -> object:
     return tree_map_only(Tensor, lambda t: torch.zeros(size, *t.shape[1:], dtype=t.dtype, device=device), example)
 
 
@@ -100,7 +100,7 @@ def _training_step(model: Any, batch: object) -> Tensor:
     return loss
 
 
-def _mean_of_output(model: nn.Module, batch: Any) -> Tensor:
+def _mean_of_output(model: nn.Module, batch: object) -> Tensor:
     if isinstance(batch, Mapping):
         output = model(**batch)
     else:
@@ -135,8 +135,6 @@ class Setting:
     """Whether each block of the model is computed again in the backward."""
     fused: bool = False
     """Whether AdamW is fused; else torch's own choice on a GPU, one call for many parameters (foreach)."""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """Options of the plugin, such as ``{"head": "chunked"}``."""
     capability: tuple[int, int] = (9, 0)
     devices: Count = 1
     """Ranks of ``strategy="fsdp2"``; :func:`simulate` simulates one GPU with the whole model."""
@@ -211,8 +209,7 @@ def checkpoint_blocks(model: nn.Module) -> None:
 
 def _two_steps(model: nn.Module, inputs: Inputs, setting: Setting, meter: MemoryMeter) -> None:
     row = None if setting.precision in LIGHTNINGS else names.TABLE[setting.precision]
-    options = {} if row is None else {**row.options, **setting.options}
-    plugin: Precision = LIGHTNINGS[setting.precision]() if row is None else row.plugin(**options)
+    plugin: Precision = LIGHTNINGS[setting.precision]() if row is None else row.plugin(**row.options)
     if isinstance(plugin, LowPrecision):
         plugin.bind_device(FAKE)
         plugin.convert_module(model)
@@ -286,7 +283,7 @@ def longest_run(model: nn.Module) -> Run | None:
     return max(runs, key=lambda run: runs[run], default=None)
 
 
-def _shape(block: nn.Module) -> Any:
+def _shape(block: nn.Module) -> object:
     children = tuple((fqn, type(module)) for fqn, module in block.named_modules())
     return children, tuple((fqn, p.shape, p.dtype, p.requires_grad) for fqn, p in block.named_parameters())
 

@@ -1,11 +1,9 @@
 """``lowprec plan``, from a shell and from Python: the layers that run in FP8, why others do not, FLOPs and bytes."""
 
 import json
+from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from functools import partial
-from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -18,22 +16,18 @@ from lightning_lowprec.conversion.recipe_map import RecipeMap
 from lightning_lowprec.names import validate_name
 from lightning_lowprec.tools.output import dumps, prints_to_stderr, working
 from lightning_lowprec.tools.planning.costs import flops, footprints, per_rank
-from lightning_lowprec.tools.planning.pages import all_names, plan_page, widths, widths_page
+from lightning_lowprec.tools.planning.pages import plan_page
 from lightning_lowprec.tools.planning.source import load
 
 
-def run(args: Any) -> int:
+def run(args: Namespace) -> int:
     """Print the plan; return 1 if nothing converts."""
-    if args.source is None and (args.fits is not None or args.precisions is None):
-        raise ValueError("`source` is missing: give a model, or `--precisions` for the table of bit widths.")
     if args.fits is not None:
         from lightning_lowprec.tools.fits import report
 
         return report.run(args)
     if args.precisions is not None:
-        rows = [widths(name) for name in all_names()]
-        print(dumps(rows) if args.json else widths_page(rows))
-        return 0
+        raise ValueError("`precisions` goes with `--fits`. For a plan name one precision by `--precision`.")
     name = converting_name(args.precision)
     with working("building the model and planning its layers"), prints_to_stderr(wanted=args.json):
         source = load(args.source, args.args or {})
@@ -43,9 +37,6 @@ def run(args: Any) -> int:
     sizes, ranks = footprints(source.model, plan, args.precision), []
     if args.shards is not None:
         ranks = per_rank(source.model, plan, sizes, shards=args.shards)
-    write = partial(plan_page, source.origin, plan, per_token, sizes, ranks, all_rows=args.all)
-    if args.markdown is not None:
-        Path(args.markdown).write_text(f"{write(markdown=True)}\n", encoding="utf-8")
     data = {
         "source": source.origin,
         "precision": args.precision,
@@ -54,7 +45,7 @@ def run(args: Any) -> int:
         "bytes": [asdict(row) for row in sizes],
         "per_rank": [asdict(rank) for rank in ranks],
     }
-    print(dumps(data) if args.json else write())
+    print(dumps(data) if args.json else plan_page(source.origin, plan, per_token, sizes, ranks, all_rows=args.all))
     return 0 if plan.converted else 1
 
 
@@ -82,7 +73,7 @@ class PlanOptions(LayerOptions):
 
     model: nn.Module | str = field(kw_only=False)
     precision: str = field(default="fp8-hybrid", kw_only=False)
-    recipe: Mapping[str, Any] | None = None
+    recipe: Mapping[str, object] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, nn.Module | str):
@@ -97,11 +88,11 @@ class PlanOptions(LayerOptions):
 def plan(options: PlanOptions) -> Plan:
     """Return which layers of a model run in low precision, and why the others do not. Nothing is changed or trained.
 
-    A notebook shows the plan as a table; ``print(plan)`` has one line per layer.
+    A notebook shows one line per kind of block; ``print(plan)`` has one line per layer.
 
     Args:
         model: a model, also on the meta device; or what ``lowprec plan`` takes: a class path (``"my.Model"``), a config
-            or a checkpoint, or a model type of transformers (``"llama"``), of which no weights are made or downloaded.
+            or a model type of transformers (``"llama"``), of which no weights are made or downloaded.
         precision: the name of a precision that converts layers.
         recipe: recipes per layer, by pattern; the first pattern that matches wins: ``{"*.o_proj": "rowwise", "*":
             "tensorwise"}``.
@@ -127,7 +118,7 @@ def converting_name(precision: str) -> PrecisionName:
     return converting[precision]
 
 
-def recipes_of(patterns: Mapping[str, Any] | None, precision: str, name: PrecisionName) -> str | RecipeMap:
+def recipes_of(patterns: Mapping[str, object] | None, precision: str, name: PrecisionName) -> str | RecipeMap:
     """Return the recipes per layer that the user gives, or the recipe of the precision."""
     if not patterns:
         return name.gains

@@ -119,14 +119,10 @@ def _kept_on_host(model: nn.Module, formats: Formats) -> int:
     return 0 if dtype is None else sum(p.nbytes for p in frozen if p.dtype is torch.float32)
 
 
-def formats_of(precision: str) -> Formats | None:
-    """Return the number formats of a name, Lightning's or registered; None if nobody has said them."""
-    row = names.TABLE.get(precision)
-    return LIGHTNINGS.get(precision) if row is None else row.formats
-
-
 def _formats(precision: str) -> Formats:
-    return formats_of(precision) or LIGHTNINGS["bf16-mixed"]
+    """Return the number formats of a name, Lightning's or registered; those of bf16-mixed if nobody has said them."""
+    row = names.TABLE.get(precision)
+    return (LIGHTNINGS.get(precision) if row is None else row.formats) or LIGHTNINGS["bf16-mixed"]
 
 
 def _bytes(precision: str, formats: Formats, total: int, trained: int) -> Bytes:

@@ -1,16 +1,13 @@
-"""The pages that ``lowprec plan`` prints, for a terminal or as Markdown: a plan, and the formats of every name."""
+"""The page that ``lowprec plan`` prints."""
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
-from lightning_lowprec import names
 from lightning_lowprec.conversion.gains import SOURCE
-from lightning_lowprec.conversion.name_formats import COLUMNS, HALF, LIGHTNINGS
-from lightning_lowprec.conversion.name_suffixes import MASTERS, families
 from lightning_lowprec.conversion.plan import Plan, grouped, verdict_with_gain
 from lightning_lowprec.messages import in_units
 from lightning_lowprec.tools.output import folded, format_table
-from lightning_lowprec.tools.planning.costs import Bytes, Flops, Rank, formats_of
+from lightning_lowprec.tools.planning.costs import Bytes, Flops, Rank
 
 GATHER_NOTE = (
     "all-gather: all weights once, as strategy='fsdp2' gathers them (a scale per tensor or tile: one byte per converted"
@@ -23,20 +20,6 @@ RANK_NOTE = (
     " the next step. in flight: at most so much more, for gathered weights and gradients on their way; activations come"
     " on top. The last three columns: what a rank sends in one step of one micro-batch, in rings."
 )
-FORMAT_NOTES: Final = (
-    f"{', '.join(f'...{suffix}' for suffix in MASTERS)}: an FP8 or int8 name with this suffix; `...` is the format of"
-    " the name without."
-    " A name with -fp16 has the formats of the name without.",
-    "Bits: e2m1 4; e4m3, e5m2, e5m3 and int8 8; bf16, fp16 and int16 16; fp32 32.",
-    "output, grad input, grad weight: the operands of the three GEMMs of a Linear, the gradient first.",
-    "samples: with `one scale` per tensor, the forward of a sample depends on the others of its batch, of a token on"
-    " later tokens; `apart`: it does not.",
-    "master: kept beside the weight; int16 holds the digits of fp32 that a bf16 weight lacks.",
-    "ddp: the format in which a gradient is sent. fsdp2: the format in which a weight is sent; gradients go in fp32.",
-    "-: there is none, or the precision does not run under that strategy. half-auto: fp16 on a device without bf16.",
-)
-_OF_THE_NAME: Final = ("output", "grad_input", "grad_weight", "samples", "fsdp2")
-"""Columns that a suffix does not change."""
 
 
 class Table(NamedTuple):
@@ -47,15 +30,15 @@ class Table(NamedTuple):
     """The columns that are aligned to the left; numbers stand in the others."""
 
 
-def page(parts: Sequence[Table | Sequence[str]], *, markdown: bool = False) -> str:
-    """Return tables and groups of lines as text, an empty line between them; lines but those of Markdown are folded."""
+def page(parts: Sequence[Table | Sequence[str]]) -> str:
+    """Return tables and groups of lines as text, an empty line between them; the lines are folded."""
     texts = []
     for part in parts:
         if isinstance(part, Table):
             right = [column for column in range(len(part.rows[0])) if column not in part.words]
-            texts.append("\n".join(format_table(part.rows, right=right, markdown=markdown)))
+            texts.append("\n".join(format_table(part.rows, right=right)))
         elif part:
-            texts.append("\n".join(part if markdown else folded(part)))
+            texts.append("\n".join(folded(part)))
     return "\n\n".join(texts)
 
 
@@ -66,7 +49,6 @@ def plan_page(
     sizes: Sequence[Bytes],
     ranks: Sequence[Rank] = (),
     *,
-    markdown: bool = False,
     all_rows: bool = False,
 ) -> str:
     """Return the report on the plan of a model; ``all_rows``: one row per layer, not one per kind of block."""
@@ -77,9 +59,9 @@ def plan_page(
         for row in sizes
     ]
     parts: list[Table | Sequence[str]] = [
-        [f"{'# ' if markdown else ''}{origin}: {plan.summary()}"],
+        [f"{origin}: {plan.summary()}"],
         Table([("layer", "in -> out", "verdict"), *layers], words=(0, 2)),
-        [f"{'- ' if markdown else ''}{line}" for line in _flops_lines(plan, flops)],
+        _flops_lines(plan, flops),
         Table([("with AdamW", "weights", "gradients", "moments + masters", "together", "all-gather"), *bytes_rows]),
         [GATHER_NOTE],
     ]
@@ -92,7 +74,7 @@ def plan_page(
             columns = (rank.state, rank.in_flight, gathers, rank.sent.reduce_scatter, rank.sent.all_reduce)
             lines.append([rank.precision, *map(_sent, columns)])
         parts += [Table(lines), [RANK_NOTE]]
-    return page(parts, markdown=markdown)
+    return page(parts)
 
 
 def _flops_lines(plan: Plan, flops: Flops) -> list[str]:
@@ -121,31 +103,3 @@ def _flops_lines(plan: Plan, flops: Flops) -> list[str]:
 
 def _sent(value: float) -> str:
     return in_units(value) if value else "-"
-
-
-# ---- the formats of every name
-
-
-def all_names() -> list[str]:
-    """Return Lightning's names, then the names of this package and of backends that were registered."""
-    return [*LIGHTNINGS, *names.TABLE]
-
-
-def widths(name: str) -> dict[str, str]:
-    """Return the format for every column, such as ``fp32``, ``bf16`` or ``e4m3``; ``reason`` if nothing is known."""
-    formats = formats_of(name)
-    if formats is None:
-        return {"precision": name, "reason": "its backend does not say it"}
-    return {"precision": name, **formats.row()}
-
-
-def widths_page(rows: Sequence[Mapping[str, str]]) -> str:
-    """Return the table of formats, with notes below; families of names, not every member."""
-    stems = {name for names in families([row["precision"] for row in rows]).values() for name in names}
-    lines = [list(row.values()) for row in rows if "reason" not in row and row["precision"] in stems]
-    for suffix in MASTERS:
-        formats = HALF[f"bf16{suffix}"].row()
-        lines.append([f"...{suffix}", *("..." if c in _OF_THE_NAME else of for c, of in formats.items())])
-    header = ["precision", *(column.replace("_", " ") for column in COLUMNS)]
-    missing = [f"{row['precision']}: not known, {row['reason']}" for row in rows if "reason" in row]
-    return page([Table([header, *lines], words=range(len(header))), missing, FORMAT_NOTES])

@@ -1,4 +1,4 @@
-"""Build a model on the meta device from a class path, a transformers config or a checkpoint."""
+"""Build a model on the meta device from a class path or a transformers config."""
 
 import json
 import os
@@ -10,12 +10,13 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from lightning_lowprec.checkpoints import files
-from lightning_lowprec.checkpoints.weights import FILE_ENDINGS, SAFETENSORS, check_file, find_weights, open_weights
 from lightning_lowprec.extras import require
 from lightning_lowprec.tools.class_path import load_class
 
-EMBEDDING_NAMES = ("embed", "emb", "wte", "wpe", "tok_embeddings")
+_EXPECTED: Final = (
+    "expected a class path ('my.Model', 'file.py:Model'), a config.json or its folder, or a model type of transformers"
+    " such as 'llama'"
+)
 _KERNELS: Final = {
     *("_attn_implementation", "attn_implementation", "_attn_implementation_internal"),
     *("_experts_implementation", "experts_implementation", "_experts_implementation_internal"),
@@ -47,12 +48,10 @@ def load(source: str, arguments: Mapping[str, object]) -> Source:
     if path.suffix == ".json" and path.is_file():
         values = read_json(path, "a config.json of transformers")
         return _from_config({**values, **arguments}, f"transformers config {path.name}")
-    if path.is_file() and path.suffix != ".py":
-        return Source(model=_skeleton(_read_shapes(path)), origin=f"checkpoint {path.name}")
-    if path.suffix in (*FILE_ENDINGS, ".json") or path.is_dir() or (os.sep in source and ":" not in source):
-        check_file("source", path)
     if path.suffix == ".py":
         raise ValueError(f"`source={source!r}` names no class; expected {source}:Model, with the name of the class.")
+    if path.exists() or path.suffix == ".json" or (os.sep in source and ":" not in source):
+        raise ValueError(f"`source={source!r}` is no model; {_EXPECTED}.")
     if "." in source or ":" in source:
         return _from_class(source, arguments)
     return _from_config({"model_type": source, **arguments}, f"transformers defaults of {source!r}")
@@ -118,10 +117,7 @@ def _from_config(values: Mapping[str, object], origin: str) -> Source:
     except Exception as error:  # classes of transformers raise errors of many libraries for wrong values
         if values["model_type"] in transformers.CONFIG_MAPPING:
             raise ValueError(f"the {origin} has values that transformers refuses: {error}") from error
-        raise ValueError(
-            f"`source={values['model_type']!r}` is not valid; expected a class path ('my.Model', 'file.py:Model'), a"
-            " config.json, a checkpoint file, or a model type of transformers such as 'llama'."
-        ) from error
+        raise ValueError(f"`source={values['model_type']!r}` is not valid; {_EXPECTED}.") from error
     architecture = _architecture(transformers, config, origin)
     causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     automatic = transformers.AutoModelForCausalLM if causal else transformers.AutoModel
@@ -140,31 +136,3 @@ def _attention_width(config: object) -> int:
         return 0
     head_dim = getattr(config, "head_dim", None) or hidden // heads
     return int(heads * head_dim * layers)
-
-
-def _read_shapes(path: Path) -> dict[str, torch.Size]:
-    if path.suffix == SAFETENSORS:
-        return {name: shape.size for name, shape in open_weights(path).shapes.items()}
-    shapes = {name: value.shape for name, value in find_weights(files.read(path, None)).items()}
-    if not shapes:
-        raise ValueError(f"{str(path)!r} holds no tensors under 'state_dict', 'model' or at its top; expected weights.")
-    return shapes
-
-
-def _skeleton(shapes: Mapping[str, torch.Size]) -> nn.Module:
-    """Make modules with the checkpoint's names: a Linear per 2-D ``weight``, or an Embedding if the name says so."""
-    root = nn.Module()
-    for name, shape in shapes.items():
-        *path, parameter = name.split(".")
-        if parameter == "weight" and len(shape) == 2 and path:
-            parent = root
-            for part in path[:-1]:
-                child = parent._modules.get(part) or nn.Module()  # no `add_module`: a name may be "forward"
-                parent._modules[part] = child
-                parent = child
-            if any(name in path[-1] for name in EMBEDDING_NAMES) and path[-1] != "embed_out":
-                parent._modules[path[-1]] = nn.Embedding(*shape, device="meta")
-            else:
-                bias = ".".join([*path, "bias"]) in shapes
-                parent._modules[path[-1]] = nn.Linear(shape[1], shape[0], bias=bias, device="meta")
-    return root
