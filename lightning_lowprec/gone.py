@@ -105,6 +105,7 @@ VALUES: Final[Mapping[str, Mapping[str, str]]] = {
         " `FP8TE('current', keep=['*.o_proj'])`, or give layers recipes in `FP8TorchAO({'*.o_proj': 'rowwise',"
         " '*': 'tensorwise'})`.",
     },
+    "format": {"torchao": "Write `format='compressed-tensors'`: the same codes and scales, read by the same servers."},
     "form": {"remainder8": "Write `MasterConfig(form='remainder')`: the exact masters in 2 bytes per parameter."},
 }
 """For an argument that is still there: the values that have left, as they were spelled."""

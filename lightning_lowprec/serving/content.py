@@ -9,8 +9,7 @@ run trained with:
     scale per row     the same codes                  other codes
     scale per block   other codes                     the same codes
 
-Other codes have the run's arithmetic with the format's amax; how far their values lie from those that the run
-multiplied by is noted in a :class:`Tally`.
+Other codes have the run's arithmetic with the format's amax.
 """
 
 import math
@@ -33,7 +32,6 @@ from lightning_lowprec.numerics.weight_rounding import (
     amax_grid,
     codes,
     nearest_scale,
-    spread,
 )
 from lightning_lowprec.private.transformers import Group, as_published, published_groups
 from lightning_lowprec.serving.formats import Format
@@ -109,16 +107,6 @@ class Tally:
     """Weights with other codes, because the format needs other scales."""
     new: int = 0
     """Weights that no forward rounded before."""
-    signal: float = 0.0
-    noise: float = 0.0
-    """Squares of the trained values of ``other``, and of the differences of the stored ones."""
-
-    @property
-    def second_rounding(self) -> float | None:
-        """The signal-to-noise ratio of other codes against those of the last step, dB; None: there are none."""
-        if not self.other:
-            return None
-        return math.inf if self.noise == 0 else 10 * math.log10(self.signal / self.noise)
 
 
 @final
@@ -147,7 +135,7 @@ class Content:
     weights_only: bool = False
     """Whether the server reads weights only in FP8."""
     checks: bool = False
-    """Whether NaN and inf raise, and other codes than the run's are compared; for both, the device is waited for."""
+    """Whether NaN and inf raise; the device is waited for."""
     tally: Tally = field(default_factory=Tally)
     kept: dict[str, str] = field(default_factory=dict)
 
@@ -173,8 +161,6 @@ class Content:
         module = self._modules.get(_layer(group.names[0])) if group.is_renamed else None
         if module is not None and not isinstance(module, nn.Linear):
             return _IN_BY_OUT
-        if not group.is_renamed and not self.format.takes_experts:
-            return f"transformers stacks the experts, and reads no codes of {self.format.name} for them"
         if any(tensor.dim() != 2 or not name.endswith(".weight") for name, tensor in published.items()):
             return _STACKED
         weight = None if module is None else module._parameters.get("weight")
@@ -195,11 +181,6 @@ class Content:
             if any(_layer(name) in self.kept for name in group.names):
                 names += [_layer(target.name) for target in targets]
         return list(dict.fromkeys(names))
-
-    def metadata(self) -> dict[str, str]:
-        """Return what the headers of the files say."""
-        plain = [target.name for _, targets in self._groups for target in targets if not target.is_coded]
-        return self.format.metadata(self.coded, plain, self.dtype, self.weights_only)
 
     def stored(self) -> list[Stored]:
         """Return all tensors, in the order of :meth:`chunks`."""
@@ -314,7 +295,7 @@ def coded(
     """Yield the codes and the reciprocal scales of a weight, [N, K], some rows at a time, and fill the ``tally``.
 
     ``rounding`` is that of the forward, or None; ``amax``, [1, 1], that of the whole weight if the rounding has one
-    scale. ``checks``: NaN and inf raise ValueError, and other codes are compared.
+    scale. ``checks``: NaN and inf raise ValueError.
     """
     same = rounding is not None and rounding.scale_per in ("tensor", scale_per)
     for start, stop in spans(shape):
@@ -329,20 +310,8 @@ def coded(
             grid = rounding.scale_of(amax).expand(largest_values.shape)
         else:
             grid = rounding.scale_of(largest_values)
-        stored = codes(values, grid)
-        inverse = grid.reciprocal()
-        if checks and rounding is not None and not same:
-            _compare(values, stored, inverse, rounding, tally)
-        yield "codes", stored
-        yield "scales", inverse
+        yield "codes", codes(values, grid)
+        yield "scales", grid.reciprocal()
     tally.same += same
     tally.new += rounding is None
     tally.other += rounding is not None and not same
-
-
-def _compare(values: Tensor, stored: Tensor, inverse: Tensor, rounding: WeightRounding, tally: Tally) -> None:
-    grid = rounding.scale_of(amax_grid(values, rounding.scale_per))
-    trained = codes(values, grid).float() * spread(grid.reciprocal(), values.shape)
-    served = stored.float() * spread(inverse, values.shape)
-    tally.signal += trained.square().sum(dtype=torch.float64).item()
-    tally.noise += (served - trained).square().sum(dtype=torch.float64).item()

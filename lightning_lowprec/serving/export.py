@@ -84,10 +84,7 @@ class Exported(Tally):
         if self.same:
             lines.append(f"{self.same} weights: the codes are those of the last step, bit for bit")
         if self.other:
-            lines.append(
-                f"{self.other} weights: the format needs other scales than the run had; after this second rounding"
-                f" they are {self.second_rounding:.1f} dB from the weights that the run multiplied by"
-            )
+            lines.append(f"{self.other} weights: rounded again, since the format needs other scales than the run had")
         if self.new:
             lines.append(f"{self.new} weights: rounded for the first time, by the format's own scales")
         if self.adapter_layers:
@@ -116,7 +113,7 @@ def export(
         model: a model of transformers, or a module that holds one, such as a LightningModule; plain, converted, with a
             LoRA adapter of PEFT, or sharded by FSDP2.
         out: the folder, which must not exist.
-        format: ``"hf"`` (high precision), ``"hf-fp8-block"``, ``"compressed-tensors"`` or ``"torchao"``.
+        format: ``"hf"`` (high precision), ``"hf-fp8-block"`` or ``"compressed-tensors"``.
         dtype: ``"bf16"``, ``"fp32"`` or ``"fp16"``, of all weights that are no codes.
         weights_only: let servers round weights only, and multiply in ``dtype``.
         merge_adapters: add a LoRA adapter to the weights; else the adapter goes into the folder ``adapter``.
@@ -246,7 +243,7 @@ def _new_files(out: Path, content: Content, options: Options) -> Iterator[ShardF
     with (
         new_folder(out, size) as folder,
         tqdm(total=size, unit="B", unit_scale=True, desc="export", disable=None if options.progress else True) as bar,
-        ShardFiles(folder, stored, content.metadata(), options.shard_bytes, bar.update) as files,
+        ShardFiles(folder, stored, options.shard_bytes, bar.update) as files,
     ):
         yield files
 
@@ -255,7 +252,7 @@ def _is_sharded(model: nn.Module) -> bool:
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
-def _config(model: Any, content: Content, options: Options) -> dict[str, Any]:
+def _config(model: Any, content: Content, options: Options) -> dict[str, object]:
     config: dict[str, object] = json.loads(model.config.to_json_string(use_diff=False))
     for name in ("torch_dtype", "_attn_implementation_autoset"):
         config.pop(name, None)
@@ -269,7 +266,7 @@ def _config(model: Any, content: Content, options: Options) -> dict[str, Any]:
 
 
 def _write_beside(
-    folder: Path, model: object, config: Mapping[str, Any], options: Options, tokenizer: Any, done: Exported
+    folder: Path, model: object, config: Mapping[str, object], options: Options, tokenizer: Any, done: Exported
 ) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     generation = getattr(model, "generation_config", None)
@@ -292,7 +289,6 @@ def report(options: Options, done: Exported) -> dict[str, object]:
         "weights_in_fp8": len(done.coded),
         "codes_of_the_last_step": done.same,
         "codes_with_other_scales": done.other,
-        "second_rounding_db": done.second_rounding,
         "codes_rounded_for_the_first_time": done.new,
         "kept": dict(done.kept),
     }

@@ -1,4 +1,4 @@
-"""The formats of a served model: names and shapes of codes and scales, and what config and files say about them.
+"""The formats of a served model: names and shapes of codes and scales, and what the config says about them.
 
 To add a format, write its :class:`Format` at the end of this file, and its name in :data:`FormatName`. All codes are
 e4m3, and all stored scales are float32, by which codes are multiplied.
@@ -6,22 +6,19 @@ e4m3, and all stored scales are float32, by which codes are multiplied.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, final, get_args
+from typing import TYPE_CHECKING, Final, Literal, final, get_args
 
 from lightning_lowprec.checks import check_choice
-from lightning_lowprec.extras import require
 
 if TYPE_CHECKING:
-    import torch
-
     from lightning_lowprec.numerics.weight_rounding import ScalePer
 
 _BLOCK: Final = 128
 """Rows and columns of a block of ``hf-fp8-block``, as ``numerics.weight_rounding`` rounds them."""
 DtypeName = Literal["bf16", "fp32", "fp16"]
-FormatName = Literal["hf", "hf-fp8-block", "compressed-tensors", "torchao"]
+FormatName = Literal["hf", "hf-fp8-block", "compressed-tensors"]
 
 
 @final
@@ -34,24 +31,14 @@ class Format:
     """What has a scale of its own; None: the format has no codes."""
     names: Callable[[str], tuple[str, str]]
     """Returns the names of codes and reciprocal scales: ``"a.weight" -> ("a.weight", "a.weight_scale")``."""
-    config: Callable[[Sequence[str], bool], dict[str, Any] | None]
+    config: Callable[[Sequence[str], bool], dict[str, object] | None]
     """Returns ``quantization_config`` of the config.
 
     The arguments are the names of the linear layers in high precision, as modules of the model and as the folder names
     them, and whether the server multiplies in high precision, and reads weights only in FP8.
     """
-    takes_experts: bool = True
-    """Whether servers read codes of experts that the model stacks, one Linear per expert."""
     kept_because: Callable[[tuple[int, ...]], str | None] = lambda shape: None
     """Returns why a weight of this shape, [N, K], stays in high precision."""
-    metadata: Callable[[Mapping[str, tuple[int, ...]], Iterable[str], torch.dtype, bool], dict[str, str]] = (
-        lambda coded, plain, dtype, weights_only: {}
-    )
-    """Returns what the header of every safetensors file says beside ``format``.
-
-    The arguments are the shapes of the weights that are stored as codes, by name; the names of all other tensors; the
-    dtype of the values that codes stand for; and whether the server reads weights only in FP8.
-    """
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the scales of a weight, [N, K]."""
@@ -72,7 +59,7 @@ def _block_config(kept: Sequence[str], weights_only: bool) -> dict[str, object]:
     if weights_only:
         raise ValueError(
             "`weights_only=True` is not valid with `format='hf-fp8-block'`, whose servers round activations too. Use"
-            " 'compressed-tensors' or 'torchao'."
+            " 'compressed-tensors'."
         )
     return {
         "quant_method": "fp8",
@@ -114,52 +101,6 @@ def _compressed_config(kept: Sequence[str], weights_only: bool) -> dict[str, obj
     }
 
 
-# ---- torchao:  x._weight_qdata [N, K], x._weight_scale [N, 1]
-
-
-def _torchao_names(name: str) -> tuple[str, str]:
-    module, _, parameter = name.rpartition(".")
-    return f"{module}._{parameter}_qdata", f"{module}._{parameter}_scale"
-
-
-def _torchao_config(kept: Sequence[str], weights_only: bool) -> dict[str, object]:
-    quantization = require("torchao.quantization", "format='torchao'")
-    quant_type = (
-        quantization.Float8WeightOnlyConfig()
-        if weights_only
-        else quantization.Float8DynamicActivationFloat8WeightConfig(granularity=quantization.PerRow())
-    )
-    config = require("transformers", "format='torchao'").TorchAoConfig(quant_type, modules_to_not_convert=list(kept))
-    return {**config.to_dict(), "quant_method": "torchao"}
-
-
-def _torchao_metadata(
-    coded: Mapping[str, tuple[int, ...]], plain: Iterable[str], dtype: torch.dtype, weights_only: bool
-) -> dict[str, str]:
-    """Describe every tensor, as ``torchao.prototype.safetensors`` does in the header of every file."""
-    safetensors = require("torchao.prototype.safetensors.safetensors_support", "format='torchao'")
-    quantization = require("torchao.quantization", "format='torchao'")
-    activations = None
-    if not weights_only:
-        workflows = require("torchao.quantization.quantize_.workflows", "format='torchao'")
-        products = require("torchao.float8.inference", "format='torchao'").Float8MMConfig(use_fast_accum=True)
-        activations = workflows.QuantizeTensorToFloat8Kwargs(granularity=quantization.PerRow(), mm_config=products)
-    import torch
-
-    tensors: dict[str, object] = {name: torch.empty(0) for name in plain}
-    for name, shape in coded.items():
-        tensors[name] = quantization.Float8Tensor(
-            torch.empty(shape, dtype=torch.float8_e4m3fn, device="meta"),
-            torch.empty((shape[0], 1), device="meta"),
-            block_size=[1, shape[1]],
-            mm_config=None if activations is None else activations.mm_config,
-            act_quant_kwargs=activations,
-            dtype=dtype,
-        )
-    described: dict[str, str] = safetensors.flatten_tensor_state_dict(tensors)[1]
-    return described
-
-
 # ---- all formats
 
 _ALL: Final = (
@@ -181,14 +122,6 @@ _ALL: Final = (
         scale_per="row",
         names=lambda name: (name, f"{name}_scale"),
         config=_compressed_config,
-    ),
-    Format(
-        name="torchao",
-        scale_per="row",
-        names=_torchao_names,
-        config=_torchao_config,
-        takes_experts=False,  # transformers 5 finds no codes for the Parameter in which it stacks the experts
-        metadata=_torchao_metadata,
     ),
 )
 _FORMATS: Final[Mapping[str, Format]] = {format.name: format for format in _ALL}

@@ -62,9 +62,9 @@ class Stored:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def header(tensors: Sequence[Stored], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
+def header(tensors: Sequence[Stored]) -> tuple[bytes, dict[str, int]]:
     """Return the beginning of a file, and the position in the file at which each tensor begins."""
-    entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begins: dict[str, int] = {}
     at = 0
     for tensor in sorted(tensors, key=lambda t: (-t.dtype.itemsize, t.name)):
@@ -121,7 +121,6 @@ class ShardFiles:
         self,
         folder: Path,
         tensors: Sequence[Stored],
-        metadata: Mapping[str, str],
         shard_bytes: int,
         progress: Callable[[int], object],
     ) -> None:
@@ -133,7 +132,6 @@ class ShardFiles:
         count = len(groups)
         names = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
         self.folder, self._progress = folder, progress
-        self._metadata = {"format": "pt", **metadata}
         self._tensors = dict(zip(names if count > 1 else ["model.safetensors"], groups, strict=True))
         self._file_of = {tensor.name: name for name, group in self._tensors.items() for tensor in group}
         self._left = {tensor.name: tensor.size for tensor in tensors}
@@ -156,7 +154,7 @@ class ShardFiles:
         if not rows.numel():  # the file may be closed already
             return
         if file not in self._open:
-            start, begins = header(self._tensors[file], self._metadata)
+            start, begins = header(self._tensors[file])
             self._at |= begins
             self._open[file] = (self.folder / file).open("wb")
             self._open[file].write(start)
@@ -175,7 +173,7 @@ class ShardFiles:
         assert not any(self._left.values()), "a tensor was not written"
         for file, tensors in self._tensors.items():
             if not any(tensor.size for tensor in tensors):
-                (self.folder / file).write_bytes(header(tensors, self._metadata)[0])
+                (self.folder / file).write_bytes(header(tensors)[0])
         if len(self._tensors) > 1:
             index = {"metadata": {"total_size": self._total}, "weight_map": self._file_of}
             (self.folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")

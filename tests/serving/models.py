@@ -26,7 +26,7 @@ SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 320,
 }
-FP8_FORMATS = ("hf-fp8-block", "compressed-tensors", "torchao")
+FP8_FORMATS = ("hf-fp8-block", "compressed-tensors")
 
 
 class Module(Task):
@@ -93,8 +93,6 @@ def decoded(folder, format):
             continue
         if tensor.dtype != torch.float8_e4m3fn:
             values[name] = tensor
-        elif format == "torchao":
-            values[name.replace("._weight_qdata", ".weight")] = tensor.float() * stored[name[:-5] + "scale"]
         elif format == "compressed-tensors":
             values[name] = tensor.float() * stored[f"{name}_scale"]
         else:
@@ -102,10 +100,6 @@ def decoded(folder, format):
             scale = stored[f"{name}_scale_inv"].repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
             values[name] = tensor.float() * scale
     return values
-
-
-def codes_name(weight, format):
-    return weight.replace(".weight", "._weight_qdata") if format == "torchao" else weight
 
 
 def config(folder):
