@@ -324,8 +324,8 @@ FAULTS = [
     # ---- files
     Fault(
         "exported codes with scales in place of inverse scales",
-        "inverse = grid.reciprocal()\n",
-        "inverse = grid\n",
+        'yield "scales", grid.reciprocal()\n',
+        'yield "scales", grid\n',
         "tests/serving/test_formats.py",
     ),
     Fault(
