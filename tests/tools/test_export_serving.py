@@ -216,7 +216,7 @@ def test_memory_is_that_of_some_rows_and_not_of_a_tensor(tmp_path):
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     stored = [Stored(name, tuple(t.shape), torch.float32) for name, t in named_tensors(model).items()]
-    (tmp_path / "big.safetensors").write_bytes(header(stored, {})[0])
+    (tmp_path / "big.safetensors").write_bytes(header(stored)[0])
     with (tmp_path / "big.safetensors").open("r+b") as file:
         file.truncate(file.seek(0, 2) + sum(tensor.size for tensor in stored))
     arguments = ["export", str(tmp_path / "big.safetensors"), str(tmp_path / "out"), "--format=compressed-tensors"]

@@ -132,8 +132,7 @@ def config(tmp_path):
 
 def test_the_command(shallow, tmp_path, capsys):
     words = ["plan", config(tmp_path), "--fits", "2GB", "--seq", "128", "--batch", "2"]
-    words += ["--precisions", "bf16-sr,msamp-o2,fp8-current-te"]
-    assert main([*words, "--json"]) == 0
+    assert main([*words, "--precisions", "bf16-sr,msamp-o2,fp8-current-te", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["simulated"] is True
     assert "all 5 equal blocks" in data["extrapolated"]
@@ -141,27 +140,24 @@ def test_the_command(shallow, tmp_path, capsys):
     assert {row["precision"]: row["fits"] for row in data["verdicts"]} == {
         "bf16-sr": True, "msamp-o2": False, "fp8-current-te": False,
     }  # fmt: skip
-    assert main(words) == 0
+    assert main([*words, "--precisions", "msamp-o2,fp8-current-te"]) == 1
     text = capsys.readouterr().out
-    assert "Simulated, not measured" in text
-    assert "subtract the gradients" in text
-    assert "AdamW (foreach, the default of torch)" in text
-    assert "5% of the peak + 1 GB" in text
     assert "  peak, at least  " in text
-    assert "not simulated: msamp-o2" in text
-    assert "the kernels of Transformer Engine do not run on tensors without values" in " ".join(text.split())
+    said = " ".join(text.split())
+    assert "Simulated, not measured" in said
+    assert "subtract the gradients" in said
+    assert "AdamW (foreach, the default of torch)" in said
+    assert "5% of the peak + 1 GB" in said
+    assert "not simulated: msamp-o2" in said
+    assert "the kernels of Transformer Engine do not run on tensors without values" in said
 
 
 def test_where_nothing_fits_the_page_says_what_needs_less(shallow, tmp_path, capsys):
-    words = ["plan", config(tmp_path), "--fits", "1.16GB", "--seq", "512", "--batch", "8", "--precisions", "bf16-mixed"]
+    words = ["plan", config(tmp_path), "--fits", "1GB", "--seq", "32", "--precisions", "bf16-sr"]
     assert main(words) == 1
-    assert "None fits: the least needs at least" in (said := capsys.readouterr().out)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "None fits: the least needs at least 1." in said
     assert "--fused, --checkpointing, a name that ends in -8bit, and --devices 2 --strategy fsdp2 need less" in said
-    totals = []
-    for fewer in ([], ["--fused"], ["--fused", "--checkpointing"]):
-        main([*words, *fewer, "--json"])
-        totals.append(json.loads(capsys.readouterr().out)["verdicts"][0]["total"])
-    assert totals[0] > totals[1] > totals[2]
 
 
 def test_what_is_refused_names_the_way_out(tmp_path, capsys):
