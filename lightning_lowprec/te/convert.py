@@ -22,11 +22,10 @@ def choose(model: nn.Module, options: LayerOptions, request: PlanRequest, *, nor
     from lightning_lowprec.te.norms import NO_NORM, reason_to_keep
 
     inside, names = in_metrics(model), linears(model)
-    reasons = {fqn: reason_to_keep(module) for fqn, module in model.named_modules()} if norms else {}
     reasons = {
         fqn: _kept_by_user(fqn, options) or reason or (IN_METRIC if fqn in inside else None)
-        for fqn, reason in reasons.items()
-        if reason != NO_NORM
+        for fqn, module in (model.named_modules() if norms else ())
+        if (reason := reason_to_keep(module)) != NO_NORM
     }
 
     def is_for_linears(pattern: str) -> bool:  # a plan raises for a pattern that matches none

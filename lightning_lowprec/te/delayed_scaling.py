@@ -164,7 +164,7 @@ class DelayedScales:
         """
         self._look()
         if rows := self._amaxes[mode]:
-            flat = torch.cat(rows).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+            flat = torch.cat(rows).nan_to_num_(posinf=0.0, neginf=0.0)
             copy_all_(rows, list(torch.split(flat, [row.numel() for row in rows])))
 
 

@@ -15,7 +15,6 @@ docs/architecture.md draws the life of a weight.
 from __future__ import annotations
 
 from collections.abc import Collection
-from contextlib import AbstractContextManager
 from typing import Any, final
 
 import torch
@@ -50,22 +49,6 @@ def check_input(input: Tensor) -> None:
             f"A layer of Transformer Engine got an input on {input.device}, and computes on CUDA only. Move the model"
             " and its batches there: Trainer does, and in Fabric `setup` and `setup_dataloaders`."
         )
-
-
-def recomputation(recipe: Any) -> AbstractContextManager[None]:
-    """Return Transformer Engine's context for a forward that a checkpoint runs again in a backward pass.
-
-    torch's checkpoints restore torch's autocast only: without this context the forward would run in high precision.
-    """
-    if recipe.delayed():
-        raise RuntimeError(
-            "`torch.utils.checkpoint` recomputes a layer of Transformer Engine in the backward pass, when delayed"
-            " scaling has renewed its scales. Use `transformer_engine.pytorch.checkpoint`, the strategy's"
-            " `activation_checkpointing=True` ('fsdp2'), a recipe without a history (`FP8TE('current')`), or with"
-            " transformers turn its gradient checkpointing on before the model is set up."
-        )
-    context: AbstractContextManager[None] = te.autocast(enabled=True, recipe=recipe)
-    return context
 
 
 _STATE: Any = transformer_engine.manager()
@@ -112,7 +95,16 @@ class TELinear(PlainFirst, te.Linear, nn.Linear):  # type: ignore[misc]
     def _outside(self, input: Tensor) -> Tensor:
         """Compute outside of the plugin's context, or compiled: recomputed in FP8, or in high precision."""
         if self.fp8 and not _STATE.is_fp8_enabled() and is_in_backward():
-            with recomputation(self.recipe):
+            if self.recipe.delayed():
+                raise RuntimeError(
+                    "`torch.utils.checkpoint` recomputes a layer of Transformer Engine in the backward pass, when"
+                    " delayed scaling has renewed its scales. Use `transformer_engine.pytorch.checkpoint`, the"
+                    " strategy's `activation_checkpointing=True` ('fsdp2'), a recipe without a history"
+                    " (`FP8TE('current')`), or with transformers turn its gradient checkpointing on before the model is"
+                    " set up."
+                )
+            # torch's checkpoints restore torch's autocast only
+            with te.autocast(enabled=True, recipe=self.recipe):
                 return self._multiply(input)
         in_autocast = _STATE.quantization_state.autocast_depth  # also in one that disables FP8
         if torch.is_grad_enabled() and self.training and not in_autocast:

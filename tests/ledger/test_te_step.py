@@ -9,6 +9,7 @@ import torch.nn.functional as F
 import transformer_engine.pytorch as te
 from torch import nn
 from torch._dynamo.utils import counters
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from benchmarks.ledger.recorder import recording
 from benchmarks.rivals import models, setups
@@ -132,3 +133,25 @@ def test_the_last_word_is_that_of_the_context():
     wrapped(x).sum().backward()
     with pytest.warns(UserWarning, match="trains outside of its precision's context"):
         model[0](x)
+
+
+class Backwards(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.first(self.second(x))
+
+
+def test_delayed_scales_are_reduced_in_the_order_of_the_model():
+    """Ranks whose layers ran first in another order would give a layer the amax of another one."""
+    model = Backwards().to(DEVICE)
+    fabric = L.Fabric(accelerator="cuda", devices=1, plugins=FP8TE())
+    fabric.setup_module(model)(torch.zeros(16, 64, device=DEVICE)).sum().backward()
+    buffers = FP8GlobalStateManager.quantization_state.global_scale_buffer.values()
+    of_pass = [[id(scale) for scale in scales] for scales in buffers]
+    for mode in ("scaling_fwd", "scaling_bwd"):
+        first, second = (id(layer.fp8_meta[mode].scale) for layer in (model.first, model.second))
+        (order,) = [scales for scales in of_pass if first in scales]
+        assert order.index(first) < order.index(second)

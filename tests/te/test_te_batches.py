@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformer_engine.pytorch as te
 from torch import nn
 
 from lightning_lowprec import FP8TE
@@ -57,3 +58,15 @@ def test_rows_that_are_no_numbers_stay_where_they_are(reference_te, kind):
     output, _, grad_weight, _ = grads(fabric, layer, x, torch.randn(16, 64))
     assert output[3].isnan().any()
     assert grad_weight.isnan().any()
+
+
+def test_only_a_batch_that_does_not_fit_is_copied(reference_te, monkeypatch):
+    fabric, layer = set_up("current")
+    forward, seen = te.Linear.forward, []
+    monkeypatch.setattr(te.Linear, "forward", lambda layer, x, *rest: seen.append(x) or forward(layer, x, *rest))
+    whole, ragged = torch.randn(16, 32), torch.randn(7, 32)
+    with fabric.autocast():
+        layer(whole)
+        layer(ragged)
+    assert seen[0] is whole
+    assert seen[1].shape == (16, 32)

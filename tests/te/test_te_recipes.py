@@ -9,7 +9,7 @@ from transformer_engine.common import recipe as te
 from lightning_lowprec import FP8TE
 from lightning_lowprec.te.backend import BACKEND
 from lightning_lowprec.te.recipes import KINDS, kind_of, make_recipe
-from tests.te.subjects import fabric_for
+from tests.te.subjects import fabric_for, give_scales
 
 
 def make(recipe, **options):
@@ -126,3 +126,16 @@ def test_the_monitor_knows_the_casts_of_current_scaling(reference_te, power_of_2
             expected = 2.0 ** math.floor(math.log2(largest / amax)) if power_of_2 else largest / amax
             assert cast.scale_of(torch.tensor(amax)).item() == pytest.approx(expected, rel=1e-6)
         assert cast.scale_of(torch.tensor(0.0)).item() == 1.0
+
+
+def test_the_monitor_takes_the_scales_of_delayed_scaling_from_the_layer(pretend_gpu):
+    layer, plugin = torch.nn.Linear(32, 32), FP8TE()
+    fabric_for(plugin).setup(layer)
+    give_scales(layer, plugin.recipe)
+    layer.fp8 = True  # as after a forward
+    casts, scales = BACKEND.numerics(layer), plugin.state_dict()["scales"]["0"]
+    expected = {"input": scales["forward.scale"][0], "weight": scales["forward.scale"][1]}
+    for name, scale in {**expected, "gradient": scales["backward.scale"][0]}.items():
+        cast = getattr(casts, name)
+        assert cast.may_saturate, "the scale is older than the tensor"
+        assert cast.scale_of(torch.tensor(1.0)) == scale
