@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_lowprec.msamp.gradient import ScaledGradient, Stage
-from lightning_lowprec.msamp.weight import msamp_state_of
+from lightning_lowprec.msamp.weight_state import msamp_state_of
 from lightning_lowprec.numerics.fp8_average import average_
 from lightning_lowprec.numerics.one_pass import tensor_on
 from lightning_lowprec.numerics.parameters import chunks

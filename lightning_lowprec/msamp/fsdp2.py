@@ -15,7 +15,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_lowprec.msamp.linear import scaled_linears
-from lightning_lowprec.msamp.weight import MsampWeight, required_state_of
+from lightning_lowprec.msamp.weight import MsampWeight
+from lightning_lowprec.msamp.weight_state import required_state_of
 from lightning_lowprec.private.torch import local_tensor
 
 

@@ -27,13 +27,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_lowprec.conversion import layer_runs
 from lightning_lowprec.conversion.declared import is_declared
-from lightning_lowprec.conversion.layer_runs import note_run
 from lightning_lowprec.conversion.plain_first import PlainFirst
 from lightning_lowprec.masters.float32_values import keep, raw
 from lightning_lowprec.msamp.gradient import ScaledGradient
-from lightning_lowprec.msamp.weight import best_values_of, move_, required_state_of
-from lightning_lowprec.msamp.weight_state import encode
+from lightning_lowprec.msamp.weight import best_values_of, move_
+from lightning_lowprec.msamp.weight_state import encode, required_state_of
 from lightning_lowprec.numerics.formats import E4M3, E5M2, Format, saturating_cast
 from lightning_lowprec.numerics.fp8_matrices import padded, product
 from lightning_lowprec.numerics.kernel_operands import ALIGNMENT, cut, cut_rows, pad_rows
@@ -61,7 +61,8 @@ class ScaledLayer(PlainFirst):
 
     def forward(self, input: Tensor) -> Tensor:
         """[*, K] -> [*, N] in the autocast dtype; without autocast, in the dtype of the input."""
-        note_run(self)
+        if not torch.compiler.is_compiling() and layer_runs.waiting:
+            layer_runs.note_run(self)
         if input.shape[-1:] != (self.in_features,) or not input.is_floating_point():
             return self._plain(input, self.weight)  # raises as the plain layer does
         if not (self.training or self.fp8_eval or torch.is_grad_enabled()):
@@ -157,7 +158,8 @@ class _Matmul(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        check_backward("ScaledLinear (MS-AMP)")
+        if torch.is_grad_enabled():
+            check_backward("ScaledLinear (MS-AMP)")
         codes, scale, stored, stored_scale, weight_scale = ctx.saved_tensors
         to_input, to_weight, *_ = ctx.needs_input_grad
         emulate, float32_gradient, in_by_out = ctx.options

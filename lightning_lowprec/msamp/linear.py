@@ -11,8 +11,8 @@ from lightning_lowprec.conversion.matmuls import is_conv1d, is_linear, sizes_of_
 from lightning_lowprec.conversion.selection import own_work
 from lightning_lowprec.msamp.ddp import include_again
 from lightning_lowprec.msamp.layer import ScaledLayer
-from lightning_lowprec.msamp.weight import msamp_state_of, revert_weight_, scale_weight_
-from lightning_lowprec.msamp.weight_state import Level
+from lightning_lowprec.msamp.weight import revert_weight_, scale_weight_
+from lightning_lowprec.msamp.weight_state import Level, msamp_state_of
 from lightning_lowprec.numerics.tensor_cores import Emulation
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, final
 
 import torch
+import torch.distributed as dist
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -15,13 +16,13 @@ from lightning_lowprec.conversion.in_place import unchanged
 from lightning_lowprec.conversion.options import LayerOptions, shows, take, takes
 from lightning_lowprec.conversion.plan import PlanRequest
 from lightning_lowprec.masters.float32_values import keep
-from lightning_lowprec.msamp.adamw import convert_optimizer_
+from lightning_lowprec.msamp.adamw import ScaledAdamW
 from lightning_lowprec.msamp.backend import NAME
 from lightning_lowprec.msamp.ddp import average_scaled_gradients, broadcast_codes, exclude_codes, ranks
 from lightning_lowprec.msamp.layer import ScaledLayer
 from lightning_lowprec.msamp.linear import revert, scale_linears, scaled_linears
-from lightning_lowprec.msamp.weight import msamp_state_of, required_state_of
-from lightning_lowprec.msamp.weight_state import Level
+from lightning_lowprec.msamp.optimizers import convert_optimizer_
+from lightning_lowprec.msamp.weight_state import Level, msamp_state_of, required_state_of
 from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.numerics.one_pass import compiles
 from lightning_lowprec.numerics.parameters import parameters_of
@@ -163,7 +164,8 @@ class MSAMP(Converting):
 
     def _convert_optimizer(self, optimizer: Any) -> None:
         raw = optimizer.optimizer if isinstance(optimizer, both(LightningOptimizer)) else optimizer
-        convert_optimizer_(raw, self.level, stochastic_rounding=self.stochastic_rounding, seed=self.seed)
+        if not isinstance(raw, ScaledAdamW) or raw.level != self.level:
+            convert_optimizer_(raw, self.level, stochastic_rounding=self.stochastic_rounding, seed=self.seed)
 
     @override
     def _prepare_weights_of(self, optimizer: Optimizer) -> None:
@@ -190,7 +192,7 @@ class MSAMP(Converting):
 
     def _average_gradients(self, optimizer: Any) -> None:
         """Average the gradients of the optimizer's weights of codes over the ranks; averaged gradients stay."""
-        if self.modules.sharded is not None:
+        if self.modules.sharded is not None or not (dist.is_available() and dist.is_initialized()):
             return
         coded = {id(p) for p in parameters_of(optimizer) if msamp_state_of(p) is not None and p.requires_grad}
         if coded and ranks() > 1 and not self._ddp_modules:

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_lowprec.checks import check_choice
 from lightning_lowprec.masters.float32_values import drop, raw
 from lightning_lowprec.msamp.gradient import ScaledGradient
-from lightning_lowprec.msamp.weight_state import LEVELS, Level, MsampWeightState
+from lightning_lowprec.msamp.weight_state import LEVELS, Level, MsampWeightState, msamp_state_of, required_state_of
 from lightning_lowprec.numerics.formats import E4M3
 from lightning_lowprec.private import torch as private
 from lightning_lowprec.products.coded_weight import CodedWeight, in_place_of, user_attributes
@@ -294,24 +294,6 @@ def move_(param: Tensor, device: torch.device) -> None:
 
 
 # ---- codes and values of parameters, whole or sharded
-
-
-def msamp_state_of(param: object) -> MsampWeightState | None:
-    """Return the state of a parameter of codes; None for any other tensor."""
-    state: MsampWeightState | None = getattr(param, "msamp_state", None)
-    return state
-
-
-def required_state_of(param: Any) -> MsampWeightState:
-    """Return the state of a parameter of codes; raise TypeError if another tensor took its place."""
-    state = msamp_state_of(param)
-    if state is None:
-        raise TypeError(
-            f"the weight of a ScaledLinear (MS-AMP) is a plain {tuple(param.shape)} tensor of {param.dtype}; expected"
-            " its parameter of codes. Parametrize, prune or normalize weights before the conversion, which then leaves"
-            " the layer unconverted; give `torch.func.functional_call` the parameters, not a state dict."
-        )
-    return state
 
 
 def coded_weight(model: nn.Module) -> str | None:

@@ -161,6 +161,24 @@ class MsampWeightState:
         )
 
 
+def msamp_state_of(param: object) -> MsampWeightState | None:
+    """Return the state of a parameter of codes; None for any other tensor."""
+    state: MsampWeightState | None = getattr(param, "msamp_state", None)
+    return state
+
+
+def required_state_of(param: Any) -> MsampWeightState:
+    """Return the state of a parameter of codes; raise TypeError if another tensor took its place."""
+    state: MsampWeightState | None = getattr(param, "msamp_state", None)
+    if state is None:
+        raise TypeError(
+            f"the weight of a ScaledLinear (MS-AMP) is a plain {tuple(param.shape)} tensor of {param.dtype}; expected"
+            " its parameter of codes. Parametrize, prune or normalize weights before the conversion, which then leaves"
+            " the layer unconverted; give `torch.func.functional_call` the parameters, not a state dict."
+        )
+    return state
+
+
 def maximum(values: Tensor, shards: dist.ProcessGroup | None) -> Tensor:
     """Return the maximum over the ranks: (...) float32; a collective. NaN becomes inf, which a maximum keeps."""
     if shards is None:

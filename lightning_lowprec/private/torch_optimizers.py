@@ -1,6 +1,5 @@
 """What optimizers allow, and how their step hooks and schedulers notice steps; `torch.py` lists the private names."""
 
-import functools
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
@@ -34,25 +33,16 @@ STEPPED: Final = "_opt_called"
 """An attribute of optimizers by which schedulers know that a step was made."""
 
 
-def replaces_step(step: F) -> F:
-    """Decorate the ``step`` of an optimizer's class that calls another class's ``step``, where torch runs the hooks.
-
-    Schedulers do not wrap it; it sets :data:`STEPPED`.
-    """
-    step.hooked = step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+def known_to_schedulers(step: F) -> F:
+    """Decorate the ``step`` of an optimizer's class that sets :data:`STEPPED`: schedulers do not wrap it."""
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     return step
 
 
-def noted_by_schedulers(step: F) -> F:
-    """Decorate the ``step`` of an optimizer's class: tell schedulers about every call, so that they do not wrap it."""
-
-    @functools.wraps(step)
-    def noted(self: Any, *args: object, **kwargs: object) -> Any:
-        setattr(self, STEPPED, True)
-        return step(self, *args, **kwargs)
-
-    noted._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    return noted  # type: ignore[return-value]
+def replaces_step(step: F) -> F:
+    """Decorate the ``step`` of an optimizer's class that calls another class's ``step``, where torch runs the hooks."""
+    step.hooked = True  # type: ignore[attr-defined]
+    return known_to_schedulers(step)
 
 
 def steps_alone(optimizer: Optimizer, plain: type) -> bool:

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_lowprec.msamp import values_of
-from lightning_lowprec.msamp.weight import codes_of, msamp_state_of
+from lightning_lowprec.msamp.weight import codes_of
+from lightning_lowprec.msamp.weight_state import msamp_state_of
 
 X = torch.tensor([3.0, 4.0])
 """A batch, and the gradient it causes: norm 5, exact in fp16, bf16 and float32."""

@@ -268,7 +268,7 @@ FAULTS = [
     ),
     Fault(
         "a second moment without its correction",
-        'torch.div(exp_avg_sq, numbers["correction2"], out=grad)',
+        "torch.div(exp_avg_sq, correction2, out=grad)",
         "grad.copy_(exp_avg_sq)",
         "tests/msamp/test_scaled_adamw.py",
     ),

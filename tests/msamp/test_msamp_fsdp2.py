@@ -8,7 +8,7 @@ import torch
 
 from lightning_lowprec import MSAMP
 from lightning_lowprec.msamp.linear import scaled_linears
-from lightning_lowprec.msamp.weight import required_state_of
+from lightning_lowprec.msamp.weight_state import required_state_of
 from lightning_lowprec.private.torch_modules import is_compiled
 from tests.fsdp2.models import Net
 from tests.fsdp2.ranks import run

@@ -10,8 +10,8 @@ from torch import nn
 from torch.optim import Adam, AdamW
 
 from lightning_lowprec.msamp import ScaledAdamW, scale_weight_, set_values_, values_of
-from lightning_lowprec.msamp import step as msamp_step
-from lightning_lowprec.msamp.adamw import convert_optimizer_
+from lightning_lowprec.msamp import adamw as msamp_step
+from lightning_lowprec.msamp.optimizers import convert_optimizer_
 from lightning_lowprec.numerics.rounding import bits_at, keys_of_bits, random_bits
 from tests.msamp.scaled_cases import (
     LEVELS,

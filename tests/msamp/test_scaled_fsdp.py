@@ -16,7 +16,7 @@ from lightning_lowprec.checkpoints import optimizer_state
 from lightning_lowprec.checkpoints.load import StoredFile, load
 from lightning_lowprec.fsdp2.options import ShardOptions
 from lightning_lowprec.msamp import ScaledAdamW, scale_linears, set_values_, values_of
-from lightning_lowprec.msamp import step as msamp_step
+from lightning_lowprec.msamp import adamw as msamp_step
 from lightning_lowprec.msamp.fsdp2 import shard_codes
 from lightning_lowprec.msamp.layer import ScaledLayer
 from lightning_lowprec.private.torch import with_local_tensor

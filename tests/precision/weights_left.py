@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from lightning_lowprec.masters.registry import existing_masters
-from lightning_lowprec.msamp.weight import msamp_state_of, values_of
+from lightning_lowprec.msamp.weight import values_of
+from lightning_lowprec.msamp.weight_state import msamp_state_of
 from lightning_lowprec.names import create
 from tests.toys import ON_CPU
 

@@ -17,7 +17,7 @@ from lightning_lowprec import names
 from lightning_lowprec.conversion.name_formats import COLUMNS, LIGHTNINGS
 from lightning_lowprec.fsdp2.options import ShardOptions
 from lightning_lowprec.fsdp2.strategy import gathers_fp8, param_dtype
-from lightning_lowprec.msamp.weight import msamp_state_of
+from lightning_lowprec.msamp.weight_state import msamp_state_of
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.strategies import half_under_fsdp2
 from lightning_lowprec.tools.cli import main
