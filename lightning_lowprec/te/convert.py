@@ -24,7 +24,7 @@ def choose(model: nn.Module, options: LayerOptions, request: PlanRequest, *, nor
     inside, names = in_metrics(model), linears(model)
     reasons = {
         fqn: _kept_by_user(fqn, options) or reason or (IN_METRIC if fqn in inside else None)
-        for fqn, module in (model.named_modules() if norms else ())
+        for fqn, module in (dict(model.named_modules()) if norms else {}).items()
         if (reason := reason_to_keep(module)) != NO_NORM
     }
 

@@ -72,6 +72,7 @@ class TELinear(PlainFirst, te.Linear, nn.Linear):  # type: ignore[misc]
     """The weight whose codes are kept."""
     recipe: Any
     """The recipe of the plugin's context."""
+    weight: Any
     fp8: bool
     """Whether the last forward ran in FP8, as Transformer Engine notes."""
 
