@@ -28,12 +28,10 @@ from lightning_lowprec.numerics.tiles import Tile
 from lightning_lowprec.numerics.weight_rounding import BLOCK, WeightRounding
 from lightning_lowprec.private.torch import block_product
 from lightning_lowprec.private.torchao import block_kernels
-from lightning_lowprec.products.arithmetic import Codes, Operand, Product, Role
-from lightning_lowprec.products.scaled import Coding
-from lightning_lowprec.products.tiled import Tiled, encode_tiles
+from lightning_lowprec.products.arithmetic import Codes, Coding, Operand, Product, Role, Tiled, encode_tiles
 
 _SUMMED: Final = (1, BLOCK)
-_CODING: Final = Coding(dtype=E4M3.dtype, by_row=False, power_of_2=False)
+_CODING: Final = Coding(dtype=E4M3.dtype)
 
 
 @final
@@ -44,15 +42,12 @@ class Block(Tiled):
     emulate: Emulation
     tokens: ClassVar[int] = 16
     tile: ClassVar[Tile] = (BLOCK, BLOCK)
-
-    def coding(self, role: Role) -> Coding | None:
-        """Return the coding of weights."""
-        return _CODING if role == "weight" else None
+    of_weights: ClassVar[Coding] = _CODING
 
     def operand(self, matrix: Tensor, role: Role, dtype: torch.dtype) -> Operand:
         """Return an operand."""
         if role == "weight":
-            return self.of_codes(*self.encoded(matrix, role))
+            return self.of_codes(*self.encoded(matrix))
         # an input or a gradient is encoded along what a product sums
         return Operand(
             lambda: encode_tiles(matrix, _SUMMED, _CODING), lambda: encode_tiles(matrix.t(), _SUMMED, _CODING)
@@ -137,7 +132,7 @@ def encode_stack(weight: Tensor, how: Block) -> tuple[Tensor, Tensor]:
     """[E, A, C] any float -> codes [E, A, C], and the scales of the tiles of one expert after the other."""
     missing = -weight.shape[1] % BLOCK
     padded = F.pad(weight.detach(), (0, 0, 0, missing)) if missing else weight.detach()  # else a copy
-    codes, scale = how.encoded(padded.flatten(0, 1), "weight")
+    codes, scale = how.encoded(padded.flatten(0, 1))
     return codes.view(padded.shape)[:, : weight.shape[1]].contiguous(), scale
 
 

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_lowprec.numerics.kernel_operands import cut_rows, pad_rows
-from lightning_lowprec.products.arithmetic import Products, Role, serves
+from lightning_lowprec.products.arithmetic import Operand, Products, serves
 from lightning_lowprec.products.coded_weight import CodedWeight
 from lightning_lowprec.products.transforms import check_backward, refuse_forward_mode
 
@@ -41,12 +41,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        input: Tensor,
-        weight: Tensor,
-        scale: Tensor | None,
-        bias: Tensor | None,
-        by: Products,
+        ctx: Any, input: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, by: Products
     ) -> Tensor:
         ctx.by, ctx.dtype, ctx.has_bias = by, input.dtype, bias is not None
         to_input, to_weight = ctx.needs_input_grad[:2]
@@ -55,11 +50,11 @@ class _Linear(torch.autograd.Function):
         if (how := by.forward) is None:
             output = in_high_precision(input, weight.to(input.dtype), bias, by.in_by_out)
         else:
-            x = _operand(how, "input", input.dtype, input)
+            x = how.operand(pad_rows(input, how.tokens), "input", input.dtype)
             keeper = by.keeper_of_weight if scale is None else None
             if keeper is not None and not isinstance(weight, CodedWeight):
-                of_weight = weight, *keeper.encoded(weight, "weight")
-            w = _operand(how, "weight", input.dtype, *of_weight)
+                of_weight = weight, *keeper.encoded(weight)
+            w = _of_weight(how, of_weight, input.dtype)
             output = how.multiply(x.rows(), w.columns() if by.in_by_out else w.rows(), input.dtype, "forward")
             output = cut_rows(output if bias is None else output + bias, input)
         ctx.save_for_backward(input if to_weight else None, *(of_weight if to_input else (None, None, None)))
@@ -86,7 +81,7 @@ class _Linear(torch.autograd.Function):
             grad_input = g @ (w.t() if by.in_by_out else w)
         elif to_input and by_input is not None:
             grad = by_input.operand(pad_rows(g, by_input.tokens), "gradient", g.dtype)
-            w = _operand(by_input, "weight", g.dtype, *of_weight)
+            w = _of_weight(by_input, of_weight, g.dtype)
             columns = w.rows() if by.in_by_out else w.columns()
             grad_input = by_input.multiply(grad.rows(), columns, g.dtype, "grad_input")[: g.shape[0]]
         if to_weight and by_weight is None:
@@ -95,7 +90,7 @@ class _Linear(torch.autograd.Function):
         elif to_weight and by_weight is not None:
             if grad is None or not serves(by_input, by_weight, "gradient"):
                 grad = by_weight.operand(pad_rows(g, by_weight.tokens), "gradient", g.dtype)
-            x = _operand(by_weight, "input", ctx.dtype, input)
+            x = by_weight.operand(pad_rows(input, by_weight.tokens), "input", ctx.dtype)
             a, b = (x, grad) if by.in_by_out else (grad, x)
             grad_weight = by_weight.multiply(a.columns(), b.columns(), g.dtype, "grad_weight")
         if grad_input is not None:
@@ -113,15 +108,13 @@ def linear(input: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | N
     return output
 
 
-def _operand(
-    how: Any, role: Role, dtype: torch.dtype, matrix: Any, codes: Tensor | None = None, scale: Tensor | None = None
-) -> Any:
-    """Return the operand of an input [*, K] or a weight, or of codes that were kept, or that FSDP2 has gathered."""
-    if isinstance(matrix, CodedWeight):
-        codes, scale = matrix.codes_and_scale()
-    if codes is not None:
-        return how.of_codes(codes, scale)
-    return how.operand(matrix if role == "weight" else pad_rows(matrix, how.tokens), role, dtype)
+def _of_weight(how: Any, saved: SavedWeight, dtype: torch.dtype) -> Operand:
+    """Return the operand of a weight, or of its codes, which were kept, or which FSDP2 has gathered."""
+    weight, codes, scale = saved
+    if isinstance(weight, CodedWeight):
+        codes, scale = weight.codes_and_scale()
+    operand: Operand = how.operand(weight, "weight", dtype) if codes is None else how.of_codes(codes, scale)
+    return operand
 
 
 def in_high_precision(input: Tensor, weight: Tensor, bias: Tensor | None, in_by_out: bool) -> Tensor:

@@ -18,29 +18,15 @@ from typing import Any, ClassVar, Final, final
 import torch
 from torch import Tensor
 
-from lightning_lowprec.numerics.formats import visible_scale
 from lightning_lowprec.numerics.tensor_cores import MX_BLOCK, Emulation, accumulate
 from lightning_lowprec.numerics.tiles import Tile
 from lightning_lowprec.private.torchao import has_mx_extension, mx_names
-from lightning_lowprec.products.arithmetic import Codes, Operand, Product, Role
-from lightning_lowprec.products.tiled import Tiled
+from lightning_lowprec.products.arithmetic import Codes, Coding, Operand, Product, Role, Tiled
 
 _TILE: Final = 128  # of torchao's Triton kernel
 _DTYPE: Final = torch.float8_e4m3fn
 _names = functools.cache(mx_names)
 _has_extension = functools.cache(has_mx_extension)
-
-
-@final
-class _UpScaled:
-    """How the tiles of a weight become codes."""
-
-    dtype: ClassVar[torch.dtype] = _DTYPE
-
-    @staticmethod
-    def scales(amax: Tensor) -> Tensor:
-        """Return the largest power of two by which the largest value stays within e4m3; NaN for inf and NaN."""
-        return visible_scale(amax)
 
 
 @final
@@ -52,15 +38,12 @@ class MXFP8(Tiled):
     """Whether dequantised codes are multiplied in place of calling kernels, or which GPU's kernels are emulated."""
     tokens: ClassVar[int] = MX_BLOCK
     tile: ClassVar[Tile] = (MX_BLOCK, MX_BLOCK)
-
-    def coding(self, role: Role) -> type[_UpScaled] | None:
-        """Return the coding of weights."""
-        return _UpScaled if role == "weight" else None
+    of_weights: ClassVar[Coding] = Coding(dtype=_DTYPE, visible=True)
 
     def operand(self, matrix: Tensor, role: Role, dtype: torch.dtype) -> Operand:
         """Return an operand of the values in the dtype of autocast, which kernels take in bf16, or of a weight."""
-        if self.coding(role) is not None:
-            return self.of_codes(*self.encoded(matrix, role))
+        if role == "weight":
+            return self.of_codes(*self.encoded(matrix))
         matrix = matrix.to(dtype)
         rounds = self.emulate is not True
         matrix = matrix.to(torch.bfloat16).contiguous() if rounds else matrix  # kernels encode bf16, contiguous

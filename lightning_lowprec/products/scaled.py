@@ -20,25 +20,11 @@ import torch
 from torch import Tensor
 
 from lightning_lowprec.numerics import tensor_cores
-from lightning_lowprec.numerics.formats import E4M3, decode, encode, largest_scale
+from lightning_lowprec.numerics.formats import E4M3, decode, encode
 from lightning_lowprec.numerics.kernel_operands import check_operands
 from lightning_lowprec.numerics.weight_rounding import WeightRounding
 from lightning_lowprec.private.torch import scaled_product
-from lightning_lowprec.products.arithmetic import Codes, Operand, Product, Role, Transposable
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class Coding:
-    """How a matrix becomes codes: format, a scale per row or one, and whether scales become powers of two, downward."""
-
-    dtype: torch.dtype
-    by_row: bool
-    power_of_2: bool
-
-    def scales(self, amax: Tensor) -> Tensor:
-        """Return the scales of largest absolute values: (...) any float -> (...) float32."""
-        return largest_scale(amax, self.dtype, self.power_of_2)
+from lightning_lowprec.products.arithmetic import Codes, Coding, Operand, Product, Role, Transposable
 
 
 @final
@@ -67,9 +53,9 @@ class Scaled(Transposable):
         coding: Coding = getattr(self, role)
         return None if coding.by_row else coding
 
-    def encoded(self, matrix: Tensor, role: Role) -> tuple[Tensor, Tensor]:
-        """Return codes and scale, once, of a matrix with one scale."""
-        codes: Codes = _operand(matrix, getattr(self, role)).rows()
+    def encoded(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Return codes and scale of a weight with one scale."""
+        codes: Codes = _operand(weight, self.weight).rows()
         return codes
 
     def decode(self, codes: Tensor, scale: Tensor, first: int = 0) -> Tensor:

@@ -26,7 +26,6 @@ from lightning_lowprec.conversion.experts import (
     grouped_product,
     is_transposed,
     matrices,
-    release_experts,
     take_experts,
 )
 from lightning_lowprec.conversion.plain_first import PlainFirst
@@ -42,6 +41,9 @@ from lightning_lowprec.products.scaled import Scaled
 from lightning_lowprec.products.transforms import check_backward, check_call, refuse_forward_mode
 from lightning_lowprec.torchao.settings import LayerSettings
 from lightning_lowprec.torchao.wire_format import TorchAOWire
+
+How = Scaled | Block
+"""How stacked experts are encoded."""
 
 
 @final
@@ -108,19 +110,9 @@ class FP8Experts(PlainFirst, RoutedExperts):
         return next((self.settings[name].wire_format for name in self.wired), None)
 
 
-def check_fast_accum(settings: LayerSettings) -> None:
-    """Raise ValueError for a forward without fast accumulation: kernels for grouped products have it."""
-    how = settings.products.forward
-    if isinstance(how, Scaled) and not how.fast:
-        raise ValueError(
-            "`fast_accum='none'` is not possible for stacked experts, whose kernels always accumulate fast. Use"
-            " `experts='bf16'`."
-        )
-
-
-def format_of(products: Products) -> Scaled | Block:
+def format_of(products: Products) -> How:
     """Return how stacked experts are encoded; all their products are e4m3."""
-    assert isinstance(products.forward, Scaled | Block)
+    assert isinstance(products.forward, How)
     return products.forward
 
 
@@ -138,23 +130,20 @@ def convert(
     for fqn in fqns:
         module, _, name = fqn.rpartition(".")
         by_module.setdefault(module, {})[name] = settings = settings_of(fqn)
-        check_fast_accum(settings)
+        if isinstance(settings.products.forward, Scaled) and not settings.products.forward.fast:
+            raise ValueError(
+                "`fast_accum='none'` is not possible for stacked experts, whose kernels always accumulate fast. Use"
+                " `experts='bf16'`."
+            )
     for fqn, by_name in by_module.items():
-        experts: Any = model.get_submodule(fqn)
         in_bf16 = {name: high_of(settings) for name, settings in by_name.items()}
-        options = {"fp8_eval": fp8_eval, "saves_weight_codes": True}
-        take_experts(experts, FP8Experts, {"settings": by_name, "in_bf16": in_bf16, **options})
+        attributes = {"settings": by_name, "in_bf16": in_bf16, "fp8_eval": fp8_eval, "saves_weight_codes": True}
+        take_experts(model.get_submodule(fqn), FP8Experts, attributes)
 
 
 def fp8_experts(model: nn.Module) -> list[FP8Experts]:
     """Return the experts of ``model`` that run in FP8."""
     return [module for module in model.modules() if isinstance(module, FP8Experts)]
-
-
-def revert(model: nn.Module) -> None:
-    """Give experts their own class back, in place."""
-    for module in fp8_experts(model):
-        release_experts(module)
 
 
 # ---- the products
@@ -164,7 +153,7 @@ def grouped_matmul(
     rows: Tensor,
     weight: Tensor,
     ends: Tensor,
-    how: Scaled | Block,
+    how: How,
     in_bf16: tuple[Gemm, ...] = (),
     *,
     transposed: bool,
@@ -195,14 +184,13 @@ class _GroupedMatmul(torch.autograd.Function):
         ends: Tensor,
         transposed: bool,
         keep: bool,
-        how: Any,
+        how: How,
         in_bf16: tuple[Gemm, ...],
     ) -> Tensor:
         kept: Sequence[Tensor] = ()
         high = "forward" in in_bf16
         if keep and how.coding("weight") is not None and not high and not isinstance(weight, CodedWeight):
-            by_block = isinstance(how, Block)
-            kept = encode_stack(weight, how) if by_block else encode_whole(weight, how.weight.power_of_2)
+            kept = encode_stack(weight, how) if isinstance(how, Block) else encode_whole(weight, how.weight.power_of_2)
         ctx.save_for_backward(rows, weight, ends, *(kept if ctx.needs_input_grad[0] else ()))
         ctx.transposed, ctx.how, ctx.in_bf16 = transposed, how, in_bf16
         return _times(rows, weight, kept, ends, how, in_bf16=high, across=transposed)
@@ -223,7 +211,7 @@ class _GroupedMatmul(torch.autograd.Function):
 
 
 def _times(
-    rows: Tensor, weight: Tensor, kept: Sequence[Tensor], ends: Tensor, how: Any, *, in_bf16: bool, across: bool
+    rows: Tensor, weight: Tensor, kept: Sequence[Tensor], ends: Tensor, how: How, *, in_bf16: bool, across: bool
 ) -> Tensor:
     """[P, C], [E, A, C], or ``across`` [E, C, A] -> [P, A]."""
     if in_bf16:
@@ -237,7 +225,7 @@ def _times(
     return product(codes, right.mT, (inverse, of_right), ends, rows.dtype, emulate=how.emulate)
 
 
-def _grad_weight(left: Tensor, right: Tensor, ends: Tensor, how: Any, *, in_bf16: bool) -> Tensor:
+def _grad_weight(left: Tensor, right: Tensor, ends: Tensor, how: How, *, in_bf16: bool) -> Tensor:
     """[P, A], [P, C] -> [E, A, C]: the sum over the rows of each group."""
     if in_bf16:
         return F.grouped_mm(left.t(), right, offs=ends.to(left.device))

@@ -230,7 +230,7 @@ def store(model: nn.Module) -> str:
     for fqn in (fqns[0] for fqns in shared.values()):
         if type(layers[fqn].weight) is not nn.Parameter or id(layers[fqn].weight) in outside:
             _refuse(fqn, "its weight is no plain Parameter, or another module reads the weight too")
-        if not layers[fqn].codes_serve_both or {"forward", "grad_input"} & set(layers[fqn].in_bf16):
+        if not layers[fqn].codes_serve_both or {"forward", "grad_input"} & layers[fqn].settings.in_bf16:
             _refuse(fqn, "a product of its recipe runs in bf16, and reads the values of the weight")
     if not shared:
         raise ValueError(

@@ -8,23 +8,28 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_lowprec.conversion import in_place
+from lightning_lowprec.conversion.experts import release_experts
 from lightning_lowprec.conversion.matmuls import is_conv1d
 from lightning_lowprec.numerics.casts import EVALUATES, HIGH, Cast, LayerNumerics
 from lightning_lowprec.numerics.formats import E4M3
 from lightning_lowprec.numerics.one_pass import compiled_on_cuda
 from lightning_lowprec.numerics.weight_rounding import ScalePer, WeightRounding
+from lightning_lowprec.products.arithmetic import Coding
 from lightning_lowprec.products.coded_weight import CodedWeight
-from lightning_lowprec.products.scaled import Coding, Scaled
-from lightning_lowprec.torchao import experts, frozen, linear
-from lightning_lowprec.torchao.experts import FP8Experts
-from lightning_lowprec.torchao.linear import CodedLayer
+from lightning_lowprec.products.scaled import Scaled
+from lightning_lowprec.torchao import frozen
+from lightning_lowprec.torchao.experts import FP8Experts, fp8_experts
+from lightning_lowprec.torchao.linear import CodedLayer, coded_layers
 
 
 def revert(model: nn.Module) -> None:
     """Give layers and experts their own classes back, in place."""
-    experts.revert(model)
+    for module in fp8_experts(model):
+        release_experts(module)
     frozen.restore(model)
-    linear.revert(model)
+    for layer in coded_layers(model):
+        in_place.revert(layer)
 
 
 def cuts(layer: nn.Module) -> bool:

@@ -17,7 +17,6 @@ from torchao.float8.float8_linear import Float8Linear
 from lightning_lowprec.conversion import in_place, layer_runs
 from lightning_lowprec.conversion.declared import is_declared
 from lightning_lowprec.conversion.matmuls import is_conv1d, sizes_of_conv1d
-from lightning_lowprec.conversion.recipe_map import Gemm
 from lightning_lowprec.private.torch import are_transforms_active
 from lightning_lowprec.products.arithmetic import Products, serves
 from lightning_lowprec.products.formats import FORMATS
@@ -43,10 +42,6 @@ class CodedLayer(StoresCodes):
     """The recipe of the layer."""
     alignment: int
     """Zeros are appended to K and N until both are multiples of this number."""
-    saves_weight_codes: bool
-    """Whether the backward may read the codes of the weight that the forward made: not if the weight is freed."""
-    in_bf16: tuple[Gemm, ...]
-    """The products in high precision."""
     products: Products | None
     """How the layer computes now; None: all products are in high precision. A compiler guards it."""
 
@@ -99,20 +94,12 @@ class CodedLayer(StoresCodes):
         # a copy and no view: a model may write to it
         return output[..., : features[1]].clone(memory_format=torch.contiguous_format)
 
-    def check_trace(self) -> None:
-        """Refuse ``torch.jit.trace`` where the layer computes on codes."""
-        if self.training or self.fp8_eval:
-            check_call(type(self).__name__)
-
-    def update(self) -> None:
-        """Bring ``products`` up to date after a change of ``saves_weight_codes``."""
-        self.in_bf16 = tuple(sorted(self.settings.in_bf16))
+    def set_products(self, *, saves_weight_codes: bool) -> None:
+        """Set ``products``; the backward reads no codes that the forward made of a weight that is freed between."""
         of_recipe = self.settings.products
-        self.products = replace(
-            of_recipe,
-            in_by_out=is_conv1d(self),
-            saves_weight=of_recipe.saves_weight and self.saves_weight_codes,
-        ).without(self.in_bf16)
+        saves_weight = of_recipe.saves_weight and saves_weight_codes
+        products = replace(of_recipe, in_by_out=is_conv1d(self), saves_weight=saves_weight)
+        self.products = products.without(self.settings.in_bf16)
 
     # ---- FSDP2
 
@@ -124,7 +111,7 @@ class CodedLayer(StoresCodes):
     @property
     def wire_format(self) -> TorchAOWire | None:
         """The format in which FSDP2 gathers the weight; None: padded, stored as codes, or two sets of codes."""
-        serves_both = self.codes_serve_both and not {"forward", "grad_input"} & set(self.in_bf16)
+        serves_both = self.codes_serve_both and not {"forward", "grad_input"} & self.settings.in_bf16
         values = self.values_dtype is None
         return self.settings.wire_format if serves_both and values and not self.is_padded else None
 
@@ -172,29 +159,20 @@ def convert(
             "alignment": FORMATS[settings.name].features,
             "fp8_eval": fp8_eval,
             "settings": settings,
-            "saves_weight_codes": True,
             "values_dtype": None,
-            "in_bf16": (),
             "products": None,
         }
         cls = CodedLinear if settings.config is None else FP8Linear
         in_place.become(layer, in_place.derived(CodedConv1D, type(layer)) if sizes else cls, attributes)
-        layer.update()
+        layer.set_products(saves_weight_codes=True)
 
 
 def save_no_weight_codes(model: nn.Module) -> None:
     """Save no codes of weights for the backward: whole weights are gathered for each use, and freed."""
     for layer in coded_layers(model):
-        layer.saves_weight_codes = False
-        layer.update()
+        layer.set_products(saves_weight_codes=False)
     for experts in fp8_experts(model):
         experts.saves_weight_codes = False
-
-
-def revert(model: nn.Module) -> None:
-    """Give every CodedLayer of ``model`` its own class back, in place."""
-    for layer in coded_layers(model):
-        in_place.revert(layer)
 
 
 def coded_layers(model: nn.Module) -> list[CodedLayer]:

@@ -5,19 +5,19 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, cast, final, get_args
+from typing import Any, cast, final
 
 import torch
 from torchao.float8 import CastConfig, Float8LinearConfig
 from torchao.float8.config import Float8GemmConfig, ScalingGranularity, ScalingType, e4m3_dtype
 from torchao.float8.float8_linear import Float8Linear
+from torchao.float8.float8_training_tensor import LinearMMConfig
 
 from lightning_lowprec.conversion.gains import Published
 from lightning_lowprec.conversion.recipe_map import NO_GEMM, InBF16, LayerRecipe
 from lightning_lowprec.numerics.tensor_cores import FNUZ, Emulation
-from lightning_lowprec.products.arithmetic import Arithmetic, Products, Transposable
-from lightning_lowprec.products.scaled import Coding, Scaled
-from lightning_lowprec.products.tiled import Tiled
+from lightning_lowprec.products.arithmetic import Arithmetic, Coding, Products, Transposable
+from lightning_lowprec.products.scaled import Scaled
 from lightning_lowprec.torchao.backend import FastAccum, FP8Format
 from lightning_lowprec.torchao.wire_format import TorchAOWire
 
@@ -37,10 +37,9 @@ class LayerSettings:
     """torchao's configuration of the same products; None: torchao's ``Float8Linear`` has no such format."""
 
     @property
-    def mm_config(self) -> Any:
-        """torchao's settings of the three kernels."""
-        assert self.config is not None
-        return _example(self.config).linear_mm_config
+    def mm_config(self) -> LinearMMConfig | None:
+        """torchao's settings of the three kernels, if it has the format."""
+        return None if self.config is None else _example(self.config).linear_mm_config
 
     @property
     def wire_format(self) -> TorchAOWire | None:
@@ -48,9 +47,7 @@ class LayerSettings:
         forward = self.products.forward
         if not isinstance(forward, Transposable) or (coding := forward.coding("weight")) is None:
             return None
-        if isinstance(forward, Tiled):
-            return TorchAOWire(None, coding, True, forward.tile, forward)
-        return TorchAOWire(self.mm_config, coding, self.products.saves_weight)
+        return TorchAOWire(forward, coding, self.mm_config, self.products.saves_weight)
 
     @property
     def torchao_attributes(self) -> dict[str, object]:
@@ -79,16 +76,10 @@ class Settings:
     """By recipe: the formats that torchao's configuration does not have."""
 
     def of(self, recipe: LayerRecipe) -> LayerSettings:
-        """Return the settings of a layer; raise ValueError for a recipe that the plugin does not have."""
+        """Return the settings of a layer."""
         if (by := self.arithmetics.get(recipe.name)) is not None:
             products = Products(forward=by, grad_input=by, grad_weight=by, saves_weight=True)
             return LayerSettings(name=recipe.name, products=products, in_bf16=recipe.in_bf16)
-        if recipe.name not in get_args(Published):
-            expected = ", ".join(map(repr, (*get_args(Published), *self.arithmetics)))
-            raise ValueError(
-                f"`recipe={recipe.name!r}` is not possible for a layer in FP8; expected {expected}, 'bf16', or a"
-                " mapping such as {'forward': 'bf16'}."
-            )
         name = cast(Published, recipe.name)
         one_scale = name == "tensorwise"
         config = replace(Float8LinearConfig.from_recipe_name(name), emulate=bool(self.emulate))
@@ -102,10 +93,7 @@ class Settings:
             config = replace(config, gemm_config_output=gemm, gemm_config_grad_input=gemm, gemm_config_grad_weight=gemm)
         if self.round_scales_to_power_of_2 is not None:
             config = replace(config, round_scales_to_power_of_2=self.round_scales_to_power_of_2)
-        products = replace(
-            products_of(config, self.emulate),
-            saves_weight=self.saves_weight_codes and one_scale,
-        )
+        products = replace(products_of(config, self.emulate), saves_weight=self.saves_weight_codes and one_scale)
         return LayerSettings(name=name, products=products, in_bf16=recipe.in_bf16, config=config)
 
 

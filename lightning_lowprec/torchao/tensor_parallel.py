@@ -48,7 +48,7 @@ def _refusal(layer: Any) -> tuple[str, str] | None:
         return f"`emulate={by_name.pop()!r}` {cut}", "Use `emulate=True`."
     if layer.is_padded:
         return f"A layer whose features are padded {cut}", "Leave `pad_inner_dim` out, or `keep=[...]` the layer."
-    if layer.in_bf16:
+    if layer.settings.in_bf16:
         return f"A layer with some GEMMs in bf16 {cut}", "Choose all GEMMs: 'bf16', or the recipe without `gemms`."
     return None
 

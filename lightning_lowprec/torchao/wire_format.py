@@ -12,15 +12,15 @@ from typing import Any, ClassVar, Final, final
 
 import torch
 from torch import Tensor
-from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
+from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole, LinearMMConfig
 
 from lightning_lowprec.numerics.formats import encode
 from lightning_lowprec.numerics.one_pass import in_one_pass
 from lightning_lowprec.numerics.tiles import Tile
 from lightning_lowprec.private.torch import MOVING_OPERATIONS, inference_mode_of, tree_map_only
 from lightning_lowprec.private.torchao import codes_of, constructor_arguments, set_scale
+from lightning_lowprec.products.arithmetic import Coding, Tiled, Transposable
 from lightning_lowprec.products.coded_weight import CodedWeight
-from lightning_lowprec.products.tiled import Tiled
 
 _aten: Any = torch.ops.aten
 _VIEWS: Final = {
@@ -114,36 +114,37 @@ class GatheredTiles(CodedWeight):
 class TorchAOWire:
     """The arithmetic of the layers, and the tensor that holds a weight's codes."""
 
-    mm_config: Any
+    by: Transposable
+    coding: Coding
+    mm_config: LinearMMConfig | None
     """torchao's settings of the three GEMMs, the same for all layers of a model that are gathered; None with tiles."""
-    coding: Any
     per_step: bool
-    tile: Tile | None = None
-    by: Tiled | None = None
-    """The arithmetic of weights with a scale per tile."""
     least_amax: ClassVar[float] = 0.0  # `scales` has a bound
+
+    @property
+    def tile(self) -> Tile | None:
+        """Rows and columns of what has a scale; None: the whole weight."""
+        return self.by.tile
 
     @property
     def dtype(self) -> torch.dtype:
         """The format of codes."""
-        dtype: torch.dtype = self.coding.dtype
-        return dtype
+        return self.coding.dtype
 
     def scales(self, amax: Tensor) -> Tensor:
         """Return the scales of largest absolute values."""
-        scales: Tensor = self.coding.scales(amax)
-        return scales
+        return self.coding.scales(amax)
 
     def encode(self, values: Tensor, scale: Tensor, *, first: int = 0, out: Tensor | None = None) -> Tensor:
         """(...) any float -> (...) codes; inf becomes the largest value."""
-        if self.by is None:
+        if not isinstance(self.by, Tiled):
             return in_one_pass(encode, values, scale, self.dtype, out=out)
         codes = self.by.encode_rows(values, scale, first)
         return codes if out is None else out.copy_(codes)
 
     def whole(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the gathered weight."""
-        if self.by is not None:
+        if isinstance(self.by, Tiled):
             return GatheredTiles(codes, scale, self.by, dtype)
         whole: Tensor = GatheredWeight(codes, scale, dtype, self.mm_config, gemm_input_role=GemmInputRole.WEIGHT)
         return whole

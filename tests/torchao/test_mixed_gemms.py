@@ -9,6 +9,7 @@ from torch._dynamo.utils import counters
 from transformers.pytorch_utils import Conv1D
 
 from lightning_lowprec.conversion.recipe_map import GEMMS, LayerRecipe
+from lightning_lowprec.torchao import hooks
 from lightning_lowprec.torchao import linear as fp8
 from lightning_lowprec.torchao.plugin import CPU_SCALES_TENSORWISE
 from lightning_lowprec.torchao.settings import Settings
@@ -114,7 +115,7 @@ def test_each_gemm_of_a_conv1d_is_that_of_a_linear_with_the_transposed_weight(re
         assert repr(conv) == "CodedConv1D(nf=48, nx=32)"
         conv.fp8_eval = False
         assert torch.equal(conv.eval()(x := torch.randn(3, 32)), high(x))
-        fp8.revert(conv)
+        hooks.revert(conv)
         assert type(conv) is Conv1D
         assert set(vars(conv)) == set(vars(plain(conv1d=True)))
 
