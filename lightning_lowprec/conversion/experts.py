@@ -22,7 +22,7 @@ alone: "eager" and "batched_mm" run operations that autocast knows.
 import inspect
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, final
 
 import torch
@@ -73,7 +73,7 @@ def weight_names(experts: nn.Module) -> tuple[str, ...]:
     return _routed_names(experts) if _is_of_transformers(experts) else NAMES
 
 
-def _routed_names(experts: Any) -> tuple[str, str]:
+def _routed_names(experts: nn.Module) -> tuple[str, str]:
     return "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
 
 
@@ -87,6 +87,10 @@ class RoutedExperts(RoleModule):
 
     alignment: int = 1
     """The rows of each expert begin at a multiple of this."""
+    has_gate: bool
+    has_bias: bool
+    act_fn: Callable[[Tensor], Tensor]
+    post_expert_norm: Callable[[Tensor], Tensor]
 
     @abstractmethod
     def takes(self, hidden_states: Tensor) -> bool:
@@ -104,10 +108,10 @@ class RoutedExperts(RoleModule):
             return output
         tokens: Any = args[0] if args else kwargs.get("hidden_states", kwargs.get("x"))
         if tokens.numel() == 0 or not self.takes(tokens):
-            with own_implementation(experts):
+            with own_implementation(self):
                 output = super().forward(*args, **kwargs)
             return output
-        return self._sorted(*args, **kwargs) if NAMES[0] in experts._parameters else self._routed(*args, **kwargs)
+        return self._sorted(*args, **kwargs) if NAMES[0] in self._parameters else self._routed(*args, **kwargs)
 
     def _sorted(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
         """[M, K], [E] -> [M, K], dtype of ``x``; zero behind the tokens of the last expert."""
@@ -124,24 +128,22 @@ class RoutedExperts(RoleModule):
 
     def _routed(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """[T, K], [T, k], [T, k] -> [T, K], dtype of ``hidden_states``."""
-        experts: Any = self
-        first, second = _routed_names(experts)
+        first, second = _routed_names(self)
         weight = self.weight(first)
-        absent = is_expert_parallel(experts) or weight is not getattr(experts, first)
+        absent = is_expert_parallel(self) or weight is not getattr(self, first)
         groups = group(top_k_index, weight.shape[0], self.alignment, some_absent=absent)
         rows = spread(hidden_states.to(compute_dtype(hidden_states)), groups)
         inner = self._product(rows, first, groups)
-        inner = activate(experts, inner) if experts.has_gate else experts.act_fn(inner)
+        inner = activate(self, inner) if self.has_gate else self.act_fn(inner)
         pairs = collect(self._product(inner, second, groups), groups)
-        if getattr(experts, "has_post_expert_norm", False):
-            pairs = experts.post_expert_norm(pairs)
+        if getattr(self, "has_post_expert_norm", False):
+            pairs = self.post_expert_norm(pairs)
         weighted = pairs * top_k_weights.reshape(-1, 1)
         return weighted.view(*top_k_index.shape, -1).sum(dim=1).to(hidden_states.dtype)
 
     def _product(self, rows: Tensor, name: str, groups: Groups) -> Tensor:
         product = self.multiply(rows, name, groups)
-        experts: Any = self
-        if not experts.has_bias:
+        if not self.has_bias:
             return product
         return product + per_row(self.weight(f"{name}_bias").to(product.dtype), groups)
 
@@ -191,9 +193,9 @@ def grouped_product(rows: Tensor, weight: Tensor, groups: Groups) -> Tensor:
     return product[:, :outer]
 
 
-def matrices(experts: Any, name: str) -> Tensor:
+def matrices(experts: RoutedExperts, name: str) -> Tensor:
     """Return a stacked Parameter as [E, K, N], for ``rows @ matrix``."""
-    weight: Tensor = experts.weight(name)
+    weight = experts.weight(name)
     return weight if is_transposed(experts) else weight.mT
 
 
@@ -270,7 +272,7 @@ def difference(module: nn.Module) -> str | None:
 
 
 def _own_result(module: nn.Module, weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
-    cls: Any = own_class(module)
+    cls = own_class(module)
     probe = cls.__new__(cls)
     vars(probe).update(vars(module))
     vars(probe)["_parameters"] = {name: nn.Parameter(weight) for name, weight in weights.items()}

@@ -5,7 +5,7 @@ thresholds of its automatic filter. Other devices differ.
 """
 
 import math
-from typing import Final, Literal, get_args
+from typing import Final, Literal
 
 Published = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 SOURCE: Final = "torchao's published H100 figures"
@@ -14,22 +14,16 @@ PUBLISHED: Final = {(1024, 8192): 1.43, (8192, 7168): 1.73, (3584, 8192): 1.71}
 """(in_features, out_features), at 16,384 tokens -> how many times faster than bf16; tensorwise."""
 
 
-def below_break_even(recipe: str, in_features: int, out_features: int) -> bool:
-    """Return whether FP8 is slower than bf16 at this shape, according to the published thresholds."""
-    k, n = in_features, out_features
-    if recipe == "tensorwise":
-        return k <= 4096 and n <= 1024
-    return n <= 2048 or k <= 1024 or (n <= 4096 and k <= 2048)
-
-
 def expected_gain(recipe: str | None, in_features: int, out_features: int) -> float | None:
     """Return the gain of the nearest published shape (in log space); None if FP8 is slower than bf16.
 
     A recipe without figures counts as tensorwise. The thresholds of the recipe decide whether FP8 is slower.
     The gain is a coarse figure: it orders layers, and it does not predict the time of a step.
     """
-    name = recipe if recipe is not None and recipe in get_args(Published) else "tensorwise"
-    if below_break_even(name, in_features, out_features):
+    k, n = in_features, out_features
+    by_row = recipe in ("rowwise", "rowwise_with_gw_hp")
+    slower = n <= 2048 or k <= 1024 or (n <= 4096 and k <= 2048) if by_row else k <= 4096 and n <= 1024
+    if slower:
         return None
-    place = [math.log2(max(size, 1)) for size in (in_features, out_features)]
+    place = [math.log2(max(size, 1)) for size in (k, n)]
     return PUBLISHED[min(PUBLISHED, key=lambda shape: math.dist([math.log2(size) for size in shape], place))]

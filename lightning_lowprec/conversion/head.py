@@ -62,16 +62,18 @@ class LossHead(nn.Linear):
     emulate: Emulation | None
     has_warned: bool
 
-    def forward(self, input: Tensor, task: Task = None) -> Any:
+    def forward(self, input: Tensor, task: Task = None) -> Tensor:
         """[*, K] -> [*, V]; in training without a task LazyLogits, with the arguments of a loss the loss."""
         if self.kind != "fp32":
             return self._compute(input, task)
         with torch.autocast(input.device.type, enabled=False):
             return self._compute(input.float(), task)
 
-    def _compute(self, input: Tensor, task: Task) -> Any:
+    def _compute(self, input: Tensor, task: Task) -> Tensor:
         if task is None and self.training and torch.is_grad_enabled():
-            return LazyLogits.of(self, input)
+            device = input.device.type
+            autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+            return _lazy(self, input, autocast, autocast or input.dtype)
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
         if self.kind == "fp32":
@@ -84,7 +86,7 @@ class LossHead(nn.Linear):
 
 def _causal_loss(
     head: LossHead,
-    logits: Any,
+    logits: Tensor,
     labels: Tensor | None,
     vocab_size: int,
     num_items_in_batch: Tensor | int | None = None,
@@ -116,7 +118,7 @@ def _causal_loss(
 
 def replace_heads(model: nn.Module, kind: HeadKind, *, emulate: Emulation | None) -> list[str]:
     """Replace heads and losses of the causal models in ``model``, in place; return the fqns of these models."""
-    models = list(causal_models(model))
+    models = causal_models(model)
     for fqn, causal, head in models:
         if kind == "fp8" and head.in_features % ALIGNMENT:
             raise ValueError(
@@ -158,13 +160,6 @@ class LazyLogits(Tensor):
     """The weight and how often it had been written when the logits came, which a compiler does not know."""
     has_loss: bool
     computed: Tensor | None
-
-    @staticmethod
-    def of(head: LossHead, hidden: Tensor) -> LazyLogits:
-        """Return the logits of hidden states, not computed, in the dtype of autocast."""
-        device = hidden.device.type
-        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        return _lazy(head, hidden, autocast, autocast or hidden.dtype)
 
     @classmethod
     def __torch_function__(
@@ -237,20 +232,18 @@ def values_of(value: Any) -> Any:
 # ---- which models are recognised
 
 
-def causal_models(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Linear]]:
-    """Yield the fqn of every causal model of ``transformers`` in ``model``, the causal model, and its head."""
-    found = False
-    for fqn, module, head in _heads(model):
-        found = True
-        reason = unrecognised(module, head)
-        if reason is not None:
+def causal_models(model: nn.Module) -> list[tuple[str, nn.Module, nn.Linear]]:
+    """Return the fqn of every causal model of ``transformers`` in ``model``, the causal model, and its head."""
+    models = list(_heads(model))
+    for fqn, module, head in models:
+        if (reason := unrecognised(module, head)) is not None:
             raise ValueError(f"`head` cannot replace the loss of {_name(fqn, module)}: {reason}. {WAY_OUT}.")
-        yield fqn, module, head
-    if not found:
+    if not models:
         raise ValueError(
             f"`head` knows the heads and losses of causal models of `transformers`, and {type(model).__name__} holds"
             f" none. {WAY_OUT}."
         )
+    return models
 
 
 def advice(model: nn.Module) -> list[str]:

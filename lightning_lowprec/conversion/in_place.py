@@ -18,7 +18,9 @@ _NOT_SHADOWED: Final = ("reset_parameters", "extra_repr")
 """Methods of a subclass that no class of ours replaces."""
 
 
-def become(module: Any, cls: type[nn.Module], attributes: Mapping[str, Any], later: Iterable[str] = ()) -> None:
+def become(
+    module: nn.Module, cls: type[nn.Module], attributes: Mapping[str, object], later: Iterable[str] = ()
+) -> None:
     """Give a module another class, and the attributes that the new class needs and the module does not have.
 
     The module keeps its attributes, parameters, hooks and children. A module of a subclass of Linear gets a class that
@@ -30,11 +32,12 @@ def become(module: Any, cls: type[nn.Module], attributes: Mapping[str, Any], lat
     module.__class__ = derived(cls, own) if issubclass(own, nn.Linear) and not issubclass(cls, own) else cls
 
 
-def revert(module: Any) -> None:
+def revert(module: nn.Module) -> None:
     """Undo :func:`become`: give a module its own class back, and remove the attributes that were added."""
-    module.__class__ = module.own_class
-    for name in (*module.added_attributes, "own_class", "added_attributes"):
-        vars(module).pop(name, None)
+    attributes = vars(module)
+    module.__class__ = attributes["own_class"]
+    for name in (*attributes["added_attributes"], "own_class", "added_attributes"):
+        attributes.pop(name, None)
 
 
 def own_class(module: nn.Module) -> type[nn.Module]:

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch.nn import Module
+from torch.utils.hooks import RemovableHandle
 
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.in_place import RoleModule
@@ -18,7 +19,7 @@ from lightning_lowprec.conversion.matmuls import is_linear
 from lightning_lowprec.private.torch_modules import is_compiled
 
 waiting: WeakSet[Module] = WeakSet()  # the converted layers that have not run since their set-up
-_around: WeakKeyDictionary[Module, Any] = WeakKeyDictionary()
+_around: WeakKeyDictionary[Module, RemovableHandle] = WeakKeyDictionary()
 """The modules around such layers that have not run, and the handles of their hooks."""
 _read: WeakSet[Module] = WeakSet()  # the converted layers whose weight was read without a call
 

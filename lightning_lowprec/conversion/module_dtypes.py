@@ -50,7 +50,7 @@ def run_in_float32(model: nn.Module, plan: Plan) -> None:
                 parameter.data = parameter.data.float()
 
 
-def _run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _run(module: nn.Module, *args: object, **kwargs: object) -> object:
     tensors = [leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, Tensor)]
     args, kwargs = tree_map_only(Tensor, lambda t: t.float() if t.dtype in HALF_DTYPES else t, (args, kwargs))
     with torch.autocast(tensors[0].device.type if tensors else "cpu", enabled=False):

@@ -3,10 +3,6 @@
 A group of options is a frozen dataclass; its docstring describes every field under ``Args:``. The arguments of a
 constructor are a dataclass too, which derives from groups:
 
-    @dataclass(frozen=True, kw_only=True)
-    class PluginOptions(LayerOptions):
-        recipe: str = field(default="tensorwise", kw_only=False)
-
     @shows()
     class Plugin:
         @takes(PluginOptions)
@@ -85,19 +81,14 @@ def take(group: type[T], options: object) -> T:
 
 
 def takes(options: Callable[P, T]) -> Callable[[Callable[[S, T], None]], Callable[Concatenate[S, P], None]]:
-    """Let a constructor take the fields of the dataclass ``options`` as arguments; it gets the dataclass.
-
-    Type checkers see every field. :func:`shows` writes the fields into signature and docstring of the class.
-    """
+    """Let a constructor take the fields of the dataclass ``options`` as arguments; it gets the dataclass."""
 
     def decorate(init: Callable[[S, T], None]) -> Callable[Concatenate[S, P], None]:
         @wraps(init)
         def taking(self: S, /, *args: P.args, **kwargs: P.kwargs) -> None:
             init(self, options(*args, **kwargs))
 
-        vars(taking).update(
-            options=options, __signature__=_signature(options, inspect.signature(init).parameters["self"])
-        )
+        vars(taking)["options"] = options
         return taking
 
     return decorate
@@ -111,27 +102,26 @@ def called_with(options: Callable[P, T]) -> Callable[[Callable[[T], R]], Callabl
         def called(*args: P.args, **kwargs: P.kwargs) -> R:
             return function(options(*args, **kwargs))
 
-        vars(called)["__signature__"] = _signature(options)
+        vars(called)["__signature__"] = inspect.Signature(_parameters(options))
         return called
 
     return decorate
 
 
-def _signature(options: Any, *first: inspect.Parameter) -> inspect.Signature:
-    """Return the fields that ``options`` itself defines, and ``**options`` for those of its groups."""
-    hints = get_type_hints(options)
-    own = [
+def _parameters(options: Any) -> list[inspect.Parameter]:
+    """Return the fields of a dataclass as parameters: its own first, then those of its groups."""
+    hints, by_name = get_type_hints(options), {field.name: field for field in fields(options)}
+    names = [name for cls in options.__mro__[:-1] for name in inspect.get_annotations(cls)]
+    parameters = [
         inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY if field.kw_only else inspect.Parameter.POSITIONAL_OR_KEYWORD,
-            default=inspect.Parameter.empty if field.default is MISSING else field.default,
-            annotation=hints[field.name],
+            name,
+            inspect.Parameter.KEYWORD_ONLY if by_name[name].kw_only else inspect.Parameter.POSITIONAL_OR_KEYWORD,
+            default=inspect.Parameter.empty if by_name[name].default is MISSING else by_name[name].default,
+            annotation=hints[name],
         )
-        for field in fields(options)
-        if field.name in inspect.get_annotations(options)
+        for name in dict.fromkeys(names)
     ]
-    own.sort(key=lambda parameter: parameter.kind)
-    return inspect.Signature([*first, *own, inspect.Parameter("options", inspect.Parameter.VAR_KEYWORD)])
+    return sorted(parameters, key=lambda parameter: parameter.kind)
 
 
 def shows() -> Callable[[Class], Class]:
@@ -144,19 +134,14 @@ def shows() -> Callable[[Class], Class]:
     def decorate(cls: Class) -> Class:
         init: Any = cls.__init__  # type: ignore[misc]
         options = getattr(init, "options", None)
-        groups = [] if options is None else [c for c in options.__mro__[1:] if inspect.get_annotations(c)]
-        direct = [p for p in inspect.signature(init).parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-        hints = get_type_hints(init if options is None else options)
-        direct = [p.replace(annotation=hints.get(p.name, p.annotation)) for p in direct]
-        shared = [
-            inspect.Parameter(
-                name, inspect.Parameter.KEYWORD_ONLY, default=getattr(group, name), annotation=hints[name]
-            )
-            for group in groups
-            for name in inspect.get_annotations(group)
-        ]
-        allowed = {p.name for p in (*direct, *shared)}
-        positional = [p.name for p in direct if p.kind is not inspect.Parameter.KEYWORD_ONLY][1:]  # without `self`
+        itself, *parameters = inspect.signature(init).parameters.values()
+        if options is not None:
+            parameters = _parameters(options)
+        else:
+            hints = get_type_hints(init)
+            parameters = [p.replace(annotation=hints.get(p.name, p.annotation)) for p in parameters]
+        allowed = {p.name for p in parameters}
+        positional = [p.name for p in parameters if p.kind is not inspect.Parameter.KEYWORD_ONLY]
         types = hints_of(init if options is None else options)
 
         def checked(self: Any, *args: object, **kwargs: object) -> None:
@@ -165,12 +150,12 @@ def shows() -> Callable[[Class], Class]:
             check_types({**dict(zip(positional, args, strict=False)), **kwargs}, types)
             init(self, *args, **kwargs)
 
-        checked.__signature__ = inspect.Signature([*direct, *shared], return_annotation=None)  # type: ignore[attr-defined]
+        checked.__signature__ = inspect.Signature([itself, *parameters], return_annotation=None)  # type: ignore[attr-defined]
         checked.__doc__, checked.__name__, checked.__qualname__ = init.__doc__, init.__name__, init.__qualname__
         checked.__module__ = init.__module__
         cls.__init__ = checked  # type: ignore[misc]
         if cls.__doc__ is not None:  # python -OO has none
-            cls.__doc__ = _described(cls.__doc__, groups)
+            cls.__doc__ = _described(cls.__doc__, () if options is None else options.__mro__[1:])
         return cls
 
     return decorate

@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import nn
@@ -236,14 +236,13 @@ def make_plan(model: nn.Module, options: LayerOptions | None = None, request: Pl
         if recipes is not None:
             recipe, reason = _of_map(recipes, matmul, reason, request)
         name = one_recipe if recipe is None else recipe.name
-        gain = expected_gain(name, matmul.in_features, matmul.out_features)
         in_float32 = recipe is not None and recipe.name == FLOAT32
         if reason is None and recipe is not None:
             recipe_of[matmul.fqn] = recipe
         row = PlanRow(
             **asdict(matmul),
             kept_because=reason,
-            gain=gain,
+            gain=expected_gain(name, matmul.in_features, matmul.out_features),
             trains=_trains(module),
             stored_as_codes=reason is None and _stores_codes(options, matmul, module),
             recipe=str(recipe) if recipe is not None and (reason is None or in_float32) else None,
@@ -255,8 +254,7 @@ def make_plan(model: nn.Module, options: LayerOptions | None = None, request: Pl
     for matmul, module in other_products(model):
         reason = IN_METRIC if module in in_metrics else f"no Linear ({matmul.kind})"
         dtype = None if module in in_metrics else _dtype(module, request)
-        kept: dict[str, Any] = {"kept_because": reason, "gain": None, "runs_in": dtype}
-        others.append(PlanRow(**asdict(matmul), trains=_trains(module), **kept))
+        others.append(PlanRow(**asdict(matmul), trains=_trains(module), kept_because=reason, gain=None, runs_in=dtype))
     return Plan(tuple(rows), tuple(others), recipe_of, request.format)
 
 
@@ -339,9 +337,8 @@ def grouped(rows: Sequence[PlanRow]) -> list[tuple[str, PlanRow]]:
     groups: dict[tuple[object, ...], list[PlanRow]] = {}
     for row in rows:
         pattern = re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)", "*", row.fqn)
-        groups.setdefault(
-            (pattern, row.in_features, row.out_features, row.kept_because, row.trains, row.recipe), []
-        ).append(row)
+        key = pattern, row.in_features, row.out_features, row.kept_because, row.trains, row.recipe
+        groups.setdefault(key, []).append(row)
     return [(f"{len(same)} x {key[0]}" if len(same) > 1 else same[0].fqn, same[0]) for key, same in groups.items()]
 
 

@@ -44,12 +44,8 @@ NO_PATTERN: Final = "no pattern of `recipe` matches"
 """The reason of a layer that no pattern matches."""
 
 
-def in_bf16(choice: Mapping[Any, Any], field: str) -> InBF16:
-    """Return the products that a choice computes in high precision.
-
-    ``choice`` maps some products to ``"bf16"`` and ``"fp8"``; a product that it does not name runs in the precision of
-    the recipe.
-    """
+def in_bf16(choice: Mapping[Gemm, str], field: str) -> InBF16:
+    """Return the products that a choice, of some products and ``"bf16"`` or ``"fp8"`` for each, keeps from FP8."""
     if not choice or any(g not in GEMMS or value not in get_args(GemmPrecision) for g, value in choice.items()):
         left = [gone(str(value), VALUES["recipe"]) for value in choice.values()]
         expected = f"expected a mapping of {', '.join(GEMMS)} to 'bf16' or 'fp8'"
@@ -82,11 +78,10 @@ class LayerRecipe:
         """
         if value == HIGH:
             return cls(base, ALL_GEMMS)
-        if isinstance(value, Mapping) and "recipe" in value:
-            check_choice(f"{field}['recipe']", value["recipe"], names)
-            return cls(value["recipe"], in_bf16({k: v for k, v in value.items() if k != "recipe"}, field))
         if isinstance(value, Mapping):
-            return cls(base, in_bf16(value, field))
+            name = value.get("recipe", base)
+            check_choice(f"{field}['recipe']", name, names)
+            return cls(name, in_bf16({k: v for k, v in value.items() if k != "recipe"}, field))
         if value == FLOAT32:
             return cls(FLOAT32, ALL_GEMMS)
         if value not in names:
@@ -113,7 +108,7 @@ class RecipeMap:
     entries: tuple[tuple[str, LayerRecipe], ...]
 
     @classmethod
-    def of(cls, patterns: Mapping[Any, Any], *, names: Sequence[str], base: str) -> RecipeMap:
+    def of(cls, patterns: Mapping[str, object], *, names: Sequence[str], base: str) -> RecipeMap:
         """Return the map that a user has written, of patterns and values for :meth:`LayerRecipe.of`.
 
         In a map of ``"fp32"`` alone, all other layers have the recipe ``base``.
@@ -139,8 +134,7 @@ class RecipeMap:
     @property
     def names(self) -> tuple[str, ...]:
         """The recipes of layers that convert, in the order of the map, each once."""
-        converting = (recipe.name for _, recipe in self.entries if not recipe.is_kept)
-        return tuple(dict.fromkeys(converting))
+        return tuple(dict.fromkeys(recipe.name for _, recipe in self.entries if not recipe.is_kept))
 
     @property
     def float32(self) -> tuple[str, ...]:

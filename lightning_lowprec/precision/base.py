@@ -236,7 +236,11 @@ class LowPrecision(EitherPrecision, ABC):
 
     def bind_engine(self, engine: Engine) -> None:
         """Leave backward passes, steps, half-precision weights, masters and the loss scale to an engine."""
-        refusals.refuse_under_engine(self.keep_fp32, engine.name)
+        if self.keep_fp32:
+            raise ValueError(
+                f"`keep_fp32={list(self.keep_fp32)!r}` is not possible under {engine.name}, which casts every weight."
+                " Use `strategy='fsdp2'`, or leave it out."
+            )
         self.engine = engine
         self.scaler = self.masters = self.weights = None
 
@@ -268,7 +272,9 @@ class LowPrecision(EitherPrecision, ABC):
             self.weights.follow(optimizer)
 
     @override
-    def connect(self, model: Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
+    def connect(
+        self, model: Module, optimizers: list[Optimizer], lr_schedulers: list[object]
+    ) -> tuple[Module, list[Optimizer], list[object]]:
         """Trainer: prepare the wrapped model, and all optimizers before their first step."""
         if (trainer := trainer_of(model)) is not None:  # FSDP2 converts at the first set-up alone
             self._in_trainer, self._will_train = True, trainer.state.fn == either.TrainerFn.FITTING
@@ -299,7 +305,7 @@ class LowPrecision(EitherPrecision, ABC):
         return declared.forward(device.type, self.autocast_dtype, cache=not self._in_trainer, half_weights=why)
 
     @override
-    def convert_input(self, data: object) -> Any:
+    def convert_input(self, data: object) -> object:
         """Cast floating-point tensors to the autocast dtype; a Trainer's batch stays without ``cast_inputs=True``."""
         if self._in_trainer and not self._casts_batch:
             return data
@@ -307,7 +313,7 @@ class LowPrecision(EitherPrecision, ABC):
         return cast_floating(data, self.autocast_dtype)
 
     @override
-    def convert_output(self, data: object) -> Any:
+    def convert_output(self, data: object) -> object:
         """Cast floating-point tensors to the default dtype (only Fabric calls this)."""
         return cast_floating(data, torch.get_default_dtype())
 
@@ -403,7 +409,7 @@ class LowPrecision(EitherPrecision, ABC):
     # ---- state: see `loss_scale.py`
 
     @override
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return plain values: ``loss_scale`` if the loss is scaled, ``backend`` if layers are converted."""
         if self.scaler is None:
             return {}

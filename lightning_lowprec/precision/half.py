@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, final
+from typing import Final, Literal, final
 
 import torch
 from torch.nn import Module
@@ -16,12 +16,7 @@ from lightning_lowprec.hardware import bf16_refusal, default_device, refusal_and
 from lightning_lowprec.messages import info
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.loss_scale import LossScaler
-from lightning_lowprec.precision.options import (
-    BASE_DTYPES,
-    Base,
-    MasterOptions,
-    TrainingOptions,
-)
+from lightning_lowprec.precision.options import BASE_DTYPES, Base, MasterOptions, TrainingOptions
 from lightning_lowprec.runs_where import RecipeKey
 
 HalfName = Literal["bf16", "fp16", "auto"]
@@ -167,5 +162,5 @@ class HalfEval(LowPrecision):
         return nullcontext() if self._trains() else super().forward_context()
 
     @override
-    def convert_input(self, data: object) -> Any:
+    def convert_input(self, data: object) -> object:
         return data if self._trains() else super().convert_input(data)

@@ -67,7 +67,7 @@ def device_of(module: Module) -> torch.device:
     return default_device() if parameter is None or parameter.is_meta else parameter.device
 
 
-def cast_floating(data: object, dtype: torch.dtype) -> Any:
+def cast_floating(data: object, dtype: torch.dtype) -> object:
     """Cast the floating-point tensors of a collection; leave everything else unchanged."""
     return apply_to_collection(data, Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t)
 

@@ -228,7 +228,7 @@ class LossScaler:
             )
         raise FloatingPointError(f"{self._skipped_at_floor} steps in a row had non-finite gradients{what}")
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return plain numbers under the keys of ``torch.amp.GradScaler``: either class loads the other's state."""
         return {
             "scale": self.scale,

@@ -79,11 +79,10 @@ def plain(model: Module, *, copy: bool = False) -> Module:
     changed = {id(o): o for o in (*backends.changed_optimizers(), *optimizers_with_masters())}
     ids = {id(p) for p in module.parameters()}
     optimizers = [o for o in changed.values() if any(id(p) in ids for p in parameters_of(o))]
-    if not copy:
-        _refuse_part(module, optimizers)
     if copy:
-        module = deepcopy(module)  # whose weights are float32
-    _make_plain([module], [] if copy else optimizers)
+        module, optimizers = deepcopy(module), []  # the weights of the copy are float32
+    _refuse_part(module, optimizers)
+    _make_plain([module], optimizers)
     return module
 
 
@@ -97,7 +96,11 @@ def _make_plain(
     weights = Float32Weights()
     for module in modules:
         masters = existing_masters(module.parameters())
-        take_back(module)
+        forget(module)
+        backends.revert_all(module)
+        for part in module.modules():
+            undo_compile(part)
+            with_own_cache(part)
         weights.undo_cast(module, masters)
     for tensor, data in before:
         tensor.grad = None
@@ -117,15 +120,6 @@ def unwrapped(model: Module) -> Module:
     if is_wrapped(inner) or isinstance(inner, DistributedDataParallel):
         inner = inner.module
     return model if inner is model else unwrapped(inner)
-
-
-def take_back(module: Module) -> None:
-    """Give ``module`` torch's own layers and functions back, in place; half-precision weights stay."""
-    forget(module)
-    backends.revert_all(module)
-    for part in module.modules():
-        undo_compile(part)
-        with_own_cache(part)
 
 
 def _refuse_sharded(module: Module) -> None:

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from lightning_lowprec.conversion.head import HeadKind
 from lightning_lowprec.conversion.plan import Plan
 from lightning_lowprec.masters.weights import HalfWeights
+from lightning_lowprec.numerics.tensor_cores import Emulation
 from lightning_lowprec.precision.host import Engine
 from lightning_lowprec.references import WeakList
 from lightning_lowprec.runs_where import RecipeKey
@@ -23,6 +24,7 @@ class Plugin(Protocol):
     format: ClassVar[str]
     plan: Plan | None
     head: HeadKind
+    emulate: Emulation | None
     plain_after_fit: bool
     masters: HalfWeights | None
     engine: Engine | None

@@ -1,8 +1,8 @@
 """Errors for models that a precision would train wrongly, raised at set-up."""
 
 import functools
-from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from collections.abc import Iterable
+from typing import Final
 
 import torch
 from torch.nn import Module
@@ -24,7 +24,7 @@ def check_runs(plugin: Plugin, device: torch.device) -> None:
     if refusal is not None:
         raise RuntimeError(f"`precision={plugin.precision!r}` cannot run: {refusal}.")
     recipe = plugin.hardware_recipe
-    if recipe is not None and not getattr(plugin, "emulate", None) and (doubt := caution(recipe, device)) is not None:
+    if recipe is not None and not plugin.emulate and (doubt := caution(recipe, device)) is not None:
         warn(f"`precision={plugin.precision!r}`: {doubt}.")
 
 
@@ -67,16 +67,7 @@ def refuse_sharded(module: Module, precision: str) -> None:
         )
 
 
-def refuse_under_engine(keep_fp32: Sequence[str], where: str) -> None:
-    """Raise ValueError if a model shall keep float32 tensors under an engine, which casts it."""
-    if keep_fp32:
-        raise ValueError(
-            f"`keep_fp32={list(keep_fp32)!r}` is not possible under {where}, which casts every weight. Use"
-            " `strategy='fsdp2'`, or leave it out."
-        )
-
-
-def refuse_graph(model: Any, precision: str) -> None:
+def refuse_graph(model: Module, precision: str) -> None:
     """Raise if a logger will trace a model that has layers or weights in low precision."""
     if (trainer := trainer_of(model)) is not None and traces(trainer, model):
         raise MisconfigurationException(
@@ -92,7 +83,7 @@ def refuse_averaging(callbacks: Iterable[object], why: str) -> None:
         raise MisconfigurationException(f"`{type(callback).__name__}` {why}")
 
 
-def warn_of_averages(model: Any, precision: str) -> None:
+def warn_of_averages(model: Module, precision: str) -> None:
     """Warn of averages of half-precision weights."""
     for callback in averaging(callbacks_of(model)):
         warn(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence, Set
-from typing import Any, Final, final
+from typing import Final, final
 
 import torch
 from torch import Tensor
@@ -160,14 +160,14 @@ def set_up_heads(plugin: Plugin, module: Module, device: torch.device) -> None:
         for sentence in head.advice(module) if device.type == "cuda" and plugin.engine is None else ():
             info(f"{plugin.precision}: {sentence}.")
         return
-    emulate: Any = getattr(plugin, "emulate", None)
+    emulate = plugin.emulate
     if plugin.head == "fp8" and not emulate:
         if (reason := refusal("fp8-head", device)) is not None:
             raise RuntimeError(f"`head='fp8'` cannot run: {reason}. Use `head='chunked'`.")
         if (doubt := caution("fp8-head", device)) is not None:
             warn(f"`head='fp8'`: {doubt}.")
-    on: Any = emulate if isinstance(emulate, str) else None
-    if plugin.head == "fp8" and on and (reason := emulation_refusal("fp8-head", on)):
+    named = emulate if isinstance(emulate, str) else None
+    if plugin.head == "fp8" and named is not None and (reason := emulation_refusal("fp8-head", named)) is not None:
         raise RuntimeError(f"`head='fp8'` with {reason}, or `head='chunked'`.")
     fqns = head.replace_heads(module, plugin.head, emulate=emulate)
     where = ", ".join(repr(fqn) if fqn else type(module).__name__ for fqn in fqns)
@@ -179,7 +179,7 @@ def set_up_heads(plugin: Plugin, module: Module, device: torch.device) -> None:
 # ---- before the first step
 
 
-def before_training(plugin: Plugin, model: object, optimizers: Sequence[Optimizer], *, will_train: bool) -> None:
+def before_training(plugin: Plugin, model: Module, optimizers: Sequence[Optimizer], *, will_train: bool) -> None:
     """Prepare all optimizers of the Trainer, and check them; without training they are those of an earlier fit."""
     if will_train:
         if plugin.masters is not None:

@@ -28,9 +28,8 @@ from typing import Any, ClassVar, Literal, NamedTuple, final
 import torch
 from torch import Tensor
 
-from lightning_lowprec.numerics.formats import encode, largest_scale, visible_scale
-from lightning_lowprec.numerics.one_pass import compiled_on_cuda
-from lightning_lowprec.numerics.tiles import Tile, largest, spread
+from lightning_lowprec.numerics.formats import largest_scale, visible_scale
+from lightning_lowprec.numerics.tiles import Tile
 from lightning_lowprec.numerics.weight_rounding import WeightRounding
 
 Role = Literal["input", "weight", "gradient"]
@@ -113,43 +112,6 @@ class Transposable(Arithmetic):
         return Operand(lambda: Codes(codes, scale), lambda: Codes(codes.t().contiguous(), scale.t()))
 
 
-class Tiled(Transposable):
-    """An arithmetic in which a weight has a scale per tile, and an input or a gradient one per block of a row."""
-
-    tile: ClassVar[Tile]
-    of_weights: ClassVar[Coding]
-
-    def coding(self, role: Role) -> Coding | None:
-        """Return the coding of weights."""
-        return self.of_weights if role == "weight" else None
-
-    def encoded(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the codes and the scales of a weight."""
-        return encode_tiles(weight.detach(), self.tile, self.of_weights)  # no Parameter: one kernel on CUDA
-
-    def encode_rows(self, values: Tensor, scale: Tensor, first: int) -> Tensor:
-        """Return the codes of some rows of a weight, or of a stack, from the row ``first`` on, by all tiles' scales."""
-        codes = _encode_rows(values.flatten(0, -2), scale, self.tile, first, self.of_weights.dtype)
-        return codes.view(values.shape)
-
-    def decode(self, codes: Tensor, scale: Tensor, first: int = 0) -> Tensor:
-        """Return the values of codes, the rows from ``first`` on, by the scales of all tiles: float32."""
-        rows = codes.flatten(0, -2).float()
-        return (rows * spread(scale.reciprocal(), self.tile, rows.shape, first)).view(codes.shape)
-
-
-@compiled_on_cuda
-def encode_tiles(values: Tensor, tile: Tile, coding: Coding) -> Codes:
-    """Return codes and scales: [A, B] any float."""
-    scale = coding.scales(largest(values, tile).float())
-    return Codes(encode(values, spread(scale, tile, values.shape), coding.dtype).contiguous(), scale)
-
-
-@compiled_on_cuda
-def _encode_rows(values: Tensor, scale: Tensor, tile: Tile, first: int, dtype: torch.dtype) -> Tensor:
-    return encode(values, spread(scale, tile, values.shape, first), dtype)
-
-
 @final
 @dataclass(frozen=True, kw_only=True)
 class Products:
@@ -162,6 +124,7 @@ class Products:
     """Whether the weight is stored as [K, N], as GPT-2's Conv1D does, and not as [N, K]. Its gradient is too."""
     saves_weight: bool = False
     """Whether the backward reads the codes of the weight that the forward made, where they serve both."""
+    keeper_of_weight: ClassVar[Transposable | None]
 
     def without(self, products: Iterable[str]) -> Products | None:
         """Return the same with these products in high precision; None if no other is left."""
@@ -169,11 +132,10 @@ class Products:
         changed = replace(self, **high)
         return None if (changed.forward, changed.grad_input, changed.grad_weight) == (None,) * 3 else changed
 
-    @property
-    def keeper_of_weight(self) -> Transposable | None:
-        """The arithmetic whose codes of the weight outlive the forward; None: no codes do."""
-        keeps = self.saves_weight and serves(self.forward, self.grad_input, "weight")
-        return self.forward if keeps and isinstance(self.forward, Transposable) else None
+    def __post_init__(self) -> None:
+        """Find once whose codes of the weight outlive the forward: those of ``keeper_of_weight``, or none."""
+        of_weight = self.saves_weight and serves(self.forward, self.grad_input, "weight")
+        object.__setattr__(self, "keeper_of_weight", self.forward if of_weight else None)
 
 
 def serves(one: Arithmetic | None, other: Arithmetic | None, role: Role) -> bool:

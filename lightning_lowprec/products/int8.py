@@ -9,9 +9,10 @@ scales. Encoding takes one compiled kernel on CUDA.
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, final
+from typing import ClassVar, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from lightning_lowprec.private.torch import int8_product
 from lightning_lowprec.private.torchao import int8_names
 from lightning_lowprec.products.arithmetic import Arithmetic, Operand, Product, Role
 
+Encode = Callable[[Tensor, bool], tuple[Tensor, Tensor]]
 _names = functools.cache(int8_names)
 
 
@@ -62,7 +64,7 @@ class Int8(Arithmetic):
         return (int8_product(a.codes, b.codes.t()) * first * second).to(dtype)
 
 
-def _encoded(encode: Any, matrix: Tensor, stochastic: bool, role: Role) -> _OfRole:
+def _encoded(encode: Encode, matrix: Tensor, stochastic: bool, role: Role) -> _OfRole:
     # neither within code that is being compiled, nor for the tensors of a compiler that traces
     if torch.compiler.is_compiling() or type(matrix) is not Tensor or not matrix.is_cuda:
         codes, scale = encode(matrix, stochastic)

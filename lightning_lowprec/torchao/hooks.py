@@ -4,7 +4,6 @@ Importing this module imports torchao.
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -53,16 +52,15 @@ def numerics_of(layer: nn.Module) -> LayerNumerics | str:
         return HIGH
     if not (layer.training or layer.fp8_eval):
         return EVALUATES
-    weight: Any = layer.weight
+    weight = layer.weight
     of_weight = _cast(by.forward, "weight")
-    gathered = isinstance(weight, CodedWeight)
-    if gathered and isinstance(of_weight, Cast):
+    if isinstance(weight, CodedWeight) and isinstance(of_weight, Cast):
         of_weight = Cast(dtype=of_weight.dtype, scale_of=lambda amax: weight.codes_and_scale()[1])
     return LayerNumerics(
         input=_cast(by.forward, "input"),
         weight=of_weight,
         gradient=_cast(by.grad_input, "gradient"),
-        values=None if gathered else layer.values(),
+        values=None if isinstance(weight, CodedWeight) else layer.values(),
     )
 
 

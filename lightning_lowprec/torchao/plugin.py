@@ -27,12 +27,7 @@ from lightning_lowprec.precision import fp8, refusals
 from lightning_lowprec.precision.fp8 import BlockOptions, Converting
 from lightning_lowprec.precision.host import Engine
 from lightning_lowprec.precision.loss_scale import BACKEND_STATE
-from lightning_lowprec.precision.options import (
-    EmulationOptions,
-    FP8Options,
-    MasterOptions,
-    TrainingOptions,
-)
+from lightning_lowprec.precision.options import EmulationOptions, FP8Options, MasterOptions, TrainingOptions
 from lightning_lowprec.private.torchao import prototype_refusal
 from lightning_lowprec.products.arithmetic import Arithmetic
 from lightning_lowprec.products.block import by_cublas
@@ -71,8 +66,8 @@ class TorchAO(Converting):
     """The options of the subclass, by attribute, that are built into a model when it is sharded."""
     advice: ClassVar[str] = "Encoding is slow without `torch.compile`: compile the model yourself."
 
-    def __init__(self, recipe: str | Mapping[str, Any], names: tuple[str, ...], options: SharedOptions) -> None:
-        recipes: Any = RecipeMap.of(recipe, names=names, base=names[0]) if isinstance(recipe, Mapping) else recipe
+    def __init__(self, recipe: str | Mapping[str, object], names: tuple[str, ...], options: SharedOptions) -> None:
+        recipes = RecipeMap.of(recipe, names=names, base=names[0]) if isinstance(recipe, Mapping) else recipe
         options = replace(options, keep_fp32=(*options.keep_fp32, *getattr(recipes, "float32", ())))
         masters = options.resolve(options.base)
         super().__init__(options.scaler(options.base), masters, options)
@@ -239,5 +234,5 @@ class TorchAO(Converting):
         info(f"{self.precision}: {self.how(device)}.")
 
     @override
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         return {**super().state_dict(), BACKEND_STATE: NAME}

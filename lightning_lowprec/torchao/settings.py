@@ -56,7 +56,7 @@ class LayerSettings:
 
 
 @functools.cache
-def _example(config: Float8LinearConfig) -> Any:
+def _example(config: Float8LinearConfig) -> Float8Linear:
     """Return a layer of torchao, whose constructor derives from the configuration what its own code needs."""
     with torch.device("meta"):
         return Float8Linear(1, 1, bias=False, config=config)  # type: ignore[no-untyped-call]
@@ -105,16 +105,11 @@ def products_of(config: Float8LinearConfig, emulate: Emulation) -> Products:
         dtype = FNUZ.get(choice.target_dtype, choice.target_dtype) if emulate == "mi300" else choice.target_dtype
         return Coding(dtype=dtype, by_row=by_row, power_of_2=config.round_scales_to_power_of_2)
 
-    def product(kernel: Any, input: Any, weight: Any, gradient: Any) -> Arithmetic | None:
+    def product(kernel: Float8GemmConfig, input: Any, weight: Any, gradient: Any) -> Scaled | None:
         if ScalingType.DISABLED in {choice.scaling_type for choice in (input, weight, gradient)}:
             return None
-        return Scaled(
-            input=coding(input),
-            weight=coding(weight),
-            gradient=coding(gradient),
-            emulate=emulate,
-            fast=kernel.use_fast_accum,
-        )
+        codings = {"input": coding(input), "weight": coding(weight), "gradient": coding(gradient)}
+        return Scaled(**codings, emulate=emulate, fast=kernel.use_fast_accum)
 
     input, input_again = config.cast_config_input, config.cast_config_input_for_grad_weight
     gradient, gradient_again = config.cast_config_grad_output, config.cast_config_grad_output_for_grad_weight
