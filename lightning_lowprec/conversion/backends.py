@@ -2,11 +2,9 @@
 
     backends.register(Backend(name="mine", names={"fp8-mine": PrecisionName(plugin_class=Mine, summary="...")}, ...))
 
-The other parts of the package ask this registry; they do not look at the class of a plugin or layer, and keep no lists
-of class names. :mod:`lightning_lowprec.names` registers the three backends of this package by the same call.
-
-An entry imports no torch, so that ``lowprec`` knows all names at once: a plugin may be given as ``"module:Class"``, and
-the functions of an entry import what they need when they are called.
+The other parts of the package ask this registry, and keep no lists of classes. :mod:`lightning_lowprec.names`
+registers the three backends of this package by the same call. An entry imports no torch, so that ``lowprec`` knows all
+names at once: a plugin may be given as ``"module:Class"``, and functions import what they need when they are called.
 """
 
 from __future__ import annotations
@@ -120,8 +118,7 @@ class PrecisionName:
 class Backend:
     """One way to compute in low precision: its names, its layers, and its functions for other parts of the package.
 
-    The functions are called for models of any backend, so they must not import a heavy library before they have found
-    a layer of this backend.
+    These are called for every model, so they import no heavy library before they have found a layer of the backend.
     """
 
     name: str
@@ -160,11 +157,9 @@ class Backend:
     """Return whether tensor parallelism can cut a layer, that is, whether it computes with DTensors."""
     checkpoint: Callable[[], Callable[..., object]] | None = None
     """Returns the function that recomputes activations of blocks with this backend's layers; None: torch's own."""
-
     numerics: Callable[[nn.Module], LayerNumerics | str | None] = lambda layer: "its backend does not say how it rounds"
     """Return how a layer rounds its tensors in the present forward, or why that is not known; None for a module that
     multiplies nothing. See :class:`~lightning_lowprec.callbacks.NumericsMonitor`."""
-
     weight_roundings: Callable[[nn.Module], Mapping[str, WeightRounding | None]] = lambda layer: {}
     """Return how the forward of a layer rounds its weights, by the names of its Parameters; see ``PrecisionName``."""
 
@@ -227,19 +222,13 @@ def owner(module: nn.Module) -> Backend | None:
 
 
 def weight_roundings(layer: nn.Module) -> Mapping[str, WeightRounding | None] | None:
-    """Return how the forward of a layer rounds its weights, or rounded them in the Trainer's last run.
-
-    None: the layer was not converted.
-    """
+    """Return how the forward of a layer rounds its weights, or did in the Trainer's last run; None: not converted."""
     backend = owner(layer)
     return left_roundings.get(layer) if backend is None else backend.weight_roundings(layer)
 
 
 def revert_all(model: nn.Module, *, except_for: str | None = None) -> None:
-    """Give a model torch's own layers back, in place, but leave the layers of the backend ``except_for``.
-
-    Causal models of ``transformers`` get their own head and loss back too, and mixtures their own experts.
-    """
+    """Give a model torch's own layers back, in place, but leave the layers of the backend ``except_for``."""
     from lightning_lowprec.conversion import experts, head, module_dtypes
 
     head.restore_heads(model)

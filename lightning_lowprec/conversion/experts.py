@@ -180,10 +180,7 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 
 def grouped_product(rows: Tensor, weight: Tensor, groups: Groups) -> Tensor:
-    """[P, K], [E, K, N] -> [P, N], in the dtype of ``rows``; rows of no expert are without meaning.
-
-    Sizes of which kernels take only multiples of 16 bytes are filled up with zeros.
-    """
+    """[P, K], [E, K, N] -> [P, N], in the dtype of ``rows``; rows of no expert are without meaning."""
     step = _BYTES // rows.element_size()
     (inner, outer), weight = weight.shape[1:], weight.to(rows.dtype)
     if inner % step or outer % step:

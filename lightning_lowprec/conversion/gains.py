@@ -15,10 +15,9 @@ PUBLISHED: Final = {(1024, 8192): 1.43, (8192, 7168): 1.73, (3584, 8192): 1.71}
 
 
 def expected_gain(recipe: str | None, in_features: int, out_features: int) -> float | None:
-    """Return the gain of the nearest published shape (in log space); None if FP8 is slower than bf16.
+    """Return the gain of the nearest published shape (in log space); None below the published break-even.
 
-    A recipe without figures counts as tensorwise. The thresholds of the recipe decide whether FP8 is slower.
-    The gain is a coarse figure: it orders layers, and it does not predict the time of a step.
+    A recipe without figures counts as tensorwise. The gain orders layers; it does not predict the time of a step.
     """
     k, n = in_features, out_features
     by_row = recipe in ("rowwise", "rowwise_with_gw_hp")

@@ -125,10 +125,9 @@ def _parameters(options: Any) -> list[inspect.Parameter]:
 
 
 def shows() -> Callable[[Class], Class]:
-    """Check the arguments of a class's constructor, and show the fields of option groups that it :func:`takes`.
+    """Show the options that a constructor :func:`takes` in signature and docstring of its class, and check them.
 
-    The constructor refuses every unknown keyword, and a value that the type hint of a parameter does not allow (see
-    :mod:`~lightning_lowprec.checks`). Signature and docstring of the class show the groups in place of ``**options``.
+    The constructor refuses every unknown keyword, and a value that the type hint of a parameter does not allow.
     """
 
     def decorate(cls: Class) -> Class:

@@ -72,10 +72,7 @@ class LayerRecipe:
 
     @classmethod
     def of(cls, value: Any, *, names: Sequence[str], base: str, field: str) -> LayerRecipe:
-        """Return the recipe that a user has written: one of ``names``, "bf16", "fp32", or a mapping of products.
-
-        ``base`` is the recipe that a mapping of products changes.
-        """
+        """Return the recipe that a user has written: of ``names``, "bf16", "fp32", or products of ``base``."""
         if value == HIGH:
             return cls(base, ALL_GEMMS)
         if isinstance(value, Mapping):
@@ -109,10 +106,7 @@ class RecipeMap:
 
     @classmethod
     def of(cls, patterns: Mapping[str, object], *, names: Sequence[str], base: str) -> RecipeMap:
-        """Return the map that a user has written, of patterns and values for :meth:`LayerRecipe.of`.
-
-        In a map of ``"fp32"`` alone, all other layers have the recipe ``base``.
-        """
+        """Return the map of what a user has written, patterns and values for :meth:`LayerRecipe.of`."""
         if not patterns or not all(isinstance(pattern, str) and pattern for pattern in patterns):
             raise ValueError(
                 f"`recipe={dict(patterns)!r}` is not valid; expected patterns of fqns with a recipe each, e.g."

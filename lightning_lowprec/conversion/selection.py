@@ -178,11 +178,7 @@ def router(model: nn.Module, fqn: str) -> str | None:
 
 
 def by_user(model: nn.Module, options: LayerOptions) -> dict[str, str]:
-    """Return the layers that ``keep``, ``only`` and the first/last options keep, by fqn, with the reason.
-
-    They choose from Linears, and the Parameters of stacked experts. A name or pattern that matches none raises; so do
-    blocks to keep in a model without blocks.
-    """
+    """Return the Linears and stacked experts that ``keep``, ``only`` and the first/last options keep, with reasons."""
     choosable: dict[str, nn.Module] = {
         **linears(model),
         **{m.fqn: module for m, module in matmuls(model) if m.kind == STACKED},

@@ -104,10 +104,7 @@ class LowPrecision(EitherPrecision, ABC):
 
     @property
     def peak_rate_dtype(self) -> torch.dtype:
-        """The dtype whose peak rate bounds this precision, for Lightning's ThroughputMonitor.
-
-        Lightning's tables have no FP8 dtype: they list the peak rates of FP8 under ``torch.int8``.
-        """
+        """The dtype whose peak rate bounds this precision, for Lightning's ThroughputMonitor."""
         return self.autocast_dtype
 
     @property

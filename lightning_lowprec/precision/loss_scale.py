@@ -293,10 +293,7 @@ LIGHTNINGS: Final = ("MixedPrecision", "FSDPPrecision")  # plugins of Lightning 
 
 
 def load_loss_scale(scaler: LossScaler | None, state: Mapping[str, Any], precision: str) -> None:
-    """Restore the loss scale from the state of our plugins or of Lightning's ``MixedPrecision`` (a GradScaler's).
-
-    A precision that does not scale the loss drops the stored scale with a log line, and goes on counting skipped steps.
-    """
+    """Restore the loss scale from the state of our plugins or of Lightning's ``MixedPrecision`` (a GradScaler's)."""
     scales = scaler is not None and scaler.scales_loss
     if scaler is not None and not scales:
         scaler.skipped_steps = int(state.get(SKIPS_STATE, scaler.skipped_steps))
@@ -310,10 +307,7 @@ def load_loss_scale(scaler: LossScaler | None, state: Mapping[str, Any], precisi
 
 
 def foreign_states(checkpoint: Mapping[str, object], plugin: type, root: type) -> list[dict[str, object]]:
-    """Return the states of other plugins in a Trainer's checkpoint; none if the checkpoint has that of ``plugin``.
-
-    States of all classes derived from ``root`` count. The key of a plugin's state is the name of its class.
-    """
+    """Return the states of other plugins below ``root`` in a Trainer's checkpoint; none beside that of ``plugin``."""
     if plugin.__qualname__ in checkpoint:
         return []
     below: list[type] = root.__subclasses__()

@@ -1,7 +1,4 @@
-"""Options that precision plugins share. Each option is defined and documented once.
-
-See :mod:`lightning_lowprec.conversion.options`, which makes parameters of a plugin from the options of a group.
-"""
+"""Options that precision plugins share; :mod:`lightning_lowprec.conversion.options` makes parameters of them."""
 
 from __future__ import annotations
 

@@ -126,9 +126,8 @@ def check_optimizers(plugin: Plugin, optimizers: list[Optimizer]) -> None:
 def _check_module(module: Module, converted: Set[int], optimizers: list[Optimizer], current: Set[int]) -> None:
     """Warn if a trainable parameter of a converted layer is in no optimizer; raise if it was replaced.
 
-    A module passes if the optimizers hold no parameter of it, not even a stale one: the module may be a teacher, or get
-    its optimizer later. ``converted`` and ``current`` are ids of parameters: of the converted layers of this module,
-    and of all modules. An optimizer's parameter that is not current is stale.
+    A module of which the optimizers hold nothing passes: it may be a teacher, or get its optimizer later. ``converted``
+    and ``current`` are ids of parameters: of the converted layers of this module, and of all modules.
     """
     parameters = dict(module.named_parameters())
     trained = {id(p): p for o in optimizers for p in parameters_of_copies(o) or parameters_of(o)}
@@ -152,10 +151,7 @@ def _check_module(module: Module, converted: Set[int], optimizers: list[Optimize
 
 
 def set_up_heads(plugin: Plugin, module: Module, device: torch.device) -> None:
-    """Replace the heads and losses of the causal models in ``module``, in place, as the option ``head`` says.
-
-    On a GPU a line says what the model's own loss costs, where it need not.
-    """
+    """Replace the heads and losses of the causal models in ``module``, in place, or say what they cost on a GPU."""
     if plugin.head == "bf16":
         for sentence in head.advice(module) if device.type == "cuda" and plugin.engine is None else ():
             info(f"{plugin.precision}: {sentence}.")

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal, final
 
 from lightning_lowprec.runs_where import RecipeKey
@@ -73,7 +73,15 @@ def _int8(emulate: Emulation) -> Arithmetic:
 
 
 _OF_TORCHAO: Final = frozenset({"fp8_format", "round_scales_to_power_of_2", "fast_accum", "experts", "pad_inner_dim"})
-_BY_ROW: Final = "its kernels round their output through bf16"
+_ROWWISE: Final = FormatSpec(
+    precision="fp8-rowwise",
+    scale_per="row",
+    not_fp16="its kernels round their output through bf16",
+    experts=True,
+    options=_OF_TORCHAO,
+    cpu="torch 2.13",
+    hardware="rowwise",
+)
 FORMATS: Final[dict[str, FormatSpec]] = {
     "tensorwise": FormatSpec(
         precision="fp8-hybrid",
@@ -84,24 +92,8 @@ FORMATS: Final[dict[str, FormatSpec]] = {
         cpu="always",
         hardware="tensorwise",
     ),
-    "rowwise": FormatSpec(
-        precision="fp8-rowwise",
-        scale_per="row",
-        not_fp16=_BY_ROW,
-        experts=True,
-        options=_OF_TORCHAO,
-        cpu="torch 2.13",
-        hardware="rowwise",
-    ),
-    "rowwise_with_gw_hp": FormatSpec(
-        precision="fp8-rowwise-gw-hp",
-        scale_per="row",
-        not_fp16=_BY_ROW,
-        experts=True,
-        options=_OF_TORCHAO,
-        cpu="torch 2.13",
-        hardware="rowwise-gw-hp",
-    ),
+    "rowwise": _ROWWISE,
+    "rowwise_with_gw_hp": replace(_ROWWISE, precision="fp8-rowwise-gw-hp", hardware="rowwise-gw-hp"),
     "block": FormatSpec(
         precision="fp8-block",
         tile=128,

@@ -1,7 +1,4 @@
-"""What the rest of the package asks of torchao's layers: how they round.
-
-Importing this module imports torchao.
-"""
+"""What the rest of the package asks of torchao's layers. Importing this module imports torchao."""
 
 from collections.abc import Mapping
 
@@ -80,10 +77,7 @@ def _scales(amax: Tensor, coding: Coding) -> Tensor:
 
 
 def weight_roundings(layer: nn.Module) -> Mapping[str, WeightRounding | None]:
-    """Return the roundings of a layer's weights, by name; None: no server's format has the layer's codes.
-
-    A weight that the forward reads in bf16 is left out.
-    """
+    """Return the roundings of weights that the forward reads as codes, by name; None: no server's format has them."""
     if isinstance(layer, CodedLayer):
         every = {"weight": layer.settings}
     else:
