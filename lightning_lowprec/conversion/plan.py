@@ -56,11 +56,6 @@ class PlanRow(Matmul):
     """The dtype in which a kept weight multiplies: ``"bf16"``; None: the weight converts, or the model decides."""
 
     @property
-    def slower(self) -> bool:
-        """Whether FP8 is expected to lose against bf16 at this shape."""
-        return self.gain is None or self.gain < 1.0
-
-    @property
     def kept(self) -> str:
         """The reason and the dtype of a kept weight: ``kept: output head (by name), bf16``."""
         text = f"kept: {self.kept_because}{f', {self.runs_in}' if self.runs_in else ''}"
@@ -113,7 +108,7 @@ class Plan:
 
     def below_break_even(self) -> tuple[PlanRow, ...]:
         """Return the converted rows that FP8 is expected to slow down."""
-        return tuple(row for row in self.rows if row.kept_because is None and row.slower)
+        return tuple(row for row in self.rows if row.kept_because is None and row.gain is None)
 
     @property
     def all_rows(self) -> tuple[PlanRow, ...]:

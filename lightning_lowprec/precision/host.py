@@ -34,7 +34,7 @@ def trainer_of(module: Module | None) -> Trainer | None:
     if not isinstance(module, both(LightningModule)):
         return None
     try:
-        trainer: Any = module.trainer
+        trainer = module.trainer
     except RuntimeError:  # no Trainer is attached
         return None
     return trainer if isinstance(trainer, both(Trainer)) else None  # Fabric attaches a shim
@@ -42,7 +42,7 @@ def trainer_of(module: Module | None) -> Trainer | None:
 
 def callbacks_of(model: Module) -> list[object]:
     """Return the callbacks of the Trainer that runs ``model``, which DDP may have wrapped."""
-    trainer: Any = trainer_of(model.module if isinstance(model, DistributedDataParallel) else model)
+    trainer = trainer_of(model.module if isinstance(model, DistributedDataParallel) else model)
     return list(getattr(trainer, "callbacks", ()))
 
 

@@ -113,7 +113,7 @@ def scaled_step(
     if no_gradients:
         return result
     output = scaler.step(optimizer, **kwargs)
-    trainer: Any = model.trainer
+    trainer = model.trainer
     scale = {"lowprec/loss_scale": scaler.scale} if scaler.scales_loss else {}
     if logs_this_step(trainer):
         log_metrics(trainer, {**scale, "lowprec/skipped_steps": float(scaler.skipped_steps)})

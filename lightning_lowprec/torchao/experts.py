@@ -97,12 +97,11 @@ class FP8Experts(PlainFirst, RoutedExperts):
         return tuple(name for name in self.settings if self._has_one_code(name))
 
     def _has_one_code(self, name: str) -> bool:
-        how = format_of(self.settings[name].products)
-        if {"forward", "grad_input"} & set(self.in_bf16[name]):
-            return False
-        if isinstance(how, Block):  # FSDP2 gathers tiles of experts one below the other, of which none belongs to two
-            return not any(size % BLOCK for size in getattr(self, name).shape[1:])
-        return how.coding("weight") is not None
+        wire = self.settings[name].wire_format
+        if wire is None or wire.tile is None:
+            return wire is not None
+        # FSDP2 gathers tiles of experts one below the other, of which none belongs to two
+        return not any(size % BLOCK for size in getattr(self, name).shape[1:])
 
     @property
     def wire_format(self) -> TorchAOWire | None:

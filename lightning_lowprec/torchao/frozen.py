@@ -219,7 +219,7 @@ def _refuse(fqn: str, why: str) -> NoReturn:
 
 def store(model: nn.Module) -> str:
     """Store the frozen weights of the converted layers as codes, in place; return what was done in words."""
-    layers: dict[str, Any] = {fqn: m for fqn, m in model.named_modules() if isinstance(m, StoresCodes)}
+    layers = {fqn: m for fqn, m in model.named_modules() if isinstance(m, StoresCodes)}
     shared: dict[int, list[str]] = {}
     for fqn, layer in layers.items():
         weight = layer._parameters.get("weight")
@@ -230,7 +230,7 @@ def store(model: nn.Module) -> str:
     for fqn in (fqns[0] for fqns in shared.values()):
         if type(layers[fqn].weight) is not nn.Parameter or id(layers[fqn].weight) in outside:
             _refuse(fqn, "its weight is no plain Parameter, or another module reads the weight too")
-        if not layers[fqn].codes_serve_both or {"forward", "grad_input"} & layers[fqn].settings.in_bf16:
+        if layers[fqn].settings.wire_format is None:
             _refuse(fqn, "a product of its recipe runs in bf16, and reads the values of the weight")
     if not shared:
         raise ValueError(

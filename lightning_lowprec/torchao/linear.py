@@ -18,13 +18,13 @@ from lightning_lowprec.conversion import in_place, layer_runs
 from lightning_lowprec.conversion.declared import is_declared
 from lightning_lowprec.conversion.matmuls import is_conv1d, sizes_of_conv1d
 from lightning_lowprec.private.torch import are_transforms_active
-from lightning_lowprec.products.arithmetic import Products, serves
+from lightning_lowprec.products.arithmetic import Products
 from lightning_lowprec.products.formats import FORMATS
 from lightning_lowprec.products.linear import linear
 from lightning_lowprec.products.transforms import check_call, refuse_layout
 from lightning_lowprec.torchao.experts import fp8_experts
 from lightning_lowprec.torchao.frozen import StoresCodes
-from lightning_lowprec.torchao.settings import LayerSettings
+from lightning_lowprec.torchao.settings import LayerSettings, example
 from lightning_lowprec.torchao.tensor_parallel import CUT, check_coded_input, linear_by_torchao
 from lightning_lowprec.torchao.wire_format import TorchAOWire
 
@@ -55,7 +55,7 @@ class CodedLayer(StoresCodes):
         if input.layout is not torch.strided:
             refuse_layout(input, type(self).__name__)
         if type(input) is not Tensor:
-            one_scale = self.codes_serve_both and self.settings.config is not None
+            one_scale = self.settings.codes_serve_both and self.settings.config is not None
             check_coded_input(input, in_fp8=products is not None, one_scale=one_scale)
         if products is None or input.numel() == 0:
             return self.plain_forward(input)
@@ -104,16 +104,9 @@ class CodedLayer(StoresCodes):
     # ---- FSDP2
 
     @property
-    def codes_serve_both(self) -> bool:
-        """Whether the two products that read the weight read the same codes."""
-        return serves(self.settings.products.forward, self.settings.products.grad_input, "weight")
-
-    @property
     def wire_format(self) -> TorchAOWire | None:
         """The format in which FSDP2 gathers the weight; None: padded, stored as codes, or two sets of codes."""
-        serves_both = self.codes_serve_both and not {"forward", "grad_input"} & self.settings.in_bf16
-        values = self.values_dtype is None
-        return self.settings.wire_format if serves_both and values and not self.is_padded else None
+        return None if self.is_padded or self.values_dtype is not None else self.settings.wire_format
 
     @property
     def is_padded(self) -> bool:
@@ -150,11 +143,11 @@ def convert(
     """Make the layers named by ``fqns`` CodedLayers, in place; ``settings_of`` returns the settings of an fqn."""
     convert_to_float8_training(nn.Identity())  # applies torchao's process-wide compiler fixes
     for fqn in fqns:
-        layer: Any = model.get_submodule(fqn)
+        layer = model.get_submodule(fqn)
         settings = settings_of(fqn)
         sizes = sizes_of_conv1d(layer) if is_conv1d(layer) else {}
         attributes = {
-            **settings.torchao_attributes,
+            **({} if settings.config is None else vars(example(settings.config))),
             **sizes,
             "alignment": FORMATS[settings.name].features,
             "fp8_eval": fp8_eval,
@@ -164,6 +157,7 @@ def convert(
         }
         cls = CodedLinear if settings.config is None else FP8Linear
         in_place.become(layer, in_place.derived(CodedConv1D, type(layer)) if sizes else cls, attributes)
+        assert isinstance(layer, CodedLayer)
         layer.set_products(saves_weight_codes=True)
 
 

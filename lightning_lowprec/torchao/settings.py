@@ -16,7 +16,7 @@ from torchao.float8.float8_training_tensor import LinearMMConfig
 from lightning_lowprec.conversion.gains import Published
 from lightning_lowprec.conversion.recipe_map import NO_GEMM, InBF16, LayerRecipe
 from lightning_lowprec.numerics.tensor_cores import FNUZ, Emulation
-from lightning_lowprec.products.arithmetic import Arithmetic, Coding, Products, Transposable
+from lightning_lowprec.products.arithmetic import Arithmetic, Coding, Products, Transposable, serves
 from lightning_lowprec.products.scaled import Scaled
 from lightning_lowprec.torchao.backend import FastAccum, FP8Format
 from lightning_lowprec.torchao.wire_format import TorchAOWire
@@ -39,24 +39,26 @@ class LayerSettings:
     @property
     def mm_config(self) -> LinearMMConfig | None:
         """torchao's settings of the three kernels, if it has the format."""
-        return None if self.config is None else _example(self.config).linear_mm_config
+        return None if self.config is None else example(self.config).linear_mm_config
+
+    @property
+    def codes_serve_both(self) -> bool:
+        """Whether the two products of the recipe that read the weight read the same codes."""
+        return serves(self.products.forward, self.products.grad_input, "weight")
 
     @property
     def wire_format(self) -> TorchAOWire | None:
-        """The format in which FSDP2 may gather a weight whose codes serve forward and backward."""
+        """The format in which FSDP2 may gather the weight; None: one set of codes does not serve both products."""
         forward = self.products.forward
+        if not self.codes_serve_both or {"forward", "grad_input"} & self.in_bf16:
+            return None
         if not isinstance(forward, Transposable) or (coding := forward.coding("weight")) is None:
             return None
         return TorchAOWire(forward, coding, self.mm_config, self.products.saves_weight)
 
-    @property
-    def torchao_attributes(self) -> dict[str, object]:
-        """The attributes of a ``Float8Linear`` of torchao, those of every Linear included."""
-        return {} if self.config is None else vars(_example(self.config))
-
 
 @functools.cache
-def _example(config: Float8LinearConfig) -> Float8Linear:
+def example(config: Float8LinearConfig) -> Float8Linear:
     """Return a layer of torchao, whose constructor derives from the configuration what its own code needs."""
     with torch.device("meta"):
         return Float8Linear(1, 1, bias=False, config=config)  # type: ignore[no-untyped-call]

@@ -31,8 +31,7 @@ def linear_by_torchao(layer: Any, input: Tensor, weight_t: Tensor) -> Tensor:
     fits = input.numel() // input.shape[-1] % _TOKENS == 0
     # with a scale per row torchao reshapes codes, which works for contiguous codes
     rows = input.contiguous() if fits else pad_rows(input, _TOKENS)
-    by_torchao: Any = _Matmul.apply
-    output: Tensor = by_torchao(rows, weight_t, layer.settings.mm_config, layer.settings.config)
+    output: Tensor = _Matmul.apply(rows, weight_t, layer.settings.mm_config, layer.settings.config)  # type: ignore[no-untyped-call]
     if layer.bias is not None:
         output = output + layer.bias.to(output.dtype)
     return output if fits else cut_rows(output, input)

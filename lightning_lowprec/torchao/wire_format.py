@@ -66,7 +66,9 @@ class GatheredWeight(CodedWeight, Float8TrainingTensor):
             return cls(codes, *rest)
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], metadata: Any, size: Any, stride: Any) -> GatheredWeight:
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], metadata: object, size: object, stride: object
+    ) -> GatheredWeight:
         """Build the weight again; called by compilers."""
         return GatheredWeight._of(Float8TrainingTensor.__tensor_unflatten__(inner, metadata, size, stride))
 
@@ -107,7 +109,9 @@ class GatheredTiles(CodedWeight):
         return ["codes", "scale"], (self.by, self.dtype)
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], metadata: Any, size: object, stride: object) -> GatheredTiles:
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], metadata: tuple[Tiled, torch.dtype], size: object, stride: object
+    ) -> GatheredTiles:
         return GatheredTiles(inner["codes"], inner["scale"], *metadata)
 
 
