@@ -102,7 +102,10 @@ def called_with(options: Callable[P, T]) -> Callable[[Callable[[T], R]], Callabl
         def called(*args: P.args, **kwargs: P.kwargs) -> R:
             return function(options(*args, **kwargs))
 
-        vars(called)["__signature__"] = inspect.Signature(_parameters(options))
+        own = [p for p in _parameters(options) if p.name in inspect.get_annotations(options)]
+        vars(called)["__signature__"] = inspect.Signature(
+            [*own, inspect.Parameter("options", inspect.Parameter.VAR_KEYWORD)]
+        )
         return called
 
     return decorate

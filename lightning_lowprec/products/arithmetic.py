@@ -12,10 +12,8 @@ along its rows in one of them, and along its columns in the other:
 With one scale per matrix, or per square tile, the codes of both layouts are the same, transposed: made once, they can
 serve both products. With a scale per row, or per block of a row, each layout has codes of its own.
 
-A number format is a class with the methods of :class:`Arithmetic`, and nothing else of this package knows it:
-:mod:`~lightning_lowprec.products.scaled` (float8 with a scale per matrix or row),
-:mod:`~lightning_lowprec.products.block`, :mod:`~lightning_lowprec.products.int8`,
-:mod:`~lightning_lowprec.products.mxfp8`.
+A number format is a class with the methods of :class:`Arithmetic`, and nothing else of this package knows it: see
+`scaled.py` (float8 with a scale per matrix or row), `block.py`, `int8.py` and `mxfp8.py` beside this file.
 """
 
 from __future__ import annotations
@@ -65,12 +63,10 @@ class Arithmetic(ABC):
 
 
 class Codes(NamedTuple):
-    """A matrix as codes."""
+    """A matrix as codes, [A, B], contiguous, and the scale: float32, [], [A, 1], or of all tiles."""
 
     codes: Tensor
-    """[A, B], contiguous."""
     scale: Tensor
-    """float32: [], [A, 1], or the scales of tiles, [ceil(A / rows), ceil(B / columns)]."""
 
 
 @final
@@ -82,7 +78,7 @@ class Coding:
     by_row: bool = False
     power_of_2: bool = False
     visible: bool = False
-    """Whether scales are the powers of two that let the largest value fit, NaN for inf and NaN, and not torchao's."""
+    """Whether scales are powers of two by which the largest value fits, NaN for inf and NaN, in place of torchao's."""
 
     def scales(self, amax: Tensor) -> Tensor:
         """Return the scales of largest absolute values: (...) any float -> (...) float32."""
@@ -100,8 +96,8 @@ class Transposable(Arithmetic):
         """Return what determines the codes of a role whose codes serve both layouts; None: they do not."""
 
     @abstractmethod
-    def encoded(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the codes of a weight, [A, B], if they serve both layouts, and the scale, or those of all tiles."""
+    def encoded(self, weight: Tensor) -> Codes:
+        """Return a weight, [A, B], as codes that serve both layouts, with the scale, or those of all tiles."""
 
     @abstractmethod
     def decode(self, codes: Tensor, scale: Tensor, first: int = 0) -> Tensor:

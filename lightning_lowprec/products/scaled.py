@@ -53,7 +53,7 @@ class Scaled(Transposable):
         coding: Coding = getattr(self, role)
         return None if coding.by_row else coding
 
-    def encoded(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def encoded(self, weight: Tensor) -> Codes:
         """Return codes and scale of a weight with one scale."""
         codes: Codes = _operand(weight, self.weight).rows()
         return codes

@@ -21,7 +21,7 @@ class Tiled(Transposable):
         """Return the coding of weights."""
         return self.of_weights if role == "weight" else None
 
-    def encoded(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def encoded(self, weight: Tensor) -> Codes:
         """Return the codes and the scales of a weight."""
         return encode_tiles(weight.detach(), self.tile, self.of_weights)  # no Parameter: one kernel on CUDA
 
