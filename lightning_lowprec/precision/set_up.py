@@ -246,8 +246,8 @@ def settle_weights(plugin: Plugin, *, all_known: bool = True) -> None:
         return
     widen = all_known and plugin.modules.sharded is None and not plugin.modules.replicated
     if size := plugin.masters.settle(plugin.modules.prepared, widen=widen):
-        where = f"in host memory, {in_units(size)}"
-        info(f"{plugin.precision}: weights that do not train keep their float32 values {where}.")
+        kept = "weights that do not train keep their float32 values in host memory"
+        info(f"{plugin.precision}: {kept}, {in_units(size)}.")
 
 
 # ---- writes that are lost
@@ -278,9 +278,10 @@ class FrozenWrites:
         cast = {fqn: p for fqn, p in named.items() if p.dtype in HALF_DTYPES and is_marked(p) and not is_lazy(p)}
         frozen = {fqn: p for fqn, p in cast.items() if id(p) not in trained}
         before, self._weights = self._weights, {fqn: _look(p) for fqn, p in frozen.items()}
-        seen = {fqn: (before[fqn], new) for fqn, new in self._weights.items() if fqn in before}
         same = {
-            fqn: (old, new) for fqn, (old, new) in seen.items() if old[0] == new[0] and old[3].device == new[3].device
+            fqn: (old, new)
+            for fqn, new in self._weights.items()
+            if (old := before.get(fqn)) is not None and old[0] == new[0] and old[3].device == new[3].device
         }
         flags = [flag for _, flag in edits] + [(old[3] != new[3]).any() for old, new in same.values()]
         differ = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist() if flags else []  # waits once
@@ -328,12 +329,12 @@ def look_at_layers(plugin: Plugin) -> None:
 def _warning(plugin: Plugin, fqns: Sequence[str]) -> str:
     names = ", ".join(map(repr, fqns[:4])) + (f" and {len(fqns) - 4} more" if len(fqns) > 4 else "")
     last = sorted({fqn.rpartition(".")[2] for fqn in fqns})
-    gathered = (
-        " FSDP2 gathers the weights like those of the other converted layers: where these are float8, such a product"
-        " reads rounded weights."
-        if plugin.modules.sharded is not None
-        else ""
-    )
+    gathered = ""
+    if plugin.modules.sharded is not None:
+        gathered = (
+            " FSDP2 gathers the weights like those of the other converted layers: where these are float8, such a"
+            " product reads rounded weights."
+        )
     return (
         f"`precision={plugin.precision!r}`: converted layers were {NOT_CALLED}: {names}. The module around a"
         " layer reads the weight itself, as `F.linear(x, self.qkv.weight)` does, so the product does not run in"

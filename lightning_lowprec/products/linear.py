@@ -10,8 +10,8 @@ precision: operands in the dtype of autocast and the bias within the product, bi
 M, the number of tokens, is what ``grad_weight`` sums along, and kernels take multiples of 16 or 32 there. So rows of
 zeros are appended to a batch, and cut off again: they change no largest value, and add nothing to any sum.
 
-What lives until the backward: the input; the weight (no copy: autograd then notices a write in between);
-and the codes of the weight where the backward can read them, 1 byte per parameter. Only what a wanted gradient needs.
+What lives until the backward: the input; the weight (no copy: autograd then notices a write in between); and its codes
+where the backward can read them, 1 byte per parameter. Only what a wanted gradient needs.
 
 A weight that is stored as [K, N] changes rows for columns, and its gradient is computed in its own layout, as
 ``input.T @ grad_output``: nothing is transposed in high precision.
@@ -35,8 +35,6 @@ SavedWeight = tuple[Tensor | None, Tensor | None, Tensor | None]
 @final
 @torch.compiler.allow_in_graph
 class _Linear(torch.autograd.Function):
-    """See :func:`linear`."""
-
     jvp = staticmethod(refuse_forward_mode)
 
     @staticmethod

@@ -171,8 +171,6 @@ def grouped_matmul(
 @final
 @torch.compiler.allow_in_graph  # traced by the compiler of torch 2.11, it loses its gradients
 class _GroupedMatmul(torch.autograd.Function):
-    """See :func:`grouped_matmul`."""
-
     jvp = staticmethod(refuse_forward_mode)
 
     @staticmethod
@@ -236,10 +234,7 @@ def _grad_weight(left: Tensor, right: Tensor, ends: Tensor, how: How, *, in_bf16
 
 
 def _factor(weight: Tensor, kept: Sequence[Tensor], how: Scaled, *, across: bool) -> tuple[Tensor, Tensor]:
-    """Return codes of a weight [E, A, C], or ``across`` of [E, C, A], and reciprocals of scales for all but the last.
-
-    The codes are contiguous along the last dimension.
-    """
+    """[E, A, C], or ``across`` [E, C, A] -> codes, contiguous along the last dimension, and reciprocals of scales."""
     if isinstance(weight, CodedWeight):
         codes, scale = weight.codes_and_scale()
         kept = codes, scale.reciprocal()

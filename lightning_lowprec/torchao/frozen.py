@@ -146,7 +146,6 @@ class StoresCodes(PlainFirst):
 
 
 def _first_row(weight: Tensor) -> int:
-    """Return the number of the first row that this rank has of a weight."""
     if not isinstance(weight, DTensor):
         return 0
     mesh = weight.device_mesh

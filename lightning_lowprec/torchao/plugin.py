@@ -139,7 +139,6 @@ class TorchAO(Converting):
         return refused or (prototype_refusal("block-triton") if by_triton else None)
 
     def _check_layers(self, plan: Plan, device: torch.device) -> None:
-        """Raise if the device cannot run the recipe of a layer."""
         for kind in self.kinds if isinstance(self.recipes, RecipeMap) else ():
             fqn = next((fqn for fqn, recipe in plan.recipes.items() if recipe.name == kind), None)
             if fqn is not None and (reason := self.refusal_of(kind, device)) is not None:

@@ -1,7 +1,7 @@
-"""How FSDP2 gathers weights for torchao's layers as float8, and the tensor that they get.
+"""How FSDP2 gathers weights for torchao's layers as float8, and the tensor that they get. It imports torchao.
 
 A layer multiplies by the codes, and all other code reads the values. torchao's own tensor knows the operations of its
-layers and fails at others, such as a model's ``F.linear(x, layer.weight.t())``. Importing this module imports torchao.
+layers and fails at others, such as a model's ``F.linear(x, layer.weight.t())``.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Final, final
 import torch
 from torch import Tensor
 from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole, LinearMMConfig
+from typing_extensions import override
 
 from lightning_lowprec.numerics.formats import encode
 from lightning_lowprec.numerics.one_pass import in_one_pass
@@ -39,14 +40,13 @@ class GatheredWeight(CodedWeight, Float8TrainingTensor):
 
     __slots__ = ()
 
+    @override
     def codes_and_scale(self) -> tuple[Tensor, Tensor]:
-        """Return the codes, and their scale."""
         return codes_of(self)
 
+    @override
     def decode(self) -> Tensor:
-        """Return the values."""
-        values: Tensor = self.to_original_precision()  # type: ignore[no-untyped-call]
-        return values
+        return self.to_original_precision()  # type: ignore[no-untyped-call,no-any-return]
 
     @classmethod
     def on_codes(cls, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -69,7 +69,6 @@ class GatheredWeight(CodedWeight, Float8TrainingTensor):
     def __tensor_unflatten__(
         inner: dict[str, Tensor], metadata: object, size: object, stride: object
     ) -> GatheredWeight:
-        """Build the weight again; called by compilers."""
         return GatheredWeight._of(Float8TrainingTensor.__tensor_unflatten__(inner, metadata, size, stride))
 
 
@@ -88,12 +87,12 @@ class GatheredTiles(CodedWeight):
         weight.codes, weight.scale, weight.by = codes, scale, by
         return weight
 
+    @override
     def codes_and_scale(self) -> tuple[Tensor, Tensor]:
-        """Return the codes, and the scales."""
         return self.codes, self.scale
 
+    @override
     def decode(self) -> Tensor:
-        """Return the values."""
         return self.by.decode(self.codes, self.scale).to(self.dtype)
 
     @classmethod
@@ -105,7 +104,6 @@ class GatheredTiles(CodedWeight):
         return cls(weight.codes.detach(), weight.scale, weight.by, weight.dtype)
 
     def __tensor_flatten__(self) -> tuple[list[str], object]:
-        """Return the names of the inner tensors, and what else makes this one; called by compilers."""
         return ["codes", "scale"], (self.by, self.dtype)
 
     @staticmethod
