@@ -86,14 +86,15 @@ def other_products(model: nn.Module) -> Iterator[tuple[Matmul, nn.Module]]:
             kind = _other_kind(module, name)
             if p is None or kind is None:
                 continue
-            sizes = whole_shape(p)
-            per_token = 0.0 if isinstance(module, _CONVOLUTIONS) else 1.0
-            full_name = f"{fqn}.{name}".lstrip(".")
-            columns = math.prod(sizes[1:])
-            yield (
-                Matmul(fqn=full_name, kind=kind, in_features=columns, out_features=sizes[0], per_token=per_token),
-                module,
+            rows, *columns = whole_shape(p)
+            matmul = Matmul(
+                fqn=f"{fqn}.{name}".lstrip("."),
+                kind=kind,
+                in_features=math.prod(columns),
+                out_features=rows,
+                per_token=0.0 if isinstance(module, _CONVOLUTIONS) else 1.0,
             )
+            yield matmul, module
 
 
 def _other_kind(module: nn.Module, name: str) -> str | None:
@@ -107,11 +108,11 @@ def _other_kind(module: nn.Module, name: str) -> str | None:
 
 def _of(model: nn.Module, fqn: str, module: nn.Module) -> list[Matmul]:
     name = type(module).__name__
-    weight = dict(module._parameters.items()).get("weight")  # torch.jit.script's modules have items alone
     if isinstance(module, nn.Linear):
         return [Matmul(fqn=fqn, kind="Linear", in_features=module.in_features, out_features=module.out_features)]
     if is_conv1d(module):
         return [Matmul(fqn=fqn, kind=CONV1D, **sizes_of_conv1d(module))]
+    weight = dict(module._parameters.items()).get("weight")  # torch.jit.script's modules have items alone
     shape = () if weight is None else whole_shape(weight)
     if len(shape) == 2 and name == "Conv1D":  # another copy of GPT-2's: weight is [in, out]
         return [Matmul(fqn=fqn, kind=CONV1D, in_features=shape[0], out_features=shape[1])]

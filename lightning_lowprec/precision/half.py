@@ -47,13 +47,11 @@ class HalfMixed(LowPrecision):
     def __init__(self, options: HalfOptions) -> None:
         dtype = options.dtype
         self._dtype: torch.dtype | None = BASE_DTYPES.get(dtype)
-        if dtype != "auto":
-            self.base = dtype
-        # "auto" checks the arguments as fp16 does; the device decides later whether they are used
-        scaler = options.scaler("fp16" if dtype == "auto" else dtype)
-        self._fp16_scaler: LossScaler | None = scaler if dtype == "auto" else None
-        if dtype == "auto":
+        if dtype == "auto":  # the options are checked as fp16's are; the device decides later whether they are used
+            self._fp16_scaler = options.scaler("fp16")
             scaler = LossScaler(None) if options.skip_nonfinite else None
+        else:
+            self.base, scaler = dtype, options.scaler(dtype)
         masters = options.resolve(dtype)
         super().__init__(scaler, masters, options)
         if masters is None:

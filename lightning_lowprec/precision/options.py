@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Final, Literal, cast
 
 import torch
 
@@ -174,8 +174,8 @@ class EmulationOptions(Group):
     @property
     def emulation(self) -> Emulation | None:
         """``emulate``, or the GPU that the environment names in its place."""
-        name: Any = os.environ.get(EMULATE) or None
-        if self.emulate is not None or name is None:
+        name = os.environ.get(EMULATE)
+        if self.emulate is not None or not name:
             return self.emulate
         check_choice(EMULATE, name, UNITS)
-        return name  # type: ignore[no-any-return]
+        return cast(Emulation, name)

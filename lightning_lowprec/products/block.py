@@ -15,7 +15,7 @@ sizes are no multiples of 128; Triton's operands are filled up with zeros.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, final
+from typing import ClassVar, Final, cast, final
 
 import torch
 import torch.nn.functional as F
@@ -158,8 +158,7 @@ def block_sums(left: Tensor, right: Tensor, ends: Tensor, how: Block) -> Tensor:
 def _product(
     a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, ends: Tensor, dtype: torch.dtype, emulate: str
 ) -> Tensor:
-    words: Any = {"True": True, "False": False}
-    how = Block(emulate=words.get(emulate, emulate))
+    how = Block(emulate=cast(Emulation, {"True": True, "False": False}.get(emulate, emulate)))
     parts, start = [], 0
     for group, end in enumerate(ends.tolist()):
         if b.dim() == 3:

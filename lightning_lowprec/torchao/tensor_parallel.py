@@ -65,8 +65,7 @@ class _Matmul(matmul_with_hp_or_float8_args):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         if not torch.is_grad_enabled():
-            in_fp8: Any = matmul_with_hp_or_float8_args
-            return in_fp8.backward(ctx, grad_output)  # type: ignore[no-any-return]
+            return matmul_with_hp_or_float8_args.backward(ctx, grad_output)  # type: ignore[no-any-return,no-untyped-call]
         input, weight_t = ctx.saved_tensors
         if isinstance(weight_t, CodedWeight):
             check_backward("FP8Linear under FSDP2", "Use 'ddp'.")
