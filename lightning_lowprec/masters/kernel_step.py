@@ -248,11 +248,11 @@ def _rows(
         entry: Any = state.get(p, {})
         ends = (CODES, EXPONENTS) if block else ("",)
         made = [entry.get(f"{name}{end}") for end in ends for name in STATE[rule]]
-        step = local_tensor(entry.get("step")) if rule == "adam" else None
+        step: Any = local_tensor(entry.get("step")) if rule == "adam" else None
         if any(t is None for t in made) or (rule == "adam" and (step is None or step.dim())):
             continue  # torch's own code makes them
         first = rows[0].step if rows else step
-        if step is not None and (step.device, step.dtype) != (first.device, first.dtype):
+        if first is not None and (step.device, step.dtype) != (first.device, first.dtype):
             continue  # counts of a group are one tensor
         made = [*map(local_tensor, made)]
         moments, exponents = made[: len(STATE[rule])], made[len(STATE[rule]) :]

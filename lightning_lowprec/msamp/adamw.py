@@ -72,6 +72,8 @@ _IN_REGISTERS: Final = dict.fromkeys(
 """Options of inductor: compute the update again for every result, instead of writing float32 values to memory."""
 Inputs = tuple[Mapping[str, Tensor], Mapping[str, Tensor], Tensor, Tensor | None]
 """What a step reads of one parameter: codes, scales, the gradient, and its inv_scale if it has one."""
+Bits = tuple[Tensor, Tensor]
+Update = tuple[Tensor, bool]
 
 
 @final
@@ -198,7 +200,7 @@ class ScaledAdamW(AdamW):
         update = tensor_on(params[0].device, _numbers(group, step, coupled), torch.float32), coupled
         rounding = self._random_bits(params, step) if self.stochastic_rounding else None
         compile = compiles(params[0].device) if self.compile == "auto" else self.compile
-        measure, write = [_compiled_by(_BACKEND, part) if compile else part for part in (_measure, _write)]
+        measure, write = _passes(compile, _measure, _write)
         largest = _over_shards(weights, [measure(tensors, formats, update) for tensors in inputs])
         for i, tensors in enumerate(inputs):
             write(tensors, formats, largest[i], None if rounding is None else (rounding[0], rounding[1][i]), update)
@@ -329,7 +331,7 @@ def check_options(optimizer: Optimizer) -> None:
 
 
 def _numbers(group: Mapping[str, Any], step: int, coupled: bool) -> list[float]:
-    """Return the numbers of a step, see :func:`_update`."""
+    """Return the numbers of a step for :func:`_update`."""
     (beta1, beta2), lr, decay = group["betas"], float(group["lr"]), group["weight_decay"]
     decay = decay if coupled else 1 - lr * decay
     shares = (beta1, beta2, 1 - beta1, 1 - beta2, 1 - beta1**step, 1 - beta2**step)
@@ -337,8 +339,9 @@ def _numbers(group: Mapping[str, Any], step: int, coupled: bool) -> list[float]:
 
 
 def _inputs(p: Tensor, weight: MsampWeightState, state: Mapping[str, Any], formats: Iterable[str]) -> Inputs:
-    stepped, scales = weight.codes, {}
-    codes = {"exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"], "weight": stepped}
+    stepped = weight.codes
+    scales: dict[str, Tensor] = {}
+    codes: dict[str, Tensor] = {"exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"], "weight": stepped}
     for name, values in codes.items():
         codes[name] = _flat(values, stepped)
     for name in formats:
@@ -367,7 +370,7 @@ def _write_e4m3(compile: bool, weights: Sequence[Any], largest: list[Tensor] | N
 
     ``largest`` are those of the values before they were rounded to nearest; None: they are measured.
     """
-    measure, write = [_compiled_by(_BACKEND, part) if compile else part for part in (_measure_codes, _round_codes)]
+    measure, write = _passes(compile, _measure_codes, _round_codes)
     pairs = [(_flat(weight.codes, weight.e4m3), weight.scale) for weight in weights]
     if largest is None:  # after stochastic rounding a value may be larger than the largest one was
         largest = _over_shards(weights, [measure(*pair) for pair in pairs])
@@ -392,7 +395,7 @@ def _update(flat: Mapping[str, Tensor], numbers: Tensor, coupled: bool) -> None:
     weight.sub_((exp_avg / correction1).div_(denominator).mul_(lr))
 
 
-def _updated(inputs: Inputs, update: tuple[Tensor, bool]) -> dict[str, Tensor]:
+def _updated(inputs: Inputs, update: Update) -> dict[str, Tensor]:
     """Return the moments and the weight after the step, in float32."""
     codes, scales, grad, grad_inv_scale = inputs
     values = {name: codes[name].float() * scale.reciprocal() for name, scale in scales.items()}
@@ -403,19 +406,13 @@ def _updated(inputs: Inputs, update: tuple[Tensor, bool]) -> dict[str, Tensor]:
     return full
 
 
-def _measure(inputs: Inputs, formats: Mapping[str, Format], update: tuple[Tensor, bool]) -> Tensor:
+def _measure(inputs: Inputs, formats: Mapping[str, Format], update: Update) -> Tensor:
     """First pass: return the largest absolute values after the step, (len(formats),), the last one of the weight."""
     full = _updated(inputs, update)
     return torch.stack([amax(full[name]) for name in formats])
 
 
-def _write(
-    inputs: Inputs,
-    formats: Mapping[str, Format],
-    amaxes: Tensor,
-    bits: tuple[Tensor, Tensor] | None,
-    update: tuple[Tensor, bool],
-) -> None:
+def _write(inputs: Inputs, formats: Mapping[str, Format], amaxes: Tensor, bits: Bits | None, update: Update) -> None:
     """Second pass: write codes and scales after the step."""
     (codes, scales, *_), full = inputs, _updated(inputs, update)
     for (name, format), largest in zip(formats.items(), amaxes.unbind(), strict=True):
@@ -440,6 +437,10 @@ def _round_codes(codes: Tensor, scale: Tensor, e4m3: Tensor, e4m3_scale: Tensor,
     fresh = power_of_two_scale(rounded, E4M3, e4m3_scale)
     e4m3.copy_(saturating_cast(codes.float() / scale * fresh, E4M3))
     e4m3_scale.copy_(fresh)
+
+
+def _passes(compile: bool, *functions: Callable[..., Any]) -> list[Callable[..., Any]]:
+    return [_compiled_by(_BACKEND, function) for function in functions] if compile else [*functions]
 
 
 @functools.cache
