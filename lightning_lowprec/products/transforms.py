@@ -23,7 +23,7 @@ FORWARD_MODE: Final = (
 )
 
 
-def refuse_forward_mode(*_: object) -> NoReturn:
+def refuse_forward_mode(ctx: object, *grad_inputs: object) -> NoReturn:
     """Raise RuntimeError: the ``jvp`` of an autograd function that has no derivative in forward mode."""
     raise RuntimeError(FORWARD_MODE)
 
