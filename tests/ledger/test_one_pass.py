@@ -82,6 +82,7 @@ def test_few_launches_and_no_wait(form, kind):
     assert names.count("step_parameters") == 1
     assert len(names) <= 40, names
     assert not log.waits()
+    assert not [copy for copy in log.of("memcpy") if "pageable" in copy.info]
     assert all(p.grad is None for p in parameters)
     if kind != "sgd":
         total = sum(p.numel() for p in parameters)
