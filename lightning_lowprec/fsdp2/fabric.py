@@ -78,8 +78,8 @@ class ForFabric(FSDP2Base, _Parent):
                 " `state_dict_type='full'`."
             )
         _, model = _one_model(state, "save")
-        shards: dict[str, Any] = {}
-        rest: dict[str, Any] = {}
+        shards: dict[str, object] = {}
+        rest: dict[str, object] = {}
         for key, value in state.items():
             if isinstance(value, Module):
                 shards[key] = model_state(value, full=self.is_full)
@@ -90,8 +90,8 @@ class ForFabric(FSDP2Base, _Parent):
                 rest[key] = value.state_dict() if stateful else value
         for key, keep in (filter or {}).items():
             for part in (shards, rest):
-                if isinstance(part.get(key), Mapping):
-                    part[key] = {name: value for name, value in part[key].items() if keep(name, value)}
+                if isinstance(values := part.get(key), Mapping):
+                    part[key] = {name: value for name, value in values.items() if keep(name, value)}
         save(Path(self.broadcast(path)), shards, rest, full=self.is_full)
 
     @override

@@ -74,7 +74,7 @@ def _followed_by(method: Callable[..., None], function: Callable[..., None]) -> 
     return with_function
 
 
-def _with_hooks(method: Callable[..., object], hooks: ForwardHooks) -> Callable[..., Any]:
+def _with_hooks(method: Callable[..., object], hooks: ForwardHooks) -> Callable[..., object]:
     def with_hooks(*args: object, **kwargs: object) -> object:
         hooks.begin()
         try:
@@ -87,7 +87,7 @@ def _with_hooks(method: Callable[..., object], hooks: ForwardHooks) -> Callable[
 
 def _unless_manual(
     gathered: Callable[..., object], method: Callable[..., object], model: weakref.ref[nn.Module]
-) -> Callable[..., Any]:
+) -> Callable[..., object]:
     """Return a function that runs ``gathered``, or in manual optimization the user's ``method``, which sees shards."""
 
     def training_step(*args: object, **kwargs: object) -> object:
@@ -132,7 +132,7 @@ class ForwardHooks:
             self._scales.refresh()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def end(self, output: Any = None) -> Any:
+    def end(self, output: object = None) -> object:
         """Clean up after a computation, with or without an error; return ``output``, cast as FSDP2 would cast it."""
         stack = self._open.pop()
         if not self._open:

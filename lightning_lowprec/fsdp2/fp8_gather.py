@@ -278,7 +278,7 @@ class Fp8GatherShard(Tensor):
         outer_stride: tuple[int, ...],
         module: nn.Module,
         mp_policy: MixedPrecisionPolicy,
-    ) -> tuple[tuple[Tensor, ...], Any]:
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, bool]]:
         """Return the codes to send, and the scale, which every rank knows; called by FSDP2.
 
         Codes are kept if the format says so, and if their scale is the one of all weights. :meth:`fsdp_post_all_gather`
@@ -303,11 +303,11 @@ class Fp8GatherShard(Tensor):
     def fsdp_post_all_gather(
         self,
         all_gather_outputs: tuple[Tensor, ...],
-        metadata: Any,
+        metadata: tuple[Tensor, bool],
         param_dtype: torch.dtype,
         *,
         out: Tensor | None = None,
-    ) -> Any:
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """Return the whole weight, ready for the GEMM; called by FSDP2. Later gathers fill the memory of the first."""
         (sent,) = all_gather_outputs
         codes = sent.view(self.sent_as)
@@ -323,7 +323,7 @@ class Fp8GatherShard(Tensor):
         return ["_tensor"], self._scales
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], scales: GatherScales, size: Any, stride: Any) -> Fp8GatherShard:
+    def __tensor_unflatten__(inner: dict[str, Tensor], scales: GatherScales, *size: object) -> Fp8GatherShard:
         return Fp8GatherShard(inner["_tensor"], scales)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Fp8GatherShard:
@@ -372,7 +372,7 @@ def gather_in_fp8(model: nn.Module) -> GatherScales | None:
     return scales
 
 
-def _plain_weight(name: str, layer: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: object) -> None:
+def _plain_weight(name: str, layer: nn.Module, state_dict: dict[str, Tensor], prefix: str, metadata: object) -> None:
     shard = local_tensor(getattr(layer, name))
     if isinstance(shard, Fp8GatherShard) and shard._kept is not None:
         shard._kept.forget()  # `torch.distributed.checkpoint.load` writes to the values of a state dict

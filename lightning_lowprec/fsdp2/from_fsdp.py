@@ -43,11 +43,13 @@ def translate(strategy: Any) -> dict[str, Any]:
     return arguments
 
 
-def _sharding(chosen: tuple[str, object]) -> dict[str, Any]:
+def _sharding(chosen: tuple[str, object]) -> dict[str, object]:
     (name, mesh), hybrid = chosen, "HYBRID" in chosen[0]
     if name == "NO_SHARD":
         raise ValueError("`sharding_strategy='NO_SHARD'` shards nothing; use `strategy='ddp'`.")
-    options = {"reshard_after_forward": False} if name in ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2") else {}
+    options: dict[str, object] = {}
+    if name in ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2"):
+        options["reshard_after_forward"] = False
     if mesh is None:
         return options | ({"replicate": "nodes"} if hybrid else {})
     if not isinstance(mesh, tuple) or len(mesh) != 1 + hybrid:
@@ -58,14 +60,14 @@ def _sharding(chosen: tuple[str, object]) -> dict[str, Any]:
     return options | {"replicate": mesh[0] if hybrid else 1, "shards": mesh[-1]}
 
 
-def _dtypes(chosen: MixedPrecision) -> dict[str, Any]:
+def _dtypes(chosen: MixedPrecision) -> dict[str, object]:
     dtypes = {name: getattr(chosen, name) for name in ("param_dtype", "reduce_dtype", "buffer_dtype")}
     if chosen != MixedPrecision(**dtypes):
         raise ValueError(f"`{chosen}` has no equal in FSDP2, which takes the three dtypes alone: leave the rest out.")
     return dtypes | {"reduce_dtype": chosen.reduce_dtype or chosen.param_dtype}  # as FSDP1 does
 
 
-def _modules(policy: object, option: str) -> dict[str, Any]:
+def _modules(policy: object, option: str) -> dict[str, object]:
     function, keywords = getattr(policy, "func", None), getattr(policy, "keywords", {})
     if function is lambda_auto_wrap_policy:
         return {option: lambda fqn, module: bool(keywords["lambda_fn"](module))}
@@ -80,7 +82,7 @@ def _modules(policy: object, option: str) -> dict[str, Any]:
 
 
 _SAME: Final = ("state_dict_type", "process_group_backend", "timeout", "cluster_environment", "checkpoint_io")
-_TRANSLATED: Final[Mapping[str, Callable[[Any], dict[str, Any]]]] = {
+_TRANSLATED: Final[Mapping[str, Callable[[Any], dict[str, object]]]] = {
     "sharding_strategy": _sharding,
     "mixed_precision": _dtypes,
     "auto_wrap_policy": lambda policy: _modules(policy, "wrap"),

@@ -200,14 +200,11 @@ def _fully_shard(
         offload_policy=CPUOffloadPolicy(pin_memory=device.type != "cpu") if options.cpu_offload else OffloadPolicy(),
         reshard_after_forward=options.reshard_after_forward,
     )
-    norms: dict[str, nn.Module] = {}
-    if dtypes["param_dtype"] is not None:
-        norms = {
-            fqn: m for fqn, m in model.named_modules() if fqn and is_batch_or_instance_norm(m) and list(m.parameters())
-        }
-    for fqn in [fqn for fqn in norms if fqn not in wrapped]:  # one group each: they stay float32, like their statistics
-        policy = MixedPrecisionPolicy(reduce_dtype=dtypes["reduce_dtype"], cast_forward_inputs=False)
-        shard_group(norms[fqn], mp_policy=policy)
+    # batch and instance norms stay float32, like their statistics: one group each
+    statistics = MixedPrecisionPolicy(reduce_dtype=dtypes["reduce_dtype"], cast_forward_inputs=False)
+    for fqn, module in model.named_modules() if dtypes["param_dtype"] is not None else ():
+        if fqn and fqn not in wrapped and is_batch_or_instance_norm(module) and list(module.parameters()):
+            shard_group(module, mp_policy=statistics)
     inner = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=not apart)  # what float32 parameters compute stays so
     for fqn in sorted(wrapped, key=lambda fqn: fqn.count("."), reverse=True):  # inner groups first
         shard_group(wrapped[fqn], mp_policy=inner)
@@ -273,7 +270,7 @@ def origin(model: nn.Module) -> Origin:
     )
 
 
-def fill(model: nn.Module, device: torch.device, source: Origin, values: dict[str, Any]) -> None:
+def fill(model: nn.Module, device: torch.device, source: Origin, values: dict[str, object]) -> None:
     """Give a sharded model its weights: the ``values`` of rank 0, or those that its modules initialise themselves."""
     if source == "every rank":
         return

@@ -184,7 +184,7 @@ class ReplacedParameters:
 
 
 class _Known(NamedTuple):
-    precision: tuple[Any, ...]
+    precision: tuple[object, ...]
     options: ShardOptions
 
 
@@ -277,7 +277,7 @@ NOT_COMPARED: Final = ("sync_module_states", "tensor_parallel")
 """Options that leave no trace in a sharded model, or that cannot be compared."""
 
 
-def _comparable(value: object) -> Any:
+def _comparable(value: object) -> object:
     """Return classes as a set, and the same for all functions, which cannot be compared."""
     if isinstance(value, Collection) and not isinstance(value, (str, Mapping)):
         return set(value)
@@ -395,7 +395,7 @@ def gathered_line(model: nn.Module, shards: int) -> str | None:
     gathered = {fqn: group for fqn, group in records.items() if any(one.all_gather_outputs for one in group)}
     if shards == 1 or not gathered:
         return None
-    codes = [(fqn, one) for fqn, group in gathered.items() for one in group if _sends_codes(one)]
+    codes = [(fqn, one) for fqn, group in gathered.items() for one in group if _sends_codes(one.sharded_param)]
     for fqn, record in codes:
         wide = next((_name(sent.dtype) for sent in record.all_gather_outputs if sent.dtype.itemsize > 1), None)
         if wide is not None:
@@ -414,8 +414,8 @@ def gathered_line(model: nn.Module, shards: int) -> str | None:
     return f"all-gather: {dtype}, {in_units(size / len(blocks))} per {unit} and rank, {of_bf16:.2f}x of bf16"
 
 
-def _sends_codes(record: Any) -> bool:
-    return hasattr(local_tensor(record.sharded_param), "fsdp_pre_all_gather")
+def _sends_codes(shard: Tensor) -> bool:
+    return hasattr(local_tensor(shard), "fsdp_pre_all_gather")
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from lightning_lowprec.private.names import missing
 from lightning_lowprec.private.torch import EXPORT, FSDP, PARAM_GROUPS, check
@@ -22,7 +23,7 @@ def without_root_hooks(module: nn.Module) -> Iterator[None]:
 
     FSDP2 gathers the root's weights if they are not gathered, as if a checkpoint recomputed the forward.
     """
-    state: Any = cast(FSDPModule, module)._get_fsdp_state()
+    state = cast(FSDPModule, module)._get_fsdp_state()
     before = state._training_state
     state._training_state = type(before).PRE_BACKWARD
     try:
@@ -37,7 +38,7 @@ def gathered_parameters(module: nn.Module) -> list[Any]:
 
 
 def _parameter_groups(module: nn.Module) -> list[Any]:
-    state: Any = cast(FSDPModule, module)._get_fsdp_state()
+    state = cast(FSDPModule, module)._get_fsdp_state()
     many, one = PARAM_GROUPS
     groups = getattr(state, many) if hasattr(state, many) else [getattr(state, one)]
     return [group for group in groups if group is not None]
@@ -54,7 +55,7 @@ def add_group(
     """Let a sharded ``module`` gather and reduce ``params``, which are not sharded yet, as a second group."""
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-    state: Any = cast(FSDPModule, module)._get_fsdp_state()
+    state = cast(FSDPModule, module)._get_fsdp_state()
     first = _parameter_groups(module)[0]
     for p in [p for p in params if not p.is_meta]:
         p.data = p.data.to(first.device)
@@ -68,10 +69,9 @@ def unreduced_gradient(record: object) -> Tensor | None:
     return None if gathered is None else gathered.grad
 
 
-def classes_of(policy: Any) -> set[type[nn.Module]]:
+def classes_of(policy: ModuleWrapPolicy) -> set[type[nn.Module]]:
     """Return the classes that a ``ModuleWrapPolicy`` of FSDP1 wraps."""
-    classes: set[type[nn.Module]] = policy._module_classes
-    return classes
+    return policy._module_classes
 
 
 def default_store() -> Any:

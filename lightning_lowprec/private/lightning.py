@@ -38,8 +38,6 @@ FSDP_NAMES: Final = {
 FABRIC_FSDP_NAMES: Final = {"precision": "_precision", "fsdp": "_fsdp_kwargs"}
 TRAINER_FSDP_NAMES: Final = {"precision": "_precision_plugin", "fsdp": "kwargs", "checkpoint_io": "_checkpoint_io"}
 """More of them; "fsdp" holds the arguments of ``FullyShardedDataParallel``."""
-
-
 COMPILED_NAME: Final = "_compiler_ctx"
 """Attribute of a LightningModule: how the user compiled it."""
 UNWRAPPED_NAME: Final = "compile_kwargs"
@@ -74,8 +72,8 @@ def moved() -> list[str]:
     return [*moved_connectors(MAIN), *missing]
 
 
-def _has(cls: Any, name: str) -> bool:
-    codes = [getattr(base.__init__, "__code__", None) for base in cls.__mro__]
+def _has(cls: type, name: str) -> bool:
+    codes = [getattr(vars(base).get("__init__"), "__code__", None) for base in cls.__mro__]
     return hasattr(cls, name) or any(name in code.co_names for code in codes if code is not None)
 
 
@@ -170,7 +168,7 @@ def strategy_registry(package: Package, *, for_trainer: bool) -> Any:
     return package.module("fabric.strategies").STRATEGY_REGISTRY
 
 
-def comm_hook(strategy: object) -> Any:
+def comm_hook(strategy: object) -> object:
     """Return what the user gave to ``DDPStrategy(ddp_comm_hook=...)``, or None."""
     return getattr(strategy, "_ddp_comm_hook", None)
 
@@ -186,7 +184,7 @@ def set_bytes_per_parameter(summary: Any, size: float) -> None:
     summary._precision_megabytes = size * 1e-6
 
 
-def precision_plugin_of(model: object) -> Any:
+def precision_plugin_of(model: object) -> object:
     """Return the precision plugin of the Trainer that a LightningModule is attached to, or None."""
     return getattr(getattr(model, "_trainer", None), "precision_plugin", None)
 
@@ -225,7 +223,7 @@ def is_tuning(trainer: object) -> bool:
 # ---- loggers
 
 
-def traces(trainer: Any, model: object) -> bool:
+def traces(trainer: either.Trainer, model: object) -> bool:
     """Return whether a logger of ``trainer`` will trace ``model``, for a picture."""
     traceable = isinstance(getattr(model, "example_input_array", None), (torch.Tensor, tuple))
     return traceable and any(getattr(logger, GRAPH_NAME, False) for logger in trainer.loggers)
@@ -237,7 +235,7 @@ def logs_this_step(trainer: Any) -> bool:
     return bool(every) and (_logged_step(trainer) + 1) % every == 0
 
 
-def log_metrics(trainer: Any, metrics: dict[str, float]) -> None:
+def log_metrics(trainer: either.Trainer, metrics: dict[str, float]) -> None:
     """Send metrics to the loggers, and to ``callback_metrics``, where EarlyStopping and ModelCheckpoint look.
 
     The step is that of ``self.log`` and LearningRateMonitor: batches that stepped, however many optimizers there are.
@@ -247,7 +245,7 @@ def log_metrics(trainer: Any, metrics: dict[str, float]) -> None:
         logger.log_metrics(metrics, step=_logged_step(trainer))
 
 
-def _logged_step(trainer: Any) -> int:
+def _logged_step(trainer: either.Trainer) -> int:
     step: int = getattr(trainer.fit_loop.epoch_loop, STEP_NAME)
     return step
 
@@ -283,6 +281,6 @@ def _overrides(owner: object, base: type, hook: str) -> bool:
     return getattr(type(owner), hook) not in [getattr(cls, hook) for cls in both(base)]
 
 
-def after_closure(plugin: EitherPrecision, model: Any, optimizer: Any) -> None:
+def after_closure(plugin: EitherPrecision, model: either.LightningModule, optimizer: torch.optim.Optimizer) -> None:
     """Run the Trainer's hooks between the closure and the step: ``on_before_optimizer_step``, then clipping."""
     plugin._after_closure(model, optimizer)

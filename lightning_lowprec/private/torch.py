@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 
 from lightning_lowprec.private.names import missing
 
@@ -186,7 +186,7 @@ def increment_versions(tensors: Sequence[Tensor]) -> None:
 
 
 @functools.cache
-def _write_positions(func: Any) -> tuple[tuple[int, str], ...]:
+def _write_positions(func: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:
     arguments = func._schema.arguments
     return tuple((i, a.name) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
 
@@ -202,7 +202,7 @@ def returned_in_place(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
     return written[0] if len(written) == 1 else tuple(written)
 
 
-def inference_mode_of(tensor: Tensor) -> AbstractContextManager[Any]:
+def inference_mode_of(tensor: Tensor) -> AbstractContextManager[object]:
     """Leave inference mode if ``tensor`` is none of its tensors: torch wants a view to be of the kind of its base."""
     leaves = torch.is_inference_mode_enabled() and not tensor.is_inference()
     return torch.inference_mode(False) if leaves else nullcontext()
@@ -277,7 +277,7 @@ def with_local_tensor(local: Tensor, like: Tensor) -> Tensor:
 
 
 def dtensor(
-    local: Tensor, mesh: DeviceMesh, placements: Sequence[Any], shape: Sequence[int], stride: Sequence[int]
+    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], stride: Sequence[int]
 ) -> DTensor:
     """Return a DTensor of which this rank has ``local``: the memory of ``local`` itself, on its device.
 
@@ -310,17 +310,17 @@ def first_element(tensor: Tensor) -> int:
 # ---- MS-AMP: tensors of codes and their gradients
 
 
-_aten: Any = torch.ops.aten
+_aten = torch.ops.aten
 make_wrapper_subclass: Any = torch.Tensor._make_wrapper_subclass
 disabled_torch_function: Any = torch._C._disabled_torch_function_impl
 """``__torch_function__`` of a tensor subclass that only has ``__torch_dispatch__``."""
-ATEN_UNSCALE: Any = _aten._amp_foreach_non_finite_check_and_unscale_.default
+ATEN_UNSCALE: Final = _aten._amp_foreach_non_finite_check_and_unscale_.default
 """The operation of gradient scalers."""
 ENCODER_LAYER: Final = (_aten._transformer_encoder_layer_fwd.default, _aten._native_multi_head_attention.default)
 """The operations by which torch's TransformerEncoderLayer and MultiheadAttention evaluate in one call."""
-ATEN_FOREACH_COPY: Any = _aten._foreach_copy_.default
-ATEN_FOREACH_NORM: Any = _aten._foreach_norm.Scalar
-ATEN_FOREACH_ZERO: Any = _aten._foreach_zero_.default
+ATEN_FOREACH_COPY: Final = _aten._foreach_copy_.default
+ATEN_FOREACH_NORM: Final = _aten._foreach_norm.Scalar
+ATEN_FOREACH_ZERO: Final = _aten._foreach_zero_.default
 ATEN_FOREACH_MULTIPLY: Final[tuple[object, ...]] = tuple(
     getattr(packet, numbers)
     for packet in (_aten._foreach_mul_, _aten._foreach_div_)
@@ -366,14 +366,9 @@ def is_exporting() -> bool:
     return torch.compiler._is_exporting_flag
 
 
-def current_dispatch_mode() -> Any:
-    """Return the innermost mode that sees every operation, such as the one of a selective checkpoint, or None."""
-    return torch.utils._python_dispatch._get_current_dispatch_mode()
-
-
 def outside_of_checkpoints() -> AbstractContextManager[object]:
     """Return a context for operations that a selective checkpoint must not count: it would count others in backward."""
-    mode = current_dispatch_mode()
+    mode = torch.utils._python_dispatch._get_current_dispatch_mode()
     if mode is None or not type(mode).__module__.startswith("torch.utils.checkpoint"):
         return nullcontext()
     return torch.utils._python_dispatch._disable_current_modes()

@@ -50,7 +50,7 @@ def compile_in_place(
     _compiled_here[module] = ref(module._compiled_call_impl)
 
 
-def _call_of_torch(module: nn.Module, *args: object, **kwargs: object) -> Any:
+def _call_of_torch(module: nn.Module, *args: object, **kwargs: object) -> object:
     return nn.Module._call_impl(module, *args, **kwargs)  # type: ignore[no-untyped-call]
 
 

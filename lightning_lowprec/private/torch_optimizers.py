@@ -9,7 +9,7 @@ from torch.optim import optimizer as module
 
 from lightning_lowprec.private.torchao import parameters_of_copies
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
 _SEES_NO_MASTERS: Final = "lowprec_sees_no_masters"
 _ALONE: Final = (
     optim.ASGD, optim.Adadelta, optim.Adafactor, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax, optim.Muon,

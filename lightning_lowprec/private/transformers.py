@@ -82,7 +82,7 @@ class _Redirected:
     def __init__(self, own_config: object) -> None:
         self.own_config = own_config
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if name == "own_config":  # while a copy is made
             raise AttributeError(name)
         return getattr(self.own_config, name)
@@ -276,9 +276,6 @@ def _converters(model: Any) -> list[Any]:
 
 # ---- what models do by default in training, and compiled blocks pay for
 
-# A cache of keys and values makes every block another one to a compiler. Without a cache a model searches
-# ``position_ids`` for packed sequences, and the host waits for what the GPU finds.
-
 
 def train_without_cache(module: nn.Module) -> bool:
     """Let models of transformers in ``module`` make no cache unless a call asks for one; return whether there are any.
@@ -333,7 +330,7 @@ class _Call(NamedTuple):
     model: nn.Module
     has_positions: bool
     """Whether the caller gave ``position_ids``; a model that makes them itself counts from 0: one sequence."""
-    without_cache: Any
+    without_cache: nn.Module | None
     """The model, this one or one around it, that was kept from making a cache; or None."""
     frame: FrameType | None
     """Torch's frame that calls the model; None where a compiler traces the call."""
