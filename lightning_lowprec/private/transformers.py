@@ -288,11 +288,8 @@ def train_without_cache(module: nn.Module) -> bool:
     """
     models = [model for model in module.modules() if is_model(model)]
     for model in models:
-        names = list(inspect.signature(model.forward).parameters)
-        if "use_cache" in names and not any(_hooks(model)):
-            positions: dict[str, int] = {
-                name: names.index(name) for name in ("use_cache", "position_ids") if name in names
-            }
+        positions = {name: at for at, name in enumerate(inspect.signature(model.forward).parameters)}
+        if "use_cache" in positions and not any(_hooks(model)):
             model.register_forward_pre_hook(partial(_begin_call, positions), with_kwargs=True)
             model.register_forward_hook(_end_call, always_call=True)
     if models:
@@ -404,7 +401,6 @@ def _would_make_cache(model: Any) -> bool:
     asked = getattr(model.config, "use_cache", None)
     if asked is None:
         asked = getattr(model.config.get_text_config(), "use_cache", False)
-    checkpoints = model.training and torch.is_grad_enabled()
-    return bool(asked) and not (
-        checkpoints and any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
-    )
+    if model.training and torch.is_grad_enabled():
+        asked = asked and not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    return bool(asked)
