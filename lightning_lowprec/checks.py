@@ -49,7 +49,7 @@ Count = Annotated[int, at_least(1)]
 Size = Annotated[int, at_least(0)]
 CompileOptions = Annotated[Mapping[str, Any], Rule("a mapping of torch.compile options")]
 
-_WORDS: Final[dict[Any, str]] = {
+_WORDS: Final[dict[object, str]] = {
     NoneType: "None",
     int: "an integer",
     float: "a finite number",
@@ -60,7 +60,7 @@ _WORDS: Final[dict[Any, str]] = {
 }
 
 
-def check_choice(field: str, value: object, allowed: Iterable[Any]) -> None:
+def check_choice(field: str, value: object, allowed: Iterable[object]) -> None:
     """Raise a ValueError if ``value`` is not one of ``allowed``, for example of the ``get_args`` of a ``Literal``."""
     choices = list(allowed)
     if value not in choices:
@@ -73,7 +73,7 @@ def check_integer(field: str, value: object, *, least: int) -> None:
     check_types({field: value}, {field: Annotated[int, at_least(least)]})
 
 
-def check_types(values: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
+def check_types(values: Mapping[str, object], hints: Mapping[str, object]) -> None:
     """Raise a ValueError for the first value that its type hint does not allow; names without a hint pass."""
     for field, value in values.items():
         if field in hints and not allows(hints[field], value):
@@ -133,11 +133,11 @@ def _expected(hint: object) -> str:
     return " or ".join([*filter(None, [", ".join(words[:-1])]), words[-1]])
 
 
-def _arms(hint: object) -> Collection[Any]:
+def _arms(hint: object) -> Collection[object]:
     return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
 
 
-def _choices(hint: object) -> list[Any]:
+def _choices(hint: object) -> list[object]:
     bare = [get_args(arm)[0] if get_origin(arm) is Annotated else arm for arm in _arms(hint)]
     return [choice for arm in bare if get_origin(arm) is Literal for choice in get_args(arm)]
 

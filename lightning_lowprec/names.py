@@ -53,14 +53,6 @@ TABLE: dict[str, PrecisionName] = {}
 """Every name, in the order of the docs."""
 
 
-def register_own_backends() -> None:
-    """Register the backends of this package, except those that are registered already."""
-    known = {backend.name for backend in backends.registered()}
-    for backend in (TORCHAO_BACKEND, TE_BACKEND, MSAMP_BACKEND):
-        if backend.name not in known:
-            backends.register(backend)
-
-
 def create(name: str) -> LowPrecision:
     """Return a new plugin for a name of the table; raise ImportError if a package that it needs does not import."""
     row = TABLE[name]
@@ -131,5 +123,5 @@ def _fill_table() -> None:
 
 
 backends.on_change(_fill_table)
-register_own_backends()
-_fill_table()
+for _backend in (TORCHAO_BACKEND, TE_BACKEND, MSAMP_BACKEND):
+    backends.register(_backend)

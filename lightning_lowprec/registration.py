@@ -32,7 +32,9 @@ from types import ModuleType
 from typing import Any, Final, Literal, Union
 
 from torch import Tensor
+from torch.nn import Module
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 import lightning_lowprec_autoload as autoload
 from lightning_lowprec import names
@@ -68,7 +70,7 @@ CONVERT = "convert_module"
 """The public method of precision plugins that is called once per set-up of a model."""
 
 _patches: list[tuple[object, str, object, object]] = []
-_at_meeting: list[Callable[[Any], None]] = []
+_at_meeting: list[Callable[[object], None]] = []
 _annotations: list[tuple[dict[str, Any], Any]] = []
 _met: dict[tuple[Package, bool], Any] = {}
 """The class Trainer (True) or Fabric (False) of each part of Lightning that is patched."""
@@ -156,9 +158,9 @@ def _resolve_name(
     *,
     package: Package,
     for_trainer: bool,
-    precision: Any,
+    precision: object,
     plugins: Any,
-    strategy: Any,
+    strategy: object,
     **kwargs: object,
 ) -> None:
     precision, plugins = _launched(precision, plugins)
@@ -257,12 +259,12 @@ def _warn_of_left_over(original: Callable[..., Any], self: Any, module: Any) -> 
     return original(self, module)
 
 
-def _show_optimizer(plugin: LowPrecision, original: Callable[[Any], Any], optimizer: Any) -> Any:
+def _show_optimizer(plugin: LowPrecision, original: Callable[[Optimizer], object], optimizer: Optimizer) -> object:
     plugin.see_optimizer(optimizer)
     return original(optimizer)
 
 
-def _show_module(plugin: LowPrecision, original: Callable[[Any], Any], module: object) -> Any:
+def _show_module(plugin: LowPrecision, original: Callable[[object], Module], module: object) -> Module:
     wrapped = original(module)
     plugin.see_module(wrapped)
     return wrapped
@@ -301,8 +303,8 @@ def _refusal_of_plugin(value: str) -> Exception | None:
 def _clip_deferred(
     original: Callable[..., Tensor],
     self: Any,
-    module: Any,
-    optimizer: Any,
+    module: Module,
+    optimizer: Optimizer,
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = True,
@@ -331,7 +333,7 @@ def _count_bytes(original: Callable[..., None], self: Any, model: Any, *args: ob
         private.set_bytes_per_parameter(self, total_bytes / self.total_parameters)
 
 
-def _compute_dtype(original: Callable[..., Any], plugin: object) -> Any:
+def _compute_dtype(original: Callable[..., object], plugin: object) -> object:
     return plugin.peak_rate_dtype if isinstance(plugin, LowPrecision) else original(plugin)
 
 

@@ -197,11 +197,10 @@ _FP8: Final[Row] = {
     "other": _OTHER,
 }
 """What all FP8 recipes of torchao and of this package have in common."""
-_MANY_SCALES_TORCHAO: Final = _yes("torchao docs/source/workflows/training.md")
 _ROWWISE: Final[Row] = {
     **_FP8,
     "sm_89": _yes("pytorch#144348"),
-    "sm_90": _MANY_SCALES_TORCHAO,
+    "sm_90": _yes("torchao docs/source/workflows/training.md"),
     "sm_100": _yes("pytorch#148274"),
     "sm_110": _yes("pytorch RowwiseScaledMM.cu"),
     "sm_120": _no(
@@ -333,11 +332,10 @@ _INT8: Final[Row] = {
     "other": _OTHER,
 }
 _GROUPED: Final = "pytorch GroupedBlas.cpp _scaled_grouped_mm_cuda"
-_NO_GROUPED: Final = _no("has no FP8 kernel for grouped products", _GROUPED)
 _EXPERTS: Final[Row] = {
     **_FP8,
     **_cells(_yes(_GROUPED), "sm_90", "sm_100"),
-    **_cells(_NO_GROUPED, "sm_89", "sm_110", "sm_120", "gfx1200"),
+    **_cells(_no("has no FP8 kernel for grouped products", _GROUPED), "sm_89", "sm_110", "sm_120", "gfx1200"),
     **_cells(_no("has FP8 kernels for grouped products of float8_e4m3fnuz alone", _GROUPED), "gfx942", "gfx950"),
     "xpu": _no("has no FP8 kernel for grouped products", "torch-xpu-ops#2325"),
 }

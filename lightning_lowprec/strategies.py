@@ -24,7 +24,7 @@ _FSDP1_NAMES: Final = ("fsdp", "fsdp_cpu_offload")
 _HALF: Final = {"16-mixed": "fp16", "16": "fp16", 16: "fp16", "bf16-mixed": "bf16", "bf16": "bf16"}
 
 
-def is_fsdp2(strategy: Any) -> bool:
+def is_fsdp2(strategy: object) -> bool:
     """Whether a strategy, or its name, is ours."""
     return isinstance(strategy, FSDP2Base) or (isinstance(strategy, str) and strategy.lower() == "fsdp2")
 

@@ -53,9 +53,7 @@ SCALE_FIELDS: Final[Mapping[str, float]] = {
     "min_loss_scale": 1,
 }
 """The fields of ``fp16`` that Lightning's DeepSpeedStrategy takes as arguments too, with Lightning's defaults."""
-_SECTIONS: Final = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _NAMES: Final = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-_HALF_MASTERS: Final = {"bf16": "bf16_master_weights_and_grads", "fp16": "fp16_master_weights_and_grads"}
 
 
 @dataclass(frozen=True)
@@ -111,10 +109,10 @@ def translated(source: Mapping[str, object], options: ZeroOptions, arguments: Ma
     config = copy.deepcopy(dict(source))
     if "bfloat16" in config:  # DeepSpeed's own older name
         config.setdefault("bf16", config.pop("bfloat16"))
-    half = _SECTIONS[options.dtype]
+    half = _NAMES[options.dtype]
     other = "fp16" if half == "bf16" else "bf16"
     _set(config, options, f"{half}.enabled", True)
-    for field in (f"{other}.enabled", f"{half}.{_HALF_MASTERS[half]}", "torch_autocast.enabled"):
+    for field in (f"{other}.enabled", f"{half}.{half}_master_weights_and_grads", "torch_autocast.enabled"):
         if _get(config, field) not in (None, False):
             _set(config, options, field, False)
     if half == "fp16":
@@ -321,7 +319,7 @@ def _initialize(engine: ZeroEngine, strategy: Any, original: Callable[[], None])
     engine.attach(strategy.model)
 
 
-def _set_up_module(engine: ZeroEngine, original: Callable[[Any], Any], module: object) -> Any:
+def _set_up_module(engine: ZeroEngine, original: Callable[[object], object], module: object) -> object:
     """Fabric: initialize DeepSpeed without an optimizer."""
     deepspeed_engine = original(module)
     engine.attach(deepspeed_engine)
@@ -330,7 +328,7 @@ def _set_up_module(engine: ZeroEngine, original: Callable[[Any], Any], module: o
 
 def _set_up(
     plugin: LowPrecision, engine: ZeroEngine, original: Callable[..., Any], module: Any, optimizers: Any, *args: Any
-) -> Any:
+) -> object:
     """Fabric: initialize DeepSpeed."""
     for optimizer in optimizers:
         _check_optimizer(plugin, module, optimizer)
@@ -347,7 +345,7 @@ def _check_optimizer(plugin: LowPrecision, model: object, optimizer: Optimizer |
     plugin.modules.note_check()
 
 
-def _load(original: Callable[..., Any], *args: object, **kwargs: object) -> Any:
+def _load(original: Callable[..., object], *args: object, **kwargs: object) -> object:
     """Load a checkpoint; codes that were made from weights before it are stale."""
     loaded = original(*args, **kwargs)
     count_step()

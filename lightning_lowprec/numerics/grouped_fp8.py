@@ -10,8 +10,6 @@ The scale is torchao's, ``448 / max(largest absolute value, 1e-12)``, with ``pow
 two. Its reciprocal is returned.
 """
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -153,7 +151,7 @@ def _(left: Tensor, right: Tensor, of_left: Tensor, of_right: Tensor, ends: Tens
 
 
 def _on_tensor_cores(
-    left: Tensor, right: Tensor, of_left: Tensor, of_right: Tensor, ends: list[int], on: Any
+    left: Tensor, right: Tensor, of_left: Tensor, of_right: Tensor, ends: list[int], on: str
 ) -> Tensor:
     """Multiply group by group, with fast accumulation, as the kernel does; rows behind the last group are 0."""
     by_group = right.dim() == 2

@@ -30,7 +30,7 @@ enough, it returns the dtype of the weight.
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Final, final
+from typing import Final, Unpack, final
 
 import torch
 import torch.nn.functional as F
@@ -218,14 +218,12 @@ class _Fp8Run:
         self._product = functools.partial(product, emulate=emulate)
 
     def logits(self, part: slice, bias: Tensor | None) -> Tensor:
-        """Return the logits of some tokens."""
         scales = self.hidden.inv_scale, self.weight.inv_scale
         rows, weight = self.hidden.rows[part], self.weight.rows.t()
         logits = self._product(rows, weight, scales, self.dtype, fast=True)[:, : self.vocabulary]
         return logits if bias is None else logits + bias.to(logits.dtype)
 
     def grad_hidden(self, codes: Tensor) -> Tensor:
-        """Return the gradient of the hidden states of the tokens that ``codes`` belong to."""
         scales = self.of_codes, self.weight.inv_scale
         return self._product(codes, self.weight.columns.t(), scales, _range_of(self.dtype), fast=False)
 
@@ -270,12 +268,11 @@ def empty_results(
 ) -> Results:
     """Return memory for the results; the gradient of the bias begins with zeros."""
     of_weight = dtype_of_grad_weight(len(hidden), weight, hidden.dtype, rows) if fp8 else torch.float32
-    float32: Any = {"dtype": torch.float32, "device": hidden.device}
     return (
-        torch.empty(hidden.shape[:1], **float32),  # no `len`: a size may be a compiler's symbol
+        hidden.new_empty(hidden.shape[:1], dtype=torch.float32),  # no `len`: a size may be a compiler's symbol
         torch.empty_like(hidden, dtype=_range_of(hidden.dtype) if fp8 else hidden.dtype) if wanted[0] else None,
-        torch.empty(weight.shape, dtype=of_weight, device=hidden.device) if wanted[1] else None,
-        torch.zeros(weight.shape[:1], **float32) if wanted[2] else None,
+        hidden.new_empty(weight.shape, dtype=of_weight) if wanted[1] else None,
+        hidden.new_zeros(weight.shape[:1], dtype=torch.float32) if wanted[2] else None,
     )
 
 
@@ -301,19 +298,19 @@ def _add_product(total: Tensor, gradient: Tensor, hidden: Tensor, *, first: bool
 # ---- losses and gradients of some rows: logits (M, V) any float, target (M,) int64, factors (M,) or () float32
 
 
-def _losses(logits: Tensor, target: Tensor, *terms: Any) -> Tensor:
+def _losses(logits: Tensor, target: Tensor, *terms: Unpack[Terms]) -> Tensor:
     x = logits.float()
     return _loss(x, _log_sum_exp(x), target, *terms)
 
 
-def _losses_and_gradient_(logits: Tensor, target: Tensor, factors: Tensor, *terms: Any) -> Tensor:
+def _losses_and_gradient_(logits: Tensor, target: Tensor, factors: Tensor, *terms: Unpack[Terms]) -> Tensor:
     """Return the losses; ``logits`` become their gradient, times ``factors``, which leave the losses alone."""
     losses, gradient = _both(logits, target, factors, *terms)
     logits.copy_(gradient)
     return losses
 
 
-def _losses_and_codes(logits: Tensor, target: Tensor, factors: Tensor, *terms: Any) -> tuple[Tensor, Tensor]:
+def _losses_and_codes(logits: Tensor, target: Tensor, factors: Tensor, *terms: Unpack[Terms]) -> tuple[Tensor, Tensor]:
     """Return the losses, and ``gradient * factors * CODE_SCALE``, (M, V) float8_e5m2, saturating; NaN stays."""
     losses, gradient = _both(logits, target, factors, *terms)
     return losses, encode(gradient, CODE_SCALE, E5M2.dtype)

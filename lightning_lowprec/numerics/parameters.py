@@ -5,7 +5,7 @@ are DTensors. torch's multi-tensor operations take the DTensors of one mesh at a
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -58,7 +58,7 @@ def grouped(items: Iterable[T], key: Callable[[T], object]) -> list[list[T]]:
     return list(groups.values())
 
 
-def mesh_of(tensor: Tensor) -> Any:
+def mesh_of(tensor: Tensor) -> object:
     """Return the device mesh of a DTensor, or None."""
     return getattr(tensor, "device_mesh", None)
 
@@ -69,7 +69,7 @@ def clip_grad_norm(
 ) -> Tensor:
     """Clip gradients in place as ``torch.nn.utils.clip_grad_norm_`` does, over all meshes; return their norm."""
     groups = grouped((p for p in parameters if p.grad is not None), mesh_of)
-    norms: list[Any] = [get_total_norm([p.grad for p in group if p.grad is not None], norm_type) for group in groups]
+    norms = [get_total_norm([p.grad for p in group if p.grad is not None], norm_type) for group in groups]
     if not norms:
         return torch.tensor(0.0)
     total = together(over_ranks(norms), norm_type)

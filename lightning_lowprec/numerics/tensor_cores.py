@@ -20,6 +20,7 @@ cuBLASLt may split K where outputs are few.
 """
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import Final, Literal, final
 
@@ -63,13 +64,6 @@ UNITS: Final[dict[TensorCores, Unit]] = {
 }
 FNUZ: Final = {torch.float8_e4m3fn: torch.float8_e4m3fnuz, torch.float8_e5m2: torch.float8_e5m2fnuz}
 """The formats that MI300 multiplies in place of those of all other GPUs."""
-_LEAST_EXPONENTS: Final = {
-    torch.float8_e4m3fn: -6,
-    torch.float8_e5m2: -14,
-    torch.float8_e4m3fnuz: -7,
-    torch.float8_e5m2fnuz: -15,
-}
-"""The exponent of the smallest normal number, and of all subnormal ones."""
 MX_BLOCK: Final = 32
 """Codes that share a scale in MXFP8; Blackwell adds up as many at once."""
 _MX_BIAS: Final = 127
@@ -89,7 +83,7 @@ def scaled_product(
     dtype: torch.dtype,
     *,
     fast: bool,
-    on: TensorCores,
+    on: str,
 ) -> Tensor:
     """Stand in for ``private.torch.scaled_product`` on a named GPU, with the same arguments.
 
@@ -150,7 +144,8 @@ def _table(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the values and the exponents of the codes 0 to 255: (256,) float32 and int16; 0 if not finite."""
     values = torch.arange(256, dtype=torch.uint8, device=device).view(dtype).float()
     values = torch.where(values.isfinite(), values, 0)
-    exponents = (torch.frexp(values)[1] - 1).clamp(min=_LEAST_EXPONENTS[dtype])
+    least = math.frexp(torch.finfo(dtype).smallest_normal)[1] - 1  # subnormal numbers have the same exponent
+    exponents = (torch.frexp(values)[1] - 1).clamp(min=least)
     return values, torch.where(values == 0, _ABSENT, exponents).to(torch.int16)
 
 
