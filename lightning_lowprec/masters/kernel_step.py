@@ -238,7 +238,7 @@ def _rows(
     moved: Sequence[int],
 ) -> list[Row]:  # fmt: skip
     """Return what the kernel needs of the parameters that it can step."""
-    rows = []
+    rows: list[Row] = []
     for place, (p, grad) in enumerate(zip(group.params, grads, strict=True)):
         block = block_of(p) if registry.config.moments == "8bit" else 0
         if grad is None or grad.is_sparse or grad.dtype not in KINDS:
