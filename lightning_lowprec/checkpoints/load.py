@@ -169,7 +169,7 @@ def load(
 
 
 def _settle_masters(optimizer: Optimizer, state_dict: State, params: Mapping[str, Tensor], values: State) -> None:
-    """Turn masters into float32 weights, or float32 weights into masters; drop masters that have no place."""
+    """Turn masters into float32 weights where they have no place; float32 weights reach masters as they are loaded."""
     state = state_dict["state"]
     for fqn in [fqn for group in state_dict["param_groups"] for fqn in group["params"]]:
         has_master = registry_of(optimizer) is not None and params[fqn].dtype in HALF_DTYPES
@@ -180,9 +180,7 @@ def _settle_masters(optimizer: Optimizer, state_dict: State, params: Mapping[str
             if remainder is not None and weight is not None:
                 state[fqn][MASTER_PARAM] = with_local_tensor(joined(weight, remainder), weight)
         master = state.get(fqn, {}).get(MASTER_PARAM)
-        if has_master and master is None and weight is not None and weight.dtype == torch.float32:
-            state[fqn] = {**state.get(fqn, {}), MASTER_PARAM: weight.clone()}
-        elif master is not None and not has_master and not backends.keeps_master(params[fqn]):
+        if master is not None and not has_master and not backends.keeps_master(params[fqn]):
             state[fqn] = {name: value for name, value in state[fqn].items() if name != MASTER_PARAM}
             if weight is not None and weight.dtype in HALF_DTYPES and params[fqn].dtype == torch.float32:
                 values[fqn] = with_local_tensor(reconcile(local_tensor(master), local_tensor(weight)), weight)

@@ -126,11 +126,12 @@ def check_all(rows: list[table.Row], workers: int) -> int:
     """Plant faults in several processes, and print what became of them; return how many are wrong."""
     with tempfile.TemporaryDirectory() as folder:
         pids = []
+        tests = sorted({test for row in rows for test in row["seen_by"][:2] if table.exists(test)})
+        workers = max(min(workers, len(tests)), 1)
         for number in range(workers):
             if not (pid := os.fork()):
                 copy = forks.Copy(Path(folder, str(number)))
-                tests = sorted({test for row in rows for test in row["seen_by"][:2] if table.exists(test)})
-                outcome = forks.run(copy, tests[number::workers], len(tests), 3600)
+                outcome = forks.run(copy, tests[number::workers], len(tests), 3600) if tests else forks.Outcome()
                 results = [[f"fails without a fault {outcome.error}", test] for test in outcome.failed]
                 for row in rows[number::workers]:
                     results.append([check(row, copy), table.name(row)])

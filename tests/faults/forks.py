@@ -62,6 +62,8 @@ class Copy:
                 shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
             else:
                 shutil.copy(source, target)
+        with suppress(FileExistsError):  # the null GPU, which would be built anew
+            (folder / ".nullgpu").symlink_to(ROOT / ".nullgpu")
         compileall.compile_dir(folder / "lightning_lowprec", quiet=2)
         self._time = int(time.time())
 

@@ -43,7 +43,7 @@ def trained(fabric, data_rank):
         losses.append(loss.item())
     with torch.no_grad():
         loss_of(model, batch(0, data_rank))  # gathers once more, and frees the root
-    return losses, full(model.module), fabric.strategy.distributed_sampler_kwargs
+    return losses, full(model.module), fabric.strategy.distributed_sampler_kwargs, fabric.strategy.device_mesh.shape
 
 
 def worker(rank):
@@ -89,6 +89,7 @@ def test_copies_agree_and_train_as_one_process(results):
         assert all(torch.equal(w, results[rank]["hsdp"][1][k]) for k, w in results[0]["hsdp"][1].items())
     assert difference(results[0]["hsdp"][1], one_process(4, "fp8-hybrid")) < 0.01
     assert [results[rank]["hsdp"][2] for rank in range(4)] == [{"num_replicas": 4, "rank": rank} for rank in range(4)]
+    assert results[0]["hsdp"][3] == (2, 2, 1)
 
 
 def test_tensor_parallel_trains_as_one_process(results):

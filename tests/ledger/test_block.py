@@ -28,6 +28,9 @@ def test_three_products_of_codes(by_cublas, monkeypatch):
             output.sum().backward()
     products = [record.info for record in log.of("gemm")]
     kernels = [record.name for record in log.of("kernel") if record.name.startswith("triton_fp8_gemm")]
+    with recording() as outside:
+        assert model(x).dtype == torch.float32
+    assert ["c=float32" in record.info for record in outside.of("gemm")] == [True] * by_cublas
     if by_cublas:
         # cuBLASLt's modes of scales: 5 is 128 x 128 values of the weight, 4 is 128 values of a row
         assert [info.split("scales=")[1].split()[0] for info in products] == ["5,4", "5,4", "4,4"]
