@@ -145,6 +145,8 @@ class ScaledAdamW(AdamW):
         plain: dict[Tensor, Tensor] = {}
         alike: dict[tuple[Any, ...], list[Tensor]] = {}  # parameters of codes that may step together
         for index, group in enumerate(self.param_groups):
+            if any(map(group.get, _REFUSED)):  # somebody has written it since
+                check_options(self)
             for p in group["params"]:
                 weight: MsampWeightState | None = getattr(p, "msamp_state", None)
                 if p.grad is None:
@@ -276,7 +278,7 @@ class ScaledAdamW(AdamW):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of the plain optimizer, or of any level; moments that are kept as codes get fresh scales.
 
-        (torch's own loading casts every tensor to the dtype of its parameter, which would round values to codes.)
+        (Torch's own loading casts every tensor to the dtype of its parameter, which would round values to codes.)
         """
         super().load_state_dict(state_dict)
         for key, p in params_by_key(self, state_dict).items():
@@ -341,9 +343,8 @@ def _numbers(group: Mapping[str, Any], step: int, coupled: bool) -> list[float]:
 def _inputs(p: Tensor, weight: MsampWeightState, state: Mapping[str, Any], formats: Iterable[str]) -> Inputs:
     stepped = weight.codes
     scales: dict[str, Tensor] = {}
-    codes: dict[str, Tensor] = {"exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"], "weight": stepped}
-    for name, values in codes.items():
-        codes[name] = _flat(values, stepped)
+    stored = {"exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"], "weight": stepped}
+    codes = {name: _flat(values, stepped) for name, values in stored.items()}
     for name in formats:
         scales[name] = weight.scale if name == "weight" else state[f"{name}_scale"]
     grad: Any = p.grad

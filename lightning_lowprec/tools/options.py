@@ -135,7 +135,7 @@ class Plan:
     group = "layers", LayerOptions
     source: str = option("the model")
     precisions: Words = option("the names to simulate, with --fits", None)
-    args: Mapping[str, object] | None = option("arguments of the class, or fields of the config, as JSON or YAML", None)
+    args: Mapping[str, Any] | None = option("arguments of the class, or fields of the config, as JSON or YAML", None)
     precision: str = option("the name of an FP8 precision", "fp8-hybrid")
     sequence_length: int = option("for attention's FLOPs", 4096)
     shards: int | None = option("print what one of so many ranks of `strategy='fsdp2'` holds and sends", None)
@@ -147,7 +147,7 @@ class Plan:
     devices: int = option("GPUs of --strategy, with --fits", 1)
     strategy: Literal["fsdp2"] | None = option("the model is sharded over --devices, with --fits", None)
     data: Words = option("a LightningDataModule whose batches are read, with --fits", None)
-    data_args: Mapping[str, object] | None = option("arguments of --data, as JSON or YAML", None)
+    data_args: Mapping[str, Any] | None = option("arguments of --data, as JSON or YAML", None)
     all: bool = option("print one line per layer, not one per kind of block", False)
     json: bool = option("print JSON, with a row for every layer", False)
     recipe: Names | None = option(

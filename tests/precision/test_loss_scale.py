@@ -175,6 +175,12 @@ def test_static_scale_stays_what_the_user_wrote() -> None:
     assert scaler.get_scale() == 128.0
 
 
+def test_repr_tells_the_scale() -> None:
+    text = repr(after_three_steps())
+    assert "scale=4" in text
+    assert "'growth_interval': 2" in text
+
+
 # ---- hysteresis, as in Megatron's DynamicGradScaler (trajectories by hand)
 
 

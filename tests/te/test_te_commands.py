@@ -29,6 +29,16 @@ def test_doctor():
     assert verdicts["fp8-hybrid"]["emulated"]  # torchao's
 
 
+def test_fits_simulates_with_the_cuda_build_of_torch_and_without_a_driver():
+    """Here torch is CUDA's build, and no null GPU."""
+    model = "lightning_lowprec.tools.demo.ByteGPT"
+    options = ("--fits", "H200", "--seq", "32", "--batch", "2", "--precisions", "bf16-mixed,bf16-8bit")
+    said = run("-m", "lightning_lowprec.tools.cli", "plan", model, *options)
+    assert "not simulated" not in said
+    assert "Traceback" not in said
+    assert sum("  yes  " in line for line in said.splitlines()) == 2
+
+
 def test_the_example_is_refused_with_the_way_out(tmp_path):
     said = run(str(ROOT / "examples" / "te_llama.py"), "--steps=1", "--hidden=64", "--layers=1", code=1)
     assert "`precision='fp8-hybrid-te'` cannot run" in said

@@ -11,7 +11,6 @@ from lightning_lowprec.fsdp2.options import ShardOptions
 from lightning_lowprec.fsdp2.strategy import gathers_fp8
 from lightning_lowprec.names import TABLE, create
 from lightning_lowprec.te.layer import te_linears
-from lightning_lowprec.tools.planning.pages import widths
 from tests.te.hopper import pretend
 from tests.te.subjects import QUIET, Lit, Net, fabric_for
 
@@ -71,7 +70,7 @@ def test_rows_of_the_plan_have_the_formats_of_the_recipe(name):
     forward, backward = {
         "E2M1": ("e2m1", "e2m1"), "E4M3": ("e4m3", "e4m3"), "HYBRID": ("e4m3", "e5m2, e4m3"),
     }[chosen]  # fmt: skip
-    row = widths(name)
+    row = TABLE[name].formats.row()
     assert (row["output"], row["grad_input"], row["grad_weight"]) == (forward, backward, backward)
     assert not gathers_fp8(plugin, ShardOptions())
     assert row["fsdp2"] == plugin.base

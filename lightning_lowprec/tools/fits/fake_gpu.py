@@ -12,6 +12,7 @@ it: a compiler computes the value as it reads.
 """
 
 import importlib
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -32,6 +33,7 @@ NAMES: Final = (
     "torch._subclasses.fake_tensor.init_gpu_context",
     "torch._C.DispatchKey.AutocastCUDA",
     "torch._C._EnablePythonDispatcher",
+    "torch._C._ensureCUDADeviceGuardSet",
     "torch._C._ExcludeDispatchKeyGuard",
     "torch._C._dispatch_get_registrations_for_dispatch_key",
     "torch.ops.aten.mm.default.py_kernels",
@@ -84,6 +86,8 @@ def fake_gpu(capability: tuple[int, int]) -> Iterator[None]:
             f"torch {torch.__version__} no longer has {', '.join(lost)}, which the simulation of a GPU needs. Install a"
             " torch that this version of lightning_lowprec supports."
         )
+    if not torch.cuda.is_available():
+        torch._C._ensureCUDADeviceGuardSet()  # CUDA's build of torch asks its driver for the device otherwise
     importlib.import_module("torch._dynamo")  # compares signatures of what is replaced below, so it comes before
     answers: Mapping[str, object] = {
         "is_available": lambda: True,
@@ -101,6 +105,8 @@ def fake_gpu(capability: tuple[int, int]) -> Iterator[None]:
             stack.enter_context(replaced(torch.cuda, name, answer))
         stack.enter_context(replaced(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False))
         stack.enter_context(replaced(_module, "init_gpu_context", lambda device: None))
+        # dynamo's record of what it compiled asks a driver for its version, and logs a traceback where there is none
+        stack.enter_context(replaced(logging.getLogger("torch._dynamo.metrics_context"), "disabled", True))
         handlers = {**_module._DISPATCH_META_HANDLERS, torch.ops.prim.device.default: _device_of}
         stack.enter_context(replaced(_module, "_DISPATCH_META_HANDLERS", handlers))
         stack.enter_context(replaced(_module.FakeTensor, "__torch_dispatch__", _dispatch_of(_module.FakeTensor)))
