@@ -167,9 +167,10 @@ def served_model(model: nn.Module) -> Any:
             models.append(module)
             inside.update(module.modules())
     if len(models) != 1:
+        of_others = "`lowprec export last.ckpt weights.safetensors` writes the weights of any other model."
         raise ValueError(
             f"{type(model).__name__} holds {len(models)} models of transformers; expected one, whose config servers"
-            " read. Pass the model itself."
+            f" read. {'Pass the model itself.' if models else of_others}"
         )
     return models[0]
 

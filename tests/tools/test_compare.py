@@ -270,6 +270,14 @@ def test_wrong_specs(kwargs, message):
         CompareSpec(**kwargs)
 
 
+def test_a_model_without_validation_is_refused_before_it_trains(tmp_path):
+    (tmp_path / "my_task.py").write_text("import lightning as L\nclass Task(L.LightningModule):\n    pass\n")
+    spec = CompareSpec(precisions=["32-true"], model=f"{tmp_path}/my_task.py:Task", out=tmp_path / "out")
+    with pytest.raises(ValueError, match="Task has no `validation_step`: `lowprec compare` judges by the loss"):
+        train_all(spec)
+    assert not (tmp_path / "out").exists()
+
+
 # ---- the pieces
 
 

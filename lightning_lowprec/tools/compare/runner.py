@@ -25,6 +25,7 @@ from lightning_lowprec.extras import import_refusal, require
 from lightning_lowprec.hardware import describe
 from lightning_lowprec.names import validate_name
 from lightning_lowprec.other_stacks import unknown_option
+from lightning_lowprec.private import either
 from lightning_lowprec.private.either import Callback, LightningModule, Trainer, seed_everything
 from lightning_lowprec.tools.class_path import build, load_class
 from lightning_lowprec.tools.compare.comparison import REPORT, Comparison, verdict_on_all, write_report
@@ -117,14 +118,20 @@ def train_all(spec: CompareSpec, *, progress: bool = True) -> Comparison:
         validate_name(name)
     with working("importing the model and the data"):
         require("matplotlib", "`lowprec compare`")
-        for path in (spec.model, spec.data):
-            load_class(path)
+        _check_validation(load_class(spec.model), "validation_step", either.LightningModule)
+        _check_validation(load_class(spec.data), "val_dataloader", either.LightningDataModule)
     with _locked(spec.out, force=spec.force):
         results = [run_one(spec, name, seed, progress=progress) for seed, name in spec.runs]
         comparison = Comparison(spec=spec, results=results)
         with working("drawing the report"):
             write_report(comparison)
     return comparison
+
+
+def _check_validation(cls: object, method: str, base: type) -> None:
+    """Raise, before anything is trained, if a class leaves out what the validation needs."""
+    if inspect.isclass(cls) and getattr(cls, method, None) in [getattr(b, method) for b in either.both(base)]:
+        raise ValueError(f"{cls.__name__} has no `{method}`: `lowprec compare` judges by the loss of validation.")
 
 
 def _locked(out: Path, *, force: bool) -> AbstractContextManager[object]:

@@ -234,8 +234,10 @@ def _conclusion(report: Report) -> str:
     best = next((v for v in report.verdicts if v.largest_batch), None)
     if best is not None:
         return f"{gpu}. Largest batch: {best.precision}, {best.largest_batch}."
-    least = min((v.total for v in report.verdicts if v.refused is None), default=0)
+    simulated = [v.total for v in report.verdicts if v.refused is None]
+    if not simulated:
+        return f"{gpu}. Nothing could be simulated."
     return (
-        f"{gpu}. None fits: the least needs at least {in_units(needed(least))} with the margin. --fused,"
+        f"{gpu}. None fits: the least needs at least {in_units(needed(min(simulated)))} with the margin. --fused,"
         " --checkpointing, a name that ends in -8bit, and --devices 2 --strategy fsdp2 need less."
     )
