@@ -44,7 +44,8 @@ class working:  # is used like a function
 
     def __init__(self, words: str) -> None:
         self._start = time.monotonic()
-        self._timer = Timer(APPEARS, self.say, [words])
+        self._words = words
+        self._timer = Timer(APPEARS, lambda: self.say(self._words))
 
     def __enter__(self) -> Self:
         if sys.stderr.isatty():
@@ -56,6 +57,7 @@ class working:  # is used like a function
 
     def say(self, words: str) -> None:
         """Name the work that begins now, or that goes on."""
+        self._words = words
         if time.monotonic() - self._start >= APPEARS:
             print(f"{words} ...", file=sys.stderr, flush=True)
 

@@ -187,7 +187,13 @@ def test_long_work_is_named(on_terminal):
         with terminal.working("asking"):
             time.sleep(0.3)
 
+    def of_two_parts():
+        with terminal.working("asking") as shown:
+            shown.say("answering")
+            time.sleep(0.3)
+
     assert on_terminal(long) == "asking ...\r\n"
+    assert on_terminal(of_two_parts) == "answering ...\r\n", "what goes on then"
 
 
 def test_short_work_is_not_shown(on_terminal):
