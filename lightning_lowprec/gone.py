@@ -128,6 +128,8 @@ IMPORTS: Final[Mapping[str, str]] = {
 COMMANDS: Final[Mapping[str, str]] = {"parity": _CHECK}
 """Commands of ``lowprec``."""
 
+BARE_PRECISIONS: Final = "Give names, with `--fits`. The table of number formats is in docs/names.md"
+"""For ``lowprec plan --precisions`` without a value."""
 _MIN_GAIN: Final = "Keep layers in bf16 by name: `lowprec plan llama --keep '*.k_proj' '*.v_proj'`."
 FLAGS: Final[Mapping[str, str]] = {
     "compare --schedule": f"Compare whole runs. {_TWO_RUNS}",

@@ -19,8 +19,8 @@ from typing import Any, Final, Never, get_type_hints
 from jsonargparse import ArgumentParser
 
 from lightning_lowprec.conversion.options import take
+from lightning_lowprec.gone import BARE_PRECISIONS, FLAGS, VALUES, gone
 from lightning_lowprec.gone import COMMANDS as GONE_COMMANDS
-from lightning_lowprec.gone import FLAGS, gone
 from lightning_lowprec.names import validate_name
 from lightning_lowprec.other_stacks import pointer
 from lightning_lowprec.tools import options
@@ -141,9 +141,8 @@ def parse(command: str, argv: Sequence[str]) -> Any:
         names = args.precisions = [name.strip() for name in args.precisions.split(",")]
     elif command == "doctor":  # with --device, recipes are names too, which the command judges
         names = [] if args.device else [args.name]
-    for name in names:
-        if name is not None:
-            validate_name(name)
+    for name in [name for name in names if name is not None]:
+        validate_name(name)
     if group := getattr(cls, "group", None):
         setattr(args, group[0], take(group[1], args))
     return args
@@ -174,14 +173,21 @@ def parser_of(command: str, cls: Any) -> ArgumentParser:
             how = {"metavar": "NAME", **how, "type": str, "nargs": "+"}
         parser.add_argument(*sorted({flag, flag.replace("_", "-") if command == "run" else flag}), **how)
         known.append(flag)
+    known += [f"--{option.name}" for other in COMMANDS[command][1:] for option in fields(other)]
     parser.error = partial(_with_nearest, known, parser.error)  # type: ignore[method-assign]
     return parser
 
 
 def _with_nearest(known: list[str], original: Callable[..., Never], message: str, *args: Any, **kwargs: Any) -> Never:
-    """Say which option was meant, where the parser says that it does not know one."""
+    """Say which option was meant that the parser does not know, and what is possible in place of a wrong choice."""
     unknown = re.search(r"nrecognized arguments: (--[\w-]+)", message)
     hint = pointer(unknown[1], {}, known) if unknown else ""
+    if wrong := re.search(r'Parser key "(\w+)":\s+Expected a typing\.Literal\[(.*)\]\. Got value: (.*)', message):
+        field, choices, value = wrong.groups()
+        message = f"`{field}={value!r}` is not valid; expected one of: {choices}"
+        hint = gone(value, VALUES.get(field, {})) or pointer(value, {}, re.findall(r"'([^']+)'", choices))
+    elif "argument --precisions: expected one argument" in message:
+        hint = BARE_PRECISIONS
     original(". ".join(filter(None, [message.rstrip(), hint])), *args, **kwargs)
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import lightning_lowprec
+from lightning_lowprec.gone import BARE_PRECISIONS, VALUES
 from lightning_lowprec.tools.cli import main
 
 ROOT = Path(lightning_lowprec.__file__).parents[1]
@@ -120,12 +121,26 @@ def test_the_model_of_a_command_finds_the_names_registered(tmp_path):
     assert "Traceback" not in said
 
 
+FOLDER = ("export", "a.ckpt", "out", "--model=llama")
+
+
 @pytest.mark.parametrize(
     ("words", "hint"),
     [
         (["plna", "llama"], "Did you mean 'plan'?"),
         (["plan", "llama", "--fitz", "80"], "Did you mean '--fits'?"),
         (["doctor", "--fro", "fp8-hybrid"], "Did you mean '--for'?"),
+        (["export", "a.ckpt", "out", "--fromat", "hf"], "Did you mean '--format'?"),
+        (
+            [*FOLDER, "--format=hf-fp8-blok"],
+            "'compressed-tensors'. Did you mean 'hf-fp8-block'?",
+        ),
+        ([*FOLDER, "--format=torchao"], VALUES["format"]["torchao"]),
+        (
+            [*FOLDER, "--format=hf", "--dtype=fp8"],
+            "'fp8'` is not valid; expected one of: 'bf16', 'fp32', 'fp16'",
+        ),
+        (["plan", "--precisions"], BARE_PRECISIONS),
     ],
 )
 def test_a_misspelt_command_or_option_names_the_right_one(words, hint, capsys):
