@@ -138,7 +138,7 @@ def _export_folder(args: Namespace) -> int:
         of_check = None if result is None else result.as_json(failures)
         print(dumps({**written, **report(options, done), "check": of_check}))
     elif result is not None:
-        print(result.text(failures))
+        print(result.text(failures, args.check_text or "tokens at random"))
     return int(bool(failures))
 
 

@@ -54,12 +54,12 @@ class Result:
         """Return what was measured, and the bounds that are not held."""
         return {**asdict(self), "failures": failures, "holds": not failures}
 
-    def text(self, failures: list[str]) -> str:
-        """Return some lines for people."""
+    def text(self, failures: list[str], tokens: str) -> str:
+        """Return some lines for people; ``tokens`` says of what the tokens are."""
         before, after = self.perplexity_of_the_checkpoint, self.perplexity_of_the_folder
         same = round(self.greedy_agreement * self.greedy_tokens)
         lines = [
-            f"check: logits {self.snr_db:.1f} dB from the checkpoint's",
+            f"check, on {tokens}: logits {self.snr_db:.1f} dB from the checkpoint's",
             f"check: {same} of {self.greedy_tokens} greedy tokens are the same ({100 * self.greedy_agreement:.1f} %)",
             f"check: perplexity {after:.4g}, the checkpoint's {before:.4g} ({100 * self.perplexity_change:+.2f} %)",
         ]

@@ -270,6 +270,9 @@ def test_failures_are_shown(tmp_path):
     assert "\\<b>bad\\</b> \\| worse |" in page, "in the table"
     assert "off by more than 1%" in page
     assert "failed: ValueError" in str(comparison)
+    failed = PrecisionResult(name="32-true", error="ValueError: no data")
+    page, _ = report(tmp_path, [failed, trained("fp8-hybrid")])
+    assert "Nothing was compared: 32-true, the baseline, has no result (failed: ValueError: no data)." in page
 
 
 @pytest.mark.parametrize(

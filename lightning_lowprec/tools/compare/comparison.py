@@ -207,6 +207,9 @@ def verdict_on_all(comparison: Comparison) -> str:
         rule += f" (the whole 95 % confidence interval over {spec.seeds} seeds)"
     if comparison.ok:
         return f"Every precision trained and ended with {rule}."
+    baseline = comparison.verdicts[spec.baseline]
+    if not baseline.ok:
+        return f"Nothing was compared: {spec.baseline}, the baseline, has no result ({baseline.text})."
     failed = [name for name, verdict in comparison.verdicts.items() if not verdict.ok]
     return f"Not every precision ended with {rule}: {', '.join(failed)}."
 
