@@ -3,6 +3,7 @@
 import ast
 import re
 import shlex
+import sys
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import chain
@@ -130,3 +131,16 @@ def test_flag(entry, capsys):
     command, _, flag = entry.rpartition(" ")
     assert cli.main([command, flag, "1"] if command else [flag, "bash"]) == 2
     assert gone.FLAGS[entry] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (["export", "a.ckpt", "out", "--model=llama", "--format=torchao"], gone.VALUES["format"]["torchao"]),
+        (["plan", "--precisions"], gone.BARE_PRECISIONS),
+    ],
+)
+def test_value_of_a_flag(words, answer, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        sys.exit(cli.main(words))
+    assert capsys.readouterr().err.rstrip().endswith(answer)

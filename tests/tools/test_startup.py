@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import lightning_lowprec
-from lightning_lowprec.gone import BARE_PRECISIONS, VALUES
 from lightning_lowprec.tools.cli import main
 
 ROOT = Path(lightning_lowprec.__file__).parents[1]
@@ -135,12 +134,10 @@ FOLDER = ("export", "a.ckpt", "out", "--model=llama")
             [*FOLDER, "--format=hf-fp8-blok"],
             "'compressed-tensors'. Did you mean 'hf-fp8-block'?",
         ),
-        ([*FOLDER, "--format=torchao"], VALUES["format"]["torchao"]),
         (
             [*FOLDER, "--format=hf", "--dtype=fp8"],
             "'fp8'` is not valid; expected one of: 'bf16', 'fp32', 'fp16'",
         ),
-        (["plan", "--precisions"], BARE_PRECISIONS),
     ],
 )
 def test_a_misspelt_command_or_option_names_the_right_one(words, hint, capsys):
