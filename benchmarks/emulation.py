@@ -1,19 +1,15 @@
 """Print what emulated FP8 costs on a CPU: the CPU time of a training step of the demo's GPT, beside float32 and bf16.
 
 OMP_NUM_THREADS=1 python -m benchmarks.emulation
-
-The precisions take turns in one process. A figure is the least CPU time of many steps, which a busy machine disturbs
-little.
 """
 
-import argparse
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import lightning as L
 import torch
 from torch.nn.functional import cross_entropy
 
+from benchmarks.host_overhead import least_ms
 from lightning_lowprec.tools.demo import ByteGPT
 
 NAMES = ("32-true", "bf16-mixed", "fp8-hybrid")
@@ -36,20 +32,14 @@ def stepping(name: str) -> Callable[[], None]:
     return step
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(repeats: int = 20) -> None:
     """Print a line per precision: the CPU time of a step, and how many times that of the first it is."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=20, help="steps of each precision")
     steps = [stepping(name) for name in NAMES]
-    least = [float("inf")] * len(NAMES)
-    for number in range(WARM_STEPS + parser.parse_args(arguments).steps):
-        for index, step in enumerate(steps):
-            start = time.process_time()
-            step()
-            if number >= WARM_STEPS:
-                least[index] = min(least[index], time.process_time() - start)
-    for name, seconds in zip(NAMES, least, strict=True):
-        print(f"{name:<12}{1e3 * seconds:8.0f} ms of CPU time{seconds / least[0]:8.2f} times {NAMES[0]}")
+    for step in steps * WARM_STEPS:
+        step()
+    least = least_ms(steps, repeats)
+    for name, milliseconds in zip(NAMES, least, strict=True):
+        print(f"{name:<12}{milliseconds:8.0f} ms of CPU time{milliseconds / least[0]:8.2f} times {NAMES[0]}")
 
 
 if __name__ == "__main__":

@@ -32,8 +32,6 @@ from lightning_lowprec.private.transformer_engine import manager
 WARM_STEPS = 5
 PAIRS = ("torchao tensorwise, compiled=ours fp8-hybrid", "torchao rowwise, compiled=ours fp8-rowwise",
          "te delayed=ours delayed", "te delayed=ours fp8-hybrid-te", "te current=ours current")  # fmt: skip
-BLOCKS = 2
-VOCABULARY = 1024
 
 
 def make(key: str, job: Job) -> Running:
@@ -99,14 +97,13 @@ def _step(side: Running, data: Any, state: Any) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print a line per pair; with ``--calls`` also where our side calls more."""
+    """Print a line per pair."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", nargs="+", default=PAIRS, metavar="BY_HAND=OURS")
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--calls", type=int, default=0, help="print so many functions that our side calls more often")
     chosen = parser.parse_args(arguments)
     torch.backends.cuda.enable_cudnn_sdp(False)
-    shape = replace(models.SHAPES["8b"], layers=BLOCKS, vocab=VOCABULARY)
+    shape = replace(models.SHAPES["8b"], layers=2, vocab=1024)
     job = Job(shape=shape, device=torch.device("cuda"), compile=False)
     for pair in chosen.pairs:
         (hand, ours), (calls, our_calls) = compare(pair, job, chosen.steps)
@@ -114,10 +111,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"{pair.replace('=', ' -> ')}: {hand:.2f} -> {ours:.2f} ms, ratio {ours / hand:.3f};"
             f" Python calls {calls.total()} -> {our_calls.total()}"
         )
-        for name, more in (our_calls - calls).most_common(chosen.calls):
-            print(f"    {more:5} more: {name}")
-        for name, less in (calls - our_calls).most_common(chosen.calls // 3):
-            print(f"    {less:5} less: {name}")
         gc.collect()
         torch.cuda.empty_cache()
 

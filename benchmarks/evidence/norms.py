@@ -46,10 +46,7 @@ def main(steps: int = 500) -> None:
     for name in MODELS:
         for precision in PRECISIONS:
             still, of, loss = trained(name, precision, steps)
-            print(
-                f"{name:8} {precision:15} {still:5} of {of:5} norm weights at 1.0   validation loss {loss:.4f}",
-                flush=True,
-            )
+            print(f"{name:8} {precision:15} {still:5} of {of:5} norm weights at 1.0   validation loss {loss:.4f}")
 
 
 if __name__ == "__main__":

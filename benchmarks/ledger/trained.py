@@ -47,7 +47,6 @@ class Row:
     """Read and written by forward and backward of a block, without matrix products and attention."""
     outside_bytes: int
     """The same of what is in no block: embedding, last norm, head and loss."""
-    optimizer_bytes: int
     peak: int
     """The most bytes that torch had allocated during the step."""
     graphs: int
@@ -148,7 +147,7 @@ class _Task(L.LightningModule):
             self.model = case.build()
         if compiled:
             for block in case.blocks(self.model):
-                block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
+                block.forward = torch.compile(block.forward)
 
     def training_step(self, batch: Sequence[Tensor], index: int) -> Tensor:
         return self.case.loss(self.model, batch)
@@ -211,28 +210,29 @@ def measure(case: Case, precision: str) -> Row:
     trainer = L.Trainer(
         accelerator="cuda", devices=1, max_epochs=1, callbacks=[step], logger=False, enable_progress_bar=False,
         enable_model_summary=False, enable_checkpointing=False,
-        precision="bf16-mixed" if precision == COMPILED else precision,  # type: ignore[arg-type]
+        precision="bf16-mixed" if precision == COMPILED else precision,
     )  # fmt: skip
     samples = TensorDataset(*(one.expand(case.batch * (WARM_STEPS + 2), *one.shape) for one in case.sample))
     task = _Task(case, precision == COMPILED)
     blocks = len(case.blocks(task.model))
     trainer.fit(task, DataLoader(samples, batch_size=case.batch))
-    records = step.log
-    found, loose = amounts(records.records, step.moved.operations, triton_bytes.KERNELS, triton_bytes.LAUNCHES)
+    found, loose = amounts(step.log.records, step.moved.operations, triton_bytes.KERNELS, triton_bytes.LAUNCHES)
     training = [found[phase] for phase in PHASES[:2]]
     inside = total(amount for parts in training for part, amount in parts.items() if part != OUTSIDE)
     outside = total(parts.get(OUTSIDE, Amount()) for parts in training)
     return Row(
-        kernels=records.count("kernel", "gemm"),
+        kernels=step.log.count("kernel", "gemm"),
         block_bytes=inside.bytes / blocks,
         outside_bytes=outside.bytes,
-        optimizer_bytes=total(found["optimizer"].values()).bytes,
         peak=step.peak,
         graphs=torch._dynamo.utils.counters["stats"]["unique_graphs"],
-        waits=[record.name for record in records.waits()],
-        refused=[f"{record.name} {record.info}" for record in records.of("refused", "unknown")],
+        waits=[record.name for record in step.log.waits()],
+        refused=[f"{record.name} {record.info}" for record in step.log.of("refused", "unknown")],
         loose=sorted(loose),
     )
+
+
+HEAD = "| precision | kernels per step | graphs | GB per block | GB outside | peak GB | waits |" + "\n|" + 7 * "---|"
 
 
 def main() -> None:
@@ -240,22 +240,12 @@ def main() -> None:
     torch.backends.cudnn.enabled = False  # the null GPU has none
     torch.backends.cuda.enable_cudnn_sdp(False)
     take_first_variant()
-    head = (
-        "precision",
-        "kernels per step",
-        "graphs",
-        "GB per block",
-        "GB outside",
-        "GB of the optimizer",
-        "peak GB",
-        "waits",
-    )
-    print(f"| {' | '.join(head)} |\n{'|---' * len(head)}|")
+    print(HEAD)
     model, *names = sys.argv[1:]
     for name in names:
         row = measure(CASES[model](), name)
         assert (row.refused, row.loose) == ([], []), row
-        cells = (row.block_bytes, row.outside_bytes, row.optimizer_bytes, row.peak)
+        cells = (row.block_bytes, row.outside_bytes, row.peak)
         sizes = " | ".join(f"{cell / 1e9:.2f}" for cell in cells)
         print(f"| {name} | {row.kernels} | {row.graphs} | {sizes} | {len(row.waits)} |", flush=True)
 

@@ -10,7 +10,7 @@ import gc
 import inspect
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import lightning as L
 import torch
@@ -27,7 +27,6 @@ from lightning_lowprec.conversion.plan import make_plan
 from lightning_lowprec.names import TABLE
 from lightning_lowprec.tools.planning.costs import footprints, per_rank
 
-ShapeName = Literal["8b", "70b", "405b"]
 LLAMA3: Mapping[str, Shape] = {
     "8b": replace(SHAPES["8b"], layers=32),
     "70b": replace(SHAPES["8b"], name="70b", layers=80, hidden=8192, ffn=28672, heads=64),

@@ -9,9 +9,6 @@ from torch import Tensor, nn
 
 from lightning_lowprec.masters.moments import MASTER_PARAM
 
-MASTERS = (MASTER_PARAM,)
-"""Names in an optimizer's state."""
-
 
 def storages(tensors: Iterable[Any]) -> dict[int, int]:
     """Bytes by address of every storage that these tensors hold; subclasses are taken apart."""
@@ -44,16 +41,16 @@ def gradients(model: nn.Module) -> int:
 
 def moments(optimizer: Any) -> int:
     """What is a tensor in the optimizer's state and no master; Fabric's wrapper shows the same state."""
-    return sum(storages(value for name, value in _state(optimizer) if name not in MASTERS).values())
+    return sum(storages(value for name, value in _state(optimizer) if name != MASTER_PARAM).values())
 
 
 def masters(optimizer: Any, model: nn.Module) -> int:
     """Masters in the optimizer's state, beside it (ours), and beside the weights (MS-AMP's), found by attributes."""
     inner = getattr(optimizer, "optimizer", optimizer)
     known = storages(model.parameters()) | storages(p.grad for p in model.parameters() if p.grad is not None)
-    known |= storages(value for name, value in _state(optimizer) if name not in MASTERS)
+    known |= storages(value for name, value in _state(optimizer) if name != MASTER_PARAM)
     found = storages(_reachable(vars(inner), depth=12, seen=set()))
-    found |= storages(value for name, value in _state(optimizer) if name in MASTERS)
+    found |= storages(value for name, value in _state(optimizer) if name == MASTER_PARAM)
     for p in model.parameters():
         found |= storages(_reachable(vars(p), depth=12, seen=set()))
     return sum(size for address, size in found.items() if address not in known)
