@@ -187,8 +187,10 @@ class FP8TorchAO(TorchAO):
             info(f"{self.precision}: {self.how(device)}.")
         elif slow and device.type == "cuda":  # the published figures are those of a GPU
             names = ", ".join(f"{row.fqn} ({row.in_features} -> {row.out_features})" for row in slow[:3])
+            every = len(slow) == len(plan.converted)
+            keeps = "`plugins=FP8TorchAO(keep=[...])` keeps them in bf16."
             warn(
                 f"`precision={self.precision!r}`: {len(slow)} of {len(plan.converted)} converted layers are expected to"
                 f" be slower in FP8 than in bf16 ({SOURCE}): {names}{', ...' if len(slow) > 3 else ''}."
-                " `plugins=FP8TorchAO(keep=[...])` keeps them in bf16."
+                f" {'`bf16-mixed` is expected to be faster here.' if every else keeps}"
             )

@@ -102,6 +102,7 @@ CHECKS: dict[str, Callable[[list[str], pytest.MonkeyPatch], None]] = {
     "make": check_make,
     "python": check_python,
     "pip": check_pip,
+    "uv": lambda words, patch: check_pip(words[1:], patch),
     "torchrun": check_launcher,
     "srun": check_launcher,
     "fabric": check_launcher,

@@ -196,8 +196,16 @@ def test_text_collapses_blocks_and_all_shows_each(tmp_path, capsys):
     assert main(["plan", str(config), "--all"]) == 0
     assert "model.layers.2.self_attn.k_proj" in capsys.readouterr().out
     assert text.startswith("transformers config config.json: converted 21 of 22 linear layers")
-    for said in ("\n32-true ", "matrix FLOPs per token", "gains per layer", "all-gather:"):
+    slow = "6 of 21 converted layers are expected to be slower than in bf16; `--keep` keeps"  # k and v, 4096 -> 1024
+    for said in ("\n32-true ", "matrix FLOPs per token", slow, "gains per layer", "all-gather:"):
         assert said in text
+    assert main(["plan", f"{__name__}.Narrow"]) == 0
+    assert "1 of 1 converted layers are expected to be slower than in bf16; `bf16-mixed` is" in capsys.readouterr().out
+
+
+class Narrow(nn.Linear):
+    def __init__(self):
+        super().__init__(64, 64)
 
 
 def test_conv1ds_of_gpt2_convert(capsys):

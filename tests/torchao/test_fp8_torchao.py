@@ -132,11 +132,20 @@ def compiled_by_user():
 def test_a_gpu_with_fp8_runs_kernels_and_compiles_repeated_blocks(make, expected, monkeypatch):
     plugin = FP8TorchAO()
     plugin.bind_device(on_gpu(monkeypatch, HOPPER))
-    with pytest.warns(UserWarning, match=r"converted layers are expected to be slower.*keep="):
+    with pytest.warns(UserWarning, match=r"converted layers are expected to be slower.*`bf16-mixed` is expected to be"):
         model = plugin.convert_module(make())
     assert not any(layer.config.emulate for layer in coded_layers(model))
     compiled = [fqn for fqn, module in model.named_modules() if module._compiled_call_impl is not None]
     assert compiled == expected
+
+
+def test_layers_that_are_expected_to_be_slower_are_named_with_the_option_that_keeps_them(monkeypatch):
+    plugin = FP8TorchAO()
+    plugin.bind_device(on_gpu(monkeypatch, HOPPER))
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8192, 8192), nn.Linear(64, 64))
+    with pytest.warns(UserWarning, match=r"1 of 2 converted layers .* 1 \(64 -> 64\)\. `plugins=FP8TorchAO\(keep="):
+        plugin.convert_module(model)
 
 
 def test_without_registration_the_device_is_that_of_the_first_forward(monkeypatch):

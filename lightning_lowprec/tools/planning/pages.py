@@ -96,7 +96,9 @@ def _flops_lines(plan: Plan, flops: Flops) -> list[str]:
         return [*lines, f"gains per layer: not known for {plan.format}"]
     slow = len(plan.below_break_even())
     if slow:
-        lines.append(f"{slow} converted layers are expected to be slower than in bf16; `--keep` keeps layers in bf16")
+        every = slow == len(plan.converted)
+        way = "`bf16-mixed` is expected to be faster" if every else "`--keep` keeps layers in bf16"
+        lines.append(f"{slow} of {len(plan.converted)} converted layers are expected to be slower than in bf16; {way}")
     lines.append(f"gains per layer: {SOURCE}, nearest shape; coarse")
     return lines
 
