@@ -3,11 +3,8 @@
 import json
 import math
 import os
-import pty
 import re
-import select
 import sys
-import termios
 import time
 import warnings
 from pathlib import Path
@@ -16,7 +13,7 @@ import pytest
 import torch
 
 import lightning_lowprec
-from lightning_lowprec.tools import output as terminal
+from lightning_lowprec.tools import output
 from lightning_lowprec.tools.cli import COMMANDS, EXIT_CODES, GUIDE, main, parser_of
 from tests.serving.models import llama
 from tests.tools.test_monitor_command import write
@@ -90,11 +87,6 @@ def test_export_prints_json(tmp_path, capsys):
     }
 
 
-def test_doctor_prints_json_for_a_name_of_lightning_too(capsys):
-    assert main(["doctor", "--for", "bf16-mixed", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["runs"] is True
-
-
 CHATTY = """
 import torch
 print("from an import")
@@ -109,7 +101,7 @@ class Model(torch.nn.Module):
 """
 WITH_JSON = {
     "doctor": [],
-    "doctor --for": ["fp8-rowwise"],
+    "doctor --for": ["bf16-mixed"],
     "doctor --device": ["sm_80", "--for=fp8-rowwise"],
     "plan": ["chatty.py:Model"],
     "plan --fits": ["80GB", "small/config.json", "--precisions=bf16-mixed", "--seq=16"],
@@ -146,68 +138,35 @@ def test_help_names_types_that_a_user_can_read():
             assert not re.search("Annotated|Rule|``|<function", parser_of(command, cls).format_help()), command
 
 
-# ---- progress, on a real terminal
+# ---- progress
 
 
-@pytest.fixture
-def on_terminal(monkeypatch):
-    """Return what a function writes to stderr and stdout that are terminals."""
-
-    def look(function):
-        ours, theirs = pty.openpty()
-        termios.tcsetwinsize(theirs, (24, 100))
-        with open(theirs, "w") as stream, monkeypatch.context() as patch:
-            patch.setattr(sys, "stderr", stream)
-            patch.setattr(sys, "stdout", stream)
-            function()
-            stream.flush()
-            said = _said(ours)
-        os.close(ours)
-        return said.decode()
-
-    return look
+def shown(capsys, monkeypatch, words, seconds, *, terminal):
+    """Return what stderr shows of work that says ``words`` at its beginning and then takes ``seconds``."""
+    monkeypatch.setattr(output, "APPEARS", 0.05)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    with output.working("asking") as work:
+        if words:
+            work.say(words)
+        time.sleep(seconds)
+    return capsys.readouterr().err
 
 
-def _said(descriptor):
-    """All that was written; the kernel hands it over in pieces."""
-    found = b""
-    while select.select([descriptor], [], [], 0.2)[0]:
-        found += os.read(descriptor, 1 << 16)
-    return found
+@pytest.mark.slow
+@pytest.mark.parametrize(("words", "said"), [(None, "asking ...\n"), ("answering", "answering ...\n")])
+def test_long_work_is_named(capsys, monkeypatch, words, said):
+    assert shown(capsys, monkeypatch, words, 0.3, terminal=True) == said, "what goes on then"
 
 
-@pytest.fixture
-def soon(monkeypatch):
-    monkeypatch.setattr(terminal, "APPEARS", 0.05)
+def test_short_work_is_not_shown(capsys, monkeypatch):
+    assert shown(capsys, monkeypatch, "writing", 0, terminal=True) == ""
 
 
-@pytest.mark.usefixtures("soon")
-def test_long_work_is_named(on_terminal):
-    def long():
-        with terminal.working("asking"):
-            time.sleep(0.3)
-
-    def of_two_parts():
-        with terminal.working("asking") as shown:
-            shown.say("answering")
-            time.sleep(0.3)
-
-    assert on_terminal(long) == "asking ...\r\n"
-    assert on_terminal(of_two_parts) == "answering ...\r\n", "what goes on then"
-
-
-def test_short_work_is_not_shown(on_terminal):
-    def short():
-        with terminal.working("reading") as shown:
-            shown.say("writing")
-
-    assert on_terminal(short) == ""
-
-
-@pytest.mark.usefixtures("soon")
-def test_into_a_file_goes_what_was_said_alone(capsys):
-    with terminal.working("reading") as shown:
-        shown.say("too early")
+@pytest.mark.slow
+def test_into_a_file_goes_what_was_said_alone(capsys, monkeypatch):
+    monkeypatch.setattr(output, "APPEARS", 0.05)
+    with output.working("reading") as work:
+        work.say("too early")
         time.sleep(0.1)
-        shown.say("simulating fp8-hybrid")
+        work.say("simulating fp8-hybrid")
     assert capsys.readouterr().err == "simulating fp8-hybrid ...\n"

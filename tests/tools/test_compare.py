@@ -2,22 +2,27 @@
 
 import json
 import math
+import multiprocessing
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from torch import nn
 
+import lightning_lowprec
 from lightning_lowprec.tools.class_path import build, load_class
 from lightning_lowprec.tools.cli import main
 from lightning_lowprec.tools.compare import runner
 from lightning_lowprec.tools.compare.result import PrecisionResult
 from lightning_lowprec.tools.compare.runner import Recorder, train_all
 from lightning_lowprec.tools.compare.spec import CompareSpec
-from lightning_lowprec.tools.demo import NEXT
+from lightning_lowprec.tools.demo import NEXT, ByteGPT, StdlibText
 from tests import forked
+from tests.tools.test_comparison import result
 
 USER_FILE = '''
 import os
@@ -115,7 +120,6 @@ def test_seeds_are_compared_in_pairs(tmp_path):
         assert baseline[0] == pytest.approx(math.log(256), abs=0.1)
         assert (tmp_path / f"fp8-hybrid-seed{seed}.log").is_file()
     assert runs[3, "bf16-mixed"][0] != runs[4, "bf16-mixed"][0]
-    _check_differences(figures)
     for run in figures["results"]:
         assert run["val_steps"] == [10, 20, 24], "and after the last step, which no interval hits"
         assert run["peak_memory"] is None, "only a GPU's memory is measured"
@@ -125,18 +129,6 @@ def test_seeds_are_compared_in_pairs(tmp_path):
     assert "## Final val_loss of each seed" in page
     for said in ("converted 4 of 5", "emulated", "\n- python: ", "\n- torch: ", "\n- lightning-lowprec: "):
         assert said in page
-
-
-def _check_differences(figures):
-    """The mean and the interval of two differences: half of the difference times 12.706 (Student's t, 1 degree)."""
-    losses = [run["val_losses"][-1] for run in figures["results"]]
-    gaps = [losses[1] / losses[0] - 1, losses[3] / losses[2] - 1]
-    baseline, fp8 = figures["precisions"]
-    assert baseline["text"] == "baseline"
-    assert baseline["cost"] is None
-    assert fp8["cost"]["gaps"] == pytest.approx(gaps, rel=1e-9)
-    assert fp8["gap"] == fp8["cost"]["gap"]["mean"] == pytest.approx(sum(gaps) / 2, rel=1e-9)
-    assert fp8["cost"]["gap"]["half_width"] == pytest.approx(12.7062 * abs(gaps[0] - gaps[1]) / 2, rel=1e-5)
 
 
 FAILURES = {
@@ -169,9 +161,9 @@ def test_what_fails_is_shown_and_leaves_the_others(user_file):
     first, *failed = figures["results"]
     assert figures["ok"] is False
     assert first["ok"]
-    for result, (name, (_, text)) in zip(failed, FAILURES.items(), strict=True):
-        assert not result["ok"]
-        assert result["text"].startswith(text)
+    for run, (name, (_, text)) in zip(failed, FAILURES.items(), strict=True):
+        assert not run["ok"]
+        assert run["text"].startswith(text)
         assert any(line.startswith(name) and text in line for line in table)
         assert text in page
         assert (out / f"{name}.log").is_file()
@@ -189,10 +181,9 @@ def no_training(monkeypatch):
     monkeypatch.setattr(runner, "run_one", lambda *_, **__: pytest.fail("trained"))
 
 
-def test_unknown_names_fail_first(tmp_path, no_training):
-    with pytest.raises(ValueError, match=r"'fp8-hybird' is invalid.*Did you mean 'fp8-hybrid'"):
-        train_all(CompareSpec(precisions=["32-true", "fp8-hybird"], out=tmp_path / "out"))
+def test_unknown_names_fail_first(tmp_path, no_training, capsys):
     assert main(["compare", "--precisions=32-true,fp8-hybird", f"--out={tmp_path / 'out'}"]) == 2
+    assert re.search(r"'fp8-hybird' is invalid.*Did you mean 'fp8-hybrid'", capsys.readouterr().err)
     assert not (tmp_path / "out").exists()
 
 
@@ -260,8 +251,6 @@ def test_without_matplotlib_nothing_is_trained(tmp_path, no_training, capsys, mo
     [
         ({"precisions": ["a", "b", "a"]}, "expected each name once: remove the repeated a"),
         ({"max_steps": 0}, "`max_steps=0` is not valid; expected an integer of at least 1"),
-        ({"val_every": 2.5}, "`val_every=2.5` is not valid"),
-        ({"max_loss_gap": -0.1}, "`max_loss_gap=-0.1` is not valid"),
         ({"max_loss_gap": math.nan}, "`max_loss_gap=nan` is not valid"),
     ],
 )
@@ -279,10 +268,6 @@ def test_a_model_without_validation_is_refused_before_it_trains(tmp_path):
 
 
 # ---- the pieces
-
-
-def result(name="32-true", **kwargs):
-    return PrecisionResult(name=name, **{"val_losses": [3.0, 2.0], "train_losses": [3.0], **kwargs})
 
 
 @pytest.mark.parametrize(("logged", "names"), [({"score": 1.0, "acc": 2.0}, "acc, score"), ({}, "nothing")])
@@ -317,3 +302,49 @@ def test_classes_load_from_modules_and_files(tmp_path, monkeypatch):
         load_class("Model")
     for name in ("my_classes", "neighbour_of_mine"):
         del sys.modules[name]
+
+
+@pytest.mark.parametrize(("steps", "said"), [(1, "32-true: 100%"), (None, "")])
+def test_progress_can_be_left_out(capfd, steps, said):
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    sender.send({"loss": 1.5, "seconds": 0.1, "step": 1})
+    sender.close()
+    result = PrecisionResult(name="32-true")
+    runner._receive(receiver, result, "32-true", steps)
+    assert result.train_losses == [1.5]
+    shown = capfd.readouterr().err
+    assert said in shown
+    assert bool(shown) is (steps is not None)
+
+
+# ---- from Python
+
+
+def test_classes_become_paths_and_settings_reach_the_command(monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(runner, "train_all", lambda spec, progress: asked.append((spec, progress)))
+    lightning_lowprec.compare(["32-true"], ByteGPT, data=StdlibText, out=str(tmp_path), max_steps=7, progress=False)
+    lightning_lowprec.compare(model="my.py:Model")
+    (first, shown), (second, also) = asked
+    assert (first.model, first.data) == (
+        "lightning_lowprec.tools.demo.ByteGPT",
+        CompareSpec().data,
+    )
+    assert (first.out, first.max_steps, shown, also) == (tmp_path, 7, False, True)
+    assert second == CompareSpec(model="my.py:Model", precisions=list(CompareSpec().precisions))
+
+
+def test_what_another_process_cannot_import_is_refused():
+    class Local(nn.Module):
+        pass
+
+    typed = type("Typed", (nn.Module,), {"__module__": "__main__"})
+    for given in (Local, typed):
+        with pytest.raises(
+            ValueError, match=rf"`model=<class .*Write the class into a file, and give 'file.py:{given.__name__}'"
+        ):
+            lightning_lowprec.compare(model=given)
+    with pytest.raises(ValueError, match=r"expected a class or its path.*by `data_args`"):
+        lightning_lowprec.compare(data=StdlibText())
+    with pytest.raises(TypeError, match="unexpected keyword argument 'steps'"):
+        lightning_lowprec.compare(steps=3)

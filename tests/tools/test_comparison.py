@@ -1,13 +1,12 @@
 """What `lowprec compare` makes of its runs: verdicts, intervals over seeds, the report as page and as text."""
 
-import json
 import math
 
 import pytest
 import torch
 
 from lightning_lowprec.tools.compare.comparison import Comparison, markdown, picture, smooth, write_report
-from lightning_lowprec.tools.compare.result import Interval, PrecisionResult, judge, judge_seeds, student_t
+from lightning_lowprec.tools.compare.result import PrecisionResult, judge, judge_seeds, student_t
 from lightning_lowprec.tools.compare.spec import CompareSpec
 from lightning_lowprec.tools.output import format_table
 
@@ -54,19 +53,13 @@ def test_warm_up_steps_do_not_count():
     assert result().step_time is None
 
 
-def test_json_stays_strict():
-    comparison = Comparison(spec=CompareSpec(), results=[result(val_losses=[math.inf]), result("b", val_losses=[])])
-    figures = json.loads(comparison.to_json(), parse_constant=pytest.fail)
-    assert figures["results"][0]["val_losses"] == [None]
-
-
 def test_without_validation_there_is_no_verdict():
     assert judge(result(val_losses=[]), result(), 0.01).text.startswith("no validation ran: expected training batches")
 
 
 # ---- intervals
 
-TABLE_OF_T = {3: 3.182, 4: 2.776, 5: 2.571, 9: 2.262, 10: 2.228, 20: 2.086, 29: 2.045, 30: 2.042, 120: 1.980}
+TABLE_OF_T = {3: 3.182, 4: 2.776, 9: 2.262, 120: 1.980}
 """The printed table: degrees of freedom, and t for 95 % on two sides."""
 
 
@@ -79,14 +72,6 @@ def test_student_t_is_that_of_the_table(degrees, t):
 def test_student_t_has_a_closed_form_for_one_and_two_degrees(share):
     assert student_t(1, share) == pytest.approx(math.tan(math.pi * share / 2), rel=1e-9)
     assert student_t(2, share) == pytest.approx(share * math.sqrt(2 / (1 - share**2)), rel=1e-9)
-
-
-def test_an_interval_by_hand():
-    interval = Interval.of([0.01, 0.02, 0.03])  # mean 0.02, standard deviation 0.01
-    assert interval.mean == pytest.approx(0.02)
-    assert interval.half_width == pytest.approx(4.30265 * 0.01 / math.sqrt(3), rel=1e-5)
-    assert interval.percent() == "+2.00% ± 2.48%"
-    assert interval.holds_zero
 
 
 # ---- verdicts
@@ -195,9 +180,6 @@ def test_curves_have_bands_over_seeds():
     assert (heights.min(), heights.max()) == (2.0, 8.0)
 
 
-# ---- before anything is trained
-
-
 # ---- the report
 
 
@@ -221,14 +203,6 @@ def table_of(page):
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line.startswith("|")]
 
 
-def drawn(tmp_path):
-    from PIL import Image
-
-    picture = Image.open(tmp_path / "loss.png")
-    picture.load()
-    return picture
-
-
 def test_it_says_what_was_measured_where_and_how(tmp_path):
     page, comparison = report(
         tmp_path, [trained("32-true"), trained("fp8-hybrid", 0.01, notes=["converted 4 of 5"])], seed=17
@@ -246,19 +220,11 @@ def test_it_says_what_was_measured_where_and_how(tmp_path):
     assert f'"out": "{comparison.spec.out}"' in page
 
 
-@pytest.mark.parametrize(
-    ("names", "device", "emulated", "cpu"),
-    [
-        (["32-true", "bf16-mixed"], "cpu", False, True),
-        (["fp8-rowwise"], "cpu", True, True),
-        (["32-true", "mxfp8"], "cuda", False, False),
-    ],
-)
-def test_remarks_about_the_cpu(tmp_path, names, device, emulated, cpu):
-    page, comparison = report(tmp_path, [trained(name, on_cpu=device == "cpu") for name in names])
-    for said in (page, str(comparison)):
-        assert ("FP8 is emulated" in said) is emulated
-        assert ("say nothing about a GPU" in said) is cpu
+@pytest.mark.parametrize(("name", "on_cpu"), [("bf16-mixed", True), ("mxfp8", False)])
+def test_remarks_are_about_what_ran_on_the_cpu(name, on_cpu):
+    said = repr(Comparison(spec=CompareSpec(precisions=[name]), results=[trained(name, on_cpu=on_cpu)]))
+    assert "FP8 is emulated" not in said
+    assert ("say nothing about a GPU" in said) is on_cpu
 
 
 def test_failures_are_shown(tmp_path):
@@ -273,22 +239,6 @@ def test_failures_are_shown(tmp_path):
     failed = PrecisionResult(name="32-true", error="ValueError: no data")
     page, _ = report(tmp_path, [failed, trained("fp8-hybrid")])
     assert "Nothing was compared: 32-true, the baseline, has no result (failed: ValueError: no data)." in page
-
-
-@pytest.mark.parametrize(
-    "results",
-    [
-        [trained("a", val_losses=[float("nan"), float("inf")], train_losses=[float("nan")] * 3)],
-        [PrecisionResult(name="a", error="x"), PrecisionResult(name="b", error="y")],
-        [trained("a", val_losses=[0.0, 0.0]), trained("b", peak_memory=None)],
-        [trained(f"p{i}", 0.01 * i) for i in range(9)],
-    ],
-    ids=["not finite", "nothing", "zero", "many"],
-)
-def test_odd_results_still_draw(tmp_path, results):
-    _, comparison = report(tmp_path, results)
-    assert drawn(tmp_path).width >= 1000
-    assert len(str(comparison).splitlines()) > len(results)
 
 
 def test_a_table_as_text_and_as_markdown():

@@ -2,29 +2,27 @@
 
 import base64
 import json
-import math
 import re
 
 import pytest
 
-from lightning_lowprec.callbacks.readings import FILE, TENSORS, Reading, append
 from lightning_lowprec.tools.cli import main
+
+FILE = "numerics.jsonl"
+TENSORS = ("input", "weight", "gradient")
 
 
 def write(folder, bad, layers=4, samplings=5):
     """A run in which ``bad[layer]`` = (tensor, underflow, output_db) holds in the last samplings, after a good one."""
-    for sampling in range(samplings):
-        readings = []
-        for layer in range(layers):
-            spoiled, underflow, output_db = bad.get(layer, (None, 0.0, 30.0)) if sampling else (None, 0.0, 30.0)
-            for tensor in TENSORS:
-                readings.append(
-                    Reading(
-                        step=100 * sampling, fqn=f"blocks.{layer}.up", tensor=tensor, amax=2.0**layer, saturated=0.0,
-                        underflow=underflow if tensor == spoiled else 0.01, scale=2.0**sampling, output_db=output_db,
-                    )
-                )  # fmt: skip
-        append(folder / FILE, 100 * sampling, readings)
+    with (folder / FILE).open("w") as file:
+        for sampling in range(samplings):
+            found = {}
+            for layer in range(layers):
+                spoiled, underflow, output_db = bad.get(layer, (None, 0.0, 30.0)) if sampling else (None, 0.0, 30.0)
+                shares = {tensor: underflow if tensor == spoiled else 0.01 for tensor in TENSORS}
+                numbers = {tensor: [2.0**layer, share, 0.0, 2.0**sampling] for tensor, share in shares.items()}
+                found[f"blocks.{layer}.up"] = {**numbers, "output_db": output_db}
+            file.write(json.dumps({"step": 100 * sampling, "layers": found}) + "\n")
 
 
 def content_of(page):
@@ -57,15 +55,7 @@ def test_the_page_has_every_number_and_loads_nothing(tmp_path, capsys):
     assert [at("amax of input", layer, 3) for layer in range(4)] == pytest.approx([1, 2, 4, 8], rel=0.01)
     assert [at("scale of input", 1, s) for s in range(5)] == pytest.approx([1, 2, 4, 8, 16], rel=0.01)
     table = capsys.readouterr().out.splitlines()
-    assert table[1].split() == [
-        "blocks.2.up",
-        "12.0",
-        "1.00%",
-        "1.00%",
-        "75.00%",
-        "4",
-        *["75%", "of", "gradient", "become", "0"],
-    ]
+    assert " ".join(table[1].split()) == "blocks.2.up 12.0 1.00% 1.00% 75.00% 4 75% of gradient become 0"
     assert "4 layers, 5 samplings, steps 0 to 400." in table
     assert "1 layers are beyond a limit in their last 3 readings; `--keep` lists them." in table
 
@@ -105,18 +95,9 @@ def test_the_colours_of_two_runs_mean_the_same(tmp_path):
     assert (min(base64.b64decode(output["cells"])) - 1) / 254 == pytest.approx(0.9, abs=1 / 254)
 
 
-def test_a_large_run_makes_a_small_page(tmp_path):
-    write(tmp_path, {}, layers=200, samplings=40)
-    assert main(["monitor", str(tmp_path / FILE), "--html", str(tmp_path / "page.html")]) == 0
-    assert (tmp_path / "page.html").stat().st_size < 1.4 * (200 * 40 * 13) + 20_000
-    maps = content_of((tmp_path / "page.html").read_text())["maps"]
-    assert all(len(base64.b64decode(m["cells"])) == 200 * 40 for m in maps)
-
-
 def test_a_number_that_is_not_finite_is_beyond_every_limit(tmp_path, capsys):
-    for step in range(3):
-        numbers = {"underflow": None, "saturated": None, "scale": None, "output_db": None}
-        append(tmp_path / FILE, step, [Reading(step=step, fqn="up", tensor="input", amax=math.nan, **numbers)])
+    lines = [{"step": step, "layers": {"up": {"input": [None] * 4, "output_db": None}}} for step in range(3)]
+    (tmp_path / FILE).write_text("\n".join(map(json.dumps, lines)))
     assert main(["monitor", str(tmp_path), "--keep"]) == 0
     assert capsys.readouterr().out == 'keep=[\n    "up",  # input is not finite\n]\n'
     assert main(["monitor", str(tmp_path)]) == 0

@@ -50,6 +50,13 @@ class AsksForValues(Square):
 
 
 @pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(TINY))
+    return str(path)
+
+
+@pytest.fixture
 def shallow(monkeypatch):
     """One and two blocks are simulated, for tests that compare no bytes with those of all blocks."""
     monkeypatch.setattr(simulation, "DEPTHS", (1, 2))
@@ -69,12 +76,10 @@ def peaks_of(make, precision):
     ("precision", "weight", "gradient", "state"),
     [
         ("32-true", 4, 4, 8),
-        ("bf16-mixed", 4, 4, 8),
         ("bf16-true", 2, 2, 4),
         ("bf16-master", 2, None, 12),
         ("bf16-remainder", 2, None, 10),
         ("bf16-8bit", 2, None, 4 + 2 / 256),  # an exponent for 256 numbers of each moment
-        ("bf16-sr", 2, None, 8),
         ("fp8-hybrid", 4, 4, 8),
         ("fp8-hybrid-remainder", 2, None, 10),
     ],
@@ -117,21 +122,14 @@ def test_one_rank_of_fsdp2_holds_its_share(shallow):
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("141GB", 141e9), ("80GiB", 80 * 2**30), ("1.5 TB", 1.5e12), ("H200", 141e9), ("NVIDIA H100", 80e9),
-     ("rtx 4090", 24e9), ("4090", 24e9), ("NVIDIA GeForce RTX 3090", 24e9)],
-)  # fmt: skip
+    [("141GB", 141e9), ("80GiB", 80 * 2**30), ("1.5 TB", 1.5e12), ("NVIDIA H100", 80e9), ("rtx 4090", 24e9)],
+)
 def test_sizes_of_gpus(text, size):
     assert read_gpu(text).size == size
 
 
-def config(tmp_path):
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(TINY))
-    return str(path)
-
-
-def test_the_command(shallow, tmp_path, capsys):
-    words = ["plan", config(tmp_path), "--fits", "2GB", "--seq", "128", "--batch", "2"]
+def test_the_command(shallow, config, capsys):
+    words = ["plan", config, "--fits", "2GB", "--seq", "128", "--batch", "2"]
     assert main([*words, "--precisions", "bf16-sr,msamp-o2,fp8-current-te", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["simulated"] is True
@@ -152,16 +150,16 @@ def test_the_command(shallow, tmp_path, capsys):
     assert "the kernels of Transformer Engine do not run on tensors without values" in said
 
 
-def test_where_nothing_fits_the_page_says_what_needs_less(shallow, tmp_path, capsys):
-    words = ["plan", config(tmp_path), "--fits", "1GB", "--seq", "32", "--precisions", "bf16-sr"]
+def test_where_nothing_fits_the_page_says_what_needs_less(shallow, config, capsys):
+    words = ["plan", config, "--fits", "1GB", "--seq", "32", "--precisions", "bf16-sr"]
     assert main(words) == 1
     said = " ".join(capsys.readouterr().out.split())
     assert "None fits: the least needs at least 1." in said
     assert "--fused, --checkpointing, a name that ends in -8bit, and --devices 2 --strategy fsdp2 need less" in said
 
 
-def test_what_is_refused_names_the_way_out(tmp_path, capsys):
-    words = ["plan", config(tmp_path), "--fits"]
+def test_what_is_refused_names_the_way_out(config, capsys):
+    words = ["plan", config, "--fits"]
     for more, message in (
         (["lots", "--seq", "8"], "`fits='lots'` is not valid; expected a size such as 141GB"),
         (["24GB"], "`seq` is missing: LlamaForCausalLM reads tokens"),
@@ -190,14 +188,10 @@ def test_an_operation_that_needs_values_is_named():
     ("compute", "dtype"),
     [
         (lambda x, h: nn.functional.linear(x, x), torch.bfloat16),
-        (lambda x, h: x @ h.T, torch.bfloat16),
         (lambda x, h: nn.functional.layer_norm(h, (16,)), torch.float32),
-        (lambda x, h: h.softmax(-1), torch.float32),
         (lambda x, h: h.softmax(-1, dtype=torch.bfloat16), torch.bfloat16),
         (lambda x, h: h.sum(), torch.float32),
-        (lambda x, h: h.norm(), torch.float32),
         (lambda x, h: nn.functional.mse_loss(h, h), torch.float32),
-        (lambda x, h: torch.dot(h[0], h[0]), torch.bfloat16),
         (lambda x, h: torch.dot(x[0], h[0]), torch.float32),
         (lambda x, h: nn.functional.gelu(h), torch.bfloat16),
     ],

@@ -20,7 +20,6 @@ from lightning_lowprec.fsdp2.strategy import gathers_fp8, param_dtype
 from lightning_lowprec.msamp.weight_state import msamp_state_of
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.strategies import half_under_fsdp2
-from lightning_lowprec.tools.cli import main
 from lightning_lowprec.tools.doctor import availability
 from tests.masters.master_loops import buffers_of
 from tests.representatives import representatives
@@ -41,8 +40,7 @@ SAME_NUMBERS = {
 }  # fmt: skip
 SHORT = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "e4m3",
-    torch.float8_e5m2: "e5m2", torch.int16: "int16", torch.uint8: "e5m3",
-    torch.int8: "int8",
+    torch.float8_e5m2: "e5m2", torch.int16: "int16", torch.uint8: "e5m3", torch.int8: "int8",
 }  # fmt: skip
 
 
@@ -111,7 +109,7 @@ def trained(name):
         ddp=gradient,
         fsdp2=gathered(name, plugin, module.body),
     )
-    return {"precision": name, **{column: seen[column] for column in COLUMNS}}
+    return {column: seen[column] for column in COLUMNS}
 
 
 def samples(model):
@@ -164,12 +162,4 @@ def runs(name):
 @pytest.mark.parametrize("name", [name for name in representatives([*LIGHTNINGS, *names.TABLE]) if runs(name)])
 def test_the_table_says_what_is_seen(name, quiet):
     formats = names.TABLE[name].formats if name in names.TABLE else LIGHTNINGS[name]
-    assert {"precision": name, **formats.row()} == trained(name)
-
-
-def test_a_plan_wants_a_model_and_one_precision(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(["plan"])
-    assert "required: source" in capsys.readouterr().err
-    assert main(["plan", "llama", "--precisions", "fp8-hybrid,fp8-rowwise"]) == 2
-    assert "`precisions` goes with `--fits`. For a plan name one precision by `--precision`." in capsys.readouterr().err
+    assert formats.row() == trained(name)
