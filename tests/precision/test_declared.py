@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_lowprec
+from tests.toys import ON_CPU
 
 NAMES = ["fp8-hybrid", "fp8-rowwise", "mxfp8", "int8-mixed", "msamp-o2", "msamp-o3"]
 
@@ -76,19 +77,6 @@ def test_half_weights_are_refused_or_kept_float32(name):
     assert torch.equal(output, F.linear(x, net.declared.weight, net.declared.bias))
 
 
-def test_compiled_code_is_one_graph_that_follows_the_mark():
-    net = Net()
-    plugin = set_up("fp8-hybrid", net)
-    compiled = torch.compile(net.region, backend="eager", fullgraph=True)
-    x = torch.randn(32, 64)
-    coded, plain = net.declared(x), F.linear(x, net.declared.weight, net.declared.bias)
-    assert not torch.equal(coded, plain)
-    for _ in range(2):
-        assert torch.equal(compiled(x), coded)
-        with plugin.forward_context():
-            assert torch.equal(compiled(x), plain)
-
-
 @pytest.mark.parametrize("name", ["fp8-hybrid", "int8-mixed", "msamp-o2"])
 def test_sparse_and_jagged_inputs_are_refused_by_name_of_the_way_out(name):
     net = Net()
@@ -122,12 +110,10 @@ class Writes(L.LightningModule):
 def test_a_batch_is_cast_on_request_for_models_that_cannot_take_float32():
     def fit(**options):
         plugin = lightning_lowprec.HalfMixed("bf16", master_weights="8bit", **options)
-        trainer = L.Trainer(
-            plugins=plugin, max_steps=2, accelerator="cpu", logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False,
-        )  # fmt: skip
         net = Writes()
-        trainer.fit(net, DataLoader(TensorDataset(torch.randn(8, 64)), batch_size=4))
+        L.Trainer(plugins=plugin, max_steps=2, **ON_CPU).fit(
+            net, DataLoader(TensorDataset(torch.randn(8, 64)), batch_size=4)
+        )
         return net.seen
 
     with pytest.raises(RuntimeError, match=r"keep_fp32=.* or have the whole batch cast: .*`.*cast_inputs=True`"):

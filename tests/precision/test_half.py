@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_lowprec import HalfMixed, LossScale
+from lightning_lowprec import HalfMixed
 
 BF16_ON_CPU = "half-auto: bf16 autocast, since cpu has bf16."
 
@@ -16,36 +16,21 @@ def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.getMessage().startswith("half-auto")]
 
 
-@pytest.mark.parametrize("dtype", ["bf16-mixed", "half", "", None, 16, torch.bfloat16, ["bf16"]])
-def test_unknown_dtype(dtype: Any) -> None:
-    with pytest.raises(ValueError, match=r"`dtype=.*` is not valid; expected one of: bf16, fp16, auto\."):
-        HalfMixed(dtype)
-
-
-@pytest.mark.parametrize("loss_scale", ["dynamic", 128.0, LossScale()])
-def test_bf16_takes_no_loss_scale(loss_scale: Any) -> None:
-    with pytest.raises(
-        ValueError, match=r"`loss_scale=.*` is not valid with bf16, .*; expected 'auto' or None, or use fp16"
-    ):
-        HalfMixed("bf16", loss_scale=loss_scale)
-
-
-@pytest.mark.parametrize("dtype", ["fp16", "auto"])
-def test_fp16_needs_a_loss_scale(dtype: Any) -> None:
-    with pytest.raises(
-        ValueError, match=r"`loss_scale=None` is not valid with fp16, .*; expected 'auto', 'dynamic', a number"
-    ):
-        HalfMixed(dtype, loss_scale=None)
-
-
-@pytest.mark.parametrize("dtype", ["fp16", "auto"])
-@pytest.mark.parametrize("loss_scale", ["static", 0, -2.0, float("nan"), True, [128.0], {"initial": 8.0}])
-def test_loss_scale_that_is_none(dtype: Any, loss_scale: Any) -> None:
-    with pytest.raises(
-        ValueError,
-        match=r"`loss_scale=.*` is not valid; expected None, 'auto', 'dynamic', a number above 0 .* or a LossScale",
-    ):
-        HalfMixed(dtype, loss_scale=loss_scale)
+@pytest.mark.parametrize(
+    ("dtype", "scale", "said"),
+    [
+        ("bf16", 128.0, "`loss_scale=128.0` is not valid with bf16, .*; expected 'auto' or None, or use fp16"),
+        ("fp16", None, "`loss_scale=None` is not valid with fp16, .*; expected 'auto', 'dynamic', a number"),
+        ("auto", None, "`loss_scale=None` is not valid with fp16, .*; expected 'auto', 'dynamic', a number"),
+        *(
+            ("fp16", scale, "`loss_scale=.*; expected None, 'auto', 'dynamic', a number above 0 .* or a LossScale")
+            for scale in ("static", 0, -2.0, float("nan"), True, {"initial": 8.0})
+        ),
+    ],
+)
+def test_what_is_not_valid(dtype: Any, scale: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        HalfMixed(dtype, loss_scale=scale)
 
 
 @pytest.mark.parametrize(

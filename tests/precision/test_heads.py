@@ -1,18 +1,16 @@
 """The option `head` of every plugin, in Trainer and Fabric."""
 
-from functools import cache
+from functools import cache, partial
 
 import lightning as L
 import pytest
 import torch
 from torch import nn
 
-from lightning_lowprec import FP8TE, MSAMP, FP8TorchAO, HalfMixed
-from lightning_lowprec.conversion.head import LazyLogits, LossHead
-from lightning_lowprec.precision.set_up import set_up_heads
+from lightning_lowprec import MSAMP, FP8TorchAO, HalfMixed
 from tests.precision.weights_left import as_trained
 from tests.quality import expect_db, sqnr
-from tests.toys import Task, adamw, causal_loss
+from tests.toys import ON_CPU, Task, adamw, causal_loss
 
 transformers = pytest.importorskip("transformers")
 transformers.logging.set_verbosity_error()
@@ -22,19 +20,16 @@ CONFIG = {
     "intermediate_size": 64, "pad_token_id": 0,
 }  # fmt: skip
 PLUGINS = {
-    "bf16": lambda head: HalfMixed("bf16", head=head),
-    "fp16": lambda head: HalfMixed("fp16", head=head),
-    "bf16-remainder": lambda head: HalfMixed("bf16", master_weights="remainder", head=head),
-    "fp16-master": lambda head: HalfMixed("fp16", master_weights=True, head=head),
-    "torchao": lambda head: FP8TorchAO(head=head),
-    "msamp": lambda head: MSAMP("O2", head=head),
+    "bf16": partial(HalfMixed, "bf16"),
+    "fp16-master": partial(HalfMixed, "fp16", master_weights=True),
+    "torchao": FP8TorchAO,
+    "msamp": partial(MSAMP, "O2"),
 }
-QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
 
 
-def llama():
+def llama(**options):
     torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**CONFIG)).train()
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**CONFIG, **options)).train()
 
 
 class Module(Task):
@@ -48,37 +43,37 @@ class Module(Task):
 
 def fit(plugin, folder=None, epochs=2, ckpt_path=None):
     module = Module()
-    options = {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0, "enable_checkpointing": False}
-    trainer = L.Trainer(plugins=as_trained(plugin), max_epochs=epochs, default_root_dir=folder, **QUIET, **options)
+    options = {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0, **ON_CPU}
+    trainer = L.Trainer(plugins=as_trained(plugin), max_epochs=epochs, default_root_dir=folder, **options)
     trainer.fit(module, ckpt_path=ckpt_path)
     return module, trainer
 
 
 @cache
 def losses_with_all_logits(name):
-    return fit(PLUGINS[name]("bf16"))[0].losses
+    return fit(PLUGINS[name](head="bf16"))[0].losses
 
 
-@pytest.mark.slow("chunked-msamp", "chunked-fp16-master", "fp8-torchao", "fp8-bf16-remainder", "fp8-fp16")
+@pytest.mark.slow("chunked-msamp", "chunked-fp16-master", "fp8-torchao")
 @pytest.mark.parametrize("name", PLUGINS)
 @pytest.mark.parametrize("head", ["chunked", "fp8"])
 def test_a_run_with_accumulation_clipping_and_resume_follows_that_of_all_logits(name, head, tmp_path):
     plain = losses_with_all_logits(name)
-    ours, _ = fit(PLUGINS[name](head))
-    assert type(ours.net.lm_head) is LossHead
+    ours, _ = fit(PLUGINS[name](head=head))
+    assert type(ours.net.lm_head).__name__ == "LossHead"
     assert ours.losses == pytest.approx(plain, rel=3e-3 if head == "chunked" else 1e-2)
-    _, trainer = fit(PLUGINS[name](head), tmp_path, epochs=1)
+    _, trainer = fit(PLUGINS[name](head=head), tmp_path, epochs=1)
     trainer.save_checkpoint(tmp_path / "half.ckpt")
-    resumed, _ = fit(PLUGINS[name](head), tmp_path, ckpt_path=tmp_path / "half.ckpt")
+    resumed, _ = fit(PLUGINS[name](head=head), tmp_path, ckpt_path=tmp_path / "half.ckpt")
     for a, b in zip(resumed.parameters(), ours.parameters(), strict=True):
         assert torch.equal(a.detach().float(), b.detach().float())
 
 
-@pytest.mark.parametrize("name", ["bf16", "fp16", "torchao"])
+@pytest.mark.parametrize("name", ["bf16", "torchao"])
 def test_fabric_trains_and_hands_logits_out_in_float32(name):
     found = {}
     for head in ("bf16", "chunked"):
-        fabric = L.Fabric(plugins=PLUGINS[name](head), accelerator="cpu", devices=1)
+        fabric = L.Fabric(plugins=PLUGINS[name](head=head), accelerator="cpu", devices=1)
         model = llama()
         model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
         tokens = torch.randint(1, 300, (2, 12), generator=torch.Generator().manual_seed(0))
@@ -89,16 +84,10 @@ def test_fabric_trains_and_hands_logits_out_in_float32(name):
         found[head] = out, [p.detach() for p in model.parameters()]
     (plain, weights), (ours, same) = found.values()
     torch.testing.assert_close(ours.loss, plain.loss, rtol=1e-6, atol=0)
-    assert isinstance(ours.logits, LazyLogits)
+    assert type(ours.logits).__name__ == "LazyLogits"
     assert ours.logits.dtype == plain.logits.dtype == torch.float32
     for a, b in zip(weights, same, strict=True):
         expect_db(sqnr(a, b), 45)
-
-
-@pytest.mark.parametrize("plugin", [HalfMixed, FP8TorchAO, FP8TE, MSAMP])
-def test_an_unknown_head_raises(plugin):
-    with pytest.raises(ValueError, match="`head='fused'` is not valid; expected one of: bf16, chunked, fp8"):
-        plugin(head="fused")
 
 
 def test_a_model_without_a_known_head_raises_and_names_the_function():
@@ -111,17 +100,19 @@ def test_a_model_without_a_known_head_raises_and_names_the_function():
 def test_a_gpu_without_fp8_refuses_an_fp8_head(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    plugin = HalfMixed("bf16", head="fp8")
+    plugin.bind_device(torch.device("cuda", 0))
     with pytest.raises(RuntimeError, match=r"`head='fp8'` cannot run: NVIDIA A100.*Use `head='chunked'`"):
-        set_up_heads(HalfMixed("bf16", head="fp8"), llama(), torch.device("cuda", 0))
+        plugin.convert_module(llama())
 
 
 def test_the_next_precision_and_the_end_of_a_run_take_the_head_back():
     module, _ = fit(HalfMixed("bf16", head="fp8"), epochs=1)
     with pytest.warns(UserWarning, match=r"1 layers of Module are those of `head='fp8'`.*plain"):
-        L.Trainer(max_steps=1, enable_checkpointing=False, **QUIET).fit(module)
-    L.Trainer(plugins=HalfMixed("bf16"), max_steps=1, enable_checkpointing=False, **QUIET).fit(module)
+        L.Trainer(max_steps=1, **ON_CPU).fit(module)
+    L.Trainer(plugins=HalfMixed("bf16"), max_steps=1, **ON_CPU).fit(module)
     assert type(module.net.lm_head) is nn.Linear
-    assert not isinstance(module.net(input_ids=torch.ones(1, 4, dtype=torch.int64)).logits, LazyLogits)
+    assert type(module.net(input_ids=torch.ones(1, 4, dtype=torch.int64)).logits) is torch.Tensor
     plain = Module()
-    L.Trainer(plugins=HalfMixed("bf16", head="chunked"), max_steps=1, enable_checkpointing=False, **QUIET).fit(plain)
+    L.Trainer(plugins=HalfMixed("bf16", head="chunked"), max_steps=1, **ON_CPU).fit(plain)
     assert type(plain.net.lm_head) is nn.Linear

@@ -55,11 +55,3 @@ def test_an_optimizer_that_meets_codes_of_an_earlier_run_is_told_so():
         ),
     ):
         fit("32-true", module)
-
-
-def test_fabric_warns_too():
-    module = Net()
-    fit(as_trained("fp8-hybrid"), module)
-    fabric = L.Fabric(accelerator="cpu", devices=1, precision="32-true")
-    with pytest.warns(UserWarning, match="still compute in low precision"):
-        fabric.setup(module)

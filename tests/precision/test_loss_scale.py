@@ -39,18 +39,14 @@ def train(scaler: Any, optimizer: Any, loss: Tensor) -> None:
     ("field", "value", "allowed"),
     [
         ("initial", 0.5, "at least floor=1.0"),
-        ("initial", NAN, "finite"),
         ("initial", INF, "finite"),
         ("growth_factor", 0.99, "at least 1.0"),
-        ("growth_factor", INF, "finite"),
         ("backoff_factor", 0.0, r"in \(0, 1\]"),
         ("backoff_factor", 1.01, r"in \(0, 1\]"),
         ("growth_interval", 0, "at least 1"),
         ("growth_interval", 2.5, "an integer"),  # it is counted up to, so it would never be reached
         ("floor", 0.0, "above 0"),
-        ("floor", -1.0, "above 0"),
         ("patience_at_floor", 0, "at least 1"),
-        ("hysteresis", 0, "an integer of at least 1"),
     ],
 )
 def test_invalid_field_is_named_with_what_is_allowed(field: str, value: float, allowed: str) -> None:
@@ -133,30 +129,9 @@ def test_scaled_loss_of_fp16_is_float32() -> None:
 # ---- state
 
 
-def after_three_steps() -> LossScaler:
-    """Scale 4 with one good step counted."""
-    scaler, w = LossScaler(LossScale(initial=8.0, growth_interval=2)), nn.Parameter(torch.zeros(2))
-    optimizer = sgd(w)
-    for x in (1.0, INF, 1.0):
-        train(scaler, optimizer, (w * x).sum())
-    return scaler
-
-
-def test_state_is_exchanged_with_grad_scaler() -> None:
-    theirs = torch.amp.GradScaler("cpu")
-    theirs.load_state_dict(after_three_steps().state_dict())
-    assert theirs.get_scale() == 4.0
-    assert theirs.state_dict()["_growth_tracker"] == 1
-    ours = LossScaler(LossScale(growth_interval=7))
-    ours.load_state_dict(theirs.state_dict())
-    assert ours.get_scale() == 4.0
-    assert ours.state_dict()["_growth_tracker"] == 1
-    assert ours.config == LossScale(growth_interval=7)
-
-
 def test_loaded_scale_is_at_least_the_floor() -> None:
     scaler = LossScaler(LossScale(floor=16.0))
-    scaler.load_state_dict(after_three_steps().state_dict())
+    scaler.load_state_dict({**scaler.state_dict(), "scale": 4.0})
     assert scaler.get_scale() == 16.0
 
 
@@ -173,12 +148,6 @@ def test_static_scale_stays_what_the_user_wrote() -> None:
     scaler = LossScaler(LossScale.of(128.0))
     scaler.load_state_dict({**scaler.state_dict(), "scale": 2.0**16})
     assert scaler.get_scale() == 128.0
-
-
-def test_repr_tells_the_scale() -> None:
-    text = repr(after_three_steps())
-    assert "scale=4" in text
-    assert "'growth_interval': 2" in text
 
 
 # ---- hysteresis, as in Megatron's DynamicGradScaler (trajectories by hand)
@@ -225,19 +194,6 @@ def test_the_count_of_overflows_survives_a_checkpoint() -> None:
 
 
 # ---- gradients: of its own optimizer, and those that another one still holds
-
-
-def test_unscale_divides_once_and_says_whether_all_are_finite() -> None:
-    scaler = LossScaler(LossScale(initial=1024.0))
-    w, v = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
-    good, bad = sgd(w), sgd(v)
-    scaler.scale_loss((w * X).sum() + (v * INF).sum()).backward()
-    for _ in range(2):
-        scaler.unscale(good)
-        scaler.unscale(bad)
-    assert torch.equal(w.grad, X)
-    assert not scaler.found_inf(good)
-    assert scaler.found_inf(bad)
 
 
 def test_gradients_are_divided_under_any_default_dtype() -> None:

@@ -67,23 +67,3 @@ def test_cli_trains_the_gpt(tmp_path):
     assert "converted 4 of 5 linear layers, kept 1 in bf16: output head (by name) ('lm_head')" in result.stderr
     checkpoint = torch.load(next(tmp_path.rglob("*.ckpt")), weights_only=True)
     ByteGPT(depth=1, width=32, heads=2).load_state_dict(checkpoint["state_dict"])
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_ddp_on_two_processes(tmp_path):
-    names = (
-        "fp8-hybrid",
-        "fp8-hybrid-fp16",
-        "fp8-rowwise-gw-hp",
-        "bf16-master",
-        "bf16-sr",
-        "fp16-master",
-        "msamp-o2",
-        "int8-mixed",
-    )
-    script = str(Path(__file__).with_name("ddp_script.py"))
-    command = [*COMMAND, "run", "--devices=2", "--main-port=29437", script, *names]
-    result = forked.python(*command, cwd=tmp_path, environ=ENVIRON)
-    assert result.returncode == 0, result.stderr[-4000:]
-    assert result.stdout.count("DDP-OK") == 2 * len(names)

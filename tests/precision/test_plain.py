@@ -1,5 +1,7 @@
 """`lightning_lowprec.plain(model)`: the model of before, from every precision, with the values of its masters."""
 
+from functools import partial
+
 import lightning as L
 import pytest
 import torch
@@ -7,25 +9,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_lowprec import MSAMP, FP8TorchAO, HalfMixed, plain
+from lightning_lowprec import MSAMP, FP8TorchAO, plain
 from lightning_lowprec.conversion import backends
-from tests.precision.weights_left import Net, as_trained, exact_weights, fit, same_bits
+from tests.precision.weights_left import Net, as_trained, exact_weights, fit, same_bits, seen
+from tests.toys import Block, Stack, Task
 
 X = torch.randn(8, 32, generator=torch.Generator().manual_seed(2))
-BY_LIGHTNING, BY_TORCH = {"_hparams"}, {"_dynamo_static_input_type"}
-PLUGINS = {
-    "torchao": FP8TorchAO,
-    "torchao-recipes": lambda: FP8TorchAO(recipe={"first": "rowwise", "*": "tensorwise"}),
-    "torchao-master": lambda: FP8TorchAO(master_weights=True),
-    "msamp-o1": lambda: MSAMP("O1"),
-    "msamp-o2": lambda: MSAMP("O2"),
-    "msamp-o3": lambda: MSAMP("O3"),
-    "bf16-master": lambda: HalfMixed("bf16", master_weights=True),
-    "fp16-master": lambda: HalfMixed("fp16", master_weights=True),
-    "bf16-remainder": lambda: HalfMixed("bf16", master_weights="remainder", grad_accumulation_dtype=torch.float32),
-    "bf16-sr": lambda: HalfMixed("bf16", master_weights="stochastic"),
-    "bf16-8bit": lambda: "bf16-8bit",
-}
+NAMES = ["fp8-hybrid", "fp8-hybrid-remainder", "msamp-o1", "msamp-o2", "msamp-o3"]
+NAMES += ["bf16-master", "fp16-master", "bf16-sr", "bf16-8bit"]
 
 
 class Subject(Net):
@@ -45,32 +36,11 @@ class Subject(Net):
         return self.head(self.norm(self.third(self.second(self.first(x).relu()))))
 
 
-def seen(model):
-    """Everything that a precision might leave at a model: classes, attributes, hooks; of Parameters also dtypes."""
-    modules = {
-        fqn: (type(m), vars(m).keys() - BY_LIGHTNING, {k: len(v) for k, v in vars(m).items() if k.endswith("_hooks")})
-        for fqn, m in model.named_modules()
-    }
-    tensors = {
-        fqn: (
-            type(p),
-            type(p.data),
-            p.dtype,
-            p.grad_dtype,
-            p.requires_grad,
-            vars(p).keys() - BY_TORCH,
-            bool(p._backward_hooks),
-        )
-        for fqn, p in model.named_parameters(remove_duplicate=False)
-    }
-    return modules, tensors
-
-
-@pytest.mark.parametrize("name", PLUGINS)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_model_is_the_one_before_with_the_trained_values(name):
     model = Subject()
     before, parameters = seen(model), list(model.parameters())
-    trainer = fit(as_trained(PLUGINS[name]()), model)
+    trainer = fit(as_trained(name), model)
     model.first.eval()
     expected, gradients = exact_weights(model), [p.grad is not None for p in parameters]
     assert plain(model) is model
@@ -91,10 +61,10 @@ def test_the_model_is_the_one_before_with_the_trained_values(name):
     assert torch.equal(model.head.weight, expected["head.weight"])
 
 
-@pytest.mark.parametrize("name", PLUGINS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_copy_is_plain_and_the_model_trains_on_as_if_none_was_made(name):
     models = Subject(), Subject()
-    trainers = [fit(as_trained(PLUGINS[name]()), model) for model in models]
+    trainers = [fit(as_trained(name), model) for model in models]
     expected, state = exact_weights(models[0]), seen(models[0])
     made = plain(models[0], copy=True)
     assert seen(models[0]) == state
@@ -157,42 +127,28 @@ def test_wrappers_are_taken_off(wrap, level):
     model(X).sum().backward()
 
 
-class Blocks(L.LightningModule):
+class Blocks(Task):
+    train_dataloader, batch_size = Net.train_dataloader, 8
+
     def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(2))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-    def training_step(self, batch, _):
-        return self(batch).square().mean()
-
-    train_dataloader = Net.train_dataloader
-    batch_size = 8
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters())
+        super().__init__(Stack(partial(Block, norm=False), seed=0))
 
 
 @pytest.mark.parametrize("whose", ["the plugin's", "the user's"])
 def test_compiled_blocks(whose):
     model, options = Blocks(), {"backend": "eager"}
     if whose == "the user's":
-        for block in model.blocks:
+        for block in model.net.blocks:
             block.compile(**options)
     fit(FP8TorchAO(plain_after_fit=False, compile=options if whose == "the plugin's" else False), model)
     same = Blocks()
     same.load_state_dict(plain(model).state_dict())
-    torch.testing.assert_close(model(X), same(X), rtol=0, atol=0)
-    compiled = [block._compiled_call_impl is not None for block in model.blocks]
+    torch.testing.assert_close(model.net(X), same.net(X), rtol=0, atol=0)
+    compiled = [block._compiled_call_impl is not None for block in model.net.blocks]
     assert compiled == [whose == "the user's"] * 2
     fit(as_trained(FP8TorchAO()), model)  # and back
-    assert backends.owner(model.blocks[0][0]) is not None
-    assert not torch.equal(model.eval()(X), same(X))
+    assert backends.owner(model.net.blocks[0].up) is not None
+    assert not torch.equal(model.eval().net(X), same.net(X))
 
 
 def test_what_cannot_be_plain_says_so():

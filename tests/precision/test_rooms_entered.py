@@ -12,7 +12,7 @@ from torch.optim import optimizer
 from torch.utils.data import DataLoader
 
 import lightning_lowprec
-from lightning_lowprec.masters.step import refuse_plain_steps
+from tests.toys import ON_CPU
 
 ROOT = Path(lightning_lowprec.__file__).parent
 
@@ -35,10 +35,11 @@ class Net(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def entered(precision, tmp_path, monkeypatch):
+def entered(precision, monkeypatch):
     """Return the files that a fit enters, and the functions that its sixth step enters, with their files."""
-    # without the check of steps past masters, which other runs of this process may have added
-    refuse_plain_steps()
+    data = DataLoader(torch.randn(32, 64), batch_size=4)
+    # a run with masters adds a check of all steps, once in a process; the runs below are without it
+    L.Trainer(precision="bf16-master", max_steps=1, **ON_CPU).fit(Net({}), data)
     monkeypatch.setattr(optimizer, "_global_optimizer_pre_hooks", {})
     marks, fit, step = {"in a step": False}, set(), set()  # functions, with the files that they stand in
 
@@ -51,11 +52,7 @@ def entered(precision, tmp_path, monkeypatch):
         if marks["in a step"]:
             step.add((file, code.co_qualname))
 
-    trainer = L.Trainer(
-        precision=precision, accelerator="cpu", max_steps=8, default_root_dir=tmp_path, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
-    data, net = DataLoader(torch.randn(32, 64), batch_size=4), Net(marks)
+    trainer, net = L.Trainer(precision=precision, max_steps=8, **ON_CPU), Net(marks)
     before = sys.getprofile()
     sys.setprofile(note)
     try:
@@ -70,9 +67,9 @@ def entered(precision, tmp_path, monkeypatch):
     ("precision", "files", "functions"),
     [("fp8-hybrid", 9, 36), ("bf16-8bit", 10, 60), ("bf16-remainder", 8, 40), ("msamp-o2", 12, 70)],
 )
-def test_a_fit_enters_its_own_rooms(precision, files, functions, tmp_path, monkeypatch):
+def test_a_fit_enters_its_own_rooms(precision, files, functions, monkeypatch):
     """Comprehensions count as functions."""
-    fit, step = entered(precision, tmp_path, monkeypatch)
+    fit, step = entered(precision, monkeypatch)
     others = {"te/", "msamp/", "fsdp2/", "zero", "torchao/"} - {"msamp/" if precision == "msamp-o2" else "torchao/"}
     assert not {file for file in fit if file.startswith(tuple(others))}
     assert len(fit) <= 60, sorted(fit)

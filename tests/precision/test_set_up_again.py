@@ -1,14 +1,10 @@
 """Optimizers, weights and layers that change or come after a set-up."""
 
-import gc
-
 import lightning as L
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-
-from lightning_lowprec import HalfMixed
 
 
 def net() -> nn.Module:
@@ -73,35 +69,3 @@ def test_a_layer_that_comes_after_the_set_up_is_named(name: str) -> None:
     with pytest.warns(UserWarning, match=r"'3' came into the model after its set-up.* do not run in (FP8|int8)"):
         step()
     step()
-
-
-@pytest.mark.parametrize("name", ["bf16-master", "bf16-remainder", "fp16-master"])
-def test_a_weight_that_is_pruned_through_data_trains_on_in_a_new_optimizer(name: str) -> None:
-    model = net()
-    fabric = L.Fabric(accelerator="cpu", devices=1, precision=name)  # type: ignore[arg-type]
-    wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), 1e-3))
-    for _ in range(2):
-        fabric.backward(wrapped(torch.ones(4, 32)).float().sum())
-        optimizer.step()
-        optimizer.zero_grad()
-        first, last = model[0], model[2]
-        assert isinstance(first, nn.Linear)
-        assert isinstance(last, nn.Linear)
-        for weight, kept in ((first.weight, (slice(50),)), (first.bias, (slice(50),)), (last.weight, (..., slice(50)))):
-            weight.data = weight.data[kept].clone()
-        optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), 1e-3))
-    shapes = [m.shape for m in fabric.strategy.precision.main_params(optimizer.optimizer)]
-    assert shapes == [(50, 32), (50,), (32, 50), (32,)]
-
-
-def test_an_optimizer_at_the_address_of_one_that_is_gone_is_a_new_one() -> None:
-    """Folds free their optimizer before the next one is made, and Python gives its address again."""
-    plugin = HalfMixed("bf16", master_weights=True)
-    fabric = L.Fabric(accelerator="cpu", devices=1, plugins=plugin)
-    model, optimizer = fabric.setup(model := net(), torch.optim.SGD(model.parameters(), lr=0.1))
-    fabric.backward(model(torch.randn(4, 32)).square().mean())
-    optimizer.step()
-    assert len(plugin.modules.groups_seen) == 1
-    del optimizer
-    gc.collect()
-    assert len(plugin.modules.groups_seen) == 0

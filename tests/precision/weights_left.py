@@ -36,6 +36,8 @@ class Net(L.LightningModule):
     def validation_step(self, batch, _):
         self.log("loss", (self(batch).float() - 1).square().mean())
 
+    test_step = validation_step
+
     def train_dataloader(self):
         inputs = torch.randn(24, 32, generator=torch.Generator().manual_seed(1))
         return torch.utils.data.DataLoader(inputs, batch_size=self.batch_size)
@@ -85,3 +87,27 @@ def with_weights(weights, **options):
 def same_bits(a, b):
     """Return whether two dicts of tensors are equal, bit for bit."""
     return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+BY_LIGHTNING, BY_TORCH = {"_hparams"}, {"_dynamo_static_input_type"}
+
+
+def seen(model):
+    """Everything that a precision might leave at a model: classes, attributes, hooks; of Parameters also dtypes."""
+    modules = {
+        fqn: (type(m), vars(m).keys() - BY_LIGHTNING, {k: len(v) for k, v in vars(m).items() if k.endswith("_hooks")})
+        for fqn, m in model.named_modules()
+    }
+    tensors = {
+        fqn: (
+            type(p),
+            type(p.data),
+            p.dtype,
+            p.grad_dtype,
+            p.requires_grad,
+            vars(p).keys() - BY_TORCH,
+            bool(p._backward_hooks),
+        )
+        for fqn, p in model.named_parameters(remove_duplicate=False)
+    }
+    return modules, tensors
