@@ -24,7 +24,7 @@ WITH_MASTERS = {
 def representatives(names: Iterable[str] | None = None) -> list[str]:
     """Return the names of the table, but of the FP8 names with a suffix of bf16 weights only a few.
 
-    ``tests/registration/test_suffixes.py`` tests the rule that makes all of them: their plugins differ from these in
+    ``tests/registration/test_names.py`` tests the rule that makes all of them: their plugins differ from these in
     ``recipe`` and ``fp8_format`` only.
     """
     table = TABLE if names is None else names

@@ -53,10 +53,6 @@ def project(tmp_path):
     return tmp_path
 
 
-def test_stock_lightning_cli_flag(project):
-    python("train.py", "fit", "--trainer.precision=fp8-hybrid", *FAST, cwd=project)
-
-
 @pytest.mark.slow
 def test_stock_lightning_cli_takes_the_plugin_by_class_path(project):
     """One recipe, or a mapping of patterns; the mapping survives a YAML file."""

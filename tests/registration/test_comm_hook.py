@@ -1,7 +1,5 @@
 """`DDPStrategy(ddp_comm_hook=fp8_gradient_hook)` runs on CPU too, where Lightning registers no hook."""
 
-import math
-
 import lightning as L
 import pytest
 import torch
@@ -9,9 +7,9 @@ from lightning.pytorch.strategies import DDPStrategy
 
 import lightning_lowprec
 from lightning_lowprec import fp8_gradient_hook
+from tests.toys import ON_CPU, in_e4m3
 
 GRADIENT = [1.0, -0.3, 0.01, 7e-4, 3e-3]
-E4M3 = [v for v in torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).tolist() if not math.isnan(v)]
 
 
 class Model(L.LightningModule):
@@ -31,10 +29,7 @@ class Model(L.LightningModule):
 
 def gradient_of(strategy, **options):
     model = Model()
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = L.Trainer(
-        accelerator="cpu", devices=1, strategy=strategy, max_steps=1, enable_model_summary=False, **quiet, **options
-    )
+    trainer = L.Trainer(devices=1, strategy=strategy, max_steps=1, **ON_CPU, **options)
     trainer.fit(model, torch.utils.data.DataLoader(torch.tensor([GRADIENT]), batch_size=1))
     torch.distributed.destroy_process_group()
     return model.seen
@@ -43,8 +38,7 @@ def gradient_of(strategy, **options):
 @pytest.mark.parametrize("options", [{}, {"precision": "bf16-mixed"}, {"precision": "half-auto"}], ids=str)
 def test_the_gradient_arrives_in_fp8(options, monkeypatch):
     monkeypatch.setenv("MASTER_PORT", "29489")
-    scale = 256.0  # the largest power of two not above 448 / amax
-    expected = [min(E4M3, key=lambda code: abs(code - value * scale)) / scale for value in GRADIENT]
+    expected = in_e4m3(torch.tensor(GRADIENT)).tolist()
     assert expected != pytest.approx(GRADIENT, rel=1e-3)
     assert gradient_of(DDPStrategy(ddp_comm_hook=fp8_gradient_hook), **options) == expected
 

@@ -18,7 +18,6 @@ from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import (
     CustomPolicy,
     ModuleWrapPolicy,
-    always_wrap_policy,
     lambda_auto_wrap_policy,
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
@@ -85,19 +84,11 @@ def test_every_choice_at_once_in_every_direction(source, target):
     assert ours.cluster_environment is environment
 
 
-@pytest.mark.parametrize(
-    ("name", "reshard", "replicate"),
-    [
-        ("FULL_SHARD", None, 1),
-        ("SHARD_GRAD_OP", False, 1),
-        ("HYBRID_SHARD", None, "nodes"),
-        ("_HYBRID_SHARD_ZERO2", False, "nodes"),
-    ],
-)
-def test_sharding_strategies(name, reshard, replicate):
+@pytest.mark.parametrize(("name", "reshard"), [("HYBRID_SHARD", None), ("_HYBRID_SHARD_ZERO2", False)])
+def test_hybrid_sharding_without_a_mesh_is_within_nodes(name, reshard):
     for value in (name, ShardingStrategy[name]):
         got = options(sharding_strategy=value, auto_wrap_policy={nn.Linear})
-        assert (got.reshard_after_forward, got.replicate, got.shards) == (reshard, replicate, None)
+        assert (got.reshard_after_forward, got.replicate, got.shards) == (reshard, "nodes", None)
 
 
 def test_hybrid_sharding_by_a_mesh():
@@ -119,16 +110,11 @@ def test_policies_by_class(policy):
     assert chosen(got.wrap) == chosen(got.activation_checkpointing) == ["1.0", "1.1"]
 
 
-@pytest.mark.parametrize(
-    "policy", [always_wrap_policy, partial(size_based_auto_wrap_policy, min_num_params=100), CustomPolicy(bool)]
-)
-@pytest.mark.parametrize(
-    ("field", "option"),
-    [("auto_wrap_policy", "wrap"), ("activation_checkpointing_policy", "activation_checkpointing")],
-)
-def test_other_policies_are_refused(policy, field, option):
-    with pytest.raises(ValueError, match=rf"no equal of the policy .*classes or a function .* -> bool by `{option}=`"):
-        options(**{field: policy})
+@pytest.mark.parametrize("policy", [partial(size_based_auto_wrap_policy, min_num_params=100), CustomPolicy(bool)])
+def test_other_policies_are_refused(policy):
+    for option, field in {"wrap": "auto_wrap_policy", "activation_check": "activation_checkpointing_policy"}.items():
+        with pytest.raises(ValueError, match=f"no equal of the policy .*classes or a function .* -> bool by `{option}"):
+            options(**{field: policy})
 
 
 def test_gradients_are_reduced_in_the_parameters_dtype_unless_said_otherwise_as_in_fsdp1():

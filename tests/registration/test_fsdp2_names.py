@@ -44,7 +44,7 @@ def test_fsdp2_is_in_both_registries_and_unregister_removes_it():
     assert all(registry["fsdp2"]["strategy"] is cls for registry, cls in registries())
 
 
-@pytest.mark.parametrize("name", ["fsdp", "fsdp_cpu_offload", "FSDP"])
+@pytest.mark.parametrize("name", ["fsdp", "fsdp_cpu_offload"])
 @pytest.mark.parametrize("how", [{"precision": "fp8-hybrid"}, {"precision": "bf16-sr"}, {"plugins": "FP8TorchAO"}])
 def test_fsdp_by_name_becomes_fsdp2_under_our_precisions_on_cpu_too(name, how):
     how = {"plugins": FP8TorchAO()} if "plugins" in how else how
@@ -61,23 +61,9 @@ def test_fsdp_with_lightnings_own_precisions_stays_lightnings():
             make(strategy="fsdp", precision="bf16-mixed", **CPU)
 
 
-def test_environment_variables(monkeypatch):
-    monkeypatch.setenv("LT_STRATEGY", "fsdp2")
-    monkeypatch.setenv("LT_PRECISION", "fp8-hybrid")
-    fabric = L.Fabric(**CPU)
-    assert type(fabric.strategy) is FabricFSDP2Strategy
-    assert type(fabric.strategy.precision) is FP8TorchAO
-
-
 @pytest.mark.parametrize(
     ("precision", "dtype"),
-    [
-        ("16-mixed", torch.float16),
-        ("16", torch.float16),
-        (16, torch.float16),
-        ("bf16-mixed", torch.bfloat16),
-        ("bf16", torch.bfloat16),
-    ],
+    [("16-mixed", torch.float16), (16, torch.float16), ("bf16-mixed", torch.bfloat16), ("bf16", torch.bfloat16)],
 )
 @pytest.mark.parametrize("strategy", ["fsdp2", "object"])
 def test_lightnings_mixed_precisions_become_our_half_mixed(strategy, precision, dtype):

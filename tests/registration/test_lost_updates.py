@@ -67,12 +67,8 @@ def test_no_line_where_the_switch_is_off_or_nothing_trains(said, monkeypatch):
     fit("bf16-true", frozen=True)
     monkeypatch.setenv("LOWPREC_AUTOLOAD", "0")
     fit("bf16-true")
-    assert said == []
-
-
-def test_evaluation_says_nothing(said):
-    trainer = L.Trainer(precision="bf16-true", accelerator="cpu", barebones=True, limit_val_batches=1)
-    trainer.validate(BoringModel())
+    monkeypatch.delenv("LOWPREC_AUTOLOAD")
+    L.Trainer(precision="bf16-true", accelerator="cpu", barebones=True, limit_val_batches=1).validate(BoringModel())
     assert said == []
 
 
@@ -84,25 +80,3 @@ def test_the_share_is_that_of_the_format(dtype, share):
     for sign in (-1, 1):
         assert torch.equal((weights * (1 + sign * 0.999 * share)).to(dtype).double(), weights)
     assert torch.tensor(1 - 1.001 * share, dtype=torch.float64).to(dtype) < 1
-
-
-def test_500_steps_of_adamw_move_no_weight_of_one_and_move_float32_by_a_quarter():
-    """No update of Adam is larger than 0.1 / sqrt(0.001) = 3.2 learning rates; here that is 0.0019, below 1/512."""
-    generator = torch.Generator().manual_seed(0)
-    half, full = nn.Parameter(torch.ones(256, dtype=torch.bfloat16)), nn.Parameter(torch.ones(256))
-    optimizers = [torch.optim.AdamW([weight], lr=6e-4) for weight in (half, full)]
-    for step in range(500):
-        grad = 1 + 0.5 * torch.randn(256, generator=generator)
-        for weight, optimizer in zip((half, full), optimizers, strict=True):
-            weight.grad = (1000 * grad if step == 499 else grad).to(weight.dtype)  # a spike is Adam's largest update
-            optimizer.step()
-    assert torch.equal(half, torch.ones_like(half))
-    assert full.max() < 0.8
-    kept = nn.ParameterList([torch.ones(256)])
-    fabric = L.Fabric(precision="bf16-remainder", accelerator="cpu")
-    _, optimizer = fabric.setup(kept, torch.optim.AdamW(kept.parameters(), lr=6e-4))
-    for _ in range(500):
-        kept[0].grad = torch.ones_like(kept[0])
-        optimizer.step()
-    assert kept[0].dtype is torch.bfloat16
-    assert kept[0].mean().item() == pytest.approx(1 - 500 * 6e-4, abs=0.02)
