@@ -202,7 +202,7 @@ FAULTS = [
         "a master that does not follow an edit",
         "if now != saved:",
         "if False:",
-        "tests/masters/test_masters_edits.py",
+        "tests/masters/test_masters_lifecycle.py",
     ),
     Fault(
         "an accumulated gradient that is overwritten",

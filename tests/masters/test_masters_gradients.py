@@ -21,27 +21,6 @@ def sgd(*params, form="fp32", lr=1.0):
 
 
 @every_form
-def test_moves_once(form):
-    p, plain, unused = half(1.0, 2.0), nn.Parameter(torch.ones(2)), half(3.0)
-    optimizer = sgd(p, plain, unused, form=form)
-    p.grad, plain.grad = torch.tensor([0.5, 1.5]).bfloat16(), torch.tensor([2.0, 4.0])
-    for _ in range(2):
-        move_grads_to_masters(optimizer)
-    assert p.grad is None
-    master, same, third = main_params(optimizer)
-    assert same is plain
-    assert torch.equal(master.grad, torch.tensor([0.5, 1.5]))
-    assert torch.equal(plain.grad, torch.tensor([2.0, 4.0]))
-    assert third.grad is None
-    assert torch.equal(master, torch.tensor([1.0, 2.0]))  # values may be read between preparation and step
-    optimizer.step()
-    assert torch.equal(p, torch.tensor([0.5, 0.5]).bfloat16())
-    assert torch.equal(plain, torch.tensor([-1.0, -3.0]))
-    assert torch.equal(unused, torch.tensor([3.0]).bfloat16())
-    assert all(m.grad is None for m in held_masters(optimizer))
-
-
-@every_form
 def test_preparing_after_every_micro_batch_accumulates_in_float32(form):
     p = half(1.0)
     optimizer = sgd(p, form=form)
@@ -71,40 +50,6 @@ def test_float32_gradients_are_handed_over(form):
     optimizer.step()
     assert p.grad_dtype is torch.float32
     assert p.item() == 0.25
-
-
-@every_form
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_zero_grad_drops_both_kinds(form, set_to_none):
-    p, q = half(1.0), half(1.0)
-    optimizer = sgd(p, q, form=form)
-    p.grad = torch.ones_like(p)
-    move_grads_to_masters(optimizer)
-    q.grad = torch.ones_like(q)
-    optimizer.zero_grad(set_to_none)
-    optimizer.step()
-    assert p.tolist() == q.tolist() == [1.0]
-    if form != "fp32":  # a skipped step leaves no float32 behind
-        p.grad = torch.ones_like(p)
-        move_grads_to_masters(optimizer)
-        optimizer.zero_grad()
-        assert all(store.flat.untyped_storage().nbytes() == 0 for store in optimizer._masters.stores)
-
-
-@every_form
-def test_sparse_gradients(form):
-    embedding = nn.Embedding(5, 3, sparse=True).bfloat16()
-    before = embedding.weight.detach().clone()
-    optimizer = sgd(embedding.weight, form=form)
-    for row in ([1, 1], [3]):
-        (embedding(torch.tensor(row)).sum() * 0.5).backward()
-        move_grads_to_masters(optimizer)
-    assert next(main_params(optimizer)).grad.is_sparse
-    optimizer.step()
-    moved = (embedding.weight - before).float()
-    assert torch.allclose(moved[1], torch.full((3,), -1.0), atol=2e-2)
-    assert torch.allclose(moved[3], torch.full((3,), -0.5), atol=2e-2)
-    assert bool((moved[[0, 2, 4]] == 0).all())
 
 
 class Twice(optim.SGD):

@@ -7,16 +7,16 @@ from lightning.pytorch.callbacks import BackboneFinetuning, StochasticWeightAver
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
-from lightning_lowprec import HalfMixed
-from lightning_lowprec.masters.float32_values import raw
-from lightning_lowprec.masters.optimizer import held_masters, main_params
-from lightning_lowprec.masters.registry import registry_of
-from lightning_lowprec.precision.loss_scale import LossScale
+from lightning_lowprec import HalfMixed, LossScale
 from tests.precision.weights_left import as_trained
 from tests.toys import ON_CPU
 
 FORMS = ["bf16-master", "bf16-remainder", "bf16-8bit", "bf16-sr", "fp16-master"]
 WIDTH = 64  # squared: the smallest weight whose moments get 8 bits
+
+
+def masters_of(trainer):
+    return trainer.precision_plugin.main_params(trainer.optimizers[0])
 
 
 class Constant(L.LightningModule):
@@ -45,7 +45,7 @@ def test_five_small_steps_arrive(name):
         how = HalfMixed("fp16", master_weights=True, loss_scale=LossScale(initial=8.0))
     trainer = L.Trainer(max_epochs=1, plugins=as_trained(how), **ON_CPU)
     trainer.fit(model)
-    master = next(iter(main_params(trainer.optimizers[0])))
+    master = next(iter(masters_of(trainer)))
     torch.testing.assert_close(master, torch.full((4,), 0.995), rtol=1e-6, atol=0)
     half = torch.float16 if name.startswith("fp16") else torch.bfloat16
     assert torch.equal(model.weight, torch.full((4,), 0.995).to(half))
@@ -65,7 +65,7 @@ def test_masters_start_from_the_weights_before_the_cast_also_after_an_evaluation
     assert trainer.validate(model, verbose=False)[0]["dtype_is_bf16"] == 1.0
     assert torch.equal(model.weight, start), "an evaluation changes nothing"
     trainer.fit(model)
-    torch.testing.assert_close(next(iter(main_params(trainer.optimizers[0]))), start - 1e-3, rtol=1e-6, atol=0)
+    torch.testing.assert_close(next(iter(masters_of(trainer))), start - 1e-3, rtol=1e-6, atol=0)
     assert model.weight.dtype is torch.bfloat16
 
 
@@ -96,7 +96,7 @@ def test_swa_and_schedulers(name):
     trainer = L.Trainer(plugins=as_trained(name), max_epochs=3, callbacks=[swa], **ON_CPU)
     with pytest.warns(UserWarning, match="averages the weights of the model"):
         trainer.fit(model)
-    assert registry_of(trainer.optimizers[0]) is not None
+    assert {p.dtype for p in masters_of(trainer)} == {torch.float32}
     assert all(p.isfinite().all() for p in model.parameters())
     assert trainer.optimizers[0].param_groups[0]["lr"] != 1e-2, "the scheduler still reaches the optimizer"
 
@@ -113,7 +113,7 @@ def test_unfreezing_adds_a_group_with_masters(name):
     trainer = L.Trainer(precision=name, max_epochs=2, callbacks=[callback], **ON_CPU)
     trainer.fit(model)
     assert len(trainer.optimizers[0].param_groups) == 2
-    assert {p.dtype for p in main_params(trainer.optimizers[0])} == {torch.float32}
+    assert {p.dtype for p in masters_of(trainer)} == {torch.float32}
     assert not torch.equal(model.backbone[0].weight.float(), before)
 
 
@@ -171,27 +171,3 @@ def test_batch_norm_keeps_float32(name):
     L.Trainer(plugins=as_trained(name), max_epochs=1, **ON_CPU).fit(model)
     assert {p.dtype for p in model.backbone[0].parameters()} == {torch.float32}
     assert model.backbone[1].weight.dtype is (torch.float16 if name.startswith("fp16") else torch.bfloat16)
-
-
-@pytest.mark.parametrize("name", ["bf16-remainder", "bf16-8bit", "bf16-sr"])
-def test_no_master_takes_memory_while_activations_do(name):
-    seen = []
-
-    class Watched(Net):
-        def training_step(self, batch, batch_idx):
-            masters = held_masters(self.optimizers().optimizer)
-            seen.append(sum(master.untyped_storage().nbytes() for master in masters))
-            return super().training_step(batch, batch_idx)
-
-    L.Trainer(precision=name, max_epochs=1, **ON_CPU).fit(Watched())
-    assert len(seen) == 8
-    assert not any(seen[1:]), "the first step takes over the float32 weights from before the cast"
-
-
-def test_fabric_keeps_float32_copies_of_frozen_weights_alone_once_training_runs():
-    fabric = L.Fabric(precision="bf16-master", accelerator="cpu")
-    net = nn.Sequential(nn.Linear(16, 16).requires_grad_(False), nn.Linear(16, 16))
-    model, optimizer = fabric.setup(net, torch.optim.SGD(net[1].parameters(), lr=0.1))
-    model(torch.ones(2, 16)).sum().backward()
-    optimizer.step()
-    assert [raw(p) is not None for p in net.parameters()] == [True, True, False, False]

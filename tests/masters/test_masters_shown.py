@@ -5,7 +5,6 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_lowprec.masters.optimizer import main_params
 from tests.precision.weights_left import Net, as_trained, fit
 
 MASTERS = ["bf16-master", "fp16-master", "bf16-remainder", "bf16-sr"]
@@ -29,7 +28,7 @@ def test_what_is_done_to_the_gradient_that_is_shown_reaches_the_step(name):
     changes = {}
     for edit in ("none", "in place", "assigned", "dropped by the model"):
         fabric, model, optimizer = in_fabric(name)
-        before = [m.detach().clone() for m in main_params(optimizer.optimizer)]
+        before = [m.detach().clone() for m in fabric.strategy.precision.main_params(optimizer.optimizer)]
         backward(fabric, model)
         fabric.clip_gradients(model, optimizer, max_norm=MAX_NORM)
         for p in model.parameters():
@@ -43,7 +42,7 @@ def test_what_is_done_to_the_gradient_that_is_shown_reaches_the_step(name):
             assert {p.grad.dtype for p in model.parameters()} == {model.first.weight.dtype}
             model.zero_grad()
         optimizer.step()
-        after = main_params(optimizer.optimizer)
+        after = fabric.strategy.precision.main_params(optimizer.optimizer)
         changes[edit] = [a.detach() - b for a, b in zip(after, before, strict=True)]
         backward(fabric, model)
         assert {p.grad.dtype for p in model.parameters()} == {model.first.weight.dtype}, "as before the clipping"
@@ -101,6 +100,6 @@ def test_a_lazy_layer_gets_masters_when_it_has_weights(name):
     trainer = fit(as_trained(name), module)
     assert type(module.first) is nn.Linear
     assert module.first.weight.dtype in (torch.bfloat16, torch.float16)
-    held = list(main_params(trainer.optimizers[0]))
+    held = list(trainer.precision_plugin.main_params(trainer.optimizers[0]))
     assert {p.dtype for p in held} == {torch.float32}
     assert len(held) == 8
