@@ -248,7 +248,6 @@ def test_a_second_backward_pass_and_a_second_gradient_raise():
         ({"target": torch.zeros(T)}, "`target` must be int64.*float32"),
         ({"bias": torch.zeros(3)}, r"`bias` must be \(V,\), here \(1000,\), got \(3,\)"),
         ({"reduction": "avg"}, "`reduction='avg'` is not valid; expected one of: mean, sum, none"),
-        ({"label_smoothing": 1.5}, "`label_smoothing=1.5` is not valid"),
         ({"z_loss": -1.0}, "`z_loss=-1.0` is not valid"),
         ({"rows": 0}, "`rows=0` is not valid"),
         ({"weight": torch.zeros(V, K).bfloat16()}, "`input` is torch.float32 and `weight` torch.bfloat16; cast"),
@@ -259,3 +258,74 @@ def test_what_does_not_fit_raises(change, message):
     h, w, t, _ = tensors(torch.float32)
     with pytest.raises(ValueError, match=message):
         linear_cross_entropy(**{"input": h, "weight": w, "target": t, **change})
+
+
+# ---- FP8: values that are not finite stay visible, and gradients are never clipped
+
+
+def few(scale=1.0):
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(32, 32) * scale, torch.randn(64, 32)
+    return hidden, weight, torch.randint(0, 64, (32,))
+
+
+def rounded(values):
+    """Values with a mantissa of three bits, by a scale that is a power of two: e4m3 without subnormal numbers."""
+    mantissa, exponent = torch.frexp(values)
+    return torch.ldexp((mantissa * 16).round() / 16, exponent)
+
+
+@pytest.mark.parametrize(
+    ("z_loss", "scale"),
+    [(1e-4, 1), (1.0, 1), (1e-4, 3000)],
+)
+def test_gradients_of_a_z_loss_are_not_clipped(z_loss, scale):
+    """By autograd in float32, from logits of rounded hidden states and weights: large logits amplify the rounding."""
+    hidden, weight, target = few(scale)
+    logits = (rounded(hidden) @ rounded(weight).t()).requires_grad_()
+    loss = F.cross_entropy(logits, target) + z_loss * torch.logsumexp(logits, -1).square().mean()
+    loss.backward()
+    a, b = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    linear_cross_entropy(a, b, target, z_loss=z_loss, fp8=True).backward()
+    for ours, expected in ((a.grad, logits.grad @ weight), (b.grad, logits.grad.t() @ hidden)):
+        assert (ours - expected).norm() < 0.15 * expected.norm()  # two bits of mantissa round by at most 1/8
+
+
+def test_a_bias_is_in_the_bound_of_the_gradients():
+    hidden, weight, target = few(0.01)
+    bias = torch.full((64,), 500.0)
+    a = hidden.clone().requires_grad_()
+    linear_cross_entropy(a, weight, target, bias=bias, z_loss=0.1, fp8=True).backward()
+    b = hidden.clone().requires_grad_()
+    logits = F.linear(b, weight, bias)
+    (F.cross_entropy(logits, target) + 0.1 * torch.logsumexp(logits, -1).square().mean()).backward()
+    assert (a.grad - b.grad).norm() < 0.15 * b.grad.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan")])
+@pytest.mark.parametrize("where", ["hidden", "weight"])
+def test_the_loss_shows_what_is_not_finite(where, value, dtype):
+    hidden, weight, target = few()
+    hidden, weight = hidden.to(dtype), weight.to(dtype)
+    {"hidden": hidden, "weight": weight}[where][3, 4] = value
+    loss = linear_cross_entropy(hidden.requires_grad_(), weight.requires_grad_(), target, fp8=True)
+    loss.backward()
+    assert loss.isnan()
+    assert not weight.grad.isfinite().all()
+    assert not hidden.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("vocabulary", [17, 48])
+def test_a_head_that_is_stored_transposed(vocabulary):
+    torch.manual_seed(0)
+    stored, hidden = torch.randn(32, vocabulary), torch.randn(8, 32)
+    target = torch.randint(0, vocabulary, (8,))
+    losses = []
+    for weight in (stored.t(), stored.t().contiguous()):
+        weight = weight.detach().requires_grad_()
+        loss = linear_cross_entropy(hidden, weight, target, fp8=True)
+        loss.backward()
+        losses.append((loss, weight.grad))
+    assert torch.equal(losses[0][0], losses[1][0])
+    assert torch.equal(losses[0][1], losses[1][1])

@@ -103,8 +103,6 @@ def test_the_ends_of_float32(format):
     assert torch.equal(around(block(2.0**-140), format), torch.zeros(BLOCK)), "subnormal numbers are zero"
 
 
-@pytest.mark.parametrize(
-    ("row", "size"), [(4096, 256), (96, 32), (192, 64), (384, 128), (100, 0), (16, 0), (11008, 256), (1, 0)]
-)
+@pytest.mark.parametrize(("row", "size"), [(4096, 256), (96, 32), (384, 128), (100, 0), (16, 0)])
 def test_blocks_divide_rows(row, size):
     assert block_size(row) == size

@@ -9,7 +9,6 @@ TOKENS, TOP_K, EXPERTS = 37, 2, 5
 ROUTES = {
     "mixed": lambda: torch.stack([torch.randperm(EXPERTS)[:TOP_K] for _ in range(TOKENS)]),
     "two experts take all": lambda: torch.tensor([[3, 1]]).expand(TOKENS, 2),
-    "one token": lambda: torch.tensor([[4, 0]]),
     "half on another rank": lambda: torch.stack([torch.randperm(2 * EXPERTS)[:TOP_K] for _ in range(TOKENS)]),
     "all on another rank": lambda: torch.full((TOKENS, TOP_K), EXPERTS),
 }

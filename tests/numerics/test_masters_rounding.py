@@ -115,7 +115,7 @@ N = 1 << 20
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
-@pytest.mark.parametrize("fraction", [1 / 65536, 0.01, 0.25, 0.5, 0.9])
+@pytest.mark.parametrize("fraction", [1 / 65536, 0.01, 0.5])
 def test_unbiased(fraction, sign):
     """The share of values rounded away from zero is a mean of N Bernoulli draws: within 5 sigma of its expectation."""
     value = floats(0x3F800000 + round(fraction * 65536)) * sign

@@ -11,6 +11,8 @@ import torch
 from lightning_lowprec.numerics import formats, weight_rounding
 from lightning_lowprec.numerics.formats import E4M3, E5M2, FP16
 from lightning_lowprec.numerics.one_pass import _copied
+from lightning_lowprec.private.torchao import prototype_refusal
+from lightning_lowprec.products.mxfp8 import MXFP8
 from tests.quality import sqnr
 
 ALL = [E4M3, E5M2, FP16]
@@ -129,6 +131,28 @@ def test_every_block_of_a_weight_has_its_own_largest_value():
     weight = torch.randn(300, 200, generator=torch.Generator().manual_seed(0))
     blocks = [[part.abs().max() for part in rows.split(128, 1)] for rows in weight.split(128)]
     assert weight_rounding.amax_grid(weight, "block").tolist() == blocks
+
+
+def test_scales_are_nan_only_where_values_are_not_finite():
+    amax = torch.tensor([0.0, 1e-30, 1.0, 448.0, 3e38, float("inf"), float("nan")])
+    scale = formats.visible_scale(amax)
+    assert torch.equal(scale[:5], formats.power_of_two_scale(amax[:5], E4M3))
+    assert scale[0] == 1
+    assert scale[5:].isnan().all()
+
+
+@pytest.mark.skipif(prototype_refusal("mxfp8") is not None, reason=f"{prototype_refusal('mxfp8')}")
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_a_tile_of_mxfp8_shows_inf(value):
+    """In the products of forward and backward, where the tile takes part; other tiles stay finite."""
+    weight, x = torch.randn(64, 64), torch.randn(32, 64)
+    weight[40, 3] = value
+    arithmetic = MXFP8(emulate=True)
+    codes = arithmetic.operand(weight, "weight", torch.float32)
+    tokens = arithmetic.operand(x, "input", torch.float32)
+    output = arithmetic.multiply(tokens.rows(), codes.rows(), torch.float32, "output")
+    assert output[:, :32].isfinite().all()
+    assert not output[:, 32:].isfinite().any()
 
 
 # ---- copies of functions, which compilers get
