@@ -107,18 +107,6 @@ def test_a_weight_used_twice_gets_the_sum():
     assert torch.equal(module.weight.grad.decode(), torch.full((16, 16), 3.0))
 
 
-def test_micro_batches_add_up_in_float32_if_asked_to():
-    parts = [torch.randn(16, 16, generator=torch.Generator().manual_seed(i)) for i in range(8)]
-    eight, exact = linear(), linear(float32_gradients=True)
-    for part in parts:
-        for module in (eight, exact):
-            module(torch.eye(16)).mul(part).sum().backward()
-    assert type(exact.weight.grad) is torch.Tensor
-    sums = exact.weight.grad
-    total = sum(part.to(torch.float64) for part in parts).T
-    assert (sums - total).norm() < (eight.weight.grad.decode() - total).norm()
-
-
 @pytest.mark.parametrize(
     ("optimizer", "options"),
     [

@@ -10,8 +10,6 @@ from torch import nn
 
 from lightning_lowprec import MSAMP
 from lightning_lowprec.msamp import ScaledAdamW, scale_linears, set_values_, values_of
-from lightning_lowprec.msamp.gradient import ScaledGradient
-from lightning_lowprec.msamp.linear import scaled_linears
 from tests.msamp.scaled_reference import quantise, value
 from tests.quality import expect_db, sqnr
 
@@ -31,9 +29,6 @@ def encoded(values):
     return value(quantise(values, torch.float16))
 
 
-# ---- reads
-
-
 @every_level
 def test_a_read_gives_the_values_in_the_dtype_of_computing(level):
     module, start = linear(level)
@@ -45,6 +40,8 @@ def test_a_read_gives_the_values_in_the_dtype_of_computing(level):
     assert torch.equal(weight[3:5, ::2].t() + 0, values[3:5, ::2].t())
     assert torch.equal(torch.cat([weight, weight]), torch.cat([values, values]))
     assert weight.norm() == values.norm()
+    assert weight.tolist() == values.tolist()
+    assert (weight.detach().cpu().numpy() == values.numpy()).all()
     assert type(torch.zeros_like(weight)) is torch.Tensor
     with torch.autocast("cpu", dtype=torch.bfloat16):
         x = torch.randn(4, 32)
@@ -114,15 +111,8 @@ def test_a_compiled_read_is_that_of_eager_code():
     assert torch.allclose(module.weight.grad, weight.grad, rtol=1e-5, atol=1e-7)
 
 
-# ---- writes
-
-
 def row_(weight):
     weight[3] = 0.25
-
-
-def replace_(weight):
-    weight.data = torch.linspace(-4, 4, weight.numel()).view_as(weight)
 
 
 def chunks_(weight):
@@ -131,11 +121,9 @@ def chunks_(weight):
 
 
 WRITES = {
-    "all": lambda weight: weight.mul_(2),
     "row": row_,
     "columns": lambda weight: weight.data[:, 4:6].fill_(-3.0),
     "transposed": lambda weight: weight.t()[1:3].copy_(torch.ones(2, 48)),
-    "replaced": replace_,
     "chunks": chunks_,
     "out": lambda weight: torch.mul(torch.ones(48, 32), 3.0, out=weight),
 }
@@ -213,9 +201,6 @@ def test_data_that_were_put_aside_come_back_and_two_weights_exchange_theirs(leve
     assert torch.equal(values_of(module.weight), encoded(second))
 
 
-# ---- the parameter
-
-
 @every_level
 def test_conversion_keeps_hooks_attributes_and_references_of_the_parameter(level):
     module = nn.Linear(32, 48)
@@ -227,7 +212,7 @@ def test_conversion_keeps_hooks_attributes_and_references_of_the_parameter(level
     scale_linears(module, [""], level)
     assert module.weight.no_decay
     module(torch.randn(16, 32)).sum().backward()
-    assert seen == [(48, 32), ScaledGradient]
+    assert seen == [(48, 32), type(module.weight.grad)]
     handle.remove()
     module(torch.randn(16, 32)).sum().backward()
     assert seen[2:] == [(48, 32)]
@@ -248,39 +233,3 @@ def test_torchs_encoder_layer_evaluates_in_one_call(level):
     with torch.no_grad(), fabric.autocast():
         output = converted(x.bfloat16())
     expect_db(sqnr(expected, output.float()), 20)
-
-
-@pytest.mark.parametrize("level", ["O2", "O3"])
-def test_loggers_read_weights(level):
-    linear = torch.nn.Linear(32, 32)
-    scale_linears(linear, [""], level)
-    values = values_of(linear.weight)
-    assert (linear.weight.detach().cpu().float().numpy() == values.numpy()).all()
-    assert linear.weight.detach().numpy().shape == (32, 32)
-    assert linear.weight.tolist() == values.tolist()
-
-
-@every_level
-@pytest.mark.filterwarnings("ignore")  # of the libraries
-@pytest.mark.parametrize("safe", [False, True])
-def test_an_adapter_is_merged_into_the_codes(level, safe):
-    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
-    ids = torch.randint(3, 128, (4, 16), generator=torch.Generator().manual_seed(0))
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=2,
-    )  # fmt: skip
-    model = peft.get_peft_model(
-        transformers.LlamaForCausalLM(config), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
-    )
-    L.Fabric(accelerator="cpu", devices=1, plugins=MSAMP(level)).setup_module(model)
-    assert len(scaled_linears(model)) == 7
-    with torch.no_grad():
-        base = model.eval()(input_ids=ids).logits
-        for name, p in model.named_parameters():
-            if "lora_B" in name:
-                p.normal_(0, 0.3)
-        adapted = model(input_ids=ids).logits
-        merged = model.merge_and_unload(safe_merge=safe)(input_ids=ids).logits
-    assert sqnr(adapted, merged) > sqnr(adapted, base) + 8  # dB; the base alone has lost the adapter
