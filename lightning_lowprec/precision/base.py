@@ -297,6 +297,8 @@ class LowPrecision(EitherPrecision, ABC):
         device = self._known_device()
         if self.engine is not None:  # enters autocast itself
             return torch.autocast(device.type, enabled=False)
+        if self.modules.unsettled and self.optimizers and torch.is_grad_enabled():
+            set_up.settle_weights(self)
         half = self.masters is not None or self.modules.sharded is not None
         why = refusals.two_dtypes(self.precision, self.autocast_dtype) if half else None
         return declared.forward(device.type, self.autocast_dtype, cache=not self._in_trainer, half_weights=why)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
 
 from lightning_lowprec.conversion import head, layer_runs
 from lightning_lowprec.conversion.matmuls import linears
@@ -55,6 +56,7 @@ class Modules:
         self.ready = False  # whether the device is known and no module waits
         self.need_check = False
         """Whether a module was prepared since the last check of optimizers, even if this module no longer exists."""
+        self.unsettled = False  # whether :func:`settle_weights` waits for the optimizers
         self.watched_backwards = 0  # how many of the next backward passes are looked at (:func:`look_at_layers`)
         self.frozen_writes = FrozenWrites()
         self.groups_seen: WeakNumbers[Optimizer] = WeakNumbers()
@@ -89,7 +91,7 @@ class Modules:
             yield module, self.device
             self.prepared.add(module)
             self.unchecked.add(module)
-            self.need_check = True
+            self.need_check = self.unsettled = True
             self.watched_backwards = 2
             self.linears = WeakList([*self.linears, *linears(module).values()])
             layer_runs.await_runs(module)
@@ -107,6 +109,7 @@ class Modules:
             "groups_seen": WeakNumbers(),
             "ready": self.device is not None,
             "need_check": False,
+            "unsettled": False,
         }
         return {**self.__dict__, **empty}
 
@@ -126,12 +129,14 @@ def check_optimizers(plugin: Plugin, optimizers: list[Optimizer]) -> None:
 def _check_module(module: Module, converted: Set[int], optimizers: list[Optimizer], current: Set[int]) -> None:
     """Warn if a trainable parameter of a converted layer is in no optimizer; raise if it was replaced.
 
-    A module of which the optimizers hold nothing passes: it may be a teacher, or get its optimizer later. ``converted``
-    and ``current`` are ids of parameters: of the converted layers of this module, and of all modules.
+    A module of which the optimizers hold nothing passes: it may be a teacher, or get its optimizer later. An
+    ``AveragedModel`` passes too: its weights are averages. ``converted`` and ``current`` are ids of parameters: of the
+    converted layers of this module, and of all modules.
     """
     parameters = dict(module.named_parameters())
     trained = {id(p): p for o in optimizers for p in parameters_of_copies(o) or parameters_of(o)}
-    untrained = converted - trained.keys()
+    averages = {id(p) for m in module.modules() if isinstance(m, AveragedModel) for p in m.parameters()}
+    untrained = converted - trained.keys() - averages
     missing = {fqn: p for fqn, p in parameters.items() if id(p) in untrained and p.requires_grad}
     if not missing:
         return
@@ -182,7 +187,7 @@ def before_training(plugin: Plugin, model: Module, optimizers: Sequence[Optimize
             refusals.warn_of_averages(model, plugin.precision)
         for optimizer in optimizers:
             plugin._prepare_optimizer(optimizer)
-        settle_weights(plugin)
+        settle_weights(plugin, all_known=True)
         check_optimizers(plugin, list(optimizers))
     plugin.modules.note_check()
 
@@ -199,7 +204,7 @@ def before_step_in_fabric(plugin: Plugin, optimizer: Optimizer) -> None:
                 " without it. Use `strategy='fsdp2'`, or shard with `lightning_lowprec.parallelize(model, mesh,"
                 " plugin)`."
             )
-        settle_weights(plugin, all_known=bool(plugin.optimizers))
+        settle_weights(plugin)
     plugin.modules.note_check()
 
 
@@ -237,14 +242,18 @@ def _warn_of_late_layers(plugin: Plugin) -> None:
         )
 
 
-def settle_weights(plugin: Plugin, *, all_known: bool = True) -> None:
+def settle_weights(plugin: Plugin, *, all_known: bool | None = None) -> None:
     """Let weights that no optimizer took be float32 again, or keep their float32 values in host memory.
 
-    FSDP2 takes one dtype per group, and DDP has made buckets by dtype: there, weights stay in half precision.
+    Once per set-up: the Trainer knows its optimizers; in Fabric before the first forward, if ``setup`` was given any,
+    since an average may be written before the first step; else before that step, with the float32 values kept. FSDP2
+    takes one dtype per group, and DDP has made buckets by dtype: there, weights stay in half precision.
     """
-    if plugin.masters is None:
+    waits, plugin.modules.unsettled = plugin.modules.unsettled, False
+    if plugin.masters is None or not waits:
         return
-    widen = all_known and plugin.modules.sharded is None and not plugin.modules.replicated
+    known = bool(plugin.optimizers) if all_known is None else all_known
+    widen = known and plugin.modules.sharded is None and not plugin.modules.replicated
     if size := plugin.masters.settle(plugin.modules.prepared, widen=widen):
         kept = "weights that do not train keep their float32 values in host memory"
         info(f"{plugin.precision}: {kept}, {in_units(size)}.")

@@ -8,6 +8,7 @@ import lightning as L
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
 from tests.toys import ON_CPU
@@ -117,3 +118,28 @@ def test_clipped_weights_stay_clipped_or_it_is_said(name, clip):
             optimizer.step()
     assert any("which float32 masters cannot see" in str(w.message) for w in caught) == undone
     assert (module.student.weight.abs().max() > 0.051) == undone
+
+
+class Averaged(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(64, 64)
+        self.average = AveragedModel(self.net, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+
+    def forward(self, x):
+        return self.net(x)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if not name.endswith("-sr")])
+def test_an_average_written_before_the_first_step_of_fabric_keeps_float32(name):
+    """Accumulation comes first: the average of equal float32 weights is these weights, and a cast rounds them."""
+    module = Averaged()
+    exact = module.net.weight.detach().clone()
+    fabric = L.Fabric(accelerator="cpu", devices=1, precision=name)
+    model, optimizer = fabric.setup(module, torch.optim.AdamW(module.net.parameters()))
+    for _ in range(3):
+        fabric.backward(model(torch.ones(2, 64)).float().sum())
+        module.average.update_parameters(module.net)
+    assert torch.equal(module.average.module.weight, exact)
+    optimizer.step()
+    assert not torch.equal(module.net.weight, exact)
