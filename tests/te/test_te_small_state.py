@@ -48,7 +48,7 @@ def train(rank, hook, steps):
     kept = [value for state in optimizer.state.values() for value in state.values() if value.dim()]
     tensors = [*model.parameters(), *kept, *buffers_of(optimizer)]
     rest = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
-    return {"grads": grads, "losses": losses, "wire": sum(sent.bytes.values()) / size, "rest": rest / size}
+    return {"grads": grads, "losses": losses, "wire": sent.bytes / size, "rest": rest / size}
 
 
 def work(rank):
