@@ -4,35 +4,22 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tests.toys import Block, Stack
+
 WIDTH = 64
 VOCABULARY = 32
 TOKENS = 16
 
 
-class Block(nn.Module):
-    def __init__(self, bias: bool = True):
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 2 * WIDTH, bias=bias)
-        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=bias)
-
-    def forward(self, x):
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
-class Net(nn.Module):
-    def __init__(self, seed: int = 0, depth: int = 2, bias: bool = True):
-        super().__init__()
+class Net(Stack):
+    def __init__(self, seed: int = 0):
         torch.manual_seed(seed)
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block(bias) for _ in range(depth))
-        self.lm_head = nn.Linear(WIDTH, VOCABULARY)
+        embedding = nn.Embedding(VOCABULARY, WIDTH)
+        super().__init__(lambda: Block(WIDTH), head=("lm_head", WIDTH, VOCABULARY))
+        self.embedding = embedding
 
     def forward(self, x):
-        x = self.embedding(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.lm_head(x)
+        return super().forward(self.embedding(x))
 
 
 def with_conv1d(model: Net) -> Net:
@@ -65,6 +52,11 @@ def full(model: nn.Module) -> dict[str, torch.Tensor]:
         name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
         for name, p in model.state_dict().items()
     }
+
+
+def same(one, other):
+    """Return whether two dicts hold the same values, bit for bit."""
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def hand_sharded(model: nn.Module, mesh, fp8: bool, **policy) -> nn.Module:

@@ -4,12 +4,10 @@ import lightning as L
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from lightning_lowprec import HalfMixed
-from lightning_lowprec.fsdp2 import shard
-from lightning_lowprec.private.fsdp2 import has_several_groups
-from tests.fsdp2.ranks import launch
+from lightning_lowprec import FabricFSDP2Strategy, HalfMixed
+from tests.fsdp2.ranks import run
+from tests.fsdp2.toy import full
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 NAMES = ("bf16-master", "bf16-remainder", "bf16-sr", "bf16-8bit", "fp8-hybrid", "fp8-hybrid-remainder")
@@ -57,12 +55,9 @@ def plugin(name):
     return {"precision": name}
 
 
-def train(name, strategy, devices, **options):
+def train(name, strategy, devices):
     """All ranks see one batch: the average of their gradients is each of them, without an error."""
-    if strategy == "fsdp2":
-        from lightning_lowprec.fsdp2.fabric import FabricFSDP2Strategy
-
-        strategy = FabricFSDP2Strategy(fp8_all_gather=False, **options)
+    strategy = FabricFSDP2Strategy(fp8_all_gather=False) if strategy == "fsdp2" else strategy
     fabric = L.Fabric(accelerator="cpu", devices=devices, strategy=strategy, **plugin(name))
     fabric.launch()
     seen.clear()
@@ -71,24 +66,21 @@ def train(name, strategy, devices, **options):
     generator = torch.Generator().manual_seed(1)
     losses = []
     for _ in range(STEPS):
-        x = torch.randn(8, 32, generator=generator)
-        loss = model(x).float().square().mean()
+        loss = model(torch.randn(8, 32, generator=generator)).float().square().mean()
         fabric.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    whole = {n: p.detach().full_tensor() if isinstance(p, DTensor) else p.detach() for n, p in net.named_parameters()}
-    return losses, {n: p.clone() for n, p in whole.items()}, set(seen)
+    return losses, full(dict(net.named_parameters())), set(seen)
 
 
-def body(rank, ranks, folder):
-    torch.save({name: train(name, "fsdp2", ranks) for name in (*NAMES, "named")}, folder / f"{rank}.pt")
+def on_two_ranks(rank):
+    return {name: train(name, "fsdp2", 2) for name in (*NAMES, "named")}
 
 
-@pytest.mark.skipif(not has_several_groups(), reason="torch 2.11 gathers all parameters of a module in one dtype")
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 gathers all parameters of a module in one dtype")
 def test_two_ranks_are_one_bit_for_bit(tmp_path):
-    launch(body, 2, tmp_path, tmp_path)
-    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    ranks = run(on_two_ranks, 2, tmp_path)
     for name in (*NAMES, "named"):
         losses, weights, dtypes = train(name, "auto", 1)
         half = torch.float32 if name == "fp8-hybrid" else torch.bfloat16
@@ -102,9 +94,3 @@ def test_two_ranks_are_one_bit_for_bit(tmp_path):
                 continue
             assert other_losses == losses, name
             assert all(torch.equal(other[fqn].to(value.dtype), value) for fqn, value in weights.items()), name
-
-
-def test_a_torch_that_gathers_a_module_in_one_dtype_says_so(monkeypatch):
-    monkeypatch.setattr(shard, "has_several_groups", lambda: False)
-    with pytest.warns(UserWarning, match=r"2 parameters that are to stay float32 are gathered as torch\.bfloat16"):
-        assert shard._kept_apart(Mixer(), {"A_log", "dt_bias"}, torch.bfloat16) == set()

@@ -83,10 +83,6 @@ def distributed_like(model):
     return {n: DTensor.from_local(state[n], p.device_mesh, p.placements) for n, p in model.named_parameters()}
 
 
-def load_state_dict(model, scales):
-    model.load_state_dict(distributed_like(model))
-
-
 def copy_into_data(model, scales):
     values = distributed_like(model)
     for name, p in model.named_parameters():
@@ -107,12 +103,6 @@ def averaged(model):
     torch._foreach_lerp_(list(average.values()), [values[name] for name in average], 0.5)
     loss(model, 2)  # the scales are made anew; the average is no weight of the model
     return average
-
-
-def foreach_lerp_to_an_average(model, scales):
-    average = averaged(model)
-    with torch.no_grad():
-        torch._foreach_lerp_(list(model.parameters()), [average[name] for name, _ in model.named_parameters()], 1.0)
 
 
 def swap_tensors_with_an_average(model, scales):
@@ -143,12 +133,10 @@ def negate_the_state_dict(model, scales):
 WAYS = {
     "AdamW": torch_optimizer(foreach=False),
     "AdamW, foreach": torch_optimizer(foreach=True),
-    "AdamW, fused": torch_optimizer(fused=True),
     **{
         change.__name__: change
         for change in (
-            load_state_dict, copy_into_data, copy_into_local_views, foreach_lerp_to_an_average,
-            swap_tensors_with_an_average, kernel, negate_the_state_dict,
+            copy_into_data, copy_into_local_views, swap_tensors_with_an_average, kernel, negate_the_state_dict
         )
     },
 }  # fmt: skip

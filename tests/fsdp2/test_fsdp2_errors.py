@@ -1,34 +1,41 @@
 """What cannot be sharded says so, before any collective runs; one process."""
 
-import gc
 import re
-import weakref
+from contextlib import nullcontext
 
 import lightning as L
 import pytest
 import torch
+from lightning.fabric.plugins import Precision
+from lightning.fabric.strategies import ModelParallelStrategy
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel
+from torchao import optim
+from transformers import MixtralConfig, MixtralModel
 
 from lightning_lowprec import (
     MSAMP,
     FabricFSDP2Strategy,
     FP8TorchAO,
     FSDP2Strategy,
+    HalfMixed,
     Int8TorchAO,
     parallelize,
     plain,
 )
+from lightning_lowprec.fsdp2 import meshes, shard
 from lightning_lowprec.fsdp2.meshes import make_mesh, shards
 from lightning_lowprec.fsdp2.options import ShardOptions
-from lightning_lowprec.fsdp2.shard import check_model, check_shared, origin
-from lightning_lowprec.fsdp2.strategy import gathered_line, gathers_fp8
+from lightning_lowprec.fsdp2.shard import _parallelize, check_model, check_shared, origin
+from lightning_lowprec.fsdp2.strategy import Sharding, gathered_line, gathers_fp8
 from lightning_lowprec.private.fsdp2 import gathered_parameters
 from tests.fsdp2.models import Net, batch, loss_of, with_conv1d
 
 CPU = torch.device("cpu")
+SMALL = MixtralConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_local_experts=4, vocab_size=64)
 pytestmark = [
     pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning"),  # torch's advice
     pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`:UserWarning"),
@@ -43,16 +50,12 @@ def alone():
 
 
 def shard_alone(model, mesh, fp8_all_gather=False, **options):
-    from lightning_lowprec.fsdp2.shard import shard
-
-    return shard(
+    return shard.shard(
         model, mesh, ShardOptions(**options), device=CPU, param_dtype=torch.bfloat16, fp8_all_gather=fp8_all_gather
     )
 
 
-def fp8_net(**options):
-    model = Net()
-    plugin = FP8TorchAO(**options)
+def converted(model, plugin):
     plugin.bind_device(CPU)
     plugin.convert_module(model)
     return model
@@ -122,47 +125,24 @@ def test_sizes_must_divide_the_world():
     assert not dist.is_initialized()
 
 
-def test_uneven_shards_of_fp8_weights(alone):
-    from lightning_lowprec.fsdp2.fp8_gather import check_even
-
-    with pytest.raises(ValueError, match=r"'blocks.0.up' has 128 output features, which do not divide into 3 equal"):
-        check_even(fp8_net(), shards=3)
-    conv = with_conv1d(Net())
-    plugin = FP8TorchAO(emulate=True)
-    plugin.bind_device(torch.device("cpu"))
-    plugin.convert_module(conv)
-    with pytest.raises(ValueError, match=r"'blocks.0.up' has 64 input features, which do not divide into 3 equal"):
-        check_even(conv, shards=3)
-
-
-def test_int8_layers_are_not_cut_by_tensor_parallelism(alone):
-    from lightning_lowprec.fsdp2.shard import _parallelize
-
-    model, plugin = Net(), Int8TorchAO()
-    plugin.bind_device(CPU)
-    plugin.convert_module(model)
+@pytest.mark.parametrize(
+    ("plugin", "refused", "said"),
+    [
+        (Int8TorchAO(), True, "CodedLinear does not run with tensor parallelism.* Use 'fp8-hybrid'"),
+        (FP8TorchAO(emulate="hopper"), False, "`emulate='hopper'` does not run with tensor.* Use `emulate=True`"),
+    ],
+    ids=["int8", "hopper"],
+)
+def test_layers_that_tensor_parallelism_may_not_cut(alone, plugin, refused, said):
+    """Some are refused, and all say so when they are called: a user's own plan may have cut them."""
+    model = converted(Net(), plugin)
     fqn = plugin.plan.linears[0]
     options = ShardOptions(tensor_parallel={fqn: ColwiseParallel()}, tensor_parallel_size=2)
     message = rf"`tensor_parallel` cuts '{fqn}', a layer of torchao whose kernels take no DTensors"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) if refused else nullcontext():
         _parallelize(model, alone["tensor_parallel"], options)
-    layer = model.get_submodule(fqn)  # cut by now, as by a user's own plan
-    with pytest.raises(RuntimeError, match=r"CodedLinear does not run with tensor parallelism.* Use 'fp8-hybrid'"):
-        layer(torch.ones(2, layer.in_features))
-
-
-def test_fp8_layers_that_torchaos_own_function_cannot_compute(alone):
-    from lightning_lowprec.fsdp2.shard import _parallelize
-
-    model, plugin = Net(), FP8TorchAO(emulate="hopper")
-    plugin.bind_device(CPU)
-    plugin.convert_module(model)
-    fqn = plugin.plan.linears[0]
-    cut = ShardOptions(tensor_parallel={fqn: ColwiseParallel()}, tensor_parallel_size=2)
-    _parallelize(model, alone["tensor_parallel"], cut)
     layer = model.get_submodule(fqn)
-    message = "`emulate='hopper'` does not run with tensor parallelism.* Use `emulate=True`"
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises(RuntimeError, match=said):
         layer(torch.ones(2, layer.in_features))
 
 
@@ -181,15 +161,13 @@ def test_a_wrap_that_would_untie_weights(alone):
     shard_alone(model, alone)  # both in the root
     tied = Net()
     tied.lm_head.weight = tied.embedding.weight
-    message = r"embedding.weight and lm_head.weight are one parameter, .* \('the root' and 'lm_head'\)"
+    message = r"lm_head.weight and embedding.weight are one parameter, .* \('the root' and 'lm_head'\)"
     with pytest.raises(ValueError, match=message):
         shard_alone(tied, alone, wrap=lambda fqn, module: fqn == "lm_head")
     check_shared(tied, {"blocks.0": tied.blocks[0]})
 
 
 def test_models_that_are_sharded_already(alone):
-    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-
     model = nn.Sequential(FullyShardedDataParallel(nn.Linear(4, 4), device_id=CPU))
     with pytest.raises(TypeError, match=r"'0' is wrapped by `FullyShardedDataParallel` \(FSDP1\), which does not mix"):
         check_model(model)
@@ -239,7 +217,7 @@ def test_models_in_part_on_meta(alone):
 
 
 def test_fp8_weights_that_were_sent_in_bf16_raise(alone):
-    model = fp8_net()
+    model = converted(Net(), FP8TorchAO())
     shard_alone(model, alone, fp8_all_gather=True)
     loss_of(model, batch(0, 0))
     assert gathered_line(model, 1) is None
@@ -251,17 +229,12 @@ def test_fp8_weights_that_were_sent_in_bf16_raise(alone):
 
 
 def test_a_tensor_parallel_plan_that_does_nothing(alone):
-    from lightning_lowprec.fsdp2.shard import _parallelize
-
     options = ShardOptions(tensor_parallel=lambda model, mesh: None, tensor_parallel_size=2)
     with pytest.raises(ValueError, match="left every parameter as it was"):
         _parallelize(Net(), alone["tensor_parallel"], options)
 
 
 def test_half_weights_sharded_by_hand_in_fabric(alone):
-    from lightning.fabric.strategies import ModelParallelStrategy
-    from torch.distributed.fsdp import fully_shard
-
     def by_hand(model, mesh):
         fully_shard(model, mesh=mesh["data_parallel"])
         return model
@@ -278,8 +251,6 @@ def test_half_weights_sharded_by_hand_in_fabric(alone):
 
 
 def test_a_sharded_model_goes_on_only_with_the_choices_it_was_built_for(alone):
-    from lightning_lowprec.fsdp2.strategy import Sharding
-
     model = parallelize(Net(), alone, FP8TorchAO())
     sharding = Sharding(ShardOptions())
     assert sharding.knows(model, FP8TorchAO())
@@ -308,8 +279,6 @@ def test_parallelize_in_fabric_and_on_a_mesh_of_ones_own(alone):
 
 @pytest.mark.parametrize("name", ["bf16-master", "bf16-remainder"])
 def test_dtypes_of_buffers_and_outputs(alone, name):
-    from lightning_lowprec import HalfMixed
-
     class Rotary(Net):
         def __init__(self):
             super().__init__()
@@ -330,28 +299,7 @@ def test_dtypes_of_buffers_and_outputs(alone, name):
     assert model.module(batch(0, 0)[:, 1:]).dtype == torch.float64
 
 
-def test_weights_computed_in_another_dtype(alone):
-    nets = Net(), Net()
-    shard_alone(nets[0], alone)
-    shard_alone(nets[1], alone, param_dtype=torch.float16)
-    seen = []
-    for net in nets:
-        net.blocks[0].up.register_forward_pre_hook(lambda module, args: seen.append(module.weight.dtype))
-        loss_of(net, batch(0, 0)).backward()
-    assert seen == [torch.bfloat16, torch.float16]
-
-
-def test_a_sharded_model_can_be_deleted(alone):
-    model = parallelize(Net(), alone, FP8TorchAO())
-    dead = weakref.ref(model)
-    del model
-    gc.collect()
-    assert dead() is None
-
-
 def test_float32_accumulation_of_half_shards(alone):
-    from lightning_lowprec import HalfMixed
-
     plugin = HalfMixed("bf16", master_weights="remainder", grad_accumulation_dtype=torch.float32)
     fabric = L.Fabric(accelerator="cpu", devices=1, plugins=plugin, strategy="fsdp2")
     with pytest.raises(ValueError, match=r"`grad_accumulation_dtype=torch.float32` with half-precision shards is not"):
@@ -373,9 +321,15 @@ def test_plain_of_a_sharded_model_names_a_way_out_that_works():
     dist.destroy_process_group()
 
 
-def test_uneven_shards_are_found_before_any_collective(alone, monkeypatch):
-    from lightning_lowprec.fsdp2 import meshes, shard
-
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (Net, "'blocks.0.up' has 128 output features"),
+        (lambda: with_conv1d(Net()), "'blocks.0.up' has 64 input features"),
+        (lambda: MixtralModel(SMALL).layers[0].mlp, "'experts.gate_up_proj' has 4 experts"),
+    ],
+)
+def test_uneven_shards_are_found_before_any_collective(alone, monkeypatch, make, what):
     class Three:
         """A mesh of which nothing but its size is known: whoever asks it for more fails."""
 
@@ -386,5 +340,62 @@ def test_uneven_shards_are_found_before_any_collective(alone, monkeypatch):
 
     monkeypatch.setattr(meshes, "shard_mesh", lambda mesh: Three())
     monkeypatch.setattr(shard, "origin", lambda model: pytest.fail("a collective ran first"))
-    with pytest.raises(ValueError, match="do not divide into 3 equal"):
-        shard_alone(fp8_net(), alone, fp8_all_gather=True)
+    with pytest.raises(ValueError, match=f"{what}, which do not divide into 3 equal"):
+        shard_alone(converted(make(), FP8TorchAO()), alone, fp8_all_gather=True)
+
+
+def apply(model, mesh, **options):
+    Sharding(ShardOptions(**options)).apply(model, mesh, Precision(), CPU)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "kept"),
+    [
+        ({}, {"activation_checkpointing": True}, "activation_checkpointing=False"),
+        ({"wrap": [nn.Linear]}, {"wrap": "auto"}, r"wrap=\[<class 'torch.nn.modules.linear.Linear'>\]"),
+        ({"reshard_after_forward": True, "param_dtype": torch.bfloat16}, {}, "reshard_after_forward=True, param_dtype"),
+    ],
+)
+def test_a_second_set_up_with_other_options_warns(alone, first, second, kept):
+    model = Net()
+    apply(model, alone, **first)
+    with pytest.warns(UserWarning, match=f"Net stays sharded as it was, with {kept}"):
+        apply(model, alone, **second)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({}, {}),
+        ({"wrap": (nn.Linear, nn.LayerNorm)}, {"wrap": [nn.LayerNorm, nn.Linear]}),
+        ({"wrap": lambda fqn, module: fqn == "lm_head"}, {"wrap": lambda fqn, module: fqn == "lm_head"}),
+        ({"sync_module_states": True}, {}),
+    ],
+)
+def test_a_second_set_up_with_the_same_options_does_not(alone, first, second):
+    model = Net()
+    apply(model, alone, **first)
+    apply(model, alone, **second)
+
+
+@pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "AdamWFp8", "Adam8bit", "_AdamW"])
+def test_optimizers_of_torchao_that_keep_their_state_as_codes(name):
+    optimizer = type("Own", (getattr(optim, name),), {})(nn.Linear(4, 4).parameters())
+    refused = pytest.raises(ValueError, match=r"`Own` of torchao does not run under 'fsdp2'.*`precision='bf16-8bit'`")
+    with nullcontext() if name == "_AdamW" else refused:  # its state is float32
+        FSDP2Strategy().sharding.follow(optimizer)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_an_optimizer_of_torchao_that_offloads(dtype):
+    optimizer = optim.CPUOffloadOptimizer.__new__(optim.CPUOffloadOptimizer)  # its constructor asks for a GPU
+    optimizer.optim_dict, optimizer.d_param_groups = {}, [{"params": list(nn.Linear(4, 4, dtype=dtype).parameters())}]
+    message = "does not run under 'fsdp2', where it does not update half-precision weights"
+    with nullcontext() if dtype is torch.float32 else pytest.raises(ValueError, match=message):
+        FSDP2Strategy().sharding.follow(optimizer)
+
+
+def test_a_torch_that_gathers_a_module_in_one_dtype_says_so(alone, monkeypatch):
+    monkeypatch.setattr(shard, "has_several_groups", lambda: False)
+    with pytest.warns(UserWarning, match=r"2 parameters that are to stay float32 are gathered as torch\.bfloat16"):
+        assert shard._kept_apart(Net(), {"lm_head.weight", "lm_head.bias"}, torch.bfloat16) == set()

@@ -7,7 +7,7 @@ import lightning as L
 import pytest
 import torch
 
-import lightning_lowprec  # noqa: F401
+from lightning_lowprec import FabricFSDP2Strategy
 from tests.fsdp2.models import Net, batch, full, loss_of
 from tests.fsdp2.ranks import run
 
@@ -16,8 +16,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
 
 def fabric_for(precision, **options):
-    from lightning_lowprec import FabricFSDP2Strategy
-
     fabric = L.Fabric(accelerator="cpu", devices=4, strategy=FabricFSDP2Strategy(**options), precision=precision)
     fabric.launch()
     return fabric

@@ -13,10 +13,10 @@ STEPS = 20
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
 
-def train(model, step_of=loss_of, rank=0, steps=STEPS, after_step=lambda: None, lr=1e-2):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-    for step in range(steps):
-        step_of(model, batch(step, rank)).backward()
+def train(model, rank, after_step=lambda: None):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(STEPS):
+        loss_of(model, batch(step, rank)).backward()
         optimizer.step()
         optimizer.zero_grad()
         after_step()
@@ -36,33 +36,22 @@ def runs(rank, mesh):
 
     weights = {}
     model, scales = sharded(mesh, True)
-    weights["ours"] = train(model, rank=rank)
+    weights["ours"] = train(model, rank)
     reductions = scales.reductions
     model, scales = sharded(mesh, True)
     scales.weights = []  # nothing to refresh: every weight reduces its own scale
-    weights["a scale reduced per weight"] = train(model, rank=rank)
-    weights["float32 gathered"] = train(sharded(mesh, False)[0], rank=rank)
+    weights["a scale reduced per weight"] = train(model, rank)
+    weights["float32 gathered"] = train(sharded(mesh, False)[0], rank)
     model = hand_sharded(Net(), mesh, fp8=True, reduce_dtype=torch.float32)
     precompute_float8_dynamic_scale_for_fsdp(model)
-    weights["torchao by hand"] = train(
-        model, rank=rank, after_step=lambda: precompute_float8_dynamic_scale_for_fsdp(model)
-    )
+    weights["torchao by hand"] = train(model, rank, lambda: precompute_float8_dynamic_scale_for_fsdp(model))
     weights["one process"] = one_process()
     return weights, reductions
 
 
 def conv1d_runs(rank, mesh):
     """The same training with Conv1D layers, whose weights are [in, out]."""
-    found = {}
-    for way, gathers, options in (
-        ("float8 gathered", True, {}),
-        ("no codes kept", True, {"weight_codes": "per_gemm"}),
-        ("float32 gathered", False, {}),
-    ):
-        model, scales = sharded(mesh, gathers, conv1d=True, **options)
-        assert len(scales.weights) == 4 if gathers else scales is None
-        found[way] = train(model, rank=rank)
-    return found
+    return train(sharded(mesh, True, conv1d=True)[0], rank)
 
 
 def one_process():
@@ -139,10 +128,9 @@ def test_every_way_of_gathering_gives_the_same_bits(results):
 def test_conv1ds_train_as_linears_do(results):
     """To the bit, after 20 steps on two ranks."""
     linears = results[0]["runs"][0]["one process"]
-    for way, weights in results[0]["conv1d"].items():
-        for name, weight in weights.items():
-            transposed = name.endswith(("up.weight", "down.weight"))
-            assert torch.equal(weight.t() if transposed else weight, linears[name]), (way, name)
+    for name, weight in results[0]["conv1d"].items():
+        transposed = name.endswith(("up.weight", "down.weight"))
+        assert torch.equal(weight.t() if transposed else weight, linears[name]), name
 
 
 @pytest.mark.parametrize("kind", ["Linear", "Conv1D"])

@@ -1,4 +1,4 @@
-"""Codes with a scale per tile under FSDP2: two ranks compute the bits of one, and send a byte per parameter."""
+"""Codes with a scale per tile, and codes of experts, under FSDP2: two ranks compute the bits of one; what they send."""
 
 import itertools
 
@@ -9,22 +9,17 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_lowprec import FabricFSDP2Strategy
-from lightning_lowprec.fsdp2 import fp8_gather
-from lightning_lowprec.fsdp2.strategy import gathered_line
-from lightning_lowprec.numerics.tiles import largest, largest_of_rows, spread
-from lightning_lowprec.private.torchao import prototype_refusal
 from tests.fsdp2.gathers import count_gathers
 from tests.fsdp2.ranks import run
+from tests.representatives import names_on_cpu
 
+pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 STEPS = 3
 SIZES = (96, 320, 160, 64)
 """Of the layers: two ranks have 160, 80 and 32 rows, which cut tiles of 128 x 128, and some of 32 x 32."""
 EQUAL = (160, 160, 160)
 """Of layers that are compiled once for all; a rank has 80 rows, which cut both tiles too."""
-TILES = {
-    "fp8-block": 128,
-    **({} if prototype_refusal("mxfp8") else {"mxfp8": 32}),
-}
+TILES = {"fp8-block": 128, **({"mxfp8": 32} if "mxfp8" in names_on_cpu() else {})}
 """Rows and columns of a tile."""
 
 
@@ -37,28 +32,56 @@ class Block(nn.Module):
         return F.gelu(self.linear(x))
 
 
-class Net(nn.Module):
-    def __init__(self, sizes):
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList([Block(*pair) for pair in itertools.pairwise(sizes)])
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
+def layers(*sizes):
+    return nn.Sequential(*[Block(*pair) for pair in itertools.pairwise(sizes)])
 
 
-def train(fabric, sizes):
+def mixture(width):
+    """The experts of a Mixtral, each 2 x ``width`` wide."""
+    from transformers import MixtralConfig
+    from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+
+    class Experts(MixtralSparseMoeBlock):
+        def forward(self, x):
+            out = super().forward(x[None])
+            return out[0] if isinstance(out, tuple) else out
+
+    config = MixtralConfig(hidden_size=width, intermediate_size=2 * width, num_local_experts=4, num_experts_per_tok=2)
+    config._experts_implementation = "grouped_mm"
+    made = Experts(config)
+    for p in made.parameters():
+        nn.init.normal_(p, std=0.1)
+    return nn.Sequential(nn.Linear(96, width), made)
+
+
+CASES = {
+    **{name: (name, {}, lambda: layers(*SIZES)) for name in TILES},
+    "copies": ("fp8-block", {"replicate": 2}, lambda: layers(*SIZES)),
+    "compiled": ("fp8-block", {"compile": {"backend": "aot_eager"}}, lambda: layers(*EQUAL)),
+    **{
+        name: (precision, {"param_dtype": torch.float32}, lambda width=width: mixture(width))
+        for name, precision, width in (
+            ("experts", "fp8-hybrid", 32),
+            ("experts, rowwise", "fp8-rowwise", 32),
+            ("experts, block", "fp8-block", 128),
+            ("experts, sides that 128 does not divide", "fp8-block", 32),
+        )
+    },
+}
+
+
+def train(fabric, make):
     """The same batch on every rank, whose average of gradients is exact."""
     fabric.launch()
-    net = Net(sizes)
+    torch.manual_seed(0)
+    net = make()
+    width = next(module.in_features for module in net.modules() if isinstance(module, nn.Linear))
     model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
     gathers = count_gathers(net).values()
     made, losses = torch.Generator().manual_seed(1), []
     for _ in range(STEPS):
         for _ in range(2):
-            x = torch.randn(24, sizes[0], generator=made)
+            x = torch.randn(24, width, generator=made)
             loss = model(x).float().square().mean()
             fabric.backward(loss)
         losses.append(loss.item())
@@ -69,32 +92,20 @@ def train(fabric, sizes):
     return net, losses, gathers
 
 
-CASES = {
-    **{name: (name, {}) for name in TILES},
-    "copies": ("fp8-block", {"replicate": 2}),
-    "compiled": ("fp8-block", {"compile": {"backend": "aot_eager"}}),
-}
-
-
-def sizes_of(case):
-    return EQUAL if "compile" in CASES[case][1] else SIZES
-
-
 def sharded(rank):
-    reduced, all_reduce = [], fp8_gather.dist.all_reduce
-    fp8_gather.dist.all_reduce = lambda t, *a, **k: (reduced.append(t.numel() * 4), all_reduce(t, *a, **k))[1]
+    reduced, all_reduce = [], torch.distributed.all_reduce
+    torch.distributed.all_reduce = lambda t, *a, **k: (reduced.append(t.numel() * 4), all_reduce(t, *a, **k))[1]
     found = {}
-    for case, (precision, options) in CASES.items():
-        strategy = FabricFSDP2Strategy(wrap=[Block], **options)
+    for case, (precision, options, make) in CASES.items():
+        strategy = FabricFSDP2Strategy(wrap=[Block] if "experts" not in case else "auto", **options)
         fabric = L.Fabric(accelerator="cpu", devices=2, precision=precision, strategy=strategy)
-        net, losses, gathers = train(fabric, sizes_of(case))
+        net, losses, gathers = train(fabric, make)
         found[case] = {
             "losses": losses,
             "weights": {name: p.full_tensor() for name, p in net.named_parameters()},
             "sent": sum(gather.sent.total() for gather in gathers),
             "calls": [gather.calls.total() for gather in gathers if gather.calls],
             "reduced": reduced.copy(),
-            "said": gathered_line(net, 2),
         }
         reduced.clear()
     return found
@@ -105,10 +116,10 @@ def ranks(tmp_path_factory):
     return run(sharded, 2, tmp_path_factory.mktemp("ranks"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_compute_the_bits_of_one(ranks, case):
-    net, losses, _ = train(L.Fabric(accelerator="cpu", devices=1, precision=CASES[case][0]), sizes_of(case))
+    precision, _, make = CASES[case]
+    net, losses, _ = train(L.Fabric(accelerator="cpu", devices=1, precision=precision), make)
     assert len(set(losses)) == STEPS + 1
     for found in ranks:
         assert found[case]["losses"] == losses
@@ -116,7 +127,6 @@ def test_two_ranks_compute_the_bits_of_one(ranks, case):
             assert torch.equal(found[case]["weights"][name], weight), name
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("precision", TILES)
 def test_a_gather_sends_the_codes_and_a_step_reduces_the_tiles(ranks, precision):
     """A byte per parameter; of two ranks each has half of the parameters."""
@@ -128,24 +138,18 @@ def test_a_gather_sends_the_codes_and_a_step_reduces_the_tiles(ranks, precision)
         assert min(found["calls"]) >= 2 * 2 * STEPS, "forward and backward of each micro-batch"
         gathered = sum(n * count for n, count in zip(elements, found["calls"], strict=True))
         assert found["sent"] == gathered / 2
-        assert found["said"].startswith("all-gather: float8, ")
-        assert found["said"].endswith("0.50x of bf16")
         assert found["reduced"] == (STEPS + 1) * [4 * tiles], "once per write to the weights"
 
 
-@pytest.mark.parametrize("tile", [(128, 128), (32, 32), (1, 32), (16, 16)])
-@pytest.mark.parametrize("cut", [0, 1, 16, 130, 255, 300])
-def test_parts_of_rows_have_the_largest_values_and_the_scales_of_the_whole(tile, cut):
-    whole = torch.randn(300, 200, generator=torch.Generator().manual_seed(0))
-    tops, lefts = range(0, 300, tile[0]), range(0, 200, tile[1])
-    grid = torch.tensor(
-        [[whole[top : top + tile[0], left : left + tile[1]].abs().max() for left in lefts] for top in tops]
-    )
-    assert torch.equal(largest(whole, tile), grid)
-    parts = [part for part in ((whole[:cut], 0), (whole[cut:], cut)) if len(part[0])]
-    grids = [largest_of_rows(values, tile, 300, first) for values, first in parts]
-    assert torch.equal(torch.stack(grids).amax(0), grid)
-    every = spread(grid, tile, whole.shape)
-    assert torch.equal(torch.cat([spread(grid, tile, values.shape, first) for values, first in parts]), every)
-    assert every[299, 199] == grid[-1, -1]
-    assert every[tile[0], tile[1]] == grid[1, 1]
+@pytest.mark.parametrize(
+    ("case", "bytes_of_experts", "bytes_of_linear"),
+    [("experts", 1, 1), ("experts, rowwise", 4, 4), ("experts, sides that 128 does not divide", 4, 1)],
+)
+def test_the_weights_of_experts_are_gathered_as_codes_where_the_recipe_allows_it(
+    ranks, case, bytes_of_experts, bytes_of_linear
+):
+    experts, linear, float32 = 4 * 3 * 32 * 64, 96 * 32, 32 + 4 * 32  # and a bias and the router
+    for found in ranks:
+        (calls,) = found[case]["calls"]
+        sent = bytes_of_experts * experts + bytes_of_linear * linear + 4 * float32
+        assert found[case]["sent"] == calls * sent / 2

@@ -1,7 +1,13 @@
-"""Fabric: what two ranks saved is loaded bit for bit by one, two and four; two go on as if nothing had happened."""
+"""Fabric: what two ranks saved is loaded bit for bit by one, two and four; two go on as if nothing had happened.
+
+And under another precision: weights always, float32 masters wherever either side has them.
+"""
+
+import warnings
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from tests.fsdp2.ranks import launch
 from tests.fsdp2.toy import assert_same, everything, setup, train
@@ -12,6 +18,11 @@ PRECISIONS = (
 )  # fmt: skip
 IN_SHARDS = PRECISIONS[::2]
 """Of these a folder of shards is saved too, and four ranks load them: a scale, remainders, weights without masters."""
+CROSSINGS = (
+    ("fp8-hybrid", "bf16-mixed"), ("fp8-hybrid", "bf16-remainder"), ("bf16-mixed", "fp8-hybrid"),
+    ("fp8-hybrid-remainder", "fp8-hybrid"), ("fp8-hybrid-remainder", "16-mixed"), ("32-true", "bf16-remainder"),
+    ("fp8-hybrid-sr", "32-true"), ("fp8-hybrid-remainder", "bf16-sr"), ("16-mixed", "fp8-hybrid-fp16"),
+)  # fmt: skip
 SAVED = [*((name, "full") for name in PRECISIONS), *((name, "sharded") for name in IN_SHARDS)]
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
@@ -40,22 +51,66 @@ def saves_and_goes_on(rank, ranks, folder):
         assert_same(everything(model, optimizer, fabric.strategy.precision), after, name)
 
 
-def loads(rank, ranks, folder, precision, kind):
-    name = f"{precision}.{kind}"
-    fabric, model, optimizer = setup(precision, ranks, seed=5, kind=kind)
-    received = state(fabric, model, optimizer)
-    rest = fabric.load(folder / f"{name}.ckpt", received)
-    assert rest == {}
-    assert received["step"] == 3
-    truth = torch.load(folder / f"{name}.truth", weights_only=True)
-    loaded = everything(model, optimizer, fabric.strategy.precision)
-    assert_same(loaded, truth, name)
+def float32_of(held):
+    """What a run computes with: masters, else weights; in the order of the optimizer's."""
+    stored, weights = held["optimizer"]["state"], held["model"]
+    others = [fqn for fqn in weights if weights[fqn].ndim <= 1 and fqn != "seen"]
+    fqns = others + [fqn for fqn in weights if weights[fqn].ndim > 1]  # as `adamw` groups them
+    return [stored[i].get("master_param", weights[fqn]).float() for i, fqn in enumerate(fqns)]
+
+
+def crosses(rank, ranks, folder):
+    for source, target in CROSSINGS:
+        kind = "sharded" if (source, "sharded") in SAVED else "full"
+        fabric, model, optimizer = setup(target, ranks, seed=8, kind=kind)
+        fabric.load(folder / f"{source}.{kind}.ckpt", state(fabric, model, optimizer))
+        loaded = everything(model, optimizer, fabric.strategy.precision)
+        truth = torch.load(folder / f"{source}.{kind}.truth", weights_only=True)
+        for value, exact in zip(float32_of(loaded), float32_of(truth), strict=True):
+            stochastic = target == "bf16-sr"  # has no master to keep it in
+            assert torch.equal(value, exact.to(torch.bfloat16).float() if stochastic else exact), (source, target)
+        for i, entry in loaded["optimizer"]["state"].items():
+            assert torch.equal(entry["exp_avg"].float(), truth["optimizer"]["state"][i]["exp_avg"].float())
+            assert entry["step"] == 3
+        if "16-mixed" in source and "fp16" in target:
+            assert loaded["precision"]["loss_scale"] == truth["precision"]["loss_scale"]
+        assert all(loss < 3 for loss in train(fabric, model, optimizer, range(3, 5), ranks)), (source, target)
+
+
+def loading_is_no_step(rank, ranks, folder):
+    """Neither saving nor loading steps, also before the first step; torch's own function does."""
+    for precision in ("bf16-sr", "bf16-remainder", "fp8-hybrid-fp16"):
+        fabric, model, optimizer = setup(precision, ranks)
+        steps, plain = [], optimizer.optimizer
+        plain.register_step_post_hook(lambda *_: steps.append(1))  # noqa: B023
+        before = fabric.strategy.precision.state_dict()
+        fabric.save(folder / f"{precision}.no_step.ckpt", state(fabric, model, optimizer))
+        fabric.load(folder / f"{precision}.no_step.ckpt", state(fabric, model, optimizer))
+        assert steps == []
+        assert plain.param_groups[0].get("rounding_step", 0) == 0
+        assert fabric.strategy.precision.state_dict() == before
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            get_optimizer_state_dict(model.module, plain)
+        assert steps == [1], "torch has changed: its own function would do now"
+
+
+def saves_and_loads(rank, ranks, folder):
+    saves_and_goes_on(rank, ranks, folder)
+    crosses(rank, ranks, folder)
+    loading_is_no_step(rank, ranks, folder)
 
 
 def loads_all(rank, ranks, folder):
     for precision, kind in SAVED:
         if ranks == 1 or precision in IN_SHARDS:
-            loads(rank, ranks, folder, precision, kind)
+            name = f"{precision}.{kind}"
+            fabric, model, optimizer = setup(precision, ranks, seed=5, kind=kind)
+            received = state(fabric, model, optimizer)
+            assert fabric.load(folder / f"{name}.ckpt", received) == {}
+            assert received["step"] == 3
+            truth = torch.load(folder / f"{name}.truth", weights_only=True)
+            assert_same(everything(model, optimizer, fabric.strategy.precision), truth, name)
 
 
 def loads_on_four(rank, ranks, folder):
@@ -73,7 +128,7 @@ def loads_on_four(rank, ranks, folder):
 
 
 def test_what_two_ranks_saved(tmp_path):
-    launch(saves_and_goes_on, 2, tmp_path, tmp_path)
+    launch(saves_and_loads, 2, tmp_path, tmp_path)
     launch(loads_all, 1, tmp_path, tmp_path)
     launch(loads_on_four, 4, tmp_path, tmp_path)
     for precision in PRECISIONS:  # and one process without Lightning reads a full one

@@ -3,6 +3,7 @@
 import lightning as L
 import torch
 
+import lightning_lowprec  # noqa: F401  # the names
 from tests.fsdp2.gathers import count_gathers
 from tests.fsdp2.models import Net, batch, loss_of
 from tests.toys import QUIET
@@ -42,20 +43,7 @@ class Module(L.LightningModule):
         return self.optimizer or torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-class Normed(Module):
-    """Also keeps the norm of the gradients of each step."""
-
-    def on_fit_start(self):
-        self.grad_norms = []
-
-    def on_before_optimizer_step(self, optimizer):
-        grads = [p.grad for p in self.parameters() if p.grad is not None]
-        self.grad_norms.append(sum(grad.full_tensor().float().square().sum().item() for grad in grads) ** 0.5)
-
-
 def trainer_for(precision, strategy="fsdp2", **kwargs):
-    import lightning_lowprec  # noqa: F401
-
     return L.Trainer(
         accelerator="cpu", devices=2, strategy=strategy, precision=precision, **{**QUIET, "max_epochs": 1, **kwargs}
     )
