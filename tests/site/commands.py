@@ -11,8 +11,8 @@ import pytest
 import tomllib
 from packaging.requirements import Requirement
 
-from lightning_lowprec.names import OF_LIGHTNING, TABLE
 from lightning_lowprec.tools import cli
+from tests.representatives import OF_LIGHTNING, TABLE
 from tests.site.pages import ROOT
 
 USERS_OWN = {"train.py", "zero_to_fp32.py"}
