@@ -10,10 +10,11 @@ import torch.nn.functional as F
 import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig, NemotronHConfig, Qwen3MoeConfig
+from transformers.pytorch_utils import Conv1D
 
 from lightning_lowprec import FP8TorchAO, HalfMixed
 from lightning_lowprec.conversion import backends
-from lightning_lowprec.conversion.experts import CastExperts, stacks, weight_names
+from lightning_lowprec.conversion.experts import CastExperts, stacks
 from lightning_lowprec.conversion.recipe_map import LayerRecipe
 from lightning_lowprec.numerics.groups import group, spread
 from lightning_lowprec.torchao.experts import format_of, fp8_experts, grouped_matmul, high_of
@@ -232,57 +233,100 @@ def test_one_of_two_parameters():
     expect_db(sqnr(gradients(Layer("mixtral"), inputs)["output"], gradients(layer, inputs)["output"]), 23)
 
 
-def codes(x, dim, power_of_2):
-    """torchao's codes with a scale per row of what is summed along ``dim``, as values."""
-    scale = 448 / x.detach().abs().amax(dim, keepdim=True).double().clamp(min=1e-12)
-    scale = (2.0 ** torch.floor(torch.log2(scale)) if power_of_2 else scale).float()
-    return (x.float() * scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() / scale
+# ---- a scale per block of 128: each expert is a Linear with its weight, or a Conv1D (gpt-oss stores [in, out])
+
+WIDE = {"hidden_size": 272, "intermediate_size": 144, "num_local_experts": 5, "num_experts_per_tok": 1}
+WIDE |= {"vocab_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 32}
+CONFIGS = {"mixtral": MixtralConfig, "gpt_oss": GptOssConfig}
+COUNTS = [130, 0, 1, 16, 300]
+"""Tokens of each expert: beyond one and two blocks, none, one, and a multiple of 16."""
 
 
-class Product(torch.autograd.Function):
-    """[M, K] @ [K, N] for the tokens of one expert, in FP8 by torchao's formulas."""
-
-    @staticmethod
-    def forward(ctx, rows, weight, recipe, amax):
-        ctx.save_for_backward(rows, weight)
-        ctx.recipe, ctx.whole = recipe, 448 / amax.double()
-        return (codes(rows, 1, recipe != "tensorwise") @ Product.weight(ctx, weight, 0)).bfloat16()
-
-    @staticmethod
-    def weight(ctx, weight, dim):
-        if ctx.recipe != "tensorwise":
-            return codes(weight, dim, True)
-        return (weight.float() * ctx.whole.float()).to(torch.float8_e4m3fn).float() / ctx.whole.float()
-
-    @staticmethod
-    def backward(ctx, grad):
-        (rows, weight), fine = ctx.saved_tensors, ctx.recipe != "tensorwise"
-        grad_rows = (codes(grad, 1, fine) @ Product.weight(ctx, weight, 1).t()).bfloat16()
-        if ctx.recipe == "rowwise_with_gw_hp":
-            grad_weight = rows.float().t() @ grad.float()
-        else:
-            grad_weight = codes(rows, 0, fine).t() @ codes(grad, 0, fine)
-        return grad_rows, grad_weight.bfloat16().float(), None, None
+def converted(model, dtype=torch.float32, **options):
+    plugin = FP8TorchAO("block", compile=False, weights="keep", **options)
+    plugin.bind_device(torch.device("cpu"))
+    plugin.convert_module(model.to(dtype))
+    return model
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_the_arithmetic_is_torchaos_expert_by_expert(recipe):
-    layer = Layer("mixtral")
-    up, down = (getattr(layer.experts, name) for name in weight_names(layer.experts))
-    hidden, index, weights = routed(layer.experts)
-    rounded, factors = hidden.bfloat16(), weights.bfloat16()  # as Fabric casts inputs
-    total = torch.zeros(len(index), 2, hidden.shape[1], dtype=torch.bfloat16)
-    for expert in range(len(up)):
-        token, place = (index == expert).nonzero(as_tuple=True)
-        inner = Product.apply(rounded[token], up[expert].t(), recipe, up.detach().abs().max())
-        gate, value = inner.chunk(2, dim=-1)
-        inner = layer.experts.act_fn(gate) * value
-        outer = Product.apply(inner, down[expert].t(), recipe, down.detach().abs().max())
-        total = total.index_put((token, place), outer * factors[token, place, None])
-    output = total.sum(1).float()
-    output.backward(torch.randn(output.shape, generator=torch.Generator().manual_seed(2)))
-    expected = {"output": output, "hidden": hidden.grad, "gate_up_proj": up.grad, "down_proj": down.grad}
-    expected = {name: value.detach().clone() for name, value in expected.items()}
-    found = gradients(set_up(layer, FP8TorchAO(recipe)), (hidden, index, weights))
-    for name, value in expected.items():  # sums in another order may round to another bf16, and then to another code
-        assert sqnr(value, found[name].float()) > 45, name
+@pytest.mark.slow(
+    "dtype2-True-hopper-down_proj-gpt_oss",
+    "dtype2-True-hopper-down_proj-mixtral",
+    "dtype2-True-hopper-gate_up_proj-gpt_oss",
+)
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("name", ["gate_up_proj", "down_proj"])
+@pytest.mark.parametrize(
+    ("dtype", "autocast", "emulate"),
+    [
+        (torch.float32, True, True), (torch.float32, False, True), (torch.float32, True, "hopper"),
+        (torch.bfloat16, True, True), (torch.bfloat16, False, True),
+    ],
+)  # fmt: skip
+def test_each_expert_is_a_linear_with_its_weight(family, name, dtype, autocast, emulate):
+    """Sizes that 128 does not divide; both layouts of the stack; all three products."""
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(CONFIGS[family](**WIDE))
+    _, experts = next(stacks(model))
+    experts = experts.to_empty(device="cpu")
+    for parameter in experts.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    converted(nn.Sequential(experts), dtype, emulate=emulate)
+    weight = getattr(experts, name)
+    inputs, outputs = weight.shape[1:] if experts.is_transposed else weight.shape[:0:-1]
+    assert experts.alignment == 128
+    index = torch.arange(len(COUNTS)).repeat_interleave(torch.tensor(COUNTS))[torch.randperm(sum(COUNTS)), None]
+    groups = group(index, len(COUNTS), experts.alignment)
+    tokens = torch.randn(sum(COUNTS), inputs)
+    used = torch.bfloat16 if autocast else dtype
+    rows = spread(tokens.to(used), groups).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        output = experts.multiply(rows, name, groups)
+    grad = torch.randn(output.shape).to(output.dtype)
+    grad[groups.token == len(tokens)] = 0  # as `collect` has it for rows without a token
+    output.backward(grad)
+    start = 0
+    for expert, (count, end) in enumerate(zip(COUNTS, groups.ends.tolist(), strict=True)):
+        own, here = weight[expert].detach(), slice(start, start + count)
+        linear = Conv1D(outputs, inputs) if experts.is_transposed else nn.Linear(inputs, outputs, bias=False)
+        linear.weight = nn.Parameter(own.clone())
+        converted(nn.Sequential(linear), dtype, emulate=emulate)
+        x = rows.detach()[here].clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            expected = linear(x)
+        expected.backward(grad[here])
+        found = weight.grad[expert]
+        assert expected.dtype == output.dtype == used
+        assert torch.equal(output[here], expected)
+        assert torch.equal(rows.grad[here], x.grad)
+        assert torch.equal(found, torch.zeros_like(found) if count == 0 else linear.weight.grad)
+        start = end
+
+
+@pytest.mark.slow("gpt_oss")
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_a_layer_is_near_to_the_model_and_compiles_to_the_same_values(family):
+    layer = Layer(family)
+    inputs = routed(layer.experts, tokens=60)
+    expected = gradients(layer, inputs)
+    layer = set_up(layer, FP8TorchAO("block", compile=False))
+    eager = gradients(layer, inputs)
+    for name, value in expected.items():
+        assert sqnr(value, eager[name].float()) > 20, name
+    layer.experts.compile(backend="aot_eager", fullgraph=True)
+    compiled = gradients(layer, inputs)
+    assert all(torch.equal(compiled[name], value) for name, value in eager.items())
+
+
+def test_products_in_bf16_of_a_recipe_and_a_choice():
+    inputs = routed(Layer("mixtral").experts)
+    plain = gradients(set_up(Layer("mixtral"), FP8TorchAO("block")), inputs)
+    high = gradients(set_up(Layer("mixtral"), FP8TorchAO({"*": {"recipe": "block", "grad_weight": "bf16"}})), inputs)
+    assert torch.equal(high["hidden"], plain["hidden"])
+    assert not torch.equal(high["down_proj"], plain["down_proj"])
+    model = AutoModelForCausalLM.from_config(MixtralConfig(**WIDE))
+    set_up(model, plugin := FP8TorchAO("block", experts="bf16"))
+    assert not fp8_experts(model)
+    reasons = {row.kept_because for row in plugin.plan.rows if row.kind == "stacked experts"}
+    assert reasons == {"stacked experts (experts='bf16')"}

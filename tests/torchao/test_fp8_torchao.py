@@ -2,8 +2,7 @@
 
 import copy
 import logging
-import os
-from pathlib import Path
+import sys
 
 import lightning as L
 import pytest
@@ -11,12 +10,12 @@ import torch
 from torch import nn
 
 from lightning_lowprec import FP8TorchAO
-from lightning_lowprec.precision.fp8 import compile_blocks
 from lightning_lowprec.tools.cli import main
-from lightning_lowprec.torchao.linear import coded_layers
-from tests import forked, toys
+from tests import toys
 
-ROOT = Path(__file__).parents[2]
+
+def coded_layers(model):
+    return [layer for layer in model.modules() if type(layer).__name__ == "FP8Linear"]
 
 
 class Stack(toys.Stack):
@@ -52,12 +51,6 @@ def test_it_says_what_it_converted_and_that_cpu_emulates(caplog):
     )
     assert converted in lines
     assert any(line.startswith("fp8-hybrid: FP8 is emulated on cpu") for line in lines)
-
-
-def test_lines_name_the_format_that_runs():
-    cpu = torch.device("cpu")
-    assert FP8TorchAO("mxfp8").how(cpu).startswith("MXFP8 is emulated on cpu: codes and scales")
-    assert FP8TorchAO("rowwise").how(cpu).startswith("FP8 is emulated on cpu: codes and scales")
 
 
 def test_a_model_in_which_nothing_converts_raises_with_the_plan():
@@ -195,60 +188,6 @@ def test_compile_on_request_needs_repeated_blocks():
         fabric(FP8TorchAO(compile=True)).setup(nn.Sequential(nn.Linear(16, 16)))
 
 
-def test_fp8_eval_off():
-    for fp8_eval in (True, False):
-        torch.manual_seed(0)
-        model = fabric(FP8TorchAO(fp8_eval=fp8_eval)).setup(Stack()).eval()
-        plain = Stack()
-        plain.load_state_dict(model.state_dict())
-        x = torch.randn(16, 32)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            exact = plain(x.bfloat16()).float()
-        assert torch.equal(model(x), exact) is not fp8_eval
-
-
-NOT_IMPORTED = """
-import sys
-for name in [name for name in sys.modules if name.partition(".")[0] == "torchao"]:  # which the server imports
-    del sys.modules[name]
-"""
-MISSING = """
-sys.modules["torchao"] = None  # what an absent distribution looks like to an import
-import lightning as L, lightning_lowprec
-try:
-    L.Trainer(precision="fp8-hybrid", accelerator="cpu", logger=False)
-except ModuleNotFoundError as error:
-    assert "needs torchao, which is not installed: `pip install" in str(error), error
-else:
-    raise SystemExit("accepted")
-L.Trainer(precision="half-auto", accelerator="cpu", logger=False, enable_checkpointing=False)
-from lightning_lowprec.tools.cli import main
-assert main(["doctor", "--for", "fp8-hybrid"]) == 1
-assert main(["doctor", "--for", "half-auto"]) == 0
-"""
-
-
-def python(code, folder):
-    """Run it in a process that has imported Lightning and no torchao; ``folder`` comes first on its path."""
-    environ = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
-    return forked.python("-c", NOT_IMPORTED + code, cwd=folder, environ=environ)
-
-
-@pytest.mark.slow
-def test_without_torchao(tmp_path):
-    result = python(MISSING, tmp_path)
-    assert result.returncode == 0, result.stderr
-    assert "needs torchao" in result.stderr
-
-
-@pytest.mark.slow
-def test_with_a_broken_torchao(tmp_path):
-    (tmp_path / "torchao").mkdir()
-    (tmp_path / "torchao" / "__init__.py").write_text("import torch\ntorch.no_such_thing")
-    result = python("import lightning_lowprec; lightning_lowprec.FP8TorchAO()", tmp_path)
-    assert "torchao, which is installed but does not import (AttributeError: module 'torch'" in result.stderr
-
-
 @pytest.mark.parametrize("device", ["foo", "cuda:97"])
 def test_doctor_refuses_a_device_that_is_not_there(device, capsys):
     assert main(["doctor", f"--device={device}"]) == 2
@@ -273,9 +212,28 @@ def test_kernels_on_cpu_run_if_this_torch_has_them_and_are_refused_if_not(recipe
     assert 10 * torch.log10(noise) < -30.0, "the same codes; products rounded to bf16 (2**-9, -48 dB) at each layer"
 
 
+@pytest.mark.filterwarnings("ignore:.*converted layers are expected to be slower:UserWarning")
 @pytest.mark.parametrize(("device", "said"), [("cuda", 1), ("cpu", 0)])
-def test_a_line_says_that_fp8_without_a_compiler_is_slow(device, said, caplog):
-    """No memory of the device is touched."""
-    net = nn.Sequential(nn.Linear(32, 32))
-    compile_blocks(net, [net[0]], False, torch.device(device), precision="fp8-hybrid", advice=FP8TorchAO.advice)
+def test_a_line_says_that_fp8_without_a_compiler_is_slow(device, said, caplog, monkeypatch):
+    caplog.set_level(logging.INFO)
+    plugin = FP8TorchAO(compile=False)
+    plugin.bind_device(on_gpu(monkeypatch, HOPPER) if device == "cuda" else torch.device("cpu"))
+    plugin.convert_module(Stack())
     assert caplog.text.count("fp8-hybrid: compile=False: no block is compiled. FP8 is slow") == said
+
+
+@pytest.mark.slow
+def test_a_torchao_that_is_missing_or_broken_is_named(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "torchao", None)  # what an absent distribution looks like to an import
+        with pytest.raises(ModuleNotFoundError, match="needs torchao, which is not installed: `pip install"):
+            L.Trainer(precision="fp8-hybrid", accelerator="cpu", logger=False)
+        assert main(["doctor", "--for", "fp8-hybrid"]) == 1
+        assert main(["doctor", "--for", "half-auto"]) == 0
+    (tmp_path / "torchao").mkdir()
+    (tmp_path / "torchao" / "__init__.py").write_text("import torch\ntorch.no_such_thing")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchao"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ImportError, match=r"torchao, which is installed but does not import \(AttributeError: module"):
+        FP8TorchAO()

@@ -9,26 +9,18 @@ import torch
 from torch import nn
 
 from lightning_lowprec import FP8TorchAO, Int8TorchAO
-from lightning_lowprec.conversion.recipe_map import GEMMS, LayerRecipe
-from lightning_lowprec.names import TABLE, create
-from lightning_lowprec.private import torchao as private
-from lightning_lowprec.private.torchao import prototype_refusal
-from lightning_lowprec.products.int8 import Int8
-from lightning_lowprec.products.mxfp8 import MXFP8
 from lightning_lowprec.tools.cli import main
-from lightning_lowprec.torchao import linear as coded
-from lightning_lowprec.torchao.settings import Settings
 from tests.quality import expect_db, sqnr
 
 CPU = torch.device("cpu")
 WITHOUT_TRANSFORMERS = find_spec("transformers") is None  # the oldest versions are tested without
 needs_transformers = pytest.mark.skipif(WITHOUT_TRANSFORMERS, reason="transformers is not installed")
 IN, OUT = 128, 192
-NO_MXFP8 = prototype_refusal("mxfp8")
+GEMMS = ("forward", "grad_input", "grad_weight")
+NO_MXFP8 = FP8TorchAO("mxfp8").refusal(CPU)
 needs_mxfp8 = pytest.mark.skipif(NO_MXFP8 is not None, reason=f"{NO_MXFP8}")
 KINDS = ["int8", pytest.param("mxfp8_emulated", marks=needs_mxfp8)]
-SUBSETS = [frozenset(gemms) for gemms in chain.from_iterable(combinations(GEMMS, n) for n in range(4))]
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+SUBSETS = [frozenset(gemms) for gemms in chain.from_iterable(combinations(GEMMS, n) for n in range(3))]
 
 
 def plain(dtype=torch.float32, bias=True, conv1d=False):
@@ -45,11 +37,14 @@ def plain(dtype=torch.float32, bias=True, conv1d=False):
 
 
 def converted(kind, layer, gemms=frozenset()):
-    model = nn.Sequential(layer)
-    arithmetic = MXFP8(emulate=True) if kind == "mxfp8_emulated" else Int8(stochastic=kind == "int8_stochastic")
-    recipe = LayerRecipe(kind.partition("_")[0], gemms)
-    settings = Settings(emulate=True, arithmetics={recipe.name: arithmetic}).of(recipe)
-    coded.convert(model, ["0"], lambda fqn: settings, fp8_eval=True)
+    name = kind.partition("_")[0]
+    recipes = {"0": {"recipe": name, **dict.fromkeys(gemms, "bf16")} if gemms else name}
+    if name == "mxfp8":
+        plugin = FP8TorchAO(recipes, emulate=True, weights="keep")
+    else:
+        plugin = Int8TorchAO(recipes, stochastic_rounding=kind == "int8_stochastic", weights="keep")
+    plugin.bind_device(CPU)
+    plugin.convert_module(nn.Sequential(layer))
     return layer
 
 
@@ -81,7 +76,7 @@ def torchaos(kind, layer):
     return made
 
 
-@DTYPES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_results_are_those_of_torchaos_module_bit_for_bit(kind, bias, dtype):
@@ -185,10 +180,9 @@ def test_experts_stay_in_bf16_with_the_reason(capsys):
             ValueError,
             r"expected one of: 'int8', 'bf16', 'fp32', or a mapping",
         ),
-        (lambda: Int8TorchAO(emulate=True), TypeError, "unexpected keyword argument 'emulate'"),
         (lambda: Int8TorchAO(stochastic_rounding="no"), ValueError, "`stochastic_rounding='no'` is not valid"),
     ],
-    ids=["recipe", "recipe-mx", "recipes", "emulate", "rounding"],
+    ids=["recipe", "recipe-mx", "recipes", "rounding"],
 )
 def test_options_that_are_not_valid_raise(make, error, message):
     with pytest.raises(error, match=message):
@@ -216,8 +210,8 @@ def test_devices_without_mxfp8_are_refused_unless_the_user_asks_for_emulation(mo
 
 def test_an_older_torchao_is_named_with_the_version_that_has_the_prototype(monkeypatch):
     if NO_MXFP8 is None:
-        monkeypatch.setitem(private._PROTOTYPES, "mxfp8", ("9.9", ("torchao.float8.TheNewName",)))
-        monkeypatch.setitem(private._PROTOTYPES, "int8", ("9.9", ("torchao.float8.TheNewName",)))
+        lacking = dict.fromkeys(("int8", "mxfp8"), ("9.9", ("torchao.float8.TheNewName",)))
+        monkeypatch.setattr("lightning_lowprec.private.torchao._PROTOTYPES", lacking)
         kinds, name, version = ("int8", "mxfp8"), "torchao.float8.TheNewName", "9.9"
     else:  # the oldest torchao that is supported
         kinds, name, version = ("mxfp8",), "torchao.prototype.mx_formats.", "0.18"
@@ -227,16 +221,3 @@ def test_an_older_torchao_is_named_with_the_version_that_has_the_prototype(monke
         message = rf"cannot run: torchao [\d.+a-z]+ does not have '{name}.*; torchao {version} has: `pip install"
         with pytest.raises(RuntimeError, match=message):
             made.convert_module(plain())
-
-
-def test_a_plan_needs_wide_layers():
-    for made, multiple in ((Int8TorchAO(), 16), *([] if NO_MXFP8 else [(FP8TorchAO("mxfp8"), 32)])):
-        made.bind_device(CPU)
-        with pytest.raises(ValueError, match=rf"nothing would run in {made.format}:(.|\n)*multiples of {multiple}"):
-            made.convert_module(nn.Linear(48 if multiple == 32 else 24, 48))
-
-
-def test_mxfp8_is_ours_whatever_is_installed():
-    assert TABLE["mxfp8"].plugin is type(create("mxfp8")) is FP8TorchAO
-    assert create("mxfp8").precision == FP8TorchAO("mxfp8").precision == "mxfp8"
-    create("mxfp8").load_state_dict({"backend": "transformer_engine"})

@@ -12,10 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_lowprec import FP8TorchAO, plain
-from lightning_lowprec.private.torchao import prototype_refusal
 from lightning_lowprec.tools.cli import main
-from lightning_lowprec.torchao.linear import FP8Linear
-from lightning_lowprec.torchao.plugin import CPU_SCALES_TENSORWISE
 from tests.toys import Stack
 
 MIXED = {"blocks.[0-1].*": "bf16", "*.o_proj": "rowwise", "blocks.2.up": {"forward": "bf16"}, "*": "tensorwise"}
@@ -56,9 +53,8 @@ def test_the_first_pattern_that_matches_wins_after_the_other_rules(caplog):
         "blocks.3.o_proj": "kept by 'blocks.3.o_proj'",
         "lm_head": "output head (by name)",
     }
-    assert [name for name, layer in model.named_modules() if isinstance(layer, FP8Linear)] == list(
-        plugin.plan.converted
-    )
+    coded = [name for name, layer in model.named_modules() if type(layer).__name__ == "FP8Linear"]
+    assert coded == list(plugin.plan.converted)
     assert plugin.precision == "fp8-torchao-per-layer"
     assert (
         "fp8-torchao-per-layer: converted 3 of 9 linear layers (1 tensorwise, forward in bf16; 1 rowwise; 1 tensorwise)"
@@ -108,11 +104,6 @@ def test_a_layer_that_no_pattern_matches_is_kept():
 def test_a_pattern_that_decides_nothing_raises(recipe, message):
     with pytest.raises(ValueError, match=message):
         set_up(recipe=recipe)
-
-
-def test_a_pattern_may_keep_what_is_kept_already():
-    plugin, _ = set_up(recipe={"lm_head": "bf16", "*": "tensorwise"})
-    assert len(plugin.plan.converted) == 8
 
 
 @pytest.mark.parametrize(
@@ -195,7 +186,7 @@ FAST = {"forward": [True, False, False], "all": [True] * 3, "none": [False] * 3}
 @pytest.mark.parametrize("choice", FAST)
 def test_the_choice_of_accumulation_reaches_every_kernel(choice, recipe):
     """On a GPU's kernels: ``tests/ledger/test_fast_accum.py``. A product in bf16 has no flag."""
-    if recipe == "rowwise" and CPU_SCALES_TENSORWISE:
+    if recipe == "rowwise" and torch.__version__ < "2.13":
         pytest.skip("this torch has no rowwise FP8 kernel for CPU (2.13 has)")
     layer = nn.Linear(32, 64)
     plugin = FP8TorchAO(recipe, fast_accum=choice, emulate=False, compile=False)
@@ -204,15 +195,6 @@ def test_the_choice_of_accumulation_reaches_every_kernel(choice, recipe):
     expected = FAST[choice] if isinstance(recipe, str) else FAST[choice][:2]
     with torch.autocast("cpu", torch.bfloat16):
         assert flags_of_a_step(layer, torch.rand(16, 32, requires_grad=True)) == expected
-
-
-def test_the_choice_is_torchaos_own_where_torchao_computes():
-    """Under tensor parallelism torchao's function reads its own configuration."""
-    for choice, expected in FAST.items():
-        _, model = set_up(fast_accum=choice)
-        config = model.blocks[0].up.settings.mm_config
-        kernels = config.output, config.grad_input, config.grad_weight
-        assert [kernel.use_fast_accum for kernel in kernels] == expected
 
 
 @pytest.mark.parametrize(("word", "choice"), [("promoted", "none"), ("fast", "all"), ("slow", None)])
@@ -225,7 +207,7 @@ def test_a_word_for_the_accumulation_of_one_product_says_the_option(word, choice
 
 # ---- several formats in one plugin: each layer computes as in a model of its own format alone
 
-FORMATS = ["tensorwise", "rowwise", "block"] + ([] if prototype_refusal("mxfp8") else ["mxfp8"])
+FORMATS = ["tensorwise", "rowwise", "block"] + ([] if FP8TorchAO("mxfp8").refusal(torch.device("cpu")) else ["mxfp8"])
 
 
 def converted(recipe, model, **options):
@@ -255,14 +237,6 @@ def test_each_layer_has_the_bits_of_its_own_format():
 
 
 @pytest.mark.skipif("mxfp8" not in FORMATS, reason="torchao has no MXFP8")
-def test_features_that_one_format_cannot_multiply_stay_in_bf16():
-    model = nn.ModuleDict({"mxfp8": nn.Linear(48, 48), "block": nn.Linear(48, 48)})
-    _, plugin = converted({"mxfp8": "mxfp8", "block": "block"}, model)
-    assert plugin.plan.converted == ("block",)
-    assert plugin.plan.rows[0].kept_because == "features are no multiples of 32"
-
-
-@pytest.mark.skipif("mxfp8" not in FORMATS, reason="torchao has no MXFP8")
 def test_a_layer_whose_device_cannot_run_its_format_is_named():
     with pytest.raises(RuntimeError, match=r"`recipe='mxfp8'` of layer 'up' cannot run: .*'hopper'` is not valid"):
         converted({"up": "mxfp8", "*": "tensorwise"}, layers("up", "down"), emulate="hopper")
@@ -272,10 +246,7 @@ def test_a_layer_whose_device_cannot_run_its_format_is_named():
     ("options", "message"),
     [
         ({"recipe": "mxfp8", "base": "fp16"}, "`base='fp16'` is not valid with `recipe='mxfp8'`: its kernels take"),
-        (
-            {"recipe": {"a": "block", "*": "tensorwise"}, "base": "fp16"},
-            "with `recipe='block'`: its kernels return",
-        ),
+        ({"recipe": {"a": "block", "*": "tensorwise"}, "base": "fp16"}, "with `recipe='block'`: its kernels return"),
         ({"recipe": "block", "fast_accum": "all"}, "`fast_accum='all'` is not valid with `recipe='block'`"),
         ({"recipe": "mxfp8", "experts": "fp8"}, "`experts='fp8'` is not valid with `recipe='mxfp8'`"),
         ({"recipe": {"*": {"recipe": "blok", "forward": "bf16"}}}, r"`recipe['*']['recipe']='blok'` is not valid"),

@@ -4,7 +4,6 @@ import lightning as L
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from lightning_lowprec import FP8TorchAO
 from tests.toys import Residual, Stack
@@ -61,59 +60,6 @@ OPTIONS = [
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_results_are_those_of_encoding_at_every_product(options):
     assert same(run("per_forward", **options), run("per_gemm", **options))
-
-
-def in_place(net):
-    with torch.no_grad():
-        net.blocks[0][0].weight.mul_(1.5)
-
-
-def by_data(net):
-    net.blocks[0][0].weight.data.clamp_(-0.05, 0.05)
-
-
-def test_the_backward_multiplies_by_the_weights_of_the_forward():
-    """As autocast does, which keeps a bf16 copy: a write through `.data` in between changes no gradient."""
-    found = []
-    for write in (False, True):
-        fabric, net, model, _ = set_up()
-        loss = loss_of(model)
-        if write:
-            by_data(net)
-        fabric.backward(loss)
-        found.append([p.grad for p in net.parameters()])
-    assert all(map(torch.equal, *found))
-
-
-def test_a_weight_that_changes_between_forward_and_backward_is_autograds_error():
-    """As with nn.Linear, where a gradient of the input is wanted; see the next test."""
-    fabric, net, model, _ = set_up()
-    x = X.clone().requires_grad_()
-    loss = loss_of(model, x)
-    in_place(net)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        fabric.backward(loss)
-
-
-def test_a_first_layer_may_be_written_to_between_forward_and_backward():
-    """As with nn.Linear: no product of the backward reads its weight."""
-    fabric, net, model, _ = set_up()
-    loss = loss_of(model)
-    in_place(net)
-    fabric.backward(loss)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputed_blocks_use_the_same_codes(reentrant):
-    found = []
-    for codes in ("per_forward", "per_gemm"):
-        fabric, net, _, _ = set_up(codes)
-        x = X.clone().requires_grad_()
-        with fabric.autocast():
-            out = checkpoint(net.blocks[0], x.bfloat16(), use_reentrant=reentrant)
-        fabric.backward(out.float().square().mean())
-        found.append([p.grad for p in net.blocks[0].parameters()])
-    assert all(map(torch.equal, *found))
 
 
 def test_bytes_that_a_backward_keeps():
