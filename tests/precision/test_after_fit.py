@@ -27,23 +27,6 @@ def test_a_call_after_fit_is_float32_with_the_masters_values(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_evaluation_between_two_fits_is_that_of_the_trained_model_and_changes_nothing(name):
-    results = []
-    for how in (name, as_trained(name)):
-        module = Net()
-        trainer = fit(how, module, limit_val_batches=None)
-        [found] = trainer.validate(module, verbose=False)
-        trainer.fit_loop.max_epochs = 2
-        trainer.fit(module)
-        results.append((found, trainer.callback_metrics, module.losses, exact_weights(module)))
-    (found, metrics, losses, weights), (left_found, left_metrics, left_losses, left_weights) = results
-    assert found == left_found
-    assert metrics == left_metrics
-    assert losses == left_losses
-    assert same_bits(weights, left_weights)
-
-
-@pytest.mark.parametrize("name", NAMES)
 def test_a_checkpoint_that_is_saved_after_fit_resumes_bit_for_bit(name, tmp_path):
     whole, first, second = Net(), Net(), Net()
     fit(name, whole, max_epochs=3)

@@ -90,22 +90,6 @@ def test_buffers_that_are_computed_with_a_weight_follow_it(kind):
 # ---- one precision after another
 
 
-@pytest.mark.parametrize("then", ["half-auto", "fp8-rowwise", "bf16-master", "msamp-o3"])
-@pytest.mark.parametrize("first", ["fp16-master", "bf16-remainder", "bf16-sr", "fp8-hybrid", "msamp-o1", "msamp-o3"])
-def test_a_model_that_another_precision_left_trains_as_a_fresh_one_with_its_exact_weights(first, then):
-    module = Net()
-    trainer = fit(as_trained(first), module)
-    fresh = with_weights(exact_weights(module))
-    module.losses.clear()
-    fit(as_trained(then), module)
-    fit(as_trained(then), fresh)
-    assert module.losses == fresh.losses
-    assert same_bits(exact_weights(module), exact_weights(fresh))
-    assert [type(m) for m in module.modules()] == [type(m) for m in fresh.modules()]
-    assert [p.dtype for p in module.parameters()] == [p.dtype for p in fresh.parameters()]
-    assert trainer.optimizers, "which hold the masters of the first run"
-
-
 @pytest.mark.parametrize("then", ["half-auto", "bf16-remainder", "msamp-o3"])
 @pytest.mark.parametrize("first", ["bf16-master", "fp16-master", "bf16-sr", "msamp-o1", "msamp-o2"])
 def test_the_users_own_optimizer_goes_on(first, then):

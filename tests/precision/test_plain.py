@@ -61,24 +61,6 @@ def test_the_model_is_the_one_before_with_the_trained_values(name):
     assert torch.equal(model.head.weight, expected["head.weight"])
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_copy_is_plain_and_the_model_trains_on_as_if_none_was_made(name):
-    models = Subject(), Subject()
-    trainers = [fit(as_trained(name), model) for model in models]
-    expected, state = exact_weights(models[0]), seen(models[0])
-    made = plain(models[0], copy=True)
-    assert seen(models[0]) == state
-    assert {type(m) for m in made.modules()} == {type(m) for m in Subject().modules()}
-    assert made.third.weight is made.second.weight
-    assert same_bits({fqn: p.detach() for fqn, p in made.named_parameters()}, expected)
-    for model, trainer in zip(models, trainers, strict=True):
-        trainer.fit_loop.epoch_progress.reset()
-        trainer.fit_loop.max_epochs = 2
-        trainer.fit(model)
-    assert same_bits(exact_weights(models[0]), exact_weights(models[1]))
-    assert same_bits({fqn: p.detach() for fqn, p in made.named_parameters()}, expected)
-
-
 def test_weights_that_were_half_precision_before_and_did_not_train_stay():
     model = Net(torch.bfloat16, frozen_head=True)
     kept = Net(torch.bfloat16)
@@ -103,12 +85,11 @@ def test_a_part_of_what_an_optimizer_trains_is_refused_and_copied(name):
     assert trainer
 
 
-@pytest.mark.parametrize("level", ["O1", "O3"])
 @pytest.mark.parametrize("wrap", ["fabric", "fabric-compiled", "compiled", "ddp"])
-def test_wrappers_are_taken_off(wrap, level):
+def test_wrappers_are_taken_off(wrap):
     model = Net()
     before = seen(model)
-    fabric = L.Fabric(accelerator="cpu", devices=1, plugins=MSAMP(level))
+    fabric = L.Fabric(accelerator="cpu", devices=1, plugins=MSAMP("O3"))
     given = torch.compile(model, backend="eager") if wrap == "fabric-compiled" else model
     wrapped, optimizer = fabric.setup(given, torch.optim.AdamW(model.parameters()))
     fabric.backward(wrapped(X).square().mean())
