@@ -11,7 +11,7 @@ products, and nothing is computed twice. See :mod:`~lightning_lowprec.numerics.l
 
 import functools
 from collections.abc import Callable
-from typing import Any, Final, Literal, final, get_args
+from typing import Any, Final, Literal, NoReturn, final, get_args
 
 import torch
 from torch import Tensor
@@ -156,6 +156,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
             for gradient, dtype, needed in zip(gradients, ctx.dtypes, ctx.needs_input_grad, strict=False)
         )
         return (*of_inputs, None, None, None, None)
+
+    @staticmethod
+    def jvp(ctx: Any, *grad_inputs: Tensor | None) -> NoReturn:
+        """Raise RuntimeError."""
+        raise RuntimeError(
+            "linear_cross_entropy has no derivative in forward mode (`torch.autograd.forward_ad`). Use"
+            " `cross_entropy(linear(input, weight), target)` there."
+        )
 
 
 def _times(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -239,6 +240,12 @@ def test_a_second_backward_pass_and_a_second_gradient_raise():
     twice = linear_cross_entropy(h, w, t, reduction="none").sum()
     first, second = (torch.autograd.grad(twice, h, retain_graph=True) for _ in range(2))
     torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
+def test_a_derivative_in_forward_mode_raises():
+    h, w, t, _ = tensors(torch.float32)
+    with pytest.raises(RuntimeError, match=r"no derivative in forward mode.*cross_entropy"), forward_ad.dual_level():
+        linear_cross_entropy(forward_ad.make_dual(h.detach(), h.detach()), w, t)
 
 
 @pytest.mark.parametrize(
