@@ -11,10 +11,11 @@ products, and nothing is computed twice. See :mod:`~lightning_lowprec.numerics.l
 
 import functools
 from collections.abc import Callable
-from typing import Any, Final, Literal, NoReturn, final, get_args
+from typing import Any, Final, Literal, final, get_args
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor, Partial
 
 from lightning_lowprec.checks import check_choice
@@ -75,9 +76,15 @@ def linear_cross_entropy(
 
     Raises:
         ValueError: shapes, dtypes or options that do not fit.
-        RuntimeError: the device has no FP8; a second backward pass; a gradient that is to be differentiated.
+        RuntimeError: the device has no FP8; a second backward pass; a gradient that is to be differentiated, or in
+            forward mode.
     """
     dtype = _checked(input, weight, target, bias, reduction, label_smoothing, z_loss, fp8, rows)
+    if not torch.compiler.is_compiling() and _have_tangents(input, weight):
+        raise RuntimeError(
+            "linear_cross_entropy has no derivative in forward mode (`torch.autograd.forward_ad`). Use"
+            " `cross_entropy(linear(input, weight), target)` there."
+        )
     flat = input.reshape(-1, input.shape[-1]).to(dtype)
     terms = ignore_index, float(label_smoothing), float(z_loss)
     if emulate is None:
@@ -157,14 +164,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
         )
         return (*of_inputs, None, None, None, None)
 
-    @staticmethod
-    def jvp(ctx: Any, *grad_inputs: Tensor | None) -> NoReturn:
-        """Raise RuntimeError."""
-        raise RuntimeError(
-            "linear_cross_entropy has no derivative in forward mode (`torch.autograd.forward_ad`). Use"
-            " `cross_entropy(linear(input, weight), target)` there."
-        )
-
 
 def _times(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``gradient * factor``, computed in float32 and rounded once; in the memory of ``gradient`` if it fits."""
@@ -243,6 +242,11 @@ def _whole(parameter: Tensor) -> Tensor:
         return parameter
     whole: Tensor = _Gathered.apply(parameter)  # type: ignore[no-untyped-call]
     return whole
+
+
+def _have_tangents(*tensors: Tensor) -> bool:
+    duals = [forward_ad.unpack_dual(tensor) for tensor in tensors]  # type: ignore[no-untyped-call]
+    return any(dual.tangent is not None for dual in duals)
 
 
 @functools.cache
