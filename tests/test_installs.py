@@ -114,16 +114,6 @@ def test_a_half_removed_package(built, tmp_path):
     assert warned.count(LOST) == 1
 
 
-@pytest.mark.slow
-def test_import_torch_itself_in_a_process_of_its_own(built):
-    path = [str(built / "editable"), *(path for path in sys.path if path.endswith("site-packages"))]
-    code = f"import sys; sys.path[:0] = {path}; import torch; print('imported')"
-    environ = {**os.environ, "PYTHONPATH": ""}
-    ran = subprocess.run([sys.executable, "-S", "-c", code], cwd=built, env=environ, capture_output=True, text=True)
-    assert ran.stdout == "imported\n", ran.stderr
-    assert ran.stderr.count(LOST) == 1
-
-
 def test_an_editable_install_records_the_file_that_pip_has_to_remove(built):
     (info,) = (built / "editable").glob("*.dist-info")
     (entry,) = [file for file in Distribution.at(info).files if file.name == "lightning_lowprec_entry.py"]

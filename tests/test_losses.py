@@ -74,22 +74,28 @@ def test_a_bf16_head_of_32k_classes_loses_nothing():
     assert float(linear_cross_entropy(h, w, t) / same) == pytest.approx(1, abs=1e-6)
 
 
+class Watch(TorchDispatchMode):
+    """Notes the operations that run, and the largest tensor that one of them makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.operations, self.largest = [], 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.operations.append(func.overloadpacket)
+        self.largest = max([self.largest, *(x.numel() for x in tree_leaves(out) if isinstance(x, torch.Tensor))])
+        return out
+
+
 @pytest.mark.parametrize("fp8", [False, True])
 def test_no_tensor_is_as_large_as_all_logits(fp8):
-    sizes = []
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            sizes.extend(x.numel() for x in tree_leaves(out) if isinstance(x, torch.Tensor))
-            return out
-
     h, w, t, _ = tensors(torch.bfloat16, tokens=160)
-    with Watch(), pytest.MonkeyPatch.context() as patch:
+    with Watch() as watch, pytest.MonkeyPatch.context() as patch:
         patch.setattr(numerics, "SPAN_BYTES", 48 * V)
         linear_cross_entropy(h, w, t, rows=16, fp8=fp8).backward()
-    assert max(sizes) == len(w) * K if not fp8 else max(sizes) <= 1008 * K
-    assert max(sizes) < 160 * V / 2
+    assert watch.largest == len(w) * K if not fp8 else watch.largest <= 1008 * K
+    assert watch.largest < 160 * V / 2
 
 
 @pytest.mark.parametrize("fp8", [False, True])
@@ -138,21 +144,13 @@ def test_fp16_gradients_of_wrong_predictions_stay_finite_with_weights_of_250():
 
 def test_frozen_parts_get_no_gradient_and_cost_no_product():
     h, w, t, _ = tensors(torch.bfloat16)
-    products = []
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            products.extend(["mm"] * (func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)))
-            return func(*args, **(kwargs or {}))
-
     for needs, count in (((True, True), 3), ((True, False), 2), ((False, False), 1)):
-        products.clear()
-        with Watch():
+        with Watch() as watch:
             inputs = [x.detach().requires_grad_(need) for x, need in zip((h, w), needs, strict=True)]
             loss = linear_cross_entropy(*inputs, t, rows=T)
             if any(needs):
                 loss.backward()
-        assert len(products) == count
+        assert sum(name in (torch.ops.aten.mm, torch.ops.aten.addmm) for name in watch.operations) == count
         assert [x.grad is not None for x in inputs] == list(needs)
 
 
@@ -255,7 +253,6 @@ def test_a_derivative_in_forward_mode_raises():
         ({"target": torch.zeros(T)}, "`target` must be int64.*float32"),
         ({"bias": torch.zeros(3)}, r"`bias` must be \(V,\), here \(1000,\), got \(3,\)"),
         ({"reduction": "avg"}, "`reduction='avg'` is not valid; expected one of: mean, sum, none"),
-        ({"z_loss": -1.0}, "`z_loss=-1.0` is not valid"),
         ({"rows": 0}, "`rows=0` is not valid"),
         ({"weight": torch.zeros(V, K).bfloat16()}, "`input` is torch.float32 and `weight` torch.bfloat16; cast"),
         ({"input": torch.zeros(T, 60), "weight": torch.zeros(V, 60), "fp8": True}, "multiple of 16.*got 60; leave"),
@@ -321,18 +318,3 @@ def test_the_loss_shows_what_is_not_finite(where, value, dtype):
     assert loss.isnan()
     assert not weight.grad.isfinite().all()
     assert not hidden.grad.isfinite().all()
-
-
-@pytest.mark.parametrize("vocabulary", [17, 48])
-def test_a_head_that_is_stored_transposed(vocabulary):
-    torch.manual_seed(0)
-    stored, hidden = torch.randn(32, vocabulary), torch.randn(8, 32)
-    target = torch.randint(0, vocabulary, (8,))
-    losses = []
-    for weight in (stored.t(), stored.t().contiguous()):
-        weight = weight.detach().requires_grad_()
-        loss = linear_cross_entropy(hidden, weight, target, fp8=True)
-        loss.backward()
-        losses.append((loss, weight.grad))
-    assert torch.equal(losses[0][0], losses[1][0])
-    assert torch.equal(losses[0][1], losses[1][1])

@@ -30,7 +30,6 @@ def stderr_of(code: str, **variables: str) -> str:
     [
         ("import lightning_lowprec_autoload as ours", 1),
         ("import logging; logging.basicConfig(); import lightning_lowprec_autoload as ours", 1),
-        ("import lightning_lowprec_autoload as ours, logging; logging.basicConfig()", 1),
         ("import lightning_lowprec_autoload as ours, logging; ours.info('first'); logging.basicConfig()", 1),
         ("import lightning_lowprec_autoload as ours, logging; logging.getLogger(ours.LOGGER).setLevel('ERROR')", 0),
     ],
@@ -70,8 +69,7 @@ def test_warnings_of_this_package_can_be_silenced_alone():
     ("count", "words"),
     [
         (0, "0 bytes"), (999, "999 bytes"), (999.6, "1 kB"), (25_449, "25.4 kB"), (999_499, "999 kB"),
-        (999_500, "1 MB"), (12_000_000, "12 MB"), (3 * 2**20, "3.15 MB"), (10**9, "1 GB"), (141e9, "141 GB"),
-        (2.5e12, "2.5 TB"),
+        (999_500, "1 MB"), (3 * 2**20, "3.15 MB"), (10**9, "1 GB"), (2.5e12, "2.5 TB"),
     ],
 )  # fmt: skip
 def test_bytes_have_three_digits_and_the_unit_that_suits_them(count, words):

@@ -9,10 +9,7 @@ from tools import notebook as tool
 
 COMMITTED = tool.load()
 CODE = tool.code_cells(COMMITTED)
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(900),
-]  # all cells run in one fixture: a minute of computing, more on a busy machine
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # one fixture runs all cells: a minute, or more
 
 
 def shown(cell) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import lightning as L
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
@@ -13,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.module_tracker import ModuleTracker
 
 from lightning_lowprec.conversion import backends
+from tests.families.tiny import batch, loss_of
 
 WORDS = ("mm", "mv", "matmul", "dot", "conv", "attention", "linear", "rnn", "lstm", "gru", "triangular")
 OTHER_WORK = ("upsample", "comm", "cumm", "convert", "conv_tbc_", "attention_mask", "dropout", "logsumexp", "_softmax")
@@ -118,3 +120,13 @@ class Products(TorchDispatchMode):
         """Return how many more float32 products the backward pass has than those of the forward pass explain."""
         float32 = [row for row in self.rows if row.float32]
         return sum(row.backward for row in float32) - 2 * sum(not row.backward for row in float32)
+
+
+def step(model: nn.Module, name: str) -> Products:
+    """Return the products of a training step under a precision."""
+    fabric = L.Fabric(precision=name, accelerator="cpu")
+    wrapped, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    with Products(model) as products:
+        fabric.backward(loss_of(wrapped(**batch(model))))
+    optimizer.step()
+    return products

@@ -3,13 +3,12 @@
 A few families that differ in how they multiply; ``python -m tests.peers.dtypes`` runs all of them.
 """
 
-import lightning as L
 import pytest
 import torch
 
 import lightning_lowprec
-from tests.families.products import Products
-from tests.families.tiny import batch, build, classes, loss_of
+from tests.families.products import step
+from tests.families.tiny import build, classes
 
 pytestmark = pytest.mark.slow
 
@@ -23,18 +22,6 @@ MIXTURES = {  # the number of products of stacked experts in the forward pass
     "longcat_flash": 0,  # a list of experts
 }
 DENSE = ("gpt2", "t5", "bert", "vit", "mamba")
-
-
-def step(model, name, inputs=None):
-    """The products of a training step."""
-    fabric = L.Fabric(precision=name, accelerator="cpu")
-    cls = torch.optim.AdamW if name.startswith("msamp") else torch.optim.SGD  # MS-AMP steps Adam alone
-    wrapped, optimizer = fabric.setup(model, cls(model.parameters(), lr=1e-3))
-    inputs = batch(model) if inputs is None else inputs
-    with Products(model) as products:
-        fabric.backward(loss_of(wrapped(**inputs)))
-    optimizer.step()
-    return products
 
 
 def tiny(family):

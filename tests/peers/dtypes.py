@@ -15,14 +15,12 @@ import warnings
 from collections import Counter
 from pathlib import Path
 
-import lightning as L
-import torch
 import transformers
 
 import lightning_lowprec  # noqa: F401  # registers the names
 from lightning_lowprec.conversion import experts
-from tests.families.products import Products
-from tests.families.tiny import batch, build, classes, families, loss_of
+from tests.families.products import step
+from tests.families.tiny import build, classes, families
 
 NAMES = "half-auto,fp8-rowwise,msamp-o2"
 SEAM = "@use_experts_implementation"
@@ -75,7 +73,8 @@ def look(family: str, name: str) -> tuple[str, list[str]]:
     reasons = ["needs a package that is not installed"] if not classes(family) else []
     for cls in classes(family)[:6]:
         try:
-            products, has_experts = step(cls, name)
+            model = build(cls)
+            products, has_experts = step(model, name), any(experts.stacks(model))
         except Exception as error:  # the models of other people: whatever they raise is the reason
             reasons.append(f"{cls.__name__}: {type(error).__name__}: {' '.join(str(error).split())[:140]}")
             continue
@@ -87,18 +86,6 @@ def look(family: str, name: str) -> tuple[str, list[str]]:
             faults.append(f"{products.backward_surplus()} more float32 products in the backward pass")
         return ("faults", faults) if faults else ("clean", [])
     return "not run", reasons[:1]
-
-
-def step(cls: type[transformers.PreTrainedModel], name: str) -> tuple[Products, bool]:
-    """Run a training step; return its products, and whether the model has stacked experts."""
-    model = build(cls)
-    inputs = batch(model)
-    fabric = L.Fabric(precision=name, accelerator="cpu")
-    wrapped, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
-    with Products(model) as products:
-        fabric.backward(loss_of(wrapped(**inputs)))
-    optimizer.step()
-    return products, any(experts.stacks(model))
 
 
 if __name__ == "__main__":

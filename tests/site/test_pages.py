@@ -10,8 +10,8 @@ import lightning as L
 import pytest
 import yaml
 
-from lightning_lowprec import FP8TE, FabricFSDP2Strategy, FP8TorchAO, FSDP2Strategy, Int8TorchAO, LossScale
-from lightning_lowprec.conversion.name_suffixes import families, split
+from lightning_lowprec import FabricFSDP2Strategy, FP8TorchAO, FSDP2Strategy, LossScale
+from lightning_lowprec.conversion.name_suffixes import families
 from lightning_lowprec.fsdp2.options import ShardOptions
 from lightning_lowprec.names import TABLE
 from lightning_lowprec.tools import cli
@@ -106,19 +106,6 @@ def test_the_table_lists_exactly_the_registered_names():
     suffixes = {name for name in listed if name.startswith("-")}
     assert sorted({*listed} - suffixes) == sorted(name for stems in families(TABLE).values() for name in stems)
     assert suffixes == {suffix for found in families(TABLE) for suffix in found} - {"-fp16"}  # two names have it
-
-
-def test_the_lines_of_endings_say_which_names_have_them():
-    """The table of endings, and the names that it excepts."""
-    text = " ".join(NAMES.split())
-    having = {ending: {stem for found, stems in families(TABLE).items() if ending in found for stem in stems}
-              for ending in ("-fp16", "-sr")}  # fmt: skip
-    assert having["-fp16"] == {"fp8-hybrid", "fp8-hybrid-te"}
-    assert all(f"`{name}-fp16`" in text for name in having["-fp16"])
-    plugins = (FP8TorchAO, FP8TE, Int8TorchAO)
-    fp8 = {name for name in TABLE if TABLE[name].plugin in plugins and not split(name)[1]}
-    assert fp8 - having["-sr"] == {"mxfp8-te", "nvfp4-te"}
-    assert "every FP8 and int8 format except `mxfp8-te` and `nvfp4-te`" in text
 
 
 TEXT = [block for block in blocks("text") if block.page in ("README.md", "docs/getting-started.md")]
