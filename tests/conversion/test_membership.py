@@ -1,28 +1,13 @@
-"""A converted weight that no optimizer holds warns, one that was replaced raises, in Trainer and Fabric."""
-
-import re
-import warnings
+"""A converted weight that no optimizer holds warns, and one that was replaced raises."""
 
 import lightning as L
 import pytest
 import torch
 from torch import nn
 
-from lightning_lowprec import FP8TorchAO
-from tests.toys import ON_CPU, Task
-
 
 def model():
     return nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
-
-
-def fit(optimize, precision="fp8-hybrid"):
-    torch.manual_seed(0)
-    task = Task(model(), optimizer=lambda task: torch.optim.AdamW(optimize(task.net), lr=0.05))
-    loader = torch.utils.data.DataLoader(torch.ones(16, 16), batch_size=4)
-    how = {"plugins": precision} if isinstance(precision, FP8TorchAO) else {"precision": precision}
-    L.Trainer(max_epochs=1, **how, **ON_CPU).fit(task, loader)
-    return task
 
 
 def fabric_step(optimizers, net, precision="fp8-hybrid"):
@@ -35,21 +20,6 @@ def fabric_step(optimizers, net, precision="fp8-hybrid"):
 
 FORGOTTEN = r"'(net\.)?[01]\.weight' \(and 1 more\) is trainable and in no optimizer.*`requires_grad_\(False\)`"
 STALE = r"'(net\.)?1\.weight' \(and 1 more\) is in no optimizer, but an optimizer holds a parameter of its shape"
-
-
-@pytest.mark.parametrize("precision", ["fp8-hybrid", "fp8-hybrid-remainder", "int8-mixed", "msamp-o2", "msamp-o3"])
-def test_a_probe_of_a_body_that_is_not_frozen_trains_with_one_warning(precision):
-    """The optimizer holds the last layer alone; the first gets gradients that nobody uses."""
-    same = precision
-    if precision == "fp8-hybrid-remainder":  # a body that nobody froze is float32 again, a frozen one is on request
-        same = FP8TorchAO(master_weights="remainder", keep_fp32=["net.0"])
-    frozen = fit(lambda net: net[0].requires_grad_(False) and net[1].parameters(), same)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        probe = fit(lambda net: net[1].parameters(), precision)
-    assert len([w for w in caught if re.search(FORGOTTEN, str(w.message))]) == 1
-    assert probe.losses == frozen.losses
-    assert probe.losses[-1] < 0.9 * probe.losses[0]
 
 
 def test_a_forgotten_layer_warns_in_fabric():

@@ -264,20 +264,6 @@ def test_first_and_last_blocks():
         reasons(nn.Sequential(nn.Linear(16, 16)), first_last_layers_bf16=True)
 
 
-@pytest.mark.parametrize(
-    ("keep", "expected"),
-    [
-        (["up"], {"blocks.0.up", "blocks.1.up"}),
-        (["blocks.0"], {"blocks.0.up", "blocks.0.down"}),
-        (["*.down", "blocks.1.up"], {"blocks.0.down", "blocks.1.down", "blocks.1.up"}),
-        (["blocks.[01].u?"], {"blocks.0.up", "blocks.1.up"}),
-    ],
-)
-def test_keep_takes_names_parts_and_patterns(keep, expected):
-    kept = {fqn for fqn, reason in reasons(Decoder(), keep=keep).items() if (reason or "").startswith("kept by")}
-    assert kept == expected
-
-
 @pytest.mark.parametrize("pattern", ["p", "*.gate", "blocks.0.ups"])
 def test_keep_that_matches_nothing_raises_with_the_nearest(pattern):
     with pytest.raises(ValueError, match="matches no Linear of the model; the nearest are: '") as caught:

@@ -173,11 +173,8 @@ def _swapped(self, x, num_tokens_per_expert):  # [E, K, N], as in the first vers
 
 DIFFERENT = {
     "gelu": namesake(between=lambda self, gate, up: F.gelu(gate) * up),
-    "relu": namesake(between=lambda self, gate, up: F.relu(gate) * up),
-    "a limit": namesake(between=lambda self, gate, up: F.silu(gate.clamp(max=7.0)) * up.clamp(-7.0, 7.0)),
     "gate and up swapped": namesake(between=lambda self, gate, up: gate * F.silu(up)),
     "a factor": namesake(between=lambda self, gate, up: 1.02 * F.silu(gate) * up),
-    "plus one": namesake(between=lambda self, gate, up: F.silu(gate) * (up + 1)),
     "no gate": namesake(expert=lambda self, x, gate, up, down: F.silu(x @ gate.T) @ down.T),
 }
 

@@ -291,14 +291,6 @@ def test_edits_are_noticed(form, edit):
         assert masters_of(optimizer)[0][0] == unedited
 
 
-@every_exact_form
-def test_refresh_takes_values_that_round_to_the_weights(form):
-    p = half(1.0, 1.0)
-    optimizer = add_masters(optim.SGD([p], lr=1e-3), form)
-    optimizer._masters.refresh({id(p): torch.tensor([1.001, 5.0])})
-    assert torch.equal(masters_of(optimizer)[0], torch.tensor([1.001, 1.0]))
-
-
 @every_form
 def test_pruned_weights_stay_numbers(form):
     """In remainder form a leftover below zero would borrow from the sign bit of a zero."""

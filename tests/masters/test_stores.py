@@ -34,27 +34,6 @@ OPTIMIZERS = {
 }
 
 
-class Counting(optim.SGD):
-    """Notes how many parameters a step sees, as an optimizer of the user would."""
-
-    def __init__(self, params):
-        super().__init__(params, lr=1e-2)
-        self.seen = []
-
-    def step(self, closure=None):
-        self.seen.append(len(self.param_groups[0]["params"]))
-        return super().step(closure)
-
-
-class Independent(Counting):
-    independent_parameters = True
-
-
-@pytest.fixture
-def one_at_a_time(monkeypatch):
-    monkeypatch.setattr(registry, "BUCKET", 1)
-
-
 @pytest.mark.parametrize("make", OPTIMIZERS)
 @pytest.mark.parametrize("form", FORMS)
 def test_one_parameter_at_a_time_gives_the_bits_of_all_at_once(form, make, monkeypatch):
@@ -70,20 +49,13 @@ def test_one_parameter_at_a_time_gives_the_bits_of_all_at_once(form, make, monke
     assert equal(found[0][1], found[1][1])
 
 
-def test_an_optimizer_of_the_user_sees_all_parameters_unless_it_says_that_it_need_not(one_at_a_time):
-    found = {}
-    for cls, calls in ((Counting, [4, 4]), (Independent, [1] * 8)):
-        model = net().bfloat16()
-        optimizer = add_masters(cls(model.parameters()), MasterConfig(form="remainder"))
-        train(model, optimizer, range(2))
-        assert optimizer.seen == calls
-        found[cls] = list(model.parameters())
-    assert all(map(torch.equal, found[Counting], found[Independent]))
-
-
-def test_step_hooks_see_all_masters(one_at_a_time):
+def test_step_hooks_see_all_masters(monkeypatch):
+    """So does an optimizer of the user, unless it says that it need not."""
+    monkeypatch.setattr(registry, "BUCKET", 1)
     model = net().bfloat16()
-    assert not steps_alone(type("Mine", (optim.AdamW,), {})(model.parameters()), type("Mine", (optim.AdamW,), {}))
+    for members, alone in (({}, False), ({"independent_parameters": True}, True)):
+        mine = type("Mine", (optim.AdamW,), members)
+        assert steps_alone(mine(model.parameters()), mine) is alone
     seen = []
     optimizer = add_masters(optim.AdamW(model.parameters()), MasterConfig())
     assert steps_alone(optimizer, optim.AdamW)
@@ -127,28 +99,6 @@ def trained(form, steps=5, make=ADAMW):
     model, optimizer = wrapped(make, form)
     train(model, optimizer, range(steps))
     return model, optimizer
-
-
-@every_form
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("model_first", [True, False])
-def test_loads_a_plain_optimizer(form, dtype, model_first):
-    plain_model = net().to(dtype)
-    plain = ADAMW(plain_model.parameters())
-    train(plain_model, plain, range(4))
-    saved = through_file({"model": plain_model.state_dict(), "optimizer": plain.state_dict()})
-    model, optimizer = wrapped(ADAMW, form, seed=3)
-    loads = [lambda: model.load_state_dict(saved["model"]), lambda: optimizer.load_state_dict(saved["optimizer"])]
-    for load in loads if model_first else reversed(loads):
-        load()
-    for p, now in zip(model.parameters(), optimizer.state_dict()["state"].values(), strict=True):
-        assert now["exp_avg_sq"].dtype == torch.float32
-        if form in EXACT:
-            assert torch.equal(now[MASTER_PARAM].to(p.dtype), p)
-    train(model, optimizer, range(4, 6))
-    if form in EXACT:
-        moment = optimizer.state_dict()["state"][0]["exp_avg_sq"]
-        assert not torch.equal(moment, moment.bfloat16().float())  # float32 for good
 
 
 @every_form

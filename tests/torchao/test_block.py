@@ -14,26 +14,19 @@ from lightning_lowprec.numerics.tensor_cores import accumulate
 from lightning_lowprec.private.torchao import prototype_refusal
 from lightning_lowprec.products.block import _CODING
 from lightning_lowprec.products.tiled import encode_tiles
+from tests.torchao.fp8_reference import E4M3, dequantise
+from tests.torchao.fp8_reference import codes as codes_of
 
 CPU = torch.device("cpu")
 NO_MXFP8 = prototype_refusal("mxfp8")
 needs_mxfp8 = pytest.mark.skipif(NO_MXFP8 is not None, reason=f"{NO_MXFP8}")
 CASES = {"whole": (128, 256, 384), "tails": (40, 272, 144), "small": (16, 48, 32)}
-E4M3 = sorted(
-    {m / 8 * 2.0**-6 for m in range(8)} | {(1 + m / 8) * 2.0**e for e in range(-6, 9) for m in range(8)} - {480.0}
-)
-"""The values that are not negative (arXiv 2209.05433, table 1): subnormal ones below 2 ** -6, the largest is 448."""
 
 
 def nearest(values):
-    """Round float32 values to e4m3, ties to the even code; (...) float64 -> multiples of 2 ** -9, integers."""
-    table = np.array(E4M3)
-    magnitude = np.minimum(np.abs(values), 448.0)
-    upper = np.clip(np.searchsorted(table, magnitude), 1, len(table) - 1)
-    lower = upper - 1
-    below, above = magnitude - table[lower], table[upper] - magnitude
-    index = np.where((above < below) | ((above == below) & (upper % 2 == 0)), upper, lower)
-    return (np.sign(values) * table[index] * 2**9).astype(np.int64)
+    """Round values to e4m3, ties to the even code; (...) float64 -> multiples of 2 ** -9, integers."""
+    one = np.ones(())
+    return (dequantise(codes_of(values, one, E4M3), one, E4M3) * 2**9).astype(np.int64)
 
 
 def coded(values, rows, columns):
@@ -139,10 +132,8 @@ def test_devices_are_refused_with_the_remedy(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch.version, "cuda", "12.9")
     assert FP8TorchAO("block").refusal(cuda) is None
-    assert (
-        FP8TorchAO("block").how(cuda)
-        == "FP8 GEMMs with a scale per block by cuBLASLt on GPU X (compute capability 9.0)"
-    )
+    how = FP8TorchAO("block").how(cuda)
+    assert how == "FP8 GEMMs with a scale per block by cuBLASLt on GPU X (compute capability 9.0)"
 
 
 # ---- MXFP8 with a scale per 32 x 32 values of a weight

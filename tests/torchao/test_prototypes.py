@@ -171,21 +171,16 @@ def test_experts_stay_in_bf16_with_the_reason(capsys):
 
 
 @pytest.mark.parametrize(
-    ("make", "error", "message"),
+    ("make", "message"),
     [
-        (lambda: Int8TorchAO("mxfp8"), ValueError, r"`recipe='mxfp8'` is not valid; expected"),
-        (lambda: FP8TorchAO("int8"), ValueError, r"`recipe='int8'` is not valid; expected"),
-        (
-            lambda: Int8TorchAO({"*": "tensorwise"}),
-            ValueError,
-            r"expected one of: 'int8', 'bf16', 'fp32', or a mapping",
-        ),
-        (lambda: Int8TorchAO(stochastic_rounding="no"), ValueError, "`stochastic_rounding='no'` is not valid"),
+        (lambda: Int8TorchAO("mxfp8"), r"`recipe='mxfp8'` is not valid; expected"),
+        (lambda: FP8TorchAO("int8"), r"`recipe='int8'` is not valid; expected"),
+        (lambda: Int8TorchAO({"*": "tensorwise"}), r"expected one of: 'int8', 'bf16', 'fp32', or a mapping"),
+        (lambda: Int8TorchAO(stochastic_rounding="no"), "`stochastic_rounding='no'` is not valid"),
     ],
-    ids=["recipe", "recipe-mx", "recipes", "rounding"],
 )
-def test_options_that_are_not_valid_raise(make, error, message):
-    with pytest.raises(error, match=message):
+def test_options_that_are_not_valid_raise(make, message):
+    with pytest.raises(ValueError, match=message):
         make()
 
 
