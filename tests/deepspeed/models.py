@@ -1,6 +1,7 @@
-import lightning as L
 import torch
 from torch import Tensor, nn
+
+from tests import toys
 
 WIDTH, VOCABULARY = 32, 32
 
@@ -36,22 +37,12 @@ def batches(steps: int, rank: int, rows: int = 4) -> Tensor:
     return torch.randint(0, VOCABULARY, (steps, rows, 8), generator=generator)
 
 
-class Task(L.LightningModule):
+class Task(toys.Task):
     def __init__(self) -> None:
-        super().__init__()
-        self.net = Net()
-        self.losses: list[float] = []
-
-    def training_step(self, tokens: Tensor, index: int) -> Tensor:
-        loss = loss_of(self.net(tokens), tokens)
-        self.losses.append(loss.item())
-        return loss
+        super().__init__(Net(), lambda net, tokens: loss_of(net(tokens), tokens), optimizer_of)
 
     def validation_step(self, tokens: Tensor, index: int) -> None:
-        self.losses.append(loss_of(self.net(tokens), tokens).item())
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return optimizer_of(self)
+        self.losses.append(self.loss(self.net, tokens).item())
 
 
 def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:

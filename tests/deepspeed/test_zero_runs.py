@@ -9,8 +9,8 @@ from tests.deepspeed.models import Net, batches, loss_of, optimizer_of
 
 STAGES = (1, 2, 3)
 HALF = ["bf16-master", "half-auto", "fp16-master"]
-FEW = ["bf16-master", "fp8-hybrid", "fp8-rowwise", "fp16-master"]
 NAMES = [*HALF, "fp8-hybrid", "fp8-rowwise", "fp8-hybrid-fp16", "int8-mixed"]
+FEW = [name for name in NAMES if name in ("bf16-master", "fp8-hybrid", "fp8-rowwise", "fp16-master")]
 
 
 def equal(a, b):
@@ -28,12 +28,6 @@ def test_zero_trains_as_ddp_with_float32_masters_bit_for_bit(seen, stage, name):
         return
     assert ours["losses"] == expected["losses"]
     assert equal(ours["weights"], expected["weights"])
-
-
-def test_weights_are_half_precision(seen):
-    for name in NAMES:
-        expected = torch.float16 if "fp16" in name else torch.bfloat16
-        assert {w.dtype for w in seen[2][name]["weights"].values()} == {expected}
 
 
 def test_offloaded_weights_and_optimizer_give_the_same(seen):
@@ -96,8 +90,7 @@ def test_zero_to_fp32_gives_the_masters_which_other_strategies_load(seen, stage)
 
 
 def test_the_trainer_tells_deepspeed_to_accumulate_and_clip(seen):
-    steps_per_update, clipping, engine_steps, trainer_steps = seen["accumulated"]["told"]
-    assert (steps_per_update, clipping, engine_steps, trainer_steps) == (2, 0.5, 2, 2)
+    assert seen["accumulated"]["told"] == (2, 0.5, 2, 2), "steps per update, clipping, steps of engine and Trainer"
 
 
 def test_two_clippings_raise_with_both_values(seen):

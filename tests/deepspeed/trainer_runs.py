@@ -8,6 +8,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 
 from tests.deepspeed.fabric_runs import weights
 from tests.deepspeed.models import Net, Task, batches
+from tests.toys import ON_CPU
 
 STEPS = 4
 
@@ -26,18 +27,10 @@ class CutFromTheStart(Task):
 
 def trainer_of(stage, epochs, precision="fp8-hybrid", **how):
     strategy = how.pop("strategy", f"deepspeed_stage_{stage}")
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
     return L.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=strategy,
-        precision=precision,
-        max_epochs=epochs,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        **quiet,
-        **how,
-    )
+        devices=2, strategy=strategy, precision=precision, max_epochs=epochs, use_distributed_sampler=False,
+        **ON_CPU, **how,
+    )  # fmt: skip
 
 
 def loader():

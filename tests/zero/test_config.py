@@ -1,18 +1,14 @@
-"""The options of a plugin as fields of a DeepSpeed config; DeepSpeed itself is not needed."""
+"""The options of a plugin as fields of a DeepSpeed config, and what no stage of ZeRO runs; without DeepSpeed."""
 
+import lightning as L
 import pytest
 import torch
 
 import lightning_lowprec as lp
 from lightning_lowprec.zero import SCALE_FIELDS, ZeroOptions, scale_fields, translated
 
-
-def options_of(plugin):
-    return ZeroOptions.of(plugin)
-
-
-BF16 = options_of(lp.HalfMixed("bf16", master_weights=True))
-FP16 = options_of(lp.HalfMixed("fp16", master_weights=True))
+BF16 = ZeroOptions.of(lp.HalfMixed("bf16", master_weights=True))
+FP16 = ZeroOptions.of(lp.HalfMixed("fp16", master_weights=True))
 
 
 def test_bf16():
@@ -29,12 +25,13 @@ def test_fp16_with_the_default_scale_takes_what_the_strategy_was_given():
     ("scale", "expected"),
     [
         (lp.LossScale(initial=8.0, growth_interval=3, hysteresis=4, floor=2.0), (0, 3, 3, 4, 2)),
+        (lp.LossScale(initial=1.0), (0, 0, 2000, 1, 1)),
         (1024.0, (1024.0, None, None, None, None)),
     ],
-    ids=["dynamic", "static"],
+    ids=["dynamic", "from one", "static"],
 )
 def test_loss_scales(scale, expected):
-    section = translated({}, options_of(lp.HalfMixed("fp16", loss_scale=scale)), SCALE_FIELDS)["fp16"]
+    section = translated({}, ZeroOptions.of(lp.HalfMixed("fp16", loss_scale=scale)), SCALE_FIELDS)["fp16"]
     assert tuple(section.get(field) for field in SCALE_FIELDS) == expected
 
 
@@ -57,9 +54,12 @@ def test_scales_that_deepspeed_does_not_have(field, value, expected):
 
 def test_skipped_steps():
     plugin = lp.HalfMixed("bf16", skip_nonfinite=True)
-    assert translated({}, options_of(plugin), SCALE_FIELDS)["bf16"] == {"enabled": True, "check_grad_overflow": True}
+    assert translated({}, ZeroOptions.of(plugin), SCALE_FIELDS)["bf16"] == {
+        "enabled": True,
+        "check_grad_overflow": True,
+    }
     with pytest.raises(ValueError, match=r"`bf16.check_grad_overflow=True`, and the DeepSpeed config has `.*=False`"):
-        translated({"bf16": {"check_grad_overflow": False}}, options_of(plugin), SCALE_FIELDS)
+        translated({"bf16": {"check_grad_overflow": False}}, ZeroOptions.of(plugin), SCALE_FIELDS)
 
 
 def test_dtypes_of_gradients_and_buffers():
@@ -69,12 +69,12 @@ def test_dtypes_of_gradients_and_buffers():
         grad_accumulation_dtype=torch.float32,
         buffer_dtype=torch.bfloat16,
     )
-    assert translated({}, options_of(plugin), SCALE_FIELDS) == {
+    assert translated({}, ZeroOptions.of(plugin), SCALE_FIELDS) == {
         "bf16": {"enabled": True},
         "data_types": {"grad_accum_dtype": "fp32", "buffer_dtype": "bf16"},
     }
     with pytest.raises(ValueError, match=r"`.*grad_accum_dtype='fp32'`, and the DeepSpeed config has `.*='bf16'`"):
-        translated({"data_types": {"grad_accum_dtype": "bf16"}}, options_of(plugin), SCALE_FIELDS)
+        translated({"data_types": {"grad_accum_dtype": "bf16"}}, ZeroOptions.of(plugin), SCALE_FIELDS)
 
 
 @pytest.mark.parametrize(
@@ -101,3 +101,35 @@ def test_auto_and_equal_values_pass_and_the_given_config_stays():
     config = {"bf16": {"enabled": "auto"}, "fp16": {"enabled": False}}
     assert translated(config, BF16, SCALE_FIELDS) == {"bf16": {"enabled": True}, "fp16": {"enabled": False}}
     assert config == {"bf16": {"enabled": "auto"}, "fp16": {"enabled": False}}
+
+
+# ---- refused by the name of the strategy, before DeepSpeed is imported
+
+
+@pytest.mark.parametrize("make", [L.Fabric, L.Trainer])
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ({"precision": "bf16-remainder"}, r"has no `form='remainder'`\. Use `precision='bf16-master'`"),
+        ({"precision": "fp8-hybrid-8bit"}, r"has no `form='remainder'`\. Use `precision='fp8-hybrid'`"),
+        ({"precision": "bf16-sr"}, r"has no `form='stochastic'`\. Use `precision='bf16-master'`"),
+        ({"plugins": "8bit"}, r"has no `moments='8bit'`\. Use `precision='bf16-master'`"),
+        ({"plugins": "keep"}, r"`weights='keep'` trains .* ZeRO always has float32 masters\. Leave `weights` out"),
+        ({"plugins": "head"}, r"`head='chunked'` reads the weight of the output head .* Leave `head` out"),
+    ],
+    ids=["remainder", "fp8", "sr", "8bit", "keep", "head"],
+)
+def test_refused_with_reason_and_way_out(make, how, reason):
+    plugins = {
+        "8bit": lambda: lp.HalfMixed("bf16", master_weights=lp.MasterConfig(moments="8bit")),
+        "keep": lambda: lp.HalfMixed("bf16", weights="keep"),
+        "head": lambda: lp.FP8TorchAO(head="chunked"),
+    }
+    how = {"plugins": plugins[how["plugins"]]()} if "plugins" in how else how
+    with pytest.raises(ValueError, match=rf"does not run under `strategy='deepspeed_stage_2'`: .*{reason}"):
+        make(strategy="deepspeed_stage_2", accelerator="cpu", devices=1, **how)
+
+
+def test_msamp():
+    with pytest.raises(ValueError, match=r"does not run under `strategy='deepspeed_stage_3'` yet\. It runs under one"):
+        L.Fabric(strategy="deepspeed_stage_3", accelerator="cpu", devices=1, precision="msamp-o2")
