@@ -1,17 +1,20 @@
 """Sharded checkpoints that Lightning's FSDPStrategy (FSDP1) and ModelParallelStrategy wrote, under ours."""
 
-import contextlib
-
 import lightning as L
 import pytest
 import torch
 from lightning.fabric.strategies import FSDPStrategy as FabricFSDP
 from lightning.fabric.strategies import ModelParallelStrategy
+from lightning.fabric.strategies.fsdp import _get_sharded_state_dict_context
 from torch import distributed as dist
+from torch.distributed.checkpoint import save
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import fully_shard
 
 from tests.fsdp2.ranks import launch
 from tests.fsdp2.test_resume_trainer import fit
-from tests.fsdp2.toy import Toy, adamw, assert_same, full, setup, train
+from tests.fsdp2.toy import Toy, X, Y, adamw, assert_same, full, setup, train
 
 pytestmark = pytest.mark.distributed
 
@@ -29,8 +32,6 @@ class OnCPU(FabricFSDP):
 
 def by_fsdp1(folder):
     """A model trained by FSDP1, and its checkpoints as Fabric and as the Trainer write them."""
-    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-
     torch.manual_seed(0)
     module = Toy(1)
     decayed = [fqn for fqn, p in module.named_parameters() if p.ndim > 1]  # FSDP1 flattens
@@ -41,30 +42,21 @@ def by_fsdp1(folder):
     optimizer = torch.optim.AdamW([{"params": groups[False], "weight_decay": 0.0}, {"params": groups[True]}], lr=1e-2)
     for step in range(3):
         rows = slice(8 * (2 * step + dist.get_rank()), 8 * (2 * step + dist.get_rank()) + 8)
-        from tests.fsdp2.toy import X, Y
-
         torch.nn.functional.cross_entropy(model(X[rows]), Y[rows]).backward()
         optimizer.step()
         optimizer.zero_grad()
     strategy = OnCPU(state_dict_type="sharded")
     strategy.save_checkpoint(folder / "fabric.ckpt", {"model": model, "optimizer": optimizer, "step": 3})
-    with contextlib.suppress(FileExistsError):
-        (folder / "trainer.ckpt").mkdir()
+    (folder / "trainer.ckpt").mkdir(exist_ok=True)
     dist.barrier()
-    from lightning.fabric.strategies.fsdp import _get_sharded_state_dict_context
-
     with _get_sharded_state_dict_context(model):
         shards = {"model": model.state_dict(), "optimizer_0": FSDP.optim_state_dict(model, optimizer)}
-    from torch.distributed.checkpoint import save
-
     save(shards, checkpoint_id=folder / "trainer.ckpt")  # as its `save_checkpoint` does
     return read_by_torch(folder / "fabric.ckpt")
 
 
 def read_by_torch(path):
     """By torch's own converter. (FSDP1's `full_optim_state_dict` mixes up the moments on CPU.)"""
-    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-
     whole = path.with_name(f"whole.{dist.get_rank()}")
     dcp_to_torch_save(path, whole)
     content = torch.load(whole, weights_only=True)
@@ -116,8 +108,6 @@ def fsdp1(rank, ranks, folder):
 
 
 def model_parallel(rank, ranks, folder):
-    from torch.distributed.fsdp import fully_shard
-
     def shard(module, mesh):
         for block in module.blocks:
             fully_shard(block, mesh=mesh["data_parallel"])

@@ -2,6 +2,9 @@
 
 import json
 import pickle
+import random
+import re
+import struct
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from lightning_lowprec.checkpoints.load import open_checkpoint
 from lightning_lowprec.checkpoints.weights import open_weights
+from tests.checkpoints.test_hostile_configs import STRANGE
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 WHOLE = torch.arange(7.0 * 5).reshape(7, 5)
@@ -110,3 +114,32 @@ def test_safetensors_of_any_shape_and_dtype(tmp_path):
     (tmp_path / "b.safetensors").unlink()
     with pytest.raises(ValueError, match=r"b\.safetensors' is missing; expected a file of safetensors"):
         open_weights(tmp_path)
+
+
+def safetensors(entries):
+    """The bytes of a file of safetensors with this header, and 64 bytes of values."""
+    header = json.dumps(entries).encode()
+    return struct.pack("<Q", len(header)) + header + bytes(64)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_an_index_reads_files_of_its_folder_or_names_itself(seed, tmp_path):
+    generator = random.Random(seed)
+    right = {"a": {"dtype": "F32", "shape": [4, 4], "data_offsets": [0, 64]}}
+    (tmp_path / "outside.safetensors").write_bytes(safetensors(right))
+    for index in range(25):
+        folder = tmp_path / str(index)
+        folder.mkdir()
+        (folder / "a.safetensors").write_bytes(safetensors(right))
+        strange = generator.choice([*STRANGE, "../outside.safetensors", str(tmp_path / "outside.safetensors")])
+        shown = generator.choice([{"weight_map": {"a": strange}}, {"weight_map": strange}, strange, {"x": strange}])
+        (folder / "model.safetensors.index.json").write_text(json.dumps(shown))
+        with pytest.raises(ValueError, match=re.escape(str(folder))):
+            open_weights(folder)
+
+
+def test_a_file_of_values_that_torch_cannot_read_is_named(tmp_path):
+    file = tmp_path / "four-bits.safetensors"
+    file.write_bytes(safetensors({"a.weight": {"dtype": "F4", "shape": [8, 16], "data_offsets": [0, 64]}}))
+    with pytest.raises(ValueError, match=r"'a\.weight' of '.*four-bits.safetensors' has the format F4"):
+        open_weights(file)
