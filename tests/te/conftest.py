@@ -19,7 +19,7 @@ collect_ignore_glob = [] if find_spec("transformer_engine") else NEEDS_IT
 
 @pytest.fixture
 def pretend_gpu(monkeypatch):
-    from tests.te.hopper import pretend
+    from tests.te.reference import pretend
 
     pretend(monkeypatch)
 
@@ -36,7 +36,7 @@ def onnx_forward(monkeypatch):
     """Transformer Engine's modules compute by torch operations on CPU, in high precision, without gradients."""
     from transformer_engine.pytorch.export import onnx_export
 
-    from tests.te.hopper import take_any_input
+    from tests.te.reference import take_any_input
 
     take_any_input(monkeypatch)
 

@@ -3,7 +3,7 @@
 Transformer Engine ships quantizers in plain torch (``reference_current_scaling`` and ``reference_nvfp4`` of its
 ``custom_recipes``). Here its recipes ``Float8CurrentScaling`` and ``NVFP4BlockScaling`` make these: its autograd
 function, its workspaces and its GEMM dispatch run as they do on a GPU, and the products are ``torch._scaled_mm`` or
-plain torch, on CPU. What is answered for it, beside what ``hopper.pretend`` answers:
+plain torch, on CPU. What is answered for it, beside what :func:`pretend` answers:
 
 * ``tensor.is_cuda`` is True where its base module or our own ``check_input`` asks;
 * ``torch.cuda.is_current_stream_capturing()`` is False where it asks;
@@ -42,10 +42,29 @@ from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import (
 )
 from transformer_engine.pytorch.module import base
 
+from lightning_lowprec import FP8TE
 from lightning_lowprec.te import layer
-from tests.te.hopper import pretend
 
 ASKING = (base.__name__, layer.__name__)
+
+
+def pretend(monkeypatch) -> None:
+    """Transformer Engine is told of CUDA and of every recipe that Hopper has; torch and Lightning are not."""
+    real = torch.cuda.is_available
+    asking = ("transformer_engine.", FP8TE.__module__)
+    asked = lambda: sys._getframe(1).f_globals["__name__"].startswith(asking) or real()  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "is_available", asked)
+    for name in ("_FP8_SUPPORT", "_FP8_BLOCK_SCALING_SUPPORT", "_NVFP4_SUPPORT"):
+        monkeypatch.setattr(quantization, name, (True, ""))
+    monkeypatch.setattr(FP8TE, "refusal", lambda plugin, device: None)
+
+
+def take_any_input(monkeypatch) -> None:
+    """Layers take inputs on CPU."""
+    from lightning_lowprec.te import norms
+
+    for module in (layer, norms):
+        monkeypatch.setattr(module, "check_input", lambda input: None)
 
 
 def current_scaling():

@@ -7,7 +7,6 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig
 
 from lightning_lowprec.te.delayed_scaling import restore_scales
-from tests.te.test_te_layers import some_scales
 from tests.toys import Stack, Task, gelu_block
 
 QUIET = {
@@ -47,6 +46,15 @@ def te_linears(model):
 
 def fabric_for(plugin):
     return L.Fabric(accelerator="cpu", devices=1, plugins=plugin)
+
+
+def some_scales(length):
+    generator = torch.Generator().manual_seed(length)
+    return {
+        f"{mode}.{name}": torch.rand(shape, generator=generator)
+        for mode, count in (("forward", 3), ("backward", 2))
+        for name, shape in (("scale", (count,)), ("amax_history", (length, count)))
+    }
 
 
 def give_scales(model, recipe, length=4):

@@ -103,17 +103,6 @@ def test_compiled_blocks(reference_te):
     assert [reason for reason in counted if "_linear_eager" not in reason and "sys._getframe" not in reason] == []
 
 
-def test_only_inputs_need_gradients(reference_te):
-    """A frozen model that something before it learns through."""
-    model = Net().requires_grad_(False)
-    x = torch.randn(16, 32, requires_grad=True)
-    fabric = fabric_for(plugin())
-    fabric.backward(fabric.setup(model)(x).square().mean())
-    assert x.grad.isfinite().all()
-    assert x.grad.any()
-    assert not gradients(model)
-
-
 def test_a_graph_is_walked_backward_once(reference_te):
     """Transformer Engine 2.20 frees what its backward needs; should this pass, a sentence in the docs can go."""
     model = nn.Linear(32, 32)

@@ -1,18 +1,24 @@
-"""Names with and without a backend, and what they say on a machine that cannot run them."""
+"""Names of precisions, and private names of Transformer Engine: what they say where they cannot run or are lost."""
 
 import re
 
 import lightning as L
 import pytest
+import torch
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch import distributed
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 import lightning_lowprec
 from lightning_lowprec import FP8TE
 from lightning_lowprec.fsdp2.options import ShardOptions
 from lightning_lowprec.fsdp2.strategy import gathers_fp8
 from lightning_lowprec.names import TABLE, create
-from lightning_lowprec.te.layer import te_linears
-from tests.te.hopper import pretend
-from tests.te.subjects import QUIET, Lit, Net, fabric_for
+from lightning_lowprec.private.transformer_engine import check_names, moved
+from lightning_lowprec.te import plugin as te_plugin
+from lightning_lowprec.tools.doctor import availability
+from tests.te.reference import pretend
+from tests.te.subjects import QUIET, Lit, Net, fabric_for, te_linears
 
 NAMES = [name for name, entry in TABLE.items() if entry.plugin is FP8TE]
 
@@ -58,11 +64,6 @@ def test_a_name_means_the_same_where_both_are_installed(monkeypatch, name):
         assert plugin.precision == name
 
 
-def test_a_run_of_the_other_backend_resumes():
-    create("fp8-hybrid-fp16").load_state_dict({"backend": "transformer_engine"})
-    create("fp8-hybrid").load_state_dict({"backend": "transformer_engine"})
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_of_the_plan_have_the_formats_of_the_recipe(name):
     plugin = create(name)
@@ -74,3 +75,45 @@ def test_rows_of_the_plan_have_the_formats_of_the_recipe(name):
     assert (row["output"], row["grad_input"], row["grad_weight"]) == (forward, backward, backward)
     assert not gathers_fp8(plugin, ShardOptions())
     assert row["fsdp2"] == plugin.base
+
+
+@pytest.fixture
+def unchecked():
+    """The check runs once per process; here it runs again."""
+    check_names.cache_clear()
+    yield
+    check_names.cache_clear()
+
+
+def test_the_installed_version_has_all_names():
+    assert moved() == []
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "lost"),
+    [
+        (FP8GlobalStateManager, "reduce_and_update_fp8_tensors", "FP8GlobalStateManager.reduce_and_update_fp8_tensors"),
+        (FP8GlobalStateManager, "quantization_state", "quantization_state.autocast_depth"),
+        (distributed, "_get_module_fsdp_state", "distributed._get_module_fsdp_state"),
+    ],
+)
+def test_a_name_that_is_gone(monkeypatch, unchecked, owner, name, lost):
+    monkeypatch.delattr(owner, name)
+    assert any(lost in words for words in moved())
+    with pytest.raises(ImportError, match=rf"Transformer Engine 2\.\d+.* has no .*{name}"):
+        te_plugin.pytorch()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    verdict = availability("fp8-hybrid-te", torch.device("cuda", 0))
+    assert not verdict.runs
+    assert "Install a version that has" in verdict.reason
+
+
+def test_an_attribute_that_no_code_assigns(monkeypatch):
+    class Other:
+        def __init__(self):
+            self.fp8 = self._fp8_workspaces
+
+    monkeypatch.setattr(te, "Linear", Other)
+    words = moved()
+    assert "transformer_engine.pytorch.Linear()._fp8_workspaces" in words
+    assert "transformer_engine.pytorch.Linear().fp8" not in words

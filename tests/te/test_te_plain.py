@@ -44,19 +44,11 @@ TOOLS = {
 }
 
 
+@pytest.mark.parametrize("layer", [0, 1], ids=["norm", "linear"])
 @pytest.mark.parametrize("tool", TOOLS)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
-def test_tools_name_plain(tool, reference_te):
-    model = Net()
-    fabric_for(FP8TE(current_scaling(), norms=False)).setup(model)(X)
-    with pytest.raises(Exception, match=r"(?s)`lightning_lowprec.plain\(model\)` first"):
-        TOOLS[tool](model.eval())
-
-
-@pytest.mark.parametrize("tool", TOOLS)
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
-def test_norms_name_plain(tool, pretend_gpu):
+def test_tools_name_plain(tool, layer, pretend_gpu):
     model = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32))
     fabric_for(FP8TE("current")).setup(model)
     with pytest.raises(Exception, match=r"(?s)`lightning_lowprec.plain\(model\)` first"):
-        TOOLS[tool](model[:1].eval())
+        TOOLS[tool](model[layer : layer + 1].eval())

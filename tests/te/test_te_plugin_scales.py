@@ -5,27 +5,7 @@ import torch
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from lightning_lowprec import FP8TE
-from tests.te.subjects import Net, fabric_for, give_scales, te_linears
-from tests.te.test_te_layers import some_scales
-
-
-def test_scales_travel_in_the_plugins_state(pretend_gpu, tmp_path):
-    def set_up():
-        model, plugin = Net(), FP8TE(amax_history_len=4)
-        fabric = fabric_for(plugin)
-        return model, plugin, fabric, fabric.setup(model)
-
-    model, plugin, fabric, wrapped = set_up()
-    give_scales(model, plugin.recipe)
-    fabric.save(tmp_path / "some.ckpt", {"model": wrapped, "precision": plugin})
-    torch.load(tmp_path / "some.ckpt", weights_only=True)
-    other, resumed, fabric, wrapped = set_up()
-    fabric.load(tmp_path / "some.ckpt", {"model": wrapped, "precision": resumed})
-    assert resumed.state_dict().keys() == plugin.state_dict().keys()
-    for name, entry in plugin.state_dict()["scales"].items():
-        for key, value in entry.items():
-            assert torch.equal(resumed.state_dict()["scales"][name][key], value), (name, key)
-    assert len(te_linears(other)) == len(plugin.state_dict()["scales"]) == 6
+from tests.te.subjects import Net, fabric_for, give_scales, some_scales, te_linears
 
 
 def test_no_layer_renews_the_backward_scales(pretend_gpu):

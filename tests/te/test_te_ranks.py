@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 from tests.fsdp2.ranks import run
+from tests.fsdp2.toy import differences
 
 pytestmark = [
     pytest.mark.distributed,
@@ -25,11 +26,10 @@ def batch_of(rank, step):
     return torch.randn(TOKENS, 32, generator=generator), torch.randn(TOKENS, 16, generator=generator)
 
 
-def plugin():
+def plugin(recipe="current", **options):
     from lightning_lowprec import FP8TE
-    from tests.te.reference import current_scaling
 
-    return FP8TE(current_scaling(), norms=False)
+    return FP8TE(recipe, norms=False, **options)
 
 
 def full(tensor):
@@ -64,10 +64,32 @@ def train(fabric, batches, steps=range(STEPS), keep=None):
     return {"grads": grads, "losses": losses, "weights": {n: full(p) for n, p in model.named_parameters()}}
 
 
-def launched(strategy):
-    fabric = L.Fabric(accelerator="cpu", devices=2, strategy=strategy(), plugins=plugin())
+def launched(strategy, **options):
+    fabric = L.Fabric(accelerator="cpu", devices=2, strategy=strategy(), plugins=plugin(**options))
     fabric.launch()
     return fabric
+
+
+def delayed(strategy, path):
+    """What a checkpoint keeps of sharded layers and their scales, and what a model that began without values reads."""
+    from tests.te.subjects import Net, give_scales
+
+    found = {}
+    for device in ("cpu", "meta"):
+        fabric = launched(strategy, recipe="delayed", amax_history_len=4)
+        with torch.device(device):
+            model = Net()
+        wrapped, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters()))
+        state = {"model": wrapped, "optimizer": optimizer, "precision": fabric.strategy.precision}
+        if device == "cpu":
+            give_scales(model, fabric.strategy.precision.recipe)
+            fabric.save(path, state)
+        else:
+            fabric.load(path, state)
+        assert all(block.forward.args[0].__module__.startswith("transformer_engine.") for block in model.blocks)
+        weights = {name: full(p) for name, p in model.named_parameters()}
+        found[device] = {"weights": weights, "scales": fabric.strategy.precision.state_dict()["scales"]}
+    return found
 
 
 def work(rank, folder):
@@ -77,16 +99,13 @@ def work(rank, folder):
     run_on_cpu(pytest.MonkeyPatch())
     mine = lambda step: [batch_of(rank, step)]  # noqa: E731
     found = {}
-    for name, strategy in (
-        ("ddp", lambda: "ddp"),
-        ("fsdp2", FabricFSDP2Strategy),
-        ("recomputed", lambda: FabricFSDP2Strategy(activation_checkpointing=True)),
-    ):
+    recomputing = partial(FabricFSDP2Strategy, activation_checkpointing=True)
+    for name, strategy in (("ddp", lambda: "ddp"), ("fsdp2", FabricFSDP2Strategy), ("recomputed", recomputing)):
         make = partial(launched, strategy)
         found[name] = train(make(), mine, keep=folder / name)
         if name != "recomputed":
             found[f"{name} resumed"] = train(make(), mine, steps=range(2, STEPS), keep=folder / name)
-    return found
+    return found | {"delayed": delayed(recomputing, folder / "delayed")}
 
 
 @pytest.fixture(scope="module")
@@ -144,3 +163,10 @@ def test_resumed(ranks, name):
         assert found[f"{name} resumed"]["losses"] == found[name]["losses"][2:]
         for fqn, expected in found[name]["weights"].items():
             assert torch.equal(found[f"{name} resumed"]["weights"][fqn], expected), fqn
+
+
+def test_delayed_scales_are_saved_and_loaded_by_ranks(ranks):
+    for found in (rank["delayed"] for rank in ranks):
+        assert len(found["cpu"]["scales"]) == 6
+        for kind in ("weights", "scales"):
+            assert not differences(found["meta"][kind], found["cpu"][kind])

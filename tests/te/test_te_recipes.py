@@ -1,19 +1,15 @@
 """Recipes from plain values, against Transformer Engine's own classes."""
 
-import math
-
 import pytest
-import torch
 from transformer_engine.common import recipe as te
 
 from lightning_lowprec import FP8TE
-from lightning_lowprec.te.backend import BACKEND
-from lightning_lowprec.te.recipes import KINDS, kind_of, make_recipe
-from tests.te.subjects import fabric_for, give_scales
 
 
 def make(recipe, **options):
-    return make_recipe(recipe, **options)
+    if isinstance(recipe, str):
+        recipe, options = {"recipe": recipe, **options}, {}
+    return FP8TE(recipe, **options).recipe
 
 
 @pytest.mark.parametrize(
@@ -30,8 +26,7 @@ def test_kinds(kind, cls):
     made = make(kind)
     assert type(made) is cls
     assert repr(made) == repr(cls())  # its defaults
-    assert kind_of(made) == kind
-    assert kind in KINDS
+    assert FP8TE(kind).kind == kind
 
 
 def test_fields_reach_the_recipe():
@@ -108,34 +103,3 @@ def test_transformer_engine_itself_ignores_flags_of_scales():
     """The reason for setting them; if this fails, that may go."""
     assert te.Float8CurrentScaling(use_power_2_scales=True).fp8_quant_fwd_weight.power_2_scale is False
     assert te.Float8BlockScaling(use_f32_scales=True).fp8_quant_fwd_weight.power_2_scale is True
-
-
-@pytest.mark.parametrize("power_of_2", [False, True])
-def test_the_monitor_knows_the_casts_of_current_scaling(reference_te, power_of_2):
-    """The largest number of the format over the largest of the tensor, cut to a power of two if the recipe says so."""
-    layer = torch.nn.Linear(32, 32)
-    wrapped = fabric_for(FP8TE({"recipe": "current", "use_power_2_scales": power_of_2})).setup(layer)
-    wrapped(torch.randn(16, 32))
-    casts = BACKEND.numerics(layer)
-    assert casts.values is layer.weight
-    formats = {"input": (torch.float8_e4m3fn, 448), "weight": (torch.float8_e4m3fn, 448)}
-    for name, (dtype, largest) in {**formats, "gradient": (torch.float8_e5m2, 57344)}.items():
-        cast = getattr(casts, name)
-        assert (cast.dtype, cast.may_saturate) == (dtype, False)
-        for amax in (0.3, 1.0, 700.0):
-            expected = 2.0 ** math.floor(math.log2(largest / amax)) if power_of_2 else largest / amax
-            assert cast.scale_of(torch.tensor(amax)).item() == pytest.approx(expected, rel=1e-6)
-        assert cast.scale_of(torch.tensor(0.0)).item() == 1.0
-
-
-def test_the_monitor_takes_the_scales_of_delayed_scaling_from_the_layer(pretend_gpu):
-    layer, plugin = torch.nn.Linear(32, 32), FP8TE()
-    fabric_for(plugin).setup(layer)
-    give_scales(layer, plugin.recipe)
-    layer.fp8 = True  # as after a forward
-    casts, scales = BACKEND.numerics(layer), plugin.state_dict()["scales"]["0"]
-    expected = {"input": scales["forward.scale"][0], "weight": scales["forward.scale"][1]}
-    for name, scale in {**expected, "gradient": scales["backward.scale"][0]}.items():
-        cast = getattr(casts, name)
-        assert cast.may_saturate, "the scale is older than the tensor"
-        assert cast.scale_of(torch.tensor(1.0)) == scale
