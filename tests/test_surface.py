@@ -21,8 +21,9 @@ from typing import Any
 import pytest
 
 import lightning_lowprec
-from lightning_lowprec import callbacks, msamp, names
+from lightning_lowprec import callbacks, msamp
 from lightning_lowprec.tools import cli
+from tests.representatives import TABLE
 
 FILE = Path(__file__).with_name("surface.txt")
 OWN = "lightning_lowprec"
@@ -65,7 +66,7 @@ def surface() -> Iterator[str]:
         for cls in cli.COMMANDS[command][1:]:
             for action in cli.parser_of(command, cls)._actions:
                 yield from (f"flag lowprec {command} {flag}" for flag in action.option_strings)
-    yield from (f"precision {name}" for name in names.TABLE)
+    yield from (f"precision {name}" for name in TABLE)
 
 
 def frozen(text: str) -> dict[str, list[str]]:

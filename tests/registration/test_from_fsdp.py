@@ -25,7 +25,6 @@ from torch.distributed.fsdp.wrap import (
 
 import lightning_lowprec
 from lightning_lowprec import FabricFSDP2Strategy, FP8TorchAO, FSDP2Strategy
-from lightning_lowprec.private.lightning import FABRIC_FSDP_NAMES, FSDP_NAMES, TRAINER_FSDP_NAMES
 from tests.toys import QUIET
 
 CPU = {"accelerator": "cpu", "devices": 2}
@@ -48,10 +47,9 @@ def options(source=TrainerFSDP, target=FSDP2Strategy, **choices):
 
 
 def chosen(choice):
-    """Which modules of the model a `wrap` means, by the code that shards."""
-    from lightning_lowprec.fsdp2.options import chosen
-
-    return list(chosen(model(), choice, "wrap"))
+    """Which modules of the model a `wrap` means."""
+    fits = choice if callable(choice) else lambda fqn, module: isinstance(module, choice)
+    return [fqn for fqn, module in model().named_modules() if fits(fqn, module)]
 
 
 @pytest.mark.parametrize(("source", "target"), ALL)
@@ -178,9 +176,12 @@ def test_derived_classes_are_refused(base):
         L.Trainer(strategy=Mine(), precision="fp8-hybrid", **CPU, **QUIET)
 
 
-@pytest.mark.parametrize(("source", "own"), [(TrainerFSDP, TRAINER_FSDP_NAMES), (FabricFSDP, FABRIC_FSDP_NAMES)])
+@pytest.mark.parametrize(
+    ("source", "own"),
+    [(TrainerFSDP, ["_precision_plugin", "kwargs", "_checkpoint_io"]), (FabricFSDP, ["_precision", "_fsdp_kwargs"])],
+)
 def test_a_lightning_that_has_moved_a_name(source, own):
-    for name in (FSDP_NAMES | own).values():
+    for name in ("_state_dict_type", "cpu_offload", "sharding_strategy", *own):
         strategy = source()
         delattr(strategy, name)
         with pytest.raises(

@@ -5,8 +5,6 @@ multiplies decoded FP8 in float32: the format that its operands were decoded fro
 master and the moments are looked at afterwards.
 """
 
-import logging
-
 import lightning as L
 import pytest
 import torch
@@ -146,20 +144,12 @@ def pair(first, second):
     return first if first == second else f"{first}, {second}"
 
 
-@pytest.fixture
-def quiet():
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    yield
-    logging.disable(before)
-
-
 def runs(name):
     return name != "16-mixed" if name not in names.TABLE else availability(name, CPU).runs
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", [name for name in representatives([*LIGHTNINGS, *names.TABLE]) if runs(name)])
-def test_the_table_says_what_is_seen(name, quiet):
+def test_the_table_says_what_is_seen(name):
     formats = names.TABLE[name].formats if name in names.TABLE else LIGHTNINGS[name]
     assert formats.row() == trained(name)

@@ -1,4 +1,4 @@
-"""What `lowprec` answers before anything runs imports neither torch nor Lightning; user code still finds all names."""
+"""What `lowprec` answers before anything runs imports neither torch nor Lightning."""
 
 import json
 import subprocess
@@ -100,24 +100,6 @@ def test_this_test_can_fail(tmp_path):
     status, said, imported = answers([["doctor"]], tmp_path, path=f"{tmp_path}:{ROOT}")["doctor"]
     assert status != 0, said
     assert "torch" in imported
-
-
-MODEL = """
-import lightning as L, lightning_lowprec, torch
-L.Fabric(precision="bf16-sr", accelerator="cpu")
-class Model(torch.nn.Linear):
-    def __init__(self):
-        super().__init__(16, 16)
-        assert lightning_lowprec.HalfMixed is not None
-"""
-
-
-@pytest.mark.slow
-def test_the_model_of_a_command_finds_the_names_registered(tmp_path):
-    (tmp_path / "model.py").write_text(MODEL)
-    ((status, said, _),) = answers([["plan", f"{tmp_path / 'model.py'}:Model"]], tmp_path).values()
-    assert status in (0, 1), said
-    assert "Traceback" not in said
 
 
 FOLDER = ("export", "a.ckpt", "out", "--model=llama")
