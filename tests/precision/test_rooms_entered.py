@@ -12,27 +12,21 @@ from torch.optim import optimizer
 from torch.utils.data import DataLoader
 
 import lightning_lowprec
-from tests.toys import ON_CPU
+from tests.toys import ON_CPU, Task
 
 ROOT = Path(lightning_lowprec.__file__).parent
 
 
-class Net(L.LightningModule):
+class Net(Task):
     def __init__(self, marks):
-        super().__init__()
-        self.layers, self.marks = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))), marks
-
-    def training_step(self, x, batch_idx):
-        return self.layers(x).square().mean()
+        super().__init__(nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))))
+        self.marks = marks
 
     def on_train_batch_start(self, batch, batch_idx):
         self.marks["in a step"] = batch_idx == 5
 
     def on_train_batch_end(self, *_):
         self.marks["in a step"] = False
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
 def entered(precision, monkeypatch):

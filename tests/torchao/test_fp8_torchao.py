@@ -188,6 +188,23 @@ def test_compile_on_request_needs_repeated_blocks():
         fabric(FP8TorchAO(compile=True)).setup(nn.Sequential(nn.Linear(16, 16)))
 
 
+def test_a_frozen_weight_keeps_nothing_of_its_input():
+    """As under LoRA, whose base layers do not train."""
+    lightning = fabric(FP8TorchAO(weight_codes="per_gemm"))
+    lightning.setup_module(layer := nn.Linear(64, 32).requires_grad_(False))
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t), lightning.autocast():
+        assert layer(torch.randn(21, 64, requires_grad=True)).requires_grad
+    assert all(t.data_ptr() == layer.weight.data_ptr() for t in kept)
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp"])
+def test_row_scales_are_encoded_at_every_product(recipe):
+    assert FP8TorchAO(recipe).weight_codes == "per_gemm"
+    with pytest.raises(ValueError, match="which does not read it; it is for 'tensorwise'"):
+        FP8TorchAO(recipe, weight_codes="per_forward")
+
+
 @pytest.mark.parametrize("device", ["foo", "cuda:97"])
 def test_doctor_refuses_a_device_that_is_not_there(device, capsys):
     assert main(["doctor", f"--device={device}"]) == 2
