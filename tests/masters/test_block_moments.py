@@ -154,6 +154,25 @@ def test_the_codes_of_a_loaded_state_dict_are_not_written_to():
         assert equal(state["state"][0][name], kept["state"][0][name]), name
 
 
+def test_a_parameter_without_gradient_is_neither_decayed_nor_counted_and_a_tied_one_steps_once():
+    model = nn.ModuleDict(
+        {"a": nn.Linear(64, 64, bias=False), "b": nn.Linear(64, 64, bias=False), "c": nn.Linear(64, 64)}
+    )
+    model["b"].weight = model["a"].weight
+    for p in model.parameters():  # the cast rounds no value halfway between two of bf16 otherwise than a step does
+        p.data.copy_(p.data.bfloat16())
+    originals = cast_parameters(model, torch.bfloat16, keep=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    add_masters(optimizer, MasterConfig(form="remainder", moments="8bit"), values=originals)
+    before = model["c"].weight.detach().clone()
+    for step in range(3):
+        model["b"](model["a"](batch(step))).float().square().mean().backward()
+        optimizer.step()
+    assert int(optimizer.state[model["a"].weight]["step"]) == 3
+    assert torch.equal(model["c"].weight, before)
+    assert model["c"].weight not in optimizer.state
+
+
 class WithAnAverageOfWeights(torch.optim.SGD):
     """An optimizer of a user, whose state 8 bits would spoil."""
 

@@ -101,6 +101,22 @@ def trained(form, steps=5, make=ADAMW):
     return model, optimizer
 
 
+@every_exact_form
+def test_the_state_of_an_optimizer_on_bf16_weights_becomes_float32_for_good(form):
+    plain = net().bfloat16()
+    saved = ADAMW(plain.parameters())
+    train(plain, saved, range(4))
+    model, optimizer = wrapped(ADAMW, form, seed=3)
+    model.load_state_dict(plain.state_dict())
+    optimizer.load_state_dict(through_file(saved.state_dict()))
+    moments = [entry["exp_avg_sq"] for entry in optimizer.state_dict()["state"].values()]
+    assert {moment.dtype for moment in moments} == {torch.float32}
+    assert equal([master.bfloat16() for master in masters_of(optimizer)], [p.detach() for p in plain.parameters()])
+    train(model, optimizer, range(4, 6))
+    moment = optimizer.state_dict()["state"][0]["exp_avg_sq"]
+    assert not torch.equal(moment, moment.bfloat16().float())
+
+
 @every_form
 def test_hooks_of_state_dicts(form):
     _, optimizer = trained(form)
