@@ -115,6 +115,8 @@ def test_the_state_of_an_optimizer_on_bf16_weights_becomes_float32_for_good(form
     train(model, optimizer, range(4, 6))
     moment = optimizer.state_dict()["state"][0]["exp_avg_sq"]
     assert not torch.equal(moment, moment.bfloat16().float())
+    add_masters(saved, form)
+    assert {entry["exp_avg_sq"].dtype for entry in saved.state.values()} == {torch.float32}
 
 
 @every_form
