@@ -214,13 +214,13 @@ FAULTS = [
         "8-bit moments without a sign",
         "codes = codes | ((values.view(torch.int32) >> 24) & 0x80)",
         "codes = codes | 0",
-        "tests/numerics/test_block_floats.py",
+        "tests/numerics/test_scaling.py",
     ),
     Fault(
         "a block of moments with the exponent of another",
         "_powers(2 * _BIAS - exponents)[:, None]",
         "_powers(2 * _BIAS - exponents.roll(1))[:, None]",
-        "tests/numerics/test_block_floats.py",
+        "tests/numerics/test_scaling.py",
     ),
     # ---- loss scaling
     Fault(
