@@ -33,35 +33,35 @@ class Stage(nn.Module):
         return self.lm_head(x)
 
 
-def long_batch(data_rank=0):
+def long_batch():
     """Inputs and targets of 8 sequences: 4 micro-batches of 2."""
-    tokens = torch.cat([batch(step, data_rank) for step in range(2)])
+    tokens = torch.cat([batch(step, 0) for step in range(2)])
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def set_up(precision, model, mesh, **options):
+def set_up(precision, model, mesh):
     """Convert a stage, and shard it if there is a mesh: the ranks that have the same stage."""
     if mesh is None:
         return converted(precision, model)
     plugin = precisions()[precision]()
     is_block = lambda fqn, module: fqn.startswith("blocks.") and fqn.count(".") == 1  # noqa: E731
-    return plugin, parallelize(model, mesh, plugin, wrap=is_block, **options)
+    return plugin, parallelize(model, mesh, plugin, wrap=is_block)
 
 
-def pipeline(number, precision, schedule, mesh=None, *, group=None, data_rank=0, **options):
-    plugin, model = set_up(precision, Stage(number), mesh, **options)
-    stage = pipelining.PipelineStage(model, number, 2, CPU, group=group)
+def pipeline(number, precision, schedule, mesh=None):
+    plugin, model = set_up(precision, Stage(number), mesh)
+    stage = pipelining.PipelineStage(model, number, 2, CPU)
     runs = getattr(pipelining, schedule)(stage, n_microbatches=BATCHES, loss_fn=cross_entropy)
-    (inputs, targets), losses = long_batch(data_rank), []
+    (inputs, targets), losses = long_batch(), []
     with plugin.forward_context():
         runs.step(*([inputs] if number == 0 else []), **({"target": targets, "losses": losses} if number else {}))
     return [loss.item() for loss in losses], gradients(model)
 
 
-def pipeline_of_one(precision, mesh=None, *, data_rank=0):
+def pipeline_of_one(precision, mesh=None):
     plugin, model = set_up(precision, Stage(), mesh)
     losses = []
-    for inputs, targets in zip(*(tensor.chunk(BATCHES) for tensor in long_batch(data_rank)), strict=True):
+    for inputs, targets in zip(*(tensor.chunk(BATCHES) for tensor in long_batch()), strict=True):
         with plugin.forward_context():
             losses.append(cross_entropy(model(inputs), targets))
         losses[-1].backward()
@@ -81,14 +81,6 @@ def worker(rank):
     }
 
 
-def stages_by_data(rank):
-    """Two stages of a pipeline, each sharded over two ranks; the gradients of this rank's stage."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stages", "data"))
-    number, data_rank = mesh.get_coordinate()
-    options = {"group": mesh["stages"].get_group(), "data_rank": data_rank, "param_dtype": torch.float32}
-    return pipeline(number, "bf16", "Schedule1F1B", mesh["data"], **options)[1]
-
-
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     return run(worker, 2, tmp_path_factory.mktemp("pipelines"))
@@ -106,12 +98,3 @@ def test_a_pipeline_computes_the_bits_of_one_process(results, precision, sharded
         names |= grads.keys()
     assert names == expected.keys()
     assert results[1][precision, schedule, sharded][0][0] == expected_losses
-
-
-def test_sharded_stages_average_over_their_data_ranks(tmp_path):
-    one, other = (pipeline_of_one("bf16", data_rank=rank)[1] for rank in range(2))
-    names = set()
-    for grads in run(stages_by_data, 4, tmp_path):
-        assert all(torch.equal(grad, (one[name] + other[name]) / 2) for name, grad in grads.items())
-        names |= grads.keys()
-    assert names == one.keys()

@@ -3,6 +3,7 @@
 import warnings
 
 import lightning as L
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -16,17 +17,7 @@ from lightning_lowprec.serving import content, safetensors_files
 from lightning_lowprec.serving.content import of_layers
 from lightning_lowprec.serving.export import Options, write
 from lightning_lowprec.serving.sources import live_model
-from tests.serving.models import (
-    FP8_FORMATS,
-    config,
-    converted,
-    decoded,
-    gpt2,
-    llama,
-    mixtral,
-    served,
-    tensors,
-)
+from tests.serving.models import FP8_FORMATS, config, converted, decoded, gpt2, llama, mixtral, served, tensors
 
 UP = "model.layers.0.mlp.up_proj"
 TOKENS = torch.arange(24).reshape(1, -1) % 96
@@ -57,13 +48,9 @@ def test_rowwise_codes_are_those_of_torchaos_own_cast(tmp_path):
     done = export(model, tmp_path / "out", "compressed-tensors")
     weight = model.get_submodule(UP).weight.detach()
     cast = hp_tensor_to_float8_dynamic(
-        weight.t(),
-        torch.float8_e4m3fn,
-        LinearMMConfig(),
-        scaling_granularity=ScalingGranularity.AXISWISE,
-        axiswise_dim=0,
-        round_scales_to_power_of_2=True,
-    )
+        weight.t(), torch.float8_e4m3fn, LinearMMConfig(), scaling_granularity=ScalingGranularity.AXISWISE,
+        axiswise_dim=0, round_scales_to_power_of_2=True,
+    )  # fmt: skip
     assert same_bits(tensors(tmp_path / "out")[f"{UP}.weight"], cast._data.t().contiguous())
     values = decoded(tmp_path / "out", "compressed-tensors")[f"{UP}.weight"]
     assert torch.equal(values, (cast._data.float() / cast._scale).t())
@@ -97,11 +84,9 @@ def test_scales_of_blocks_follow_the_rule_of_the_run(tmp_path):
     weight = model.get_submodule(UP).weight.detach()
     largest = weight.abs().unflatten(0, (2, 128)).amax((1, 2))
     scale = torch.exp2(torch.floor(torch.log2(448 / largest))).repeat_interleave(128)[:, None]
-    assert same_bits(tensors(tmp_path / "out")[f"{UP}.weight"], (weight * scale).to(torch.float8_e4m3fn))
-    assert torch.equal(
-        decoded(tmp_path / "out", "hf-fp8-block")[f"{UP}.weight"] * scale,
-        (weight * scale).to(torch.float8_e4m3fn).float(),
-    )
+    codes = (weight * scale).to(torch.float8_e4m3fn)
+    assert same_bits(tensors(tmp_path / "out")[f"{UP}.weight"], codes)
+    assert torch.equal(decoded(tmp_path / "out", "hf-fp8-block")[f"{UP}.weight"] * scale, codes.float())
     assert (done.same, done.other) == (0, 7)
     assert "7 weights: rounded again, since the format needs other scales than the run had" in done.text()
 
@@ -160,17 +145,11 @@ def test_experts_are_published_one_by_one_with_the_codes_of_the_stack(tmp_path, 
 def test_what_the_run_kept_is_ignored(tmp_path):
     model = llama()
     lightning_lowprec.FP8TorchAO("rowwise", keep=["*.o_proj"]).convert_module(model)
-    for format, key in (
-        ("compressed-tensors", "ignore"),
-        ("hf-fp8-block", "modules_to_not_convert"),
-    ):
+    kept = "model.layers.0.self_attn.o_proj"
+    for format, key in (("compressed-tensors", "ignore"), ("hf-fp8-block", "modules_to_not_convert")):
         export(model, tmp_path / format, format)
-        quantization = config(tmp_path / format)["quantization_config"]
-        assert sorted(quantization[key]) == ["lm_head", "model.layers.0.self_attn.o_proj"]
-        assert torch.equal(
-            tensors(tmp_path / format)["model.layers.0.self_attn.o_proj.weight"],
-            model.model.layers[0].self_attn.o_proj.weight,
-        )
+        assert sorted(config(tmp_path / format)["quantization_config"][key]) == ["lm_head", kept]
+        assert torch.equal(tensors(tmp_path / format)[f"{kept}.weight"], model.get_submodule(kept).weight)
 
 
 def test_conv1d_is_exported_in_high_precision_and_refused_in_fp8(tmp_path):
@@ -183,19 +162,9 @@ def test_conv1d_is_exported_in_high_precision_and_refused_in_fp8(tmp_path):
     assert not (tmp_path / "fp8").exists()
 
 
-def with_adapter():
-    import peft
-
-    model = peft.get_peft_model(
-        llama(), peft.LoraConfig(r=4, lora_alpha=12, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
-    )
-    return converted(model, "fp8-rowwise")
-
-
 def test_a_lora_adapter_is_kept_beside_codes_of_the_last_step(tmp_path):
-    import peft
-
-    model = with_adapter()
+    lora = peft.LoraConfig(r=4, lora_alpha=12, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    model = converted(peft.get_peft_model(llama(), lora), "fp8-rowwise")
     done = export(model, tmp_path / "out", "compressed-tensors", weights_only=True)
     assert (done.same, done.adapter_layers) == (7, 2)
     loaded = served(tmp_path / "out")
@@ -256,6 +225,20 @@ def test_no_space_or_ctrl_c_leave_nothing(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         interrupted(tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_of_two_that_write_one_folder_the_first_wins_and_the_other_raises(tmp_path):
+    out = tmp_path / "out"
+    slow, fast = safetensors_files.new_folder(out, 1), safetensors_files.new_folder(out, 1)
+    for folder, text in ((slow.__enter__(), "slow"), (fast.__enter__(), "fast")):
+        (folder / "of").write_text(text)
+    fast.__exit__(None, None, None)
+    with pytest.raises(ValueError, match="exists; expected a new folder"):
+        slow.__exit__(None, None, None)
+    assert (out / "of").read_text() == "fast"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    (tmp_path / "usual").mkdir()
+    assert out.stat().st_mode == (tmp_path / "usual").stat().st_mode, "a server of another user reads it"
 
 
 def test_wrong_options_are_refused(tmp_path):

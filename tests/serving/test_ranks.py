@@ -1,4 +1,4 @@
-"""One folder by several processes: the ranks of DDP, and runs that know nothing of each other."""
+"""One folder by the ranks of DDP."""
 
 import json
 import warnings
@@ -13,7 +13,6 @@ from lightning.pytorch.strategies import DDPStrategy
 from safetensors.torch import load_file
 
 import lightning_lowprec
-from lightning_lowprec.serving.safetensors_files import new_folder
 from tests.fsdp2.ranks import free_port, server
 from tests.serving.models import Module, llama
 from tests.toys import QUIET
@@ -62,30 +61,10 @@ def test_every_rank_of_ddp_may_export_and_rank_0_writes(tmp_path):
     assert not list(tmp_path.glob(".*"))
 
 
-def test_of_two_that_write_one_folder_the_first_wins_and_the_other_raises(tmp_path):
-    out = tmp_path / "out"
-    slow, fast = new_folder(out, 1), new_folder(out, 1)
-    for folder, text in ((slow.__enter__(), "slow"), (fast.__enter__(), "fast")):
-        (folder / "of").write_text(text)
-    fast.__exit__(None, None, None)
-    with pytest.raises(ValueError, match="exists; expected a new folder"):
-        slow.__exit__(None, None, None)
-    assert (out / "of").read_text() == "fast"
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    (tmp_path / "usual").mkdir()
-    assert out.stat().st_mode == (tmp_path / "usual").stat().st_mode, "a server of another user reads it"
-
-
 def test_fabrics_wrapper_holds_the_model_twice_under_ddp(tmp_path, monkeypatch):
-    for name, value in {
-        "MASTER_PORT": free_port(),
-        "WORLD_SIZE": 1,
-        "RANK": 0,
-        "LOCAL_RANK": 0,
-        "NODE_RANK": 0,
-    }.items():
+    world = {"WORLD_SIZE": 1, "RANK": 0, "LOCAL_RANK": 0, "NODE_RANK": 0, "MASTER_PORT": free_port()}
+    for name, value in {**world, "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     model = llama()
     fabric = L.Fabric(accelerator="cpu", devices=1, strategy="ddp", precision="fp8-rowwise")
     fabric.launch()

@@ -1,14 +1,22 @@
-"""Codes with a scale per tile, and codes of experts, under FSDP2: two ranks compute the bits of one; what they send."""
+"""Two ranks under FSDP2 compute the bits of one process, and send what the recipe says.
+
+Codes with a scale per tile, codes of experts and of Conv1Ds, weights that a product in bf16 reads, and parameters that
+stay float32 beside others of their block.
+"""
 
 import itertools
+from functools import partial
 
 import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import MixtralConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+from transformers.pytorch_utils import Conv1D
 
-from lightning_lowprec import FabricFSDP2Strategy
+from lightning_lowprec import FabricFSDP2Strategy, FP8TorchAO, HalfMixed
 from tests.fsdp2.gathers import count_gathers
 from tests.fsdp2.ranks import run
 from tests.representatives import names_on_cpu
@@ -36,10 +44,53 @@ def layers(*sizes):
     return nn.Sequential(*[Block(*pair) for pair in itertools.pairwise(sizes)])
 
 
+def conv1ds():
+    return nn.Sequential(*[Conv1D(outputs, inputs) for inputs, outputs in itertools.pairwise(SIZES)])
+
+
+class Mixer(nn.Module):
+    """A block whose float32 parameters lie beside others: a decay, and a step's bias."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(32)
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+        self.A_log = nn.Parameter(torch.linspace(0.1, 2.0, 64))
+        self.dt_bias = nn.Parameter(torch.linspace(-1.0, 1.0, 64))
+
+    def forward(self, x):
+        seen.append((self.A_log.dtype, self.dt_bias.dtype, self.up.weight.dtype))
+        h = self.up(self.norm(x))
+        h = h * torch.exp(-torch.exp(self.A_log.float()) * torch.sigmoid(h + self.dt_bias)).to(h.dtype)
+        return x + self.down(h)
+
+
+seen: list = []
+
+
+class Mixers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Mixer() for _ in range(2)])
+        self.final = nn.LayerNorm(32)
+        self.head = nn.Linear(32, 16)
+        self.scale = nn.Parameter(torch.full((16,), 1.001))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.final(x)) * self.scale
+
+
+NAMED = {"keep_fp32": ["final", "scale", "*.norm"]}
+FLOAT32_KEPT = {
+    **{name: name for name in ("bf16-master", "bf16-remainder", "bf16-sr", "bf16-8bit", "fp8-hybrid-remainder")},
+    "named": lambda: HalfMixed("bf16", master_weights="remainder", **NAMED),
+}
+
+
 def mixture(width):
     """The experts of a Mixtral, each 2 x ``width`` wide."""
-    from transformers import MixtralConfig
-    from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
     class Experts(MixtralSparseMoeBlock):
         def forward(self, x):
@@ -54,10 +105,11 @@ def mixture(width):
     return nn.Sequential(nn.Linear(96, width), made)
 
 
+EQUAL_LAYERS = partial(layers, *EQUAL)
 CASES = {
     **{name: (name, {}, lambda: layers(*SIZES)) for name in TILES},
     "copies": ("fp8-block", {"replicate": 2}, lambda: layers(*SIZES)),
-    "compiled": ("fp8-block", {"compile": {"backend": "aot_eager"}}, lambda: layers(*EQUAL)),
+    "compiled": ("fp8-block", {"compile": {"backend": "aot_eager"}}, EQUAL_LAYERS),
     **{
         name: (precision, {"param_dtype": torch.float32}, lambda width=width: mixture(width))
         for name, precision, width in (
@@ -67,20 +119,38 @@ CASES = {
             ("experts, sides that 128 does not divide", "fp8-block", 32),
         )
     },
+    "conv1d": ("fp8-hybrid", {}, conv1ds),
+    **{
+        f"{gemm} in bf16{kind}": (lambda gemm=gemm: FP8TorchAO({"*": {gemm: "bf16"}}), {}, make)
+        for gemm in ("forward", "grad_weight")
+        for kind, make in (("", lambda: layers(*SIZES)), (" of conv1d", conv1ds))
+    },
+    **{
+        f"float32 kept: {name}": (precision, {"fp8_all_gather": False, "wrap": "auto"}, Mixers)
+        for name, precision in FLOAT32_KEPT.items()
+        if torch.__version__ >= "2.12"  # torch 2.11 gathers all parameters of a module in one dtype
+    },
 }
 
 
-def train(fabric, make):
+def fabric_for(case, devices, **options):
+    precision = CASES[case][0]
+    words = {"precision": precision} if isinstance(precision, str) else {"plugins": precision()}
+    return L.Fabric(accelerator="cpu", devices=devices, **words, **options)
+
+
+def train(fabric, case):
     """The same batch on every rank, whose average of gradients is exact."""
     fabric.launch()
     torch.manual_seed(0)
-    net = make()
-    width = next(module.in_features for module in net.modules() if isinstance(module, nn.Linear))
+    net = (make := CASES[case][2])()
+    micro_batches = 1 if "bf16" in case or "kept" in case else 2  # one process sums gradients of bf16 products as bf16
+    width = 32 if make is Mixers else 96 if make is not EQUAL_LAYERS else EQUAL[0]
     model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
-    gathers = count_gathers(net).values()
+    gathers = [] if make is Mixers else count_gathers(net).values()  # a module of theirs is gathered in two groups
     made, losses = torch.Generator().manual_seed(1), []
     for _ in range(STEPS):
-        for _ in range(2):
+        for _ in range(micro_batches):
             x = torch.randn(24, width, generator=made)
             loss = model(x).float().square().mean()
             fabric.backward(loss)
@@ -96,16 +166,18 @@ def sharded(rank):
     reduced, all_reduce = [], torch.distributed.all_reduce
     torch.distributed.all_reduce = lambda t, *a, **k: (reduced.append(t.numel() * 4), all_reduce(t, *a, **k))[1]
     found = {}
-    for case, (precision, options, make) in CASES.items():
-        strategy = FabricFSDP2Strategy(wrap=[Block] if "experts" not in case else "auto", **options)
-        fabric = L.Fabric(accelerator="cpu", devices=2, precision=precision, strategy=strategy)
-        net, losses, gathers = train(fabric, make)
+    for case, (_, options, _) in CASES.items():
+        wrap = "auto" if "experts" in case else [Conv1D] if "conv1d" in case else [Block]
+        seen.clear()
+        strategy = FabricFSDP2Strategy(**{"wrap": wrap, **options})
+        net, losses, gathers = train(fabric_for(case, 2, strategy=strategy), case)
         found[case] = {
             "losses": losses,
             "weights": {name: p.full_tensor() for name, p in net.named_parameters()},
             "sent": sum(gather.sent.total() for gather in gathers),
             "calls": [gather.calls.total() for gather in gathers if gather.calls],
             "reduced": reduced.copy(),
+            "computed in": set(seen),
         }
         reduced.clear()
     return found
@@ -116,15 +188,17 @@ def ranks(tmp_path_factory):
     return run(sharded, 2, tmp_path_factory.mktemp("ranks"))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [case for case in CASES if "forward in bf16" not in case])  # FP8 of bf16 weights
 def test_two_ranks_compute_the_bits_of_one(ranks, case):
-    precision, _, make = CASES[case]
-    net, losses, _ = train(L.Fabric(accelerator="cpu", devices=1, precision=precision), make)
+    seen.clear()
+    net, losses, _ = train(fabric_for(case, 1), case)
     assert len(set(losses)) == STEPS + 1
+    kept = {(torch.float32, torch.float32, torch.bfloat16)} if "float32 kept" in case else set()
     for found in ranks:
         assert found[case]["losses"] == losses
+        assert found[case]["computed in"] == set(seen) == kept
         for name, weight in net.named_parameters():
-            assert torch.equal(found[case]["weights"][name], weight), name
+            assert torch.equal(found[case]["weights"][name].to(weight.dtype), weight), name  # shards may be masters
 
 
 @pytest.mark.parametrize("precision", TILES)
@@ -153,3 +227,14 @@ def test_the_weights_of_experts_are_gathered_as_codes_where_the_recipe_allows_it
         (calls,) = found[case]["calls"]
         sent = bytes_of_experts * experts + bytes_of_linear * linear + 4 * float32
         assert found[case]["sent"] == calls * sent / 2
+
+
+@pytest.mark.parametrize("kind", ["", " of conv1d"])
+@pytest.mark.parametrize(("gemm", "size"), [("forward", 2), ("grad_weight", 1)])
+def test_a_weight_is_gathered_as_the_products_of_its_recipe_read_it(ranks, gemm, size, kind):
+    """A forward in bf16 reads a weight that came in bf16, also where codes were asked for."""
+    for found in (by_rank[f"{gemm} in bf16{kind}"] for by_rank in ranks):
+        elements = [rows * columns for columns, rows in itertools.pairwise(SIZES)]
+        biases = SIZES[1:] if kind else (0, 0, 0)
+        sent = [size * n + 2 * bias for n, bias in zip(elements, biases, strict=True)]
+        assert found["sent"] == sum(n * count for n, count in zip(sent, found["calls"], strict=True)) / 2
