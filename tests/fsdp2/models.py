@@ -22,21 +22,6 @@ class Net(Stack):
         return super().forward(self.embedding(x))
 
 
-def with_conv1d(model: Net) -> Net:
-    """Give a Net the layers of GPT-2: its own weights, transposed."""
-    from transformers.pytorch_utils import Conv1D
-
-    for block in model.blocks:
-        for name in ("up", "down"):
-            linear = getattr(block, name)
-            conv = Conv1D(linear.out_features, linear.in_features)
-            with torch.no_grad():
-                conv.weight.copy_(linear.weight.t())
-                conv.bias.copy_(linear.bias)
-            setattr(block, name, conv)
-    return model
-
-
 def batch(step: int, rank: int) -> torch.Tensor:
     return torch.randint(0, VOCABULARY, (4, TOKENS + 1), generator=torch.Generator().manual_seed(100 * step + rank))
 

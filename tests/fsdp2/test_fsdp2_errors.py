@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel
 from torchao import optim
 from transformers import MixtralConfig, MixtralModel
+from transformers.pytorch_utils import Conv1D
 
 from lightning_lowprec import (
     MSAMP,
@@ -32,7 +33,7 @@ from lightning_lowprec.fsdp2.options import ShardOptions
 from lightning_lowprec.fsdp2.shard import _parallelize, check_model, check_shared, origin
 from lightning_lowprec.fsdp2.strategy import Sharding, gathered_line, gathers_fp8
 from lightning_lowprec.private.fsdp2 import gathered_parameters
-from tests.fsdp2.models import Net, batch, loss_of, with_conv1d
+from tests.fsdp2.models import Net, batch, loss_of
 
 CPU = torch.device("cpu")
 SMALL = MixtralConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_local_experts=4, vocab_size=64)
@@ -325,7 +326,7 @@ def test_plain_of_a_sharded_model_names_a_way_out_that_works():
     ("make", "what"),
     [
         (Net, "'blocks.0.up' has 128 output features"),
-        (lambda: with_conv1d(Net()), "'blocks.0.up' has 64 input features"),
+        (lambda: nn.Sequential(Conv1D(32, 64)), "'0' has 64 input features"),
         (lambda: MixtralModel(SMALL).layers[0].mlp, "'experts.gate_up_proj' has 4 experts"),
     ],
 )
