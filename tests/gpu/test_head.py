@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from lightning_lowprec.losses import linear_cross_entropy
 from tests.gpu.device import DEVICE, NO_VALUES
-from tests.gpu.subjects import sqnr
+from tests.quality import sqnr
 
 REHEARSED = pytest.mark.rehearsed  # tests/ledger/test_head.py runs these kernels in bf16
 TOKENS, K, V = 3000, 256, 5000  # several chunks of rows, the last one ragged

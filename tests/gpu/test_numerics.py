@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from lightning_lowprec import FP8TorchAO
-from tests.gpu.device import DEVICE, NO_VALUES, on_gpu_only
-from tests.gpu.subjects import FP8_NAMES, runs_here, sqnr
+from tests.gpu.device import DEVICE, FP8_NAMES, NO_VALUES, on_gpu_only, runs_here
+from tests.quality import sqnr
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 AGREEMENT_DB = 35.0

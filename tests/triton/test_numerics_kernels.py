@@ -1,4 +1,4 @@
-"""The kernel that encodes a weight writes the codes of torch's own casts, in both layouts, bit for bit."""
+"""The kernels of numerics against torch's own operations: codes of weights and of groups of rows, and a product."""
 
 import pytest
 import torch
@@ -6,7 +6,9 @@ from torchao.float8.float8_utils import amax_to_scale
 
 from lightning_lowprec.masters.optimizer import add_masters
 from lightning_lowprec.numerics import fp8_matrices as encode
+from lightning_lowprec.numerics import grouped_fp8, linear_cross_entropy
 from lightning_lowprec.numerics.fp8_matrices import TwoLayouts, asked, largest
+from lightning_lowprec.numerics.grouped_fp8 import encode_columns
 
 
 def same_codes(weight, rows, columns, scale):
@@ -80,3 +82,70 @@ def test_the_head_takes_the_note_of_the_optimizers_kernel(modes):
         weight.grad = torch.ones_like(weight)
         optimizer.step()
     assert modes == ["plain", "plain", "check", "mend"]
+
+
+def by_hand(rows, ends, power_of_2):
+    """torchao's formula, group by group, in float64."""
+    codes = torch.zeros(rows.shape[1], rows.shape[0])
+    inverse = torch.empty(len(ends), rows.shape[1])
+    start = 0
+    for number, end in enumerate(ends):
+        part = rows[start:end].double()
+        scale = 448 / part.abs().amax(0).clamp(min=1e-12)
+        if power_of_2:
+            scale = 2.0 ** torch.floor(torch.log2(scale))
+        scale = scale.float()
+        codes[:, start:end] = (part.float() * scale).clamp(-448, 448).to(torch.float8_e4m3fn).float().t()
+        inverse[number] = 1 / scale
+        start = end
+    return codes, inverse
+
+
+@pytest.fixture(params=["kernel", "torch"])
+def way(request, monkeypatch):
+    monkeypatch.setattr(grouped_fp8, "DEVICES", {"cpu"} if request.param == "kernel" else set())
+    monkeypatch.setattr(grouped_fp8, "kernels_run", lambda: True)
+
+
+@pytest.mark.parametrize("power_of_2", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_codes_and_scales_of_each_group(dtype, power_of_2, way):
+    rows = torch.randn(192, 80, generator=torch.Generator().manual_seed(0)) * 3
+    rows[20:32] = 0  # zero rows, and a group of nothing else
+    rows[96:112] = 0
+    rows, ends = rows.to(dtype), [32, 96, 112, 176]
+    codes, inverse = encode_columns(rows, torch.tensor(ends, dtype=torch.int32), power_of_2)
+    expected, scales = by_hand(rows, ends, power_of_2)
+    assert codes.dtype == torch.float8_e4m3fn
+    assert torch.equal(codes[:, :176].float(), expected[:, :176])
+    torch.testing.assert_close(inverse, scales, rtol=0 if power_of_2 else 1e-6, atol=0)
+
+
+def test_a_nan_reaches_the_scale_of_its_group_and_column_alone(way):
+    rows = torch.ones(64, 16)
+    rows[40, 3] = torch.nan
+    codes, inverse = encode_columns(rows, torch.tensor([32, 48], dtype=torch.int32), False)
+    assert inverse[1, 3].isnan()
+    assert inverse.isnan().sum() == 1
+    assert codes[3, 32:48].float().isnan().all()
+    assert codes[:, :48].float().isnan().sum() == 16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("factor", [1.0, 0.3, 0.0, float("nan")])
+def test_products_are_rounded_once(dtype, factor, monkeypatch):
+    monkeypatch.setattr(linear_cross_entropy, "DEVICES", {"cpu"})
+    values = torch.randn(3, 5000, generator=torch.Generator().manual_seed(0)).to(dtype)
+    expected = (values.float() * torch.tensor(factor)).to(dtype)
+    version = values._version
+    assert linear_cross_entropy.multiply_(values, torch.tensor(factor)) is values
+    torch.testing.assert_close(values, expected, rtol=0, atol=0, equal_nan=True)
+    assert values._version > version, "autograd notices a write to what it saved"
+
+
+def test_a_factor_of_one_writes_nothing(monkeypatch):
+    """A NaN with other bits than the usual ones stays as it is, bit for bit."""
+    monkeypatch.setattr(linear_cross_entropy, "DEVICES", {"cpu"})
+    values = torch.tensor([0x7FC12345], dtype=torch.int32).view(torch.float32)
+    linear_cross_entropy.multiply_(values, torch.tensor(1.0))
+    assert values.view(torch.int32).item() == 0x7FC12345
