@@ -117,6 +117,10 @@ def test_doctor_answers_for_every_name():
     assert torch.__version__ in repr(found)
     assert repr(found).startswith("Try first on this machine:\n    half-auto ")
     assert "\ndevice    cpu\n" in repr(found)
+    facts = found.as_json()
+    assert [row["name"] for row in facts["recommended"]] == ["half-auto", "bf16-remainder", "fp8-hybrid"]
+    assert facts["commands"][0].startswith("lowprec compare --precisions half-auto,")
+    assert (facts["architecture"], facts["hardware"]["rowwise"]["emulated"]) == ("cpu", True)
 
 
 def test_reasons_and_broken_libraries_are_said():
