@@ -1,5 +1,6 @@
 """What stores promise: memory for a bucket only, rounding on which replicas agree, and state dicts for every form."""
 
+import copy
 from functools import partial
 
 import pytest
@@ -22,6 +23,7 @@ from tests.masters.master_loops import (
     net,
     through_file,
     train,
+    without_masters,
     wrapped,
 )
 
@@ -161,3 +163,31 @@ def test_masters_carry_over_between_exact_forms_at_ties_too(first, second, model
     q.grad = torch.zeros_like(q)
     resumed.step()
     assert torch.equal(resumed.state_dict()["state"][0][MASTER_PARAM], tie)
+
+
+@every_exact_form
+def test_masters_wait_for_the_model_through_zero_grad_and_saving(form):
+    """Between loading the optimizer and the model, whatever a script does, the masters stay."""
+    model, optimizer = trained(form)
+    masters = masters_of(optimizer)
+    saved = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    model, optimizer = wrapped(ADAMW, form, seed=3)
+    optimizer.load_state_dict(saved["optimizer"])
+    optimizer.zero_grad()
+    model.load_state_dict(saved["model"])
+    optimizer.zero_grad()
+    assert equal(masters_of(optimizer), masters)
+    optimizer.step()  # no gradients
+    assert equal(masters_of(optimizer), masters)
+
+
+def test_masters_are_there_before_the_first_step_and_without_other_state():
+    _, optimizer = trained("remainder", steps=0, make=partial(optim.SGD, lr=1.0))
+    assert all(list(entry) == [MASTER_PARAM] for entry in optimizer.state_dict()["state"].values())
+    assert equal(masters_of(optimizer), [p.detach() for p in net().parameters()])
+    assert without_masters(optimizer.state_dict())["state"] == {}
+    _, adamw = trained("remainder", steps=0)  # an entry with nothing but a master must not look initialized to Adam
+    model, other = trained("fp32", steps=0)
+    other.load_state_dict(adamw.state_dict())
+    assert len(other.state) == 0
+    train(model, other, range(1))

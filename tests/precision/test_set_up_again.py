@@ -1,10 +1,14 @@
 """Optimizers, weights and layers that change or come after a set-up."""
 
+import gc
+
 import lightning as L
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_lowprec import HalfMixed
 
 
 def net() -> nn.Module:
@@ -69,3 +73,16 @@ def test_a_layer_that_comes_after_the_set_up_is_named(name: str) -> None:
     with pytest.warns(UserWarning, match=r"'3' came into the model after its set-up.* do not run in (FP8|int8)"):
         step()
     step()
+
+
+def test_an_optimizer_at_the_address_of_one_that_is_gone_is_a_new_one() -> None:
+    """Folds free their optimizer before the next one is made, and Python gives its address again."""
+    plugin = HalfMixed("bf16", master_weights=True)
+    fabric = L.Fabric(accelerator="cpu", devices=1, plugins=plugin)
+    model, optimizer = fabric.setup(model := net(), torch.optim.SGD(model.parameters(), lr=0.1))
+    fabric.backward(model(torch.randn(4, 32)).square().mean())
+    optimizer.step()
+    assert len(plugin.modules.groups_seen) == 1
+    del optimizer
+    gc.collect()
+    assert len(plugin.modules.groups_seen) == 0

@@ -53,6 +53,12 @@ def test_it_says_what_it_converted_and_that_cpu_emulates(caplog):
     assert any(line.startswith("fp8-hybrid: FP8 is emulated on cpu") for line in lines)
 
 
+def test_lines_name_the_format_that_runs():
+    cpu = torch.device("cpu")
+    assert FP8TorchAO("mxfp8").how(cpu).startswith("MXFP8 is emulated on cpu: codes and scales")
+    assert FP8TorchAO("rowwise").how(cpu).startswith("FP8 is emulated on cpu: codes and scales")
+
+
 def test_a_model_in_which_nothing_converts_raises_with_the_plan():
     with pytest.raises(ValueError, match="would convert none of the 1 linear layers of Sequential") as caught:
         fabric(FP8TorchAO()).setup(nn.Sequential(nn.Conv2d(1, 1, 1), nn.Linear(10, 10)))

@@ -238,6 +238,20 @@ def test_evaluation_in_high_precision_reads_decoded_values():
         assert torch.equal(module(X), expected(X))
 
 
+def test_tied_layers_share_codes():
+    net = Net()
+    net.first.base, net.last.base = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+    net.again = nn.Linear(WIDTH, INNER)
+    net.again.weight = net.first.base.weight
+    net.requires_grad_(False)
+    fabric = L.Fabric(accelerator="cpu", plugins=FP8TorchAO(frozen="codes"))
+    fabric.setup_module(net)
+    assert net.again.weight is net.first.base.weight
+    lp.plain(net)
+    assert net.again.weight is net.first.base.weight
+    assert net.again.weight.dtype is torch.float32
+
+
 # ---- PEFT
 
 
@@ -274,6 +288,16 @@ def test_an_adapter_of_peft_trains_and_merges(caplog):
 def test_an_adapter_that_reads_the_base_is_refused():
     with pytest.raises(ValueError, match=r"frozen='codes'` is not possible for 'base_model.model.0': .*DoRA"):
         L.Fabric(accelerator="cpu", plugins=FP8TorchAO(frozen="codes")).setup_module(peft_model(use_dora=True))
+
+
+def test_an_adapter_that_reads_the_base_is_refused_after_the_set_up_too():
+    model = peft_model()
+    L.Fabric(accelerator="cpu", plugins=FP8TorchAO(frozen="codes")).setup_module(model)
+    import peft
+
+    model.add_adapter("plain", peft.LoraConfig(r=RANK, target_modules=["0", "2"]))
+    with pytest.raises(ValueError, match=r"frozen='codes'` is not possible for 'second': .*DoRA"):
+        model.add_adapter("second", peft.LoraConfig(r=RANK, target_modules=["0"], use_dora=True))
 
 
 def test_the_plan_names_what_is_stored_as_codes():

@@ -195,6 +195,15 @@ def test_the_choice_of_accumulation_reaches_every_kernel(choice, recipe):
         assert flags_of_a_step(layer, torch.rand(16, 32, requires_grad=True)) == expected
 
 
+def test_the_choice_is_torchaos_own_where_torchao_computes():
+    """Under tensor parallelism torchao's function reads its own configuration."""
+    for choice, expected in FAST.items():
+        _, model = set_up(fast_accum=choice)
+        config = model.blocks[0].up.settings.mm_config
+        kernels = config.output, config.grad_input, config.grad_weight
+        assert [kernel.use_fast_accum for kernel in kernels] == expected
+
+
 @pytest.mark.parametrize(("word", "choice"), [("promoted", "none"), ("fast", "all"), ("slow", None)])
 def test_a_word_for_the_accumulation_of_one_product_says_the_option(word, choice):
     with pytest.raises(ValueError, match=r"recipe\['\*'\]=.* is not valid.* to 'bf16' or 'fp8', e\.g\.") as raised:
@@ -232,6 +241,14 @@ def test_each_layer_has_the_bits_of_its_own_format():
         alone, _ = converted(name, layers(*FORMATS))
         found, expected = results(mixed[name]), results(alone[name])
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True)), name
+
+
+@pytest.mark.skipif("mxfp8" not in FORMATS, reason="torchao has no MXFP8")
+def test_features_that_one_format_cannot_multiply_stay_in_bf16():
+    model = nn.ModuleDict({"mxfp8": nn.Linear(48, 48), "block": nn.Linear(48, 48)})
+    _, plugin = converted({"mxfp8": "mxfp8", "block": "block"}, model)
+    assert plugin.plan.converted == ("block",)
+    assert plugin.plan.rows[0].kept_because == "features are no multiples of 32"
 
 
 @pytest.mark.skipif("mxfp8" not in FORMATS, reason="torchao has no MXFP8")
