@@ -15,13 +15,12 @@ from benchmarks.ledger.recorder import recording
 from benchmarks.rivals import models, setups
 from benchmarks.rivals.running import Job
 from lightning_lowprec import FP8TE
-from lightning_lowprec.te.norms import TELayerNorm, TERMSNorm, convert_norms
 
 DEVICE = torch.device("cuda")
 JOB = Job(shape=models.TOY, device=DEVICE, compile=False)
 NORMS = {
-    "LayerNorm": (lambda: nn.LayerNorm(64), TELayerNorm, "ln"),
-    "RMSNorm": (lambda: nn.RMSNorm(64, eps=1e-5), TERMSNorm, "rmsnorm"),
+    "LayerNorm": (lambda: nn.LayerNorm(64), te.LayerNorm),
+    "RMSNorm": (lambda: nn.RMSNorm(64, eps=1e-5), te.RMSNorm),
 }
 
 
@@ -33,6 +32,13 @@ def fresh():
     torch.cuda.empty_cache()
 
 
+def converted(norm):
+    """Return the norm of a model that was set up, without the context of its precision."""
+    model = nn.Sequential(norm, nn.Linear(64, 64)).to(DEVICE)
+    L.Fabric(accelerator="cuda", devices=1, plugins=FP8TE("current")).setup_module(model)
+    return model[:1]
+
+
 def launched(body):
     with recording() as log:
         body()
@@ -42,10 +48,9 @@ def launched(body):
 @pytest.mark.parametrize("kind", NORMS)
 def test_a_norm_launches_the_kernels_of_transformer_engine_or_compiles_into_one_graph(kind):
     """Compiled, torch computes the same formula; a graph break would raise (`fullgraph`)."""
-    make, cls, library = NORMS[kind]
-    model = nn.Sequential(make()).to(DEVICE)
-    convert_norms(model, ["0"])
-    assert type(model[0]) is cls
+    make, cls = NORMS[kind]
+    model = converted(make())
+    assert isinstance(model[0], cls)
     x = torch.zeros(3, 16, 64, device=DEVICE, requires_grad=True)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
 
@@ -62,8 +67,7 @@ def test_a_norm_launches_the_kernels_of_transformer_engine_or_compiles_into_one_
     assert counters["stats"]["unique_graphs"] == 1
     assert not any("transformer_engine" in name for name in launched(lambda: step(compiled)))
     ours = [name for name in launched(lambda: step(model)) if "transformer_engine" in name]
-    weight = {"device": DEVICE, "eps": 1e-5}
-    by_hand = te.LayerNorm(64, **weight) if library == "ln" else te.RMSNorm(64, **weight)
+    by_hand = cls(64, device=DEVICE, eps=1e-5)
 
     def step_by_hand():
         with torch.autocast("cuda", torch.bfloat16):
@@ -82,7 +86,7 @@ def test_nothing_of_ours_ends_the_graph_of_a_block(recipe, monkeypatch):
     model = models.build(models.TOY, DEVICE)
     wrapped = fabric.setup_module(model)
     for block in model.layers:
-        assert isinstance(block.attention_norm, TERMSNorm)
+        assert isinstance(block.attention_norm, te.RMSNorm)
         block.compile(backend="aot_eager", fullgraph=True)
     for rows in (4, 3):
         tokens = torch.zeros(rows, 11, dtype=torch.long, device=DEVICE)  # rows that are padded too
@@ -91,8 +95,7 @@ def test_nothing_of_ours_ends_the_graph_of_a_block(recipe, monkeypatch):
 
 
 def test_a_norm_takes_other_inputs_as_before():
-    norm = nn.Sequential(nn.LayerNorm(64)).to(DEVICE)
-    convert_norms(norm, ["0"])
+    norm = converted(nn.LayerNorm(64))
     assert norm(torch.zeros(0, 64, device=DEVICE)).shape == (0, 64)
     with pytest.raises(RuntimeError, match=r"normalized_shape=\[64\], expected input with shape"):
         norm(torch.zeros(4, 32, device=DEVICE))
@@ -122,17 +125,6 @@ def test_every_form_of_masters_trains_sharded(name, options, shards):
         running.step(data)
     assert not log.waits()
     assert {parameter.dtype for parameter in running.bare.parameters()} == {shards}
-
-
-def test_the_last_word_is_that_of_the_context():
-    """A layer outside of its precision's context is not taken for one inside, whatever ran before."""
-    model = nn.Sequential(nn.Linear(64, 64))
-    fabric = L.Fabric(accelerator="cuda", devices=1, plugins=FP8TE("current"))
-    wrapped = fabric.setup_module(model)
-    x = torch.zeros(16, 64, device=DEVICE)
-    wrapped(x).sum().backward()
-    with pytest.warns(UserWarning, match="trains outside of its precision's context"):
-        model[0](x)
 
 
 class Backwards(nn.Module):
