@@ -1,4 +1,4 @@
-"""FlashOptim's AdamW under our names: bytes per parameter between steps by torch's allocator, and released gradients."""
+"""FlashOptim's AdamW under our names: bytes per parameter between steps by the allocator, and released gradients."""
 
 import lightning as L
 import pytest
