@@ -10,16 +10,18 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training, float8_ops
+from torchao.float8.float8_tensor_parallel import (
+    Float8ColwiseParallel,
+    Float8RowwiseParallel,
+    PrepareFloat8ModuleInput,
 )
 
 from lightning_lowprec import MSAMP, FabricFSDP2Strategy, FP8TorchAO, HalfMixed
 from tests.fsdp2.models import Net, batch, loss_of
 from tests.fsdp2.ranks import run
+from tests.fsdp2.toy import full
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
@@ -42,12 +44,8 @@ def converted(precision, model):
     return plugin, model
 
 
-def whole(tensor):
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
 def gradients(model):
-    return {name: whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+    return full({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
 
 
 def one_step(precision, model=None, prepare=lambda model: None):
@@ -89,8 +87,6 @@ def by_strategy(precision):
 @contextmanager
 def gloo_takes_float8():
     """torchao's float8 collectives send their codes as uint8: gloo has no float8, NCCL has."""
-    from torchao.float8 import float8_ops
-
     table = dict(float8_ops.FLOAT8_OPS_TABLE)
 
     def as_bytes(handler):
@@ -109,22 +105,13 @@ def gloo_takes_float8():
 
 def torchao_gathers_float8():
     """Float8 tensors of torchao 0.13, the oldest one, do not know the operation by which torch gathers."""
-    from torchao.float8.float8_ops import FLOAT8_OPS_TABLE
-
-    return torch.ops._c10d_functional._wrap_tensor_autograd.default in FLOAT8_OPS_TABLE
+    return torch.ops._c10d_functional._wrap_tensor_autograd.default in float8_ops.FLOAT8_OPS_TABLE
 
 
 def with_float8_activations():
     """torchao's styles, whose all-gathers send activations as float8: with our layers, and with torchao's."""
     if not torchao_gathers_float8():
         return None
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-    from torchao.float8.float8_tensor_parallel import (
-        Float8ColwiseParallel,
-        Float8RowwiseParallel,
-        PrepareFloat8ModuleInput,
-    )
-
     mesh = init_device_mesh("cpu", (2,))
 
     def cut(model):
@@ -202,15 +189,10 @@ def as_close_as_fp8_is(found, one_process, in_float32):
     assert snr(grads, one_process[1]) > max(30, snr(one_process[1], in_float32))
 
 
-def exact_gradients(model, step):
-    loss = step(model)
-    loss.backward()
-    return {name: p.grad for name, p in model.named_parameters()}
-
-
 @pytest.mark.parametrize("precision", ["tensorwise", "rowwise", "bf16"])
 def test_a_sequence_parallel_plan(results, precision):
-    exact = exact_gradients(Net(), lambda model: loss_of(model, batch(0, 0)))
+    loss_of(model := Net(), batch(0, 0)).backward()
+    exact = gradients(model)
     for rank in results:
         as_close_as_fp8_is(rank["sequence"][precision], one_step(precision), exact)
 
