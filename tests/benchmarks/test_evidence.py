@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.evidence.__main__ import main
-from benchmarks.evidence.gaps import gaps_of, holm, overview, t_of
+from benchmarks.evidence.gaps import Interval, gaps_of, holm, overview, t_of
 from benchmarks.evidence.names import BASELINE, OF_LIGHTNING, left_out, on_cpu, without_ending
 from lightning_lowprec.conversion import backends
-from lightning_lowprec.names import TABLE
-from lightning_lowprec.tools.compare.result import Interval
+from tests.representatives import TABLE
 
 pytestmark = pytest.mark.slow
 

@@ -1,11 +1,18 @@
-"""``python -m benchmarks.gpu``: its predictions and its table; tests/ledger/test_gpu_script.py runs it."""
+"""The commands of benchmarks: what they print, predict and refuse.
 
+tests/ledger/test_gpu_script.py runs ``python -m benchmarks.gpu``.
+"""
+
+import re
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
 
-from benchmarks import gpu
+from benchmarks import emulation, gpu
+from benchmarks.ledger import __main__ as command
 from benchmarks.rivals import contenders, models
 
 pytestmark = pytest.mark.slow
@@ -50,3 +57,46 @@ def test_without_a_gpu_it_says_what_it_needs(tmp_path, capsys):
     assert gpu.main(["--out", str(tmp_path / "gpu.json")]) == 2
     assert "needs a CUDA GPU with FP8, such as an H100" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+# ---- the ledger
+
+no_cuda = pytest.mark.skipif(torch.version.cuda is not None, reason="this torch was built for CUDA")
+
+
+@no_cuda
+def test_a_torch_without_cuda_is_answered_with_what_to_install(capsys):
+    assert command.main([]) == 1
+    assert "`make ledger` sets up an environment with the CUDA build" in capsys.readouterr().err
+
+
+@no_cuda
+def test_the_null_gpu_says_which_headers_are_missing():
+    run = [sys.executable, "-m", "benchmarks.ledger.launch", "true"]
+    done = subprocess.run(run, text=True, capture_output=True)
+    assert done.returncode == 1
+    assert "nvidia-cuda-crt" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_command_of_a_report_names_no_folder():
+    words = ["--contenders", "a b", "--layers", "2", "--device", "b200", "--out", "somewhere", "--keep"]
+    options = command.parsed(words)
+    assert command.command(options) == "python -m benchmarks.ledger --contenders 'a b' --device b200 --layers 2"
+
+
+def test_an_unknown_contender_is_refused_with_the_list(monkeypatch, capsys):
+    monkeypatch.setattr(command, "has_cuda_torch", lambda: True)
+    assert command.main(["--contenders", "ours fp9"]) == 1
+    said = "--contenders ['ours fp9'] are not valid; expected some of: lightning bf16-mixed, compiled"
+    assert said in capsys.readouterr().err
+
+
+# ---- the time of emulation, behind the figures of docs/what-runs-where.md
+
+
+def test_it_prints_a_line_for_every_precision(capsys):
+    emulation.main(repeats=1)
+    rows = re.findall(r"^(\S+) +(\d+) ms of CPU time +([\d.]+) times 32-true$", capsys.readouterr().out, re.MULTILINE)
+    assert [name for name, *_ in rows] == list(emulation.NAMES)
+    assert rows[0][2] == "1.00"

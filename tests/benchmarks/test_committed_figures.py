@@ -1,14 +1,21 @@
-"""What the docs say was counted is what the committed ledger holds."""
+"""What the docs say was counted is what the committed ledger and the committed worlds hold.
+
+Predictions stand against published figures: statistics by hand, and the page as it is written.
+"""
 
 import json
 import re
 from pathlib import Path
+from statistics import fmean
 
 import pytest
+import torch
 
 from benchmarks.ledger import __main__ as command
-from benchmarks.ledger import report, roofline
+from benchmarks.ledger import report, roofline, score
 from benchmarks.ledger.entry import Entry
+from benchmarks.ledger.world_case import Case, Model, promised
+from benchmarks.ledger.worlds_report import expected, markdown, summary
 from benchmarks.rivals.contenders import MAIN, MAIN_TE, TE_COMPILED, TE_LAYERS
 from tests.ledger.budgets import TRAINED
 
@@ -159,3 +166,62 @@ def test_the_committed_report_is_made_from_the_committed_figures(file, options):
     chosen = command.parsed([*options, "--contenders", *keys] if options else [])
     text = report.markdown(entries(file), data["missing"], roofline.assumed(), command.command(chosen))
     assert (FOLDER / f"{file}.md").read_text() == text
+
+
+# ---- predictions against published figures
+
+FIGURES = {figure["name"]: figure for figure in score.DATA["figures"]}
+
+
+def test_errors_and_ranks_are_those_computed_by_hand():
+    assert score.error([1.1, 1.8], [1.0, 2.0]) == pytest.approx(0.1)
+    assert score.ranks([3.0, 1.0, 3.0, 2.0]) == [3.5, 1.0, 3.5, 2.0]
+    assert score.spearman([1.0, 2.0, 3.0], [10.0, 20.0, 15.0]) == pytest.approx(0.5)  # 1 - 6 x 2 / (3 x 8)
+    assert score.spearman([1.0, 2.0, 2.0], [1.0, 2.0, 3.0]) == pytest.approx(3**0.5 / 2)  # cov 1.5, variances 1.5 and 2
+
+
+def test_the_page_is_what_the_command_writes():
+    page = score.PAGE.read_text()
+    assert score.updated(page) == page
+    assert score.ROWS.read_text() == score.report()[1]
+    whole = [figure for figure in FIGURES.values() if figure["published"][0] and "kind" not in figure]
+    off = 100 * fmean(abs(score.ratio(figure) / score.measured(figure) - 1) for figure in whole)
+    assert f"| steps | {len(whole)} | fixed constants | {off:.1f} |" in page
+
+
+# ---- the counted worlds
+
+WORLDS = ROOT / "benchmarks" / "results" / "null-gpu-2026-11-22"
+COUNTED_WORLDS = json.loads((WORLDS / "worlds.json").read_text())
+
+
+def test_the_docs_and_the_page_show_the_results():
+    docs = (ROOT / "docs" / "fsdp2.md").read_text().split("<!-- worlds")[1].split("<!-- /worlds")[0]
+    assert docs.splitlines()[1:] == summary(COUNTED_WORLDS)
+    assert (WORLDS / "worlds.md").read_text() == markdown(COUNTED_WORLDS)
+
+
+def test_every_count_equals_the_formula_and_every_state_the_plan():
+    assert {row["outcome"] for row in COUNTED_WORLDS["rows"]} == {"ok"}
+    for row in COUNTED_WORLDS["rows"]:
+        for kind in ("all_gather", "reduce_scatter", "all_reduce", "scales"):
+            assert row["wire"][kind] == expected(row, kind), (row["shape"], row["world"], row["precision"], kind)
+        if row["layers"] >= 32:
+            # every weight has its own tensor of remainders, whose size the allocator rounds up
+            most = 1.03 if row["precision"] == "bf16-remainder" else 1.02
+            assert 1 <= row["memory"]["state"] / row["promised"]["state"] <= most
+
+
+@pytest.mark.parametrize("chosen", [{"world": 8, "shape": "8b"}, {"world": 512, "copies": 1, "shape": "8b"}])
+def test_the_formula_and_the_plan_still_promise_the_same(chosen):
+    rows = [row for row in COUNTED_WORLDS["rows"] if row["layers"] == 4 and chosen.items() <= row.items()]
+    assert len(rows) >= 8
+    for row in rows:
+        sizes = {name: row[name] for name in ("shape", "world", "precision", "layers", "copies", "tensor", "tokens")}
+        case = Case(**sizes)
+        assert promised(case, _on_meta(case)) == row["promised"]
+
+
+def _on_meta(case):
+    with torch.device("meta"):
+        return Model(case.size)
