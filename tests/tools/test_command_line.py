@@ -101,7 +101,8 @@ class Model(torch.nn.Module):
 """
 WITH_JSON = {
     "doctor": [],
-    "doctor --for": ["bf16-mixed"],
+    "doctor --for": ["fp8-rowwise"],
+    "doctor --for=bf16-mixed": [],
     "doctor --device": ["sm_80", "--for=fp8-rowwise"],
     "plan": ["chatty.py:Model"],
     "plan --fits": ["80GB", "small/config.json", "--precisions=bf16-mixed", "--seq=16"],

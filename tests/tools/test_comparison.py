@@ -241,6 +241,14 @@ def test_failures_are_shown(tmp_path):
     assert "Nothing was compared: 32-true, the baseline, has no result (failed: ValueError: no data)." in page
 
 
+def test_values_that_are_not_finite_still_draw(tmp_path):
+    comparison = three()
+    comparison.results[3].val_losses[0] = math.inf
+    assert len(picture(comparison.spec, comparison.runs).axes[2].collections) == 2
+    report(tmp_path, [trained("a", val_losses=[math.nan, math.inf]), trained("b", train_losses=[math.nan] * 3)])
+    assert (tmp_path / "loss.png").stat().st_size > 10_000
+
+
 def test_a_table_as_text_and_as_markdown():
     rows = [("name", "size"), ("a*", "5"), ("longer", "1234567")]
     assert format_table(rows, right=[1]) == ["name       size", "a*            5", "longer  1234567"]
