@@ -34,11 +34,13 @@ def test_every_answer_has_a_source_and_all_but_a_plain_yes_a_reason():
     ("described", "key"),
     [
         (("cuda", (5, 2)), "sm_60"), (("cuda", (7, 0)), "sm_70"), (("cuda", (7, 5)), "sm_75"),
-        (("cuda", (8, 6)), "sm_80"), (("cuda", (8, 9)), "sm_89"), (("cuda", (10, 3)), "sm_100"),
-        (("cuda", (12, 1)), "sm_120"), (("cuda", (14, 0)), "sm_130"),
-        (("cuda", (9, 0), "gfx90a:sramecc+:xnack-"), "gfx90a"), (("cuda", (9, 4), "gfx942"), "gfx942"),
-        (("cuda", (11, 0), "gfx1100"), "gfx1100"), (("cuda", (12, 0), "gfx1201"), "gfx1200"),
-        (("cuda", (12, 5), "gfx1250"), "other"), (("xpu",), "xpu"), (("hpu",), "other"), (("cuda",), "other"),
+        (("cuda", (8, 6)), "sm_80"), (("cuda", (8, 9)), "sm_89"), (("cuda", (9, 0)), "sm_90"),
+        (("cuda", (10, 3)), "sm_100"), (("cuda", (11, 0)), "sm_110"), (("cuda", (12, 1)), "sm_120"),
+        (("cuda", (14, 0)), "sm_130"), (("cuda", (9, 0), "gfx90a:sramecc+:xnack-"), "gfx90a"),
+        (("cuda", (9, 0), "gfx908"), "gfx90a"), (("cuda", (9, 4), "gfx942"), "gfx942"),
+        (("cuda", (9, 5), "gfx950"), "gfx950"), (("cuda", (11, 0), "gfx1100"), "gfx1100"),
+        (("cuda", (12, 0), "gfx1201"), "gfx1200"), (("cuda", (12, 5), "gfx1250"), "other"),
+        (("xpu",), "xpu"), (("mps",), "mps"), (("cpu",), "cpu"), (("hpu",), "other"), (("cuda",), "other"),
     ],
 )  # fmt: skip
 def test_devices_have_architectures(described, key):
@@ -104,6 +106,7 @@ def on_gpu(monkeypatch, capability, gcn=None):
         ((9, 4), "gfx942", MSAMP(), "GPU X (gfx942) multiplies float8_e4m3fnuz only, and the codes of this package are"
          " float8_e4m3fn [hipBLASLt data-type-support, products/scaled.py]. Use 'fp8-rowwise', or `plugins="),
         ((9, 4), "gfx942", FP8TorchAO("rowwise"), None),
+        ((9, 4), "gfx942", FP8TorchAO(weight_codes="per_gemm"), None),
         ((9, 0), "gfx90a", FP8TorchAO(emulate=True), None),
         ((7, 5), None, HalfMixed("bf16"), None),
     ],
