@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from collections import Counter
 from importlib.util import find_spec
 
@@ -24,7 +25,8 @@ import lightning_lowprec
 from lightning_lowprec import FP8TE, FP8TorchAO, HalfMixed, Int8TorchAO, MasterConfig
 from lightning_lowprec.conversion.name_suffixes import families, in_words, split
 from lightning_lowprec.fsdp2.options import ShardOptions
-from lightning_lowprec.names import TABLE, create
+from lightning_lowprec.names import OF_LIGHTNING, TABLE, create
+from lightning_lowprec.other_stacks import PRECISIONS
 from lightning_lowprec.tools.cli import main
 from tests.toys import ON_CPU
 
@@ -145,6 +147,15 @@ def test_words_of_other_stacks_are_answered_at_the_start(word):
         with pytest.raises(ValueError, match="lists the names of this package") as caught:
             make(precision=word, accelerator="cpu")
         assert str(caught.value).startswith(f"Precision {word!r} is invalid. {WORDS[word]}")
+
+
+def test_every_answer_names_what_is_there():
+    for answer in PRECISIONS.values():
+        quoted = re.findall(r"'([^']+)'", answer.replace("MS-AMP's", "").replace("apex's", ""))
+        assert quoted, answer
+        assert set(quoted) <= {*TABLE, *OF_LIGHTNING}, answer
+    known = {str(name).lower() for name in (*TABLE, *OF_LIGHTNING)}
+    assert not known & PRECISIONS.keys(), "a name of Lightning keeps its meaning"
 
 
 @pytest.mark.parametrize(
