@@ -318,3 +318,18 @@ def test_the_loss_shows_what_is_not_finite(where, value, dtype):
     assert loss.isnan()
     assert not weight.grad.isfinite().all()
     assert not hidden.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("vocabulary", [16, 17, 48, 64])
+def test_a_head_that_is_stored_transposed(vocabulary):
+    torch.manual_seed(0)
+    stored, hidden = torch.randn(K, vocabulary), torch.randn(8, K)
+    target = torch.randint(0, vocabulary, (8,))
+    losses = []
+    for weight in (stored.t(), stored.t().contiguous()):
+        weight = weight.detach().requires_grad_()
+        loss = linear_cross_entropy(hidden, weight, target, fp8=True)
+        loss.backward()
+        losses.append((loss, weight.grad))
+    assert torch.equal(losses[0][0], losses[1][0])
+    assert torch.equal(losses[0][1], losses[1][1])

@@ -271,3 +271,31 @@ def test_a_manifest_of_a_later_version(copy):
     path.write_text(path.read_text().replace('{"format": 3,', '{"format": 4,'))
     with pytest.raises(ValueError, match=r"has the format 4, .* reads 3\. Install a later version"):
         open_checkpoint(copy)
+
+
+@pytest.mark.parametrize("size", [0, 100, -1])
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_was_cut(copy, name, size):
+    whole = (copy / name).stat().st_size
+    os.truncate(copy / name, size if size >= 0 else whole - 1)
+    with pytest.raises(ValueError, match=f"'{names(copy / name)}' is damaged"):
+        open_checkpoint(copy)
+
+
+def test_every_flipped_bit_of_a_file_is_noticed_or_changes_nothing(saved, tmp_path):
+    """torch.save fills up with zeros between tensors: no checksum covers the filling, and nobody reads it."""
+    path, source, noticed = tmp_path / "a.ckpt", random.Random(0), 0
+    shutil.copy(saved / "full.1", path)
+    truth = torch.load(path, weights_only=True)
+    size = path.stat().st_size
+    for bit in source.sample(range(8 * size), 200):
+        flipped(path, bit)
+        error = None
+        try:
+            assert_same(open_checkpoint(path).rest, truth, f"bit {bit}")
+        except ValueError as found:
+            error = str(found)
+        assert error is None or str(path) in error
+        noticed += error is not None
+        flipped(path, bit)
+    assert noticed > 120, "most of a file is tensors"

@@ -61,3 +61,18 @@ def test_export_rounds_the_plain_weights_as_the_run_has_rounded_its_own(name):
     with pytest.raises(ValueError, match="no layer that runs in FP8"):
         fp8_state(module)
     assert trainer
+
+
+def test_what_a_callback_writes_during_an_evaluation_stays():
+    class Writes(Callback):
+        def on_validation_start(self, trainer, module):
+            with torch.no_grad():
+                module.first.weight[0] = 3.0
+
+    module = Net()
+    trainer = fit("bf16-master", module, limit_val_batches=1)
+    trainer.callbacks.append(Writes())
+    before = module.first.weight.detach().clone()
+    trainer.validate(module, verbose=False)
+    assert torch.equal(module.first.weight[1:], before[1:])
+    assert (module.first.weight[0] == 3.0).all()

@@ -42,3 +42,18 @@ def test_the_trainer(precision, way):
     trainer = L.Trainer(precision=precision, max_steps=6, **ON_CPU)
     with REFUSED:
         trainer.fit(Manual(way), DataLoader(TensorDataset(torch.randn(32, 32)), batch_size=8))
+
+
+@pytest.mark.parametrize("precision", NAMES)
+def test_fabric(precision):
+    fabric = L.Fabric(accelerator="cpu", precision=precision)
+    model = nn.Linear(32, 32)
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), 0.1))
+    optimizer.step()  # without gradients
+    for _ in range(2):  # gradients of two backward passes are one step
+        fabric.backward(model(torch.randn(8, 32)).float().square().mean())
+    optimizer.step()
+    for p in model.parameters():  # of `loss.backward()` Fabric itself says what to write
+        p.grad = torch.ones_like(p)
+    with REFUSED:
+        optimizer.step()

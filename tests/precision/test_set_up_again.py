@@ -86,3 +86,22 @@ def test_an_optimizer_at_the_address_of_one_that_is_gone_is_a_new_one() -> None:
     del optimizer
     gc.collect()
     assert len(plugin.modules.groups_seen) == 0
+
+
+@pytest.mark.parametrize("name", ["bf16-master", "bf16-remainder", "fp16-master"])
+def test_a_weight_that_is_pruned_through_data_trains_on_in_a_new_optimizer(name: str) -> None:
+    model = net()
+    fabric = L.Fabric(accelerator="cpu", devices=1, precision=name)  # type: ignore[arg-type]
+    wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), 1e-3))
+    for _ in range(2):
+        fabric.backward(wrapped(torch.ones(4, 32)).float().sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        first, last = model[0], model[2]
+        assert isinstance(first, nn.Linear)
+        assert isinstance(last, nn.Linear)
+        for weight, kept in ((first.weight, (slice(50),)), (first.bias, (slice(50),)), (last.weight, (..., slice(50)))):
+            weight.data = weight.data[kept].clone()
+        optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), 1e-3))
+    shapes = [m.shape for m in fabric.strategy.precision.main_params(optimizer.optimizer)]
+    assert shapes == [(50, 32), (50,), (32, 50), (32,)]

@@ -59,3 +59,14 @@ def test_only_a_batch_that_does_not_fit_is_copied(reference_te, monkeypatch):
         layer(ragged)
     assert seen[0] is whole
     assert seen[1].shape == (16, 32)
+
+
+@pytest.mark.parametrize("kind", RECIPES)
+def test_rows_that_are_no_numbers_stay_where_they_are(reference_te, kind):
+    """A scale per tensor cannot keep them apart, and must not hide them: the loss scale needs to see it."""
+    fabric, layer = set_up(kind)
+    x = torch.randn(16, 32)
+    x[3, 5] = float("nan")
+    output, _, grad_weight, _ = grads(fabric, layer, x, torch.randn(16, 64))
+    assert output[3].isnan().any()
+    assert grad_weight.isnan().any()

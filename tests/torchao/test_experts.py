@@ -330,3 +330,59 @@ def test_products_in_bf16_of_a_recipe_and_a_choice():
     assert not fp8_experts(model)
     reasons = {row.kept_because for row in plugin.plan.rows if row.kind == "stacked experts"}
     assert reasons == {"stacked experts (experts='bf16')"}
+
+
+def codes(x, dim, power_of_2):
+    """torchao's codes with a scale per row of what is summed along ``dim``, as values."""
+    scale = 448 / x.detach().abs().amax(dim, keepdim=True).double().clamp(min=1e-12)
+    scale = (2.0 ** torch.floor(torch.log2(scale)) if power_of_2 else scale).float()
+    return (x.float() * scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() / scale
+
+
+class Product(torch.autograd.Function):
+    """[M, K] @ [K, N] for the tokens of one expert, in FP8 by torchao's formulas."""
+
+    @staticmethod
+    def forward(ctx, rows, weight, recipe, amax):
+        ctx.save_for_backward(rows, weight)
+        ctx.recipe, ctx.whole = recipe, 448 / amax.double()
+        return (codes(rows, 1, recipe != "tensorwise") @ Product.weight(ctx, weight, 0)).bfloat16()
+
+    @staticmethod
+    def weight(ctx, weight, dim):
+        if ctx.recipe != "tensorwise":
+            return codes(weight, dim, True)
+        return (weight.float() * ctx.whole.float()).to(torch.float8_e4m3fn).float() / ctx.whole.float()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (rows, weight), fine = ctx.saved_tensors, ctx.recipe != "tensorwise"
+        grad_rows = (codes(grad, 1, fine) @ Product.weight(ctx, weight, 1).t()).bfloat16()
+        if ctx.recipe == "rowwise_with_gw_hp":
+            grad_weight = rows.float().t() @ grad.float()
+        else:
+            grad_weight = codes(rows, 0, fine).t() @ codes(grad, 0, fine)
+        return grad_rows, grad_weight.bfloat16().float(), None, None
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_arithmetic_is_torchaos_expert_by_expert(recipe):
+    layer = Layer("mixtral")
+    up, down = layer.experts.gate_up_proj, layer.experts.down_proj
+    hidden, index, weights = routed(layer.experts)
+    rounded, factors = hidden.bfloat16(), weights.bfloat16()  # as Fabric casts inputs
+    total = torch.zeros(len(index), 2, hidden.shape[1], dtype=torch.bfloat16)
+    for expert in range(len(up)):
+        token, place = (index == expert).nonzero(as_tuple=True)
+        inner = Product.apply(rounded[token], up[expert].t(), recipe, up.detach().abs().max())
+        gate, value = inner.chunk(2, dim=-1)
+        inner = layer.experts.act_fn(gate) * value
+        outer = Product.apply(inner, down[expert].t(), recipe, down.detach().abs().max())
+        total = total.index_put((token, place), outer * factors[token, place, None])
+    output = total.sum(1).float()
+    output.backward(torch.randn(output.shape, generator=torch.Generator().manual_seed(2)))
+    expected = {"output": output, "hidden": hidden.grad, "gate_up_proj": up.grad, "down_proj": down.grad}
+    expected = {name: value.detach().clone() for name, value in expected.items()}
+    found = gradients(set_up(layer, FP8TorchAO(recipe)), (hidden, index, weights))
+    for name, value in expected.items():  # sums in another order may round to another bf16, and then to another code
+        assert sqnr(value, found[name].float()) > 45, name

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import json
 import math
 
 import lightning as L
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 
 import lightning_lowprec as lp
 from lightning_lowprec import FP8TorchAO, Int8TorchAO
+from lightning_lowprec.tools.cli import main
 from tests.fsdp2.toy import QUIET
 
 WIDTH, INNER, RANK = 144, 272, 4  # parts of tiles of 128
@@ -305,5 +307,19 @@ def test_the_plan_names_what_is_stored_as_codes():
     plan = lp.plan(model, "fp8-hybrid", frozen="codes")
     stored = [row for row in plan.rows if row.stored_as_codes]
     assert [row.fqn for row in stored] == ["base_model.model.0.base_layer", "base_model.model.2.base_layer"]
+    with pytest.raises(ValueError, match="frozen='codes'"):
+        lp.plan(model, "fp8-rowwise", frozen="codes")
+
+
+def test_the_plan_counts_a_byte_for_the_base(capsys):
+    model = peft_model()
+    plan = lp.plan(model, "fp8-hybrid", frozen="codes")
+    stored = [row for row in plan.rows if row.stored_as_codes]
+    assert [row.fqn for row in stored] == ["base_model.model.0.base_layer", "base_model.model.2.base_layer"]
+    weights = []
+    for options in ([], ["--frozen", "codes"]):
+        assert main(["plan", f"{__name__}.peft_model", "--json", *options]) == 0
+        weights.append(json.loads(capsys.readouterr().out)["bytes"][-1]["weights"])
+    assert weights[0] - weights[1] == 2 * WIDTH * INNER * (4 - 1) - 2 * 4
     with pytest.raises(ValueError, match="frozen='codes'"):
         lp.plan(model, "fp8-rowwise", frozen="codes")
