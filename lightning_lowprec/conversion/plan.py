@@ -221,17 +221,19 @@ def make_plan(model: nn.Module, options: LayerOptions | None = None, request: Pl
         multiple = 1 if request.pads and matmul.kind != STACKED else request.alignment
         reason = selection.unsupported(matmul, module, multiple, request.converted_class, request.experts)
         reason = IN_METRIC if module in in_metrics else reason
-        products.append((matmul, module, reason or reasons.get(matmul.fqn) or _kept_by(options, module, request)))
+        chosen = reasons.get(matmul.fqn) or _kept_by(options, module, request)
+        products.append((matmul, module, reason or chosen, chosen is None))
     if recipes is not None:
-        recipes.check({matmul.fqn: reason for matmul, _, reason in products})
+        recipes.check({matmul.fqn: reason for matmul, _, reason, _ in products})
     rows = []
     recipe_of: dict[str, LayerRecipe] = {}
-    for matmul, module, reason in products:
+    for matmul, module, reason, may_convert in products:
         recipe = None
         if recipes is not None:
             recipe, reason = _of_map(recipes, matmul, reason, request)
         name = one_recipe if recipe is None else recipe.name
         in_float32 = recipe is not None and recipe.name == FLOAT32
+        may_pad = request.pads is not None and (may_convert or reason is None)
         if reason is None and recipe is not None:
             recipe_of[matmul.fqn] = recipe
         row = PlanRow(
@@ -241,7 +243,7 @@ def make_plan(model: nn.Module, options: LayerOptions | None = None, request: Pl
             trains=_trains(module),
             stored_as_codes=reason is None and _stores_codes(options, matmul, module),
             recipe=str(recipe) if recipe is not None and (reason is None or in_float32) else None,
-            padded_to=None if request.pads is None else _padded(matmul, reason, request.alignment),
+            padded_to=_padded(matmul, reason, request.alignment) if may_pad else None,
             runs_in=FLOAT32 if in_float32 else _runs_in(matmul, module, reason, built_in, request),
         )
         rows.append(row)

@@ -42,6 +42,16 @@ class MasterConfig:
         """The word for what is kept between steps: the form, or ``"8bit"`` if remainders and 8-bit moments are."""
         return "8bit" if (self.form, self.moments) == ("remainder", "8bit") else self.form
 
+    @property
+    def words(self) -> str:
+        """What is kept beside half-precision weights, for the log."""
+        masters = {
+            "fp32": "float32 masters in the optimizer",
+            "remainder": "exact float32 masters in 2 more bytes per parameter",
+            "stochastic": "no masters, updates rounded stochastically",
+        }
+        return masters[self.form] + (", moments of 8 bits" if self.moments == "8bit" else "")
+
     @classmethod
     def of(cls, value: Kept | MasterConfig) -> MasterConfig:
         """Return a config as given, and a word for what is kept as a config."""

@@ -95,6 +95,8 @@ class HalfMixed(LowPrecision):
     @override
     def _prepare(self, module: Module, device: torch.device) -> None:
         self.decide(device)
+        if self.masters is not None:
+            info(f"{self.precision}: weights in {self.base}, {self.masters.config.words}.")
 
     def decide(self, device: torch.device) -> None:
         """Choose the dtype of ``"auto"`` for a device, and say which; with fp16 the loss is scaled."""

@@ -43,9 +43,10 @@ class Result:
     def failures(self, bounds: Namespace) -> list[str]:
         """Return the bounds, options of the command, that are not held; NaN holds none."""
         snr, agreement, change = bounds.min_snr, bounds.min_agreement, bounds.max_perplexity
+        ties = "a model that has hardly trained has near ties, where any rounding decides"
         held = {
             f"the logits' SNR is below --min_snr {snr:g} dB": self.snr_db >= snr,
-            f"the greedy agreement is below --min_agreement {agreement:g}": self.greedy_agreement >= agreement,
+            f"the greedy agreement is below --min_agreement {agreement:g} ({ties})": self.greedy_agreement >= agreement,
             f"the perplexity differs by more than --max_perplexity {change:g}": abs(self.perplexity_change) <= change,
         }
         return [failure for failure, holds in held.items() if not holds]

@@ -70,3 +70,19 @@ def test_auto_says_what_it_took_in_fabric(caplog: pytest.LogCaptureFixture) -> N
         module(torch.ones(1, 2)).sum().backward()  # no loss scaling with bf16, whatever the scale would have been
     assert messages(caplog) == [BF16_ON_CPU]
     assert torch.equal(module.weight.grad, torch.ones(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [
+        ("bf16-master", "weights in bf16, float32 masters in the optimizer"),
+        ("fp16-master", "weights in fp16, float32 masters in the optimizer"),
+        ("bf16-remainder", "weights in bf16, exact float32 masters in 2 more bytes per parameter"),
+        ("bf16-8bit", "weights in bf16, exact float32 masters in 2 more bytes per parameter, moments of 8 bits"),
+        ("bf16-sr", "weights in bf16, no masters, updates rounded stochastically"),
+    ],
+)
+def test_one_line_says_what_is_kept(name: Any, kept: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        L.Fabric(precision=name, accelerator="cpu").setup(nn.Linear(2, 2))
+    assert [line for line in caplog.messages if line.startswith(name)] == [f"{name}: {kept}."]

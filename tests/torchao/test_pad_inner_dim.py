@@ -127,6 +127,13 @@ def test_the_plan_says_what_it_costs_and_names_the_option(pad):
         assert "pad_inner_dim" not in str(plan(Net(), "fp8-hybrid-te"))
 
 
+def test_a_head_that_stays_anyway_is_not_said_to_convert_when_it_is_padded():
+    model = nn.ModuleDict({"body": nn.Linear(64, 64), "head": nn.Linear(64, 10)})
+    text = str(plan(model))
+    assert "kept: features are no multiples of 16" in text
+    assert "pad_inner_dim" not in text
+
+
 def test_a_model_of_such_layers_alone():
     with pytest.raises(ValueError, match=r"`pad_inner_dim=True`: padded to 304 -> 304, 2.7% more FLOPs"):
         L.Fabric(accelerator="cpu", precision="fp8-hybrid").setup(nn.Linear(300, 300))
