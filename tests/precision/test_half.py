@@ -39,6 +39,8 @@ def test_what_is_not_valid(dtype: Any, scale: Any, said: str) -> None:
         (HalfMixed("bf16"), "bf16-mixed", torch.bfloat16),
         (HalfMixed("fp16"), "16-mixed", torch.float16),
         (HalfMixed(), "half-auto", torch.bfloat16),
+        (HalfMixed("bf16", master_weights="8bit"), "bf16-8bit", torch.bfloat16),
+        (HalfMixed("fp16", master_weights=True), "fp16-master", torch.float16),
         (L.Fabric(accelerator="cpu", precision="half-auto").strategy.precision, "half-auto", torch.bfloat16),
     ],
 )
