@@ -206,9 +206,10 @@ def test_other_recipes_and_plugins_name_those_that_have_codes(make):
         L.Fabric(accelerator="cpu", plugins=make()).setup_module(Net())
 
 
-def test_products_in_bf16_are_refused():
+@pytest.mark.parametrize("gemm", ["forward", "grad_input"])
+def test_products_in_bf16_are_refused(gemm):
     with pytest.raises(ValueError, match=r"'first\.base': a product of its recipe runs in bf16"):
-        set_up(recipe={"first.*": {"forward": "bf16"}, "*": "tensorwise"})
+        set_up(recipe={"first.*": {gemm: "bf16"}, "*": "tensorwise"})
 
 
 def test_without_frozen_weights_there_is_nothing_to_store():

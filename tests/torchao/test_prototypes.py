@@ -143,6 +143,9 @@ def test_stochastic_rounding_has_no_bias_and_touches_gradients_only():
     assert set(drawn.round(decimals=4).unique().tolist()) == {0.0, 1.0}
     deviation = (0.3 * 0.7 / drawn.numel()) ** 0.5
     assert drawn.mean().item() == pytest.approx(0.3, abs=4 * deviation)
+    layer.weight.data = nearest.weight.data = torch.randn(OUT, IN)
+    x = torch.randn(32, IN)
+    assert torch.equal(layer(x), nearest(x)), "inputs and weights whose codes are not exact are not random either"
 
 
 @pytest.mark.parametrize("kind", KINDS)
