@@ -257,3 +257,20 @@ def test_remainders_of_8_bits_are_the_upper_half_of_16():
     saved["state"] = {0: {"master_remainder": torch.ones(weight.shape, dtype=torch.int8)}}
     optimizer.load_state_dict(saved)
     assert bool((masters_of(optimizer)[0] == 1.0 + 2.0**-15).all())
+
+
+class OwnSGD(torch.optim.SGD):
+    """An optimizer of a user."""
+
+
+def test_two_steps_of_a_users_optimizer_round_by_other_random_bits():
+    """An update of half a step of bf16 moves about half of the weights, and not the same ones twice."""
+    weight, moved = nn.Parameter(torch.ones(64, 64).bfloat16()), []
+    optimizer = add_masters(OwnSGD([weight], lr=1.0), MasterConfig(form="stochastic"))
+    for _ in range(2):
+        weight.data.fill_(1.0)
+        weight.grad = torch.full_like(weight, -(2.0**-8))
+        optimizer.step()
+        moved.append(weight.detach() > 1)
+    assert not torch.equal(*moved)
+    assert all(0.4 < some.float().mean() < 0.6 for some in moved)

@@ -7,7 +7,7 @@ from lightning.pytorch.callbacks import BackboneFinetuning, StochasticWeightAver
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
-from lightning_lowprec import HalfMixed, LossScale
+from lightning_lowprec import HalfMixed, LossScale, plain
 from tests.precision.weights_left import as_trained
 from tests.toys import ON_CPU
 
@@ -171,3 +171,17 @@ def test_batch_norm_keeps_float32(name):
     L.Trainer(plugins=as_trained(name), max_epochs=1, **ON_CPU).fit(model)
     assert {p.dtype for p in model.backbone[0].parameters()} == {torch.float32}
     assert model.backbone[1].weight.dtype is (torch.float16 if name.startswith("fp16") else torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", ["bf16-master", "bf16-remainder", "bf16-8bit", "fp16-master"])
+def test_a_loaded_value_outlives_a_gradient_that_is_dropped(name):
+    fabric = L.Fabric(accelerator="cpu", devices=1, precision=name)
+    layer = nn.Linear(64, 64)
+    model, optimizer = fabric.setup(layer, torch.optim.SGD(layer.parameters(), 0.1))
+    fabric.backward(model(torch.ones(2, 64)).float().sum())
+    optimizer.step()
+    optimizer.zero_grad()
+    loaded = nn.Linear(64, 64).state_dict()
+    model.load_state_dict(loaded)
+    optimizer.zero_grad()
+    assert all(torch.equal(value, loaded[fqn]) for fqn, value in plain(model, copy=True).state_dict().items())

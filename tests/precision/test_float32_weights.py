@@ -106,3 +106,12 @@ def test_the_users_own_optimizer_goes_on(first, then):
     assert module.losses == fresh.losses
     assert same_bits(exact_weights(module), exact_weights(fresh))
     assert type(module.optimizer) is type(fresh.optimizer)
+
+
+def test_an_optimizer_that_has_stepped_in_bf16_goes_on_with_float32_moments():
+    layer = nn.Linear(64, 64).bfloat16()
+    optimizer = torch.optim.AdamW(layer.parameters())
+    layer(torch.ones(2, 64).bfloat16()).sum().backward()
+    optimizer.step()
+    L.Fabric(accelerator="cpu", devices=1, precision="fp8-hybrid").setup(layer, optimizer)
+    assert {entry["exp_avg"].dtype for entry in optimizer.state.values()} == {torch.float32}
