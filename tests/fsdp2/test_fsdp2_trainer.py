@@ -2,6 +2,7 @@
 
 import inspect
 import io
+import itertools
 import logging
 import tempfile
 import warnings
@@ -207,9 +208,28 @@ def without_optimizer(rank):
     return saved
 
 
+class Clipped(Module):
+    """A step of SGD with lr=1 moves the weights by the gradient after clipping."""
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+def clipped(rank):
+    """Return by how much the norm of all weights moves in a step whose gradients are clipped to 0.1, or not clipped."""
+    moved = {}
+    for precision, value in itertools.product(("32-true", "fp8-hybrid"), (0.1, None)):
+        model = Clipped()
+        before = {name: p.detach().clone() for name, p in model.net.named_parameters()}
+        trainer_for(precision, max_steps=1, gradient_clip_val=value).fit(model, loader())
+        after = full(model.net)
+        moved[precision, value] = sum((after[n] - before[n]).double().square().sum().item() for n in before) ** 0.5
+    return moved
+
+
 def worker(rank):
     warnings.simplefilter("ignore")
-    parts = (places, signatures, again, compiled, from_half, without_optimizer)
+    parts = (places, signatures, again, clipped, compiled, from_half, without_optimizer)
     return {part.__name__: part(rank) for part in parts}
 
 
@@ -265,3 +285,12 @@ def test_a_bf16_model_trains_as_the_float32_model_with_its_values(results, preci
 
 def test_a_model_without_an_optimizer_is_saved_and_resumed(results):
     assert results[0]["without_optimizer"] == [(1, STEPS, 2)] * 2
+
+
+def test_the_trainer_clips_by_the_norm_of_all_shards(results):
+    for found in results:
+        for (precision, value), moved in found["clipped"].items():
+            if value is None:
+                assert moved > 0.15, "clipping must have something to clip"
+            else:
+                assert moved == pytest.approx(value, rel=1e-4), precision
