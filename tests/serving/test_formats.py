@@ -67,6 +67,15 @@ def test_tensorwise_codes_are_those_of_torchaos_own_cast_in_every_format(tmp_pat
     assert torch.equal(values, cast._data.float() * cast._scale.reciprocal())
 
 
+def test_a_layer_whose_forward_ran_in_bf16_is_exported_in_high_precision(tmp_path):
+    model = llama()
+    plugin = lightning_lowprec.FP8TorchAO({"*.up_proj": {"forward": "bf16"}, "*": "tensorwise"})
+    L.Fabric(accelerator="cpu", devices=1, plugins=plugin).setup(model)
+    done = export(model, tmp_path / "out", "compressed-tensors")
+    assert (done.same, done.other, done.new) == (6, 0, 0)
+    assert tensors(tmp_path / "out")[f"{UP}.weight"].dtype == torch.float32
+
+
 @pytest.mark.parametrize("format", FP8_FORMATS)
 def test_codes_that_are_kept_for_products_are_what_is_exported(tmp_path, format):
     model = converted(llama(), "msamp-o3")
