@@ -54,6 +54,21 @@ def test_deepspeed_is_missing(start):
         start(precision="bf16-mixed", strategy="deepspeed_stage_2", accelerator="cpu")
 
 
+OURS = ("fp8-hybrid", "fp8-e4m3", "fp8-rowwise", "fp8-rowwise-gw-hp", "fp8-block", "mxfp8", "int8-mixed")
+TES = ("fp8-hybrid-te", "fp8-e4m3-te", "fp8-current-te", "fp8-block-te")
+
+
+def test_the_designed_names_and_no_others_are_registered():
+    """Six words of half precision, eleven formats with three endings each, and eight words without endings."""
+    expected = [
+        *("half-auto", "bf16-master", "fp16-master", "bf16-remainder", "bf16-8bit", "bf16-sr"),
+        *(f"{name}{ending}" for name in (*OURS, *TES) for ending in ("", "-remainder", "-8bit", "-sr")),
+        *("fp8-hybrid-fp16", "fp8-hybrid-te-fp16", "mxfp8-te", "nvfp4-te", "msamp-o1", "msamp-o2", "msamp-o3"),
+    ]
+    assert len(expected) == 57
+    assert set(TABLE) == set(expected)
+
+
 @pytest.mark.parametrize("name", [name for name in TABLE if not (WITHOUT_TE and name in TE_NAMES)])
 def test_name_in_fabric_and_trainer(name):
     for plugin in (

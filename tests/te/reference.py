@@ -52,7 +52,10 @@ def pretend(monkeypatch) -> None:
     """Transformer Engine is told of CUDA and of every recipe that Hopper has; torch and Lightning are not."""
     real = torch.cuda.is_available
     asking = ("transformer_engine.", FP8TE.__module__)
-    asked = lambda: sys._getframe(1).f_globals["__name__"].startswith(asking) or real()  # noqa: E731
+
+    def asked() -> bool:
+        return sys._getframe(1).f_globals["__name__"].startswith(asking) or real()
+
     monkeypatch.setattr(torch.cuda, "is_available", asked)
     for name in ("_FP8_SUPPORT", "_FP8_BLOCK_SCALING_SUPPORT", "_NVFP4_SUPPORT"):
         monkeypatch.setattr(quantization, name, (True, ""))
