@@ -61,7 +61,7 @@ def test_it_converts_and_gives_back_torchs_layers():
     model = Toy()
     parameters = list(model.parameters())
     L.Fabric(precision=NAME, accelerator="cpu", devices=1).setup(model, torch.optim.SGD(model.parameters()))
-    assert toy_layers(model) == [f"blocks.{i}.{name}" for i in range(2) for name in ("fc_in", "fc_out")]
+    assert toy_layers(model) == [f"blocks.{i}.{name}" for i in range(2) for name in ("up", "down")]
     fabric = L.Fabric(plugins=FP8TorchAO(), accelerator="cpu", devices=1)
     fabric.setup(model, torch.optim.SGD(model.parameters()))
     assert toy_layers(model) == [], "another precision starts from torch's layers"
@@ -81,7 +81,7 @@ def test_a_converted_layer_in_no_optimizer_warns():
     fabric = L.Fabric(precision=NAME, accelerator="cpu", devices=1)
     wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.head.parameters(), lr=0.1))
     fabric.backward(wrapped(X).float().sum())
-    with pytest.warns(UserWarning, match=r"'blocks.0.fc_in.weight' \(and .* more\) is trainable and in no optimizer"):
+    with pytest.warns(UserWarning, match=r"'blocks.0.up.weight' \(and .* more\) is trainable and in no optimizer"):
         optimizer.step()
 
 

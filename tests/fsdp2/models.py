@@ -1,9 +1,10 @@
-"""Small models for sharding, and the hand-written torchao and torch loops that ours are held against."""
+"""A small language model for sharding, its batches and its whole weights."""
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tests.fsdp2 import toy
 from tests.toys import Block, Stack
 
 WIDTH = 64
@@ -33,26 +34,9 @@ def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 def full(model: nn.Module) -> dict[str, torch.Tensor]:
     """The gathered weights, by plain names."""
-    return {
-        name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
-        for name, p in model.state_dict().items()
-    }
+    return toy.full(dict(model.state_dict()))
 
 
 def same(one, other):
     """Return whether two dicts hold the same values, bit for bit."""
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
-def hand_sharded(model: nn.Module, mesh, fp8: bool, **policy) -> nn.Module:
-    """What a torchao user writes: convert with FP8 all-gather, shard blocks and root."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-    if fp8:
-        config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
-        convert_to_float8_training(model, config=config, module_filter_fn=lambda m, fqn: "lm_head" not in fqn)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=MixedPrecisionPolicy(**policy))
-    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(**policy, cast_forward_inputs=False))
-    return model

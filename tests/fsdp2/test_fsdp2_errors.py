@@ -323,14 +323,16 @@ def test_plain_of_a_sharded_model_names_a_way_out_that_works():
 
 
 @pytest.mark.parametrize(
-    ("make", "what"),
+    ("plugin", "make", "what"),
     [
-        (Net, "'blocks.0.up' has 128 output features"),
-        (lambda: nn.Sequential(Conv1D(32, 64)), "'0' has 64 input features"),
-        (lambda: MixtralModel(SMALL).layers[0].mlp, "'experts.gate_up_proj' has 4 experts"),
+        (FP8TorchAO(), Net, "'blocks.0.up' has 128 output features"),
+        (FP8TorchAO(), lambda: nn.Sequential(Conv1D(32, 64)), "'0' has 64 input features"),
+        (FP8TorchAO(), lambda: MixtralModel(SMALL).layers[0].mlp, "'experts.gate_up_proj' has 4 experts"),
+        (MSAMP("O3"), Net, "'blocks.0.up' has 128 output features"),
+        (MSAMP("O3"), lambda: nn.Sequential(Conv1D(32, 64)), "'0' has 64 input features"),
     ],
 )
-def test_uneven_shards_are_found_before_any_collective(alone, monkeypatch, make, what):
+def test_uneven_shards_are_found_before_any_collective(alone, monkeypatch, plugin, make, what):
     class Three:
         """A mesh of which nothing but its size is known: whoever asks it for more fails."""
 
@@ -342,7 +344,7 @@ def test_uneven_shards_are_found_before_any_collective(alone, monkeypatch, make,
     monkeypatch.setattr(meshes, "shard_mesh", lambda mesh: Three())
     monkeypatch.setattr(shard, "origin", lambda model: pytest.fail("a collective ran first"))
     with pytest.raises(ValueError, match=f"{what}, which do not divide into 3 equal"):
-        shard_alone(converted(make(), FP8TorchAO()), alone, fp8_all_gather=True)
+        shard_alone(converted(make(), plugin), alone, fp8_all_gather=not plugin.keeps_codes)
 
 
 def apply(model, mesh, **options):

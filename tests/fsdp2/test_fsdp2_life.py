@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from lightning_lowprec import FabricFSDP2Strategy, FP8TorchAO
 from lightning_lowprec.callbacks import NumericsMonitor
 from tests.fsdp2 import toy
-from tests.fsdp2.gathers import count_gathers, scales_of
+from tests.fsdp2.gathers import count_gathers
 from tests.fsdp2.models import Net, batch, full, loss_of, same
 from tests.fsdp2.ranks import run
 from tests.toys import Block, adamw
@@ -91,24 +91,6 @@ def evaluation(rank):
     return results
 
 
-def scale_reductions(rank):
-    """How often scales are reduced: per step, not per micro-batch, nor in the evaluations that follow."""
-    fabric = fabric_for()
-    model, optimizer = set_up(fabric)
-    scales = scales_of(model)
-    for number in range(6):  # three steps of two micro-batches
-        with fabric.no_backward_sync(model, enabled=number % 2 == 0):
-            fabric.backward(loss_of(model, batch(number, rank)))
-        if number % 2:
-            optimizer.step()
-            optimizer.zero_grad()
-    accumulated = scales.reductions
-    with torch.no_grad():
-        for _ in range(3):
-            loss_of(model, batch(0, rank))
-    return accumulated, scales.reductions
-
-
 SKIPPING = {
     "float32": lambda: FP8TorchAO(skip_nonfinite=True),
     "remainder": lambda: FP8TorchAO(master_weights="remainder", skip_nonfinite=True),
@@ -154,18 +136,6 @@ def variants(rank):
         model, optimizer = set_up(fabric, model)
         losses[name] = trained(fabric, model, optimizer, rank)[1]
     return losses
-
-
-def without_bias(rank):
-    """Groups of float8 weights alone, which gloo would refuse."""
-    fabric = fabric_for(wrap=[torch.nn.Linear])
-    model = Net()
-    for block in model.blocks:
-        block.up.bias = block.down.bias = None
-    model, optimizer = set_up(fabric, model)
-    gathers = count_gathers(model)
-    losses = trained(fabric, model, optimizer, rank)[1]
-    return losses, {fqn: dict(gather.sent) for fqn, gather in gathers.items()}
 
 
 NAMES = {
@@ -235,8 +205,7 @@ def monitored(rank):
 
 
 def worker(rank):
-    parts = (optimizers, evaluation, scale_reductions, skipping, variants, without_bias, dtypes, origins)
-    parts += (from_rank_0, monitored)
+    parts = (optimizers, evaluation, skipping, variants, dtypes, origins, from_rank_0, monitored)
     return {part.__name__: part(rank) for part in parts}
 
 
@@ -260,10 +229,6 @@ def test_inference_mode_changes_nothing(results):
     assert same(plain[1], inferred[1])
 
 
-def test_scales_are_reduced_once_per_step(results):
-    assert [found["scale_reductions"] for found in results] == [(3, 4)] * 2
-
-
 def test_a_value_that_is_not_finite_on_one_rank_costs_all_ranks_the_step(results):
     for found, name in itertools.product(results, SKIPPING):
         (weights, skipped), (wanted, none) = (found["skipping"][name, bad] for bad in (1, None))
@@ -275,12 +240,6 @@ def test_options_change_where_not_what(results):
     losses = results[0]["variants"]
     for name, values in losses.items():
         assert values == losses["plain"], name
-
-
-def test_groups_of_float8_alone_travel_as_uint8(results):
-    losses, sent = results[0]["without_bias"]
-    assert all(0 < loss < 10 for loss in losses)
-    assert sent["blocks.0.up"] == {torch.uint8: 4 * 2 * (64 * 128 // 2)}, "4 steps, forward and backward"
 
 
 def test_what_a_rank_keeps_and_gathers(results):

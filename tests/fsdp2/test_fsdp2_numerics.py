@@ -3,10 +3,16 @@
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torchao.float8 import (
+    Float8LinearConfig,
+    convert_to_float8_training,
+    precompute_float8_dynamic_scale_for_fsdp,
+)
 
 from lightning_lowprec import FP8TorchAO, parallelize
 from tests.fsdp2.gathers import scales_of
-from tests.fsdp2.models import Net, batch, full, hand_sharded, loss_of
+from tests.fsdp2.models import Net, batch, full, loss_of
 from tests.fsdp2.ranks import run
 
 STEPS = 20
@@ -29,11 +35,18 @@ def sharded(mesh, fp8_all_gather, **options):
     return model, scales_of(model)
 
 
-def runs(rank, mesh):
-    """The same training in several ways, under a float32 policy."""
-    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+def by_hand(mesh):
+    """What a torchao user writes: convert with FP8 all-gather, shard blocks and root."""
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
+    model = convert_to_float8_training(Net(), config=config, module_filter_fn=lambda m, fqn: "lm_head" not in fqn)
+    for part in (*model.blocks, model):
+        fully_shard(part, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+    return model
 
-    weights = {}
+
+def worker(rank):
+    """The same training in several ways, under a float32 policy."""
+    mesh, weights = init_device_mesh("cpu", (2,)), {}
     model, scales = sharded(mesh, True)
     weights["ours"] = train(model, rank)
     reductions = scales.reductions
@@ -41,7 +54,7 @@ def runs(rank, mesh):
     scales.weights = []  # nothing to refresh: every weight reduces its own scale
     weights["a scale reduced per weight"] = train(model, rank)
     weights["float32 gathered"] = train(sharded(mesh, False)[0], rank)
-    model = hand_sharded(Net(), mesh, fp8=True, reduce_dtype=torch.float32)
+    model = by_hand(mesh)
     precompute_float8_dynamic_scale_for_fsdp(model)
     weights["torchao by hand"] = train(model, rank, lambda: precompute_float8_dynamic_scale_for_fsdp(model))
     weights["one process"] = one_process()
@@ -59,10 +72,6 @@ def one_process():
         optimizer.step()
         optimizer.zero_grad()
     return full(model)
-
-
-def worker(rank):
-    return runs(rank, init_device_mesh("cpu", (2,)))
 
 
 @pytest.fixture(scope="module")

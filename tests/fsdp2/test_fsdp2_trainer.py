@@ -159,7 +159,6 @@ def compiled(rank):
     results = {}
     for name, by_strategy, by_plugin, evaluations in (
         ("eager", {}, False, 0),
-        ("compiled", {"compile": aot}, False, 0),
         ("compiled and recomputed", {"compile": aot, "activation_checkpointing": True}, False, 0),
         ("compiled by the plugin", {"activation_checkpointing": True}, aot, 1),
     ):
@@ -171,22 +170,6 @@ def compiled(rank):
         gathered = {d for g in model.gathers.values() for d in g.sent}
         counters = torch._dynamo.utils.counters
         results[name] = model.losses, gathered, counters["stats"]["unique_graphs"], dict(counters["graph_break"])
-    return results
-
-
-def from_half(rank):
-    """A bf16 model, with weights on rank 0 alone, beside the float32 model with its values."""
-    results = {}
-    for precision in ("fp8-hybrid", "bf16-master", "bf16-remainder"):
-        for kind in ("bf16", "float32"):
-            model = Module()
-            model.net.bfloat16()
-            if kind == "float32":
-                model.net.float()
-            elif rank:
-                model.net.to("meta")
-            fitted(precision, model, limit_val_batches=0)
-            results[precision, kind] = model.losses, {p.dtype for p in model.parameters()}
     return results
 
 
@@ -229,7 +212,7 @@ def clipped(rank):
 
 def worker(rank):
     warnings.simplefilter("ignore")
-    parts = (places, signatures, again, clipped, compiled, from_half, without_optimizer)
+    parts = (places, signatures, again, clipped, compiled, without_optimizer)
     return {part.__name__: part(rank) for part in parts}
 
 
@@ -266,7 +249,7 @@ def test_a_sharded_model_goes_on_in_its_precision(results):
     assert "sharded already" in refused
 
 
-@pytest.mark.parametrize("way", ["compiled", "compiled and recomputed", "compiled by the plugin"])
+@pytest.mark.parametrize("way", ["compiled and recomputed", "compiled by the plugin"])
 def test_compiled_and_recomputed(results, way):
     runs = results[0]["compiled"]
     losses, gathered, graphs, breaks = runs[way]
@@ -274,13 +257,6 @@ def test_compiled_and_recomputed(results, way):
     assert gathered == runs["eager"][1]
     assert (graphs > 0, breaks) == (True, {})
     assert runs["eager"][2] == 0
-
-
-@pytest.mark.parametrize("precision", ["fp8-hybrid", "bf16-master", "bf16-remainder"])
-def test_a_bf16_model_trains_as_the_float32_model_with_its_values(results, precision):
-    given, in_float32 = (results[0]["from_half"][precision, kind] for kind in ("bf16", "float32"))
-    assert given == in_float32
-    assert given[1] == {torch.bfloat16 if precision == "bf16-remainder" else torch.float32}
 
 
 def test_a_model_without_an_optimizer_is_saved_and_resumed(results):

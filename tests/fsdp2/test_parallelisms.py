@@ -1,4 +1,4 @@
-"""FP8 layers under torch's sequence parallelism, on two gloo ranks, against one process."""
+"""FP8 layers in torch's sequence parallelism and pipelines, on two gloo ranks, against one process."""
 
 import math
 from contextlib import contextmanager
@@ -8,48 +8,35 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training, float8_ops
-from torchao.float8.float8_tensor_parallel import (
-    Float8ColwiseParallel,
-    Float8RowwiseParallel,
-    PrepareFloat8ModuleInput,
-)
+from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel
 
-from lightning_lowprec import MSAMP, FabricFSDP2Strategy, FP8TorchAO, HalfMixed
+from lightning_lowprec import FabricFSDP2Strategy, FP8TorchAO, HalfMixed, parallelize
 from tests.fsdp2.models import Net, batch, loss_of
 from tests.fsdp2.ranks import run
 from tests.fsdp2.toy import full
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
-CPU = torch.device("cpu")
+RECIPES = ("tensorwise", "rowwise")
 
 
-def precisions():
-    return {
-        "tensorwise": lambda: FP8TorchAO(emulate=True),
-        "rowwise": lambda: FP8TorchAO(emulate=True, recipe="rowwise"),
-        "msamp-o3": lambda: MSAMP("O3"),
-        "bf16": lambda: HalfMixed("bf16"),
-    }
-
-
-def converted(precision, model):
-    plugin = precisions()[precision]() if isinstance(precision, str) else precision
-    plugin.bind_device(CPU)
+def converted(plugin, model):
+    plugin.bind_device(torch.device("cpu"))
     plugin.convert_module(model)
-    return plugin, model
+    return model
 
 
 def gradients(model):
     return full({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
 
 
-def one_step(precision, model=None, prepare=lambda model: None):
-    plugin, model = converted(precision, Net() if model is None else model)
+def one_step(plugin, model=None, prepare=lambda model: None):
+    model = converted(plugin, Net() if model is None else model)
     prepare(model)
     with plugin.forward_context():
         loss = loss_of(model, batch(0, 0))
@@ -71,11 +58,11 @@ def sequence_plan(colwise, rowwise):
     return plan
 
 
-def by_strategy(precision):
+def by_strategy(recipe):
     """Under FSDP2Strategy, whose option takes the plan."""
     plan = sequence_plan(ColwiseParallel, RowwiseParallel)
     strategy = FabricFSDP2Strategy(tensor_parallel=plan, tensor_parallel_size=2, param_dtype=torch.float32)
-    fabric = L.Fabric(accelerator="cpu", devices=2, strategy=strategy, plugins=precisions()[precision]())
+    fabric = L.Fabric(accelerator="cpu", devices=2, strategy=strategy, plugins=FP8TorchAO(recipe))
     fabric.launch()
     net = Net()
     model = fabric.setup_module(net)
@@ -123,7 +110,7 @@ def with_float8_activations():
 
     def refused(prepare=cut, **options):
         try:
-            one_step(FP8TorchAO(emulate=True, **options), prepare=prepare)
+            one_step(FP8TorchAO(**options), prepare=prepare)
         except RuntimeError as error:
             return str(error)
         return "not refused"
@@ -133,40 +120,37 @@ def with_float8_activations():
         convert_to_float8_training(model, config=config, module_filter_fn=lambda module, fqn: fqn != "lm_head")
         return model
 
-    def with_groups():
-        """Each first layer of a block in a group of its own, whose input is gathered once for all of its layers."""
-        model = Net()
-        for block in model.blocks:
-            block.up = nn.Sequential(block.up)
-        return model
-
-    def cut_groups(model):
-        plan = sequence_plan(Float8ColwiseParallel, Float8RowwiseParallel)
-        for i in range(2):
-            plan[f"blocks.{i}.up"] = PrepareFloat8ModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
-            plan[f"blocks.{i}.up.0"] = Float8ColwiseParallel()
-        parallelize_module(model, mesh, plan)
-
     with gloo_takes_float8():
-        found = {
-            "ours": one_step("tensorwise", prepare=cut),
-            "torchao's": one_step("bf16", of_torchao(Net()), prepare=cut),
-            "ours, prepared": one_step("tensorwise", with_groups(), prepare=cut_groups),
-            "torchao's, prepared": one_step("bf16", of_torchao(with_groups()), prepare=cut_groups),
+        return {
+            "ours": one_step(FP8TorchAO(), prepare=cut),
+            "torchao's": one_step(HalfMixed("bf16"), of_torchao(Net()), prepare=cut),
             "rowwise": refused(recipe="rowwise"),
             "evaluation in bf16": refused(cut_for_evaluation, fp8_eval=False),
         }
-    return found
 
 
-def cross_entropy(logits, targets):
-    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+X, Y = torch.randn(2, 8, 16, 64, generator=torch.Generator().manual_seed(3))
+BATCHES = 4
+"""Micro-batches of X and Y."""
+
+
+def pipeline(number):
+    """A stage of one block, sharded over this rank alone; its losses and gradients."""
+    alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("stages", "data"))["data"]
+    plugin = FP8TorchAO()
+    model = parallelize(nn.Sequential(Net().blocks[number]), alone, plugin, param_dtype=torch.float32)
+    stage = pipelining.PipelineStage(model, number, 2, torch.device("cpu"))
+    schedule, losses = pipelining.ScheduleGPipe(stage, n_microbatches=BATCHES, loss_fn=F.mse_loss), []
+    with plugin.forward_context():
+        schedule.step(*([X] if number == 0 else []), **({"target": Y, "losses": losses} if number else {}))
+    return [loss.item() for loss in losses], list(gradients(model).values())
 
 
 def worker(rank):
     return {
-        "sequence": {name: by_strategy(name) for name in ("tensorwise", "rowwise", "bf16")},
+        "sequence": {recipe: by_strategy(recipe) for recipe in RECIPES},
         "float8 activations": with_float8_activations(),
+        "pipeline": pipeline(rank),
     }
 
 
@@ -182,19 +166,27 @@ def snr(found, expected):
     return 10 * math.log10(sum(grad.float().square().sum() for grad in expected.values()) / noise)
 
 
-def as_close_as_fp8_is(found, one_process, in_float32):
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_sequence_parallel_plan(results, recipe):
     """The two roundings of FP8, with other scales, are nearer to each other than FP8 is to float32."""
-    loss, grads = found[:2]
-    assert loss == pytest.approx(one_process[0], rel=1e-3)
-    assert snr(grads, one_process[1]) > max(30, snr(one_process[1], in_float32))
-
-
-@pytest.mark.parametrize("precision", ["tensorwise", "rowwise", "bf16"])
-def test_a_sequence_parallel_plan(results, precision):
     loss_of(model := Net(), batch(0, 0)).backward()
-    exact = gradients(model)
-    for rank in results:
-        as_close_as_fp8_is(rank["sequence"][precision], one_step(precision), exact)
+    exact, (expected_loss, expected) = gradients(model), one_step(FP8TorchAO(recipe))
+    for loss, grads in (rank["sequence"][recipe] for rank in results):
+        assert loss == pytest.approx(expected_loss, rel=1e-3)
+        assert snr(grads, expected) > max(30, snr(expected, exact))
+
+
+def test_a_pipeline_of_sharded_stages_computes_the_bits_of_one_process(results):
+    plugin = FP8TorchAO()
+    model, losses = converted(plugin, nn.Sequential(*Net().blocks)), []
+    for x, y in zip(X.chunk(BATCHES), Y.chunk(BATCHES), strict=True):
+        with plugin.forward_context():
+            losses.append(F.mse_loss(model(x), y))
+        losses[-1].backward()
+    assert results[1]["pipeline"][0] == [loss.item() for loss in losses]
+    found = [grad for rank in results for grad in rank["pipeline"][1]]
+    assert all(map(torch.equal, found, [p.grad / BATCHES for p in model.parameters()]))
+    assert len(found) == len(list(model.parameters()))
 
 
 @pytest.fixture
@@ -204,15 +196,14 @@ def float8_activations(results):
     return [rank["float8 activations"] for rank in results]
 
 
-@pytest.mark.parametrize("kind", ["", ", prepared"], ids=["linears", "modules"])
-def test_activations_gathered_as_float8_by_torchaos_styles(float8_activations, kind):
+def test_activations_gathered_as_float8_by_torchaos_styles(float8_activations):
     """Our layers compute what torchao's compute, bit for bit."""
     for found in float8_activations:
-        (loss, grads), (their_loss, their_grads) = found[f"ours{kind}"], found[f"torchao's{kind}"]
+        (loss, grads), (their_loss, their_grads) = found["ours"], found["torchao's"]
         assert loss == their_loss
         assert grads.keys() == their_grads.keys()
         assert all(torch.equal(grad, their_grads[name]) for name, grad in grads.items())
-        assert kind or snr(found["ours"][1], one_step("tensorwise")[1]) > 30
+        assert snr(grads, one_step(FP8TorchAO())[1]) > 30
 
 
 def test_what_torchaos_styles_cannot_do_raises_with_the_way_out(float8_activations):

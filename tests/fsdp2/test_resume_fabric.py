@@ -14,7 +14,7 @@ from tests.fsdp2.toy import assert_same, everything, setup, train
 
 PRECISIONS = (
     "32-true", "bf16-mixed", "fp8-hybrid-fp16", "fp8-hybrid", "fp8-hybrid-remainder", "bf16-master", "fp8-hybrid-sr",
-    "16-mixed",
+    "16-mixed", "msamp-o3",
 )  # fmt: skip
 IN_SHARDS = PRECISIONS[::2]
 """Of these a folder of shards is saved too, and four ranks load them: a scale, remainders, weights without masters."""

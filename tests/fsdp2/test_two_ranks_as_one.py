@@ -16,7 +16,7 @@ from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.pytorch_utils import Conv1D
 
-from lightning_lowprec import FabricFSDP2Strategy, FP8TorchAO, HalfMixed
+from lightning_lowprec import MSAMP, FabricFSDP2Strategy, FP8TorchAO, HalfMixed
 from tests.fsdp2.gathers import count_gathers
 from tests.fsdp2.ranks import run
 from tests.representatives import names_on_cpu
@@ -120,6 +120,14 @@ CASES = {
         )
     },
     "conv1d": ("fp8-hybrid", {}, conv1ds),
+    **{
+        f"msamp{kind}": (
+            partial(MSAMP, "O3", grad_accumulation_dtype=torch.float32),
+            {"param_dtype": torch.float32},
+            make,
+        )
+        for kind, make in (("", lambda: layers(*SIZES)), (" of conv1d", conv1ds))
+    },
     **{
         f"{gemm} in bf16{kind}": (lambda gemm=gemm: FP8TorchAO({"*": {gemm: "bf16"}}), {}, make)
         for gemm in ("forward", "grad_weight")

@@ -1,4 +1,4 @@
-"""Bytes per step: the formula, and the tables of docs/fsdp2.md.
+"""Bytes per step: the formula, and the table of docs/fsdp2.md.
 
 tests/ledger/test_worlds.py counts what a rank sends.
 """
@@ -76,23 +76,3 @@ def rows():
 def test_the_table():
     table = DOCS.read_text().split("<!-- volume")[1].split("<!-- /volume")[0]
     assert [line for line in table.splitlines() if re.match(r"\| \d", line)] == list(rows())
-
-
-LINKS = {  # bytes per second and GPU; what is sent there per parameter, for each byte of a gradient, and for the gather
-    "NVLink": (400e9, 1, 2),
-    "InfiniBand, 400 Gb/s per GPU": (50e9, 1, 2),
-    "PCIe 4.0 x16": (25e9, 1, 2),
-    "Ethernet, 100 Gb/s per node of 8 GPUs": (12.5e9 / 8, 1, 2),
-    'the same, `replicate="nodes"`, 8 shards': (12.5e9 / 8, 2 / 8, 0),
-}
-
-
-def test_the_table_of_tokens_that_hide_gradients():
-    """4 P T / F seconds of backward are as long as the bytes take."""
-    lines = []
-    for link, (bandwidth, times, other) in LINKS.items():
-        tokens = [(other + times * size) * 400e12 / (4 * bandwidth) for size in (4, 2)]
-        cells = " | ".join(f"{t:,.0f}" for t in tokens)
-        lines.append(f"| {link} | {bandwidth / 1e9:.3g} GB/s | {cells} |")
-    table = DOCS.read_text().split("<!-- hidden")[1].split("<!-- /hidden")[0]
-    assert table.splitlines()[3:] == lines

@@ -7,22 +7,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from lightning_lowprec import FabricFSDP2Strategy
+from tests.toys import Block
 
 WIDTH = 32
 X = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(1))
 Y = torch.randint(0, 5, (64,), generator=torch.Generator().manual_seed(2))
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.fc_in = nn.Linear(width, 2 * width)
-        self.fc_out = nn.Linear(2 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.fc_out(F.gelu(self.fc_in(self.norm(x))))
 
 
 class Toy(L.LightningModule):

@@ -40,7 +40,6 @@ def held(frozen, recipe):
             fabric.backward(part(inputs[part.base.in_features]).float().sum())
     optimizer.step()
     inputs.clear()
-    print(recipe, frozen, torch.cuda.memory_allocated() - before)
     return torch.cuda.memory_allocated() - before
 
 

@@ -1,9 +1,7 @@
 """What the null GPU showed once and must not show again: counted on the null GPU, where CUDA tensors have no values."""
 
 import gc
-import os
 from dataclasses import replace
-from pathlib import Path
 
 import lightning as L
 import pytest
@@ -19,11 +17,9 @@ from benchmarks.ledger.recorder import recording
 from benchmarks.rivals import models
 from lightning_lowprec import MSAMP, FP8TorchAO, FSDP2Strategy
 from lightning_lowprec.fsdp2.fp8_gather import Fp8GatherShard, GatherScales
-from lightning_lowprec.msamp import ScaledAdamW, scale_linears
-from lightning_lowprec.numerics.formats import amax
+from lightning_lowprec.msamp import scale_linears
 from lightning_lowprec.numerics.one_pass import compiles
 from lightning_lowprec.private.torch import local_tensor
-from tests import forked
 from tests.torchao.test_fp8_linear import linear
 
 DEVICE = torch.device("cuda")
@@ -158,23 +154,6 @@ def block_at(address):
     return next((block for block in blocks if block["address"] == address), {})
 
 
-"""Graphs of the optimizer: measure, write, round the masters."""
-
-
-def test_the_compiled_step_of_codes_does_not_wait():
-    layers = torch.nn.Sequential(*(torch.nn.Linear(64, 64, device=DEVICE) for _ in range(3)))
-    scale_linears(layers, ["0", "1", "2"], "O2")
-    stepper = ScaledAdamW(layers.parameters(), lr=0.1, level="O2", compile=True)
-    x = torch.zeros(16, 64, device=DEVICE)
-    for _ in range(2):
-        layers(x).sum().backward()
-        stepper.step()
-    with recording() as log:
-        stepper.step()
-    assert not log.waits()
-    assert not [record for record in log.of("memcpy") if "pageable" in record.info]
-
-
 def test_codes_outside_of_compiled_blocks_are_made_by_compiled_kernels():
     """In forward, backward, a second micro-batch and clipping: few kernels of any size, no float32 values in memory."""
     layer = torch.nn.Linear(256, 512, bias=False, device=DEVICE)
@@ -201,18 +180,6 @@ def test_codes_outside_of_compiled_blocks_are_made_by_compiled_kernels():
     assert counters["stats"]["unique_graphs"] == graphs + 1, "another norm is another function"
 
 
-@torch._inductor.config.patch(force_disable_caches=True)  # where another tensor may have been the first
-def test_the_largest_value_is_found_by_many_blocks_although_the_first_tensor_was_small():
-    """One graph serves all sizes; inductor splits a reduction to one number only if the first tensor is large."""
-    largest = torch.compile(amax, dynamic=True)
-    for rows in (1, 4096):
-        flat = torch.zeros(rows * 4096, device=DEVICE)
-        largest(flat)
-    with recording() as log:
-        largest(flat)
-    assert [record.get("grid") for record in log.of("kernel")] == ["4098,1,1", "1,1,1"]
-
-
 def test_emulation_on_a_gpu_without_fp8_compiles_nothing(monkeypatch):
     """Triton has no casts to float8_e4m3fn there."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
@@ -221,23 +188,3 @@ def test_emulation_on_a_gpu_without_fp8_compiles_nothing(monkeypatch):
     step()
     compiles.cache_clear()
     assert counters["stats"]["unique_graphs"] == 0
-
-
-WITHOUT_COMPILER = """
-import lightning as L, torch
-from lightning_lowprec import FP8TE
-for options in ({"norms": False}, {}):
-    model = torch.nn.Sequential(torch.nn.LayerNorm(64), torch.nn.Linear(64, 64))
-    model = L.Fabric(accelerator="cuda", devices=1, plugins=FP8TE("current", **options)).setup(model)
-    print("set up", flush=True)
-    model(torch.zeros(16, 64, device="cuda")).sum().backward()
-    print("ran", flush=True)
-"""
-
-
-def test_norms_without_their_compiler_raise_transformer_engines_error():
-    """Transformer Engine reads the variable once, so in a process of its own; torch's norms run there."""
-    environment = {**os.environ, "NVTE_DISABLE_NVRTC": "1"}
-    done = forked.python("-c", WITHOUT_COMPILER, cwd=Path(__file__).parents[2], environ=environment)
-    assert done.stdout.split("\n") == ["set up", "ran", "set up", ""]
-    assert "NVRTC is disabled" in done.stderr

@@ -1,8 +1,8 @@
-"""The report, its arithmetic and its picture, from entries written by hand."""
+"""The arithmetic of the report, from entries written by hand."""
 
 import pytest
 
-from benchmarks.ledger import report, roofline
+from benchmarks.ledger import roofline
 from benchmarks.ledger.entry import Amount, Entry, amounts, format_of
 from benchmarks.ledger.moved import Operation
 from benchmarks.ledger.recorder import Record
@@ -78,25 +78,3 @@ def test_records_are_sorted_into_phases_and_blocks():
     assert found["forward"]["0"] == Amount(products=2, product_flops={"int8": 48, "bfloat16": 48})  # by a kernel
     found, _ = amounts(records, operations, {"triton_a": 7}, {3: 70})
     assert found["forward"]["0"].bytes == 70, "of this launch, of a kernel of any size"
-
-
-def test_the_report_calls_predictions_so_and_says_what_is_missing(tmp_path):
-    entries = [by_hand(), by_hand("another")]
-    text = report.markdown(entries, {"ours nvfp4": "needs Blackwell"}, RATES, "python -m benchmarks.ledger")
-    assert "## Predicted, not measured" in text
-    assert "| another | 16 | 6.2 | 1.00 |  | 5 | 4 | 0 | 2 | 5 |" in text
-    assert "| ours nvfp4 | needs Blackwell |" in text
-    assert "Predicted" not in report.markdown(entries, {}, None, "")
-    report.draw(entries, RATES, tmp_path / "x.png")
-    assert (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"
-
-
-def test_measured_rates_replace_assumed_ones(tmp_path):
-    file = tmp_path / "rates.json"
-    file.write_text('{"bandwidth": 2.0}')
-    rates = roofline.from_file(file)
-    assert (rates.values["bandwidth"], rates.values["bfloat16"]) == (2.0, roofline.assumed().values["bfloat16"])
-    assert "rates.json" in rates.label
-    file.write_text('{"bandwith": 2.0}')
-    with pytest.raises(ValueError, match=r"unknown rates \['bandwith'\]; expected some of: .*bandwidth"):
-        roofline.from_file(file)

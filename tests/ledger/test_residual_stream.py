@@ -7,32 +7,19 @@ from torch import nn
 from transformers import (
     BertConfig,
     BertForMaskedLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
 )
 
 from benchmarks.rivals import models
 from lightning_lowprec import FP8TorchAO, plain
 
-SIZES = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 128,
-}
+SIZES = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 MODELS = {
-    "Llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
-    "Gemma 2": lambda: Gemma2ForCausalLM(Gemma2Config(num_key_value_heads=4, head_dim=16, **SIZES)),
     "GPT-NeoX": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**SIZES)),
     "BERT, norms behind the blocks": lambda: BertForMaskedLM(BertConfig(**SIZES)),
     "the ledger's": lambda: models.Llama(models.TOY),
 }
-TOKENS = torch.zeros(2, models.TOY.sequence, dtype=torch.long)
 
 
 def dtypes_between(model, fabric):
@@ -48,7 +35,7 @@ def dtypes_between(model, fabric):
     assert len(blocks) >= 2
     for module in (*blocks, *(m for m in model.modules() if type(m).__name__.endswith("Norm"))):
         module.register_forward_hook(note)
-    tokens = TOKENS[:, :16].to(fabric.device)
+    tokens = torch.zeros(2, 16, dtype=torch.long, device=fabric.device)
     if isinstance(model, models.Llama):
         loss = wrapped(tokens, tokens)
     else:
@@ -58,7 +45,7 @@ def dtypes_between(model, fabric):
 
 
 @pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("name", ["fp8-hybrid-remainder", "fp8-rowwise-remainder", "fp8-hybrid-te-remainder"])
+@pytest.mark.parametrize("name", ["fp8-hybrid-remainder", "fp8-hybrid-te-remainder"])
 def test_the_residual_stream_is_bf16(kind, name):
     fabric = L.Fabric(accelerator="cuda", devices=1, precision=name)
     if hasattr(fabric.strategy.precision, "compile"):

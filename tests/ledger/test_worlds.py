@@ -111,12 +111,6 @@ def test_kept_codes_split_no_buffers_of_gathers(monkeypatch):
     assert codes <= kept["reserved"] - without["reserved"] <= codes + 2 * SEGMENT
 
 
-def test_masters_as_remainders_are_made_in_place():
-    memory = counted("bf16-remainder")["memory"]
-    assert memory["at_rest"] <= 12 * PARAMETERS / 8 + SMALL
-    assert memory["setup_peak"] <= memory["at_rest"] + 5e6
-
-
 @pytest.mark.parametrize(
     ("precision", "kernels", "times"),
     [

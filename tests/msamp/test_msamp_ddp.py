@@ -82,7 +82,7 @@ def skips(rank, ranks):
         x = torch.full_like(x, float("inf")) if rank == 1 and not only_codes else x
         fabric.backward(F.cross_entropy(wrapped(x), y))
         if rank == 1 and only_codes:
-            wrapped.module.blocks[0].fc_in.weight.grad.mul_(float("inf"))
+            wrapped.module.blocks[0].up.weight.grad.mul_(float("inf"))
         if only_codes:  # Fabric's error_if_nonfinite=True would make an exception of it
             fabric.clip_gradients(wrapped, optimizer, max_norm=CLIP)
         optimizer.step()

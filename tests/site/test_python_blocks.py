@@ -29,7 +29,7 @@ READ = {
     "deepspeed-2": "tests/deepspeed/trainer_runs.py",
     "parallelism-2": "tests/fsdp2/test_expert_parallel.py",
     "parallelism-3": "tests/ledger/test_context_parallel.py",
-    "parallelism-4": "tests/fsdp2/test_pipelines.py",
+    "parallelism-4": "tests/fsdp2/test_parallelisms.py",
     "serving-1": "tests/tools/test_export_serving.py",
     "serving-2": "tests/serving/test_formats.py",
     "torchao-3": "tests/torchao/test_frozen_codes.py",
