@@ -150,7 +150,8 @@ def parse(command: str, argv: Sequence[str]) -> Any:
 
 def parser_of(command: str, cls: Any) -> ArgumentParser:
     """Return a parser with the fields of ``cls``, and of its group, as options."""
-    parser = ArgumentParser(prog=f"lowprec {command}", description=" ".join((inspect.getdoc(cls) or "").split()))
+    description = " ".join((inspect.getdoc(cls) or "").split())
+    parser = ArgumentParser(prog=f"lowprec {command}", description=description, allow_abbrev=False)
     _, group = getattr(cls, "group", ("", cls))
     described = dict(
         re.findall(r"^ {4}(\w+): ((?:.|\n {8})+)", (inspect.getdoc(group) or "").replace("``", "`"), flags=re.M)

@@ -5,6 +5,7 @@
     python -m tests.faults --draw 230         draw faults until the table has so many of the package's own
     python -m tests.faults --lane ledger --draw 20    draw 20 more, of statements that only this lane's tests run
     python -m tests.faults --see              look for tests that see the faults that were not tried yet
+    python -m tests.faults --see --second     look for another test where one alone is known to see a fault
     python -m tests.faults --table F --seed 7 --draw 200    a table of other faults: what share do the tests see?
 
 ``--lane`` names the environment in which this runs. ``--see``, and the draw for a lane, need what
@@ -55,8 +56,11 @@ def passes(test: str, copy: forks.Copy, known: dict[str, bool]) -> bool:
 def see(
     row: table.Row, lane: str, limit: float, copy: forks.Copy, lines: dict[str, dict], known: dict[str, bool]
 ) -> None:
-    """Look for tests that see a fault, and write into the row what was found."""
-    plan, tests = table.planted(row), [test for test in tests_of(row, lane, lines) if known.get(test, True)]
+    """Look for tests that see a fault, besides those that are known, and write into the row what was found."""
+    first = row.get("seen_by", [])
+    functions = {test.partition("[")[0] for test in first}
+    tests = [test for test in tests_of(row, lane, lines) if test.partition("[")[0] not in functions]
+    plan, tests = table.planted(row), [test for test in tests if known.get(test, True)]
     wanted = len(tests) if "effect" not in row and table.room_of(row) in ALL_OF else 2
     used, ran, failed = 0.0, 0, []
     all_cases = list(dict.fromkeys(test.partition("[")[0] for test in tests if "[" in test))
@@ -72,15 +76,27 @@ def see(
     if failed:
         row.pop("tried", None)
         one_case = {test.partition("[")[0]: test for test in reversed(failed)}
-        seen_by = list(reversed(one_case.values())) if len(one_case) > 1 else failed[:2]
-        row.update(state="seen", lane=lane, seen_by=seen_by, seconds=round(used, 1))
+        seen_by = list(reversed(one_case.values())) if len(one_case) > 1 or first else failed[:2]
+        row.update(state="seen", lane=lane, seen_by=[*first, *seen_by], seconds=row.get("seconds", round(used, 1)))
+    elif first:
+        row["alone"] = {"tests": len(tests), "ran": ran, "seconds": limit}
     else:
         row["state"] = "unseen"
         row.setdefault("tried", {})[lane] = {"tests": len(tests), "ran": ran, "seconds": limit}
 
 
-def see_all(lane: str, rooms: list[str], limit: float) -> int:
-    """Try the faults that this lane has not tried for so many seconds; the table is written after each."""
+def is_asked(row: table.Row, lane: str, limit: float, second: bool) -> bool:
+    """Return whether a fault was not tried for so many seconds, for a first test or for a second one."""
+    if not second:
+        tried = row.get("tried", {}).get(lane, {"seconds": 0})
+        return row["state"] in ("untried", "unseen") and tried["seconds"] < limit
+    functions = {test.partition("[")[0] for test in row.get("seen_by", [])}
+    once = row["state"] == "seen" and "effect" not in row and row["lane"] == lane and len(functions) == 1
+    return once and row.get("alone", {"seconds": 0})["seconds"] < limit
+
+
+def see_all(lane: str, rooms: list[str], limit: float, second: bool) -> int:
+    """Try the faults that are asked; the table is written after each."""
     lines = recorded(lane)
     with tempfile.TemporaryDirectory() as folder:
         copy = forks.Copy(Path(folder))
@@ -90,10 +106,7 @@ def see_all(lane: str, rooms: list[str], limit: float) -> int:
             return min([lines[test]["seconds"] for test in tests_of(row, lane, lines) if test in lines], default=1e9)
 
         for row in sorted(rows, key=soonest):
-            tried = row.get("tried", {}).get(lane, {"seconds": 0})
-            if row["state"] not in ("untried", "unseen") or tried["seconds"] >= limit:
-                continue
-            if rooms and table.room_of(row) not in rooms:
+            if not is_asked(row, lane, limit, second) or (rooms and table.room_of(row) not in rooms):
                 continue
             if table.planted(row) is None:
                 print(f"gone      {table.name(row)}", flush=True)
@@ -101,7 +114,8 @@ def see_all(lane: str, rooms: list[str], limit: float) -> int:
             print(f"...       {table.name(row)}", flush=True)
             see(row, lane, limit, copy, lines, known)
             table.write(rows)
-            print(f"{row['state']:8}  {row.get('seconds', '')} {row.get('seen_by') or row['tried']}", flush=True)
+            found = row.get("alone", row.get("seen_by", row.get("tried")))
+            print(f"{row['state']:8}  {row.get('seconds', '')} {found}", flush=True)
     print(Counter(row["state"] for row in rows))
     return 0
 
@@ -205,6 +219,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="with --draw")
     parser.add_argument("--table", type=Path, default=table.FILE, help="another table than that of the tree")
     parser.add_argument("--see", action="store_true")
+    parser.add_argument("--second", action="store_true", help="with --see: a second test for what one alone sees")
     parser.add_argument("--room", action="append", default=[], help="with --see: of these rooms only")
     parser.add_argument("--seconds", type=float, default=180, help="with --see: of CPU time for each fault")
     parser.add_argument("--workers", type=int, default=2)
@@ -215,7 +230,7 @@ def main() -> int:
         return draw(args.seed, args.draw) if ordinary else draw_for(args.lane, args.seed, args.draw)
     forks.preload()
     if args.see:
-        return see_all(args.lane, args.room, args.seconds)
+        return see_all(args.lane, args.room, args.seconds, args.second)
     rows = table.to_plant(table.read())
     if args.lane == "ordinary" and not args.some:
         for lane, count in Counter(row["lane"] for row in rows if not (ROOT / LANES[row["lane"]]).exists()).items():

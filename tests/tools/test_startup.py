@@ -109,7 +109,7 @@ FOLDER = ("export", "a.ckpt", "out", "--model=llama")
     ("words", "hint"),
     [
         (["plna", "llama"], "Did you mean 'plan'?"),
-        (["plan", "llama", "--fitz", "80"], "Did you mean '--fits'?"),
+        (["plan", "llama", "--fit", "80"], "Did you mean '--fits'?"),
         (["doctor", "--fro", "fp8-hybrid"], "Did you mean '--for'?"),
         (["export", "a.ckpt", "out", "--fromat", "hf"], "Did you mean '--format'?"),
         (
