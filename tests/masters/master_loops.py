@@ -17,13 +17,15 @@ every_form = pytest.mark.parametrize("form", FORMS)
 every_exact_form = pytest.mark.parametrize("form", EXACT)
 ADAMW = partial(optim.AdamW, lr=1e-3)
 SGD = partial(optim.SGD, lr=1e-2, momentum=0.9)
-X = torch.randn(64, 12, generator=torch.Generator().manual_seed(1))
-Y = torch.randn(64, 6, generator=torch.Generator().manual_seed(2))
+X = torch.randn(64, 64, generator=torch.Generator().manual_seed(1))
+Y = torch.randn(64, 96, generator=torch.Generator().manual_seed(2))
+WIDE = (64, 64, 96)  # weights of 4,096 numbers and more, whose moments are coded
 
 
-def net(seed: int = 0, bias: bool = True) -> nn.Module:
+def net(seed: int = 0, bias: bool = True, sizes: tuple[int, int, int] = (12, 16, 6)) -> nn.Module:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(12, 16, bias=bias), nn.Tanh(), nn.Linear(16, 6, bias=bias))
+    width, hidden, out = sizes
+    return nn.Sequential(nn.Linear(width, hidden, bias=bias), nn.Tanh(), nn.Linear(hidden, out, bias=bias))
 
 
 def half(*values: float) -> nn.Parameter:
@@ -39,8 +41,9 @@ def step(optimizer: Any, *params: nn.Parameter, grad: float = 0.0) -> None:
 
 def loss_of(model: nn.Module, step: int) -> torch.Tensor:
     rows = slice(16 * (step % 4), 16 * (step % 4) + 16)
-    dtype = next(model.parameters()).dtype
-    return (model(X[rows].to(dtype)) - Y[rows].to(dtype)).float().pow(2).mean()
+    first, _, last = model
+    x, y = (data[rows, :size].to(first.weight.dtype) for data, size in ((X, first.in_features), (Y, last.out_features)))
+    return (model(x) - y).float().pow(2).mean()
 
 
 def nearest_away(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -73,8 +76,8 @@ def by_hand(make: Any, form: str, steps: int, dtype: torch.dtype = torch.bfloat1
     return model, optimizer, masters
 
 
-def wrapped(make: Any, form: Any, dtype: torch.dtype = torch.bfloat16, bias: bool = True, seed: int = 0):
-    model = net(seed, bias)
+def wrapped(make: Any, form: Any, dtype: torch.dtype = torch.bfloat16, **of_net: Any):
+    model = net(**of_net)
     originals = cast_parameters(model, dtype, keep=True)
     return model, add_masters(make(model.parameters()), form, values=originals)
 

@@ -11,14 +11,15 @@ from torch import Tensor, nn
 from lightning_lowprec import FP8TorchAO, HalfMixed, LossScale, plain, register, unregister
 
 FLOAT32 = {"grad_accumulation_dtype": torch.float32}
-FORMS = {"bf16-master": True, "bf16-remainder": "remainder", "bf16-sr": "stochastic", "fp16-master": True}
+FORMS = {"master": True, "remainder": "remainder", "8bit": "8bit", "sr": "stochastic"}
+NAMES = ["bf16-master", "bf16-remainder", "bf16-sr", "fp16-master"]
 TERMS = [2048.0, *[0.5] * 8]
 """Their sum is 2052. bf16 and fp16 have no number between 2048 and 2049, so that there each sum stays 2048."""
 
 
-def plugin(form: str, **options: Any) -> HalfMixed:
-    """A plugin with masters of a form; fp16 starts at a loss scale at which nothing overflows."""
-    base = form[:4]
+def half(name: str, **options: Any) -> HalfMixed:
+    """A plugin with masters; fp16 starts at a loss scale at which nothing overflows."""
+    base, _, form = name.partition("-")
     scale = {"loss_scale": LossScale(initial=8.0)} if base == "fp16" else {}
     return HalfMixed(base, master_weights=FORMS[form], **scale, **options)
 
@@ -52,31 +53,31 @@ def summed(plugin: HalfMixed, model: nn.Module) -> Tensor:
     return gradient
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", NAMES)
 def test_the_sum_is_that_of_float32(form):
-    assert torch.equal(summed(plugin(form, **FLOAT32), Terms()), torch.full((16,), 2052.0))
-    assert torch.equal(summed(plugin(form), Terms()), torch.full((16,), 2048.0)), "there was nothing to gain"
+    assert torch.equal(summed(half(form, **FLOAT32), Terms()), torch.full((16,), 2052.0))
+    assert torch.equal(summed(half(form), Terms()), torch.full((16,), 2048.0)), "there was nothing to gain"
 
 
 def test_a_copied_module_accumulates_in_float32_after_its_own_set_up():
     first = Terms()
-    L.Fabric(accelerator="cpu", devices=1, plugins=plugin("bf16-master", **FLOAT32)).setup(first)
+    L.Fabric(accelerator="cpu", devices=1, plugins=half("bf16-master", **FLOAT32)).setup(first)
     second = copy.deepcopy(first)
     assert second.weight.dtype == torch.float32
-    assert torch.equal(summed(plugin("bf16-master", **FLOAT32), second), torch.full((16,), 2052.0))
+    assert torch.equal(summed(half("bf16-master", **FLOAT32), second), torch.full((16,), 2052.0))
 
 
 def test_before_any_optimizer_is_seen():
     """Without the names, Fabric shows the optimizer at its first step; gradients come before."""
     unregister()
     try:
-        assert torch.equal(summed(plugin("bf16-master", **FLOAT32), Terms()), torch.full((16,), 2052.0))
+        assert torch.equal(summed(half("bf16-master", **FLOAT32), Terms()), torch.full((16,), 2052.0))
     finally:
         register()
 
 
 def test_sparse_gradients_add_up_in_float32():
-    fabric = L.Fabric(accelerator="cpu", devices=1, plugins=plugin("bf16-master", **FLOAT32))
+    fabric = L.Fabric(accelerator="cpu", devices=1, plugins=half("bf16-master", **FLOAT32))
     table = nn.Embedding(4, 2, sparse=True)
     start = table.weight.detach().clone()
     module, optimizer = fabric.setup(table, torch.optim.SGD(table.parameters(), lr=1.0))

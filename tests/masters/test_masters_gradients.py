@@ -112,8 +112,6 @@ def test_only_wrapped_optimizers():
     assert held_masters(plain) == []
 
 
-# ---- of FSDP2 parameters, on one process
-
 torchs_warnings = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # of its own modules
 
 

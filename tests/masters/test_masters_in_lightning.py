@@ -3,11 +3,12 @@
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import BackboneFinetuning, StochasticWeightAveraging
+from lightning.pytorch.callbacks import BackboneFinetuning
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
 from lightning_lowprec import HalfMixed, LossScale, plain
+from tests.masters.test_float32_accumulation import half
 from tests.precision.weights_left import as_trained
 from tests.toys import ON_CPU
 
@@ -20,53 +21,39 @@ def masters_of(trainer):
 
 
 class Constant(L.LightningModule):
-    """The gradient of `weight` is 1 at every step."""
+    """The gradient of `weight` is 1 at every step; no weight is a bf16 number, and no step reaches the next one."""
 
-    def __init__(self, steps=5):
+    START = torch.tensor([1.001, 2.002, 3.003, 4.004])
+
+    def __init__(self):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(4))
-        self.steps = steps
+        self.weight = nn.Parameter(self.START.clone())
 
     def training_step(self, batch, batch_idx):
         return self.weight.float().sum()
 
+    def validation_step(self, batch, batch_idx):
+        self.log("is_half", float(self.weight.dtype is not torch.float32))
+
     def train_dataloader(self):
-        return torch.utils.data.DataLoader(range(self.steps), batch_size=1)
+        return torch.utils.data.DataLoader(range(5), batch_size=1)
+
+    val_dataloader = train_dataloader
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
 @pytest.mark.parametrize("name", ["bf16-master", "bf16-remainder", "bf16-8bit", "fp16-master"])
-def test_five_small_steps_arrive(name):
+def test_small_steps_arrive_from_the_weights_before_the_cast_also_after_an_evaluation(name):
     model = Constant()
-    how = name
-    if name == "fp16-master":  # a gradient of 1 overflows fp16 at the first scales, as it should
-        how = HalfMixed("fp16", master_weights=True, loss_scale=LossScale(initial=8.0))
-    trainer = L.Trainer(max_epochs=1, plugins=as_trained(how), **ON_CPU)
+    trainer = L.Trainer(plugins=as_trained(half(name)), max_epochs=1, **{**ON_CPU, "limit_val_batches": 1})
+    assert trainer.validate(model, verbose=False)[0]["is_half"] == 1.0
+    assert torch.equal(model.weight, Constant.START), "an evaluation changes nothing"
     trainer.fit(model)
-    master = next(iter(masters_of(trainer)))
-    torch.testing.assert_close(master, torch.full((4,), 0.995), rtol=1e-6, atol=0)
-    half = torch.float16 if name.startswith("fp16") else torch.bfloat16
-    assert torch.equal(model.weight, torch.full((4,), 0.995).to(half))
-
-
-def test_masters_start_from_the_weights_before_the_cast_also_after_an_evaluation():
-    class Evaluated(Constant):
-        def validation_step(self, batch, batch_idx):
-            self.log("dtype_is_bf16", float(self.weight.dtype is torch.bfloat16))
-
-        val_dataloader = Constant.train_dataloader
-
-    model = Evaluated(steps=1)
-    start = torch.tensor([1.001, 2.002, 3.003, 4.004])  # none of them is a bf16 number
-    model.weight.data.copy_(start)
-    trainer = L.Trainer(plugins=as_trained("bf16-master"), max_epochs=1, **ON_CPU)
-    assert trainer.validate(model, verbose=False)[0]["dtype_is_bf16"] == 1.0
-    assert torch.equal(model.weight, start), "an evaluation changes nothing"
-    trainer.fit(model)
-    torch.testing.assert_close(next(iter(masters_of(trainer))), start - 1e-3, rtol=1e-6, atol=0)
-    assert model.weight.dtype is torch.bfloat16
+    (master,) = masters_of(trainer)
+    torch.testing.assert_close(master, Constant.START - 5e-3, rtol=1e-6, atol=0)
+    assert torch.equal(model.weight, master.to(model.weight.dtype))
 
 
 class Net(L.LightningModule):
@@ -75,7 +62,6 @@ class Net(L.LightningModule):
         torch.manual_seed(0)
         self.backbone = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH))
         self.head = nn.Linear(WIDTH, WIDTH)
-        self.scaled = []
 
     def training_step(self, batch, batch_idx):
         return (self.head(self.backbone(batch)).float() - 1).pow(2).mean()
@@ -85,29 +71,12 @@ class Net(L.LightningModule):
         return torch.utils.data.DataLoader(torch.randn(64, WIDTH), batch_size=8)
 
     def configure_optimizers(self):
-        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
-
-
-@pytest.mark.parametrize("name", FORMS)
-def test_swa_and_schedulers(name):
-    model = Net()
-    swa = StochasticWeightAveraging(swa_lrs=1e-3, swa_epoch_start=1)
-    trainer = L.Trainer(plugins=as_trained(name), max_epochs=3, callbacks=[swa], **ON_CPU)
-    with pytest.warns(UserWarning, match="averages the weights of the model"):
-        trainer.fit(model)
-    assert {p.dtype for p in masters_of(trainer)} == {torch.float32}
-    assert all(p.isfinite().all() for p in model.parameters())
-    assert trainer.optimizers[0].param_groups[0]["lr"] != 1e-2, "the scheduler still reaches the optimizer"
+        return torch.optim.AdamW((p for p in self.parameters() if p.requires_grad), lr=1e-2)
 
 
 @pytest.mark.parametrize("name", FORMS)
 def test_unfreezing_adds_a_group_with_masters(name):
-    class Finetuned(Net):
-        def configure_optimizers(self):
-            return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
-
-    model = Finetuned()
+    model = Net()
     before = model.backbone[0].weight.detach().clone()
     callback = BackboneFinetuning(unfreeze_backbone_at_epoch=1, verbose=False, backbone_initial_lr=1e-2)
     trainer = L.Trainer(precision=name, max_epochs=2, callbacks=[callback], **ON_CPU)
@@ -134,9 +103,7 @@ def test_the_loss_scale_reaches_the_users_logger(tmp_path):
 
 
 def test_a_skipped_step_leaves_nothing_behind_that_model_zero_grad_cannot_reach():
-    fabric = L.Fabric(
-        plugins=HalfMixed("fp16", master_weights=True, loss_scale=LossScale(initial=8.0)), accelerator="cpu"
-    )
+    fabric = L.Fabric(plugins=half("fp16-master"), accelerator="cpu")
     net = nn.Linear(16, 16)
     model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
     before = net.weight.detach().clone()

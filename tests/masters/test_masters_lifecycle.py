@@ -34,8 +34,6 @@ from tests.masters.master_loops import (
     wrapped,
 )
 
-# ---- values
-
 OPTIMIZERS = {
     "sgd-momentum": partial(optim.SGD, lr=1e-2, momentum=0.9, weight_decay=1e-2),
     "adamw-for": partial(optim.AdamW, lr=1e-3, foreach=False),
@@ -47,33 +45,20 @@ OPTIMIZERS = {
     "muon": partial(optim.Muon, lr=1e-3),
 }
 STEPS = 12
+CASES = [(name, form, torch.bfloat16) for name in OPTIMIZERS for form in EXACT]
+CASES += [("sgd-momentum", "fp32", torch.float16), ("adamw-foreach", "fp32", torch.float16)]
 
 
-def check_equal(model, optimizer, reference):
-    ref_model, ref_optimizer, ref_masters = reference
-    assert equal(list(model.parameters()), list(ref_model.parameters()))
-    assert equal(masters_of(optimizer), ref_masters)
-    assert equal(without_masters(optimizer.state_dict())["state"], ref_optimizer.state_dict()["state"])
-
-
-@every_exact_form
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("name", "form", "dtype"), CASES)
 @pytest.mark.parametrize("closure", [False, True], ids=["plain", "closure"])
-def test_as_by_hand(name, form, closure):
+def test_as_by_hand(name, form, dtype, closure):
     make, bias = OPTIMIZERS[name], name != "muon"
-    model, optimizer = wrapped(make, form, bias=bias)
+    model, optimizer = wrapped(make, form, dtype, bias=bias)
     train(model, optimizer, range(STEPS), closure)
-    check_equal(model, optimizer, by_hand(make, form, STEPS, bias=bias))
-
-
-@pytest.mark.parametrize("name", ["sgd-momentum", "adamw-foreach"])
-def test_fp16(name):
-    model, optimizer = wrapped(OPTIMIZERS[name], "fp32", dtype=torch.float16)
-    train(model, optimizer, range(STEPS))
-    check_equal(model, optimizer, by_hand(OPTIMIZERS[name], "fp32", STEPS, dtype=torch.float16))
-
-
-# ---- wrap
+    expected, plain, masters = by_hand(make, form, STEPS, dtype, bias)
+    assert equal(list(model.parameters()), list(expected.parameters()))
+    assert equal(masters_of(optimizer), masters)
+    assert equal(without_masters(optimizer.state_dict())["state"], plain.state_dict()["state"])
 
 
 def test_errors_of_wrap():
@@ -117,9 +102,6 @@ def test_memory_goes_with_the_optimizer_without_the_garbage_collector(form):
         assert flat() is None
     finally:
         gc.enable()
-
-
-# ---- groups
 
 
 @every_exact_form
@@ -172,9 +154,6 @@ def test_layouts_empty_and_scalar_parameters(form):
         assert bool((((p - sign) * sign) <= 0).all())
 
 
-# ---- hooks
-
-
 @every_form
 @pytest.mark.parametrize("loaded", [False, True])
 def test_step_hooks_fire_once(form, loaded):
@@ -211,9 +190,6 @@ def test_an_optimizer_that_steps_another_is_refused(tmp_path):
             add_masters(ZeroRedundancyOptimizer([weight], optimizer_class=torch.optim.SGD, lr=0.1))
     finally:
         dist.destroy_process_group()
-
-
-# ---- the cast of a model
 
 
 def tied():
@@ -265,9 +241,6 @@ class Distance(Metric):
         self.register_buffer("mean", torch.randn(3))
 
 
-# ---- edits
-
-
 def edit_in_place(p, value):
     with torch.no_grad():
         p.copy_(value)
@@ -292,19 +265,6 @@ def test_edits_are_noticed(form, edit):
 
 
 @every_form
-def test_pruned_weights_stay_numbers(form):
-    """In remainder form a leftover below zero would borrow from the sign bit of a zero."""
-    p = nn.Parameter(torch.randn(512).bfloat16())
-    optimizer = add_masters(optim.SGD([p], lr=1e-3), form)
-    step(optimizer, p, grad=1.0)
-    p.data.mul_(0.0)  # unnoticed, and -0.0 where the weight was negative
-    if form == "fp32":
-        optimizer._masters.refresh(None)
-    step(optimizer, p)
-    assert bool((p.abs() < 1e-30).all())
-
-
-@every_form
 def test_parameters_that_moved_get_new_stores(form, monkeypatch):
     """Stands for `model.to(device)` after wrapping, on a machine with one device."""
     model, optimizer = wrapped(SGD, form)
@@ -317,9 +277,6 @@ def test_parameters_that_moved_get_new_stores(form, monkeypatch):
         reference, _, masters = by_hand(SGD, form, 6)
         assert equal(masters_of(optimizer), masters)
         assert equal(list(model.parameters()), list(reference.parameters()))
-
-
-# ---- closures that fail
 
 
 class Broken(optim.SGD):
@@ -343,15 +300,9 @@ def test_an_exception_in_the_middle_of_a_step_leaves_weights_and_masters_in_step
     assert all(m.grad is None for m in held_masters(optimizer))
 
 
-# ---- copies
-
-
 def test_copies_of_an_optimizer_that_was_never_stepped_or_has_fp32_parameters():
     optimizer = add_masters(optim.SGD([half(1.0), nn.Parameter(torch.ones(1))], lr=1.0), "remainder")
     assert equal(copy.deepcopy(optimizer).state_dict(), optimizer.state_dict())
-
-
-# ---- anything that subclasses Optimizer
 
 
 class Stubborn(optim.Optimizer):

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.precision.weights_left import Net, as_trained, fit
+from tests.precision.weights_left import WIDTH, Net, as_trained, fit
 
 MASTERS = ["bf16-master", "fp16-master", "bf16-remainder", "bf16-sr"]
 MAX_NORM = 1e-4
@@ -20,7 +20,7 @@ def in_fabric(name, lr=1.0):
 
 
 def backward(fabric, model):
-    fabric.backward(1e-2 * (model(torch.ones(4, 32)) - 1).square().mean())  # fp16's first loss scale is 65536
+    fabric.backward(1e-2 * (model(torch.ones(4, WIDTH)) - 1).square().mean())  # fp16's first loss scale is 65536
 
 
 @pytest.mark.parametrize("name", MASTERS)
@@ -52,9 +52,6 @@ def test_what_is_done_to_the_gradient_that_is_shown_reaches_the_step(name):
         torch.testing.assert_close(in_place, 2 * single, rtol=1e-3, atol=3e-7)  # the weights' own resolution
         assert torch.equal(assigned, in_place)
         assert not dropped.any()
-
-
-# ---- what masters meet at set-up
 
 
 @pytest.mark.parametrize("name", MASTERS)
@@ -94,7 +91,7 @@ def test_a_lazy_layer_gets_masters_when_it_has_weights(name):
     class Lazy(Net):
         def __init__(self):
             super().__init__()
-            self.first = nn.LazyLinear(32)
+            self.first = nn.LazyLinear(WIDTH)
 
     module = Lazy()
     trainer = fit(as_trained(name), module)

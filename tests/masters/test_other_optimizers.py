@@ -39,51 +39,58 @@ def loss_of(model, step):
     return (model(x).float() - x.roll(1, 1).tanh()).square().mean()
 
 
-def losses_of(precision, make, steps=12):
-    fabric, model, optimizer = set_up(precision, make)
-    losses = []
-    for step in range(steps):
-        loss = loss_of(model, step % 2)
-        losses.append(loss.item())
+def losses_of(precision, make, train, steps):
+    """``train(fabric, model, optimizer, step)`` yields the losses of a step."""
+    world = set_up(precision, make)
+    return [loss.item() for step in range(steps) for loss in train(*world, step)]
+
+
+def one_step(fabric, model, optimizer, step):
+    loss = loss_of(model, step % 2)
+    fabric.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    yield loss
+
+
+def schedule_free_step(fabric, model, optimizer, step):
+    optimizer.train()
+    fabric.backward(loss_of(model, 2 * step))
+    if step % 3 == 0:
+        optimizer.eval()
+        yield loss_of(model, 100)
+        optimizer.train()
+    fabric.backward(loss_of(model, 2 * step + 1))
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.eval()
+    yield loss_of(model, 101)
+
+
+def both_steps_of_sam(fabric, model, optimizer, step):
+    for move in (optimizer.first_step, optimizer.second_step):
+        yield (loss := loss_of(model, step))
         fabric.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
+        move(zero_grad=True)
 
 
 @pytest.mark.parametrize("name", ["lion", "lamb", "adopt", "soap", "came", "tiger", "stableadamw", "adamp", "ranger"])
 def test_a_step_is_that_of_float32_weights(name):
     """Their first base is not torch's Optimizer, which decides how Python lays an object out."""
     make = partial(pytorch_optimizer.load_optimizer(name), lr=1e-2)
-    expected = losses_of("bf16-mixed", make)
+    expected = losses_of("bf16-mixed", make, one_step, 12)
     assert expected[-2] != expected[0]
-    assert losses_of(EXACT, make) == expected
+    assert losses_of(EXACT, make, one_step, 12) == expected
 
 
-@pytest.mark.parametrize("name", SCHEDULE_FREE)
-def test_weights_of_schedule_free_optimizers_move_between_steps(name):
+@pytest.mark.parametrize(
+    ("make", "train"), [*((make, schedule_free_step) for make in SCHEDULE_FREE.values()), (SAM, both_steps_of_sam)]
+)
+def test_weights_that_move_between_steps_are_masters(make, train):
     """`eval` and `train` go to the averaged weights and back, between micro-batches too, whose gradients stay."""
-
-    def losses_of(precision):
-        fabric, model, optimizer = set_up(precision, SCHEDULE_FREE[name])
-        losses = []
-        for step in range(8):
-            optimizer.train()
-            fabric.backward(loss_of(model, 2 * step))
-            if step % 3 == 0:
-                optimizer.eval()
-                losses.append(loss_of(model, 100).item())
-                optimizer.train()
-            fabric.backward(loss_of(model, 2 * step + 1))
-            optimizer.step()
-            optimizer.zero_grad()
-            optimizer.eval()
-            losses.append(loss_of(model, 101).item())
-        return losses
-
-    expected = losses_of("bf16-mixed")
+    expected = losses_of("bf16-mixed", make, train, 8)
     assert len(set(expected)) > len(expected) // 2
-    assert losses_of(EXACT) == expected
+    assert losses_of(EXACT, make, train, 8) == expected
 
 
 def test_moved_gradients_outlive_a_move_of_the_weights():
@@ -99,23 +106,6 @@ def test_moved_gradients_outlive_a_move_of_the_weights():
     after = [master.grad for master in masters]
     assert len(before) == len(after) == len(list(model.parameters()))
     assert all(map(torch.equal, before, after))
-
-
-def test_both_steps_of_sam_see_masters():
-    def losses_of(precision):
-        fabric, model, optimizer = set_up(precision, SAM)
-        losses = []
-        for step in range(8):
-            for move in (optimizer.first_step, optimizer.second_step):
-                loss = loss_of(model, step)
-                losses.append(loss.item())
-                fabric.backward(loss)
-                move(zero_grad=True)
-        return losses
-
-    expected = losses_of("bf16-mixed")
-    assert expected[-2] < expected[0]
-    assert losses_of(EXACT) == expected
 
 
 def test_without_masters_between_steps_it_is_refused():
@@ -191,9 +181,6 @@ def test_an_optimizer_that_evaluates_in_its_step_is_refused():
     fabric.backward(loss_of(model, 0))
     with pytest.raises(RuntimeError, match=r"^Evaluates evaluates its closure where it has moved the weights"):
         optimizer.step()
-
-
-# ---- FlashOptim
 
 
 class FlashOptimizer(torch.optim.SGD):

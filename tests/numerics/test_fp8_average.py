@@ -17,9 +17,6 @@ from tests.quality import expect_db, sqnr
 INF = float("inf")
 
 
-# ---- the arithmetic
-
-
 def averaged(gradients, sizes, dtype=torch.float32):
     """What every rank ends with, for the gradients of all ranks: (ranks, N) -> (N,)."""
     amaxes = torch.stack([fp8_gradients.run_amaxes(g, sizes) for g in gradients]).amax(0)
@@ -68,9 +65,6 @@ def test_what_is_not_finite_on_one_rank_is_nan_for_that_parameter(bad):
     result = averaged(gradients, [3, 3])
     assert result[:3].tolist() == [1.0] * 3
     assert bool(result[3:].isnan().all())
-
-
-# ---- the hook
 
 
 class Net(nn.Module):

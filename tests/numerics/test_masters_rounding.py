@@ -41,8 +41,6 @@ def every_bf16() -> torch.Tensor:
     return torch.arange(-0x8000, 0x8000, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
 
 
-# ---- remainder
-
 EDGES = (-0x8000, -0x7FFF, -0x4001, -2, -1, 0, 1, 2, 3, 0x3FFF, 0x7FFE, 0x7FFF)
 GRID = sorted({*EDGES, *range(-0x8000, 0x8000, 1021)})
 
@@ -108,8 +106,6 @@ def test_reconcile_knows_both_ways_to_round_a_bf16_tie():
     assert torch.equal(reconcile(tie, floats(0x3F800000, 0x3F810000, 0x3F820000).bfloat16())[:2], tie[:2])
     assert reconcile(tie[2:], floats(0x3F820000).bfloat16()).item() == floats(0x3F820000).item()
 
-
-# ---- stochastic rounding
 
 N = 1 << 20
 

@@ -155,8 +155,6 @@ def test_a_tile_of_mxfp8_shows_inf(value):
     assert not output[:, 32:].isfinite().any()
 
 
-# ---- numbers of 8 bits with an exponent per block
-
 BLOCK_FORMATS = pytest.mark.parametrize("format", [block_floats.E4M3, block_floats.E5M3], ids=["e4m3", "e5m3"])
 SMALLEST = {block_floats.E4M3: 2.0**-17, block_floats.E5M3: 2.0**-33}
 """The smallest positive number of a block whose largest number is 1: 2**(1 - the largest field - bits of mantissa)."""
@@ -256,9 +254,6 @@ def test_the_ends_of_float32(format):
 @pytest.mark.parametrize(("row", "size"), [(4096, 256), (96, 32), (384, 128), (100, 0), (16, 0)])
 def test_blocks_divide_rows(row, size):
     assert block_floats.block_size(row) == size
-
-
-# ---- copies of functions, which compilers get
 
 
 def scaled(rows, factor=2.0, *, shift=1.0):

@@ -5,25 +5,31 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from lightning_lowprec import fp8_state
-from tests.precision.weights_left import Net, as_trained, exact_weights, fit, same_bits, seen
+from tests.precision.weights_left import WIDTH, Net, as_trained, exact_weights, fit, same_bits, seen
 
 NAMES = ["half-auto", "fp16-master", "bf16-sr", "bf16-8bit", "fp8-rowwise-remainder", "int8-mixed", "msamp-o3"]
+OTHERS = ["fp8-hybrid", "fp8-block", "bf16-master", "bf16-remainder", "fp8-hybrid-8bit", "fp8-hybrid-fp16", "mxfp8"]
+OTHERS += ["msamp-o1", "msamp-o2"]
 pytestmark = pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *OTHERS])
 def test_a_call_after_fit_is_float32_with_the_masters_values(name):
-    left, module = Net(), Net()
+    left, module = Net(frozen_head=True), Net(frozen_head=True)
     trainer, before = fit(as_trained(name), left), seen(module)
-    optimizer = fit(name, module).optimizers[0]
+    used = fit(name, module)
+    optimizer = used.optimizers[0]
     fresh = Net()
     fresh.load_state_dict(exact_weights(left))
-    batch = torch.randn(16, 32)
+    batch = torch.randn(16, WIDTH)
     assert torch.equal(module(batch), fresh(batch))
     assert seen(module) == before
     assert type(optimizer) is torch.optim.AdamW
-    assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], module.parameters(), strict=True))
+    trained = [p for p in module.parameters() if p.requires_grad]
+    assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], trained, strict=True))
     assert trainer.optimizers, "which hold the masters"
+    used.test(evaluated := Net(frozen_head=True), verbose=False)
+    assert seen(evaluated) == before
 
 
 @pytest.mark.parametrize("name", NAMES)

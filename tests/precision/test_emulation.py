@@ -143,9 +143,6 @@ def test_a_compiler_keeps_the_bits():
     assert torch.equal(compiled(a, b.t(), one, one, torch.bfloat16), multiply(a, b.t(), one, one, torch.bfloat16))
 
 
-# ---- the option
-
-
 def test_the_environment_names_a_gpu_where_the_plugin_says_nothing(monkeypatch, caplog):
     expected = one_step(FP8TorchAO(emulate="hopper"))[3][0]
     monkeypatch.setenv("LOWPREC_EMULATE", "hopper")

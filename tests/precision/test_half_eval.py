@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from lightning_lowprec import FabricFSDP2Strategy, HalfEval
-from tests.precision.weights_left import Net, exact_weights, fit, same_bits
+from tests.precision.weights_left import WIDTH, Net, exact_weights, fit, same_bits
 
 
 def test_in_the_trainer():
@@ -29,7 +29,7 @@ def test_in_the_trainer():
 @pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
 def test_in_fabric(name, dtype):
     fabric = L.Fabric(accelerator="cpu", plugins=HalfEval(name))
-    model, same, x = Net(), Net(), torch.randn(3, 32)
+    model, same, x = Net(), Net(), torch.randn(3, WIDTH)
     wrapped, _ = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
     assert torch.equal(wrapped(x), same(x))
     wrapped.eval()

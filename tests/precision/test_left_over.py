@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_lowprec import plain
-from tests.precision.weights_left import Net, as_trained, fit
+from tests.precision.weights_left import WIDTH, Net, as_trained, fit
 from tests.toys import ON_CPU
 
 STOCK = ["32-true", "bf16-mixed"]
@@ -24,7 +24,7 @@ def test_layers_that_were_left_warn_once(name, title, stock):
     with pytest.warns(UserWarning, match=match) as caught:
         trainer.validate(module, verbose=False)
     assert len([warning for warning in caught if "are those of" in str(warning.message)]) == 1
-    module(torch.randn(2, 32))  # warnings are errors: no second one
+    module(torch.randn(2, WIDTH))  # warnings are errors: no second one
     plain(module)
     trainer.validate(module, verbose=False)
 

@@ -11,10 +11,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_lowprec import MSAMP, FP8TorchAO, plain
 from lightning_lowprec.conversion import backends
-from tests.precision.weights_left import Net, as_trained, exact_weights, fit, same_bits, seen
+from tests.precision.weights_left import WIDTH, Net, as_trained, exact_weights, fit, same_bits, seen
 from tests.toys import Block, Stack, Task
 
-X = torch.randn(8, 32, generator=torch.Generator().manual_seed(2))
+X = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(2))
 NAMES = ["fp8-hybrid", "fp8-hybrid-remainder", "msamp-o1", "msamp-o2", "msamp-o3"]
 NAMES += ["bf16-master", "fp16-master", "bf16-sr", "bf16-8bit"]
 
@@ -24,7 +24,7 @@ class Subject(Net):
 
     def __init__(self):
         super().__init__(frozen_head=True)
-        self.third = nn.Linear(32, 32, bias=False)
+        self.third = nn.Linear(WIDTH, WIDTH, bias=False)
         self.third.weight = self.second.weight
         self.calls = 0
         self.first.register_forward_hook(self.count)
@@ -43,12 +43,14 @@ def test_the_model_is_the_one_before_with_the_trained_values(name):
     trainer = fit(as_trained(name), model)
     model.first.eval()
     expected, gradients = exact_weights(model), [p.grad is not None for p in parameters]
+    masters = [m.detach().float().clone() for m in trainer.precision_plugin.main_params(trainer.optimizers[0])]
     assert plain(model) is model
     assert seen(model) == before
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
     assert model.third.weight is model.second.weight
     assert (model.training, model.first.training) == (True, False)
     assert same_bits({fqn: p.detach() for fqn, p in model.named_parameters()}, expected)
+    assert all(map(torch.equal, (p.detach() for p in parameters if p.requires_grad), masters))
     assert [p.grad is not None for p in parameters] == gradients
     calls = model.calls
     model(X).square().mean().backward()  # float32, without any context
@@ -112,7 +114,7 @@ class Blocks(Task):
     train_dataloader, batch_size = Net.train_dataloader, 8
 
     def __init__(self):
-        super().__init__(Stack(partial(Block, norm=False), seed=0))
+        super().__init__(Stack(partial(Block, WIDTH, norm=False), seed=0))
 
 
 @pytest.mark.parametrize("whose", ["the plugin's", "the user's"])

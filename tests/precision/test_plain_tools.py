@@ -12,9 +12,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_lowprec import MSAMP, FP8TorchAO, HalfMixed, Int8TorchAO, plain
-from tests.precision.weights_left import Net, as_trained, fit
+from tests.precision.weights_left import WIDTH, Net, as_trained, fit
 
-X = torch.randn(16, 32, generator=torch.Generator().manual_seed(2))
+X = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(2))
 PLUGINS = {
     "torchao": FP8TorchAO,
     "int8": Int8TorchAO,

@@ -54,9 +54,11 @@ def test_a_bf16_model_is_bf16_again_after_a_search(tmp_path):
     assert {p.dtype for p in trainer.precision_plugin.main_params(trainer.optimizers[0])} == {torch.float32}
 
 
-def test_averages_of_half_weights_are_warned_of_at_set_up():
+@pytest.mark.parametrize("name", MASTERS)
+def test_averages_of_half_weights_are_warned_of_at_set_up(name):
     averaging = StochasticWeightAveraging(swa_lrs=1e-3, swa_epoch_start=1)
-    match = r"`StochasticWeightAveraging` averages.*'bf16-master'` keeps in half.*float32 weights.*main_params\("
+    match = rf"`StochasticWeightAveraging` averages.*'{name}'` keeps in half.*float32 weights.*main_params\("
     with pytest.warns(UserWarning, match=match):
-        fit("bf16-master", Net(), callbacks=[averaging])
+        fit(name, module := Net(), callbacks=[averaging], max_epochs=3)
+    assert all(p.isfinite().all() for p in module.parameters())
     fit("half-auto", Net(), callbacks=[StochasticWeightAveraging(swa_lrs=1e-3, swa_epoch_start=1)])

@@ -4,11 +4,10 @@ import lightning as L
 import torch
 from torch import nn
 
-from lightning_lowprec.masters.registry import existing_masters
-from lightning_lowprec.msamp.weight import values_of
-from lightning_lowprec.msamp.weight_state import msamp_state_of
-from lightning_lowprec.names import create
+from lightning_lowprec import plain
 from tests.toys import ON_CPU
+
+WIDTH = 64  # weights of 4,096 numbers: moments of 8 bits are coded
 
 
 class Net(L.LightningModule):
@@ -17,8 +16,8 @@ class Net(L.LightningModule):
     def __init__(self, dtype: torch.dtype = torch.float32, *, frozen_head: bool = False, early_optimizer: bool = False):
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.second, self.norm = nn.Linear(32, 32), nn.Linear(32, 32), nn.LayerNorm(32)
-        self.head = nn.Linear(32, 4)
+        self.first, self.second, self.norm = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, 4)
         self.head.requires_grad_(not frozen_head)
         self.to(dtype)
         self.losses: list[float] = []
@@ -39,20 +38,13 @@ class Net(L.LightningModule):
     test_step = validation_step
 
     def train_dataloader(self):
-        inputs = torch.randn(24, 32, generator=torch.Generator().manual_seed(1))
+        inputs = torch.randn(24, WIDTH, generator=torch.Generator().manual_seed(1))
         return torch.utils.data.DataLoader(inputs, batch_size=self.batch_size)
 
-    val_dataloader = train_dataloader
+    val_dataloader = test_dataloader = train_dataloader
 
     def configure_optimizers(self):
         return self.optimizer or torch.optim.AdamW((p for p in self.parameters() if p.requires_grad), lr=self.lr)
-
-
-def as_trained(how):
-    """Return the plugin of a name, or a plugin, that leaves the layers, weights and optimizers of the run behind."""
-    plugin = create(how) if isinstance(how, str) else how
-    plugin.plain_after_fit = False
-    return plugin
 
 
 def fit(how, module, *, ckpt_path=None, **options):
@@ -63,16 +55,16 @@ def fit(how, module, *, ckpt_path=None, **options):
     return trainer
 
 
+def as_trained(how):
+    """Return the plugin of a name, or a plugin, that leaves the layers, weights and optimizers of the run behind."""
+    plugin = L.Fabric(accelerator="cpu", precision=how).strategy.precision if isinstance(how, str) else how
+    plugin.plain_after_fit = False
+    return plugin
+
+
 def exact_weights(module):
-    """Return the float32 weights of a model by name: the masters where there are any."""
-    masters = existing_masters(module.parameters())
-    found = {}
-    for fqn, p in module.named_parameters():
-        if msamp_state_of(p) is not None:
-            found[fqn] = values_of(p)
-        else:
-            found[fqn] = masters.get(id(p), p.detach().float())
-    return {fqn: value.detach().clone() for fqn, value in found.items()}
+    """Return the float32 weights of a model by name, with the values of the masters where there are any."""
+    return {fqn: p.detach().float() for fqn, p in plain(module, copy=True).named_parameters()}
 
 
 def with_weights(weights, **options):
