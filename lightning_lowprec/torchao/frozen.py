@@ -15,7 +15,7 @@ between codes, and moves the largest value, which decides the scale, back to whe
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, NoReturn, cast, final
 
@@ -68,6 +68,8 @@ class StoresCodes(PlainFirst):
     settings: LayerSettings
     values_dtype: torch.dtype | None
     """The dtype of the weight whose codes are stored; None: the weight holds values."""
+    tied: Sequence[StoresCodes]
+    """The other layers with the same weight of codes: each has the scale, since a device moves buffers one by one."""
 
     def codes_of(self, weight: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the codes in the weight, or in a padded copy, and the scales; without codes the weight, and None."""
@@ -101,12 +103,14 @@ class StoresCodes(PlainFirst):
         codes = wire.encode(local, scale, first=first).contiguous()
         return with_local_tensor(codes.view(torch.uint8), values), scale.contiguous().view(torch.int32)
 
-    def store_codes(self, others: list[StoresCodes]) -> None:
-        """Put codes in the place of the values; ``others``: layers with the same Parameter."""
+    def store_codes(self, tied: Sequence[StoresCodes]) -> None:
+        """Put codes in the place of the values; ``tied``: the other layers with the same Parameter."""
         dtype, weight = self.weight.dtype, self.weight
         codes, scale = self.encoded(weight)
-        for layer in (self, *others):
+        layers = (self, *tied)
+        for layer in layers:
             layer.values_dtype = dtype
+            layer.tied = [other for other in layers if other is not layer]
             layer.register_buffer("weight_scale", scale, persistent=False)
         weight.data = codes
         weight.__class__ = Bytes
@@ -138,10 +142,11 @@ class StoresCodes(PlainFirst):
         value = state_dict.get(f"{prefix}weight")
         if self.values_dtype is not None and isinstance(value, Tensor) and value.shape == self.weight.shape:
             state_dict[f"{prefix}weight"], scale = self.encoded(value)
-            if self.weight_scale.is_meta:
-                self.weight_scale = scale
-            else:
-                self.weight_scale.copy_(scale)
+            for layer in (self, *self.tied):
+                if layer.weight_scale.is_meta:
+                    layer.weight_scale = scale
+                else:
+                    layer.weight_scale.copy_(scale)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
@@ -186,11 +191,12 @@ def _decoded(layer: StoresCodes) -> Iterator[None]:
         yield
         return
     _say_merge()
-    layer.store_values()
+    for each in (layer, *layer.tied):
+        each.store_values()
     try:
         yield
     finally:
-        layer.store_codes([])
+        layer.store_codes(layer.tied)
 
 
 @functools.cache  # once per process: a model has hundreds of layers

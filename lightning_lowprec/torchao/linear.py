@@ -153,6 +153,7 @@ def convert(
             "fp8_eval": fp8_eval,
             "settings": settings,
             "values_dtype": None,
+            "tied": (),
             "products": None,
         }
         cls = CodedLinear if settings.config is None else FP8Linear

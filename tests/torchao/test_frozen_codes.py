@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import lightning_lowprec as lp
 from lightning_lowprec import FP8TorchAO, Int8TorchAO
 from lightning_lowprec.tools.cli import main
-from tests.fsdp2.toy import QUIET
+from tests.toys import QUIET
 
 WIDTH, INNER, RANK = 144, 272, 4  # parts of tiles of 128
 X = torch.randn(6, 5, WIDTH, generator=torch.Generator().manual_seed(1))
@@ -102,13 +102,15 @@ def test_a_byte_per_parameter_and_torchs_own_classes(recipe):
     assert net.trained.weight.dtype is torch.float32
 
 
-def test_values_are_codes_by_scale():
-    """The formula, on the base's own values: codes of ``w * 448 / max|w|``, divided by this scale."""
-    weight = Net().first.base.weight.float()
+def rounded(weight):
+    """The values of codes of ``w * 448 / max|w|``, divided by this scale."""
     scale = (448 / weight.abs().max().double()).float()
-    expected = ((weight * scale).to(torch.float8_e4m3fn).float() / scale).to(torch.bfloat16)
+    return (weight.float() * scale).to(torch.float8_e4m3fn).float() / scale
+
+
+def test_values_are_codes_by_scale():
     _, net, _, _ = set_up()
-    assert torch.equal(net.state_dict()["first.base.weight"], expected)
+    assert torch.equal(net.state_dict()["first.base.weight"], rounded(Net().first.base.weight).to(torch.bfloat16))
 
 
 def bits(model):
@@ -128,14 +130,8 @@ def test_a_checkpoint_has_plain_keys_and_gives_the_same_codes_back(recipe):
     assert not torch.equal(bits(other)[0], bits(net)[0])
     other.load_state_dict(torch.load(memory, weights_only=True))
     assert all(map(torch.equal, bits(other), bits(net)))
-    copied = copy.deepcopy(net)
-    assert all(map(torch.equal, bits(copied), bits(net)))
-
-
-def test_casts_of_a_module_leave_the_codes():
-    _, net, _, _ = set_up()
-    before = bits(net)
-    assert all(map(torch.equal, before, bits(net.to(torch.bfloat16))))
+    assert all(map(torch.equal, bits(copy.deepcopy(net)), bits(net)))
+    assert all(map(torch.equal, bits(net.to(torch.bfloat16)), bits(other))), "a cast leaves the codes"
 
 
 @pytest.mark.parametrize(("recipe", "format"), [("tensorwise", "compressed-tensors"), ("block", "hf-fp8-block")])
@@ -149,7 +145,7 @@ def test_an_export_has_the_codes_of_the_run(recipe, format):
 
 
 def trainer(plugin, **options):
-    return L.Trainer(accelerator="cpu", max_steps=2, plugins=plugin, enable_checkpointing=False, **QUIET, **options)
+    return L.Trainer(accelerator="cpu", max_steps=2, plugins=plugin, **QUIET, **options)
 
 
 def test_after_fit_the_decoded_values_stand_in_the_same_parameters(caplog):
@@ -196,34 +192,33 @@ def test_callbacks_that_need_values_are_refused(callback):
         trainer(FP8TorchAO(frozen="codes"), callbacks=[callback]).fit(Net(), torch.utils.data.DataLoader(X))
 
 
-@pytest.mark.parametrize("make", [
-    lambda: FP8TorchAO("rowwise", frozen="codes"), lambda: FP8TorchAO("mxfp8", frozen="codes"),
-    lambda: Int8TorchAO(frozen="codes"), lambda: lp.MSAMP("O2", frozen="codes"),
-    lambda: FP8TorchAO({"first.*": "rowwise", "*": "tensorwise"}, frozen="codes"),
-], ids=["rowwise", "mxfp8", "int8", "msamp", "mapping"])  # fmt: skip
-def test_other_recipes_and_plugins_name_those_that_have_codes(make):
-    with pytest.raises(ValueError, match=r"frozen='codes'` is not possible.*fp8-hybrid"):
-        L.Fabric(accelerator="cpu", plugins=make()).setup_module(Net())
-
-
-@pytest.mark.parametrize("gemm", ["forward", "grad_input"])
-def test_products_in_bf16_are_refused(gemm):
-    with pytest.raises(ValueError, match=r"'first\.base': a product of its recipe runs in bf16"):
-        set_up(recipe={"first.*": {gemm: "bf16"}, "*": "tensorwise"})
-
-
-def test_without_frozen_weights_there_is_nothing_to_store():
-    fabric = L.Fabric(accelerator="cpu", plugins=FP8TorchAO(frozen="codes"))
-    with pytest.raises(ValueError, match=r"finds no converted layer with a frozen weight\. Freeze the base"):
-        fabric.setup_module(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)))
-
-
-def test_a_weight_that_another_module_reads_is_refused():
+def with_a_table():
     net = Net()
     net.table = nn.Embedding(INNER, WIDTH)
     net.table.weight = net.first.base.weight
-    with pytest.raises(ValueError, match=r"'first.base': .*another module reads the weight too"):
-        L.Fabric(accelerator="cpu", plugins=FP8TorchAO(frozen="codes", only=["*.base"])).setup_module(net)
+    return net
+
+
+IN_BF16 = r"'first\.base': a product of its recipe runs in bf16"
+OTHERS = "is not possible.*fp8-hybrid"
+REFUSED = {
+    "rowwise": (FP8TorchAO, {"recipe": "rowwise"}, Net, OTHERS),
+    "mxfp8": (FP8TorchAO, {"recipe": "mxfp8"}, Net, OTHERS),
+    "int8": (Int8TorchAO, {}, Net, OTHERS),
+    "msamp": (lp.MSAMP, {"level": "O2"}, Net, OTHERS),
+    "mapping": (FP8TorchAO, {"recipe": {"first.*": "rowwise", "*": "tensorwise"}}, Net, OTHERS),
+    "bf16 forward": (FP8TorchAO, {"recipe": {"first.*": {"forward": "bf16"}}}, Net, IN_BF16),
+    "bf16 grad_input": (FP8TorchAO, {"recipe": {"first.*": {"grad_input": "bf16"}}}, Net, IN_BF16),
+    "nothing frozen": (FP8TorchAO, {}, lambda: nn.Linear(32, 32), r"no converted layer .*weight\. Freeze the base"),
+    "Embedding": (FP8TorchAO, {"only": ["*.base"]}, with_a_table, "'first.base': .*another module reads the weight"),
+    "DoRA": (FP8TorchAO, {}, lambda: peft_model(use_dora=True), "is not possible for 'base_model.model.0': .*DoRA"),
+}
+
+
+@pytest.mark.parametrize(("cls", "options", "model", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_has_no_codes_or_needs_the_values_is_refused(cls, options, model, message):
+    with pytest.raises(ValueError, match=f"frozen='codes'` .*{message}"):
+        L.Fabric(accelerator="cpu", plugins=cls(**options, frozen="codes")).setup_module(model())
 
 
 def test_a_gradient_of_a_gradient_is_refused():
@@ -239,20 +234,6 @@ def test_evaluation_in_high_precision_reads_decoded_values():
     expected = lp.plain(net, copy=True)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(module(X), expected(X))
-
-
-def test_tied_layers_share_codes():
-    net = Net()
-    net.first.base, net.last.base = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
-    net.again = nn.Linear(WIDTH, INNER)
-    net.again.weight = net.first.base.weight
-    net.requires_grad_(False)
-    fabric = L.Fabric(accelerator="cpu", plugins=FP8TorchAO(frozen="codes"))
-    fabric.setup_module(net)
-    assert net.again.weight is net.first.base.weight
-    lp.plain(net)
-    assert net.again.weight is net.first.base.weight
-    assert net.again.weight.dtype is torch.float32
 
 
 # ---- PEFT
@@ -288,9 +269,37 @@ def test_an_adapter_of_peft_trains_and_merges(caplog):
     assert type(layer).__module__.startswith("peft")
 
 
-def test_an_adapter_that_reads_the_base_is_refused():
-    with pytest.raises(ValueError, match=r"frozen='codes'` is not possible for 'base_model.model.0': .*DoRA"):
-        L.Fabric(accelerator="cpu", plugins=FP8TorchAO(frozen="codes")).setup_module(peft_model(use_dora=True))
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = (nn.Linear(32, 32, bias=False) for _ in range(2))
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+def test_tied_layers_have_one_scale_through_a_merge_and_a_load():
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=RANK, target_modules=["first", "second"], init_lora_weights=False)
+    model = peft.get_peft_model(Tied(), config)
+    L.Fabric(accelerator="cpu", plugins=FP8TorchAO(frozen="codes")).setup_module(model)
+    adapters = model.base_model.model.first, model.base_model.model.second
+    first, second = (adapter.base_layer for adapter in adapters)
+    second.weight_scale = first.weight_scale.clone()  # as after a move to a device
+    expected = first.values()
+    for adapter in adapters:
+        expected = rounded(expected + adapter.get_delta_weight("default").detach())
+    model.merge_adapter()
+    assert all(torch.equal(layer.values(), expected) for layer in (first, second))
+    second.weight_scale = first.weight_scale.clone()
+    key = "base_model.model.first.base_layer.weight"
+    model.load_state_dict({key: 3 * expected}, strict=False)
+    assert all(torch.equal(layer.values(), rounded(3 * expected)) for layer in (first, second))
+    lp.plain(model)
+    assert second.weight is first.weight
+    assert second.weight.dtype is torch.float32
 
 
 def test_an_adapter_that_reads_the_base_is_refused_after_the_set_up_too():
@@ -301,15 +310,6 @@ def test_an_adapter_that_reads_the_base_is_refused_after_the_set_up_too():
     model.add_adapter("plain", peft.LoraConfig(r=RANK, target_modules=["0", "2"]))
     with pytest.raises(ValueError, match=r"frozen='codes'` is not possible for 'second': .*DoRA"):
         model.add_adapter("second", peft.LoraConfig(r=RANK, target_modules=["0"], use_dora=True))
-
-
-def test_the_plan_names_what_is_stored_as_codes():
-    model = peft_model()
-    plan = lp.plan(model, "fp8-hybrid", frozen="codes")
-    stored = [row for row in plan.rows if row.stored_as_codes]
-    assert [row.fqn for row in stored] == ["base_model.model.0.base_layer", "base_model.model.2.base_layer"]
-    with pytest.raises(ValueError, match="frozen='codes'"):
-        lp.plan(model, "fp8-rowwise", frozen="codes")
 
 
 def test_the_plan_counts_a_byte_for_the_base(capsys):
