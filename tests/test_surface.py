@@ -2,7 +2,9 @@
 
 `tests/surface.txt` lists it. A new entry needs its reason there (CONTRIBUTING.md, "Proof of value"):
 
-    option FP8TorchAO(colour) | who asked | what it costs | what showed its worth
+    option FP8TorchAO(colour) | who asked, a user outside, with a link | what it costs | what showed its worth
+
+An entry comes in for an entry that leaves. Of the names of precisions each word is an entry, with its endings.
 
 `python -m tests.test_surface` prints the surface of this code, to copy lines from.
 
@@ -13,7 +15,7 @@ each room above its files. A module can be moved or renamed without a look at th
 import ast
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,7 @@ OWN = "lightning_lowprec"
 BELOW = FILE.with_name("below_the_surface.txt")
 API_PAGE = Path(__file__).parents[1] / "docs" / "api.md"
 FIRST_RELEASE = "# The surface of 0.2.0"
-LATER = "# After 0.2.0: entry | who asked | what it costs | what showed its worth"
+LATER = "# After 0.2.0: entry | who asked, with a link | what it costs | what showed its worth"
 
 
 def public_objects() -> dict[str, Any]:
@@ -56,6 +58,18 @@ def parameters(value: Any) -> list[str]:
     return [name for name, parameter in inspect.signature(value).parameters.items() if parameter.kind not in kinds]
 
 
+def words(names: Iterable[str]) -> Iterator[str]:
+    """The words of the grammar of names, each with the endings that it has."""
+    endings: dict[str, list[str]] = {}
+    for name in sorted(names):
+        word, _, ending = name.rpartition("-")
+        if word in endings and ending != "te":
+            endings[word].append(f" -{ending}")
+        else:
+            endings[name] = []
+    yield from (word + "".join(its) for word, its in endings.items())
+
+
 def surface() -> Iterator[str]:
     """Every entry, as `kind name`."""
     for path, value in public_objects().items():
@@ -66,7 +80,7 @@ def surface() -> Iterator[str]:
         for cls in cli.COMMANDS[command][1:]:
             for action in cli.parser_of(command, cls)._actions:
                 yield from (f"flag lowprec {command} {flag}" for flag in action.option_strings)
-    yield from (f"precision {name}" for name in TABLE)
+    yield from (f"precision {word}" for word in words(TABLE))
 
 
 def frozen(text: str) -> dict[str, list[str]]:
@@ -75,8 +89,8 @@ def frozen(text: str) -> dict[str, list[str]]:
     entries: dict[str, list[str]] = {line: [] for line in first.split("\n") if line}
     for line in filter(None, later.split("\n")):
         entry, *reasons = (part.strip() for part in line.split("|"))
-        if len(list(filter(None, reasons))) != 3:
-            raise ValueError(f"who asked, what it costs, what showed its worth? {line!r}")
+        if len(list(filter(None, reasons))) != 3 or "https://" not in reasons[0]:
+            raise ValueError(f"who asked (a link), what it costs, what showed its worth? {line!r}")
         entries[entry] = reasons
     return entries
 
@@ -123,10 +137,11 @@ def test_the_files_that_look_below_the_surface_are_listed():
 
 
 def test_entry_after_the_first_release_has_three_reasons():
-    given = f"{FIRST_RELEASE}\nname a\n{LATER}\noption A(b) | a user | 1 row | 5 % less memory\n"
-    assert frozen(given) == {"name a": [], "option A(b)": ["a user", "1 row", "5 % less memory"]}
-    with pytest.raises(ValueError, match="who asked"):
-        frozen(given.replace(" | 5 % less memory", ""))
+    given = f"{FIRST_RELEASE}\nname a\n{LATER}\noption A(b) | https://a.user | 1 row | 5 % less memory\n"
+    assert frozen(given) == {"name a": [], "option A(b)": ["https://a.user", "1 row", "5 % less memory"]}
+    for wrong in (given.replace(" | 5 % less memory", ""), given.replace("https://a.user", "the same")):
+        with pytest.raises(ValueError, match="who asked"):
+            frozen(wrong)
 
 
 if __name__ == "__main__":
