@@ -64,16 +64,6 @@ def test_sequences_of_a_batch_are_rows():
     assert torch.equal(linear_cross_entropy(h.view(7, 10, K), w, t.view(7, 10)), linear_cross_entropy(h, w, t))
 
 
-def test_a_bf16_head_of_32k_classes_loses_nothing():
-    """torch 2.13's own `F.linear_cross_entropy` returns 9.125 here."""
-    generator = torch.Generator().manual_seed(0)
-    h = torch.randn(512, 32, generator=generator).bfloat16()
-    w = (torch.randn(32768, 32, generator=generator) * 0.1).bfloat16()
-    t = torch.randint(0, 32768, (512,), generator=generator)
-    same = F.cross_entropy(F.linear(h, w).float(), t)
-    assert float(linear_cross_entropy(h, w, t) / same) == pytest.approx(1, abs=1e-6)
-
-
 class Watch(TorchDispatchMode):
     """Notes the operations that run, and the largest tensor that one of them makes."""
 
@@ -238,10 +228,6 @@ def test_a_second_backward_pass_and_a_second_gradient_raise():
     twice = linear_cross_entropy(h, w, t, reduction="none").sum()
     first, second = (torch.autograd.grad(twice, h, retain_graph=True) for _ in range(2))
     torch.testing.assert_close(first, second, rtol=0, atol=0)
-
-
-def test_a_derivative_in_forward_mode_raises():
-    h, w, t, _ = tensors(torch.float32)
     with pytest.raises(RuntimeError, match=r"no derivative in forward mode.*cross_entropy"), forward_ad.dual_level():
         linear_cross_entropy(forward_ad.make_dual(h.detach(), h.detach()), w, t)
 
@@ -264,9 +250,6 @@ def test_what_does_not_fit_raises(change, message):
         linear_cross_entropy(**{"input": h, "weight": w, "target": t, **change})
 
 
-# ---- FP8: values that are not finite stay visible, and gradients are never clipped
-
-
 def few(scale=1.0):
     torch.manual_seed(0)
     hidden, weight = torch.randn(32, 32) * scale, torch.randn(64, 32)
@@ -280,30 +263,19 @@ def rounded(values):
 
 
 @pytest.mark.parametrize(
-    ("z_loss", "scale"),
-    [(1e-4, 1), (1.0, 1), (1e-4, 3000)],
+    ("z_loss", "scale", "bias"),
+    [(1e-4, 1, 0.0), (1.0, 1, 0.0), (1e-4, 3000, 0.0), (0.1, 0.01, 500.0)],
 )
-def test_gradients_of_a_z_loss_are_not_clipped(z_loss, scale):
+def test_gradients_of_a_z_loss_are_not_clipped(z_loss, scale, bias):
     """By autograd in float32, from logits of rounded hidden states and weights: large logits amplify the rounding."""
     hidden, weight, target = few(scale)
-    logits = (rounded(hidden) @ rounded(weight).t()).requires_grad_()
+    logits = (rounded(hidden) @ rounded(weight).t() + bias).requires_grad_()
     loss = F.cross_entropy(logits, target) + z_loss * torch.logsumexp(logits, -1).square().mean()
     loss.backward()
     a, b = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-    linear_cross_entropy(a, b, target, z_loss=z_loss, fp8=True).backward()
+    linear_cross_entropy(a, b, target, bias=torch.full((64,), bias), z_loss=z_loss, fp8=True).backward()
     for ours, expected in ((a.grad, logits.grad @ weight), (b.grad, logits.grad.t() @ hidden)):
         assert (ours - expected).norm() < 0.15 * expected.norm()  # two bits of mantissa round by at most 1/8
-
-
-def test_a_bias_is_in_the_bound_of_the_gradients():
-    hidden, weight, target = few(0.01)
-    bias = torch.full((64,), 500.0)
-    a = hidden.clone().requires_grad_()
-    linear_cross_entropy(a, weight, target, bias=bias, z_loss=0.1, fp8=True).backward()
-    b = hidden.clone().requires_grad_()
-    logits = F.linear(b, weight, bias)
-    (F.cross_entropy(logits, target) + 0.1 * torch.logsumexp(logits, -1).square().mean()).backward()
-    assert (a.grad - b.grad).norm() < 0.15 * b.grad.norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -15,15 +15,10 @@ from lightning_lowprec.tools.doctor import word
 CUDA = torch.device("cuda", 0)
 
 
-def test_every_name_has_an_answer_for_every_architecture():
-    assert {*TABLE} == {*RECIPES}
-    assert {row.hardware_recipe for row in names.TABLE.values()} <= {*RECIPES}
+def test_every_answer_has_a_source_and_all_but_a_plain_yes_a_reason():
+    assert {*TABLE} == {*RECIPES} >= {row.hardware_recipe for row in names.TABLE.values()}
     for recipe, row in TABLE.items():
         assert {*row} == {*ARCHITECTURES}, recipe
-
-
-def test_every_answer_has_a_source_and_all_but_a_plain_yes_a_reason():
-    for recipe, row in TABLE.items():
         for key, found in row.items():
             assert found.source, (recipe, key)
             assert found.reason or (found.runs is True and not found.emulated), (recipe, key)
@@ -53,13 +48,6 @@ def test_devices_have_architectures(described, key):
 )
 def test_names_of_architectures(name, key):
     assert named(name).key == key
-
-
-def test_an_unknown_architecture_raises_with_the_list():
-    with pytest.raises(
-        ValueError, match=r"`device='h300'` is no architecture; expected one of: sm_60, .*gfx942, .*cpu"
-    ):
-        named("h300")
 
 
 def test_the_names_to_use_instead_run_there():
@@ -115,11 +103,8 @@ def test_plugins_refuse_by_the_table(monkeypatch, capability, gcn, plugin, messa
     on_gpu(monkeypatch, capability, gcn)
     refusal = plugin.refusal(CUDA)
     assert refusal is None if message is None else refusal.startswith(message)
-
-
-def test_apples_gpu_cannot_emulate_fp8_either():
-    for plugin in (FP8TorchAO(), FP8TorchAO(emulate=True), MSAMP(emulate=True)):
-        assert plugin.refusal(torch.device("mps")) == "mps has no float8 tensors [pytorch#148420]. Use 'bf16-mixed'"
+    for on_apple in (FP8TorchAO(), FP8TorchAO(emulate=True), MSAMP(emulate=True)):  # which cannot emulate FP8 either
+        assert on_apple.refusal(torch.device("mps")) == "mps has no float8 tensors [pytorch#148420]. Use 'bf16-mixed'"
 
 
 @pytest.mark.parametrize(

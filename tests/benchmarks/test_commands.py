@@ -79,12 +79,6 @@ def test_the_null_gpu_says_which_headers_are_missing():
     assert "Traceback" not in done.stderr
 
 
-def test_the_command_of_a_report_names_no_folder():
-    words = ["--contenders", "a b", "--layers", "2", "--device", "b200", "--out", "somewhere", "--keep"]
-    options = command.parsed(words)
-    assert command.command(options) == "python -m benchmarks.ledger --contenders 'a b' --device b200 --layers 2"
-
-
 def test_an_unknown_contender_is_refused_with_the_list(monkeypatch, capsys):
     monkeypatch.setattr(command, "has_cuda_torch", lambda: True)
     assert command.main(["--contenders", "ours fp9"]) == 1

@@ -68,12 +68,6 @@ def test_every_name_is_trained_or_has_a_reason():
     assert not {"fp8-hybrid-sr", "fp8-rowwise-remainder", "mxfp8-sr"} & some
 
 
-def test_t_is_that_of_the_paired_test():
-    assert t_of([0.01, 0.03]) == pytest.approx(0.02 / (math.sqrt(0.0002) / math.sqrt(2)))
-    assert t_of([0.0, 0.0]) == 0.0
-    assert t_of([0.01, 0.01]) == math.inf
-
-
 def with_t(t: float) -> list[float]:
     spread = [-2.0, -1.0, 0.0, 1.0, 2.0]  # standard error sqrt(2.5 / 5)
     return [x + t * math.sqrt(0.5) for x in spread]

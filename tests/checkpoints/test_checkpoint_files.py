@@ -155,13 +155,6 @@ def test_the_files_of_a_folder(saved):
     assert sorted(f.name for f in (saved / "sharded.1").iterdir()) == sorted(FILES)
 
 
-@pytest.mark.parametrize("name", FILES[:4])
-def test_a_file_of_another_save(saved, copy, name):
-    shutil.copy(saved / "sharded.2" / name, copy)
-    with pytest.raises(ValueError, match=f"'{names(copy / name)}' is damaged, or belongs to another save: it has"):
-        open_checkpoint(copy)
-
-
 @pytest.mark.parametrize("name", FILES)
 def test_a_missing_file(copy, name):
     (copy / name).unlink()
@@ -188,14 +181,26 @@ def test_every_flipped_bit_of_a_folder_is_noticed(copy):
     open_checkpoint(copy)
 
 
-def test_a_checksum_in_other_letters_is_noticed(copy):
-    """A flipped bit makes an upper-case letter of a lower-case one, and both are the same number."""
-    manifest = copy / FILES[-1]
-    stored = json.loads(manifest.read_text())
-    for entry in stored["files"].values():
-        entry["crc32"] = entry["crc32"].upper()
-    manifest.write_text(json.dumps(stored))
-    with pytest.raises(ValueError, match=r"lightning_lowprec\.json' is damaged: the checksum of .* is not as it was"):
+def with_capitals(listed):
+    """As a flipped bit makes of a lower-case letter; both are the same number."""
+    return {name: {**entry, "crc32": entry["crc32"].upper()} for name, entry in listed.items()}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda stored: {"files": with_capitals(stored)}, "is damaged: the checksum of .* is not as it was"),
+        (lambda stored: {"files": {"../x": stored["meta.pt"]}}, r"is damaged: the file '\.\./x' is not in the folder"),
+        (lambda stored: {"files": stored.pop(SHARDS[1]) and stored}, f"is damaged: it does not list '{SHARDS[1]}'"),
+        (lambda stored: {"files": stored.pop("meta.pt") and stored}, "is damaged: it does not list 'meta.pt'"),
+        (lambda stored: {"format": 4}, r"has the format 4, .* reads 3\. Install a later version"),
+    ],
+    ids=["capitals", "outside", "no shard", "no meta.pt", "a later version"],
+)
+def test_a_manifest_that_was_not_written_so_is_refused(copy, change, message):
+    stored = json.loads((copy / FILES[-1]).read_text())
+    (copy / FILES[-1]).write_text(json.dumps({**stored, **change(stored["files"])}))
+    with pytest.raises(ValueError, match=f"'{names(copy / FILES[-1])}' {message}"):
         open_checkpoint(copy)
 
 
@@ -207,15 +212,6 @@ def test_checksums_are_skipped_if_the_user_says_so(saved, copy, caplog):
     with caplog.at_level("INFO"):
         open_checkpoint(copy, verify=False)
     assert f"the checksums of '{copy}' are not compared (`verify_checkpoints=False`)" in caplog.text
-
-
-@pytest.mark.parametrize("name", [SHARDS[1], "meta.pt"])
-def test_a_manifest_that_does_not_list_a_file(copy, name):
-    stored = json.loads((copy / FILES[-1]).read_text())
-    del stored["files"][name]
-    (copy / FILES[-1]).write_text(json.dumps(stored))
-    with pytest.raises(ValueError, match=f"'{names(copy / FILES[-1])}' is damaged: it does not list '{name}'"):
-        open_checkpoint(copy)
 
 
 class Fitted(L.LightningModule):
@@ -266,13 +262,6 @@ def test_tools_of_torch_read_our_folders(saved, tmp_path):
     assert_same(dict(torch.load(tmp_path / "whole", weights_only=True)["model"]), truth["model"], "torch's tool")
 
 
-def test_a_manifest_of_a_later_version(copy):
-    path = copy / FILES[-1]
-    path.write_text(path.read_text().replace('{"format": 3,', '{"format": 4,'))
-    with pytest.raises(ValueError, match=r"has the format 4, .* reads 3\. Install a later version"):
-        open_checkpoint(copy)
-
-
 @pytest.mark.parametrize("size", [0, 100, -1])
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_that_was_cut(copy, name, size):
@@ -280,22 +269,3 @@ def test_a_file_that_was_cut(copy, name, size):
     os.truncate(copy / name, size if size >= 0 else whole - 1)
     with pytest.raises(ValueError, match=f"'{names(copy / name)}' is damaged"):
         open_checkpoint(copy)
-
-
-def test_every_flipped_bit_of_a_file_is_noticed_or_changes_nothing(saved, tmp_path):
-    """torch.save fills up with zeros between tensors: no checksum covers the filling, and nobody reads it."""
-    path, source, noticed = tmp_path / "a.ckpt", random.Random(0), 0
-    shutil.copy(saved / "full.1", path)
-    truth = torch.load(path, weights_only=True)
-    size = path.stat().st_size
-    for bit in source.sample(range(8 * size), 200):
-        flipped(path, bit)
-        error = None
-        try:
-            assert_same(open_checkpoint(path).rest, truth, f"bit {bit}")
-        except ValueError as found:
-            error = str(found)
-        assert error is None or str(path) in error
-        noticed += error is not None
-        flipped(path, bit)
-    assert noticed > 120, "most of a file is tensors"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
@@ -212,6 +213,8 @@ def damaged_files(folder):
     legacy = (folder / "legacy.ckpt").read_bytes()
     flipped = bytearray(whole)
     flipped[len(whole) // 2] ^= 64
+    save_file({"a.weight": torch.ones(32, 32)}, folder / "whole.safetensors")
+    tensors = (folder / "whole.safetensors").read_bytes()
     return {
         "empty.ckpt": (b"", "is damaged: the file is empty"),
         "cut.ckpt": (whole[:100], "is damaged, or was cut off while it was written or copied (100 bytes"),
@@ -219,6 +222,8 @@ def damaged_files(folder):
         "flipped.ckpt": (bytes(flipped), "Bad CRC-32 for file"),
         "text.ckpt": (b"{}", "is no file of `torch.save`, or is damaged (2 bytes"),
         "old.ckpt": (legacy[: len(legacy) // 2], "is no file of `torch.save`, or is damaged"),
+        "cut.safetensors": (tensors[:2000], "is no file of safetensors, or is damaged"),
+        "head.safetensors": (tensors[:20], "is no file of safetensors, or is damaged"),
     }
 
 
@@ -226,14 +231,15 @@ def test_a_damaged_file_is_named(tmp_path, capsys):
     for name, (content, expected) in damaged_files(tmp_path).items():
         path = tmp_path / name
         path.write_bytes(content)
-        with pytest.raises(ValueError, match=re.escape(f"'{path}'")) as caught:
-            open_checkpoint(path)
-        assert expected in str(caught.value)
-        assert "weights_only" not in str(caught.value), "it would not help"
+        if path.suffix == ".ckpt":
+            with pytest.raises(ValueError, match=f"'{re.escape(str(path))}'.*{re.escape(expected)}") as caught:
+                open_checkpoint(path)
+            assert "weights_only" not in str(caught.value), "it would not help"
         assert main(["export", str(path), str(tmp_path / "out.pt")]) == 2
         said = capsys.readouterr().err
-        assert str(path) in said
+        assert said.startswith(f"lowprec export: error: {str(path)!r} ")
         assert expected in said
+        assert "Traceback" not in said
         if name != "flipped.ckpt":  # a plan reads shapes, not values
             assert main(["plan", str(path)]) == 2
             assert str(path) in capsys.readouterr().err

@@ -1,7 +1,6 @@
 """Every name of another stack on docs/migration.md has a source, and stands there where the stack is installed."""
 
 import importlib.metadata
-import subprocess
 import sysconfig
 from pathlib import Path
 
@@ -40,21 +39,3 @@ def test_every_name_stands_in_the_installed_version(stack: str, entry: dict):
     installed = importlib.metadata.version(entry["package"])
     assert f"{installed}.".startswith(f"{entry['version']}."), f"read docs/migration.md again: {stack}"
     assert list(absent(entry, lambda file: (SITE / file).read_text())) == []
-
-
-def test_a_wrong_name_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    page = "```text\nfp9: true\n```\n| there | here |\n| `a.b_c=1`, `--d-e 2` | `ours` |\n"
-    assert quoted.quoted(page) == {"fp9", "true", "a", "b_c", "d-e"}
-    git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e"]
-    (tmp_path / "config.py").write_text("fp8: bool\nxfp9 = fp9x = 1\n")
-    for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "m"]):
-        subprocess.run([*git, *command], check=True)
-    commit = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
-    entry = {"repository": "r", "commit": commit, "files": {"config.py": ["fp8", "fp9"]}}
-    monkeypatch.setitem(SOURCES, "stack", [entry])
-    assert quoted.main(["stack", str(tmp_path)]) == 1
-    assert capsys.readouterr().out == "fp9 is not in config.py\n"
-    entry["files"] = {"config.py": ["fp8"]}
-    assert quoted.main(["stack", str(tmp_path)]) == 0
-    entry["commit"] = "0" * 40
-    assert quoted.main(["stack", str(tmp_path)]) == 1, "nothing was looked up"

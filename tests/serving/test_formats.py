@@ -1,7 +1,5 @@
 """Exported folders: the codes of the run, what transformers loads, and what stays in high precision."""
 
-import warnings
-
 import lightning as L
 import peft
 import pytest
@@ -23,12 +21,7 @@ UP = "model.layers.0.mlp.up_proj"
 TOKENS = torch.arange(24).reshape(1, -1) % 96
 
 
-@pytest.fixture(autouse=True)
-def quiet_transformers():
-    """transformers and its integrations warn about CPUs and about what they deprecate themselves."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own, about CPUs and what it deprecates
 
 
 def export(model, out, format, **options):
@@ -123,9 +116,7 @@ def test_transformers_loads_the_stored_values(tmp_path, format):
     with torch.no_grad():
         loaded(TOKENS)  # compressed-tensors decodes weights at the first forward
     state = loaded.state_dict()
-    for name, value in values.items():
-        found = state[name]
-        assert torch.equal(found.float(), value), name
+    assert all(torch.equal(state[name].float(), value) for name, value in values.items())
 
 
 @pytest.mark.parametrize("format", ["hf", "hf-fp8-block", "compressed-tensors"])
@@ -159,16 +150,6 @@ def test_what_the_run_kept_is_ignored(tmp_path):
         export(model, tmp_path / format, format)
         assert sorted(config(tmp_path / format)["quantization_config"][key]) == ["lm_head", kept]
         assert torch.equal(tensors(tmp_path / format)[f"{kept}.weight"], model.get_submodule(kept).weight)
-
-
-def test_conv1d_is_exported_in_high_precision_and_refused_in_fp8(tmp_path):
-    model = converted(gpt2(), "fp8-rowwise")
-    export(model, tmp_path / "out", "hf")
-    loaded = served(tmp_path / "out")
-    assert torch.equal(loaded.transformer.h[0].attn.c_attn.weight, model.transformer.h[0].attn.c_attn.weight)
-    with pytest.raises(ValueError, match=r"Conv1D.*Use `format='hf'`"):
-        export(model, tmp_path / "fp8", "compressed-tensors")
-    assert not (tmp_path / "fp8").exists()
 
 
 def test_a_lora_adapter_is_kept_beside_codes_of_the_last_step(tmp_path):
@@ -212,27 +193,18 @@ def test_fp8_state_reads_a_module_that_fabric_has_wrapped():
     assert found.keys() == {f"{i}.{part}" for i in (0, 2) for part in ("weight", "weight_scale", "bias")}
 
 
-@pytest.mark.parametrize("value", ["nan", "inf"])
-def test_a_weight_without_a_value_leaves_nothing(tmp_path, value):
+def test_a_weight_without_a_value_no_space_and_ctrl_c_leave_nothing(tmp_path):
     model = converted(llama(), "fp8-rowwise")
-    with torch.no_grad():
-        model.get_submodule(UP).weight[3, 5] = float(value)
-    with pytest.raises(ValueError, match=rf"'{UP}.weight' cannot be rounded to FP8: it holds NaN or inf"):
-        export(model, tmp_path / "out", "compressed-tensors")
-    assert list(tmp_path.iterdir()) == []
-
-
-def interrupted(out):
-    with safetensors_files.new_folder(out, 1) as folder:
-        (folder / "half").write_text("written")
-        raise KeyboardInterrupt
-
-
-def test_no_space_or_ctrl_c_leave_nothing(tmp_path):
+    for value in ("nan", "inf"):
+        with torch.no_grad():
+            model.get_submodule(UP).weight[3, 5] = float(value)
+        with pytest.raises(ValueError, match=rf"'{UP}.weight' cannot be rounded to FP8: it holds NaN or inf"):
+            export(model, tmp_path / "out", "compressed-tensors")
     with pytest.raises(OSError, match=r"needs 1e\+06 TB, and its disk has"):
         safetensors_files.new_folder(tmp_path / "out", 10**18).__enter__()
-    with pytest.raises(KeyboardInterrupt):
-        interrupted(tmp_path / "out")
+    folder = safetensors_files.new_folder(tmp_path / "out", 1)
+    (folder.__enter__() / "half").write_text("written")
+    assert not folder.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None), "the interrupt goes on"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -250,22 +222,27 @@ def test_of_two_that_write_one_folder_the_first_wins_and_the_other_raises(tmp_pa
     assert out.stat().st_mode == (tmp_path / "usual").stat().st_mode, "a server of another user reads it"
 
 
-def test_wrong_options_are_refused(tmp_path):
-    plain = llama()
-    with pytest.raises(ValueError, match=r"`format='gguf'` is not valid; expected one of: hf, hf-fp8-block"):
-        export(plain, tmp_path / "out", "gguf")
-    with pytest.raises(ValueError, match="no layer that runs in FP8"):
-        export(plain, tmp_path / "out", "compressed-tensors")
-    with pytest.raises(ValueError, match="holds 0 models of transformers"):
-        export(torch.nn.Linear(16, 16), tmp_path / "out", "hf")
-    with pytest.raises(ValueError, match=r"`merge_adapters=True` is not valid: the model has no LoRA adapter"):
-        export(plain, tmp_path / "out", "hf", merge_adapters=True)
-    with pytest.raises(ValueError, match=r"`weights_only=True` is not valid with `format='hf-fp8-block'`"):
-        export(converted(plain, "fp8-rowwise"), tmp_path / "out", "hf-fp8-block", weights_only=True)
-    (tmp_path / "out").mkdir()
+def test_what_cannot_be_served_is_refused_and_conv1d_is_exported_in_high_precision(tmp_path):
+    plain, conv1d = llama(), converted(gpt2(), "fp8-rowwise")
+    for model, format, options, message in (
+        (plain, "gguf", {}, "`format='gguf'` is not valid; expected one of: hf, hf-fp8-block"),
+        (plain, "compressed-tensors", {}, "no layer that runs in FP8"),
+        (torch.nn.Linear(16, 16), "hf", {}, "holds 0 models of transformers"),
+        (plain, "hf", {"merge_adapters": True}, "`merge_adapters=True` is not valid: the model has no LoRA adapter"),
+        (conv1d, "compressed-tensors", {}, "Conv1D.*Use `format='hf'`"),
+        (
+            converted(llama(), "fp8-rowwise"), "hf-fp8-block", {"weights_only": True},
+            "`weights_only=True` is not valid with `format='hf-fp8-block'`",
+        ),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            export(model, tmp_path / "out", format, **options)
+    assert list(tmp_path.iterdir()) == []
+    export(conv1d, tmp_path / "out", "hf")
+    loaded = served(tmp_path / "out")
+    assert torch.equal(loaded.transformer.h[0].attn.c_attn.weight, conv1d.transformer.h[0].attn.c_attn.weight)
     with pytest.raises(ValueError, match="exists; expected a new folder"):
-        export(plain, tmp_path / "out", "hf")
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+        export(conv1d, tmp_path / "out", "hf")
 
 
 @pytest.mark.parametrize("shard_bytes", [1 << 20, 16])

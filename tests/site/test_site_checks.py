@@ -3,37 +3,9 @@
 import json
 import re
 
-import pytest
-
 from tests.representatives import TABLE
 from tests.site.pages import DOCS
-from tools.site import check, hooks, notebook
-
-
-def a_site(folder, body: str):
-    (folder / "search").mkdir()
-    (folder / "search" / "search_index.json").write_text(json.dumps({"docs": [{"location": "index.html#top"}]}))
-    (folder / "index.html").write_text(f'<h1 id="top">Title</h1><img src="p.png">{body}')
-    (folder / "p.png").write_bytes(b"")
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("body", "fault"),
-    [
-        ('<a href="#top">x</a><a href="index.html">x</a><a href="https://example.org">x</a>', None),
-        ('<a href="none.html">x</a>', "index.html: none.html leads nowhere"),
-        ('<a href="index.html#none">x</a>', "index.html: index.html#none has no such anchor"),
-        ('<img src="none.png">', "index.html: none.png leads nowhere"),
-        ('<script src="https://example.org/a.js"></script>', "index.html: loads https://example.org/a.js"),
-    ],
-    ids=["whole", "no-page", "no-anchor", "no-picture", "another-host"],
-)
-def test_every_fault_is_found(body, fault, tmp_path, capsys: pytest.CaptureFixture[str]):
-    site = a_site(tmp_path, body)
-    assert check.faults(site) == ([] if fault is None else [fault])
-    assert check.main([str(site)]) == (fault is not None)
-    assert (fault or "every link") in capsys.readouterr().out
+from tools.site import hooks, notebook
 
 
 def test_the_list_of_names_has_every_name_with_its_plugin_and_options():

@@ -41,7 +41,14 @@ def test_exit_codes_are_in_the_help_and_on_the_page(capsys):
         assert f"{code} {meaning}" in said
 
 
-def test_ctrl_c_and_a_reader_that_ends_are_no_tracebacks(monkeypatch, capsys):
+def test_ctrl_c_and_a_reader_that_has_ended_are_no_tracebacks(monkeypatch, capsys):
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as stream, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", stream)
+        assert main(["doctor"]) == 141
+    assert capsys.readouterr().err == ""
+
     def interrupted(argv):
         raise KeyboardInterrupt
 
@@ -50,18 +57,6 @@ def test_ctrl_c_and_a_reader_that_ends_are_no_tracebacks(monkeypatch, capsys):
     assert capsys.readouterr().err == "\nlowprec doctor: stopped\n"
     with pytest.raises(KeyboardInterrupt):
         main(["--debug", "doctor"])
-
-
-def test_a_reader_that_has_ended(monkeypatch, capsys):
-    reading, writing = os.pipe()
-    os.close(reading)
-    with open(writing, "w") as stream, monkeypatch.context() as patch:
-        patch.setattr(sys, "stdout", stream)
-        assert main(["doctor"]) == 141
-    assert capsys.readouterr().err == ""
-
-
-# ---- JSON
 
 
 def test_monitor_prints_json(tmp_path, capsys):
@@ -139,35 +134,24 @@ def test_help_names_types_that_a_user_can_read():
             assert not re.search("Annotated|Rule|``|<function", parser_of(command, cls).format_help()), command
 
 
-# ---- progress
-
-
-def shown(capsys, monkeypatch, words, seconds, *, terminal):
-    """Return what stderr shows of work that says ``words`` at its beginning and then takes ``seconds``."""
+@pytest.mark.parametrize(
+    ("terminal", "words", "seconds", "said"),
+    [
+        (True, [], 0.3, "asking ...\n"),
+        (True, ["answering"], 0.3, "answering ...\n"),
+        (True, ["writing"], 0, ""),
+        (False, ["too early"], 0.1, "simulating fp8-hybrid ...\n"),
+    ],
+)
+def test_long_work_is_named_and_a_file_gets_what_was_said_late_alone(
+    capsys, monkeypatch, terminal, words, seconds, said
+):
     monkeypatch.setattr(output, "APPEARS", 0.05)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
     with output.working("asking") as work:
-        if words:
-            work.say(words)
+        for word in words:
+            work.say(word)
         time.sleep(seconds)
-    return capsys.readouterr().err
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("words", "said"), [(None, "asking ...\n"), ("answering", "answering ...\n")])
-def test_long_work_is_named(capsys, monkeypatch, words, said):
-    assert shown(capsys, monkeypatch, words, 0.3, terminal=True) == said, "what goes on then"
-
-
-def test_short_work_is_not_shown(capsys, monkeypatch):
-    assert shown(capsys, monkeypatch, "writing", 0, terminal=True) == ""
-
-
-@pytest.mark.slow
-def test_into_a_file_goes_what_was_said_alone(capsys, monkeypatch):
-    monkeypatch.setattr(output, "APPEARS", 0.05)
-    with output.working("reading") as work:
-        work.say("too early")
-        time.sleep(0.1)
-        work.say("simulating fp8-hybrid")
-    assert capsys.readouterr().err == "simulating fp8-hybrid ...\n"
+        if not terminal:
+            work.say("simulating fp8-hybrid")
+    assert capsys.readouterr().err == said

@@ -67,13 +67,6 @@ class Model(L.LightningModule):
 '''
 
 
-@pytest.fixture
-def user_file(tmp_path):
-    file = tmp_path / "user_model.py"
-    file.write_text(USER_FILE)
-    return file
-
-
 # ---- real runs
 
 CODE = """
@@ -140,8 +133,9 @@ FAILURES = {
 
 
 @pytest.mark.slow
-def test_what_fails_is_shown_and_leaves_the_others(user_file):
-    out = user_file.parent / "out"
+def test_what_fails_is_shown_and_leaves_the_others(tmp_path):
+    user_file, out = tmp_path / "user_model.py", tmp_path / "out"
+    user_file.write_text(USER_FILE)
     modes = {name: mode for name, (mode, _) in FAILURES.items()}
     status, stdout, stderr = compare(
         [
@@ -149,7 +143,7 @@ def test_what_fails_is_shown_and_leaves_the_others(user_file):
             *("--model-args", json.dumps({"modes": modes}), "--data", f"{user_file}:Data", "--val-metric=score"),
             *("--max-steps=3", "--val-every=2", "--accelerator=cpu", f"--out={out}"),
         ],
-        user_file.parent,
+        tmp_path,
     )
     assert status == 1
     assert "half a line" in stdout
@@ -181,9 +175,23 @@ def no_training(monkeypatch):
     monkeypatch.setattr(runner, "run_one", lambda *_, **__: pytest.fail("trained"))
 
 
-def test_unknown_names_fail_first(tmp_path, no_training, capsys):
-    assert main(["compare", "--precisions=32-true,fp8-hybird", f"--out={tmp_path / 'out'}"]) == 2
-    assert re.search(r"'fp8-hybird' is invalid.*Did you mean 'fp8-hybrid'", capsys.readouterr().err)
+def test_what_would_fail_at_the_end_fails_first(tmp_path, no_training, capsys, monkeypatch):
+    """Unknown names, a folder that cannot be made, a picture without matplotlib, a model without validation."""
+    (tmp_path / "file").write_text("")
+    (tmp_path / "my_task.py").write_text("import lightning as L\nclass Task(L.LightningModule):\n    pass\n")
+    below_a_file, out, task = str(tmp_path / "file" / "out"), str(tmp_path / "out"), f"{tmp_path}/my_task.py:Task"
+    for words, message in (
+        (["--precisions=32-true,fp8-hybird", f"--out={out}"], "'fp8-hybird' is invalid.*Did you mean 'fp8-hybrid'"),
+        ([f"--out={below_a_file}"], f"^lowprec compare: error: .*{re.escape(below_a_file)}"),
+        ([f"--model={task}", f"--out={out}"], "Task has no `validation_step`: `lowprec compare` judges by the loss"),
+    ):
+        assert main(["compare", *words]) == 2
+        assert re.search(message, capsys.readouterr().err)
+    with pytest.raises(OSError, match="Not a directory"):
+        main(["--debug", "compare", f"--out={below_a_file}"])
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["compare", f"--out={out}"]) == 2
+    assert "`pip install matplotlib`" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
@@ -229,55 +237,21 @@ def test_json_is_all_of_stdout_whatever_the_model_prints(tmp_path, monkeypatch, 
     assert capfd.readouterr().out == "back\n"
 
 
-def test_a_folder_that_cannot_be_made_is_no_traceback(tmp_path, no_training, capsys):
-    (tmp_path / "file").write_text("")
-    assert main(["compare", f"--out={tmp_path / 'file' / 'out'}"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("lowprec compare: error: ")
-    assert str(tmp_path / "file" / "out") in said
-    with pytest.raises(OSError, match="Not a directory"):
-        main(["--debug", "compare", f"--out={tmp_path / 'file' / 'out'}"])
-
-
-def test_without_matplotlib_nothing_is_trained(tmp_path, no_training, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert main(["compare", f"--out={tmp_path / 'out'}"]) == 2
-    assert "`pip install matplotlib`" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
+def test_wrong_specs():
+    for kwargs, message in (
         ({"precisions": ["a", "b", "a"]}, "expected each name once: remove the repeated a"),
         ({"max_steps": 0}, "`max_steps=0` is not valid; expected an integer of at least 1"),
         ({"max_loss_gap": math.nan}, "`max_loss_gap=nan` is not valid"),
-    ],
-)
-def test_wrong_specs(kwargs, message):
-    with pytest.raises(ValueError, match=message):
-        CompareSpec(**kwargs)
-
-
-def test_a_model_without_validation_is_refused_before_it_trains(tmp_path):
-    (tmp_path / "my_task.py").write_text("import lightning as L\nclass Task(L.LightningModule):\n    pass\n")
-    spec = CompareSpec(precisions=["32-true"], model=f"{tmp_path}/my_task.py:Task", out=tmp_path / "out")
-    with pytest.raises(ValueError, match="Task has no `validation_step`: `lowprec compare` judges by the loss"):
-        train_all(spec)
-    assert not (tmp_path / "out").exists()
-
-
-# ---- the pieces
+    ):
+        with pytest.raises(ValueError, match=message):
+            CompareSpec(**kwargs)
 
 
 @pytest.mark.parametrize(("logged", "names"), [({"score": 1.0, "acc": 2.0}, "acc, score"), ({}, "nothing")])
-def test_a_metric_that_was_not_logged(logged, names):
+def test_a_metric_that_was_not_logged_and_a_step_without_loss_are_named(logged, names):
     trainer = SimpleNamespace(callback_metrics=logged)
     with pytest.raises(ValueError, match=f"`val_metric='val_loss'` was not logged; logged: {names}[.]"):
         Recorder(CompareSpec(), None).on_validation_end(trainer, None)
-
-
-def test_a_training_step_without_loss_is_named():
     with pytest.raises(ValueError, match="training_step returned no loss; expected"):
         Recorder(CompareSpec(), None).on_train_batch_end(None, None, {}, None, 0)
 
@@ -286,8 +260,7 @@ def test_classes_load_from_modules_and_files(tmp_path, monkeypatch):
     (tmp_path / "neighbour_of_mine.py").write_text("VALUE = 7\n")
     file = tmp_path / "my_classes.py"
     file.write_text(
-        "from dataclasses import dataclass\nfrom neighbour_of_mine import VALUE\n"
-        "@dataclass\nclass Thing:\n    seed: int = VALUE\n"
+        "from neighbour_of_mine import VALUE\nclass Thing:\n    def __init__(self, seed=VALUE): self.seed = seed"
     )
     monkeypatch.setattr(sys, "path", [*sys.path])
     thing = load_class(f"{file}:Thing")
@@ -317,19 +290,13 @@ def test_progress_can_be_left_out(capfd, steps, said):
     assert bool(shown) is (steps is not None)
 
 
-# ---- from Python
-
-
 def test_classes_become_paths_and_settings_reach_the_command(monkeypatch, tmp_path):
     asked = []
     monkeypatch.setattr(runner, "train_all", lambda spec, progress: asked.append((spec, progress)))
     lightning_lowprec.compare(["32-true"], ByteGPT, data=StdlibText, out=str(tmp_path), max_steps=7, progress=False)
     lightning_lowprec.compare(model="my.py:Model")
     (first, shown), (second, also) = asked
-    assert (first.model, first.data) == (
-        "lightning_lowprec.tools.demo.ByteGPT",
-        CompareSpec().data,
-    )
+    assert (first.model, first.data) == ("lightning_lowprec.tools.demo.ByteGPT", CompareSpec().data)
     assert (first.out, first.max_steps, shown, also) == (tmp_path, 7, False, True)
     assert second == CompareSpec(model="my.py:Model", precisions=list(CompareSpec().precisions))
 
@@ -340,9 +307,8 @@ def test_what_another_process_cannot_import_is_refused():
 
     typed = type("Typed", (nn.Module,), {"__module__": "__main__"})
     for given in (Local, typed):
-        with pytest.raises(
-            ValueError, match=rf"`model=<class .*Write the class into a file, and give 'file.py:{given.__name__}'"
-        ):
+        said = rf"`model=<class .*Write the class into a file, and give 'file.py:{given.__name__}'"
+        with pytest.raises(ValueError, match=said):
             lightning_lowprec.compare(model=given)
     with pytest.raises(ValueError, match=r"expected a class or its path.*by `data_args`"):
         lightning_lowprec.compare(data=StdlibText())

@@ -35,46 +35,33 @@ def test_a_failed_baseline_judges_nobody():
     assert not comparison.ok
 
 
-def test_the_gap_is_relative_and_the_training_loss_is_that_of_the_last_tenth_of_the_steps():
+def test_the_gap_is_relative():
     assert judge(result("x", val_losses=[3.0]), result(), 0.01).gap == 0.5
-    assert result(train_losses=[9.0] * 9 + [1.0]).final_train == 1.0
-    assert result(train_losses=[9.0] * 18 + [1.0, 2.0]).final_train == 1.5
-
-
-def test_zero_baselines():
     zero = result(val_losses=[0.0])
     assert judge(result("x", val_losses=[0.0]), zero, 0.01).ok
     assert not judge(result("x", val_losses=[1e-9]), zero, 0.01).ok
+    without = judge(result(val_losses=[]), result(), 0.01)
+    assert without.text.startswith("no validation ran: expected training batches")
 
 
-def test_warm_up_steps_do_not_count():
+def test_losses_are_those_of_the_last_tenth_and_times_those_behind_the_warm_up():
+    assert result(train_losses=[9.0] * 9 + [1.0]).final_train == 1.0
+    assert result(train_losses=[9.0] * 18 + [1.0, 2.0]).final_train == 1.5
     assert result(step_seconds=[9, 9, 9, 9, 9, 1, 2, 3, 2, 2]).step_time == 2
     assert result(step_seconds=[9.0, 1.0]).step_time == 1
     assert result().step_time is None
 
 
-def test_without_validation_there_is_no_verdict():
-    assert judge(result(val_losses=[]), result(), 0.01).text.startswith("no validation ran: expected training batches")
+# ---- over seeds
 
 
-# ---- intervals
+def test_student_t_is_that_of_the_printed_table_and_of_the_closed_forms_for_one_and_two_degrees():
+    of_95_percent = {3: 3.182, 4: 2.776, 9: 2.262, 120: 1.980}  # by degrees of freedom
+    assert {degrees: student_t(degrees) for degrees in of_95_percent} == pytest.approx(of_95_percent, abs=5.1e-4)
+    for share in (0.5, 0.95, 0.999):
+        assert student_t(1, share) == pytest.approx(math.tan(math.pi * share / 2), rel=1e-9)
+        assert student_t(2, share) == pytest.approx(share * math.sqrt(2 / (1 - share**2)), rel=1e-9)
 
-TABLE_OF_T = {3: 3.182, 4: 2.776, 9: 2.262, 120: 1.980}
-"""The printed table: degrees of freedom, and t for 95 % on two sides."""
-
-
-@pytest.mark.parametrize(("degrees", "t"), TABLE_OF_T.items())
-def test_student_t_is_that_of_the_table(degrees, t):
-    assert student_t(degrees) == pytest.approx(t, abs=5.1e-4)
-
-
-@pytest.mark.parametrize("share", [0.5, 0.95, 0.999])
-def test_student_t_has_a_closed_form_for_one_and_two_degrees(share):
-    assert student_t(1, share) == pytest.approx(math.tan(math.pi * share / 2), rel=1e-9)
-    assert student_t(2, share) == pytest.approx(share * math.sqrt(2 / (1 - share**2)), rel=1e-9)
-
-
-# ---- verdicts
 
 BASELINE = (2.0, 4.0, 2.5)
 """Losses of the baseline with three seeds: far apart, which pairs do not feel."""
@@ -118,7 +105,7 @@ def test_the_whole_interval_counts(gaps, ok, words):
     assert verdict.cost.gaps == pytest.approx(gaps)
 
 
-def test_one_seed_that_fails_fails_the_precision():
+def test_one_seed_that_fails_fails_the_precision_and_seeds_without_effect_are_no_evidence():
     failed = of_gaps(0.0, 0.0, 0.0)
     failed[1].error = "Traceback\nBoom: it broke"
     assert judge_seeds(failed, runs(BASELINE), 0.01).text == "seed 1: failed: Boom: it broke"
@@ -126,13 +113,9 @@ def test_one_seed_that_fails_fails_the_precision():
     assert verdict.text == "seed 1: not judged: the baseline x has no finite result"
     assert verdict.cost is None
     assert judge_seeds(runs((2.0, math.nan, 2.0)), runs(BASELINE), 0.01).text.startswith("seed 1: final validation")
-
-
-def test_seeds_without_effect_are_no_evidence():
-    verdict = judge_seeds(runs((2.0, 2.0), "y"), runs((2.0, 2.0)), 0.01)
-    assert not verdict.ok
-    assert "neither weights nor batches depend on the seed" in verdict.text
-    assert verdict.cost is None
+    without_effect = judge_seeds(runs((2.0, 2.0), "y"), runs((2.0, 2.0)), 0.01)
+    assert (without_effect.ok, without_effect.cost) == (False, None)
+    assert "neither weights nor batches depend on the seed" in without_effect.text
 
 
 # ---- what is shown
@@ -157,9 +140,6 @@ def test_the_table_and_the_sentence():
         assert cell in row
     baseline = next(line for line in shown.splitlines() if line.startswith("32-true"))
     assert "2.8333 ± 1.0408" in baseline, "mean and standard deviation of 2, 4 and 2.5"
-
-
-def test_a_cost_below_the_spread():
     assert "bf16-mixed cannot be told apart from the baseline: +0.20% ± 0.25% of val_loss." in str(three())
     page = markdown(three())
     assert "\n| 1    |  4.0000 |     4.0080 |\n" in page
@@ -173,6 +153,7 @@ def test_curves_have_bands_over_seeds():
     train, val, gap = picture(comparison.spec, comparison.runs).axes
     assert len(train.collections) == len(val.collections) == len(gap.collections) == 2
     assert train.get_title() == "Training loss (mean of 21 steps)"  # a twentieth of 400, on both sides of a step
+    assert smooth([1.0, 3.0, 5.0, 7.0], 1) == [2.0, 3.0, 5.0, 6.0]
     heights = gap.collections[1].get_paths()[0].vertices[:, 1]
     half_width = 100 * 4.30265 * 0.001 / math.sqrt(3)
     assert (heights.min(), heights.max()) == pytest.approx((0.2 - half_width, 0.2 + half_width), rel=1e-5)
@@ -225,6 +206,7 @@ def test_remarks_are_about_what_ran_on_the_cpu(name, on_cpu):
     said = repr(Comparison(spec=CompareSpec(precisions=[name]), results=[trained(name, on_cpu=on_cpu)]))
     assert "FP8 is emulated" not in said
     assert ("say nothing about a GPU" in said) is on_cpu
+    assert "Only one precision was asked for, so nothing was compared." in said
 
 
 def test_failures_are_shown(tmp_path):
@@ -258,13 +240,3 @@ def test_a_table_as_text_and_as_markdown():
         "| a\\*    |       5 |",
         "| longer | 1234567 |",
     ]
-
-
-def test_smoothing_is_a_mean_of_both_sides():
-    assert smooth([1.0, 3.0, 5.0, 7.0], 1) == [2.0, 3.0, 5.0, 6.0]
-    assert smooth([1.0, 2.0], 0) == [1.0, 2.0]
-
-
-def test_one_precision_is_compared_with_nothing():
-    alone = Comparison(spec=CompareSpec(precisions=["fp8-hybrid"]), results=[result("fp8-hybrid")])
-    assert "Only one precision was asked for, so nothing was compared." in markdown(alone)

@@ -83,14 +83,11 @@ def test_another_device_is_answered_for(capsys, name, device, status, words):
     assert all(word in said for word in words), said
 
 
-def test_another_device_has_a_column(capsys):
+def test_another_device_has_a_column_and_unknown_ones_raise_with_what_is_allowed(capsys):
     assert main(["doctor", "--device", "sm_100"]) == 0
     assert capsys.readouterr().out.startswith("Recipes on sm_100, NVIDIA 10.x")
     assert main(["doctor", "--device", "sm_100", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["te-mxfp8"]["runs"] is True
-
-
-def test_unknown_names_and_devices_raise_with_what_is_allowed(capsys):
     for words, message in (
         (["fp8-rowwize", "--device", "sm_90"], r"'fp8-rowwize' is invalid.*fp8-rowwise.*Recipes are allowed"),
         (["fp8-rowwise", "--device", "h300"], r"`device='h300'` is not available here: .*one of: sm_60, .*cpu"),
@@ -106,9 +103,6 @@ def test_what_nobody_has_confirmed_is_not_known_and_not_recommended(monkeypatch)
     assert [(verdict.runs, verdict.known) for verdict in verdicts] == [(True, True), (True, True), (True, False)]
     assert "newer than this table" in verdicts[2].reason
     assert [row.name for row in advice(verdicts, bf16=True)] == ["half-auto", "bf16-remainder"]
-
-
-# ---- from Python
 
 
 def test_doctor_answers_for_every_name():

@@ -1,11 +1,9 @@
 """`lowprec export`: plain weights from what Trainer, Fabric and torch write under any precision."""
 
-import re
-
 import lightning as L
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
 from lightning_lowprec.tools.cli import main
@@ -53,7 +51,7 @@ def test_the_weights_and_nothing_else(tmp_path, capsys, write, precision, name, 
     assert main(["export", str(checkpoint), str(out), f"--dtype={dtype}", *more]) == 0
     assert "wrote 5 tensors" in capsys.readouterr().out
     weights = load_file(out) if name.endswith("safetensors") else torch.load(out, weights_only=True)
-    assert list(weights) == list(net.state_dict()) or set(weights) == set(net.state_dict())
+    assert set(weights) == set(net.state_dict())
     for key, value in net.state_dict().items():
         want = value.to(expected) if value.is_floating_point() else value
         assert weights[key].dtype is want.dtype
@@ -64,43 +62,19 @@ def test_the_weights_and_nothing_else(tmp_path, capsys, write, precision, name, 
 
 def test_bad_input(tmp_path, capsys):
     _, checkpoint, _ = fabric_checkpoint(tmp_path, "half-auto")
-    out = str(tmp_path / "out.pt")
-    assert main(["export", str(tmp_path / "gone.ckpt"), out]) == 2
-    assert "gone.ckpt'` is not a file" in capsys.readouterr().err
-    assert main(["export", str(checkpoint), out, "--key=ema"]) == 2
-    assert "holds no weights under 'ema'; it has: 'model', 'optimizer', 'precision'" in capsys.readouterr().err
-    assert main(["export", str(checkpoint), out, "--strip-prefix=net."]) == 2
-    assert "`strip_prefix='net.'` is not at the start of" in capsys.readouterr().err
     torch.save([1, 2], tmp_path / "list.pt")
-    assert main(["export", str(tmp_path / "list.pt"), out]) == 2
-    assert "it has: list" in capsys.readouterr().err
-    assert main(["export", str(checkpoint), str(tmp_path / "gone" / "out.pt")]) == 2
-    assert "expected a file in a folder that exists" in capsys.readouterr().err
-    assert main(["export", str(tmp_path), out]) == 2
-    assert "is a folder; expected a file. Load a sharded checkpoint with `strategy='fsdp2'`" in capsys.readouterr().err
+    for source, words, message in (
+        (tmp_path / "gone.ckpt", ["out.pt"], "gone.ckpt'` is not a file"),
+        (checkpoint, ["out.pt", "--key=ema"], "no weights under 'ema'; it has: 'model', 'optimizer', 'precision'"),
+        (checkpoint, ["out.pt", "--strip-prefix=net."], "`strip_prefix='net.'` is not at the start of"),
+        (tmp_path / "list.pt", ["out.pt"], "it has: list"),
+        (checkpoint, ["gone/out.pt"], "expected a file in a folder that exists"),
+        (tmp_path, ["out.pt"], "is a folder; expected a file. Load a sharded checkpoint with `strategy='fsdp2'`"),
+    ):
+        out, *options = words
+        assert main(["export", str(source), str(tmp_path / out), *options]) == 2
+        assert message in capsys.readouterr().err
     assert not (tmp_path / "out.pt").exists()
-
-
-@pytest.mark.parametrize(
-    ("name", "length", "message"),
-    [
-        ("cut.ckpt", 2000, "is damaged, or was cut off while it was written or copied (2000 bytes"),
-        ("cut.safetensors", 2000, "is no file of safetensors, or is damaged"),
-        ("head.safetensors", 20, "is no file of safetensors, or is damaged"),
-    ],
-)
-def test_a_damaged_file_is_named(tmp_path, capsys, name, length, message):
-    damaged, weights = tmp_path / name, {"a.weight": torch.zeros(64, 64)}
-    save_file(weights, damaged) if damaged.suffix == ".safetensors" else torch.save(weights, damaged)
-    damaged.write_bytes(damaged.read_bytes()[:length])
-    arguments = ["export", str(damaged), str(tmp_path / "out.pt")]
-    assert main(arguments) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"lowprec export: error: {str(damaged)!r} {message}")
-    assert "Traceback" not in said
-    assert not (tmp_path / "out.pt").exists()
-    with pytest.raises(ValueError, match=re.escape(message)):
-        main(["--debug", *arguments])
 
 
 def test_the_checkpoint_is_never_the_target_and_other_files_need_force(tmp_path, capsys):

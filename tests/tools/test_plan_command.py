@@ -52,17 +52,13 @@ def test_flops_and_bytes_by_hand():
     assert by_name["bf16-mixed"].gathered == by_name["bf16-true"].gathered == 2 * total
     rowwise = footprints(model, plan, "fp8-rowwise")[-1]
     assert rowwise.gathered == 2 * total, "a scale per row cannot be gathered"
+    assert [scales_of(torch.empty(*shape), tile) for *shape, tile in ((300, 200, 128), (4, 256, 300, 128))] == [6, 24]
+    assert scales_of(torch.empty(300, 200), 0) == 1
     for level, per_weight, frozen in (("O1", 11, 2), ("O2", 6, 2), ("O3", 7, 1)):
         scaled = footprints(model, plan, f"msamp-{level.lower()}")[-1]
         others, in_training = total - converted, trained - 2048
         assert scaled.host == 4 * 1024
         assert scaled.state == 4 * others + 12 * in_training + per_weight * 2048 + frozen * 1024
-
-
-def test_scales_by_hand():
-    assert scales_of(torch.empty(300, 200), 128) == 3 * 2
-    assert scales_of(torch.empty(4, 256, 300), 128) == 8 * 3
-    assert scales_of(torch.empty(300, 200), 0) == 1
 
 
 @pytest.mark.parametrize("frozen_in", [torch.float32, torch.bfloat16])
@@ -167,12 +163,6 @@ def test_a_mixture_counts_what_a_token_uses(capsys):
         assert gathered["bf16-mixed"] - gathered[precision] == less, "one byte less per weight in FP8"
 
 
-def test_a_folder_with_a_config(tmp_path, capsys):
-    llama(tmp_path, 1)
-    plan = run_json(capsys, tmp_path)["plan"]
-    assert [row["fqn"] for row in plan if row["kept_because"] is not None] == ["lm_head"]
-
-
 def test_text_collapses_blocks_and_all_shows_each(tmp_path, capsys):
     config = llama(tmp_path, 3)
     assert main(["plan", str(config)]) == 0
@@ -220,6 +210,10 @@ def test_conv1ds_of_gpt2_convert(capsys):
         (["no.such.Model"], "No module named 'no', neither in the working folder"),
         (["gone.py:Model"], "'gone.py' is not a file"),
         (["tests"], "`source='tests'` is no model; expected a class path"),
+        (
+            ["llama", "--precisions", "fp8-hybrid,fp8-rowwise"],
+            "`precisions` goes with `--fits`. For a plan name one precision by `--precision`.",
+        ),
     ],
 )
 def test_bad_input(args, message, capsys):
@@ -227,22 +221,18 @@ def test_bad_input(args, message, capsys):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
+def test_files_that_are_no_models(tmp_path, capsys):
+    for name, content, message in (
         ("config.json", "[1]", "holds a list; expected a config.json"),
         ("config.json", "{", "is no JSON file: Expecting property"),
         ("config.json", "{}", "has no `model_type`"),
         ("last.ckpt", "a pickle", "is no model; expected a class path"),
-    ],
-)
-def test_files_that_are_no_models(name, content, message, tmp_path, capsys):
-    path = tmp_path / name
-    path.write_text(content)
-    assert main(["plan", str(path)]) == 2
-    said = capsys.readouterr().err
-    assert name in said
-    assert message in said
+    ):
+        (tmp_path / name).write_text(content)
+        assert main(["plan", str(tmp_path / name)]) == 2
+        said = capsys.readouterr().err
+        assert name in said
+        assert message in said
 
 
 CNN = """
@@ -285,17 +275,6 @@ def test_recurrent_layers_and_in_proj_count_as_kept():
     counted = flops(make_plan(model))
     assert counted.fp8 == 6 * 64 * 64
     assert counted.high_precision == 6 * 64 * 64 * (8 + 3 + 1)
-
-
-def test_a_plan_wants_a_model_and_one_precision(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(["plan"])
-    assert "required: source" in capsys.readouterr().err
-    assert main(["plan", "llama", "--precisions", "fp8-hybrid,fp8-rowwise"]) == 2
-    assert "`precisions` goes with `--fits`. For a plan name one precision by `--precision`." in capsys.readouterr().err
-
-
-# ---- from Python
 
 
 @pytest.mark.parametrize("model", ["lightning_lowprec.tools.demo.ByteGPT", ByteGPT()], ids=["path", "model"])

@@ -120,12 +120,9 @@ def test_one_rank_of_fsdp2_holds_its_share(shallow):
     assert all(verdict.at.startswith(("forward", "backward", "optimizer")) for verdict in verdicts)
 
 
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("141GB", 141e9), ("80GiB", 80 * 2**30), ("1.5 TB", 1.5e12), ("NVIDIA H100", 80e9), ("rtx 4090", 24e9)],
-)
-def test_sizes_of_gpus(text, size):
-    assert read_gpu(text).size == size
+def test_sizes_of_gpus():
+    sizes = {"141GB": 141e9, "80GiB": 80 * 2**30, "1.5 TB": 1.5e12, "NVIDIA H100": 80e9, "rtx 4090": 24e9}
+    assert {text: read_gpu(text).size for text in sizes} == sizes
 
 
 def test_the_command(shallow, config, capsys):
@@ -148,11 +145,7 @@ def test_the_command(shallow, config, capsys):
     assert "5% of the peak + 1 GB" in said
     assert "not simulated: msamp-o2" in said
     assert "the kernels of Transformer Engine do not run on tensors without values" in said
-
-
-def test_where_nothing_fits_the_page_says_what_needs_less(shallow, config, capsys):
-    words = ["plan", config, "--fits", "1GB", "--seq", "32", "--precisions", "bf16-sr"]
-    assert main(words) == 1
+    assert main(["plan", config, "--fits", "1GB", "--seq", "32", "--precisions", "bf16-sr"]) == 1
     said = " ".join(capsys.readouterr().out.split())
     assert "None fits: the least needs at least 1." in said
     assert "--fused, --checkpointing, a name that ends in -8bit, and --devices 2 --strategy fsdp2 need less" in said
@@ -173,12 +166,8 @@ def test_what_is_refused_names_the_way_out(config, capsys):
         main([*words, "24GB", "--seq", "8", "--strategy", "ddp"])
     assert end.value.code == 2
     assert "fsdp2" in capsys.readouterr().err
-    unknown = on_meta(nn.Linear, 4, 4)
     with pytest.raises(ValueError, match=r"nothing tells what Linear reads. Name a LightningDataModule"):
-        fits(unknown, "24GB")
-
-
-def test_an_operation_that_needs_values_is_named():
+        fits(on_meta(nn.Linear, 4, 4), "24GB")
     verdict = fits(on_meta(AsksForValues), "24GB", names=["32-true"]).verdicts[0]
     assert "aten.nonzero.default needs values" in verdict.refused
     assert "lowprec compare" in verdict.refused
@@ -205,14 +194,11 @@ def test_autocast_is_that_of_cuda(compute, dtype):
         assert not out.requires_grad or torch.autograd.grad(out.sum(), x)[0].dtype == torch.float32
 
 
-def test_torch_knows_every_operation_of_autocast():
+def test_torch_knows_every_operation_of_autocast_and_nothing_is_left_behind():
+    """The process can train after a simulation."""
     registered = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
     names = {name.removeprefix("aten::").partition(".")[0] for name in registered}
     assert names >= fake_gpu._IN_HALF | fake_gpu._IN_WIDEST
-
-
-def test_nothing_is_left_behind():
-    """The process can train after a simulation."""
     before = torch.nn.functional.linear, torch.cuda.is_available(), torch.compile
     peaks_of(Square, "fp8-hybrid")
     assert (torch.nn.functional.linear, torch.cuda.is_available(), torch.compile) == before

@@ -112,14 +112,8 @@ FOLDER = ("export", "a.ckpt", "out", "--model=llama")
         (["plan", "llama", "--fit", "80"], "Did you mean '--fits'?"),
         (["doctor", "--fro", "fp8-hybrid"], "Did you mean '--for'?"),
         (["export", "a.ckpt", "out", "--fromat", "hf"], "Did you mean '--format'?"),
-        (
-            [*FOLDER, "--format=hf-fp8-blok"],
-            "'compressed-tensors'. Did you mean 'hf-fp8-block'?",
-        ),
-        (
-            [*FOLDER, "--format=hf", "--dtype=fp8"],
-            "'fp8'` is not valid; expected one of: 'bf16', 'fp32', 'fp16'",
-        ),
+        ([*FOLDER, "--format=hf-fp8-blok"], "'compressed-tensors'. Did you mean 'hf-fp8-block'?"),
+        ([*FOLDER, "--format=hf", "--dtype=fp8"], "'fp8'` is not valid; expected one of: 'bf16', 'fp32', 'fp16'"),
     ],
 )
 def test_a_misspelt_command_or_option_names_the_right_one(words, hint, capsys):
