@@ -30,10 +30,9 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_lowprec.checkpoints.agreement import gathered
 from lightning_lowprec.conversion import backends
-from lightning_lowprec.fsdp2 import meshes
 from lightning_lowprec.fsdp2.forward_hooks import install_hooks
 from lightning_lowprec.fsdp2.fp8_gather import check_even, gather_in_fp8
-from lightning_lowprec.fsdp2.options import ShardOptions, chosen
+from lightning_lowprec.fsdp2.options import ShardOptions, chosen, shard_mesh, tensor_mesh
 from lightning_lowprec.messages import warn
 from lightning_lowprec.private.fsdp2 import add_group, has_several_groups
 from lightning_lowprec.private.torch_modules import compile_in_place, is_batch_or_instance_norm
@@ -62,7 +61,7 @@ def shard(
     check_model(model)
     wrapped = chosen(model, options.wrap, "wrap")
     check_shared(model, wrapped)
-    data_mesh, tensor = meshes.shard_mesh(mesh), meshes.tensor_mesh(mesh)
+    data_mesh, tensor = shard_mesh(mesh), tensor_mesh(mesh)
     shards = data_mesh.size(data_mesh.ndim - 1)
     if fp8_all_gather:
         check_even(model, shards)  # before the first collective, which is in `origin`

@@ -18,7 +18,7 @@ def _name(level: str, summary: str, formats: Formats) -> PrecisionName:
         formats=formats,
         conv1d="gathered",
         pads=True,
-        weight_rounding=later(".msamp.hooks:rounding"),
+        weight_rounding=later(".msamp.linear:rounding"),
         hardware_recipe="msamp",
     )
 
@@ -45,6 +45,6 @@ BACKEND: Final = Backend(
     coded_weight=later(".msamp.weight:coded_weight"),
     keeps_master=later(".msamp.weight_state:msamp_state_of"),
     shard_codes=later(".msamp.fsdp2:shard_codes"),
-    numerics=later(".msamp.hooks:numerics_of"),
-    weight_roundings=later(".msamp.hooks:weight_roundings"),
+    numerics=later(".msamp.linear:numerics_of"),
+    weight_roundings=later(".msamp.linear:weight_roundings"),
 )

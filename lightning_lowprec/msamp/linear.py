@@ -1,8 +1,9 @@
 """Convert layers to MS-AMP's and back, in place: their weights become codes (:mod:`~lightning_lowprec.msamp.layer`)."""
 
-from collections.abc import Sequence
-from typing import final
+from collections.abc import Mapping, Sequence
+from typing import Final, final
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -11,9 +12,13 @@ from lightning_lowprec.conversion.matmuls import is_conv1d, is_linear, sizes_of_
 from lightning_lowprec.conversion.selection import own_work
 from lightning_lowprec.msamp.ddp import include_again
 from lightning_lowprec.msamp.layer import ScaledLayer
-from lightning_lowprec.msamp.weight import revert_weight_, scale_weight_
+from lightning_lowprec.msamp.weight import revert_weight_, scale_weight_, values_of
 from lightning_lowprec.msamp.weight_state import Level, msamp_state_of
+from lightning_lowprec.numerics.casts import EVALUATES, Cast, LayerNumerics
+from lightning_lowprec.numerics.formats import E4M3, E5M2, power_of_two_scale
+from lightning_lowprec.numerics.one_pass import compiled_on_cuda
 from lightning_lowprec.numerics.tensor_cores import Emulation
+from lightning_lowprec.numerics.weight_rounding import WeightRounding
 
 
 @final
@@ -114,3 +119,33 @@ def revert(model: nn.Module) -> None:
         if msamp_state_of(layer.weight) is None:
             in_place.revert(layer)
     include_again(model, {id(p) for p in coded})
+
+
+# ---- how a layer rounds its tensors, for the registry
+
+
+_ROUNDING: Final = WeightRounding(scale_per="tensor", scale_of=power_of_two_scale)
+
+
+def rounding() -> WeightRounding:
+    """Return how the forward of every layer rounds its weight."""
+    return _ROUNDING
+
+
+_scale: Final = compiled_on_cuda(power_of_two_scale)
+_E4M3: Final = Cast(dtype=E4M3.dtype, scale_of=lambda amax: _scale(amax, E4M3))
+_E5M2: Final = Cast(dtype=E5M2.dtype, scale_of=lambda amax: _scale(amax, E5M2))
+
+
+def numerics_of(layer: nn.Module) -> LayerNumerics | str:
+    """Return the casts of a layer."""
+    if not isinstance(layer, ScaledLinear):
+        return "it is no linear layer"
+    if not (layer.training or layer.fp8_eval or torch.is_grad_enabled()):
+        return EVALUATES
+    return LayerNumerics(input=_E4M3, weight=_E4M3, gradient=_E5M2, values=values_of(layer.weight))
+
+
+def weight_roundings(layer: nn.Module) -> Mapping[str, WeightRounding]:
+    """Return how the forward of a layer rounds its weight."""
+    return {"weight": _ROUNDING} if isinstance(layer, ScaledLayer) else {}

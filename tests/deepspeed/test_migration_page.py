@@ -41,14 +41,3 @@ def test_every_field_of_the_table_is_read():
     assert {name: getattr(read, name) for name in quoted} == EVERY_FIELD_OF_FP16
     with pytest.raises(ValidationError, match="fp17"):
         DeepSpeedConfig(BATCH | {"fp16": {"enabled": True, "fp17": True}})
-    zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
-    read = DeepSpeedConfig(
-        {"zero_optimization": zero, "communication_data_type": "fp32", "gradient_clipping": 0.5, "torch_autocast":
-         {"enabled": True, "dtype": "bfloat16"}, "bf16": {"enabled": False, "immediate_grad_update": True},
-         "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4}
-    )  # fmt: skip
-    assert (read.zero_config.offload_optimizer.device, read.zero_config.offload_param.device) == ("cpu", "cpu")
-    assert (read.gradient_clipping, read.gradient_accumulation_steps) == (0.5, 4)
-    assert str(read.communication_data_type) == "torch.float32"
-    assert str(read.torch_autocast_dtype) == "torch.bfloat16"
-    assert read.bfloat16_config.immediate_grad_update

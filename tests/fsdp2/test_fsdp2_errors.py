@@ -6,7 +6,6 @@ from contextlib import nullcontext
 import lightning as L
 import pytest
 import torch
-from lightning.fabric.plugins import Precision
 from lightning.fabric.strategies import ModelParallelStrategy
 from torch import distributed as dist
 from torch import nn
@@ -27,9 +26,8 @@ from lightning_lowprec import (
     parallelize,
     plain,
 )
-from lightning_lowprec.fsdp2 import meshes, shard
-from lightning_lowprec.fsdp2.meshes import make_mesh, shards
-from lightning_lowprec.fsdp2.options import ShardOptions
+from lightning_lowprec.fsdp2 import shard
+from lightning_lowprec.fsdp2.options import ShardOptions, make_mesh, shards
 from lightning_lowprec.fsdp2.shard import _parallelize, check_model, check_shared, origin
 from lightning_lowprec.fsdp2.strategy import Sharding, gathered_line, gathers_fp8
 from lightning_lowprec.private.fsdp2 import gathered_parameters
@@ -251,6 +249,22 @@ def test_half_weights_sharded_by_hand_in_fabric(alone):
         optimizer.step()
 
 
+def test_a_model_that_parallelize_has_sharded_is_set_up_by_one_fabric_and_by_the_next(alone):
+    model = Net()
+    for _ in range(2):
+        plugin = HalfMixed("bf16", master_weights="remainder")
+        as_it_is = ModelParallelStrategy(lambda model, mesh: model, 1, 1)
+        fabric = L.Fabric(accelerator="cpu", devices=1, plugins=plugin, strategy=as_it_is)
+        fabric.launch()
+        parallelize(model, alone, plugin)
+        wrapped = fabric.setup_module(model)
+        optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
+        before = model.blocks[0].up.weight.full_tensor().clone()
+        fabric.backward(loss_of(wrapped, batch(0, 0)))
+        optimizer.step()
+        assert not torch.equal(model.blocks[0].up.weight.full_tensor(), before)
+
+
 def test_a_sharded_model_goes_on_only_with_the_choices_it_was_built_for(alone):
     model = parallelize(Net(), alone, FP8TorchAO())
     sharding = Sharding(ShardOptions())
@@ -262,17 +276,10 @@ def test_a_sharded_model_goes_on_only_with_the_choices_it_was_built_for(alone):
             parallelize(model, alone, other)
 
 
-def test_parallelize_in_fabric_and_on_a_mesh_of_ones_own(alone):
-    plugin = FP8TorchAO()
-    model = Net()
+def test_parallelize_on_a_mesh_of_ones_own(alone):
+    plugin, model = FP8TorchAO(), Net()
     assert parallelize(model, dist.device_mesh.init_device_mesh("cpu", (1,)), plugin) is model
     assert parallelize(model, alone, plugin) is model, "a second call changes nothing"
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    before = model.blocks[0].up.weight.full_tensor().clone()
-    with plugin.forward_context():
-        loss_of(model, batch(0, 0)).backward()
-    optimizer.step()
-    assert not torch.equal(before, model.blocks[0].up.weight.full_tensor())
     three = dist.device_mesh.init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("a", "b", "c"))
     with pytest.raises(ValueError, match=r"the dimensions \('a', 'b', 'c'\) has none named 'data_parallel'"):
         parallelize(Net(), three, FP8TorchAO())
@@ -341,44 +348,31 @@ def test_uneven_shards_are_found_before_any_collective(alone, monkeypatch, plugi
         def size(self, dim):
             return 3
 
-    monkeypatch.setattr(meshes, "shard_mesh", lambda mesh: Three())
+    monkeypatch.setattr(shard, "shard_mesh", lambda mesh: Three())
     monkeypatch.setattr(shard, "origin", lambda model: pytest.fail("a collective ran first"))
     with pytest.raises(ValueError, match=f"{what}, which do not divide into 3 equal"):
         shard_alone(converted(make(), plugin), alone, fp8_all_gather=not plugin.keeps_codes)
 
 
-def apply(model, mesh, **options):
-    Sharding(ShardOptions(**options)).apply(model, mesh, Precision(), CPU)
-
-
 @pytest.mark.parametrize(
     ("first", "second", "kept"),
     [
+        ({}, {}, None),
+        ({"wrap": (nn.Linear, nn.LayerNorm)}, {"wrap": [nn.LayerNorm, nn.Linear]}, None),
+        ({"wrap": lambda fqn, module: fqn == "lm_head"}, {"wrap": lambda fqn, module: fqn == "lm_head"}, None),
+        ({"sync_module_states": True}, {}, None),
         ({}, {"activation_checkpointing": True}, "activation_checkpointing=False"),
         ({"wrap": [nn.Linear]}, {"wrap": "auto"}, r"wrap=\[<class 'torch.nn.modules.linear.Linear'>\]"),
         ({"reshard_after_forward": True, "param_dtype": torch.bfloat16}, {}, "reshard_after_forward=True, param_dtype"),
     ],
 )
-def test_a_second_set_up_with_other_options_warns(alone, first, second, kept):
-    model = Net()
-    apply(model, alone, **first)
-    with pytest.warns(UserWarning, match=f"Net stays sharded as it was, with {kept}"):
-        apply(model, alone, **second)
-
-
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        ({}, {}),
-        ({"wrap": (nn.Linear, nn.LayerNorm)}, {"wrap": [nn.LayerNorm, nn.Linear]}),
-        ({"wrap": lambda fqn, module: fqn == "lm_head"}, {"wrap": lambda fqn, module: fqn == "lm_head"}),
-        ({"sync_module_states": True}, {}),
-    ],
-)
-def test_a_second_set_up_with_the_same_options_does_not(alone, first, second):
-    model = Net()
-    apply(model, alone, **first)
-    apply(model, alone, **second)
+def test_a_second_set_up_warns_of_other_options(alone, first, second, kept):
+    model = parallelize(Net(), alone, HalfMixed("bf16"), **first)
+    said = (
+        nullcontext() if kept is None else pytest.warns(UserWarning, match=f"Net stays sharded as it was, with {kept}")
+    )
+    with said:
+        parallelize(model, alone, HalfMixed("bf16"), **second)
 
 
 @pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "AdamWFp8", "Adam8bit", "_AdamW"])

@@ -1,7 +1,7 @@
 """Every precision trains on CUDA tensors, and raises on every device that lacks its formats.
 
 All plugins train on an H200. On the other devices those train whose kernels may depend on the device; of what compiles
-long, `make test-ledger` has one or two names per device, and `make rehearse` all.
+long, one or two names.
 """
 
 import json
@@ -40,7 +40,7 @@ COMPILED_ON = {
     "rtx4090": {"msamp-o2"},
     "a100": set(),
 }
-"""Which of them `make test-ledger` trains on which device that is no H200: formats that an H200 lacks, and casts to
+"""Which of them train on which device that is no H200: formats that an H200 lacks, and casts to
 float8 on the oldest device that has them. `tests.ledger.test_block` runs Triton's products of blocks."""
 STAND_FOR_ALL = ("bf16-remainder", "fp8-hybrid-fp16")
 FLAG_READ = 2
@@ -52,7 +52,7 @@ def of_masters(name):
     return TABLE[name].plugin is HalfMixed or name in WITH_MASTERS
 
 
-def tried_on(device, everything=False):
+def tried_on(device):
     """Return all names that the device refuses and, of the others, each plugin once.
 
     The steps of weights in half precision, of masters and of fp16 have no kernels that depend on the device: two names
@@ -61,25 +61,16 @@ def tried_on(device, everything=False):
     trained = once(name for name in representatives() if name not in REFUSES[device])
     if device != "h200":
         trained = [name for name in trained if name in STAND_FOR_ALL or not (of_masters(name) or "fp16" in name)]
-    if device in COMPILED_ON and not everything:
+    if device in COMPILED_ON:
         trained = [name for name in trained if name in COMPILED_ON[device] or name not in COMPILES_LONG]
     return [*trained, *REFUSES[device]]
 
 
-RUNS = [
-    *(pytest.param((device, False), id=device) for device in REFUSES),
-    *(
-        pytest.param((device, True), id=f"{device}, all", marks=pytest.mark.rehearsed)
-        for device in ("b200", "rtx5090", "rtx4090")
-    ),
-]
-
-
-@pytest.fixture(scope="module", params=RUNS)
+@pytest.fixture(scope="module", params=REFUSES)
 def outcomes(request):
     """(device, what happened by name), of one process per device."""
-    device, everything = request.param
-    names = tried_on(device, everything)
+    device = request.param
+    names = tried_on(device)
     environ = launch.environment(device)
     done = forked.python("-m", names_on.__name__, *names, cwd=ROOT, environ=environ)
     assert done.returncode == 0, done.stderr[-2000:]

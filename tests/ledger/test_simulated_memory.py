@@ -124,25 +124,14 @@ def on_gpu(model):
 CHECKPOINTED = partial(LanguageModel, LLAMA, checkpointing=True)
 CASES = {
     "llama, bf16-mixed, foreach": (partial(LanguageModel, LLAMA, fused=False), tokens, "bf16-mixed", by_trainer, False),
-    "llama, bf16-true": (partial(LanguageModel, LLAMA), tokens, "bf16-true", by_trainer, True),
     "llama, bf16-remainder": (partial(LanguageModel, LLAMA), tokens, "bf16-remainder", by_trainer, True),
-    "llama, bf16-sr, checkpointing": (CHECKPOINTED, tokens, "bf16-sr", by_trainer, True),
     "llama, fp8-hybrid, checkpointing": (CHECKPOINTED, tokens, "fp8-hybrid", by_trainer, True),
-    "llama, fp8-rowwise": (partial(LanguageModel, LLAMA), tokens, "fp8-rowwise", by_trainer, True),
     "gpt2, bf16-master": (partial(LanguageModel, GPT2), tokens, "bf16-master", by_trainer, True),
-    "gpt2, bf16-mixed": (partial(LanguageModel, GPT2), tokens, "bf16-mixed", by_trainer, True),
     "encoder, 32-true, Fabric": (Regressor, rows, "32-true", by_fabric, True),
-    "encoder, fp8-hybrid": (Regressor, rows, "fp8-hybrid", by_trainer, True),
 }  # fmt: skip
-REHEARSED = {
-    "llama, bf16-true", "llama, bf16-sr, checkpointing", "llama, fp8-rowwise", "gpt2, bf16-mixed",
-    "encoder, fp8-hybrid",
-}  # fmt: skip
-"""What others stand for: each kind of masters, compiled FP8, Conv1D, checkpointing, Fabric and `foreach` are left."""
-WITH_MARKS = [pytest.param(case, marks=pytest.mark.rehearsed if case in REHEARSED else ()) for case in CASES]
 
 
-@pytest.mark.parametrize("case", WITH_MARKS)
+@pytest.mark.parametrize("case", CASES)
 def test_the_simulated_peak_is_that_of_the_allocator(case, tmp_path):
     make, batch, precision, train, fused = CASES[case]
     setting = Setting(precision=precision, batch=len(batch()[0]), fused=fused)

@@ -109,7 +109,7 @@ def test_a_step_stays_within_its_budgets(contender):
     )
     for budget, figure in counted:
         if contender in budget:
-            assert 0 < figure() <= budget[contender].most, figure
+            assert 0 < figure() <= budget[contender], figure
 
 
 PREDICTED = [

@@ -1,17 +1,17 @@
 """What users do around a step runs on CUDA tensors to its end: control flow, not values."""
 
 import inspect
+from functools import partial
 
 import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.representatives import TABLE, representatives
-from tests.toys import Block
+from tests.toys import QUIET, Block, Stack, Task
 
 NAMES = sorted({*representatives()} - {"fp8-e4m3", "mxfp8-te", "nvfp4-te", "mxfp8"})
 """Each plugin, recipe and base dtype once."""
@@ -20,37 +20,23 @@ COMPILED = {"fp8-hybrid", "fp8-rowwise-remainder", "fp8-block", "int8-mixed", "m
 WIDTH, CLASSES = 32, 16
 
 
-class Classifier(L.LightningModule):
+class Classifier(Task):
     def __init__(self, checkpointing=False):
-        super().__init__()
-        self.blocks, self.head = nn.ModuleList([Block(WIDTH), Block(WIDTH)]), nn.Linear(WIDTH, CLASSES)
-        self.checkpointing, self.lr, self.steps = checkpointing, 1e-3, 0
+        super().__init__(Stack(lambda: Block(WIDTH), head=("head", WIDTH, CLASSES)), self.of_logits)
+        if checkpointing:
+            for block in self.net.blocks:
+                block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
-    def forward(self, x):
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.checkpointing and self.training else block(x)
-        return self.head(x)
-
-    def loss(self, batch):
-        return F.cross_entropy(self(batch[0]).float(), batch[1])
-
-    def training_step(self, batch, index):
-        self.steps += 1
-        loss = self.loss(batch)
-        self.log("train_loss", loss)
-        return loss
+    def of_logits(self, net, batch):
+        return F.cross_entropy(net(batch[0]).float(), batch[1])
 
     def validation_step(self, batch, index):
-        self.log("loss", self.loss(batch))
+        self.log("loss", self.loss(self.net, batch))
 
-    def test_step(self, batch, index):
-        self.log("test_loss", self.loss(batch))
+    test_step = validation_step
 
     def predict_step(self, batch, index):
-        return self(batch[0]).argmax(-1)
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=self.lr)
+        return self.net(batch[0]).argmax(-1)
 
 
 def loader(batches=4, rows=16):
@@ -80,7 +66,7 @@ def each_once():
 
 
 def trainer(name, folder, compiled=True, **options):
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet = {**QUIET, "enable_checkpointing": True}
     return L.Trainer(
         accelerator="cuda", devices=1, **precision(name, compiled), default_root_dir=folder, **quiet, **options
     )
@@ -94,7 +80,7 @@ def test_fit_evaluate_save_and_resume(name, compiled, tmp_path):
     model = Classifier(checkpointing=not delayed and plugin != "MSAMP")
     first = trainer(name, tmp_path, compiled, max_epochs=2, accumulate_grad_batches=2, gradient_clip_val=1.0)
     first.fit(model, loader(), loader())
-    assert (model.steps, first.global_step) == (8, 4)
+    assert (len(model.losses), first.global_step) == (8, 4)
     first.validate(model, loader())
     first.test(model, loader())
     answers = first.predict(model, loader())
@@ -103,5 +89,5 @@ def test_fit_evaluate_save_and_resume(name, compiled, tmp_path):
     again = Classifier()
     second = trainer(name, tmp_path, compiled, max_epochs=3)
     second.fit(again, loader(), ckpt_path=tmp_path / "last.ckpt")
-    assert (again.steps, second.global_step) == (4, 8)
+    assert (len(again.losses), second.global_step) == (4, 8)
     assert {p.device.type for p in again.parameters()} == {"cpu"}  # as the Trainer leaves any model

@@ -208,22 +208,3 @@ def test_other_levels_and_layers_take_over_the_values_and_lightnings_own_precisi
         ):  # the first decay is noticed
             fit(precision, module)
     assert type(fit(MSAMP("O1"), module)[0].first) is not torch.nn.Linear  # the weights of O1 are those of O2
-
-
-class Tracing(L.Callback):
-    """What a logger of the user's own may do."""
-
-    def on_train_start(self, trainer, module):
-        try:
-            torch.jit.trace(module, torch.randn(8, 16))
-        except RuntimeError as error:
-            raise ValueError("no picture") from error
-
-
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # of the layer's check of shapes
-def test_a_trace_that_fails_in_fit_keeps_its_error_and_leaves_plain_weights():
-    module = Net()
-    with pytest.raises(ValueError, match="no picture") as failed:
-        fit("msamp-o2", module, callbacks=[Tracing()])
-    assert "`torch.jit.trace` cannot trace ScaledLinear" in str(failed.value.__cause__)
-    assert {type(p) for p in module.parameters()} == {nn.Parameter}

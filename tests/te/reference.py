@@ -1,9 +1,8 @@
 """A machine on which Transformer Engine's own forward and backward run without a GPU.
 
-Transformer Engine ships quantizers in plain torch (``reference_current_scaling`` and ``reference_nvfp4`` of its
-``custom_recipes``). Here its recipes ``Float8CurrentScaling`` and ``NVFP4BlockScaling`` make these: its autograd
-function, its workspaces and its GEMM dispatch run as they do on a GPU, and the products are ``torch._scaled_mm`` or
-plain torch, on CPU. What is answered for it, beside what :func:`pretend` answers:
+Transformer Engine ships quantizers in plain torch (``reference_current_scaling`` of its ``custom_recipes``). Here its
+recipe ``Float8CurrentScaling`` makes these: its autograd function, its workspaces and its GEMM dispatch run as they do
+on a GPU, and the products are ``torch._scaled_mm`` on CPU. Beside what :func:`pretend` answers, it is told:
 
 * ``tensor.is_cuda`` is True where its base module or our own ``check_input`` asks;
 * ``torch.cuda.is_current_stream_capturing()`` is False where it asks;
@@ -27,18 +26,13 @@ import sys
 os.environ["NVTE_TORCH_COMPILE"] = "0"  # read at import: its torch code for scales runs eagerly, not through inductor
 
 import torch
-from transformer_engine.common.recipe import Float8CurrentScaling, NVFP4BlockScaling
+from transformer_engine.common.recipe import Float8CurrentScaling
 from transformer_engine.pytorch import distributed, quantization, utils
 from transformer_engine.pytorch.cpp_extensions import gemm
 from transformer_engine.pytorch.custom_recipes.reference_current_scaling import (
     CurrentScalingQuantizerRef,
     CurrentScalingTensorRef,
     current_scaling_ref_factory,
-)
-from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import (
-    NVFP4QuantizerRef,
-    NVFP4TensorRef,
-    nvfp4_ref_rht_2d_factory,
 )
 from transformer_engine.pytorch.module import base
 
@@ -85,7 +79,6 @@ class Counting(CurrentScalingQuantizerRef):
 
 def counting_current_scaling(notes):
     """:func:`current_scaling`; the fqn of a layer is appended to ``notes`` when its weight is quantised."""
-
     recipe = Float8CurrentScaling()
     recipe.notes = notes
     return recipe
@@ -100,22 +93,6 @@ def _current(state):
     return made
 
 
-class NVFP4(NVFP4QuantizerRef):
-    """The product of the reference takes no bias: it is added behind it."""
-
-    def qgemm(self, qx, qw, m_params, out_dtype, sx, sw, bias=None, **options):
-        product = super().qgemm(qx, qw, m_params, out_dtype, sx, sw, None, **options)
-        return product if bias is None or not bias.numel() else product + bias
-
-
-def _nvfp4(state):
-    """In place of ``NVFP4BlockScalingRecipeState.make_quantizers``."""
-    made = [nvfp4_ref_rht_2d_factory(role) for role in state.roles]
-    for quantizer in made:
-        quantizer.__class__ = NVFP4
-    return made
-
-
 def _keeps_codes(result, prepare):
     """In place of ``prepare_for_saving``: a reference's result keeps its codes. The cache of weights holds tensors on a
     GPU, which are saved as they are; results of the reference are no tensors."""
@@ -124,11 +101,6 @@ def _keeps_codes(result, prepare):
 
 def _bgrad_quantize(grad, quantizer):
     return grad.view(-1, grad.shape[-1]).sum(dim=0), quantizer(grad)
-
-
-def nvfp4():
-    """e2m1 with a scale per 16 values, weights 16x16; inputs of the weight gradient after a Hadamard transform."""
-    return NVFP4BlockScaling()
 
 
 def run_on_cpu(monkeypatch) -> None:
@@ -150,10 +122,8 @@ def run_on_cpu(monkeypatch) -> None:
         lambda *device: enabled("cpu") if not device and asked_by("transformer_engine.") else enabled(*device),
     )
     monkeypatch.setattr(quantization.Float8CurrentScalingRecipeState, "make_quantizers", _current)
-    monkeypatch.setattr(quantization.NVFP4BlockScalingRecipeState, "make_quantizers", _nvfp4)
-    for cls in (CurrentScalingTensorRef, NVFP4TensorRef):
-        prepare = cls.prepare_for_saving
-        monkeypatch.setattr(cls, "prepare_for_saving", functools.partialmethod(_keeps_codes, prepare))
+    saving = functools.partialmethod(_keeps_codes, CurrentScalingTensorRef.prepare_for_saving)
+    monkeypatch.setattr(CurrentScalingTensorRef, "prepare_for_saving", saving)
     monkeypatch.setattr(base.tex, "bgrad_quantize", _bgrad_quantize)
     monkeypatch.setattr(base, "torch_get_autocast_gpu_dtype", lambda: torch.get_autocast_dtype("cpu"))
     monkeypatch.setattr(gemm, "custom_gemm", torch.autocast("cpu", enabled=False)(gemm.custom_gemm))

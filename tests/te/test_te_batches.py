@@ -6,10 +6,8 @@ import transformer_engine.pytorch as te
 from torch import nn
 
 from lightning_lowprec import FP8TE
-from tests.te import reference
+from tests.te.reference import current_scaling
 from tests.te.subjects import fabric_for
-
-RECIPES = {"current": (reference.current_scaling, 16), "nvfp4": (reference.nvfp4, 32)}
 
 
 def grads(fabric, layer, x, grad):
@@ -21,22 +19,21 @@ def grads(fabric, layer, x, grad):
     return output.detach(), x.grad, layer.weight.grad.clone(), layer.bias.grad.clone()
 
 
-def set_up(kind):
+def set_up(recipe):
     torch.manual_seed(0)
     layer = nn.Linear(32, 64)
-    fabric = fabric_for(FP8TE(RECIPES[kind][0]()))
+    fabric = fabric_for(FP8TE(recipe))
     fabric.setup(layer)
     return fabric, layer
 
 
-@pytest.mark.parametrize("kind", RECIPES)
 @pytest.mark.parametrize("shape", [(1, 32), (7, 32), (3, 5, 32), (2, 3, 11, 32), (32,), (0, 32)])
-def test_ragged_batches_are_part_of_a_whole_one(reference_te, kind, shape):
+def test_ragged_batches_are_part_of_a_whole_one(reference_te, shape):
     """Outputs and gradients are those of a batch whose other rows are zero, and get no gradient."""
-    fabric, layer = set_up(kind)
+    fabric, layer = set_up(current_scaling())
     x, grad = torch.randn(shape), torch.randn(*shape[:-1], 64)
-    tokens, alignment = x.numel() // 32, RECIPES[kind][1]
-    whole = (tokens // alignment + 2) * alignment
+    tokens = x.numel() // 32
+    whole = (tokens // 16 + 2) * 16
     x_whole, grad_whole = torch.zeros(whole, 32), torch.zeros(whole, 64)
     x_whole[:tokens], grad_whole[:tokens] = x.reshape(tokens, 32), grad.reshape(tokens, 64)
     found = grads(fabric, layer, x, grad)
@@ -49,22 +46,22 @@ def test_ragged_batches_are_part_of_a_whole_one(reference_te, kind, shape):
         torch.testing.assert_close(actual, wanted, rtol=2**-7, atol=1e-3)  # sums of another length, rounded to bf16
 
 
-def test_only_a_batch_that_does_not_fit_is_copied(reference_te, monkeypatch):
-    fabric, layer = set_up("current")
-    forward, seen = te.Linear.forward, []
-    monkeypatch.setattr(te.Linear, "forward", lambda layer, x, *rest: seen.append(x) or forward(layer, x, *rest))
-    whole, ragged = torch.randn(16, 32), torch.randn(7, 32)
+@pytest.mark.parametrize(("recipe", "rows"), [("current", 16), ("delayed", 16), ("block", 16), ("nvfp4", 32)])
+def test_only_a_batch_that_does_not_fit_is_copied(reference_te, monkeypatch, recipe, rows):
+    fabric, layer = set_up(recipe)
+    seen = []
+    monkeypatch.setattr(te.Linear, "forward", lambda layer, x, *rest: seen.append(x) or x @ layer.weight.t())
+    whole, ragged = torch.randn(rows, 32), torch.randn(rows + 7, 32)
     with fabric.autocast():
-        layer(whole)
-        layer(ragged)
+        outputs = layer(whole), layer(ragged)
     assert seen[0] is whole
-    assert seen[1].shape == (16, 32)
+    assert seen[1].shape == (2 * rows, 32)
+    assert [len(output) for output in outputs] == [rows, rows + 7]
 
 
-@pytest.mark.parametrize("kind", RECIPES)
-def test_rows_that_are_no_numbers_stay_where_they_are(reference_te, kind):
+def test_rows_that_are_no_numbers_stay_where_they_are(reference_te):
     """A scale per tensor cannot keep them apart, and must not hide them: the loss scale needs to see it."""
-    fabric, layer = set_up(kind)
+    fabric, layer = set_up(current_scaling())
     x = torch.randn(16, 32)
     x[3, 5] = float("nan")
     output, _, grad_weight, _ = grads(fabric, layer, x, torch.randn(16, 64))

@@ -43,11 +43,3 @@ def test_the_example_is_refused_with_the_way_out(tmp_path):
     said = run(str(ROOT / "examples" / "te_llama.py"), "--steps=1", "--hidden=64", "--layers=1", code=1)
     assert "`precision='fp8-hybrid-te'` cannot run" in said
     assert "'fp8-hybrid' emulates FP8 on CPU" in said
-
-
-def test_importing_the_package_imports_neither_backend():
-    code = (
-        "import sys, lightning_lowprec; "
-        "print([n for n in ('torchao', 'transformer_engine', 'transformer_engine_torch') if n in sys.modules])"
-    )
-    assert run("-c", code).strip() == "[]"

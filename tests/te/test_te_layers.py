@@ -178,28 +178,19 @@ def test_scales_restored_by_validation_are_trained_on(pretend_gpu):
     layer.fp8_meta["scaling_fwd"].scale.mul_(2)
 
 
-@pytest.mark.parametrize("length", [2, 4, 8])
-def test_a_history_of_another_length(pretend_gpu, length):
-    layer = converted()[2]
-    entry = some_scales(length)
-    restore_scales([("", layer)], {"": entry}, DelayedScaling(amax_history_len=4))
-    history = saved_scales([("", layer)])[""]["forward.amax_history"]
-    assert history.shape == (4, 3)
-    common = min(length, 4)
-    assert torch.equal(history[:common], entry["forward.amax_history"][:common])
-    assert history[common:].eq(0).all()
-
-
-def test_restoring_into_a_running_layer_keeps_its_tensors(pretend_gpu):
-    """Transformer Engine's global buffers point at them."""
+def test_histories_of_any_length_go_into_the_tensors_of_a_running_layer(pretend_gpu):
+    """Transformer Engine's global buffers point at them; of a shorter history nothing of the old one stays."""
     layer, recipe = converted()[2], DelayedScaling(amax_history_len=4)
     restore_scales([("", layer)], {"": some_scales(4)}, recipe)
     before = layer.fp8_meta["scaling_fwd"].scale
-    restore_scales([("", layer)], {"": some_scales(8)}, recipe)
-    assert layer.fp8_meta["scaling_fwd"].scale is before
-    assert torch.equal(before, some_scales(8)["forward.scale"])
-    restore_scales([("", layer)], {"": some_scales(2)}, recipe)  # a shorter history: nothing of the old one stays
-    assert layer.fp8_meta["scaling_fwd"].amax_history[2:].eq(0).all()
+    for length in (8, 4, 2):
+        restore_scales([("", layer)], {"": some_scales(length)}, recipe)
+        assert layer.fp8_meta["scaling_fwd"].scale is before
+        found, common = saved_scales([("", layer)])[""], min(length, 4)
+        assert torch.equal(found["forward.scale"], some_scales(length)["forward.scale"])
+        assert found["forward.amax_history"].shape == (4, 3)
+        assert torch.equal(found["forward.amax_history"][:common], some_scales(length)["forward.amax_history"][:common])
+        assert found["forward.amax_history"][common:].eq(0).all()
 
 
 def test_what_a_linear_refuses_is_refused_with_its_words(pretend_gpu, monkeypatch):

@@ -1,15 +1,11 @@
 """Names of precisions, and private names of Transformer Engine: what they say where they cannot run or are lost."""
 
-import re
-
 import lightning as L
 import pytest
 import torch
-import transformer_engine.pytorch as te
 from transformer_engine.pytorch import distributed
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-import lightning_lowprec
 from lightning_lowprec import FP8TE
 from lightning_lowprec.fsdp2.options import ShardOptions
 from lightning_lowprec.fsdp2.strategy import gathers_fp8
@@ -17,23 +13,9 @@ from lightning_lowprec.names import TABLE, create
 from lightning_lowprec.private.transformer_engine import check_names, moved
 from lightning_lowprec.te import plugin as te_plugin
 from lightning_lowprec.tools.doctor import availability
-from tests.te.reference import pretend
 from tests.te.subjects import QUIET, Lit, Net, fabric_for, te_linears
 
 NAMES = [name for name, entry in TABLE.items() if entry.plugin is FP8TE]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_names(name):
-    for plugin in (
-        L.Fabric(precision=name, accelerator="cpu").strategy.precision,
-        L.Trainer(precision=name, **QUIET).precision_plugin,
-    ):
-        assert type(plugin) is FP8TE
-        assert plugin.precision == name
-        assert (plugin.scaler is not None) == name.endswith("-fp16")
-    with_backend = re.sub("^(mxfp8|fp8-block)(?!-te)", r"\1-te", name)
-    assert FP8TE(**TABLE[name].options).precision == with_backend
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -54,14 +36,6 @@ def test_plugins_and_names_have_the_same_rows_in_the_table_of_what_runs_where():
             assert create(name).hardware_recipe == row.hardware_recipe == f"te-{create(name).kind}", name
     plain = {"recipe": "nvfp4", "disable_rht": True, "disable_stochastic_rounding": True}
     assert FP8TE(plain).hardware_recipe == "te-nvfp4-plain"
-
-
-@pytest.mark.parametrize("name", ["fp8-hybrid", "fp8-hybrid-fp16"])
-def test_a_name_means_the_same_where_both_are_installed(monkeypatch, name):
-    pretend(monkeypatch)
-    for plugin in (create(name), L.Fabric(precision=name, accelerator="cpu", strategy="fsdp2").strategy.precision):
-        assert type(plugin) is lightning_lowprec.FP8TorchAO
-        assert plugin.precision == name
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -106,14 +80,3 @@ def test_a_name_that_is_gone(monkeypatch, unchecked, owner, name, lost):
     verdict = availability("fp8-hybrid-te", torch.device("cuda", 0))
     assert not verdict.runs
     assert "Install a version that has" in verdict.reason
-
-
-def test_an_attribute_that_no_code_assigns(monkeypatch):
-    class Other:
-        def __init__(self):
-            self.fp8 = self._fp8_workspaces
-
-    monkeypatch.setattr(te, "Linear", Other)
-    words = moved()
-    assert "transformer_engine.pytorch.Linear()._fp8_workspaces" in words
-    assert "transformer_engine.pytorch.Linear().fp8" not in words
