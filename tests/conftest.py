@@ -2,6 +2,7 @@
 
 import os
 import sys
+import warnings
 from pathlib import Path
 from unittest.mock import patch
 
@@ -55,6 +56,14 @@ def pytest_collection_finish() -> None:
     """Have entry points read once."""
     read_once()
     leave_what_is_there()
+
+
+@pytest.fixture
+def caught():
+    """All warnings of a test, repeated ones too; none of them is an error."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield caught
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -13,8 +13,8 @@ may differ by orders of magnitude.
 # no `from __future__ import annotations`: DDP refuses a hook whose annotations are strings
 
 import functools
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -51,8 +51,7 @@ def fp8_gradient_hook(
             " `DistributedDataParallel._set_params_and_buffers_to_ignore_for_model` and reduce them yourself."
         )
     sizes = tuple(p.numel() for p in bucket.parameters() if p.numel())
-    future: torch.futures.Future[Tensor]
-    future = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
+    future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
     with _beside(buffer.device):
         average_(buffer, sizes, dist.group.WORLD if state is None else state)
         future.set_result(buffer)
@@ -117,13 +116,10 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-@contextmanager
-def _beside(device: torch.device) -> Iterator[None]:
-    """On CUDA, run on a separate stream that first waits for the current stream."""
+def _beside(device: torch.device) -> AbstractContextManager[object]:
+    """On CUDA, let a separate stream wait for the current one, and return the context that runs on it."""
     if device.type != "cuda":
-        yield
-        return
+        return nullcontext()
     stream = _stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        yield
+    return torch.cuda.stream(stream)

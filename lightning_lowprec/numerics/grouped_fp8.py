@@ -158,11 +158,10 @@ def _on_tensor_cores(
     shape = (len(ends), len(left), right.shape[1]) if by_group else (len(left), right.shape[2])
     output = left.new_zeros(shape, dtype=torch.bfloat16)
     for group, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
-        a, b, inverse = left[start:end], right, of_left[start:end]
         if by_group:
             a, b, inverse = left[:, start:end], right[start:end], of_left[group]
         else:
-            b = right[group]
+            a, b, inverse = left[start:end], right[group], of_left[start:end]
         scales = inverse.unsqueeze(1), of_right[group].unsqueeze(0)
         result = tensor_cores.scaled_product(a, b, *scales, torch.bfloat16, fast=True, on=on)
         output[group if by_group else slice(start, end)] = result

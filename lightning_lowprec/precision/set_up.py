@@ -234,11 +234,10 @@ def _warn_of_late_layers(plugin: Plugin) -> None:
     found = {fqn: m for model in modules.prepared for fqn, m in linears(model).items() if id(m) not in known}
     modules.linears = WeakList([*modules.linears, *found.values()])
     if found:
-        names = ", ".join(map(repr, list(found)[:4])) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
         warn(
-            f"`precision={plugin.precision!r}`: {names} came into the model after its set-up. Layers convert at the"
-            f" set-up alone, so these do not run in {plugin.format}. Build them before `fit` or `fabric.setup`; or end"
-            " this `fit` after the change and begin another one."
+            f"`precision={plugin.precision!r}`: {_first(list(found), 4)} came into the model after its set-up. Layers"
+            f" convert at the set-up alone, so these do not run in {plugin.format}. Build them before `fit` or"
+            " `fabric.setup`; or end this `fit` after the change and begin another one."
         )
 
 
@@ -316,9 +315,13 @@ def _look(parameter: Tensor) -> tuple[int, int, int, Tensor]:
 
 
 def _warn(plugin: Plugin, fqns: Sequence[str], why: str) -> None:
-    more = f" and {len(fqns) - 1} more" if len(fqns) > 1 else ""
     if fqns:
-        warn(f"`precision={plugin.precision!r}`: the program writes to {fqns[0]!r}{more}{why}")
+        warn(f"`precision={plugin.precision!r}`: the program writes to {_first(fqns, 1)}{why}")
+
+
+def _first(fqns: Sequence[str], most: int) -> str:
+    more = f" and {len(fqns) - most} more" if len(fqns) > most else ""
+    return ", ".join(map(repr, fqns[:most])) + more
 
 
 def look_at_layers(plugin: Plugin) -> None:
@@ -336,7 +339,6 @@ def look_at_layers(plugin: Plugin) -> None:
 
 
 def _warning(plugin: Plugin, fqns: Sequence[str]) -> str:
-    names = ", ".join(map(repr, fqns[:4])) + (f" and {len(fqns) - 4} more" if len(fqns) > 4 else "")
     last = sorted({fqn.rpartition(".")[2] for fqn in fqns})
     gathered = ""
     if plugin.modules.sharded is not None:
@@ -345,7 +347,7 @@ def _warning(plugin: Plugin, fqns: Sequence[str]) -> str:
             " product reads rounded weights."
         )
     return (
-        f"`precision={plugin.precision!r}`: converted layers were {NOT_CALLED}: {names}. The module around a"
+        f"`precision={plugin.precision!r}`: converted layers were {NOT_CALLED}: {_first(fqns, 4)}. The module around a"
         " layer reads the weight itself, as `F.linear(x, self.qkv.weight)` does, so the product does not run in"
         f" {plugin.format}. The plan counts these layers as kept from now on.{gathered} `keep={last!r}` keeps layers of"
         f" these names from the start; to run them in {plugin.format}, call the layers: `self.qkv(x)`."

@@ -142,12 +142,5 @@ def store_float8_right() -> None:
             f"torch {torch.__version__} has moved `TritonOverrides`, so compiled kernels may store wrong float8 values."
             " Install a torch that this version of lightning_lowprec supports."
         )
-    overrides.minimum, overrides.maximum = staticmethod(_minimum), staticmethod(_maximum)
-
-
-def _minimum(a: object, b: object) -> str:
-    return f"tl.where(({a} < {b}) | ({a} != {a}), {a}, {b})"
-
-
-def _maximum(a: object, b: object) -> str:
-    return f"tl.where(({a} > {b}) | ({a} != {a}), {a}, {b})"
+    overrides.minimum = staticmethod(lambda a, b: f"tl.where(({a} < {b}) | ({a} != {a}), {a}, {b})")
+    overrides.maximum = staticmethod(lambda a, b: f"tl.where(({a} > {b}) | ({a} != {a}), {a}, {b})")

@@ -42,8 +42,6 @@ _PUBLISHING: Final = (
     f"{_LOADING}.PrefixChange",
     "transformers.conversion_mapping.get_model_conversion_mapping",
 )
-_CONV1D: Final = ("transformers.pytorch_utils", "Conv1D")
-_FALCON_LINEAR: Final = ("transformers.models.falcon.modeling_falcon", "FalconLinear")
 _OURS: Final = "lightning_lowprec"
 """The name under which transformers finds the forward that a precision gave to stacked experts."""
 
@@ -57,12 +55,12 @@ def moved() -> list[str]:
 
 def is_conv1d(cls: type) -> bool:
     """Return whether a class is transformers' ``Conv1D``, a Linear whose weight is [in, out]; imports nothing."""
-    return (cls.__module__, cls.__qualname__) == _CONV1D
+    return (cls.__module__, cls.__qualname__) == ("transformers.pytorch_utils", "Conv1D")
 
 
 def is_falcon_linear(cls: type) -> bool:
     """Return whether a class is Falcon's Linear, whose own forward computes what a Linear's does; imports nothing."""
-    return (cls.__module__, cls.__qualname__) == _FALCON_LINEAR
+    return (cls.__module__, cls.__qualname__) == ("transformers.models.falcon.modeling_falcon", "FalconLinear")
 
 
 def experts_implementation(experts: object) -> str | None:

@@ -50,24 +50,11 @@ def test_float32_gradients_are_handed_over(form):
     optimizer.step()
     assert p.grad_dtype is torch.float32
     assert p.item() == 0.25
-
-
-@every_form
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_zero_grad_drops_both_kinds(form, set_to_none):
-    p, q = half(1.0), half(1.0)
-    optimizer = sgd(p, q, form=form)
-    p.grad = torch.ones_like(p)
+    p.grad = torch.ones(1)
     move_grads_to_masters(optimizer)
-    q.grad = torch.ones_like(q)
-    optimizer.zero_grad(set_to_none)
-    optimizer.step()
-    assert p.tolist() == q.tolist() == [1.0]
-    if form != "fp32":  # a skipped step leaves no float32 behind
-        p.grad = torch.ones_like(p)
-        move_grads_to_masters(optimizer)
-        optimizer.zero_grad()
-        assert all(store.flat.untyped_storage().nbytes() == 0 for store in optimizer._masters.stores)
+    optimizer.zero_grad()  # a skipped step leaves no float32 behind
+    held = [store.flat.untyped_storage().nbytes() for store in optimizer._masters.stores]
+    assert held == [0 if form != "fp32" else 32]
 
 
 class Twice(optim.SGD):

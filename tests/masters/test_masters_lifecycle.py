@@ -54,7 +54,12 @@ CASES += [("sgd-momentum", "fp32", torch.float16), ("adamw-foreach", "fp32", tor
 def test_as_by_hand(name, form, dtype, closure):
     make, bias = OPTIMIZERS[name], name != "muon"
     model, optimizer = wrapped(make, form, dtype, bias=bias)
-    train(model, optimizer, range(STEPS), closure)
+    train(model, optimizer, range(STEPS // 2), closure)
+    optimizer.zero_grad()  # between two steps: one without gradients, a look at the masters, a load of the own state
+    optimizer.step()
+    assert len(list(main_params(optimizer))) == len(masters_of(optimizer))
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    train(model, optimizer, range(STEPS // 2, STEPS), closure)
     expected, plain, masters = by_hand(make, form, STEPS, dtype, bias)
     assert equal(list(model.parameters()), list(expected.parameters()))
     assert equal(masters_of(optimizer), masters)

@@ -1,10 +1,9 @@
-"""`bf16-8bit` in the Trainer: checkpoints that other precisions load."""
+"""Checkpoints of moments of 8 bits: what other precisions load of them."""
 
 import pytest
 import torch
 
-from tests.contract.contract_models import Net, random_batches, trainer_with
-from tests.precision.weights_left import as_trained
+from tests.precision.weights_left import Net, as_trained, fit
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch"),
@@ -17,39 +16,35 @@ class Momentum(Net):
         return torch.optim.SGD(self.parameters(), lr=1e-3, momentum=0.9)
 
 
-def fit(precision, steps, path=None, seed=0, make=Net):
-    """Epochs of 3 steps; the end of an epoch is where Lightning resumes with the next batch."""
-    torch.manual_seed(seed)
-    model = make()
-    trainer = trainer_with(
-        precision if precision == "32-true" else as_trained(precision), max_steps=steps, max_epochs=-1
-    )
-    trainer.fit(model, random_batches(3), ckpt_path=path)
-    return model, trainer
+def go_on(name, folder, epoch, make=Net):
+    """Train an epoch of 3 steps, from the checkpoint of the epoch before; return losses and the state of a weight."""
+    module = make()
+    file = folder / f"{epoch - 1}.ckpt" if epoch > 1 else None
+    trainer = fit(name if name == "32-true" else as_trained(name), module, max_epochs=epoch, ckpt_path=file)
+    trainer.save_checkpoint(folder / f"{epoch}.ckpt")
+    return module.losses, trainer.optimizers[0].state[module.first.weight]
 
 
 @pytest.mark.parametrize("other", ["bf16-sr", "msamp-o2"])
 def test_checkpoints_cross_to_other_precisions_and_back(other, tmp_path):
-    first, trainer = fit("bf16-8bit", 3)
-    trainer.save_checkpoint(tmp_path / "first.ckpt")
-    second, trainer = fit(other, 4, tmp_path / "first.ckpt", seed=1)
-    state = trainer.optimizers[0].state[second.layers[0].weight]
-    assert int(state["step"]) == 4
+    go_on("bf16-8bit", tmp_path, 1)
+    expected = [go_on("bf16-8bit", tmp_path, epoch)[0] for epoch in (2, 3)]
+    losses, state = go_on(other, tmp_path, 2)
+    assert int(state["step"]) == 6
     scales = {"exp_avg_scale", "exp_avg_sq_scale"} if other == "msamp-o2" else set()
     assert state.keys() == {"step", "exp_avg", "exp_avg_sq", *scales}
-    trainer.save_checkpoint(tmp_path / "other.ckpt")
-    back, trainer = fit("bf16-8bit", 5, tmp_path / "other.ckpt", seed=2)
-    assert "exp_avg_codes" in trainer.optimizers[0].state[back.layers[0].weight]
-    assert max(second.losses[0], back.losses[0]) < first.losses[0], "they go on, and do not begin anew"
+    back, state = go_on("bf16-8bit", tmp_path, 3)
+    assert int(state["step"]) == 9
+    assert "exp_avg_codes" in state
+    assert [losses, back] == [pytest.approx(each, rel=0.03) for each in expected]
 
 
-@pytest.mark.parametrize(("model", "message"), [(Net, "exp_avg"), (Momentum, "size of tensor a .0. must match")])
-def test_lightnings_own_precision_does_not_go_on_from_codes(model, message, tmp_path):
-    path = tmp_path / "first.ckpt"
-    fit("bf16-8bit", 3, make=model)[1].save_checkpoint(path)
+@pytest.mark.parametrize(("make", "message"), [(Net, "exp_avg"), (Momentum, "size of tensor a .0. must match")])
+def test_lightnings_own_precision_does_not_go_on_from_codes(make, message, tmp_path):
+    go_on("bf16-8bit", tmp_path, 1, make)
     with pytest.raises((KeyError, RuntimeError), match=message):
-        fit("32-true", 4, path, make=model)
-    states = fit("half-auto", 4, path, make=model)[1].optimizers[0].state  # decoded
-    assert {value.dtype for entry in states.values() for value in entry.values()} == {torch.float32}
-    states = fit("bf16-8bit", 4, path, make=model)[1].optimizers[0].state
-    assert all(value.numel() for entry in states.values() for value in entry.values())
+        go_on("32-true", tmp_path, 2, make)
+    _, state = go_on("half-auto", tmp_path, 2, make)  # decoded
+    assert {value.dtype for value in state.values()} == {torch.float32}
+    _, state = go_on("bf16-8bit", tmp_path, 2, make)
+    assert all(value.numel() for value in state.values())

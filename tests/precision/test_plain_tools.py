@@ -28,33 +28,24 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*(to_torchscript|isinstance.treespec, LeafSpec|torch.quantize_per_tensor).*"),
 ]
 
-LOAD = """
-import pickle, sys
-model, x = pickle.load(open(sys.argv[1], "rb"))
-assert not {"lightning_lowprec", "torchao"} & {name.partition(".")[0] for name in sys.modules}
-print(sum(model(x).flatten().tolist()))
-"""
-"""Unpickles a model in a process that has never heard of this package; its entry point has a module of its own."""
-
 
 def sequential(net):
     """The layers of a Net as a module of torch."""
     return nn.Sequential(net.first, nn.ReLU(), net.second, net.norm, net.head)
 
 
-def exported(net):
-    return torch.export.export(net, (X,)).module()(X)
-
-
-def traced(net):
-    return torch.jit.trace(sequential(net), X)(X)
-
-
-def scripted(net):
-    return torch.jit.script(sequential(net))(X)
-
-
-EXACT = {f.__name__: f for f in (exported, traced, scripted)}
+EXACT = {
+    "exported": lambda net: torch.export.export(net, (X,)).module()(X),
+    "traced": lambda net: torch.jit.trace(sequential(net), X)(X),
+    "scripted": lambda net: torch.jit.script(sequential(net))(X),
+}
+LOAD = """
+import pickle, sys
+for file in sys.argv[1:]:
+    model, x = pickle.load(open(file, "rb"))
+    print(sum(model(x).flatten().tolist()))
+assert not {"lightning_lowprec", "torchao"} & {name.partition(".")[0] for name in sys.modules}
+"""
 
 
 @pytest.fixture(scope="module", params=["fp8-hybrid", "msamp-o3"])
@@ -90,7 +81,7 @@ def test_a_logger_that_would_trace_the_model_is_refused_with_its_option(name):
     net.example_input_array = X
     with pytest.raises(MisconfigurationException, match=r"TensorBoardLogger.*Write `log_graph=False`"):
         fit(name, net, logger=Traces(), log_every_n_steps=1)
-    traced(net)  # plain again
+    EXACT["traced"](net)  # plain again
 
 
 def test_a_pickle_needs_torch_alone(tmp_path):
@@ -104,11 +95,7 @@ def test_a_pickle_needs_torch_alone(tmp_path):
         expected.append(sum(model(X).flatten().tolist()))
         assert trainer
     # one process for all: the import of torch is what takes the time
-    script = "import sys\nfiles = sys.argv[1:]\nfor file in files:\n    sys.argv[1] = file\n" + "".join(
-        f"    {line}\n" for line in LOAD.strip().splitlines()
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script, *map(str, files)], capture_output=True, text=True, check=False, cwd=tmp_path
-    )
+    command = [sys.executable, "-c", LOAD, *map(str, files)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert [float(line) for line in done.stdout.split()] == pytest.approx(expected)

@@ -6,9 +6,10 @@ import lightning as L
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from lightning_lowprec import HalfMixed
+from tests.toys import ON_CPU, Task
 
 
 def net() -> nn.Module:
@@ -16,18 +17,12 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
 
 
-class Folds(L.LightningModule):
+class Folds(Task):
     """A model that sets its optimizer up again in the second epoch, by one of the two ways in Lightning's examples."""
 
     def __init__(self, way: str | None) -> None:
-        super().__init__()
-        self.net, self.way = net(), way
-
-    def training_step(self, batch: list[torch.Tensor], _: int) -> torch.Tensor:
-        return (self.net(batch[0]).float() - batch[0]).square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), 1e-3)
+        super().__init__(net(), optimizer=lambda task: torch.optim.SGD(task.parameters(), 1e-3))
+        self.way = way
 
     def on_train_epoch_start(self) -> None:
         if self.current_epoch == 1 and self.way == "strategy":
@@ -39,14 +34,8 @@ class Folds(L.LightningModule):
 @pytest.mark.parametrize("name", ["bf16-master", "bf16-remainder", "fp16-master"])
 def test_optimizers_that_are_set_up_again_in_the_run_take_over_the_masters(name: str) -> None:
     def trained(way: str | None) -> tuple[list[torch.Tensor], type]:
-        data = TensorDataset(torch.randn(32, 32, generator=torch.Generator().manual_seed(1)))
-        trainer = L.Trainer(
-            precision=name,  # type: ignore[arg-type]
-            accelerator="cpu",
-            max_epochs=2,
-            logger=False,
-            barebones=True,
-        )
+        data = torch.randn(32, 32, generator=torch.Generator().manual_seed(1))
+        trainer = L.Trainer(precision=name, max_epochs=2, **ON_CPU)  # type: ignore[arg-type]
         trainer.fit(model := Folds(way), DataLoader(data, batch_size=8))
         return list(model.parameters()), type(trainer.optimizers[0])
 
