@@ -44,24 +44,15 @@ def built(tmp_path_factory):
     """A folder with a copy of the project in ``clone``, and with what its wheels install: ``wheel``, ``editable``."""
     with once(tmp_path_factory.mktemp("installs"), "installs") as (folder, missing):
         if missing:
-            sources = (
-                "lightning_lowprec",
-                "lightning_lowprec_*.py",
-                "tools/editable",
-                "*.toml",
-                "*.md",
-                "*.in",
-                "LICENSE",
-            )
-            for name in package.files(*sources):
+            more = ("tools/editable", "*.toml", "*.md", "*.in", "LICENSE")
+            for name in package.files("lightning_lowprec", "lightning_lowprec_*.py", *more):
                 (folder / "clone" / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(package.ROOT / name, folder / "clone" / name)
             folders = [folder / f"{form}.dist" for form in ("wheel", "editable")]
             for dist in folders:
                 dist.mkdir()
-            subprocess.run(
-                [sys.executable, "-c", BUILD, *folders], cwd=folder / "clone", check=True, capture_output=True
-            )
+            building = [sys.executable, "-c", BUILD, *folders]
+            subprocess.run(building, cwd=folder / "clone", check=True, capture_output=True)
             for dist in folders:
                 (wheel,) = dist.glob("*.whl")
                 package.pip("install", "--no-deps", "--no-index", "--target", str(dist.with_suffix("")), str(wheel))

@@ -33,16 +33,18 @@ def test_no_path_and_no_address_of_a_machine(name):
     """The only addresses are those of well-known sites; nobody has given the project a site yet."""
     text = (ROOT / name).read_text()
     assert not re.findall(r"(?<![\w./-])/(?:work|tmp|root|home|opt|srv)/", text)
-    known = (
-        "keepachangelog.com/",
-        "www.apache.org/licenses",
-        "github.com/pytorch/ao",
-        "github.com/NVIDIA/TransformerEngine",
-    )
+    known = ("keepachangelog.com/", "www.apache.org/licenses", "github.com/pytorch/ao", "github.com/NVIDIA/Transformer")
     links = re.findall(r"https?://([^\s)\"'>]+)", text)
     assert [link for link in links if not link.startswith(known)] == []
     assert not re.findall(r"index-url|find-links", text)
     assert "urls" not in PROJECT
+
+
+def steps_of(*jobs):
+    """The steps of jobs, whose actions are pinned to commits."""
+    steps = [step for job in jobs for step in job["steps"]]
+    assert all(re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", step["uses"]) for step in steps if "uses" in step), steps
+    return steps
 
 
 def test_a_release_is_built_without_rights_and_published_without_a_password():
@@ -54,9 +56,7 @@ def test_a_release_is_built_without_rights_and_published_without_a_password():
     assert publish["permissions"] == {"id-token": "write", "attestations": "write"}
     assert publish["needs"] == "build"
     assert not any("run" in step for step in publish["steps"]), "no code of the repository where the rights are"
-    actions = [step["uses"] for job in (build, publish) for step in job["steps"] if "uses" in step]
-    assert all(re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", action) for action in actions), actions
-    used = {action.partition("@")[0] for action in actions}
+    used = {step.get("uses", "").partition("@")[0] for step in steps_of(build, publish)}
     assert {"actions/attest-build-provenance", "actions/attest-sbom", "pypa/gh-action-pypi-publish"} <= used
     assert "cyclonedx-py" in text
     assert not re.search(r"password|secrets\.", "".join(line for line in text.splitlines() if "#" not in line))
@@ -68,9 +68,6 @@ def test_pushes_and_pull_requests_run_lint_and_tests_without_rights():
     assert {"push", "pull_request"} <= workflow[True].keys(), "yaml reads `on` as True"
     (job,) = workflow["jobs"].values()
     pythons = job["strategy"]["matrix"]["python"]
-    floor = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"].removeprefix(">=")
-    assert pythons[0] == floor
-    actions = [step["uses"] for step in job["steps"] if "uses" in step]
-    assert all(re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", action) for action in actions), actions
-    commands = " ".join(step["run"] for step in job["steps"] if "run" in step)
+    assert pythons[0] == PROJECT["requires-python"].removeprefix(">=")
+    commands = " ".join(step.get("run", "") for step in steps_of(job))
     assert re.search(r"\bcheck\b.*\btest\b", commands)

@@ -26,7 +26,7 @@ from benchmarks.evidence.digits import VAL_BATCH
 from benchmarks.evidence.gaps import gaps_of, overview
 from benchmarks.evidence.names import BASELINE, left_out, on_cpu, without_ending
 from lightning_lowprec.tools.compare.runner import fit, train_all
-from lightning_lowprec.tools.compare.spec import CompareSpec
+from lightning_lowprec.tools.options import CompareSpec
 
 STEPS: Final = {"gpt": 180, "llama": 140, "vit": 200, "lora": 80, "control": 120}
 BASE_STEPS: Final = 400

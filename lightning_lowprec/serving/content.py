@@ -189,9 +189,8 @@ class Content:
     def _of(self, group: Group, target: Target) -> list[Stored]:
         if not target.is_coded:
             return [Stored(target.name, target.shape, self._dtype(group))]
-        codes, scales = self.format.names(target.name)
-        scale_shape = self.format.scale_shape(target.shape)
-        return [Stored(codes, target.shape, torch.float8_e4m3fn), Stored(scales, scale_shape, torch.float32)]
+        scales = Stored(target.name + self.format.scales, self.format.scale_shape(target.shape), torch.float32)
+        return [Stored(target.name, target.shape, torch.float8_e4m3fn), scales]
 
     def _dtype(self, group: Group) -> torch.dtype:
         dtype = self._shapes[group.names[0]].dtype
@@ -241,9 +240,8 @@ class Content:
         rounding = self.weights.roundings[group.names[0]]
         if amax is None and rounding is not None and rounding.scale_per == "tensor":
             amax = largest(rows, shape)
-        codes, scales = self.format.names(target.name)
         for kind, part in coded(rows, shape, self.format.scale_per, rounding, amax, self.tally, checks=self.checks):
-            yield codes if kind == "codes" else scales, part
+            yield target.name if kind == "codes" else target.name + self.format.scales, part
 
     def _amax(self, group: Group) -> Tensor | None:
         """Return the largest absolute value of a weight that has one scale and becomes several: [1, 1]."""

@@ -26,12 +26,11 @@ FormatName = Literal["hf", "hf-fp8-block", "compressed-tensors"]
 class Format:
     """A format of a folder, for ``format=``."""
 
-    name: FormatName
     scale_per: ScalePer | None
     """What has a scale of its own; None: the format has no codes."""
-    names: Callable[[str], tuple[str, str]]
-    """Returns the names of codes and reciprocal scales: ``"a.weight" -> ("a.weight", "a.weight_scale")``."""
-    config: Callable[[Sequence[str], bool], dict[str, object] | None]
+    scales: str = "_scale"
+    """What the name of the reciprocal scales has behind that of the codes, the weight's."""
+    config: Callable[[Sequence[str], bool], dict[str, object] | None] = lambda kept, weights_only: None
     """Returns ``quantization_config`` of the config.
 
     The arguments are the names of the linear layers in high precision, as modules of the model and as the folder names
@@ -103,25 +102,8 @@ def _compressed_config(kept: Sequence[str], weights_only: bool) -> dict[str, obj
 
 # ---- all formats
 
-_ALL: Final = (
-    Format(
-        name="hf",
-        scale_per=None,
-        names=lambda name: (name, f"{name}_scale"),
-        config=lambda kept, weights_only: None,
-    ),
-    Format(
-        name="hf-fp8-block",
-        scale_per="block",
-        names=lambda name: (name, f"{name}_scale_inv"),
-        config=_block_config,
-        kept_because=_cut_block,
-    ),
-    Format(
-        name="compressed-tensors",
-        scale_per="row",
-        names=lambda name: (name, f"{name}_scale"),
-        config=_compressed_config,
-    ),
-)
-_FORMATS: Final[Mapping[str, Format]] = {format.name: format for format in _ALL}
+_FORMATS: Final[Mapping[str, Format]] = {
+    "hf": Format(scale_per=None),
+    "hf-fp8-block": Format(scale_per="block", scales="_scale_inv", config=_block_config, kept_because=_cut_block),
+    "compressed-tensors": Format(scale_per="row", config=_compressed_config),
+}

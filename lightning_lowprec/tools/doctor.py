@@ -302,7 +302,9 @@ def _families(verdicts: Sequence[Availability]) -> list[str]:
     """Return for each family, answer and reason the names and then the reason: half precision, then each backend."""
     rows: dict[tuple[str, str, str], list[str]] = {}
     for verdict in verdicts:
-        rows.setdefault((_family(verdict.name), word(verdict), verdict.reason), []).append(verdict.name)
+        backend = precisions.TABLE[verdict.name].backend
+        family = "half precision" if backend is None else backends.get(backend).title
+        rows.setdefault((family, word(verdict), verdict.reason), []).append(verdict.name)
     width = max(len(family) for family, *_ in rows)
     lines = []
     for (family, answer, reason), names in rows.items():
@@ -310,13 +312,6 @@ def _families(verdicts: Sequence[Availability]) -> list[str]:
         short = ": ".join(names_and_reason)
         lines += [short] if len(short) <= WIDTH else folded("\n    ".join(names_and_reason).split("\n"))
     return lines
-
-
-def _family(name: str) -> str:
-    backend = precisions.TABLE[name].backend
-    if backend is None:
-        return "half precision"
-    return backends.get(backend).title
 
 
 def word(answer: Availability | Cell) -> str:
@@ -358,9 +353,8 @@ def _column(architecture: Architecture) -> list[str]:
 
 
 def _recipe_of(name: str) -> RecipeKey:
-    for recipe in RECIPES:
-        if recipe == name:
-            return recipe
+    if name in RECIPES:
+        return name
     if name not in precisions.TABLE:
         raise ValueError(f"{precisions.unknown_name(name, ())} Recipes are allowed too: {', '.join(RECIPES)}.")
     of_name = precisions.TABLE[name].hardware_recipe

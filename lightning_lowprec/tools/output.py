@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from textwrap import wrap
 from threading import Timer
-from typing import Final, final
+from typing import Final, NamedTuple, final
 
 from typing_extensions import Self
 
@@ -95,6 +95,26 @@ def format_table(rows: Sequence[Sequence[str]], *, right: Collection[int] = (), 
         rule = "|".join("-" * (width + 1) + (":" if i in right else "-") for i, width in enumerate(widths))
         lines.insert(1, f"|{rule}|")
     return lines
+
+
+class Table(NamedTuple):
+    """Rows of cells, the header first."""
+
+    rows: Sequence[Sequence[str]]
+    words: Collection[int] = (0,)
+    """The columns that are aligned to the left; numbers stand in the others."""
+
+
+def page(parts: Sequence[Table | Sequence[str]]) -> str:
+    """Return tables and groups of lines as text, an empty line between them; the lines are folded."""
+    texts = []
+    for part in parts:
+        if isinstance(part, Table):
+            right = [column for column in range(len(part.rows[0])) if column not in part.words]
+            texts.append("\n".join(format_table(part.rows, right=right)))
+        elif part:
+            texts.append("\n".join(folded(part)))
+    return "\n\n".join(texts)
 
 
 def dumps(value: object) -> str:

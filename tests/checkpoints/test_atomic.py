@@ -6,6 +6,7 @@ import sys
 import traceback
 
 import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.checkpoint import CheckpointException
 
 from lightning_lowprec.checkpoints import save
@@ -87,10 +88,7 @@ def test_killed_at_every_step(tmp_path):
 
 
 def test_the_trainer_finds_a_complete_one_as_the_last(tmp_path):
-    from lightning.pytorch.callbacks import ModelCheckpoint
-
     path = save.completed(tmp_path / "last.ckpt")
-    path.mkdir()
     assert path.suffix == ModelCheckpoint.FILE_EXTENSION
     assert path.stem.startswith(ModelCheckpoint.CHECKPOINT_NAME_LAST)
     assert not save.aside(path).name.endswith(ModelCheckpoint.FILE_EXTENSION), "an incomplete one is no candidate"
@@ -103,6 +101,8 @@ def test_a_folder_of_something_else_is_not_replaced(tmp_path):
         with pytest.raises(IsADirectoryError, match=r"holds no checkpoint but thesis.tex"):
             write(tmp_path / "run", "new", folder)
     assert (tmp_path / "run" / "thesis.tex").exists()
+    with pytest.raises(OSError, match=r"thesis.tex/a' was not saved: rank 0: .*(File exists|Not a directory)"):
+        write(tmp_path / "run" / "thesis.tex" / "a", "new", True)
 
 
 def test_what_others_put_into_a_checkpoint_stays(tmp_path):
@@ -122,9 +122,6 @@ def test_a_link_is_replaced_and_not_followed(tmp_path):
     assert sorted(f.name for f in tmp_path.iterdir()) == ["a", "last"]
 
 
-NOT_SAVED = "a' was not saved: rank 0: {}; the earlier checkpoint of this name is whole."
-
-
 @pytest.mark.parametrize("error", [TypeError("cannot pickle 'generator' object"), KeyboardInterrupt()])
 @pytest.mark.parametrize("wrapped", [True, False])
 def test_other_errors_keep_their_class(tmp_path, error, wrapped):
@@ -136,16 +133,11 @@ def test_other_errors_keep_their_class(tmp_path, error, wrapped):
     with pytest.raises(expected) as caught, save.replacing(tmp_path / "a", folder=True):
         raise failure
     if not interrupted:
-        message = NOT_SAVED.format("TypeError: cannot pickle 'generator' object")
-        assert "".join(traceback.format_exception_only(caught.value)).rstrip().endswith(message)
+        said = "".join(traceback.format_exception_only(caught.value)).rstrip()
+        why = "a' was not saved: rank 0: TypeError: cannot pickle 'generator' object"
+        assert said.endswith(f"{why}; the earlier checkpoint of this name is whole.")
     assert read(tmp_path / "a") == "old"
     assert interrupted or [f.name for f in tmp_path.iterdir()] == ["a"]
-
-
-def test_a_folder_that_cannot_be_made(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match=r"file/a' was not saved: rank 0: .*(File exists|Not a directory)"):
-        write(tmp_path / "file" / "a", "new", True)
 
 
 def test_remove_takes_the_leftovers_along(tmp_path):

@@ -69,16 +69,12 @@ def test_a_config_cannot_name_a_repository_of_kernels(where, word, tmp_path, hub
     assert hub == []
 
 
-def test_known_kernels_need_not_be_installed_for_a_plan(tmp_path, hub):
+def test_only_models_are_made_and_known_kernels_need_not_be_installed(tmp_path, hub, capsys):
     file = tmp_path / "config.json"
+    for names in (["Trainer"], ["pipeline"], ["AutoModel"], ["logging"], [5], {"a": 1}, "LlamaModel"):
+        file.write_text(json.dumps({**LLAMA, "architectures": names}))
+        assert main(["plan", str(file)]) == 2
+        assert "config.json has architectures=" in capsys.readouterr().err
     file.write_text(json.dumps({**LLAMA, "_attn_implementation": "flash_attention_2"}))
     assert main(["plan", str(file)]) == 0
     assert hub == []
-
-
-@pytest.mark.parametrize("names", [["Trainer"], ["pipeline"], ["AutoModel"], ["logging"], [5], {"a": 1}, "LlamaModel"])
-def test_only_models_are_made(names, tmp_path, capsys):
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps({**LLAMA, "architectures": names}))
-    assert main(["plan", str(file)]) == 2
-    assert "config.json has " in capsys.readouterr().err

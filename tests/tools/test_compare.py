@@ -19,8 +19,8 @@ from lightning_lowprec.tools.cli import main
 from lightning_lowprec.tools.compare import runner
 from lightning_lowprec.tools.compare.result import PrecisionResult
 from lightning_lowprec.tools.compare.runner import Recorder, train_all
-from lightning_lowprec.tools.compare.spec import CompareSpec
 from lightning_lowprec.tools.demo import NEXT, ByteGPT, StdlibText
+from lightning_lowprec.tools.options import CompareSpec
 from tests import forked
 from tests.tools.test_comparison import result
 

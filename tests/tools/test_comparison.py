@@ -7,7 +7,7 @@ import torch
 
 from lightning_lowprec.tools.compare.comparison import Comparison, markdown, picture, smooth, write_report
 from lightning_lowprec.tools.compare.result import PrecisionResult, judge, judge_seeds, student_t
-from lightning_lowprec.tools.compare.spec import CompareSpec
+from lightning_lowprec.tools.options import CompareSpec
 from lightning_lowprec.tools.output import format_table
 
 # ---- one seed

@@ -13,8 +13,8 @@ import lightning_lowprec
 from lightning_lowprec.conversion.plan import make_plan
 from lightning_lowprec.tools.cli import main
 from lightning_lowprec.tools.demo import ByteGPT
+from lightning_lowprec.tools.planning.command import plan_page
 from lightning_lowprec.tools.planning.costs import flops, footprints, scales_of
-from lightning_lowprec.tools.planning.pages import plan_page
 from lightning_lowprec.tools.planning.source import load
 
 LLAMA_8B = {

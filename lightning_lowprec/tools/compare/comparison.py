@@ -12,7 +12,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from io import BytesIO
 from textwrap import indent
 from typing import TYPE_CHECKING, Any, final
 
@@ -27,8 +26,8 @@ from lightning_lowprec.tools.compare.result import (
     judge_seeds,
     relative_gap,
 )
-from lightning_lowprec.tools.compare.spec import CompareSpec
 from lightning_lowprec.tools.doctor import versions
+from lightning_lowprec.tools.options import CompareSpec
 from lightning_lowprec.tools.output import dumps, format_table
 
 if TYPE_CHECKING:
@@ -105,7 +104,7 @@ def write_report(comparison: Comparison) -> None:
     """Write ``results.json``, ``loss.png`` and ``report.md`` into the folder of the spec."""
     out = comparison.spec.out
     (out / "results.json").write_text(comparison.to_json(), encoding="utf-8")
-    (out / "loss.png").write_bytes(png(comparison.spec, comparison.runs))
+    picture(comparison.spec, comparison.runs).savefig(out / "loss.png", metadata={"Software": None})  # no version in it
     (out / REPORT).write_text(markdown(comparison), encoding="utf-8")
 
 
@@ -215,13 +214,6 @@ def verdict_on_all(comparison: Comparison) -> str:
 
 
 # ---- the picture
-
-
-def png(spec: CompareSpec, runs: Runs) -> bytes:
-    """Return the picture as the content of a PNG file, the same bytes for the same figures."""
-    content = BytesIO()
-    picture(spec, runs).savefig(content, format="png", metadata={"Software": None})
-    return content.getvalue()
 
 
 def picture(spec: CompareSpec, runs: Runs) -> Figure:

@@ -30,7 +30,7 @@ from lightning_lowprec.private.either import Callback, LightningModule, Trainer,
 from lightning_lowprec.tools.class_path import build, load_class
 from lightning_lowprec.tools.compare.comparison import REPORT, Comparison, verdict_on_all, write_report
 from lightning_lowprec.tools.compare.result import PrecisionResult
-from lightning_lowprec.tools.compare.spec import DEFAULT_PRECISIONS, CompareSpec
+from lightning_lowprec.tools.options import DEFAULT_PRECISIONS, CompareSpec
 from lightning_lowprec.tools.output import prints_to_stderr, working
 
 ERROR_LINES = 12

@@ -13,8 +13,7 @@ from lightning_lowprec.names import validate_name
 from lightning_lowprec.tools.class_path import build
 from lightning_lowprec.tools.fits.memory_meter import CATEGORIES, Category
 from lightning_lowprec.tools.fits.simulation import DEPTHS, Setting, Simulator, inputs_of, loaded_in_bf16, refusal
-from lightning_lowprec.tools.output import dumps, prints_to_stderr, working
-from lightning_lowprec.tools.planning.pages import Table, page
+from lightning_lowprec.tools.output import Table, dumps, page, prints_to_stderr, working
 from lightning_lowprec.tools.planning.source import load
 
 DEFAULT_NAMES: Final = (
