@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_lowprec.losses import linear_cross_entropy
 from lightning_lowprec.numerics import linear_cross_entropy as numerics
 from tests.quality import expect_db, sqnr
+from tests.toys import in_e4m3
 
 T, K, V = 70, 64, 1000  # neither a multiple of 16
 LEAST_DB = {torch.float32: 120, torch.float16: 65, torch.bfloat16: 50, "fp8": 25}
@@ -148,18 +149,12 @@ def test_fp8_multiplies_codes_with_scales_of_powers_of_two():
     """The formula of the documentation, written out: loss and gradients agree to float32."""
     h, w, t, _ = tensors(torch.float32, ignored=0)
 
-    def values(x, scale, dtype):
-        return (x * scale).to(dtype).float() / scale
-
-    def scale(x):
-        return 2.0 ** torch.floor(torch.log2(448 / x.abs().max()))
-
-    hq, wq = (values(x.detach(), scale(x.detach()), torch.float8_e4m3fn) for x in (h, w))
+    hq, wq = in_e4m3(h.detach()), in_e4m3(w.detach())
     logits = hq @ wq.t()
     same = F.cross_entropy(logits, t)
     gradient = logits.softmax(-1)
     gradient[torch.arange(T), t] -= 1
-    gradient = values(gradient, 2.0**14, torch.float8_e5m2)
+    gradient = (gradient * 2.0**14).to(torch.float8_e5m2).float() / 2.0**14
     loss = linear_cross_entropy(h, w, t, fp8=True, rows=32)
     loss.backward()
     assert float(loss.detach()) == pytest.approx(float(same), rel=1e-6)
@@ -256,12 +251,6 @@ def few(scale=1.0):
     return hidden, weight, torch.randint(0, 64, (32,))
 
 
-def rounded(values):
-    """Values with a mantissa of three bits, by a scale that is a power of two: e4m3 without subnormal numbers."""
-    mantissa, exponent = torch.frexp(values)
-    return torch.ldexp((mantissa * 16).round() / 16, exponent)
-
-
 @pytest.mark.parametrize(
     ("z_loss", "scale", "bias"),
     [(1e-4, 1, 0.0), (1.0, 1, 0.0), (1e-4, 3000, 0.0), (0.1, 0.01, 500.0)],
@@ -269,7 +258,7 @@ def rounded(values):
 def test_gradients_of_a_z_loss_are_not_clipped(z_loss, scale, bias):
     """By autograd in float32, from logits of rounded hidden states and weights: large logits amplify the rounding."""
     hidden, weight, target = few(scale)
-    logits = (rounded(hidden) @ rounded(weight).t() + bias).requires_grad_()
+    logits = (in_e4m3(hidden) @ in_e4m3(weight).t() + bias).requires_grad_()
     loss = F.cross_entropy(logits, target) + z_loss * torch.logsumexp(logits, -1).square().mean()
     loss.backward()
     a, b = hidden.clone().requires_grad_(), weight.clone().requires_grad_()

@@ -11,6 +11,7 @@ from lightning_lowprec import MSAMP, FP8TorchAO, HalfMixed, hardware, names
 from lightning_lowprec.precision import refusals
 from lightning_lowprec.runs_where import ARCHITECTURES, OTHER, RECIPES, TABLE, cell, classify, instead, named
 from lightning_lowprec.tools.doctor import word
+from tests.toys import on_gpu
 
 CUDA = torch.device("cuda", 0)
 
@@ -71,15 +72,6 @@ def test_plugins_and_names_have_the_same_rows():
     for name, row in names.TABLE.items():
         if row.plugin in (HalfMixed, FP8TorchAO, MSAMP):  # tests/te has Transformer Engine's
             assert names.create(name).hardware_recipe == names.TABLE[name].hardware_recipe, name
-
-
-def on_gpu(monkeypatch, capability, gcn=None):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "GPU X")
-    if gcn is not None:
-        properties = type("Properties", (), {"gcnArchName": gcn})()
-        monkeypatch.setattr(torch.version, "hip", "7.1")
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
 
 
 @pytest.mark.parametrize(

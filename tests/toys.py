@@ -106,3 +106,20 @@ def in_e4m3(values: Tensor) -> Tensor:
     """The values of e4m3 codes with a scale for all, the largest power of two that keeps them below 448."""
     scale = (448 / values.abs().amax()).log2().floor().exp2()
     return (values * scale).to(torch.float8_e4m3fn).float() / scale
+
+
+def convert(plugin: Any, model: nn.Module, device: torch.device | str = "cpu") -> Any:
+    """Set a model up as Trainer and Fabric do on this device, without them."""
+    plugin.bind_device(torch.device(device))
+    return plugin.convert_module(model)
+
+
+def on_gpu(monkeypatch: Any, capability: tuple[int, int], gcn: str | None = None) -> torch.device:
+    """Let torch say what a GPU is called and what it can do, which is all that decides; ``gcn``: ROCm's name of it."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "GPU X")
+    if gcn is not None:
+        properties = type("Properties", (), {"gcnArchName": gcn})()
+        monkeypatch.setattr(torch.version, "hip", "7.1")
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
+    return torch.device("cuda", 0)

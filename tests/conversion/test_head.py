@@ -4,12 +4,14 @@ import copy
 import io
 import pickle
 
+import lightning as L
 import pytest
 import torch
 from torch import nn
 
-from lightning_lowprec import HalfMixed, plain
+from lightning_lowprec import FP8TorchAO, HalfMixed, plain
 from tests.quality import sqnr
+from tests.toys import convert
 
 transformers = pytest.importorskip("transformers")
 transformers.logging.set_verbosity_error()
@@ -33,9 +35,7 @@ def build(family="llama", **changes):
 
 def with_head(model, head):
     """Replace the head as a plugin does, after taking back an earlier one."""
-    plugin = HalfMixed("bf16", head=head, weights="keep")
-    plugin.bind_device(torch.device("cpu"))
-    plugin.convert_module(plain(model))
+    convert(HalfMixed("bf16", head=head, weights="keep"), plain(model))
 
 
 def is_lazy(logits):
@@ -132,6 +132,13 @@ def test_other_models_and_widths_are_refused_with_the_way_out():
     narrow = build("gpt2", n_embd=24)
     with pytest.raises(ValueError, match=r"multiple of 16 hidden features.*has 24; use `head='chunked'`"):
         with_head(nn.ModuleDict({"lm": narrow}), "fp8")
+
+
+@pytest.mark.parametrize(("head", "dtype"), [("bf16", "bf16"), ("chunked", "bf16"), ("fp8", None), ("fp32", "fp32")])
+def test_the_plan_says_the_dtype_of_a_head(head, dtype):
+    plugin = FP8TorchAO(head=head)
+    L.Fabric(accelerator="cpu", plugins=plugin).setup_module(build())
+    assert {row.fqn: row.runs_in for row in plugin.plan.rows}["lm_head"] == dtype
 
 
 def test_logits_that_were_read_and_changed_before_the_loss_are_those_of_the_loss():

@@ -5,51 +5,32 @@ import pytest
 import torch
 from torch import nn
 
-
-def model():
-    return nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
-
-
-def fabric_step(optimizers, net, precision="fp8-hybrid"):
-    fabric = L.Fabric(precision=precision, accelerator="cpu")
-    net, *optimizers = fabric.setup(net, *optimizers)
-    net(torch.ones(4, 16)).sum().backward()
-    for optimizer in optimizers:
-        optimizer.step()
-
-
 FORGOTTEN = r"'(net\.)?[01]\.weight' \(and 1 more\) is trainable and in no optimizer.*`requires_grad_\(False\)`"
 STALE = r"'(net\.)?1\.weight' \(and 1 more\) is in no optimizer, but an optimizer holds a parameter of its shape"
 
 
-def test_a_forgotten_layer_warns_in_fabric():
-    net = model()
+def step(parameters, net):
+    fabric = L.Fabric(precision="fp8-hybrid", accelerator="cpu")
+    net, optimizer = fabric.setup(net, torch.optim.SGD(parameters, lr=0.1))
+    net(torch.ones(4, 16)).sum().backward()
+    optimizer.step()
+
+
+def test_a_forgotten_layer_warns_and_a_replaced_one_raises():
+    net = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     with pytest.warns(UserWarning, match=FORGOTTEN):
-        fabric_step([torch.optim.SGD(net[0].parameters(), lr=0.1)], net)
-
-
-def test_stale():
-    def stale(net):
-        parameters = list(net.parameters())
-        net[1] = nn.Linear(16, 16)  # what other packages' conversions do after the optimizer is built
-        net[1].requires_grad_(True)
-        return parameters
-
-    net = model()
-    optimizer = torch.optim.SGD(stale(net), lr=0.1)
+        step(net[0].parameters(), net)
+    held = [*net.parameters()]
+    net[1] = nn.Linear(16, 16)  # what other packages' conversions do after the optimizer is built
     with pytest.raises(RuntimeError, match=STALE):
-        fabric_step([optimizer], net)
+        step(held, net)
 
 
 def test_two_stages_over_one_backbone():
     """A second model shares a part of the first, which is still alive and no longer trained."""
     backbone = nn.Linear(16, 16)
-    stages = [nn.Sequential(backbone, nn.Linear(16, 16)) for _ in range(2)]
-    fabric = L.Fabric(precision="fp8-hybrid", accelerator="cpu")
-    for net in stages:
-        module, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
-        module(torch.ones(4, 16)).sum().backward()
-        optimizer.step()
+    for net in [nn.Sequential(backbone, nn.Linear(16, 16)) for _ in range(2)]:
+        step(net.parameters(), net)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")

@@ -1,5 +1,7 @@
 """The plan: what converts, what is kept and why."""
 
+import re
+
 import pytest
 import torch
 import transformers
@@ -11,10 +13,6 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.pytorch_utils import Conv1D as HfConv1D
 
 from lightning_lowprec import plan
-from lightning_lowprec.conversion import gains
-from lightning_lowprec.conversion.options import LayerOptions
-from lightning_lowprec.conversion.plan import PlanRequest, make_plan
-from lightning_lowprec.conversion.recipe_map import RecipeMap
 
 
 class Decoder(nn.Module):
@@ -30,8 +28,8 @@ class Decoder(nn.Module):
             self.lm_head.weight = self.embed.weight
 
 
-def reasons(model, **kwargs):
-    return {row.fqn: row.kept_because for row in make_plan(model, LayerOptions(**kwargs)).rows}
+def reasons(model, **options):
+    return {row.fqn: row.kept_because for row in plan(model, **options).rows}
 
 
 def test_a_tie_wins_over_a_name_and_a_declared_head_over_both():
@@ -50,25 +48,8 @@ def test_a_tie_wins_over_a_name_and_a_declared_head_over_both():
 
 @pytest.mark.parametrize("name", ["lm_head", "output", "head", "embed_out"])
 def test_heads_by_name_at_any_depth(name):
-    model = nn.Sequential()
-    model.add_module("body", nn.Linear(16, 16))
-    model.add_module("wrap", nn.Module())
-    model.wrap.add_module(name, nn.Linear(16, 16))
+    model = nn.ModuleDict({"body": nn.Linear(16, 16), "wrap": nn.ModuleDict({name: nn.Linear(16, 16)})})
     assert reasons(model) == {"body": None, f"wrap.{name}": "output head (by name)"}
-
-
-def test_other_reasons():
-    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16).double(), nn.LazyLinear(16), nn.Linear(16, 16))
-    model.append(nn.Linear(16, 16).half())
-    model[0].forward = lambda x: x
-    nn.utils.parametrizations.weight_norm(model[3])
-    assert reasons(model) == {
-        "0": "its forward is replaced on the instance",
-        "1": "weights of torch.float64",
-        "2": "a subclass of Linear (LazyLinear) whose weight is a UninitializedParameter",
-        "3": "a subclass of Linear (ParametrizedLinear)",
-        "4": None,
-    }
 
 
 class Distance(Metric):
@@ -82,29 +63,13 @@ class Distance(Metric):
 def test_networks_of_metrics_are_kept_unless_the_model_has_them_too():
     model = nn.ModuleDict({"net": nn.Linear(16, 16)})
     model["distance"] = Distance(model["net"])
-    plan = make_plan(model, LayerOptions(only=["*"]))
+    rows = plan(model, only=["*"]).all_rows
     inside = "kept: inside of a torchmetrics.Metric"
-    assert {row.fqn: row.kept_because and row.kept for row in plan.all_rows} == {
+    assert {row.fqn: row.kept_because and row.kept for row in rows} == {
         "net": None,
         "distance.encoder.0": inside,
         "distance.encoder.1.weight": inside,
     }
-
-
-def test_a_layer_whose_weight_is_generated_is_kept():
-    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
-    del model[1].weight
-    assert reasons(model) == {"0": None, "1": "it has no weight before its forward"}
-
-
-def test_no_base_dtype_is_said_of_what_autocast_does_not_cast():
-    model = nn.Sequential(nn.Linear(16, 16).double(), nn.Linear(16, 16, dtype=torch.complex64), nn.Conv1d(2, 2, 2))
-    model[2].double()
-    assert [row.kept for row in make_plan(model).all_rows] == [
-        "kept: weights of torch.float64",
-        "kept: weights of torch.complex64",
-        "kept: no Linear (Conv1d)",
-    ]
 
 
 class Plain(nn.Linear):
@@ -148,18 +113,55 @@ class OwnConv1D(HfConv1D):
     pass
 
 
-def test_a_subclass_converts_if_its_work_is_that_of_a_linear():
-    layers = [Plain(16), FalconLinear(16, 32), Doubled(16), Counted(16), Halved(16), Plain(16)]
-    layers[5].weight = nn.Parameter(torch.randn(16, 16).as_subclass(Marked))
-    attention = nn.MultiheadAttention(16, 2)
-    assert reasons(nn.Sequential(*layers, attention)) == {
-        "0": None,
-        "1": None,
-        "2": "a subclass of Linear (Doubled)",
-        "3": "a subclass of Linear (Counted)",
-        "4": "a subclass of Linear (Halved)",
-        "5": "a subclass of Linear (Plain) whose weight is a Marked",
-        "6.out_proj": "out_proj of a MultiheadAttention, which never calls it",
+def changed(layer, **attributes):
+    for name, value in attributes.items():
+        setattr(layer, name, value)
+    return layer
+
+
+def without_weight(layer):
+    del layer.weight  # a hypernetwork gives one to each forward
+    return layer
+
+
+def test_other_reasons():
+    """The dtype of what is kept is said where autocast casts it."""
+    model = nn.ModuleDict(
+        {
+            "fp16": nn.Linear(16, 16).half(),
+            "own": Plain(16),
+            "falcon": FalconLinear(16, 32),
+            "replaced": changed(nn.Linear(16, 16), forward=lambda x: x),
+            "float64": nn.Linear(16, 16).double(),
+            "complex64": nn.Linear(16, 16, dtype=torch.complex64),
+            "lazy": nn.LazyLinear(16),
+            "normed": nn.utils.parametrizations.weight_norm(nn.Linear(16, 16)),
+            "generated": without_weight(nn.Linear(16, 16)),
+            "doubled": Doubled(16),
+            "counted": Counted(16),
+            "halved": Halved(16),
+            "marked": changed(Plain(16), weight=nn.Parameter(torch.randn(16, 16).as_subclass(Marked))),
+            "attention": nn.MultiheadAttention(16, 2),
+            "convolution": nn.Conv1d(2, 2, 2).double(),
+        }
+    )
+    assert {row.fqn: row.kept_because and row.kept.removeprefix("kept: ") for row in plan(model).all_rows} == {
+        "fp16": None,
+        "own": None,
+        "falcon": None,
+        "replaced": "its forward is replaced on the instance",
+        "float64": "weights of torch.float64",
+        "complex64": "weights of torch.complex64",
+        "lazy": "a subclass of Linear (LazyLinear) whose weight is a UninitializedParameter, bf16",
+        "normed": "a subclass of Linear (ParametrizedLinear), bf16",
+        "generated": "it has no weight before its forward, bf16",
+        "doubled": "a subclass of Linear (Doubled)",
+        "counted": "a subclass of Linear (Counted), bf16",
+        "halved": "a subclass of Linear (Halved), bf16",
+        "marked": "a subclass of Linear (Plain) whose weight is a Marked, bf16",
+        "attention.out_proj": "out_proj of a MultiheadAttention, which never calls it, bf16",
+        "attention.in_proj_weight": "no Linear (in_proj of a MultiheadAttention), bf16",
+        "convolution.weight": "no Linear (Conv1d)",
     }
 
 
@@ -169,7 +171,7 @@ def test_a_conv1d_of_transformers_converts():
     made = {name: HfConv1D(*sizes.get(name, (32, 16))) for name in names}
     model = nn.ModuleDict({**made, "copied": Conv1D(), "own": OwnConv1D(32, 16)})
     model.replaced.forward = lambda x: x
-    assert [(row.kind, row.in_features, row.out_features) for row in make_plan(model).rows][:2] == [
+    assert [(row.kind, row.in_features, row.out_features) for row in plan(model).rows][:2] == [
         ("Conv1D", 16, 48), ("Conv1D", 16, 32),
     ]  # fmt: skip
     assert reasons(model, keep=["c_fc"]) == {
@@ -199,11 +201,11 @@ class Mixed(nn.Module):
 def test_every_option_chooses_from_linears_conv1ds_and_stacked_experts():
     model, names = Mixed(), ("up", "down", "experts.gate_up_proj", "experts.down_proj")
 
-    def converted(recipe="tensorwise", **options):
-        plan = make_plan(model, LayerOptions(**options), PlanRequest(recipe=recipe, experts=None))
-        assert [row.fqn for row in plan.rows] == [f"blocks.{n}.{name}" for n in range(3) for name in names]
-        assert plan.linears + plan.stacked == tuple(sorted(plan.converted, key=lambda fqn: "experts" in fqn))
-        return plan
+    def converted(**options):
+        found = plan(model, **options)
+        assert [row.fqn for row in found.rows] == [f"blocks.{n}.{name}" for n in range(3) for name in names]
+        assert found.linears + found.stacked == tuple(sorted(found.converted, key=lambda fqn: "experts" in fqn))
+        return found
 
     def fqns(chosen, blocks=range(3)):
         return tuple(f"blocks.{n}.{name}" for n in blocks for name in chosen)
@@ -213,8 +215,7 @@ def test_every_option_chooses_from_linears_conv1ds_and_stacked_experts():
     assert converted(keep=["down", "*.gate_up_proj"]).converted == fqns(["up", "experts.down_proj"])
     assert converted(only=["down", "*.gate_up_proj"]).converted == fqns(["down", "experts.gate_up_proj"])
     given = {"blocks.0.*": "bf16", "*.down": {"forward": "bf16"}, "*.experts.down_proj": "rowwise", "*.up": "rowwise"}
-    plan = converted(RecipeMap.of(given, names=("tensorwise", "rowwise"), base="tensorwise"))
-    assert {fqn: str(recipe) for fqn, recipe in plan.recipes.items()} == {
+    assert {fqn: str(recipe) for fqn, recipe in converted(recipe=given).recipes.items()} == {
         f"blocks.{n}.{name}": recipe
         for n in (1, 2)
         for name, recipe in (
@@ -226,7 +227,7 @@ def test_frozen_layers_convert_unless_told_otherwise():
     model = nn.Sequential(nn.Linear(16, 16).requires_grad_(False), nn.Linear(16, 16))
     assert reasons(model) == {"0": None, "1": None}
     assert reasons(model, frozen="keep") == {"0": "frozen", "1": None}
-    assert [row.trains for row in make_plan(model).rows] == [False, True]
+    assert [row.trains for row in plan(model).rows] == [False, True]
 
 
 def test_routers_gates_beside_experts_and_adapters():
@@ -236,13 +237,9 @@ def test_routers_gates_beside_experts_and_adapters():
             self.gate = nn.Linear(16, 16)
             self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
 
-    class TopKRouter(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.zeros(4, 16))
-
     model = nn.Module()
-    model.moe, model.choice = MoE(), TopKRouter()
+    model.moe, model.choice = MoE(), type("TopKRouter", (nn.Module,), {})()
+    model.choice.weight = nn.Parameter(torch.zeros(4, 16))
     model.router = nn.Sequential(nn.Linear(16, 16))
     model.mlp = nn.ModuleDict({"gate": nn.Linear(16, 16), "gate_proj": nn.Linear(16, 16)})
     model.lora_A = nn.ModuleDict({"default": nn.Linear(16, 16)})
@@ -264,13 +261,11 @@ def test_first_and_last_blocks():
         reasons(nn.Sequential(nn.Linear(16, 16)), first_last_layers_bf16=True)
 
 
-@pytest.mark.parametrize("pattern", ["p", "*.gate", "blocks.0.ups"])
-def test_keep_that_matches_nothing_raises_with_the_nearest(pattern):
-    with pytest.raises(ValueError, match="matches no Linear of the model; the nearest are: '") as caught:
-        make_plan(Decoder(), LayerOptions(keep=[pattern]))
-    assert repr(pattern) in str(caught.value)
-    if pattern == "blocks.0.ups":
-        assert "'blocks.0.up'" in str(caught.value)
+@pytest.mark.parametrize(("pattern", "nearest"), [("p", ""), ("*.gate", ""), ("blocks.0.ups", "blocks.0.up'")])
+def test_keep_that_matches_nothing_raises_with_the_nearest(pattern, nearest):
+    match = rf"`keep='{re.escape(pattern)}'` matches no Linear of the model; the nearest are: '{nearest}"
+    with pytest.raises(ValueError, match=match):
+        plan(Decoder(), keep=[pattern])
 
 
 class Mixture(nn.Module):
@@ -286,33 +281,31 @@ class Mixture(nn.Module):
         self.lm_head = nn.Linear(32, 64)
 
 
-@pytest.mark.parametrize("base", ["bf16", "fp16"])
-@pytest.mark.parametrize("head", ["bf16", "chunked", "fp8"])
-def test_the_dtype_of_a_kept_weight_is_said_where_it_is_known(base, head):
+@pytest.mark.parametrize(("precision", "base"), [("fp8-hybrid-te", "bf16"), ("fp8-hybrid-te-fp16", "fp16")])
+def test_the_dtype_of_a_kept_weight_is_said_where_it_is_known(precision, base):
     """A gate may run in float32, as the model likes; so may experts that are nobody's, and a replaced forward."""
-    plan = make_plan(Mixture(), request=PlanRequest(base=base, head=head))
-    dtypes = {row.fqn: row.runs_in for row in plan.rows}
-    assert dtypes == {
+    made = plan(Mixture(), precision)
+    assert {row.fqn: row.runs_in for row in made.rows} == {
         "gate": None, "experts.w1": None, "doubled": None, "falcon": base, "odd": base, "layer": None, "replaced": None,
-        "lm_head": None if head == "fp8" else base,
+        "lm_head": base,
     }  # fmt: skip
-    assert f"kept 7, {3 - (head == 'fp8')} of them in {base}: " in plan.summary()
-    assert f"kept: features are no multiples of 16, {base}\n" in str(plan)
+    assert f"kept 7, 3 of them in {base}: " in made.summary()
+    assert f"kept: features are no multiples of 16, {base}\n" in str(made)
 
 
 def test_summary_and_table():
-    plan = make_plan(Decoder(), LayerOptions(keep=["blocks.1"]))
-    assert plan.summary() == (
+    made = plan(Decoder(), keep=["blocks.1"])
+    assert made.summary() == (
         "converted 2 of 7 linear layers, kept 5 in bf16: out_proj of a MultiheadAttention, which never calls it"
         " ('blocks.0.attn.out_proj' and 1 more); kept by 'blocks.1' ('blocks.1.up' and 1 more);"
         " output head (by name) ('lm_head'); 2 in_proj of a MultiheadAttention do not run in FP8"
     )
-    lines = str(plan).split("\n")
+    lines = str(made).split("\n")
     assert len(lines) == 9
     assert lines[1].split() == ["blocks.0.up", "32", "->", "64", "FP8"]
     assert lines[6].endswith("kept: output head (by name), bf16")
     assert lines[7].endswith("kept: no Linear (in_proj of a MultiheadAttention), bf16")
-    assert make_plan(nn.Linear(16, 16)).summary() == "converted 1 of 1 linear layers"
+    assert plan(nn.Linear(16, 16)).summary() == "converted 1 of 1 linear layers"
 
 
 def _attention(package, name, **attributes):
@@ -345,18 +338,18 @@ def test_known_classes_that_read_a_weight_themselves():
 
 
 @pytest.mark.parametrize(
-    ("recipe", "shape", "gain"),
+    ("precision", "shape", "gain"),
     [  # torchao's README and the thresholds of its automatic filter
-        ("tensorwise", (1024, 8192), 1.43),
-        ("tensorwise", (8192, 7168), 1.73),
-        ("tensorwise", (4096, 1024), None),
-        ("rowwise", (8192, 7168), 1.73),
-        ("rowwise", (1024, 8192), None),
-        ("rowwise", (2048, 4096), None),
+        ("fp8-hybrid", (1024, 8192), 1.43),
+        ("fp8-hybrid", (8192, 7168), 1.73),
+        ("fp8-hybrid", (4096, 1024), None),
+        ("fp8-rowwise", (8192, 7168), 1.73),
+        ("fp8-rowwise", (1024, 8192), None),
+        ("fp8-rowwise", (2048, 4096), None),
     ],
 )
-def test_published_figures_and_thresholds(recipe, shape, gain):
-    assert gains.expected_gain(recipe, *shape) == gain
+def test_published_figures_and_thresholds(precision, shape, gain):
+    assert plan(nn.Linear(*shape, device="meta"), precision).rows[0].gain == gain
 
 
 def test_a_thousand_layers_are_three_rows():

@@ -29,6 +29,7 @@ from tests.toys import QUIET
 
 CPU = {"accelerator": "cpu", "devices": 2}
 ALL = [(a, b) for a in (TrainerFSDP, FabricFSDP) for b in (FSDP2Strategy, FabricFSDP2Strategy)]
+SIZE_BASED = partial(size_based_auto_wrap_policy, min_num_params=100)
 HYBRID = {"sharding_strategy": "HYBRID_SHARD", "auto_wrap_policy": {nn.Linear}}
 
 
@@ -82,16 +83,18 @@ def test_every_choice_at_once_in_every_direction(source, target):
     assert ours.cluster_environment is environment
 
 
-@pytest.mark.parametrize(("name", "reshard"), [("HYBRID_SHARD", None), ("_HYBRID_SHARD_ZERO2", False)])
-def test_hybrid_sharding_without_a_mesh_is_within_nodes(name, reshard):
-    for value in (name, ShardingStrategy[name]):
-        got = options(sharding_strategy=value, auto_wrap_policy={nn.Linear})
-        assert (got.reshard_after_forward, got.replicate, got.shards) == (reshard, "nodes", None)
-
-
-def test_hybrid_sharding_by_a_mesh():
-    got = options(sharding_strategy="HYBRID_SHARD", device_mesh=(2, 4))
-    assert (got.replicate, got.shards, got.reshard_after_forward) == (2, 4, None)
+@pytest.mark.parametrize(
+    ("choices", "reshard", "sizes"),
+    [
+        ({"sharding_strategy": "HYBRID_SHARD", "auto_wrap_policy": {nn.Linear}}, None, ("nodes", None)),
+        ({"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "auto_wrap_policy": {nn.Linear}}, None, ("nodes", None)),
+        ({"sharding_strategy": "_HYBRID_SHARD_ZERO2", "auto_wrap_policy": {nn.Linear}}, False, ("nodes", None)),
+        ({"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 4)}, None, (2, 4)),
+    ],
+)
+def test_hybrid_sharding_is_within_nodes_or_by_a_mesh(choices, reshard, sizes):
+    got = options(**choices)
+    assert (got.reshard_after_forward, (got.replicate, got.shards)) == (reshard, sizes)
 
 
 POLICIES = [
@@ -108,13 +111,6 @@ def test_policies_by_class(policy):
     assert chosen(got.wrap) == chosen(got.activation_checkpointing) == ["1.0", "1.1"]
 
 
-@pytest.mark.parametrize("policy", [partial(size_based_auto_wrap_policy, min_num_params=100), CustomPolicy(bool)])
-def test_other_policies_are_refused(policy):
-    for option, field in {"wrap": "auto_wrap_policy", "activation_check": "activation_checkpointing_policy"}.items():
-        with pytest.raises(ValueError, match=f"no equal of the policy .*classes or a function .* -> bool by `{option}"):
-            options(**{field: policy})
-
-
 def test_gradients_are_reduced_in_the_parameters_dtype_unless_said_otherwise_as_in_fsdp1():
     got = options(mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
     assert (got.param_dtype, got.reduce_dtype, got.buffer_dtype) == (torch.bfloat16, torch.bfloat16, None)
@@ -123,6 +119,8 @@ def test_gradients_are_reduced_in_the_parameters_dtype_unless_said_otherwise_as_
 @pytest.mark.parametrize(
     ("choices", "message"),
     [
+        ({"auto_wrap_policy": CustomPolicy(bool)}, "no equal of the policy .*a function .* -> bool by `wrap"),
+        ({"activation_checkpointing_policy": SIZE_BASED}, "no equal of the policy .* -> bool by `activation_check"),
         ({"sharding_strategy": "NO_SHARD"}, "shards nothing; use `strategy='ddp'`"),
         ({"device_mesh": (2, 4)}, r"`device_mesh=\(2, 4\)` does not go with `sharding_strategy='FULL_SHARD'`"),
         ({**HYBRID, "device_mesh": (8,)}, r"`device_mesh=\(8,\)` does not go.*\(copies, shards\) with 'HYBRID_SHARD'"),

@@ -89,16 +89,18 @@ def test_the_other_flavour_is_translated_with_all_its_choices():
 REFUSED = r"does not run under 'fsdp2'\. Use `precision=` with '32-true', .*`HalfMixed` in place of"
 
 
-@pytest.mark.parametrize("plugin", [DoublePrecision, lambda: MixedPrecision("bf16-mixed", "cpu")])
-def test_trainer_plugins_that_do_not_run_under_fsdp2(plugin):
+@pytest.mark.parametrize(
+    ("make", "plugin"),
+    [
+        (L.Trainer, DoublePrecision),
+        (L.Trainer, lambda: MixedPrecision("bf16-mixed", "cpu")),
+        (L.Fabric, FabricDouble),
+        (L.Fabric, lambda: FabricMixed("bf16-mixed", "cpu")),
+    ],
+)
+def test_plugins_that_do_not_run_under_fsdp2(make, plugin):
     with pytest.raises(ValueError, match=REFUSED):
-        L.Trainer(strategy="fsdp2", plugins=plugin(), **CPU, **QUIET)
-
-
-@pytest.mark.parametrize("plugin", [FabricDouble, lambda: FabricMixed("bf16-mixed", "cpu")])
-def test_fabric_plugins_that_do_not_run_under_fsdp2(plugin):
-    with pytest.raises(ValueError, match=REFUSED):
-        L.Fabric(strategy="fsdp2", plugins=plugin(), **CPU)
+        make(strategy="fsdp2", plugins=plugin(), **CPU)
 
 
 def test_lightnings_model_parallel_strategy_is_accepted_and_left_alone():

@@ -16,6 +16,7 @@ from lightning_lowprec.products.block import _CODING
 from lightning_lowprec.products.tiled import encode_tiles
 from tests.torchao.fp8_reference import E4M3, dequantise
 from tests.torchao.fp8_reference import codes as codes_of
+from tests.toys import convert, on_gpu
 
 CPU = torch.device("cpu")
 NO_MXFP8 = prototype_refusal("mxfp8")
@@ -66,9 +67,7 @@ def by_paper(x, weight, gradient):
 def layer_of(inputs, outputs, dtype=torch.float32, **options):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(inputs, outputs, bias=False)).to(dtype)
-    plugin = FP8TorchAO("block", **options, weights="keep")
-    plugin.bind_device(CPU)
-    return plugin.convert_module(model)
+    return convert(FP8TorchAO("block", **options, weights="keep"), model)
 
 
 def data(tokens, inputs, outputs, dtype):
@@ -124,12 +123,10 @@ def test_a_nan_stays_in_its_block():
 
 
 def test_devices_are_refused_with_the_remedy(monkeypatch):
-    cuda = torch.device("cuda", 0)
     assert FP8TorchAO("block", emulate=False).refusal(CPU).endswith("Leave `emulate=False` out")
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "GPU X")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    cuda = on_gpu(monkeypatch, (8, 0))
     assert FP8TorchAO("block").refusal(cuda).endswith("`plugins=FP8TorchAO(..., emulate=True)` to emulate FP8, slowly")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    on_gpu(monkeypatch, (9, 0))
     monkeypatch.setattr(torch.version, "cuda", "12.9")
     assert FP8TorchAO("block").refusal(cuda) is None
     how = FP8TorchAO("block").how(cuda)
@@ -165,9 +162,7 @@ def test_mxfp8_in_tiles_reads_one_rounded_weight_in_forward_and_backward(dtype):
         model[0].weight[:3] *= torch.tensor([[1.0], [2.0**-12], [0.0]])
         model[0].weight[32:] *= 2.0**-20
         model[0].weight[0, 0] = 449 / 2**6
-    plugin = FP8TorchAO("mxfp8", weights="keep")
-    plugin.bind_device(CPU)
-    plugin.convert_module(model)
+    convert(FP8TorchAO("mxfp8", weights="keep"), model)
     x, gradient = data(64, 96, 64, dtype)
     x.requires_grad_()
     output = model(x)

@@ -20,6 +20,7 @@ from lightning_lowprec.numerics.groups import group, spread
 from lightning_lowprec.torchao.experts import format_of, fp8_experts, grouped_matmul, high_of
 from lightning_lowprec.torchao.settings import Settings
 from tests.quality import expect_db, sqnr
+from tests.toys import convert
 
 transformers.logging.set_verbosity_error()
 ROTARY = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -81,7 +82,7 @@ def gradients(layer, inputs):
     return {"output": output.detach(), "hidden": hidden.grad, **found}
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", [*RECIPES, "block"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_output_and_gradients_are_near_to_those_of_the_model(family, recipe):
     layer = Layer(family)
@@ -151,7 +152,15 @@ def test_codes_that_the_backward_reads_change_nothing():
     assert {t.shape for t in kept if t.dtype == torch.float8_e4m3fn} == {(4, 64, 192), (4, 96, 64)}
 
 
-@pytest.mark.parametrize("plugin", [lambda: FP8TorchAO(compile=False), lambda: HalfMixed("auto")], ids=["fp8", "half"])
+PLUGINS = {
+    "fp8": lambda: FP8TorchAO(compile=False),
+    "block": lambda: FP8TorchAO("block", compile=False),
+    "half": lambda: HalfMixed("auto"),
+}
+
+
+@pytest.mark.slow("block")
+@pytest.mark.parametrize("plugin", PLUGINS.values(), ids=PLUGINS)
 def test_compiles_without_a_graph_break_and_to_the_same_values(plugin):
     layer = set_up(Layer("mixtral"), plugin())
     inputs = routed(layer.experts)
@@ -172,16 +181,18 @@ def test_evaluation_in_bf16_is_that_of_autocast():
         assert not torch.equal(in_fp8.eval()(*inputs), half(*inputs))
 
 
-def test_products_in_bf16_one_by_one():
+@pytest.mark.parametrize("recipe", ["rowwise", "block"])
+def test_products_in_bf16_one_by_one(recipe):
     """With one product in bf16 by a recipe, the others are the FP8 products."""
     inputs = routed(Layer("mixtral").experts)
-    plain = gradients(set_up(Layer("mixtral"), FP8TorchAO("rowwise")), inputs)
-    high = set_up(Layer("mixtral"), FP8TorchAO({"*": {"recipe": "rowwise", "grad_weight": "bf16"}}))
-    found = gradients(high, inputs)
-    hp = gradients(set_up(Layer("mixtral"), FP8TorchAO("rowwise_with_gw_hp")), inputs)
-    assert all(torch.equal(found[name], value) for name, value in hp.items())
-    assert torch.equal(found["output"], plain["output"])
+    plain = gradients(set_up(Layer("mixtral"), FP8TorchAO(recipe)), inputs)
+    high = {"*": {"recipe": recipe, "grad_weight": "bf16"}}
+    found = gradients(set_up(Layer("mixtral"), FP8TorchAO(high)), inputs)
+    assert all(torch.equal(found[name], plain[name]) for name in ("output", "hidden"))
     assert not torch.equal(found["down_proj"], plain["down_proj"])
+    if recipe == "rowwise":
+        hp = gradients(set_up(Layer("mixtral"), FP8TorchAO("rowwise_with_gw_hp")), inputs)
+        assert all(torch.equal(found[name], value) for name, value in hp.items())
 
 
 def test_a_model_keeps_its_form():
@@ -212,7 +223,8 @@ def test_experts_that_do_not_convert_say_why_and_run_in_half_precision():
         assert isinstance(experts, CastExperts)
         return {row.kept_because for row in plugin.plan.rows if row.kind == "stacked experts"}
 
-    assert reasons(FP8TorchAO(experts="bf16")) == {"stacked experts (experts='bf16')"}
+    for recipe in ("tensorwise", "block"):
+        assert reasons(FP8TorchAO(recipe, experts="bf16")) == {"stacked experts (experts='bf16')"}
     assert "base is fp16" in reasons(FP8TorchAO(base="fp16")).pop()
     assert reasons(FP8TorchAO(emulate=False)) == {"stacked experts (cpu has no FP8 kernel for grouped products)"}
     assert reasons(FP8TorchAO(keep=["experts"])) == {"kept by 'experts'"}
@@ -243,10 +255,7 @@ COUNTS = [130, 0, 1, 16, 300]
 
 
 def converted(model, dtype=torch.float32, **options):
-    plugin = FP8TorchAO("block", compile=False, weights="keep", **options)
-    plugin.bind_device(torch.device("cpu"))
-    plugin.convert_module(model.to(dtype))
-    return model
+    return convert(FP8TorchAO("block", compile=False, weights="keep", **options), model.to(dtype))
 
 
 @pytest.mark.slow(
@@ -302,34 +311,6 @@ def test_each_expert_is_a_linear_with_its_weight(family, name, dtype, autocast, 
         assert torch.equal(rows.grad[here], x.grad)
         assert torch.equal(found, torch.zeros_like(found) if count == 0 else linear.weight.grad)
         start = end
-
-
-@pytest.mark.slow("gpt_oss")
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_a_layer_is_near_to_the_model_and_compiles_to_the_same_values(family):
-    layer = Layer(family)
-    inputs = routed(layer.experts, tokens=60)
-    expected = gradients(layer, inputs)
-    layer = set_up(layer, FP8TorchAO("block", compile=False))
-    eager = gradients(layer, inputs)
-    for name, value in expected.items():
-        assert sqnr(value, eager[name].float()) > 20, name
-    layer.experts.compile(backend="aot_eager", fullgraph=True)
-    compiled = gradients(layer, inputs)
-    assert all(torch.equal(compiled[name], value) for name, value in eager.items())
-
-
-def test_products_in_bf16_of_a_recipe_and_a_choice():
-    inputs = routed(Layer("mixtral").experts)
-    plain = gradients(set_up(Layer("mixtral"), FP8TorchAO("block")), inputs)
-    high = gradients(set_up(Layer("mixtral"), FP8TorchAO({"*": {"recipe": "block", "grad_weight": "bf16"}})), inputs)
-    assert torch.equal(high["hidden"], plain["hidden"])
-    assert not torch.equal(high["down_proj"], plain["down_proj"])
-    model = AutoModelForCausalLM.from_config(MixtralConfig(**WIDE))
-    set_up(model, plugin := FP8TorchAO("block", experts="bf16"))
-    assert not fp8_experts(model)
-    reasons = {row.kept_because for row in plugin.plan.rows if row.kind == "stacked experts"}
-    assert reasons == {"stacked experts (experts='bf16')"}
 
 
 def codes(x, dim, power_of_2):

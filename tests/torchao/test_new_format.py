@@ -1,7 +1,5 @@
-"""A new format (docs/architecture.md) multiplies, is planned, exported and reported like our own."""
+"""A new format (docs/architecture.md) multiplies and is exported like our own."""
 
-import json
-import re
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,13 +8,13 @@ import torch
 from torch import nn
 
 from lightning_lowprec.conversion import backends
-from lightning_lowprec.products.arithmetic import Arithmetic
+from lightning_lowprec.products.arithmetic import Arithmetic, Operand
 from lightning_lowprec.products.formats import FORMATS, FormatSpec
-from lightning_lowprec.tools.cli import main
 from lightning_lowprec.torchao.linear import coded_layers
 from lightning_lowprec.torchao.plugin import SharedOptions, TorchAO
 from tests.fsdp2.toy import Toy
 from tests.quality import expect_db, sqnr
+from tests.toys import convert
 
 
 @dataclass(frozen=True)
@@ -26,25 +24,13 @@ class Int5(Arithmetic):
     tokens: ClassVar[int] = 16
 
     def operand(self, matrix, role, dtype):
-        return Steps(matrix.to(dtype))
+        matrix = matrix.to(dtype)
+        return Operand(lambda: codes_of(matrix), lambda: codes_of(matrix.t()))
 
     def multiply(self, a, b, dtype, product):
         (codes_a, step_a), (codes_b, step_b) = a, b
         with torch.autocast(codes_a.device.type, enabled=False):
             return ((codes_a @ codes_b.t()) * step_a * step_b.t()).to(dtype)
-
-
-class Steps:
-    """A matrix, whose codes are made along the dimension that a product sums over."""
-
-    def __init__(self, matrix):
-        self.matrix = matrix
-
-    def rows(self):
-        return codes_of(self.matrix)
-
-    def columns(self):
-        return codes_of(self.matrix.t())
 
 
 def codes_of(rows):
@@ -62,36 +48,24 @@ class Int5Mixed(TorchAO):
         return f"int5 products by torch on {device}"
 
 
-def define():
+@pytest.fixture(autouse=True)
+def int5():
     """Register the format, and a backend whose name has it."""
     FORMATS["int5"] = FormatSpec(
         precision="int5-mixed", title="int5", emulates=False, cpu="always", arithmetic=lambda emulate: Int5()
     )
-    backends.register(
-        backends.Backend(
-            name="int5",
-            title="int5",
-            layers_from=(),  # the layers are those of torchao's room
-            names={"int5-mixed": backends.PrecisionName(plugin_class=Int5Mixed, summary="integers of five bits")},
-        )
-    )
-
-
-@pytest.fixture
-def int5():
-    define()
+    names = {"int5-mixed": backends.PrecisionName(plugin_class=Int5Mixed, summary="integers of five bits")}
+    backends.register(backends.Backend(name="int5", title="int5", layers_from=(), names=names))
     yield
     backends.unregister("int5")
+    del FORMATS["int5"]
 
 
-@pytest.mark.usefixtures("int5")
 def test_each_product_is_that_of_the_codes():
     layer = nn.Linear(32, 48)
     exact = nn.Linear(32, 48)
     exact.load_state_dict(layer.state_dict())
-    plugin = Int5Mixed()
-    plugin.bind_device(torch.device("cpu"))
-    plugin.convert_module(model := nn.Sequential(layer))
+    model = convert(Int5Mixed(), nn.Sequential(layer))
     x = torch.randn(21, 32, generator=torch.Generator().manual_seed(0))
     found = []
     for module in (model, exact):
@@ -109,23 +83,8 @@ def test_each_product_is_that_of_the_codes():
     expect_db(sqnr(exact.weight.grad, layer.weight.grad), 20)
 
 
-@pytest.mark.usefixtures("int5")
-def test_plan_and_doctor_know_it(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
-    module = tmp_path / "int5_model.py"
-    module.write_text("from torch import nn\nNet = lambda: nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32))\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert main(["plan", "int5_model.Net", "--precision", "int5-mixed", "--json"]) == 0
-    assert [row["fqn"] for row in json.loads(capsys.readouterr().out)["plan"]] == ["0", "1"]
-    assert main(["doctor"]) == 0
-    said = capsys.readouterr().out
-    assert re.search(r"^int5 +yes +int5-mixed: int5 products by torch on cpu$", said, flags=re.MULTILINE)
-
-
-@pytest.mark.usefixtures("int5")
-def test_it_is_exported_without_a_scale_of_its_own(tmp_path):
+def test_it_is_exported_without_a_scale_of_its_own():
     """Its codes are no server's, so the format's own scales are what the weights get."""
-    plugin = Int5Mixed()
-    plugin.bind_device(torch.device("cpu"))
-    plugin.convert_module(net := Toy())
-    assert [backends.weight_roundings(layer) for layer in coded_layers(net)] == 4 * [{"weight": None}]
+    assert [backends.weight_roundings(layer) for layer in coded_layers(convert(Int5Mixed(), Toy()))] == 4 * [
+        {"weight": None}
+    ]

@@ -25,14 +25,13 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def run(layer, plugin, x):
+def run(layer, plugin, x, gradient):
     """Output and gradients of one layer, and the sizes of its products."""
-    fabric = L.Fabric(accelerator="cpu", plugins=plugin)
-    wrapped = fabric.setup(nn.Sequential(layer))
+    wrapped = L.Fabric(accelerator="cpu", plugins=plugin).setup(nn.Sequential(layer))
     x = x.clone().requires_grad_()
     with Products() as products:
         output = wrapped(x)
-        output.backward(torch.linspace(-1, 1, output.numel()).view_as(output).to(output.dtype))
+        output.backward(gradient.to(output.dtype))
     return (output.detach(), x.grad, *(p.grad for p in layer.parameters())), products.sizes
 
 
@@ -67,20 +66,12 @@ OPTIONS = {
 def test_values_are_those_of_a_padded_model(kind, options):
     """Bit for bit, and every product has sizes that the kernels take."""
     torch.manual_seed(0)
-    layer, x = LAYERS[kind](), torch.randn(5, 3, SIZES[0])
+    layer, x, gradient = LAYERS[kind](), torch.randn(5, 3, SIZES[0]), torch.linspace(-1, 1, 540).view(5, 3, SIZES[1])
     wide = padded(layer, 12, 12)
-    (y, dx, dw, *db), sizes = run(layer, FP8TorchAO(pad_inner_dim=True, **OPTIONS[options]), x)
-    fabric = L.Fabric(accelerator="cpu", plugins=FP8TorchAO(**OPTIONS[options]))
-    wrapped = fabric.setup(nn.Sequential(wide))
-    given = nn.functional.pad(x, (0, 12)).requires_grad_()
-    output = wrapped(given)
-    gradient = torch.linspace(-1, 1, y.numel()).view_as(y)
-    output.backward(nn.functional.pad(gradient, (0, 12)).to(output.dtype))
-    assert torch.equal(y, output[..., : SIZES[1]])
-    assert torch.equal(dx, given.grad[..., : SIZES[0]])
-    rows, columns = dw.shape
-    assert torch.equal(dw, wide.weight.grad[:rows, :columns])
-    assert all(torch.equal(b, wide.bias.grad[: SIZES[1]]) for b in db)
+    found, sizes = run(layer, FP8TorchAO(pad_inner_dim=True, **OPTIONS[options]), x, gradient)
+    behind = [nn.functional.pad(tensor, (0, 12)) for tensor in (x, gradient)]
+    for ours, theirs in zip(found, run(wide, FP8TorchAO(**OPTIONS[options]), *behind)[0], strict=True):
+        assert torch.equal(ours, theirs[tuple(map(slice, ours.shape))])
     if options != "forward in bf16":
         assert sizes
         rows = {15} if options == "gw-hp" else set()  # of the batch: a product in bf16 needs no others

@@ -2,61 +2,19 @@
 
 import re
 from importlib.util import find_spec
-from itertools import chain, combinations
 
 import pytest
 import torch
-from torch import nn
 
 from lightning_lowprec import FP8TorchAO, Int8TorchAO
 from lightning_lowprec.tools.cli import main
 from tests.quality import expect_db, sqnr
+from tests.torchao.test_mixed_gemms import CPU, IN, NO_MXFP8, OUT, converted, needs_mxfp8, plain, results
+from tests.toys import convert, on_gpu
 
-CPU = torch.device("cpu")
 WITHOUT_TRANSFORMERS = find_spec("transformers") is None  # the oldest versions are tested without
 needs_transformers = pytest.mark.skipif(WITHOUT_TRANSFORMERS, reason="transformers is not installed")
-IN, OUT = 128, 192
-GEMMS = ("forward", "grad_input", "grad_weight")
-NO_MXFP8 = FP8TorchAO("mxfp8").refusal(CPU)
-needs_mxfp8 = pytest.mark.skipif(NO_MXFP8 is not None, reason=f"{NO_MXFP8}")
-KINDS = ["int8", pytest.param("mxfp8_emulated", marks=needs_mxfp8)]
-SUBSETS = [frozenset(gemms) for gemms in chain.from_iterable(combinations(GEMMS, n) for n in range(3))]
-
-
-def plain(dtype=torch.float32, bias=True, conv1d=False):
-    """A Linear, or the Conv1D that computes the same."""
-    torch.manual_seed(0)
-    linear = nn.Linear(IN, OUT, bias=bias).to(dtype)
-    if not conv1d:
-        return linear
-    from transformers.pytorch_utils import Conv1D
-
-    conv = Conv1D(OUT, IN).to(dtype)
-    conv.load_state_dict({"weight": linear.weight.t(), "bias": linear.bias})
-    return conv
-
-
-def converted(kind, layer, gemms=frozenset()):
-    name = kind.partition("_")[0]
-    recipes = {"0": {"recipe": name, **dict.fromkeys(gemms, "bf16")} if gemms else name}
-    if name == "mxfp8":
-        plugin = FP8TorchAO(recipes, emulate=True, weights="keep")
-    else:
-        plugin = Int8TorchAO(recipes, stochastic_rounding=kind == "int8_stochastic", weights="keep")
-    plugin.bind_device(CPU)
-    plugin.convert_module(nn.Sequential(layer))
-    return layer
-
-
-def results(layer, tokens=256, autocast=False):
-    """Output, and the gradients of input, weight and bias, for Gaussian data in the dtype of the weight."""
-    generator, dtype = torch.Generator().manual_seed(1), layer.weight.dtype
-    x = torch.randn(tokens, IN, generator=generator).to(dtype).requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        output = layer(x)
-    gradient = torch.randn(tokens, OUT, generator=generator).to(output.dtype)
-    wanted = (x, *(p for p in (layer.weight, layer.bias) if p is not None))
-    return dict(zip((*GEMMS, "bias"), (output, *torch.autograd.grad(output, wanted, gradient)), strict=False))
+KINDS = ["int8", pytest.param("mxfp8", marks=needs_mxfp8)]
 
 
 def torchaos(kind, layer):
@@ -84,7 +42,7 @@ def test_results_are_those_of_torchaos_module_bit_for_bit(kind, bias, dtype):
     theirs = torchaos(kind, plain(dtype, bias))
     ours = converted(kind, plain(dtype, bias))
     for tokens in (256, 13) if kind == "int8" else (256, 32):  # torchao's MXFP8 takes multiples of 32 tokens
-        found, expected = results(ours, tokens), results(theirs, tokens)
+        found, expected = results(ours, tokens, False), results(theirs, tokens, False)
         assert {name for name in found if not torch.equal(found[name], expected[name])} == set()
     assert repr(ours.products) in repr(ours)
 
@@ -104,25 +62,6 @@ def test_batches_of_any_size_are_rows_of_a_larger_one(kind):
             plain()(wrong)
         with pytest.raises(RuntimeError, match=re.escape(str(theirs.value))):
             layer(wrong)
-
-
-@pytest.mark.parametrize("conv1d", [False, pytest.param(True, marks=needs_transformers)], ids=["Linear", "Conv1D"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_each_gemm_is_that_of_bf16_mixed_or_of_the_arithmetic(kind, conv1d):
-    """Bit for bit, in every subset, by a recipe, and for a Conv1D: that of a Linear, transposed."""
-    high, low = results(plain(conv1d=conv1d), 45, True), results(converted(kind, plain(conv1d=conv1d)), 45, True)
-    linear = results(converted(kind, plain()), 45, True)
-    assert not any(torch.equal(high[gemm], low[gemm]) for gemm in GEMMS)
-    if conv1d:
-        assert torch.equal(low["forward"], linear["forward"])
-        assert torch.equal(low["grad_input"], linear["grad_input"])
-        torch.testing.assert_close(low["grad_weight"], linear["grad_weight"].t(), rtol=2**-7, atol=0)  # order of scales
-        assert low["grad_weight"].is_contiguous()
-    for gemms in SUBSETS:
-        found = results(converted(kind, plain(conv1d=conv1d), gemms), 45, True)
-        for name in GEMMS:
-            assert torch.equal(found[name], (high if name in gemms else low)[name]), (gemms, name)
-        assert torch.equal(found["bias"], high["bias"])
 
 
 def test_stochastic_rounding_has_no_bias_and_touches_gradients_only():
@@ -187,16 +126,10 @@ def test_options_that_are_not_valid_raise(make, message):
         make()
 
 
-def on_gpu(monkeypatch, capability):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "GPU X")
-
-
 @needs_mxfp8
 def test_devices_without_mxfp8_are_refused_unless_the_user_asks_for_emulation(monkeypatch):
     assert FP8TorchAO("mxfp8", emulate=False).refusal(CPU) == "cpu has no MXFP8 kernels. Leave `emulate=False` out"
-    on_gpu(monkeypatch, (9, 0))
-    cuda = torch.device("cuda", 0)
+    cuda = on_gpu(monkeypatch, (9, 0))
     refusal = FP8TorchAO("mxfp8").refusal(cuda)
     assert refusal.startswith("GPU X (compute capability 9.0) has no products with a scale per 32 values")
     assert refusal.endswith("Use 'fp8-hybrid', or `plugins=FP8TorchAO(..., emulate=True)` to emulate FP8, slowly")
@@ -215,7 +148,6 @@ def test_an_older_torchao_is_named_with_the_version_that_has_the_prototype(monke
         kinds, name, version = ("mxfp8",), "torchao.prototype.mx_formats.", "0.18"
     for kind in kinds:
         made = {"int8": Int8TorchAO, "mxfp8": FP8TorchAO}[kind](kind)
-        made.bind_device(CPU)
         message = rf"cannot run: torchao [\d.+a-z]+ does not have '{name}.*; torchao {version} has: `pip install"
         with pytest.raises(RuntimeError, match=message):
-            made.convert_module(plain())
+            convert(made, plain())

@@ -3,7 +3,6 @@
 import copy
 import json
 import logging
-import re
 
 import lightning as L
 import pytest
@@ -13,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_lowprec import FP8TorchAO, plain
 from lightning_lowprec.tools.cli import main
-from tests.toys import Stack
+from tests.toys import Stack, convert
 
 MIXED = {"blocks.[0-1].*": "bf16", "*.o_proj": "rowwise", "blocks.2.up": {"forward": "bf16"}, "*": "tensorwise"}
 
@@ -118,9 +117,14 @@ def test_a_pattern_that_decides_nothing_raises(recipe, message):
         ({"recipe": MIXED, "base": "fp16"}, "`base='fp16'` is not valid with `recipe='rowwise'`"),
         ({"recipe": {"*": "rowwise"}, "weight_codes": "per_forward"}, "`weight_codes='per_forward'` is not valid with"),
         ({"recipe": {"*": "rowwise"}, "fp8_format": "hybrid"}, "`fp8_format='hybrid'` is not valid with"),
+        ({"recipe": "mxfp8", "base": "fp16"}, "`base='fp16'` is not valid with `recipe='mxfp8'`: its kernels take"),
+        ({"recipe": {"a": "block", "*": "tensorwise"}, "base": "fp16"}, "with `recipe='block'`: its kernels return"),
+        ({"recipe": "block", "fast_accum": "all"}, "`fast_accum='all'` is not valid with `recipe='block'`"),
+        ({"recipe": "mxfp8", "experts": "fp8"}, "`experts='fp8'` is not valid with `recipe='mxfp8'`"),
+        ({"recipe": {"*": {"recipe": "blok", "forward": "bf16"}}}, r"`recipe\['\*'\]\['recipe'\]='blok'` is not valid"),
     ],
 )
-def test_bad_maps(options, message):
+def test_bad_maps_and_options_that_no_format_of_the_map_reads(options, message):
     with pytest.raises(ValueError, match=message):
         FP8TorchAO(**options)
 
@@ -188,8 +192,7 @@ def test_the_choice_of_accumulation_reaches_every_kernel(choice, recipe):
         pytest.skip("this torch has no rowwise FP8 kernel for CPU (2.13 has)")
     layer = nn.Linear(32, 64)
     plugin = FP8TorchAO(recipe, fast_accum=choice, emulate=False, compile=False)
-    plugin.bind_device(torch.device("cpu"))
-    plugin.convert_module(layer)
+    convert(plugin, layer)
     expected = FAST[choice] if isinstance(recipe, str) else FAST[choice][:2]
     with torch.autocast("cpu", torch.bfloat16):
         assert flags_of_a_step(layer, torch.rand(16, 32, requires_grad=True)) == expected
@@ -219,8 +222,7 @@ FORMATS = ["tensorwise", "rowwise", "block"] + ([] if FP8TorchAO("mxfp8").refusa
 
 def converted(recipe, model, **options):
     plugin = FP8TorchAO(recipe, weights="keep", **options)
-    plugin.bind_device(torch.device("cpu"))
-    return plugin.convert_module(model), plugin
+    return convert(plugin, model), plugin
 
 
 def layers(*names):
@@ -255,21 +257,6 @@ def test_features_that_one_format_cannot_multiply_stay_in_bf16():
 def test_a_layer_whose_device_cannot_run_its_format_is_named():
     with pytest.raises(RuntimeError, match=r"`recipe='mxfp8'` of layer 'up' cannot run: .*'hopper'` is not valid"):
         converted({"up": "mxfp8", "*": "tensorwise"}, layers("up", "down"), emulate="hopper")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"recipe": "mxfp8", "base": "fp16"}, "`base='fp16'` is not valid with `recipe='mxfp8'`: its kernels take"),
-        ({"recipe": {"a": "block", "*": "tensorwise"}, "base": "fp16"}, "with `recipe='block'`: its kernels return"),
-        ({"recipe": "block", "fast_accum": "all"}, "`fast_accum='all'` is not valid with `recipe='block'`"),
-        ({"recipe": "mxfp8", "experts": "fp8"}, "`experts='fp8'` is not valid with `recipe='mxfp8'`"),
-        ({"recipe": {"*": {"recipe": "blok", "forward": "bf16"}}}, r"`recipe['*']['recipe']='blok'` is not valid"),
-    ],
-)
-def test_options_that_no_format_of_the_plugin_reads_raise(options, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        FP8TorchAO(**options)
 
 
 def test_gathered_codes_have_one_kind_of_scale():

@@ -24,9 +24,8 @@ def penalty_gradients(model, x, v):
     return {name: p.grad for name, p in model.named_parameters()}
 
 
-def in_fp8(model, precision, **options):
-    plugin = {"plugins": FP8TorchAO("tensorwise", **options)} if options else {"precision": precision}
-    return L.Fabric(accelerator="cpu", devices=1, **plugin).setup_module(model)
+def in_fp8(model, **precision_or_plugin):
+    return L.Fabric(accelerator="cpu", devices=1, **precision_or_plugin).setup_module(model)
 
 
 @pytest.mark.parametrize("rows", [16, 5])
@@ -38,7 +37,7 @@ def test_the_gradient_of_a_penalty_on_one_layer_is_exact(precision, rows):
         linear.weight.mul_(16).round_()
     v = v.round().clamp(-1, 1)
     expected = 2 * v.t() @ (v @ linear.weight.detach())
-    gradients = penalty_gradients(in_fp8(linear, precision), x, v)
+    gradients = penalty_gradients(in_fp8(linear, precision=precision), x, v)
     torch.testing.assert_close(gradients["_forward_module.weight"], expected, rtol=2**-8, atol=0)
 
 
@@ -58,17 +57,16 @@ TRANSFORMS = {
 def test_torch_func_says_the_way_out_which_works(transform, name, class_name, plugin):
     linear, x, _ = layer()
     with pytest.raises(RuntimeError, match=f"`torch.func` .* does not run through {class_name}.*`fp8_eval=False`"):
-        TRANSFORMS[transform](in_fp8(linear, name).module, x)
+        TRANSFORMS[transform](in_fp8(linear, precision=name).module, x)
     plain, _, _ = layer()
-    model = L.Fabric(accelerator="cpu", devices=1, plugins=plugin(fp8_eval=False)).setup_module(linear).module.eval()
+    model = in_fp8(linear, plugins=plugin(fp8_eval=False)).module.eval()
     torch.testing.assert_close(TRANSFORMS[transform](model, x), TRANSFORMS[transform](plain, x))
 
 
 @pytest.mark.parametrize("precision", ["fp8-hybrid", "int8-mixed", "fp8-block", "msamp-o2"])
 def test_forward_mode_says_the_way_out(precision):
     linear, x, _ = layer()
-    fabric = L.Fabric(accelerator="cpu", devices=1, precision=precision)
-    model = fabric.setup_module(linear)
+    model = in_fp8(linear, precision=precision)
     for where in (model, model.module):  # in the plugin's forward, and outside of it
         with pytest.raises(RuntimeError, match=r"forward mode .*keep="), forward_ad.dual_level():
             where(forward_ad.make_dual(x, x))
@@ -78,8 +76,8 @@ def test_forward_mode_says_the_way_out(precision):
 def test_export_says_the_way_out_which_works():
     linear, x, _ = layer()
     with pytest.raises(RuntimeError, match=r"`torch.export` .* cannot export FP8Linear.*fp8_eval=False"):
-        torch.export.export(in_fp8(linear, "fp8-hybrid").module, (x,))
+        torch.export.export(in_fp8(linear, precision="fp8-hybrid").module, (x,))
     plain, _, _ = layer()
-    model = in_fp8(linear, "fp8-hybrid", fp8_eval=False).module.eval()
+    model = in_fp8(linear, plugins=FP8TorchAO(fp8_eval=False)).module.eval()
     torch.testing.assert_close(torch.export.export(model, (x,)).module()(x), plain(x))
     torch.testing.assert_close(torch.jit.trace(model, x)(x), plain(x))
