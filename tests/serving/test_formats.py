@@ -15,7 +15,7 @@ from lightning_lowprec.serving import content, safetensors_files
 from lightning_lowprec.serving.content import of_layers
 from lightning_lowprec.serving.export import Options, write
 from lightning_lowprec.serving.sources import live_model
-from tests.serving.models import FP8_FORMATS, config, converted, decoded, gpt2, llama, mixtral, served, tensors
+from tests.serving.models import FP8_FORMATS, Module, config, converted, decoded, gpt2, llama, mixtral, served, tensors
 
 UP = "model.layers.0.mlp.up_proj"
 TOKENS = torch.arange(24).reshape(1, -1) % 96
@@ -67,6 +67,20 @@ def test_a_layer_whose_forward_ran_in_bf16_is_exported_in_high_precision(tmp_pat
     done = export(model, tmp_path / "out", "compressed-tensors")
     assert (done.same, done.other, done.new) == (6, 0, 0)
     assert tensors(tmp_path / "out")[f"{UP}.weight"].dtype == torch.float32
+
+
+def test_a_fit_in_half_precision_leaves_no_codes_of_the_fit_before(tmp_path):
+    module = Module()
+    data = torch.utils.data.DataLoader(TOKENS[0][None], batch_size=1)
+    for precision, same in (("fp8-hybrid", 7), ("half-auto", None)):
+        quiet = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
+        L.Trainer(precision=precision, accelerator="cpu", max_steps=1, enable_progress_bar=False, **quiet).fit(
+            module, data
+        )
+        if same is not None:
+            assert export(module.net, tmp_path / precision, "compressed-tensors").same == same
+    with pytest.raises(ValueError, match="has no layer that runs in FP8"):
+        export(module.net, tmp_path / "out", "compressed-tensors")
 
 
 @pytest.mark.parametrize("format", FP8_FORMATS)
