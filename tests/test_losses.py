@@ -252,8 +252,7 @@ def few(scale=1.0):
 
 
 @pytest.mark.parametrize(
-    ("z_loss", "scale", "bias"),
-    [(1e-4, 1, 0.0), (1.0, 1, 0.0), (1e-4, 3000, 0.0), (0.1, 0.01, 500.0)],
+    ("z_loss", "scale", "bias"), [(1e-4, 1, 0.0), (1.0, 1, 0.0), (1e-4, 3000, 0.0), (0.1, 0.01, 500.0)]
 )
 def test_gradients_of_a_z_loss_are_not_clipped(z_loss, scale, bias):
     """By autograd in float32, from logits of rounded hidden states and weights: large logits amplify the rounding."""

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, Literal, final
+from typing import Final, final
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,6 @@ from lightning_lowprec.conversion.matmuls import STACKED, matmuls
 from lightning_lowprec.conversion.plan import Plan
 from lightning_lowprec.numerics.weight_rounding import (
     BLOCK,
-    ScalePer,
     WeightRounding,
     amax_grid,
     codes,
@@ -235,13 +234,31 @@ class Content:
             yield target.name, rows(start, stop).to(dtype)
 
     def _coded(self, group: Group, target: Target, rows: Rows, amax: Tensor | None) -> Iterator[tuple[str, Tensor]]:
-        assert self.format.scale_per is not None
-        shape = (target.shape[0], target.shape[1])
-        rounding = self.weights.roundings[group.names[0]]
+        """Yield codes and reciprocal scales of a weight, [N, K], some rows at a time, and fill the tally.
+
+        ``amax``, [1, 1], is that of the whole weight, if the forward rounded with one scale.
+        """
+        scale_per, rounding = self.format.scale_per, self.weights.roundings[group.names[0]]
+        assert scale_per is not None
         if amax is None and rounding is not None and rounding.scale_per == "tensor":
-            amax = largest(rows, shape)
-        for kind, part in coded(rows, shape, self.format.scale_per, rounding, amax, self.tally, checks=self.checks):
-            yield target.name if kind == "codes" else target.name + self.format.scales, part
+            amax = largest(rows, target.shape)
+        for start, stop in spans(target.shape):
+            values = rows(start, stop)
+            largest_values = amax_grid(values, scale_per)
+            if self.checks and not largest_values.isfinite().all():
+                raise ValueError("it holds NaN or inf")
+            if rounding is None:
+                grid = nearest_scale(largest_values)
+            elif amax is not None:
+                grid = rounding.scale_of(amax).expand(largest_values.shape)
+            else:
+                grid = rounding.scale_of(largest_values)
+            yield target.name, codes(values, grid)
+            yield target.name + self.format.scales, grid.reciprocal()
+        same = rounding is not None and rounding.scale_per in ("tensor", scale_per)
+        self.tally.same += same
+        self.tally.new += rounding is None
+        self.tally.other += rounding is not None and not same
 
     def _amax(self, group: Group) -> Tensor | None:
         """Return the largest absolute value of a weight that has one scale and becomes several: [1, 1]."""
@@ -278,38 +295,3 @@ def largest(rows: Rows, shape: tuple[int, ...]) -> Tensor:
     """Return the largest absolute value of a tensor of any dimensions: [1, 1] float32."""
     parts = [rows(start, stop).abs().amax() for start, stop in spans(shape)]
     return torch.stack(parts).amax().float().reshape(1, 1)
-
-
-def coded(
-    rows: Rows,
-    shape: tuple[int, int],
-    scale_per: ScalePer,
-    rounding: WeightRounding | None,
-    amax: Tensor | None,
-    tally: Tally,
-    *,
-    checks: bool,
-) -> Iterator[tuple[Literal["codes", "scales"], Tensor]]:
-    """Yield the codes and the reciprocal scales of a weight, [N, K], some rows at a time, and fill the ``tally``.
-
-    ``rounding`` is that of the forward, or None; ``amax``, [1, 1], that of the whole weight if the rounding has one
-    scale. ``checks``: NaN and inf raise ValueError.
-    """
-    same = rounding is not None and rounding.scale_per in ("tensor", scale_per)
-    for start, stop in spans(shape):
-        values = rows(start, stop)
-        largest_values = amax_grid(values, scale_per)
-        if checks and bool(largest_values.isfinite().logical_not().any()):
-            raise ValueError("it holds NaN or inf")
-        if rounding is None:
-            grid = nearest_scale(largest_values)
-        elif rounding.scale_per == "tensor":
-            assert amax is not None
-            grid = rounding.scale_of(amax).expand(largest_values.shape)
-        else:
-            grid = rounding.scale_of(largest_values)
-        yield "codes", codes(values, grid)
-        yield "scales", grid.reciprocal()
-    tally.same += same
-    tally.new += rounding is None
-    tally.other += rounding is not None and not same

@@ -243,10 +243,17 @@ def test_a_layer_that_does_not_run_has_no_reading():
     net["frozen"].requires_grad_(False)
     net.forward = lambda x: net["used"](net["frozen"](x))
     model, monitor = looked_at(net)
-    model(torch.randn(0, WIDTH)).sum().backward()
-    model(torch.randn(16, WIDTH)).sum().backward()
-    seen = [(r.fqn, r.tensor) for r in monitor.finish()]
-    assert seen == [("used", t) for t in ("input", "weight", "gradient")] + [("frozen", t) for t in ("input", "weight")]
+    x = torch.randn(16, WIDTH).bfloat16().float()
+    with torch.no_grad():
+        model.eval()(1000 * x)
+    for batch in (x[:0], x, 1000 * x):  # neither evaluation nor an empty or a second micro-batch counts
+        model.train()(batch).sum().backward()
+    readings = {(r.fqn, r.tensor): r for r in monitor.finish()}
+    assert [*readings] == [
+        *(("used", tensor) for tensor in ("input", "weight", "gradient")), ("frozen", "input"), ("frozen", "weight")
+    ]  # fmt: skip
+    assert readings["frozen", "input"].amax == x.abs().max()
+    assert monitor.finish() == [*readings.values()], "nothing is read twice"
 
 
 def test_the_share_of_an_infinite_tensor_is_not_known():

@@ -138,33 +138,30 @@ def model_parallel(rank, ranks, folder):
 def says_what_is_wrong(rank, ranks, folder):
     fabric, model, optimizer = setup("32-true", ranks)
     path = folder / "fabric.ckpt"
-    with pytest.raises(KeyError, match="holds nothing under 'net'; it holds: model, optimizer"):
-        fabric.load(path, {"net": model})
-    with pytest.raises(KeyError, match="holds nothing under 'adam'; it holds: model, optimizer"):
-        fabric.load(path, {"model": model, "adam": optimizer})
-    with pytest.raises(KeyError, match="nothing under 'epoch'; it holds: model, optimizer, step"):
-        fabric.load(path, {"model": model, "epoch": 0})
-    with pytest.raises(FileNotFoundError, match="there is no checkpoint at"):
-        fabric.load(folder / "nowhere.ckpt", {"model": model})
-    with pytest.raises(ValueError, match="is no sharded checkpoint of Lightning or of this package"):
-        fabric.load(folder, {"model": model})
-    with pytest.raises(ValueError, match="found no sharded model in the state"):
-        fabric.load(path, {"optimizer": optimizer})
+    headless = torch.optim.AdamW([p for n, p in model.named_parameters() if "head" not in n])
+    headless, one_group = map(fabric.setup_optimizers, (headless, torch.optim.AdamW(model.parameters())))
+    wider = setup("32-true", ranks, width=16)[1]
+    for given, received, error, message in (
+        (path, {"net": model}, KeyError, "holds nothing under 'net'; it holds: model, optimizer"),
+        (path, {"model": model, "adam": optimizer}, KeyError, "holds nothing under 'adam'; it holds: model, optimizer"),
+        (path, {"model": model, "epoch": 0}, KeyError, "nothing under 'epoch'; it holds: model, optimizer, step"),
+        (folder / "nowhere.ckpt", {"model": model}, FileNotFoundError, "there is no checkpoint at"),
+        (folder, {"model": model}, ValueError, "is no sharded checkpoint of Lightning or of this package"),
+        (path, {"optimizer": optimizer}, ValueError, "found no sharded model in the state"),
+        (
+            path, {"model": model, "optimizer": headless}, ValueError,
+            "does not hold the parameters of the optimizer.*'head.bias'",
+        ),
+        (path, {"model": model, "optimizer": one_group}, ValueError, "are in 2 groups of 'optimizer'"),
+        (path, {"model": wider}, ValueError, "in the checkpoint and .* in the model"),
+    ):  # fmt: skip
+        with pytest.raises(error, match=message):
+            fabric.load(given, received)
     _, other, _ = setup("32-true", ranks)
     with pytest.raises(ValueError, match=r"2 sharded models \(a, b\)"):
         fabric.save(folder / "two.ckpt", {"a": model, "b": other})
     with pytest.raises(NotImplementedError, match="state_dict_type='full'"):
         fabric.save(folder / "filtered.ckpt", {"model": model}, filter={"model": lambda k, v: True})
-    headless = torch.optim.AdamW([p for n, p in model.named_parameters() if "head" not in n])
-    headless = fabric.setup_optimizers(headless)
-    with pytest.raises(ValueError, match=r"does not hold the parameters of the optimizer.*'head.bias'"):
-        fabric.load(path, {"model": model, "optimizer": headless})
-    one_group = fabric.setup_optimizers(torch.optim.AdamW(model.parameters()))
-    with pytest.raises(ValueError, match="are in 2 groups of 'optimizer'"):
-        fabric.load(path, {"model": model, "optimizer": one_group})
-    fabric, wider, _ = setup("32-true", ranks, width=16)
-    with pytest.raises(ValueError, match=r"in the checkpoint and .* in the model"):
-        fabric.load(path, {"model": wider})
 
 
 @pytest.mark.slow

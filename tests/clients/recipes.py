@@ -21,7 +21,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+import lightning.pytorch as pl
 import numpy as np
+import torch
 
 from tests.clients.detection import rfdetr
 from tests.clients.speech import nemo_toolkit
@@ -68,7 +70,6 @@ def darts(precision: str, folder: Path) -> Run:
 
 def pytorch_forecasting(precision: str, folder: Path) -> Run:
     """A Temporal Fusion Transformer, fitted by the user's Trainer."""
-    import lightning.pytorch as pl
     import pandas as pd
     from pytorch_forecasting import TemporalFusionTransformer, TimeSeriesDataSet
 
@@ -96,8 +97,6 @@ def pytorch_forecasting(precision: str, folder: Path) -> Run:
 
 def chemprop(precision: str, folder: Path) -> Run:
     """A message passing network, fitted by the user's Trainer."""
-    import lightning.pytorch as pl
-    import torch
     from chemprop import data, models, nn
 
     molecules = ["C" * (1 + i % 8) + "O" * (i % 3) + "N" * (i // 8) for i in range(32)]
@@ -110,13 +109,11 @@ def chemprop(precision: str, folder: Path) -> Run:
     loss = trainer.callback_metrics["train_loss"]
     models.save_model(folder / "model.pt", client)
     again = models.load_model(folder / "model.pt")
-    before, after = (torch.cat(trainer.predict(model, loader)) for model in (client, again))
-    return loss, before.float(), after.float()
+    return loss, *_predicted(trainer, loader, client, again)
 
 
 def gluonts(precision: str, folder: Path) -> Run:
     """PatchTST, whose estimator makes the Trainer of ``trainer_kwargs``; it predicts by sampling, without a Trainer."""
-    import torch
     from gluonts.dataset.common import ListDataset
     from gluonts.model.predictor import Predictor
     from gluonts.torch.model.patch_tst import PatchTSTEstimator
@@ -154,7 +151,6 @@ def scvi_tools(precision: str, folder: Path) -> Run:
 def timm(precision: str, folder: Path) -> Run:
     """A vision transformer in a user's LightningModule."""
     import timm
-    import torch
 
     sizes = {"embed_dim": 64, "depth": 2, "num_heads": 4, "img_size": 32, "patch_size": 8, "num_classes": 16}
     images, labels = torch.randn(32, 3, 32, 32), torch.arange(32) % 16
@@ -168,14 +164,11 @@ def timm(precision: str, folder: Path) -> Run:
     )
     loss = trainer.callback_metrics["train_loss"]
     again = type(client).load_from_checkpoint(folder / "model.ckpt")
-    before, after = (torch.cat(trainer.predict(model, loader)) for model in (client, again))
-    return loss, before.float(), after.float()
+    return loss, *_predicted(trainer, loader, client, again)
 
 
 def torchgeo(precision: str, folder: Path) -> Run:
     """A SegFormer of torchgeo's own task, which labels each pixel by its brightness; fitted by the user's Trainer."""
-    import lightning.pytorch as pl
-    import torch
     from torchgeo.trainers import SemanticSegmentationTask
 
     images = torch.rand(16, 3, 64, 64)
@@ -187,8 +180,7 @@ def torchgeo(precision: str, folder: Path) -> Run:
     loss = trainer.callback_metrics["train_loss"]
     trainer.save_checkpoint(folder / "model.ckpt")
     again = SemanticSegmentationTask.load_from_checkpoint(folder / "model.ckpt")
-    before, after = (torch.cat(trainer.predict(model, loader)) for model in (client, again))
-    return loss, before.float(), after.float()
+    return loss, *_predicted(trainer, loader, client, again)
 
 
 def sentence_transformers(precision: str, folder: Path) -> Run:
@@ -247,7 +239,6 @@ def litgpt_lora(precision: str, folder: Path) -> Run:
 
 
 def _in_fabric(make: Callable[[], Any], precision: str, folder: Path) -> Run:
-    import torch
     from lightning.fabric import Fabric
     from litgpt.utils import chunked_cross_entropy
 
@@ -275,8 +266,6 @@ def _in_a_module(
     make: Callable[[], Any], loss_of: Callable[[Any, Any], Any], loader: Any, precision: str, folder: Path
 ) -> tuple[Any, Any]:
     """Fit a model as a user does, and write ``model.ckpt``; return the LightningModule and the Trainer."""
-    import lightning.pytorch as pl
-    import torch
 
     class User(pl.LightningModule):
         def __init__(self) -> None:
@@ -299,6 +288,10 @@ def _in_a_module(
     trainer.fit(client, loader)
     trainer.save_checkpoint(folder / "model.ckpt")
     return client, trainer
+
+
+def _predicted(trainer: Any, loader: Any, *models: Any) -> list[Any]:
+    return [torch.cat(trainer.predict(model, loader)).float() for model in models]
 
 
 CLIENTS: Final[Mapping[str, Callable[[str, Path], Run]]] = {
@@ -334,8 +327,6 @@ def is_refusal(error: BaseException) -> bool:
 
 def run(client: str, precision: str) -> dict[str, Any]:
     """Run a recipe in a folder of its own; return its outcome."""
-    import torch
-
     logging.basicConfig(stream=sys.stdout, level=logging.INFO)
     torch.manual_seed(0)
     np.random.seed(0)

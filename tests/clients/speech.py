@@ -44,12 +44,7 @@ def _config(folder: Path) -> Any:
         {
             "sample_rate": RATE,
             "labels": LETTERS,
-            "train_ds": {
-                "manifest_filepath": str(_recordings(folder)),
-                "sample_rate": RATE,
-                "labels": LETTERS,
-                **data,
-            },
+            "train_ds": {"manifest_filepath": str(_recordings(folder)), "sample_rate": RATE, "labels": LETTERS, **data},
             "preprocessor": {
                 "_target_": f"{modules}.AudioToMelSpectrogramPreprocessor",
                 "features": 32,
