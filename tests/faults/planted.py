@@ -324,8 +324,8 @@ FAULTS = [
     # ---- files
     Fault(
         "exported codes with scales in place of inverse scales",
-        'yield "scales", grid.reciprocal()\n',
-        'yield "scales", grid\n',
+        "yield target.name + self.format.scales, grid.reciprocal()\n",
+        "yield target.name + self.format.scales, grid\n",
         "tests/serving/test_formats.py",
     ),
     Fault(

@@ -2,9 +2,13 @@
 
 from typing import Any
 
+import accelerate
 import lightning as L
 import pytest
 import torch
+import transformers
+from accelerate.state import AcceleratorState
+from accelerate.utils import AORecipeKwargs
 from torch import nn
 
 from lightning_lowprec import FP8TorchAO
@@ -31,25 +35,17 @@ def distance(one: nn.Module, other: nn.Module) -> float:
     return sum((a - b).square().sum().item() for a, b in pairs) ** 0.5
 
 
-@pytest.fixture
-def llama():
-    transformers = pytest.importorskip("transformers")
+def llama() -> nn.Module:
+    torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=2, max_position_embeddings=16,
     )  # fmt: skip
-
-    def make() -> nn.Module:
-        torch.manual_seed(0)
-        return transformers.LlamaForCausalLM(config)
-
-    return make
+    return transformers.LlamaForCausalLM(config)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_the_trainer_of_transformers_and_ours_give_the_same_weights(llama, tmp_path):
-    transformers = pytest.importorskip("transformers")
-    pytest.importorskip("accelerate")
+def test_the_trainer_of_transformers_and_ours_give_the_same_weights(tmp_path):
     tokens = torch.randint(0, 64, (16, 16), generator=torch.Generator().manual_seed(1))
     rows = [{"input_ids": row, "labels": row} for row in tokens]
 
@@ -75,15 +71,10 @@ def test_the_trainer_of_transformers_and_ours_give_the_same_weights(llama, tmp_p
 
 def by_accelerate(batch: torch.Tensor, **recipe: Any) -> nn.Module:
     """Train one step by Accelerate, as on the page: the optimizer is made before ``prepare``."""
-    accelerate = pytest.importorskip("accelerate")
-    from accelerate.state import AcceleratorState
-    from accelerate.utils import AORecipeKwargs
-
     AcceleratorState._reset_state(reset_partial_state=True)
     try:
-        accelerator = accelerate.Accelerator(
-            cpu=True, mixed_precision="fp8", kwargs_handlers=[AORecipeKwargs(**recipe)]
-        )
+        kwargs_handlers = [AORecipeKwargs(**recipe)]
+        accelerator = accelerate.Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=kwargs_handlers)
         model = stack()
         model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
         accelerator.backward(model(batch).square().mean())

@@ -1,4 +1,4 @@
-"""The tools of the site find what is wrong, and the list of names is the table of the code."""
+"""What the hooks of the site write: the list of names is the table of the code, the notebook a page."""
 
 import json
 import re

@@ -1,11 +1,10 @@
-"""What every `lowprec` command has in common: guide, exit codes, JSON, progress."""
+"""What every `lowprec` command has in common: guide, exit codes, JSON."""
 
 import json
 import math
 import os
 import re
 import sys
-import time
 import warnings
 from pathlib import Path
 
@@ -13,8 +12,8 @@ import pytest
 import torch
 
 import lightning_lowprec
-from lightning_lowprec.tools import output
-from lightning_lowprec.tools.cli import COMMANDS, EXIT_CODES, GUIDE, main, parser_of
+from lightning_lowprec.tools import cli
+from lightning_lowprec.tools.cli import main
 from tests.serving.models import llama
 from tests.tools.test_monitor_command import write
 
@@ -26,8 +25,8 @@ def test_lowprec_alone_prints_which_command_is_for_what(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["lowprec"])
     assert main() == 0
     said = capsys.readouterr().out
-    assert {command.split()[1] for _, command in GUIDE} == set(COMMANDS)
-    assert all(question in said and command in said for question, command in GUIDE)
+    assert {command.split()[1] for _, command in cli.GUIDE} == set(cli.COMMANDS)
+    assert all(question in said and command in said for question, command in cli.GUIDE)
     assert len(said.splitlines()) <= 16
     assert max(map(len, said.splitlines())) <= 110
 
@@ -36,8 +35,8 @@ def test_exit_codes_are_in_the_help_and_on_the_page(capsys):
     assert main(["--help"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     rows = dict(re.findall(r"^\| (\d+) \| (.+?) \|$", PAGE, flags=re.MULTILINE))
-    assert {int(code): meaning for code, meaning in rows.items()} == EXIT_CODES
-    for code, meaning in EXIT_CODES.items():
+    assert {int(code): meaning for code, meaning in rows.items()} == cli.EXIT_CODES
+    for code, meaning in cli.EXIT_CODES.items():
         assert f"{code} {meaning}" in said
 
 
@@ -129,29 +128,6 @@ def test_json_is_all_of_stdout(form, tmp_path, monkeypatch, capfd):
 
 
 def test_help_names_types_that_a_user_can_read():
-    for command in COMMANDS.keys() - {"fit"}:
-        for cls in COMMANDS[command][1:]:
-            assert not re.search("Annotated|Rule|``|<function", parser_of(command, cls).format_help()), command
-
-
-@pytest.mark.parametrize(
-    ("terminal", "words", "seconds", "said"),
-    [
-        (True, [], 0.3, "asking ...\n"),
-        (True, ["answering"], 0.3, "answering ...\n"),
-        (True, ["writing"], 0, ""),
-        (False, ["too early"], 0.1, "simulating fp8-hybrid ...\n"),
-    ],
-)
-def test_long_work_is_named_and_a_file_gets_what_was_said_late_alone(
-    capsys, monkeypatch, terminal, words, seconds, said
-):
-    monkeypatch.setattr(output, "APPEARS", 0.05)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
-    with output.working("asking") as work:
-        for word in words:
-            work.say(word)
-        time.sleep(seconds)
-        if not terminal:
-            work.say("simulating fp8-hybrid")
-    assert capsys.readouterr().err == said
+    for command in cli.COMMANDS.keys() - {"fit"}:
+        for cls in cli.COMMANDS[command][1:]:
+            assert not re.search("Annotated|Rule|``|<function", cli.parser_of(command, cls).format_help()), command

@@ -1,10 +1,13 @@
 """What `lowprec compare` makes of its runs: verdicts, intervals over seeds, the report as page and as text."""
 
 import math
+import sys
+import time
 
 import pytest
 import torch
 
+from lightning_lowprec.tools import output
 from lightning_lowprec.tools.compare.comparison import Comparison, markdown, picture, smooth, write_report
 from lightning_lowprec.tools.compare.result import PrecisionResult, judge, judge_seeds, student_t
 from lightning_lowprec.tools.options import CompareSpec
@@ -231,6 +234,9 @@ def test_values_that_are_not_finite_still_draw(tmp_path):
     assert (tmp_path / "loss.png").stat().st_size > 10_000
 
 
+# ---- what commands print
+
+
 def test_a_table_as_text_and_as_markdown():
     rows = [("name", "size"), ("a*", "5"), ("longer", "1234567")]
     assert format_table(rows, right=[1]) == ["name       size", "a*            5", "longer  1234567"]
@@ -240,3 +246,26 @@ def test_a_table_as_text_and_as_markdown():
         "| a\\*    |       5 |",
         "| longer | 1234567 |",
     ]
+
+
+@pytest.mark.parametrize(
+    ("terminal", "words", "seconds", "said"),
+    [
+        (True, [], 0.3, "asking ...\n"),
+        (True, ["answering"], 0.3, "answering ...\n"),
+        (True, ["writing"], 0, ""),
+        (False, ["too early"], 0.1, "simulating fp8-hybrid ...\n"),
+    ],
+)
+def test_long_work_is_named_and_a_file_gets_what_was_said_late_alone(
+    capsys, monkeypatch, terminal, words, seconds, said
+):
+    monkeypatch.setattr(output, "APPEARS", 0.05)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    with output.working("asking") as work:
+        for word in words:
+            work.say(word)
+        time.sleep(seconds)
+        if not terminal:
+            work.say("simulating fp8-hybrid")
+    assert capsys.readouterr().err == said

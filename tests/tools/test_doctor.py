@@ -5,6 +5,8 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,13 +14,17 @@ import torch
 
 import lightning_lowprec
 from lightning_lowprec import HalfMixed
-from lightning_lowprec.names import TABLE
 from lightning_lowprec.tools.cli import main
-from lightning_lowprec.tools.doctor import Availability, Diagnosis, advice, availability, commands
+from tests.representatives import TABLE
 
 ROOT = Path(lightning_lowprec.__file__).parents[1]
 RUNS = {*TABLE}
 FP8 = {name for name in TABLE if TABLE[name].plugin is not HalfMixed}
+
+
+@cache
+def on_cpu():
+    return lightning_lowprec.doctor("cpu")
 
 
 @pytest.mark.slow
@@ -55,12 +61,14 @@ def test_it_is_short_and_begins_with_a_recommendation_and_nothing_else_is_printe
     ],
 )
 def test_every_kind_of_machine_gets_three_names_that_run_there(machine, runs, emulated, bf16, names):
-    verdicts = [Availability(name=n, runs=True, emulated=n in emulated, reason="", summary="") for n in runs]
-    recommended = advice(verdicts, bf16)
-    assert [row.name for row in recommended] == names
+    here = on_cpu()
+    verdicts = [replace(here.precisions[0], name=n, runs=True, emulated=n in emulated) for n in runs]
+    found = replace(here, facts={**here.facts, "bf16": bf16}, precisions=verdicts)
+    assert [row.name for row in found.recommended] == names
     assert {*names} <= {*runs, "32-true"}
-    assert commands(recommended)[0].split()[3] == ",".join(names)
-    assert commands(recommended)[1] == f"lowprec run --precision={names[1]} train.py"
+    compare, run = found.as_json()["commands"]
+    assert compare.split()[3] == ",".join(names)
+    assert run == f"lowprec run --precision={names[1]} train.py"
 
 
 @pytest.mark.parametrize(
@@ -99,14 +107,16 @@ def test_another_device_has_a_column_and_unknown_ones_raise_with_what_is_allowed
 def test_what_nobody_has_confirmed_is_not_known_and_not_recommended(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (13, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "GPU X")
-    verdicts = [availability(name, torch.device("cuda", 0)) for name in ("half-auto", "bf16-remainder", "fp8-hybrid")]
-    assert [(verdict.runs, verdict.known) for verdict in verdicts] == [(True, True), (True, True), (True, False)]
-    assert "newer than this table" in verdicts[2].reason
-    assert [row.name for row in advice(verdicts, bf16=True)] == ["half-auto", "bf16-remainder"]
+    found = lightning_lowprec.doctor("cuda:0")
+    verdicts = {verdict.name: verdict for verdict in found.precisions}
+    assert all(verdicts[name].runs and verdicts[name].known for name in ("half-auto", "bf16-remainder"))
+    assert (verdicts["fp8-hybrid"].runs, verdicts["fp8-hybrid"].known) == (True, False)
+    assert "newer than this table" in verdicts["fp8-hybrid"].reason
+    assert [row.name for row in found.recommended] == ["half-auto", "bf16-remainder", "bf16-8bit"]
 
 
 def test_doctor_answers_for_every_name():
-    found = lightning_lowprec.doctor("cpu")
+    found = on_cpu()
     assert [verdict.name for verdict in found.precisions] == list(TABLE)
     assert torch.__version__ in repr(found)
     assert repr(found).startswith("Try first on this machine:\n    half-auto ")
@@ -119,10 +129,11 @@ def test_doctor_answers_for_every_name():
 
 def test_reasons_and_broken_libraries_are_said():
     broken = {"torchao": "OSError: no file"}
-    facts = {**lightning_lowprec.doctor("cpu").facts, "moved": ["torch._x"], "broken": broken}
-    verdicts = [Availability(name="half-auto", runs=False, reason="does not run: no file", summary="")]
-    verdicts += [Availability(name="bf16-remainder", runs=True, reason="", summary="")]
-    said = " ".join(repr(Diagnosis(facts=facts, precisions=verdicts)).split())
+    here = on_cpu()
+    row = replace(here.precisions[0], name="half-auto", runs=False, reason="does not run: no file")
+    verdicts = [row, replace(row, name="bf16-remainder", runs=True, reason="")]
+    facts = {**here.facts, "moved": ["torch._x"], "broken": broken}
+    said = " ".join(repr(replace(here, facts=facts, precisions=verdicts)).split())
     assert "half precision no half-auto: does not run: no file" in said
     assert "torchao is installed and does not import: OSError: no file" in said
     assert "the installed libraries are not all supported; they no longer have: torch._x" in said
