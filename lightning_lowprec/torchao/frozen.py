@@ -141,7 +141,9 @@ class StoresCodes(PlainFirst):
     def _load_from_state_dict(self, state_dict: dict[str, object], prefix: str, *args: object) -> None:
         value = state_dict.get(f"{prefix}weight")
         if self.values_dtype is not None and isinstance(value, Tensor) and value.shape == self.weight.shape:
-            state_dict[f"{prefix}weight"], scale = self.encoded(value)
+            codes, scale = self.encoded(value)
+            # with `assign=True` torch puts this object in the place of the weight
+            state_dict[f"{prefix}weight"] = Bytes(codes, False) if type(self.weight) is Bytes else codes
             for layer in (self, *self.tied):
                 if layer.weight_scale.is_meta:
                     layer.weight_scale = scale

@@ -231,20 +231,15 @@ def test_frozen_layers_convert_unless_told_otherwise():
 
 
 def test_routers_gates_beside_experts_and_adapters():
-    class MoE(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.gate = nn.Linear(16, 16)
-            self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
-
     model = nn.Module()
-    model.moe, model.choice = MoE(), type("TopKRouter", (nn.Module,), {})()
+    model.moe = nn.ModuleDict({"gate": nn.Linear(16, 16), "experts": nn.ModuleList([nn.Linear(16, 16)])})
+    model.choice = type("TopKRouter", (nn.Module,), {})()
     model.choice.weight = nn.Parameter(torch.zeros(4, 16))
     model.router = nn.Sequential(nn.Linear(16, 16))
     model.mlp = nn.ModuleDict({"gate": nn.Linear(16, 16), "gate_proj": nn.Linear(16, 16)})
     model.lora_A = nn.ModuleDict({"default": nn.Linear(16, 16)})
     assert reasons(model) == {
-        "moe.gate": "gate beside experts", "moe.experts.0": None, "moe.experts.1": None,
+        "moe.gate": "gate beside experts", "moe.experts.0": None,
         "router.0": "router (by name)", "mlp.gate": None, "mlp.gate_proj": None, "lora_A.default": "LoRA adapter",
         "choice": "no Linear (router)",
     }  # fmt: skip
@@ -308,31 +303,27 @@ def test_summary_and_table():
     assert plan(nn.Linear(16, 16)).summary() == "converted 1 of 1 linear layers"
 
 
-def _attention(package, name, **attributes):
+def attention(package, name, **attributes):
     """A module with the layers of an attention, of a class of a package that is not installed here."""
     module = type(name, (nn.Module,), {"__module__": f"{package}.models.some"})()
-    module.qkv, module.proj = nn.Linear(16, 48), nn.Linear(16, 16)
-    for attribute, value in attributes.items():
-        setattr(module, attribute, value)
-    return module
+    return changed(module, qkv=nn.Linear(16, 48), proj=nn.Linear(16, 16), **attributes)
 
 
 def test_known_classes_that_read_a_weight_themselves():
     """Transformers' Mamba is the real class; torchvision's and timm's are known by name and by `q_bias`."""
     said = "reads its weight and never calls it"
-    swin = _attention("torchvision", "ShiftedWindowAttention")
+    swin = attention("torchvision", "ShiftedWindowAttention")
     assert set(reasons(swin).values()) == {f"ShiftedWindowAttention {said}"}
-    assert set(reasons(_attention("mine", "ShiftedWindowAttention")).values()) == {None}
+    assert set(reasons(attention("mine", "ShiftedWindowAttention")).values()) == {None}
     bias = nn.Parameter(torch.zeros(16))
-    for name in ("Attention", "EvaAttention", "WindowAttention"):
-        for attributes, reason in (
-            ({"q_bias": bias}, f"{name} {said}"),
-            ({"q_bias": bias, "qkv_bias_separate": False}, f"{name} {said}"),
-            ({"q_bias": bias, "qkv_bias_separate": True}, None),
-            ({"q_bias": None}, None),
-            ({}, None),
-        ):
-            assert reasons(_attention("timm", name, **attributes)) == {"qkv": reason, "proj": None}
+    for attributes, reason in (
+        ({"q_bias": bias}, f"EvaAttention {said}"),
+        ({"q_bias": bias, "qkv_bias_separate": False}, f"EvaAttention {said}"),
+        ({"q_bias": bias, "qkv_bias_separate": True}, None),
+        ({"q_bias": None}, None),
+        ({}, None),
+    ):
+        assert reasons(attention("timm", "EvaAttention", **attributes)) == {"qkv": reason, "proj": None}
     config = MambaConfig(hidden_size=64, time_step_rank=16)
     assert reasons(MambaMixer(config, layer_idx=0))["dt_proj"] == f"MambaMixer {said}"
 

@@ -117,8 +117,8 @@ def bits(model):
     return [tensor.clone() for layer in frozen_layers(model) for tensor in (layer.weight.data, layer.weight_scale)]
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "block"])
-def test_a_checkpoint_has_plain_keys_and_gives_the_same_codes_back(recipe):
+@pytest.mark.parametrize(("recipe", "assign"), [("tensorwise", False), ("block", False), ("tensorwise", True)])
+def test_a_checkpoint_has_plain_keys_and_gives_the_same_codes_back(recipe, assign):
     plain_keys = {key: value.dtype for key, value in Net().state_dict().items()}
     _, net, _, _ = set_up(recipe=recipe)
     state = net.state_dict()
@@ -128,10 +128,11 @@ def test_a_checkpoint_has_plain_keys_and_gives_the_same_codes_back(recipe):
     memory.seek(0)
     _, other, _, _ = set_up(recipe=recipe, seed=7)
     assert not torch.equal(bits(other)[0], bits(net)[0])
-    other.load_state_dict(torch.load(memory, weights_only=True))
+    other.load_state_dict(torch.load(memory, weights_only=True), assign=assign)
     assert all(map(torch.equal, bits(other), bits(net)))
     assert all(map(torch.equal, bits(copy.deepcopy(net)), bits(net)))
     assert all(map(torch.equal, bits(net.to(torch.bfloat16)), bits(other))), "a cast leaves the codes"
+    assert torch.equal(lp.plain(other).first.base.weight, state["first.base.weight"])
 
 
 @pytest.mark.parametrize(("recipe", "format"), [("tensorwise", "compressed-tensors"), ("block", "hf-fp8-block")])

@@ -31,9 +31,8 @@ class Net(Stack):
         super().__init__(Block, depth, head=("lm_head", 32, 16), seed=0)
 
 
-def set_up(**options):
-    plugin = FP8TorchAO(**options)
-    model = Net()
+def set_up(model=None, **options):
+    plugin, model = FP8TorchAO(**options), Net() if model is None else model
     L.Fabric(accelerator="cpu", plugins=plugin).setup(model)
     return plugin, model
 
@@ -220,11 +219,6 @@ def test_a_word_for_the_accumulation_of_one_product_says_the_option(word, choice
 FORMATS = ["tensorwise", "rowwise", "block"] + ([] if FP8TorchAO("mxfp8").refusal(torch.device("cpu")) else ["mxfp8"])
 
 
-def converted(recipe, model, **options):
-    plugin = FP8TorchAO(recipe, weights="keep", **options)
-    return convert(plugin, model), plugin
-
-
 def layers(*names):
     torch.manual_seed(0)
     return nn.ModuleDict({name: nn.Linear(128, 64) for name in names})
@@ -237,10 +231,10 @@ def results(layer):
 
 
 def test_each_layer_has_the_bits_of_its_own_format():
-    mixed, plugin = converted({name: name for name in FORMATS}, layers(*FORMATS))
+    plugin, mixed = set_up(layers(*FORMATS), recipe={name: name for name in FORMATS})
     assert plugin.plan.converted == tuple(FORMATS)
     for name in FORMATS:
-        alone, _ = converted(name, layers(*FORMATS))
+        _, alone = set_up(layers(*FORMATS), recipe=name)
         found, expected = results(mixed[name]), results(alone[name])
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True)), name
 
@@ -248,7 +242,7 @@ def test_each_layer_has_the_bits_of_its_own_format():
 @pytest.mark.skipif("mxfp8" not in FORMATS, reason="torchao has no MXFP8")
 def test_features_that_one_format_cannot_multiply_stay_in_bf16():
     model = nn.ModuleDict({"mxfp8": nn.Linear(48, 48), "block": nn.Linear(48, 48)})
-    _, plugin = converted({"mxfp8": "mxfp8", "block": "block"}, model)
+    plugin, _ = set_up(model, recipe={"mxfp8": "mxfp8", "block": "block"})
     assert plugin.plan.converted == ("block",)
     assert plugin.plan.rows[0].kept_because == "features are no multiples of 32"
 
@@ -256,9 +250,9 @@ def test_features_that_one_format_cannot_multiply_stay_in_bf16():
 @pytest.mark.skipif("mxfp8" not in FORMATS, reason="torchao has no MXFP8")
 def test_a_layer_whose_device_cannot_run_its_format_is_named():
     with pytest.raises(RuntimeError, match=r"`recipe='mxfp8'` of layer 'up' cannot run: .*'hopper'` is not valid"):
-        converted({"up": "mxfp8", "*": "tensorwise"}, layers("up", "down"), emulate="hopper")
+        set_up(layers("up", "down"), recipe={"up": "mxfp8", "*": "tensorwise"}, emulate="hopper")
 
 
 def test_gathered_codes_have_one_kind_of_scale():
-    _, plugin = converted({"a": "block", "*": "tensorwise"}, layers("a", "b"))
+    plugin, _ = set_up(layers("a", "b"), recipe={"a": "block", "*": "tensorwise"})
     assert plugin.gathers(None) == "'block' and 'tensorwise' in `recipe` have different scales"
