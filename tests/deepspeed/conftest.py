@@ -18,7 +18,6 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="session")
 def seen(tmp_path_factory):
-    """What rank 0 of two has seen in all runs."""
     folder = tmp_path_factory.mktemp("zero")
     environment = {
         **os.environ,

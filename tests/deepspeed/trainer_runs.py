@@ -14,8 +14,6 @@ STEPS = 4
 
 
 class CutFromTheStart(Task):
-    """ZeRO-3 cuts the weights as `configure_model` makes them."""
-
     def __init__(self) -> None:
         super().__init__()
         self.net = None

@@ -33,10 +33,8 @@ def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def full(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The gathered weights, by plain names."""
     return toy.full(dict(model.state_dict()))
 
 
 def same(one, other):
-    """Return whether two dicts hold the same values, bit for bit."""
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)

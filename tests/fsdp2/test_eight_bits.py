@@ -58,7 +58,6 @@ def setup(precision, ranks, seed=0, kind="sharded", **options):
 
 
 def train(fabric, model, optimizer, steps, rank=0):
-    """Train on the batches of ``rank``."""
     for step in steps:
         x, y = batch(step, rank)
         fabric.backward(F.cross_entropy(model(x).float(), y))

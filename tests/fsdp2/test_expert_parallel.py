@@ -42,7 +42,6 @@ def load(folder):
 
 
 def cut(model, ranks=2):
-    """Apply transformers' own plan, over both ranks or over this one alone."""
     from transformers.distributed.expert_parallel import apply_expert_parallelism
 
     mesh = init_device_mesh("cpu", (2 // ranks, ranks), mesh_dim_names=("copies", "ep"))["ep"]
@@ -70,7 +69,6 @@ def gradients(fabric, model, wrapped):
 
 
 def in_order(folder, name, order):
-    """Return losses, and the gradients after them."""
     model = load(folder) if order == "whole" else cut(load(folder), 1 if order == "one rank" else 2)
     fabric = fabric_for(PLUGINS[name]())
     wrapped = fabric.setup(model)
@@ -83,7 +81,6 @@ def in_order(folder, name, order):
 
 
 def clipped(folder, name, how):
-    """Clip in a Trainer's or Fabric's way; the norm is that of all experts."""
     model = load(folder) if how == "whole" else cut(load(folder))
     fabric = fabric_for(HalfMixed(name))
     wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=1.0, foreach=False))
@@ -125,7 +122,6 @@ def under_fsdp2(folder):
 
 
 def refusals(folder):
-    """Other layers that are cut, and experts that are cut within."""
     fabric = fabric_for(PLUGINS["rowwise"]())
     mesh = init_device_mesh("cpu", (2,))
     for place, name, dim in (("mlp.experts", "down_proj", 1), ("self_attn.q_proj", "weight", 0)):

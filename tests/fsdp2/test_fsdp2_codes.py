@@ -27,7 +27,6 @@ def mesh():
 
 @pytest.fixture
 def encoded(monkeypatch):
-    """The shapes of the shards that were encoded."""
     shapes, encode = [], TorchAOWire.encode
 
     def counting(self, values, scale, **options):
@@ -97,7 +96,6 @@ def copy_into_local_views(model, scales):
 
 
 def averaged(model):
-    """An average of the weights that are and of others."""
     average = {name: p.detach().clone() for name, p in model.named_parameters()}
     values = distributed_like(model)
     torch._foreach_lerp_(list(average.values()), [values[name] for name in average], 0.5)
@@ -114,7 +112,6 @@ def swap_tensors_with_an_average(model, scales):
 
 
 def kernel(model, scales):
-    """It writes to the memory, and says so."""
     values = other(model)
     names = {id(p): name for name, p in model.named_parameters()}
     for weight in scales.weights:
@@ -187,7 +184,6 @@ def test_copies_pickles_and_state_dicts_have_no_codes(mesh):
 
 
 def watched(model, scales):
-    """References to all shards, their values and their codes."""
     loss_of(model, batch(0, 0)).backward()
     model.zero_grad()
     return [weakref.ref(t) for shard in shards_of(scales) for t in (shard, shard._tensor, shard._kept.codes)]

@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor
 from lightning_lowprec import FabricFSDP2Strategy, FP8TorchAO
 from lightning_lowprec.callbacks import NumericsMonitor
 from tests.fsdp2 import toy
-from tests.fsdp2.gathers import count_gathers
 from tests.fsdp2.models import Net, batch, full, loss_of, same
 from tests.fsdp2.ranks import run
 from tests.toys import Block, adamw
@@ -46,7 +45,6 @@ def trained(fabric, model, optimizer, rank, steps=4):
 
 
 def optimizers(rank):
-    """Built with the model's set-up, before it, and after it; with state from before it."""
     weights = {}
     fabric = fabric_for()
     model, optimizer = set_up(fabric)
@@ -117,7 +115,6 @@ def skipping(rank):
 
 
 def variants(rank):
-    """Options that change where and when things are computed, not what."""
     losses = {}
     for name, options in {
         "plain": {},
@@ -136,29 +133,6 @@ def variants(rank):
         model, optimizer = set_up(fabric, model)
         losses[name] = trained(fabric, model, optimizer, rank)[1]
     return losses
-
-
-NAMES = {
-    ("float32", "float32"): ["32-true"],
-    ("float32", "bfloat16"): ["bf16-mixed", "half-auto", "bf16-master", "fp8-rowwise-gw-hp", "int8-mixed"],
-    ("float32", "float16"): ["16-mixed", "fp16-master"],
-    ("bfloat16", "bfloat16"): ["bf16-true", "bf16-remainder", "bf16-8bit", "bf16-sr"],
-    ("float32", "uint8", "bfloat16"): ["fp8-hybrid"],
-    ("float32", "uint8", "float16"): ["fp8-hybrid-fp16"],
-    ("bfloat16", "uint8", "bfloat16"): ["fp8-hybrid-remainder"],
-}
-"""By the dtype of the shards and those of what is gathered: the root of the net has no FP8 layer."""
-
-
-def dtypes(rank):
-    found = {}
-    for name in itertools.chain(*NAMES.values()):
-        fabric = fabric_for(name)
-        model, optimizer = set_up(fabric)
-        gathers = count_gathers(model)
-        step(fabric, model, optimizer, 0, rank)
-        found[name] = {p.dtype for p in model.parameters()}, {d for gather in gathers.values() for d in gather.sent}
-    return found
 
 
 def origins(rank):
@@ -205,7 +179,7 @@ def monitored(rank):
 
 
 def worker(rank):
-    parts = (optimizers, evaluation, skipping, variants, dtypes, origins, from_rank_0, monitored)
+    parts = (optimizers, evaluation, skipping, variants, origins, from_rank_0, monitored)
     return {part.__name__: part(rank) for part in parts}
 
 
@@ -240,13 +214,6 @@ def test_options_change_where_not_what(results):
     losses = results[0]["variants"]
     for name, values in losses.items():
         assert values == losses["plain"], name
-
-
-def test_what_a_rank_keeps_and_gathers(results):
-    for (kept, *sent), names in NAMES.items():
-        for name in names:
-            expected = {getattr(torch, kept)}, {getattr(torch, dtype) for dtype in sent}
-            assert results[0]["dtypes"][name] == expected, name
 
 
 def test_weights_from_rank_0_from_nowhere(results):

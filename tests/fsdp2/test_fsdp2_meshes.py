@@ -76,7 +76,6 @@ def results(tmp_path_factory):
 
 
 def difference(one, other):
-    """The largest difference of updates, relative to the largest update."""
     start = Net().state_dict()
     update = max((other[name] - start[name]).abs().max() for name in start)
     return max((one[name] - other[name]).abs().max() for name in start) / update

@@ -45,7 +45,6 @@ def by_hand(mesh):
 
 
 def worker(rank):
-    """The same training in several ways, under a float32 policy."""
     mesh, weights = init_device_mesh("cpu", (2,)), {}
     model, scales = sharded(mesh, True)
     weights["ours"] = train(model, rank)

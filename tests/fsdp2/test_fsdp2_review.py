@@ -65,7 +65,7 @@ class Manual(L.LightningModule):
         self.net = nn.Sequential(*flat(), *[nn.Sequential(Gained(), Gained())] * blocks)
         self.automatic_optimization = False
         self.edits = edits
-        self.seen = {}
+        self.seen, self.norm = {}, torch.zeros(())
 
     def forward(self, x):
         return self.net(x)
@@ -131,7 +131,6 @@ class Gan(L.LightningModule):
 
 
 def with_norms():
-    """BatchNorm first, and between layers."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.BatchNorm1d(64), nn.Linear(64, 48), nn.BatchNorm1d(48), nn.GELU(), nn.Linear(48, 64))
     return Task(
@@ -142,20 +141,21 @@ def with_norms():
 
 
 HOOKS = ("training_step", "on_after_backward", "on_before_optimizer_step", "on_train_batch_end")
-EDITED_MODELS = [("none", False), ("clip", False), *((edits, True) for edits in ("clip", "halve", "penalty", "clamp"))]
+MANUAL = [
+    *(("32-true", edits, False) for edits in ("none", "clip")),
+    *(("32-true", edits, True) for edits in ("clip", "halve", "penalty", "clamp")),
+    *((precision, "clip", True) for precision in ("bf16-master", "fp8-hybrid")),
+]
+"""Precision, edits, whether there are blocks."""
 
 
 def manual(rank):
     results = {}
-    for edits, blocks in EDITED_MODELS:
+    for case in MANUAL:
         for strategy in ("fsdp2", "ddp"):
-            model = fitted(Manual(edits, blocks), strategy)
-            results[blocks, edits, strategy] = full(model), model.seen
-    for precision in ("bf16-master", "fp8-hybrid"):
-        for strategy in ("fsdp2", "ddp"):
-            model = fitted(Manual("clip", blocks=True), strategy, precision)
-            norm = getattr(model.norm, "full_tensor", lambda norm=model.norm: norm)()
-            results[precision, strategy] = float(norm), model.seen, {type(p).__name__ for p in model.parameters()}
+            model = fitted(Manual(*case[1:]), strategy, case[0])
+            kinds = {type(p).__name__ for p in model.parameters()}
+            results[case, strategy] = full(model), whole(model.norm).item(), model.seen, kinds
     return results
 
 
@@ -174,7 +174,6 @@ def norms(rank):
 
 
 def memory(rank):
-    """What is left of the unsharded weights after a fit."""
     model = with_norms()
     before = [weakref.ref(p) for p in model.parameters()]
     trainer_holds = fitted(model, "fsdp2", "bf16-remainder")
@@ -192,13 +191,17 @@ def results(tmp_path_factory):
     return run(worker, 2, tmp_path_factory.mktemp("ranks"))
 
 
-@pytest.mark.parametrize(("edits", "blocks"), EDITED_MODELS)
-def test_manual_optimization_trains_as_ddp_with_gradients_that_user_code_edits(results, edits, blocks):
-    weights, seen = results[0]["manual"][blocks, edits, "fsdp2"]
-    expected, _ = results[0]["manual"][blocks, edits, "ddp"]
-    start = full(Manual(edits, blocks))
-    assert difference(weights, expected) < 1e-6 < difference(expected, start)
+@pytest.mark.parametrize("case", MANUAL, ids=str)
+def test_manual_optimization_trains_as_ddp_with_gradients_that_user_code_edits(results, case):
+    weights, norm, seen, kinds = results[0]["manual"][case, "fsdp2"]
+    expected, expected_norm, _, _ = results[0]["manual"][case, "ddp"]
+    if case[0] == "32-true":
+        assert difference(weights, expected) < 1e-6 < difference(expected, full(Manual(*case[1:])))
+    else:
+        assert norm == pytest.approx(expected_norm, rel=0.02)
+        assert norm > 1e-2
     assert seen == dict.fromkeys(HOOKS, True)
+    assert kinds == {"DTensor"}
 
 
 @pytest.mark.parametrize("blocks_in", ["g", "d"])
@@ -214,16 +217,6 @@ def test_batch_norm_stays_float32(results, precision):
     assert losses == pytest.approx(results[0]["norms"][precision, "ddp"][0], rel=0.02)
     assert dtypes == {torch.float32}
     assert running == torch.float32
-
-
-@pytest.mark.parametrize("precision", ["bf16-master", "fp8-hybrid"])
-def test_manual_optimization_clips_in_low_precision_and_shows_shards_after_the_fit(results, precision):
-    norm, seen, kinds = results[0]["manual"][precision, "fsdp2"]
-    expected, _, _ = results[0]["manual"][precision, "ddp"]
-    assert norm == pytest.approx(expected, rel=0.02)
-    assert norm > 1e-2
-    assert seen == dict.fromkeys(HOOKS, True)
-    assert kinds == {"DTensor"}
 
 
 def test_no_unsharded_weight_stays_in_memory(results):

@@ -67,7 +67,6 @@ def trainer_for(precision, strategy="fsdp2", **kwargs):
 
 
 def loader(steps=8):
-    """``steps`` batches of two for each of two ranks."""
     return torch.utils.data.DataLoader(torch.utils.data.Subset(Tokens(), range(4 * steps)), batch_size=2)
 
 
@@ -108,7 +107,6 @@ def fitted(precision, model=None, strategy="fsdp2", **kwargs):
 
 
 def places(rank):
-    """The same model, defined in every place Lightning knows."""
     models = {
         "__init__": (Module(), "fsdp2"),
         "configure_model": (InConfigureModel(), "fsdp2"),
@@ -132,7 +130,6 @@ def signatures(rank):
 
 
 def again(rank):
-    """Validated first, then fitted twice and tested, by one Trainer and by another."""
     model = Module()
     trainer = trainer_for("bf16-remainder")
     trainer.validate(model, loader(), verbose=False)
@@ -179,7 +176,6 @@ class Untrained(Module):
 
 
 def without_optimizer(rank):
-    """Save and resume a run whose model has no optimizer."""
     saved = []
     for precision in ("bf16-mixed", "bf16-remainder"):
         _, trainer = fitted(precision, Untrained(), limit_val_batches=0)
@@ -199,7 +195,6 @@ class Clipped(Module):
 
 
 def clipped(rank):
-    """Return by how much the norm of all weights moves in a step whose gradients are clipped to 0.1, or not clipped."""
     moved = {}
     for precision, value in itertools.product(("32-true", "fp8-hybrid"), (0.1, None)):
         model = Clipped()

@@ -59,7 +59,6 @@ def sequence_plan(colwise, rowwise):
 
 
 def by_strategy(recipe):
-    """Under FSDP2Strategy, whose option takes the plan."""
     plan = sequence_plan(ColwiseParallel, RowwiseParallel)
     strategy = FabricFSDP2Strategy(tensor_parallel=plan, tensor_parallel_size=2, param_dtype=torch.float32)
     fabric = L.Fabric(accelerator="cpu", devices=2, strategy=strategy, plugins=FP8TorchAO(recipe))
@@ -160,7 +159,6 @@ def results(tmp_path_factory):
 
 
 def snr(found, expected):
-    """Signal to noise of all gradients together, in dB."""
     assert found.keys() == expected.keys()
     noise = sum((found[name] - expected[name]).float().square().sum() for name in expected)
     return 10 * math.log10(sum(grad.float().square().sum() for grad in expected.values()) / noise)

@@ -23,8 +23,6 @@ pytestmark = [
 
 
 class Look(L.Callback):
-    """What there is when training begins, after everything was restored."""
-
     def on_train_start(self, trainer, module):
         self.restored = everything(module, trainer.optimizers[0], trainer.precision_plugin)
         self.rate = float(trainer.optimizers[0].param_groups[0]["lr"])

@@ -90,8 +90,6 @@ FLOAT32_KEPT = {
 
 
 def mixture(width):
-    """The experts of a Mixtral, each 2 x ``width`` wide."""
-
     class Experts(MixtralSparseMoeBlock):
         def forward(self, x):
             out = super().forward(x[None])

@@ -40,10 +40,6 @@ def test_the_weights_of_groups_with_padding_and_parts():
     assert tiled["body.0"] == Weights(fp8=8 * 6, scales=2 * 2, other=6), "6 rows and 8 columns of tiles of 4"
 
 
-def test_one_rank_sends_nothing():
-    assert step(Weights(fp8=16, scales=1), Weights(other=16), shards=1).total == 0
-
-
 @pytest.mark.parametrize("name", ["shards", "copies"])
 def test_sizes_are_checked(name):
     with pytest.raises(ValueError, match=rf"`{name}=0` is not valid; expected an integer of at least 1"):

@@ -75,7 +75,6 @@ def train(fabric, model, optimizer, steps: range, ranks: int) -> list[float]:
 
 
 def full(value):
-    """Whole tensors, copied."""
     if isinstance(value, Tensor):
         value = value.detach()
         return (value.full_tensor() if isinstance(value, DTensor) else value).clone()
@@ -95,7 +94,6 @@ def everything(model: nn.Module, optimizer, plugin) -> dict:
 
 
 def assert_same(a, b, name: str) -> None:
-    """Bit for bit."""
     found = differences(a, b)
     assert not found, f"{name}: {found[:5]}"
 

@@ -84,24 +84,6 @@ def test_every_fp8_name_is_fp8(problem, name, record_property):
 
 
 @on_gpu_only
-@pytest.mark.parametrize("axis", [None, -1])
-def test_codes_and_scales_are_those_of_the_cpu(axis):
-    from torchao.float8.config import ScalingGranularity
-    from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
-    from torchao.float8.float8_training_tensor import LinearMMConfig
-
-    granularity = ScalingGranularity.TENSORWISE if axis is None else ScalingGranularity.AXISWISE
-    x = torch.randn(256, 512) * 3
-    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
-        here, there = (
-            hp_tensor_to_float8_dynamic(t, dtype, LinearMMConfig(), scaling_granularity=granularity, axiswise_dim=axis)
-            for t in (x, x.to(DEVICE))
-        )
-        assert torch.equal(here._scale, there._scale.cpu()) or NO_VALUES
-        assert torch.equal(here._data.view(torch.uint8), there._data.cpu().view(torch.uint8)) or NO_VALUES
-
-
-@on_gpu_only
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_autocast_of_cuda_reaches_everything(dtype):
     model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 16)).to(DEVICE)

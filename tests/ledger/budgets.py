@@ -96,6 +96,8 @@ WAITS = {
     "fp8-hybrid, LoRA": 0,
     "fp8-hybrid, transformers' checkpoints": 0,
     "fp8-hybrid, skip_nonfinite=True": 1,
+    "fp8-hybrid-te, skip_nonfinite=True": 1,
+    "bf16-remainder, skip_nonfinite=True": 1,
     "fp8-hybrid-8bit": 0,
     "fp8-hybrid-fp16": 1,
     "fp8-hybrid-remainder": 0,

@@ -31,6 +31,5 @@ OWN = {"ours fp8-hybrid, codes per GEMM": _per_gemm} | {
 
 @functools.cache
 def entry(contender: str) -> Entry:
-    """Return the entry at full size."""
     setup = OWN.get(contender) or contenders.find(contender).setup
     return measure(contender, setup, STACK)

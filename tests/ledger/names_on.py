@@ -62,7 +62,6 @@ def read_signs_of_nvfp4() -> None:
 
 
 def main(names: list[str]) -> None:
-    """Print the outcomes by name."""
     warnings.simplefilter("ignore")
     read_signs_of_nvfp4()
     torch.backends.cuda.enable_cudnn_sdp(False)

@@ -48,7 +48,6 @@ FLAG_READ = 2
 
 
 def of_masters(name):
-    """Whether a name has weights in half precision or masters."""
     return TABLE[name].plugin is HalfMixed or name in WITH_MASTERS
 
 

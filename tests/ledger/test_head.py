@@ -33,7 +33,6 @@ def fp8(h, w, t):
 
 
 def counted(loss_of, weights):
-    """Return what forward and backward launch, and the peak in GB beyond all inputs."""
     gc.collect()
     torch.cuda.empty_cache()
     torch._dynamo.reset()

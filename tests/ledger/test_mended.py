@@ -143,12 +143,10 @@ def test_a_scale_that_was_made_while_copying_outlives_the_gemms(monkeypatch):
 
 
 def state_of(address):
-    """What the caching allocator says of the block at ``address``."""
     return block_at(address).get("state", "free")
 
 
 def block_at(address):
-    """What the caching allocator says of a block, and the stream of its segment."""
     segments = torch.cuda.memory_snapshot()
     blocks = ({**block, "stream": segment["stream"]} for segment in segments for block in segment["blocks"])
     return next((block for block in blocks if block["address"] == address), {})

@@ -23,7 +23,6 @@ MODELS = {
 
 
 def dtypes_between(model, fabric):
-    """The dtypes of what blocks and norms read and return in a step."""
     wrapped = fabric.setup_module(model)
     found = set()
 

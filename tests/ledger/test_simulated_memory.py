@@ -23,8 +23,6 @@ GPT2 = GPT2Config(vocab_size=50257, n_positions=TOKENS, n_embd=1024, n_layer=6, 
 
 
 class LanguageModel(L.LightningModule):
-    """A model of transformers in a Trainer."""
-
     def __init__(self, config, fused=True, checkpointing=False):
         super().__init__()
         self.fused = fused

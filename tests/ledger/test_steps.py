@@ -36,7 +36,6 @@ COMMITTED = {
 
 
 def with_marks(contenders):
-    """The contenders as parameters of a test."""
     return [pytest.param(one, marks=pytest.mark.rehearsed if one in REHEARSED else ()) for one in contenders]
 
 

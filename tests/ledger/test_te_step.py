@@ -94,20 +94,6 @@ def test_nothing_of_ours_ends_the_graph_of_a_block(recipe, monkeypatch):
     assert counters["graph_break"] == {}
 
 
-def test_a_norm_takes_other_inputs_as_before():
-    norm = converted(nn.LayerNorm(64))
-    assert norm(torch.zeros(0, 64, device=DEVICE)).shape == (0, 64)
-    with pytest.raises(RuntimeError, match=r"normalized_shape=\[64\], expected input with shape"):
-        norm(torch.zeros(4, 32, device=DEVICE))
-    with pytest.raises(RuntimeError, match="got an input on cpu"):
-        norm(torch.zeros(4, 64))
-    with torch.inference_mode():
-        assert norm(torch.zeros(4, 64, device=DEVICE)).shape == (4, 64)
-    x = torch.zeros(4, 64, device=DEVICE, requires_grad=True)
-    with pytest.raises(RuntimeError, match=r"a gradient of a gradient \(`create_graph=True`"):
-        torch.autograd.grad(norm(x).sum(), x, create_graph=True)
-
-
 @pytest.mark.parametrize(
     ("name", "options", "shards"),
     [

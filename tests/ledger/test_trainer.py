@@ -51,7 +51,6 @@ def precision(name, compiled):
 
 
 def compiles(name):
-    """Whether the plugin of a name compiles blocks by default."""
     return "compile" in inspect.signature(TABLE[name].plugin).parameters
 
 

@@ -41,8 +41,6 @@ class Task(L.LightningModule):
 
 
 class LastStep(L.Callback):
-    """Record the last optimizer step, of two micro-batches."""
-
     def __init__(self):
         self.stack = ExitStack()
 

@@ -1,7 +1,6 @@
 """Rank 0 of many GPUs on the null GPU: what it sends and holds, against arithmetic and against `lowprec plan`."""
 
 import functools
-import json
 from dataclasses import replace
 
 import pytest
@@ -164,16 +163,3 @@ def test_tensor_parallelism(precision):
     amaxes = LAYERS * 16 * 2 * ring(8, 8) if precision in FLOAT8 else 0  # float64, of every FP8 operand that is cut
     assert row["wire"]["other"] == activations + amaxes
     assert row["wire"]["scales"] == row["promised"]["scales"]
-
-
-def test_the_command_writes_json_and_a_page(tmp_path, capsys):
-    from benchmarks.ledger.worlds import main
-
-    words = "--shape 8b --world 8 --precision bf16-true --layers 2 --out"
-    assert main([*words.split(), str(tmp_path)]) == 0, (tmp_path / "case.log").read_text()[-2000:]
-    assert "8b (2 layers) on 8 (8 x 1), bf16-true: ok" in capsys.readouterr().out
-    (row,) = json.loads((tmp_path / "worlds.json").read_text())["rows"]
-    assert row["wire"]["reduce_scatter"] == ring(4 * PARAMETERS, 8)
-    page = (tmp_path / "worlds.md").read_text()
-    assert "| 8b, 2 layers | bf16-true |" in page
-    assert page.count(" =") == 2, "all-gather and reduce-scatter equal the formula"

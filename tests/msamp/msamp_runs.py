@@ -39,20 +39,16 @@ class Net(L.LightningModule):
 
 
 class Batches(list):
-    """Of random numbers, always the same."""
-
     def __init__(self, count=4):
         generator = torch.Generator().manual_seed(1)
         super().__init__(torch.randn(8, 16, generator=generator) for _ in range(count))
 
 
 def coded(module):
-    """The names of the layers whose weights are kept as codes."""
     return [fqn for fqn, part in module.named_modules() if hasattr(getattr(part, "weight", None), "msamp_state")]
 
 
 def fit(plugin, module=None, epochs=2, path=None, **options):
-    """The module and the Trainer; a plugin or a name of Lightning's."""
     precision = {"precision": plugin} if isinstance(plugin, str) else {"plugins": [as_trained(plugin)]}
     trainer = L.Trainer(**precision, max_epochs=epochs, **ON_CPU, **options)
     module = module or Net()

@@ -32,8 +32,6 @@ def value(coded):
 
 
 class Reference:
-    """One scaled parameter."""
-
     def __init__(self, start, level):
         self.level, self.t = level, 0
         self.master = quantise(start, torch.float16)

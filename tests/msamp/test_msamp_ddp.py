@@ -27,12 +27,10 @@ def adamw(model):
 
 
 def batches(rank, ranks):
-    """Eight of four rows; the ranks have different ones."""
     return list(zip(X[rank::ranks].split(4), Y[rank::ranks].split(4), strict=True))
 
 
 def everything(model, optimizer):
-    """Weights and optimizer state, as one flat tensor."""
     state = optimizer.state_dict()["state"].values()
     tensors = [*model.state_dict().values(), *(v for s in state for v in s.values() if isinstance(v, torch.Tensor))]
     return torch.cat([t.float().flatten() for t in tensors])

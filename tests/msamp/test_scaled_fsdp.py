@@ -61,7 +61,6 @@ def stochastic(rank):
 
 
 def compiled(rank):
-    """Trained with compiled blocks, by the strategy's option and by the precision's, and without."""
     found = []
     for options, precision in (({}, {"compile": False}), ({"compile": GRAPHS}, {}), ({}, {"compile": GRAPHS})):
         fabric, model, optimizer = toy.setup(MSAMP("O3", **precision), 2, **options)

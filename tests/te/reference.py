@@ -57,7 +57,6 @@ def pretend(monkeypatch) -> None:
 
 
 def take_any_input(monkeypatch) -> None:
-    """Layers take inputs on CPU."""
     from lightning_lowprec.te import norms
 
     for module in (layer, norms):
@@ -65,7 +64,6 @@ def take_any_input(monkeypatch) -> None:
 
 
 def current_scaling():
-    """A scale per tensor; e4m3 forward, e5m2 backward."""
     return Float8CurrentScaling()
 
 

@@ -34,7 +34,6 @@ def unfused_update(monkeypatch):
 
 
 def registered(model, plugin):
-    """Layers with scales, as after a forward."""
     give_scales(model, plugin.recipe)
     for layer in te_linears(model):
         layer.fp8_meta |= {"recipe": plugin.recipe, "fp8_group": None}
@@ -81,7 +80,6 @@ def scales_of(model):
 
 
 def note_amax(model, value):
-    """What kernels do in a forward and a backward."""
     for layer in te_linears(model):
         layer.fp8_meta["scaling_fwd"].amax_history[0] = value
         layer.fp8_meta["scaling_bwd"].amax_history[0] = value

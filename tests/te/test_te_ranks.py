@@ -124,7 +124,6 @@ def added(reference_te):
 
 
 def decibels(found, expected):
-    """Of all tensors together."""
     assert found.keys() == expected.keys()
     error = sum((found[name] - expected[name]).square().sum() for name in expected)
     return float(-10 * torch.log10(error / sum(expected[name].square().sum() for name in expected)))
