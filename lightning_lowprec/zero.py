@@ -37,7 +37,7 @@ from lightning_lowprec.masters.weights import HalfWeights
 from lightning_lowprec.messages import info
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.half import HalfMixed
-from lightning_lowprec.precision.host import Engine, in_trainer
+from lightning_lowprec.precision.host import Engine, trainer_of
 from lightning_lowprec.precision.loss_scale import LossScale, LossScaler
 from lightning_lowprec.precision.refusals import two_dtypes
 from lightning_lowprec.precision.set_up import check_optimizers
@@ -238,7 +238,7 @@ class ZeroEngine(Engine):
     def backward(self, tensor: Tensor, model: Module | None, *args: object, **kwargs: object) -> None:
         """Call the engine, as Lightning's own plugins do."""
         lightnings: Any = either.FabricDeepSpeed
-        if in_trainer(model):
+        if trainer_of(model) is not None:
             lightnings = either.namesake(either.TrainerDeepSpeed, type(model))
         lightnings.backward(self._plugin, tensor, model, *args, **kwargs)
 

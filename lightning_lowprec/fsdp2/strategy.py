@@ -25,7 +25,7 @@ from lightning_lowprec.masters.kept_float32 import kept_float32
 from lightning_lowprec.messages import in_units, info, warn
 from lightning_lowprec.numerics.parameters import disable_foreach
 from lightning_lowprec.precision.base import LowPrecision
-from lightning_lowprec.precision.host import in_trainer
+from lightning_lowprec.precision.host import trainer_of
 from lightning_lowprec.private import either
 from lightning_lowprec.private import lightning as names
 from lightning_lowprec.private.either import fabric_strategies as fabric
@@ -245,7 +245,7 @@ class Sharding:
             device=device,
             param_dtype=param_dtype(plugin),
             fp8_all_gather=gathers_fp8(plugin, self.options),
-            methods=tuple(name for name in STEPS if in_trainer(model) and either.is_overridden(name, model)),
+            methods=tuple(name for name in STEPS if trainer_of(model) and either.is_overridden(name, model)),
             float32=left_alone(model).union(float32),
         )
         if ours is not None:

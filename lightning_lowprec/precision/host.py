@@ -12,7 +12,7 @@ Trainer and Fabric call the same hooks with different signatures:
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -44,11 +44,6 @@ def callbacks_of(model: Module) -> list[object]:
     """Return the callbacks of the Trainer that runs ``model``, which DDP may have wrapped."""
     trainer = trainer_of(model.module if isinstance(model, DistributedDataParallel) else model)
     return list(getattr(trainer, "callbacks", ()))
-
-
-def in_trainer(module: Module | None) -> TypeGuard[LightningModule]:
-    """Return whether a Trainer runs ``module``."""
-    return trainer_of(module) is not None
 
 
 def shown_as(original: Callable[..., object]) -> Callable[[F], F]:

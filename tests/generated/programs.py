@@ -2,8 +2,8 @@
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
 from random import Random
+from types import SimpleNamespace as Program
 from typing import Any
 
 import lightning as L
@@ -31,33 +31,8 @@ OPTIMIZERS: dict[str, Callable[[Any, float], torch.optim.Optimizer]] = {
 }
 
 
-@dataclass(frozen=True)
-class Program:
-    """The choices of one program."""
-
-    seed: int
-    name: str
-    host: str
-    model: str
-    width: int
-    batch: int
-    optimizer: str
-    two_optimizers: bool
-    two_groups: bool
-    accumulate: int
-    clip: str | None
-    frozen: bool
-    tied: bool
-    average: bool
-    again: bool  # whether the optimizers are set up again after the first epoch
-    resume: bool
-    manual: bool
-    penalty: bool  # whether a part of the loss is computed with autocast switched off
-    schedule: bool
-
-
 def draw(seed: int) -> Program:
-    """Return the program of a seed."""
+    """Return the choices of the program of a seed."""
     r = Random(seed)
     name = r.choice((*HALF, *CODES, *MSAMP))
     resume, average = r.random() < 0.4, r.random() < 0.25
@@ -77,10 +52,10 @@ def draw(seed: int) -> Program:
         frozen=r.random() < 0.25,
         tied=r.random() < 0.5,
         average=average and name not in MSAMP,
-        again=not resume and r.random() < 0.2,
+        again=not resume and r.random() < 0.2,  # whether the optimizers are set up again after the first epoch
         resume=resume,
         manual=two or r.random() < 0.25,
-        penalty=r.random() < 0.25,
+        penalty=r.random() < 0.25,  # whether a part of the loss is computed with autocast switched off
         schedule=r.random() < 0.3,
     )
 

@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch import distributed as dist
 from torch import nn, optim
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightning_lowprec.masters import step as masters_step
 from lightning_lowprec.masters.optimizer import (
@@ -109,14 +111,6 @@ def mesh():
     dist.destroy_process_group()
 
 
-def sharded(mesh, form, seed=0):
-    from torch.distributed.fsdp import fully_shard
-
-    model = net(seed).bfloat16()
-    fully_shard(model, mesh=mesh)
-    return model, add_masters(optim.AdamW(model.parameters(), lr=1e-3, foreach=True), form)
-
-
 @torchs_warnings
 @every_exact_form
 def test_clipping_by_a_factor_is_clipping_in_place(mesh, form, monkeypatch):
@@ -124,7 +118,8 @@ def test_clipping_by_a_factor_is_clipping_in_place(mesh, form, monkeypatch):
     found = []
     for devices in (set(), {"cpu"}):
         monkeypatch.setattr(masters_step, "DEVICES", devices)
-        model, optimizer = sharded(mesh, form)
+        model = fully_shard(net().bfloat16(), mesh=mesh)
+        optimizer = add_masters(optim.AdamW(model.parameters(), lr=1e-3, foreach=True), form)
         for step in range(3):
             optimizer.zero_grad()
             loss_of(model, step).backward()
@@ -143,8 +138,6 @@ def test_clipping_by_a_factor_is_clipping_in_place(mesh, form, monkeypatch):
 @torchs_warnings
 def test_the_norm_is_that_of_all_meshes(mesh, monkeypatch):
     """Tensor parallelism shards some parameters over another mesh, and leaves others whole."""
-    from torch.distributed.tensor import Shard, distribute_tensor
-
     monkeypatch.setattr(masters_step, "DEVICES", {"cpu"})
     other = dist.device_mesh.init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))["b"]
     plain = [torch.ones(4, 2).bfloat16(), torch.ones(8).bfloat16(), torch.ones(3).bfloat16(), torch.ones(5)]

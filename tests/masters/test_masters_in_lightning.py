@@ -127,19 +127,6 @@ def test_bad_options(options, message):
         HalfMixed(**options)
 
 
-@pytest.mark.parametrize("name", ["bf16-master", "fp16-master", "bf16-sr"])
-def test_batch_norm_keeps_float32(name):
-    class Convolutional(Net):
-        def __init__(self):
-            super().__init__()
-            self.backbone = nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
-
-    model = Convolutional()
-    L.Trainer(plugins=as_trained(name), max_epochs=1, **ON_CPU).fit(model)
-    assert {p.dtype for p in model.backbone[0].parameters()} == {torch.float32}
-    assert model.backbone[1].weight.dtype is (torch.float16 if name.startswith("fp16") else torch.bfloat16)
-
-
 @pytest.mark.parametrize("name", ["bf16-master", "bf16-remainder", "bf16-8bit", "fp16-master"])
 def test_a_loaded_value_outlives_a_gradient_that_is_dropped(name):
     fabric = L.Fabric(accelerator="cpu", devices=1, precision=name)

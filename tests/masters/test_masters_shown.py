@@ -11,12 +11,9 @@ MASTERS = ["bf16-master", "fp16-master", "bf16-remainder", "bf16-sr"]
 MAX_NORM = 1e-4
 
 
-def in_fabric(name, lr=1.0):
-    module = Net()
+def in_fabric(name, module, lr=1.0):
     fabric = L.Fabric(accelerator="cpu", devices=1, precision=name)
-    cls = torch.optim.AdamW if name.startswith("msamp") else torch.optim.SGD  # MS-AMP steps Adam alone
-    model, optimizer = fabric.setup(module, cls(module.parameters(), lr=lr))
-    return fabric, model, optimizer
+    return fabric, *fabric.setup(module, torch.optim.SGD(module.parameters(), lr=lr))
 
 
 def backward(fabric, model):
@@ -27,7 +24,7 @@ def backward(fabric, model):
 def test_what_is_done_to_the_gradient_that_is_shown_reaches_the_step(name):
     changes = {}
     for edit in ("none", "in place", "assigned", "dropped by the optimizer", "dropped by the model"):
-        fabric, model, optimizer = in_fabric(name)
+        fabric, model, optimizer = in_fabric(name, Net())
         before = [m.detach().clone() for m in fabric.strategy.precision.main_params(optimizer.optimizer)]
         backward(fabric, model)
         fabric.clip_gradients(model, optimizer, max_norm=MAX_NORM)
@@ -69,22 +66,30 @@ def test_no_optimizer_is_no_error(name):
     assert all(torch.equal(p, before[fqn].to(p.dtype)) for fqn, p in module.named_parameters())
 
 
-@pytest.mark.parametrize("normalize", [nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm])
+COUPLED = {
+    "spectral norm": (
+        lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(32, 32)),
+        ["parametrizations.weight.original"],
+    ),
+    "spectral norm by a hook": (lambda: nn.utils.spectral_norm(nn.Linear(32, 32)), ["weight_orig"]),
+    "batch norm": (lambda: nn.BatchNorm1d(32), ["weight", "bias"]),
+}
+
+
+@pytest.mark.parametrize("kind", COUPLED)
 @pytest.mark.parametrize("name", MASTERS)
-def test_spectral_norm_computes_in_float32(name, normalize):
+def test_what_is_computed_with_buffers_keeps_float32(name, kind):
     torch.manual_seed(0)
-    model = nn.Sequential(normalize(nn.Linear(32, 32)), nn.Linear(32, 32))
-    fabric = L.Fabric(accelerator="cpu", devices=1, precision=name)
-    wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    make, names = COUPLED[kind]
+    model = nn.Sequential(make(), nn.Linear(32, 32))
+    fabric, wrapped, optimizer = in_fabric(name, model, lr=0.1)
     for _ in range(3):
-        loss = wrapped(torch.ones(4, 32)).float().square().mean()
-        fabric.backward(loss)
+        fabric.backward(wrapped(torch.ones(4, 32)).float().square().mean())
         optimizer.step()
         optimizer.zero_grad()
-    kept = {fqn for fqn, p in model.named_parameters() if p.dtype is torch.float32}
-    assert kept <= {"0.weight_orig", "0.parametrizations.weight.original"}
-    assert len(kept) == 1
-    assert torch.linalg.matrix_norm(model[0].weight.detach().float(), 2) == pytest.approx(1.0, rel=0.35)
+    assert [fqn for fqn, p in model.named_parameters() if p.dtype is torch.float32] == [f"0.{each}" for each in names]
+    if "spectral" in kind:
+        assert torch.linalg.matrix_norm(model[0].weight.detach().float(), 2) == pytest.approx(1.0, rel=0.35)
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")

@@ -26,7 +26,6 @@ from tests.masters.master_loops import (
     wrapped,
 )
 
-FORMS = {"fp32": {}, "remainder": {"form": "remainder"}, "stochastic": {"form": "stochastic", "seed": 3}}
 OPTIMIZERS = {
     "adamw": lambda p: optim.AdamW(p, lr=1e-2),
     "adafactor": lambda p: optim.Adafactor(p, lr=1e-2),
@@ -36,13 +35,13 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS)
-@pytest.mark.parametrize("form", FORMS)
+@every_form
 def test_one_parameter_at_a_time_gives_the_bits_of_all_at_once(form, make, monkeypatch):
     found = []
     for size in (1, registry.BUCKET):
         monkeypatch.setattr(registry, "BUCKET", size)
         model = net().bfloat16()
-        optimizer = add_masters(OPTIMIZERS[make](model.parameters()), MasterConfig(**FORMS[form]))
+        optimizer = add_masters(OPTIMIZERS[make](model.parameters()), MasterConfig(form=form, seed=3))
         train(model, optimizer, range(5))
         assert len(optimizer._masters.stores) == (4 if size == 1 else 1)
         found.append((list(model.parameters()), optimizer.state_dict()["state"]))

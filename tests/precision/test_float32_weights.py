@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_lowprec import MSAMP, FP8TorchAO, HalfMixed
-from tests.precision.weights_left import Net, as_trained, exact_weights, fit, same_bits, with_weights
+from tests.precision.weights_left import Net, as_trained, exact_weights, fit, same_bits
 
 FLOAT32 = ["half-auto", "fp8-hybrid", "fp8-rowwise", "msamp-o2", "msamp-o3"]
 
@@ -58,7 +58,8 @@ def test_weights_keep_has_no_masters():
 @pytest.mark.parametrize("name", ["fp16-master", "bf16-sr"])
 def test_names_with_masters_take_half_weights_as_they_are_and_say_so(name, lines):
     module = Net(torch.float16 if name == "fp16-master" else torch.bfloat16)
-    same = with_weights(exact_weights(module))  # a float32 model with these values
+    same = Net()  # a float32 model with these values
+    same.load_state_dict(exact_weights(module))
     fit(name, module)
     fit(name, same)
     assert same_bits(exact_weights(module), exact_weights(same))
@@ -95,7 +96,8 @@ def test_the_users_own_optimizer_goes_on(first, then):
     state = copy.deepcopy(module.optimizer.state_dict())
     for entry in state["state"].values():
         entry.pop("master_param", None)
-    fresh = with_weights(exact_weights(module), early_optimizer=True)
+    fresh = Net(early_optimizer=True)
+    fresh.load_state_dict(exact_weights(module))
     fresh.optimizer.load_state_dict(state)
     module.losses.clear()
     fit(as_trained(then), module)

@@ -78,15 +78,10 @@ class Clipped(Student):
             self.clip(parameter)
 
 
-def in_place(parameter):
-    with torch.no_grad():
-        parameter.clamp_(-0.05, 0.05)
-
-
 CLIPS = {
     "data": lambda parameter: parameter.data.clamp_(-0.05, 0.05),
     "new data": lambda parameter: setattr(parameter, "data", parameter.data.clamp(-0.05, 0.05)),
-    "in place": in_place,
+    "in place": torch.no_grad()(lambda parameter: parameter.clamp_(-0.05, 0.05)),
 }
 
 

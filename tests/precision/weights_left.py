@@ -67,15 +67,6 @@ def exact_weights(module):
     return {fqn: p.detach().float() for fqn, p in plain(module, copy=True).named_parameters()}
 
 
-def with_weights(weights, **options):
-    """Return a fresh float32 model with these weights."""
-    module = Net(**options)
-    with torch.no_grad():
-        for fqn, p in module.named_parameters():
-            p.copy_(weights[fqn])
-    return module
-
-
 def same_bits(a, b):
     """Return whether two dicts of tensors are equal, bit for bit."""
     return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)

@@ -9,6 +9,7 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import nn
 
 from lightning_lowprec.private import lightning as private
+from tests.toys import ON_CPU
 
 compiled_or_not = pytest.mark.parametrize("compiled", [False, True])
 
@@ -43,10 +44,7 @@ def test_in_fabric(compiled, with_optimizer):
 @compiled_or_not
 def test_in_the_trainer(compiled):
     plugin, model = recorder(Precision), BoringModel()
-    trainer = L.Trainer(
-        accelerator="cpu", devices=1, plugins=plugin, max_steps=0, logger=False, enable_checkpointing=False,
-        enable_model_summary=False, enable_progress_bar=False,
-    )  # fmt: skip
+    trainer = L.Trainer(plugins=plugin, max_steps=0, **ON_CPU)
     trainer.fit(torch.compile(model, backend="eager") if compiled else model)
     assert plugin.seen == compiled
 
