@@ -32,11 +32,8 @@ _WORDS: Final[Mapping[str, tuple[str, ...]]] = {
     _HALF.format("16", "fp16"): ("fp16-mixed", "fp16", "float16", "torch.float16", "fp16: true", "amp"),
     _HALF.format("bf16", "bf16"): ("bfloat16", "torch.bfloat16", "bfloat16-mixed", "bf16: true"),
     "Write `plugins=HalfEval('bf16')`, which trains in float32 and evaluates in bf16, as Axolotl does. For bf16 weights"
-    " write 'bf16-remainder'.": ("bf16: full", "bf16-full", "full"),
-    "Write 'nvfp4-te': products in 4 bits by Transformer Engine.": (
-        *("fp4", "nvfp4-mixed", "bf16-with-nvfp4-mixed"),
-        *("nemotron-3-super-bf16-with-nvfp4-mixed", "nemotron-3-ultra-bf16-with-nvfp4-mixed"),
-    ),
+    " write 'bf16-remainder'.": ("bf16: full", "bf16:full", "bf16-full", "full"),
+    "Write 'nvfp4-te': products in 4 bits by Transformer Engine.": ("fp4", "nvfp4-mixed", "bf16-with-nvfp4-mixed"),
     "Write 'half-auto': bf16 where the device has bf16, else fp16 with loss scaling.": (
         *("auto", "bf16: auto", "bf16:auto", "bf16-auto", "bf16 auto", "half"),
     ),
@@ -64,6 +61,11 @@ RECIPES: Final[Mapping[str, str]] = {
     "nanov2-bf16-with-fp8-current-scaling-mixed": _RECIPE.format(
         f"bf16_with_fp8_subchannel_scaling_mixed(first_last_layers_bf16=True, {_TWO_BLOCKS})"
     ),
+    **{
+        f"nemotron-3-{model}-bf16-with-nvfp4-mixed": "Write `plugins=FP8TE('nvfp4', master_weights=True,"
+        f" first_last_layers_bf16=True, num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16={last})`."
+        for model, last in (("super", 14), ("ultra", 16))
+    },
     **{word: answer for word, answer in PRECISIONS.items() if "-with-" in word},
 }
 """Recipes of Megatron-Bridge that NeMo 2 did not have."""
@@ -110,17 +112,13 @@ _MEGATRON: Final[Mapping[str, str]] = {
     "accumulate-allreduce-grads-in-fp32": "Write `master_weights=True, grad_accumulation_dtype=torch.float32`, with"
     " `strategy='fsdp2'` on several GPUs.",
     "grad-reduce-in-bf16": "Leave it out: gradients of half weights are sent as they are.",
-    "loss-scale-window": NEMO["fp16_loss_scale_window"],
-    "min-loss-scale": NEMO["fp16_min_loss_scale"],
-    "initial-loss-scale": NEMO["fp16_initial_loss_scale"],
-    "hysteresis": NEMO["fp16_hysteresis"],
-    "fp8-interval": "Leave it out: Transformer Engine computes its scales in every step.",
+    **{name[5:].replace("_", "-"): answer for name, answer in NEMO.items() if name.startswith("fp16_")},
     "fp8-param": NEMO["fp8_params"],
     "no-fp8-wgrad": NEMO["fp8_wgrad"],
     "transformer-impl": "Write the class of the plugin: `FP8TE` or `FP8TorchAO`.",
     "fp8-quantizer-factory": "Write a recipe by name: `FP8TE('current')`.",
     "reuse-grad-buf-for-mxfp8-param-ag": "Leave it out: no gather takes the memory of gradients.",
-    **dict.fromkeys(("fp4", "fp4-recipe", "fp4-param", "fp4-param-gather"), _NVFP4),
+    **dict.fromkeys(("fp4", "fp4-format", "fp4-recipe", "fp4-param", "fp4-param-gather"), _NVFP4),
     **dict.fromkeys(("main-params-dtype", "main-grads-dtype", "exp-avg-dtype", "exp-avg-sq-dtype"), _STATE),
     **dict.fromkeys(("use-precision-aware-optimizer", "store-param-remainders"), _STATE),
 }
@@ -137,7 +135,8 @@ OPTIONS: Final[Mapping[str, str]] = {
     "backend": "The class is the backend: `FP8TE`, `FP8TorchAO` or `MSAMP`.",
     "use-te": "Leave it out, or write 'fp8-hybrid-te-8bit' in place of MS-AMP's level: products by Transformer Engine,"
     " bf16 weights with exact masters, moments of 8 bits.",
-    "interval": "Leave it out: Transformer Engine computes its scales in every step.",
+    **dict.fromkeys(("interval", "fp8-interval"), "Leave it out: Transformer Engine computes scales in every step."),
+    "pad-inner-dim": "Leave it out: `MSAMP` pads by itself, `FP8TE` keeps such layers in bf16, `FP8TorchAO` has it.",
     "override-linear-precision": "For both backward products in high precision write"
     " `FP8TE({'recipe': 'current', 'backward_override': 'high_precision'})`, for one product"
     " `FP8TorchAO({'*': {'grad_weight': 'bf16'}})`.",

@@ -271,11 +271,11 @@ def _show_module(plugin: LowPrecision, original: Callable[[object], Module], mod
 
 
 def _say_names(original: Callable[..., None], self: Any, message: str, *args: object, **kwargs: object) -> None:
-    """Replace the parser's usage and list of types where a ``precision`` is unknown, or our plugin refuses a value."""
-    key = re.match(r'Parser key "([\w.]*\b(?:precision|plugins))"', message)
+    """Replace the parser's usage and list of types where a name is unknown, or one of our classes refuses a value."""
+    key = re.match(r'Parser key "([\w.]*\b(?:precision|plugins|strategy))"', message)
     value = re.search(r"Given value: (.*)$", message)
     if key and value:
-        answer = names.unknown_name(value[1]) if key[1].endswith("precision") else _refusal_of_plugin(value[1])
+        answer = names.unknown_name(value[1]) if key[1].endswith("precision") else _refusal_of_class(value[1])
         if answer is not None:
             message = f"{key[1]}: {answer}"
             if self.exit_on_error and not os.environ.get("JSONARGPARSE_DEBUG"):
@@ -283,8 +283,8 @@ def _say_names(original: Callable[..., None], self: Any, message: str, *args: ob
     original(self, message, *args, **kwargs)
 
 
-def _refusal_of_plugin(value: str) -> Exception | None:
-    """Return what the constructor of one of our plugins says of its arguments in ``value``, a printed config."""
+def _refusal_of_class(value: str) -> Exception | None:
+    """Return what the constructor of one of our classes says of its arguments in ``value``, a printed config."""
     try:
         given = ast.literal_eval(value)
     except (ValueError, SyntaxError):

@@ -17,10 +17,10 @@ from lightning_lowprec import (
 )
 
 ASKED = {
-    MSAMP: ["use_te", "opt_level"],
+    MSAMP: ["use_te", "opt_level", "pad_inner_dim"],
     FP8TE: [
         *("interval", "override_linear_precision", "use_autocast_during_eval", "fp8_margin", "fp8_config"),
-        *("use_mxfp8_block_scaling", "fp8_recipe", "fp8_param", "fp4", "fp4_recipe", "fp8_quantizer_factory"),
+        *("use_mxfp8_block_scaling", "fp8_recipe", "fp8_param", "fp4", "fp4_format", "fp8_quantizer_factory"),
         *("reuse_grad_buf_for_mxfp8_param_ag", "no_fp8_wgrad", "transformer_impl", "fp8_interval"),
     ],
     HalfMixed: [
@@ -60,6 +60,7 @@ def test_a_value_of_theirs_is_answered_with_ours(make, answer):
 BRIDGE = {
     "bf16_with_fp8_delayed_scaling_mixed": "bf16_with_fp8_mixed()",
     "bf16_with_nvfp4_mixed": "'nvfp4-te'",
+    "nemotron_3_ultra_bf16_with_nvfp4_mixed": "num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=16)",
     "nemotron_h_bf16_with_fp8_current_scaling_mixed": "bf16_with_fp8_current_scaling_mixed(num_layers_at_start",
     "nanov2_bf16_with_fp8_current_scaling_mixed": "bf16_with_fp8_subchannel_scaling_mixed(first_last_layers_bf16",
 }

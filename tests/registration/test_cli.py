@@ -94,14 +94,15 @@ def test_stock_lightning_cli_refuses_an_unknown_name(project):
     assert "usage" not in result.stderr
 
 
-def test_stock_lightning_cli_shows_what_a_plugin_says_of_its_arguments(project):
-    (project / "wrong.yaml").write_text(
-        "trainer: {plugins: [{class_path: lightning_lowprec.FP8TorchAO, init_args: {recipe: tensorwize}}]}\n"
-    )
+@pytest.mark.parametrize(("key", "given", "said"), [
+    ("plugins", "[{class_path: lightning_lowprec.FP8TorchAO, init_args: {recipe: tensorwize}}]", "recipe='tensorwize'"),
+    ("strategy", "{class_path: lightning_lowprec.FSDP2Strategy, init_args: {wrap: Block}}", "wrap='Block'"),
+])  # fmt: skip
+def test_stock_lightning_cli_shows_what_our_class_says_of_its_arguments(project, key, given, said):
+    (project / "wrong.yaml").write_text(f"trainer: {{{key}: {given}}}\n")
     result = python("train.py", "fit", "-c", "wrong.yaml", *FAST, cwd=project, check=False)
     assert result.returncode == 2
-    said = result.stderr.splitlines()[-1]
-    assert said.startswith("error: trainer.plugins: `recipe='tensorwize'` is not valid; expected")
+    assert result.stderr.splitlines()[-1].startswith(f"error: trainer.{key}: `{said}` is not valid; expected")
     assert "usage" not in result.stderr
 
 
