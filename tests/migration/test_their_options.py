@@ -39,9 +39,8 @@ ASKED = {
 
 @pytest.mark.parametrize(("cls", "name"), [(cls, name) for cls, names in ASKED.items() for name in names])
 def test_the_answer_says_what_to_write(cls, name):
-    with pytest.raises(
-        TypeError, match=rf"unexpected keyword argument '{name}'. (Write|Leave|For|The|Weights)"
-    ) as raised:
+    answered = rf"unexpected keyword argument '{name}'. (Write|Leave|For|The|Weights)"
+    with pytest.raises(TypeError, match=answered) as raised:
         cls(**{name: True})
     assert "Did you mean" not in str(raised.value)
 
