@@ -93,6 +93,24 @@ def test_codes_that_are_kept_for_products_are_what_is_exported(tmp_path, format)
     assert all(torch.equal(values[name], weight) for name, weight in weights.items())
 
 
+@pytest.mark.parametrize("precision", ["fp8-hybrid", "msamp-o3"])
+def test_exports_between_forward_and_backward_leave_the_run_as_it_is(tmp_path, precision):
+    for case in ("alone", "with exports"):
+        fabric, model = L.Fabric(accelerator="cpu", devices=1, precision=precision), llama()
+        wrapped, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        for step in range(2):
+            loss = wrapped(input_ids=TOKENS, labels=TOKENS).loss
+            if case != "alone":
+                export(model, tmp_path / f"step {step}", "compressed-tensors")
+            fabric.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        export(model, tmp_path / case, "compressed-tensors")
+    first, alone, between = (tensors(tmp_path / name) for name in ("step 0", "alone", "with exports"))
+    assert all(same_bits(alone[name], between[name]) for name in alone)
+    assert not same_bits(first[f"{UP}.weight"], alone[f"{UP}.weight"]), "the weights moved"
+
+
 def test_scales_of_blocks_follow_the_rule_of_the_run(tmp_path):
     """A run with a scale per row, a power of two; the weight has 2 blocks of 128 x 128."""
     model = converted(llama(), "fp8-rowwise")
