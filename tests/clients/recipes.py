@@ -291,7 +291,12 @@ def _in_a_module(
 
 
 def _predicted(trainer: Any, loader: Any, *models: Any) -> list[Any]:
-    return [torch.cat(trainer.predict(model, loader)).float() for model in models]
+    """Return what each model predicts; torchgeo's tasks predict a dict."""
+    outputs = [trainer.predict(model, loader) for model in models]
+    return [
+        torch.cat([part["probabilities"] if isinstance(part, dict) else part for part in output]).float()
+        for output in outputs
+    ]
 
 
 CLIENTS: Final[Mapping[str, Callable[[str, Path], Run]]] = {
