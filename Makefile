@@ -4,7 +4,7 @@ VENV := .venv
 FLOOR := .venv-floor
 TE := .venv-te
 TE_VERSION := 2.20.2
-TE_NEEDS := onnx onnxscript pydantic einops packaging importlib-metadata nvdlfw-inspect peft accelerate matplotlib \
+TE_NEEDS := onnx onnxscript pydantic einops packaging importlib-metadata nvdlfw-inspect peft accelerate matplotlib flashoptim \
 	'nvidia-cuda-crt==13.0.*' 'nvidia-cuda-cccl==13.0.*'
 DEEPSPEED := .site-deepspeed
 DEEPSPEED_NEEDS := deepspeed==0.19.8 hjson py-cpuinfo msgpack einops ninja

@@ -74,6 +74,8 @@ def unknown_name(name: object, also_allowed: Sequence[object] = OF_LIGHTNING) ->
         return ValueError(f"`precision={plugin}` is a plugin, expected a name. Write `plugins={plugin}`.")
     recipe = _nemo_recipe(name) if "_" in str(name) or "-with-" in str(name) else None
     hint = f"NeMo's recipe is a plugin: write {recipe}." if recipe else gone(str(name), GONE)
+    if recipe and (dashed := str(name).replace("_", "-")) in (*also_allowed, *TABLE):
+        hint = f"Did you mean {dashed!r}? {hint}"
     hint = hint or suffix_refusal(str(name), TABLE) or pointer(name, {**PRECISIONS, **RECIPES}, [*also_allowed, *TABLE])
     hint = hint or "Try 'bf16-mixed', 'fp8-hybrid' or 'bf16-8bit'."
     return ValueError(f"Precision {name!r} is invalid. {hint} `lowprec doctor` lists the names of this package.")

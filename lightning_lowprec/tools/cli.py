@@ -175,6 +175,8 @@ def parser_of(command: str, cls: Any) -> ArgumentParser:
         parser.add_argument(*sorted({flag, flag.replace("_", "-") if command == "run" else flag}), **how)
         known.append(flag)
     known += [f"--{option.name}" for other in COMMANDS[command][1:] for option in fields(other)]
+    if cls is options.ExportFolder:
+        parser.prog += " --format hf"
     parser.error = partial(_with_nearest, known, parser.error)  # type: ignore[method-assign]
     return parser
 

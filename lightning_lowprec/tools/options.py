@@ -145,9 +145,9 @@ class Monitor:
 
 @dataclass(kw_only=True)
 class Export:
-    """Write the plain weights of a checkpoint, or a folder that transformers and vLLM load.
+    """Write the plain weights of a checkpoint; with --format, --model and --precision a folder for servers.
 
-    `lowprec export --format hf --help` shows the options that write a folder for transformers, vLLM and SGLang.
+    The options of such a folder, which transformers, vLLM and SGLang load: `lowprec export --format hf --help`.
     """
 
     checkpoint: Path = option("a file of the Trainer, of fabric.save or torch.save; safetensors")

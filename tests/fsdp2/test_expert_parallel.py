@@ -8,6 +8,7 @@ not: transformers sums them in float32, and without expert parallelism they are 
 import lightning as L
 import pytest
 import torch
+from lightning.fabric.strategies import ModelParallelStrategy
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -107,6 +108,19 @@ def skipped(folder, rank):
     return any(not torch.equal(before[fqn], after[fqn]) for fqn in before)
 
 
+def by_lightning(folder, checkpoint):
+    """Lightning's ModelParallelStrategy cuts, after our set-up; save, go on, load, go on again."""
+    strategy = ModelParallelStrategy(lambda model, mesh: cut(model), data_parallel_size=1, tensor_parallel_size=2)
+    fabric = fabric_for(PLUGINS["half-auto"](), devices=2, strategy=strategy)
+    model = fabric.setup(load(folder))
+    optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False))
+    first, state = step(fabric, model, optimizer), {"model": model, "optimizer": optimizer}
+    fabric.save(checkpoint, state)
+    expected = [step(fabric, model, optimizer) for _ in range(2)]
+    fabric.load(checkpoint, state)
+    return first, expected, [step(fabric, model, optimizer) for _ in range(2)]
+
+
 def under_fsdp2(folder):
     """FSDP2 beside expert parallelism: refused if the experts are cut already, else the strategy cuts them."""
 
@@ -134,13 +148,14 @@ def refusals(folder):
             fabric.setup(model)
 
 
-def worker(rank, folder):
+def worker(rank, folder, checkpoint):
     runs = {(name, order): in_order(folder, name, order) for name in PLUGINS for order in ORDERS}
     refusals(folder)
     return {
         **runs,
         "clipped": {(name, how): clipped(folder, name, how) for name, how in CLIPPED},
         "skipped": skipped(folder, rank),
+        "lightning": by_lightning(folder, checkpoint),
         "fsdp2": under_fsdp2(folder),
     }
 
@@ -152,7 +167,7 @@ CLIPPED = [("bf16", "whole"), ("bf16", "cut"), ("bf16", "plugin"), ("fp16", "cut
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("mixtral")
     save(folder)
-    return run(worker, 2, tmp_path_factory.mktemp("ranks"), folder)
+    return run(worker, 2, tmp_path_factory.mktemp("ranks"), folder, tmp_path_factory.mktemp("checkpoint"))
 
 
 def relative(got, expected):
@@ -183,6 +198,13 @@ def test_gradients_are_clipped_by_the_norm_of_all_experts(ranks):
 
 def test_all_ranks_skip_a_step_if_the_experts_of_one_overflow(ranks):
     assert [found["skipped"] for found in ranks] == [False, False]
+
+
+def test_lightnings_strategy_cuts_saves_and_resumes(ranks):
+    for found in ranks:
+        first, expected, again = found["lightning"]
+        assert first == found["half-auto", "whole"][0][0]
+        assert again == expected
 
 
 def test_fsdp2_beside_expert_parallelism(ranks):

@@ -13,7 +13,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training, float8_ops
-from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel
+from torchao.float8.float8_tensor_parallel import (
+    Float8ColwiseParallel,
+    Float8RowwiseParallel,
+    PrepareFloat8ModuleInput,
+)
 
 from lightning_lowprec import FabricFSDP2Strategy, FP8TorchAO, HalfMixed, parallelize
 from tests.fsdp2.models import Net, batch, loss_of
@@ -119,29 +123,46 @@ def with_float8_activations():
         convert_to_float8_training(model, config=config, module_filter_fn=lambda module, fqn: fqn != "lm_head")
         return model
 
+    def with_groups():
+        """Each first layer of a block in a group of its own, whose input is gathered once for all of its layers."""
+        model = Net()
+        for block in model.blocks:
+            block.up = nn.Sequential(block.up)
+        return model
+
+    def cut_groups(model):
+        plan = sequence_plan(Float8ColwiseParallel, Float8RowwiseParallel)
+        for i in range(2):
+            plan[f"blocks.{i}.up"] = PrepareFloat8ModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+            plan[f"blocks.{i}.up.0"] = Float8ColwiseParallel()
+        parallelize_module(model, mesh, plan)
+
     with gloo_takes_float8():
         return {
             "ours": one_step(FP8TorchAO(), prepare=cut),
             "torchao's": one_step(HalfMixed("bf16"), of_torchao(Net()), prepare=cut),
+            "ours, prepared": one_step(FP8TorchAO(), with_groups(), prepare=cut_groups),
+            "torchao's, prepared": one_step(HalfMixed("bf16"), of_torchao(with_groups()), prepare=cut_groups),
             "rowwise": refused(recipe="rowwise"),
             "evaluation in bf16": refused(cut_for_evaluation, fp8_eval=False),
         }
 
 
 X, Y = torch.randn(2, 8, 16, 64, generator=torch.Generator().manual_seed(3))
+SCHEDULES = ("ScheduleGPipe", "Schedule1F1B")
 BATCHES = 4
 """Micro-batches of X and Y."""
 
 
-def pipeline(number):
+def pipeline(number, schedule):
     """A stage of one block, sharded over this rank alone; its losses and gradients."""
     alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("stages", "data"))["data"]
     plugin = FP8TorchAO()
     model = parallelize(nn.Sequential(Net().blocks[number]), alone, plugin, param_dtype=torch.float32)
     stage = pipelining.PipelineStage(model, number, 2, torch.device("cpu"))
-    schedule, losses = pipelining.ScheduleGPipe(stage, n_microbatches=BATCHES, loss_fn=F.mse_loss), []
+    runs, losses = schedule(stage, n_microbatches=BATCHES, loss_fn=F.mse_loss), []
     with plugin.forward_context():
-        schedule.step(*([X] if number == 0 else []), **({"target": Y, "losses": losses} if number else {}))
+        runs.step(*([X] if number == 0 else []), **({"target": Y, "losses": losses} if number else {}))
     return [loss.item() for loss in losses], list(gradients(model).values())
 
 
@@ -149,7 +170,7 @@ def worker(rank):
     return {
         "sequence": {recipe: by_strategy(recipe) for recipe in RECIPES},
         "float8 activations": with_float8_activations(),
-        "pipeline": pipeline(rank),
+        "pipelines": {schedule: pipeline(rank, getattr(pipelining, schedule)) for schedule in SCHEDULES},
     }
 
 
@@ -174,15 +195,16 @@ def test_a_sequence_parallel_plan(results, recipe):
         assert snr(grads, expected) > max(30, snr(expected, exact))
 
 
-def test_a_pipeline_of_sharded_stages_computes_the_bits_of_one_process(results):
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_pipeline_of_sharded_stages_computes_the_bits_of_one_process(results, schedule):
     plugin = FP8TorchAO()
     model, losses = converted(plugin, nn.Sequential(*Net().blocks)), []
     for x, y in zip(X.chunk(BATCHES), Y.chunk(BATCHES), strict=True):
         with plugin.forward_context():
             losses.append(F.mse_loss(model(x), y))
         losses[-1].backward()
-    assert results[1]["pipeline"][0] == [loss.item() for loss in losses]
-    found = [grad for rank in results for grad in rank["pipeline"][1]]
+    assert results[1]["pipelines"][schedule][0] == [loss.item() for loss in losses]
+    found = [grad for rank in results for grad in rank["pipelines"][schedule][1]]
     assert all(map(torch.equal, found, [p.grad / BATCHES for p in model.parameters()]))
     assert len(found) == len(list(model.parameters()))
 
@@ -194,14 +216,15 @@ def float8_activations(results):
     return [rank["float8 activations"] for rank in results]
 
 
-def test_activations_gathered_as_float8_by_torchaos_styles(float8_activations):
+@pytest.mark.parametrize("kind", ["", ", prepared"], ids=["linears", "modules"])
+def test_activations_gathered_as_float8_by_torchaos_styles(float8_activations, kind):
     """Our layers compute what torchao's compute, bit for bit."""
     for found in float8_activations:
-        (loss, grads), (their_loss, their_grads) = found["ours"], found["torchao's"]
+        (loss, grads), (their_loss, their_grads) = found[f"ours{kind}"], found[f"torchao's{kind}"]
         assert loss == their_loss
         assert grads.keys() == their_grads.keys()
         assert all(torch.equal(grad, their_grads[name]) for name, grad in grads.items())
-        assert snr(grads, one_step(FP8TorchAO())[1]) > 30
+        assert kind or snr(grads, one_step(FP8TorchAO())[1]) > 30
 
 
 def test_what_torchaos_styles_cannot_do_raises_with_the_way_out(float8_activations):

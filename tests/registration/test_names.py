@@ -151,6 +151,7 @@ WORDS = {
     torch.bfloat16: "Write 'bf16-mixed' (float32 weights, as in torch and Accelerate) or 'bf16-master'",
     "O2": "Write 'msamp-o2' for MS-AMP's level, or 'fp16-master' for apex's.",
     "bf16_with_fp8_mixed": "NeMo's recipe is a plugin: write `plugins=lightning_lowprec.recipes.bf16_with_fp8_mixed()`",
+    "bf16_mixed": "Did you mean 'bf16-mixed'? NeMo's recipe is a plugin: write",
     8: "Write 'fp8-hybrid'",
     "fp8_hybrid": "Did you mean 'fp8-hybrid'?",
 }

@@ -277,8 +277,11 @@ def test_classes_load_from_modules_and_files(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-@pytest.mark.parametrize(("steps", "said"), [(1, "32-true: 100%"), (None, "")])
-def test_progress_can_be_left_out(capfd, steps, said):
+@pytest.mark.parametrize("terminal", [True, False])
+@pytest.mark.parametrize("steps", [1, None])
+def test_progress_is_a_bar_or_lines_and_can_be_left_out(capfd, monkeypatch, terminal, steps):
+    monkeypatch.setattr(runner, "LINES", 0.0)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
     receiver, sender = multiprocessing.Pipe(duplex=False)
     sender.send({"loss": 1.5, "seconds": 0.1, "step": 1})
     sender.close()
@@ -286,8 +289,12 @@ def test_progress_can_be_left_out(capfd, steps, said):
     runner._receive(receiver, result, "32-true", steps)
     assert result.train_losses == [1.5]
     shown = capfd.readouterr().err
-    assert said in shown
-    assert bool(shown) is (steps is not None)
+    if steps is None:
+        assert shown == ""
+    elif terminal:
+        assert "32-true: 100%" in shown
+    else:
+        assert shown == "32-true: step 1 of 1, loss 1.500\n"
 
 
 def test_classes_become_paths_and_settings_reach_the_command(monkeypatch, tmp_path):

@@ -203,13 +203,13 @@ def test_conv1ds_of_gpt2_convert(capsys):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["nosuch"], "`source='nosuch'` is not valid; expected a class path"),
+        (["nosuch"], "'nosuch' is no model; expected a class path"),
         (["llama", "--precision=half-auto"], "`precision='half-auto'` converts no layers; expected one of: fp8-hybrid"),
         (["llama", "--keep", "q_projx"], "`keep='q_projx'` matches no Linear of the model; the nearest are: '"),
         (["llama", "--num-layers-at-start-in-bf16=-2"], "`num_layers_at_start_in_bf16=-2` is not valid"),
         (["no.such.Model"], "No module named 'no', neither in the working folder"),
         (["gone.py:Model"], "'gone.py' is not a file"),
-        (["tests"], "`source='tests'` is no model; expected a class path"),
+        (["tests"], "'tests' is no model; expected a class path"),
         (
             ["llama", "--precisions", "fp8-hybrid,fp8-rowwise"],
             "`precisions` goes with `--fits`. For a plan name one precision by `--precision`.",

@@ -138,6 +138,7 @@ def test_the_command(shallow, config, capsys):
     assert main([*words, "--precisions", "msamp-o2,fp8-current-te"]) == 1
     text = capsys.readouterr().out
     assert "  peak, at least  " in text
+    assert f"{data['parameters'] / 1e6:.3g} M parameters; batch 2 per GPU (--batch)" in text
     said = " ".join(text.split())
     assert "Simulated, not measured" in said
     assert "subtract the gradients" in said

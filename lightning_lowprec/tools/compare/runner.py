@@ -34,6 +34,8 @@ from lightning_lowprec.tools.options import DEFAULT_PRECISIONS, CompareSpec
 from lightning_lowprec.tools.output import prints_to_stderr, working
 
 ERROR_LINES = 12
+LINES = 10.0
+"""Seconds from one line about a run to the next, where stderr is no terminal."""
 START: Final = "spawn"
 """How a process starts: from nothing, as the figures of a precision must not depend on the one before."""
 DEMO = "lightning_lowprec.tools.demo"
@@ -179,16 +181,23 @@ def run_one(spec: CompareSpec, name: str, seed: int, *, progress: bool = True) -
 
 
 def _receive(figures: Connection, result: PrecisionResult, title: str, max_steps: int | None) -> None:
-    """Add the figures to ``result`` until the process closes the pipe; show them unless ``max_steps`` is None."""
-    interval = 0.1 if sys.stderr.isatty() else 10.0  # seconds; few lines in a log file
-    look: dict[str, Any] = {"unit": "step", "dynamic_ncols": True, "mininterval": interval}
-    with tqdm(total=max_steps, desc=title, disable=max_steps is None, **look) as bar, suppress(EOFError):
+    """Add the figures to ``result`` until the process closes the pipe; show them unless ``max_steps`` is None.
+
+    On a terminal by a bar, else by a line every ten seconds.
+    """
+    on_terminal, said = sys.stderr.isatty(), time.monotonic()
+    look: dict[str, Any] = {"unit": "step", "dynamic_ncols": True, "disable": max_steps is None or not on_terminal}
+    with tqdm(total=max_steps, desc=title, **look) as bar, suppress(EOFError):
         while True:
             message = figures.recv()
             result.add(message)
             if "loss" in message:
                 bar.set_postfix(loss=f"{message['loss']:.3f}", refresh=False)
                 bar.update(message["step"] - bar.n)
+                if max_steps is not None and not on_terminal and time.monotonic() - said >= LINES:
+                    line = f"{title}: step {message['step']} of {max_steps}, loss {message['loss']:.3f}"
+                    print(line, file=sys.stderr, flush=True)
+                    said = time.monotonic()
             elif "val" in message:
                 bar.set_postfix(val=f"{message['val']:.4f}")
 

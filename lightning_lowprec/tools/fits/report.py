@@ -201,7 +201,7 @@ def fits_page(report: Report, origin: str) -> str:
     """Return the report of ``--fits``."""
     setting, answer = report.setting, {True: "yes", False: "no"}
     how = [
-        f"{origin}: {report.parameters / 1e9:.2f} B parameters; batch {setting.batch} per GPU",
+        f"{origin}: {_in_words(report.parameters)} parameters; batch {setting.batch} per GPU (--batch)",
         f"{setting.sequence} tokens" if setting.sequence is not None else "",
         f"AdamW ({'fused' if setting.fused else 'foreach, the default of torch'})",
         "blocks computed again in the backward" if setting.checkpointing else "",
@@ -225,6 +225,11 @@ def fits_page(report: Report, origin: str) -> str:
     ]
     refused = [f"not simulated: {v.precision}: {v.refused}" for v in report.verdicts if v.refused is not None]
     return page([heading, Table([header, *rows]), [_conclusion(report)], refused])
+
+
+def _in_words(count: int) -> str:
+    size, letter = next(((s, x) for s, x in ((1e9, " B"), (1e6, " M"), (1e3, " k")) if count >= s), (1.0, ""))
+    return f"{count / size:.3g}{letter}"
 
 
 def _conclusion(report: Report) -> str:

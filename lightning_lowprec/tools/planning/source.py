@@ -49,9 +49,9 @@ def load(source: str, arguments: Mapping[str, object]) -> Source:
         values = read_json(path, "a config.json of transformers")
         return _from_config({**values, **arguments}, f"transformers config {path.name}")
     if path.suffix == ".py":
-        raise ValueError(f"`source={source!r}` names no class; expected {source}:Model, with the name of the class.")
+        raise ValueError(f"{source!r} names no class; expected {source}:Model, with the name of the class.")
     if path.exists() or path.suffix == ".json" or (os.sep in source and ":" not in source):
-        raise ValueError(f"`source={source!r}` is no model; {_EXPECTED}.")
+        raise ValueError(f"{source!r} is no model; {_EXPECTED}.")
     if "." in source or ":" in source:
         return _from_class(source, arguments)
     return _from_config({"model_type": source, **arguments}, f"transformers defaults of {source!r}")
@@ -64,7 +64,7 @@ def _from_class(path: str, arguments: Mapping[str, object]) -> Source:
         if hasattr(model, "configure_model"):
             model.configure_model()
     if not isinstance(model, nn.Module):
-        raise ValueError(f"`source={path!r}` makes a {type(model).__name__}; expected a LightningModule or a Module.")
+        raise ValueError(f"{path!r} makes a {type(model).__name__}; expected a LightningModule or a Module.")
     return Source(model=model, origin=path)
 
 
@@ -117,7 +117,7 @@ def _from_config(values: Mapping[str, object], origin: str) -> Source:
     except Exception as error:  # classes of transformers raise errors of many libraries for wrong values
         if values["model_type"] in transformers.CONFIG_MAPPING:
             raise ValueError(f"the {origin} has values that transformers refuses: {error}") from error
-        raise ValueError(f"`source={values['model_type']!r}` is not valid; {_EXPECTED}.") from error
+        raise ValueError(f"{values['model_type']!r} is no model; {_EXPECTED}.") from error
     architecture = _architecture(transformers, config, origin)
     causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     automatic = transformers.AutoModelForCausalLM if causal else transformers.AutoModel
