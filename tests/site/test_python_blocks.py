@@ -160,7 +160,9 @@ def test_the_block_runs(block: Block, tmp_path, monkeypatch: pytest.MonkeyPatch)
 
 def shortened(code: str) -> str:
     """Train for 2 steps where the reader trains for 100."""
-    return code.replace("max_steps=100", "max_steps=2, limit_val_batches=1, logger=False, enable_checkpointing=False")
+    short = "limit_val_batches=1, logger=False, enable_checkpointing=False"
+    code = code.replace("limit_train_batches=100", f"limit_train_batches=2, {short}")
+    return code.replace("max_steps=100", f"max_steps=2, {short}")
 
 
 @pytest.mark.parametrize("name", READ)
