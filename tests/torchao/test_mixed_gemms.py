@@ -103,7 +103,7 @@ def test_a_conv1d_is_a_linear_with_the_transposed_weight(kind, options):
 
 @pytest.mark.parametrize("tokens", [13, 16])
 @pytest.mark.parametrize("conv1d", [False, True], ids=["Linear", "Conv1D"])
-@pytest.mark.parametrize("gemms", SUBSETS, ids=str)
+@pytest.mark.parametrize("gemms", SUBSETS, ids=lambda gemms: "+".join(sorted(gemms)) or "none")
 def test_a_model_may_write_to_an_output(gemms, conv1d, tokens):
     """Falcon adds to the output of a layer without bias, in place."""
     layer, found = converted("tensorwise", plain(conv1d=conv1d), gemms), []
