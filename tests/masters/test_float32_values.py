@@ -94,6 +94,8 @@ def test_a_value_that_arrives_leaves_again(name, how, float32_file, tmp_path):
         step(resumed, to, with_optimizer)
         names = [name] if how != "no optimizer" and frozen else [name, other]
         assert_kept(values(to), expected, [*names, other], frozen and how != "no optimizer")
+    _, taken_over, _ = set_up("bf16-master" if name == "fp16-master" else "fp16-master", net, how)
+    assert_kept(values(taken_over), expected, [name], frozen and how != "no optimizer")
 
 
 class Net(L.LightningModule):

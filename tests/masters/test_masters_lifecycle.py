@@ -129,13 +129,17 @@ def test_float32_parameters_are_their_own_masters(form):
 
 
 def test_parameters_put_into_a_group_by_hand_get_masters():
-    """As a sharding strategy does: the list of the group is changed in place."""
+    """As a sharding strategy does: the list of the group is changed in place; and go on in another group."""
     first, second = half(1.0), half(1.0)
     optimizer = add_masters(optim.SGD([first], lr=1e-3), "remainder")
     optimizer.param_groups[0]["params"][:] = [second]
     for _ in range(5):
         step(optimizer, second, grad=1.0)
     assert masters_of(optimizer)[0].item() == pytest.approx(0.995, abs=1e-6)
+    group = optimizer.param_groups[0]
+    optimizer.param_groups.append({**group, "params": [group["params"].pop()], "lr": 1e-2})
+    step(optimizer, second, grad=1.0)
+    assert masters_of(optimizer)[0].item() == pytest.approx(0.985, abs=1e-6)
 
 
 @every_form

@@ -31,6 +31,7 @@ def test_in_fabric(name, dtype):
     fabric = L.Fabric(accelerator="cpu", plugins=HalfEval(name))
     model, same, x = Net(), Net(), torch.randn(3, WIDTH)
     wrapped, _ = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    fabric.setup_module(same).eval()  # as a teacher beside the model that trains
     assert torch.equal(wrapped(x), same(x))
     wrapped.eval()
     with torch.no_grad(), torch.autocast("cpu", dtype):
