@@ -79,12 +79,12 @@ def take_float32_on_cpu(model: nn.Module) -> None:
 
 
 def _as_on_cuda(module: Any, *args: Any, **kwargs: Any) -> Any:
-    weight, (x, *state) = next(module.parameters(recurse=False), None), (*args, *kwargs.values())
-    if weight is None or weight.dtype not in HALF_DTYPES or x.data.dtype is not torch.float32:
+    weight, x = next(module.parameters(recurse=False), None), args[0] if args else kwargs.get("input")
+    if weight is None or weight.dtype not in HALF_DTYPES or x is None or x.data.dtype is not torch.float32:
         return type(module).forward(module, *args, **kwargs)
     if isinstance(module, nn.LSTM):  # x may be a PackedSequence
-        half = tree_map_only(Tensor, lambda t: t.to(weight.dtype), tuple(state))
-        return nn.LSTM.forward(module, x.to(weight.dtype), *half)
+        state = tree_map_only(Tensor, lambda t: t.to(weight.dtype), args[1] if args[1:] else kwargs.get("hx"))
+        return nn.LSTM.forward(module, x.to(weight.dtype), state)
     bias = None if module.bias is None else module.bias.float()
     if isinstance(module, nn.LayerNorm):
         return F.layer_norm(x, module.normalized_shape, weight.float(), bias, module.eps)

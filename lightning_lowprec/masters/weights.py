@@ -82,7 +82,7 @@ class HalfWeights:
         skip = with_buffers | named.keys()
         values = known | cast_parameters(module, dtype, keep=True, buffer_dtype=self.buffer_dtype, skip=skip)
         for p in module.parameters():
-            if p.dtype != dtype or (id(p) not in changed and not p.requires_grad):
+            if p.dtype != dtype or not (p.requires_grad or id(p) in changed or id(p) in known):
                 continue
             ties_away = self.config.form == "remainder" and not hasattr(p, "to_local")
             if ties_away and p.requires_grad and id(p) in values and id(p) in changed:  # as the steps round

@@ -138,18 +138,21 @@ class StoresCodes(PlainFirst):
         if self.values_dtype is not None:
             destination[f"{prefix}weight"] = self.values()
 
-    def _load_from_state_dict(self, state_dict: dict[str, object], prefix: str, *args: object) -> None:
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: object) -> None:
         value = state_dict.get(f"{prefix}weight")
         if self.values_dtype is not None and isinstance(value, Tensor) and value.shape == self.weight.shape:
             codes, scale = self.encoded(value)
-            # with `assign=True` torch puts this object in the place of the weight
             state_dict[f"{prefix}weight"] = Bytes(codes, False) if type(self.weight) is Bytes else codes
+            if local_metadata.get("assign_to_params_buffers"):  # torch gives this layer another weight
+                for layer in self.tied:
+                    layer.tied = [other for other in layer.tied if other is not self]
+                self.weight_scale, self.tied = scale, ()
             for layer in (self, *self.tied):
                 if layer.weight_scale.is_meta:
                     layer.weight_scale = scale
                 else:
                     layer.weight_scale.copy_(scale)
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
 
 def _first_row(weight: Tensor) -> int:

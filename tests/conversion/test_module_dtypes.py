@@ -70,7 +70,7 @@ def test_lstms_run_in_half_precision(packed: bool) -> None:
     given = pack_padded_sequence(x, torch.tensor([5, 3]), batch_first=True) if packed else x
     half = given.to(torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16):
-        out, _ = lstm(given, hx=state)
+        out, _ = lstm(hx=state, input=given)
         expected, _ = nn.LSTM.forward(lstm, half, tuple(s.bfloat16() for s in state))
     values = [(part.data if isinstance(part, PackedSequence) else part) for part in (out, expected)]
     assert values[0].dtype is torch.bfloat16

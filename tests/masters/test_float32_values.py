@@ -4,6 +4,7 @@ The names of MS-AMP round trained weights to 11 bits, with a scale per weight. A
 """
 
 import copy
+import gc
 
 import lightning as L
 import pytest
@@ -96,6 +97,23 @@ def test_a_value_that_arrives_leaves_again(name, how, float32_file, tmp_path):
         assert_kept(values(to), expected, [*names, other], frozen and how != "no optimizer")
     _, taken_over, _ = set_up("bf16-master" if name == "fp16-master" else "fp16-master", net, how)
     assert_kept(values(taken_over), expected, [name], frozen and how != "no optimizer")
+
+
+@pytest.mark.parametrize("unfreezes", [False, True])
+@pytest.mark.parametrize("name", ["bf16-master", "fp16-master", "bf16-remainder"])
+def test_a_layer_that_is_frozen_for_a_second_set_up_keeps_its_value(name, unfreezes):
+    expected = [p.detach().clone() for p in layers(0).parameters()]
+    net = layers(0)
+    first = set_up(name, net, "set-up")
+    step(*first)
+    second = set_up(name, net, "frozen")
+    step(*second)
+    if unfreezes:
+        net[1].requires_grad_(True)
+        second[2].add_param_group({"params": list(net[1].parameters())})
+    del first  # and with it the optimizer that had the masters of all weights
+    gc.collect()
+    assert all(map(torch.equal, values(net), expected))
 
 
 class Net(L.LightningModule):
