@@ -87,7 +87,9 @@ def test_a_value_that_arrives_leaves_again(name, how, float32_file, tmp_path):
         assert net[1].weight.dtype == torch.float32
     assert_kept(values(model), expected, [name], frozen and how != "no optimizer")
     if name in HALF:  # a copy has no master
-        assert_kept([p.detach() for p in copy.deepcopy(net).parameters()], expected, [name], frozen)
+        copied = list(copy.deepcopy(net).parameters())
+        assert_kept([p.detach() for p in copied], expected, [name], frozen)
+        assert [p.requires_grad for p in copied] == [p.requires_grad for p in net.parameters()]
     fabric.save(tmp_path / "left.ckpt", {"model": model, "optimizer": optimizer})
     for other in ("fp8-hybrid", "bf16-remainder", "fp16-master", "msamp-o1", "msamp-o3"):
         resumed, to, with_optimizer = set_up(other, layers(2), how)
