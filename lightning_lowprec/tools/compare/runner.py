@@ -183,7 +183,7 @@ def run_one(spec: CompareSpec, name: str, seed: int, *, progress: bool = True) -
 def _receive(figures: Connection, result: PrecisionResult, title: str, max_steps: int | None) -> None:
     """Add the figures to ``result`` until the process closes the pipe; show them unless ``max_steps`` is None.
 
-    On a terminal by a bar, else by a line every ten seconds.
+    On a terminal by a bar, else by a line every ten seconds and at the end.
     """
     on_terminal, said = sys.stderr.isatty(), time.monotonic()
     look: dict[str, Any] = {"unit": "step", "dynamic_ncols": True, "disable": max_steps is None or not on_terminal}
@@ -194,7 +194,8 @@ def _receive(figures: Connection, result: PrecisionResult, title: str, max_steps
             if "loss" in message:
                 bar.set_postfix(loss=f"{message['loss']:.3f}", refresh=False)
                 bar.update(message["step"] - bar.n)
-                if max_steps is not None and not on_terminal and time.monotonic() - said >= LINES:
+                due = message["step"] == max_steps or time.monotonic() - said >= LINES
+                if max_steps is not None and not on_terminal and due:
                     line = f"{title}: step {message['step']} of {max_steps}, loss {message['loss']:.3f}"
                     print(line, file=sys.stderr, flush=True)
                     said = time.monotonic()

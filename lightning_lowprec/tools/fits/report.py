@@ -210,7 +210,9 @@ def fits_page(report: Report, origin: str) -> str:
     halves = [verdict.precision for verdict in report.verdicts if loaded_in_bf16(verdict.precision)]
     heading = [
         f"{', '.join(filter(None, how))}.",
-        "Simulated, not measured: two steps on tensors without values; peak as torch.cuda.max_memory_allocated().",
+        "Simulated, not measured: two steps on tensors without values; peak as torch.cuda.max_memory_allocated()."
+        " The columns are what is held at the moment of the peak, which `in` names; what an operation works on is under"
+        " temporaries.",
         "In the Trainer's order: gradients live through the next forward. A loop of Fabric that calls zero_grad()"
         " before the forward needs fewer bytes there: subtract the gradients from a peak in the forward.",
         f"Batch and loss: {report.inputs}.",
