@@ -32,7 +32,8 @@ from lightning_lowprec.checkpoints.agreement import gathered
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.fsdp2.forward_hooks import install_hooks
 from lightning_lowprec.fsdp2.fp8_gather import check_even, gather_in_fp8
-from lightning_lowprec.fsdp2.options import ShardOptions, chosen, shard_mesh, tensor_mesh
+from lightning_lowprec.fsdp2.meshes import shard_mesh, tensor_mesh
+from lightning_lowprec.fsdp2.options import ShardOptions, chosen
 from lightning_lowprec.messages import warn
 from lightning_lowprec.private.fsdp2 import add_group, has_several_groups
 from lightning_lowprec.private.torch_modules import compile_in_place, is_batch_or_instance_norm

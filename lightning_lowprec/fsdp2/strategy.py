@@ -19,7 +19,8 @@ from lightning_lowprec.conversion.options import called_with, shows, take, takes
 from lightning_lowprec.conversion.selection import left_alone
 from lightning_lowprec.fsdp2.forward_hooks import reshard
 from lightning_lowprec.fsdp2.from_fsdp import translate
-from lightning_lowprec.fsdp2.options import ShardOptions, data_ranks, make_mesh, shard_mesh, shards
+from lightning_lowprec.fsdp2.meshes import data_ranks, make_mesh, shard_mesh, shards
+from lightning_lowprec.fsdp2.options import ShardOptions
 from lightning_lowprec.fsdp2.shard import shard
 from lightning_lowprec.masters.kept_float32 import kept_float32
 from lightning_lowprec.messages import in_units, info, warn

@@ -5,9 +5,8 @@
     write   weight.copy_(x), weight.mul_(2)         refused, or encoded anew: the class says
     copy    deepcopy, ``module.to(device)``         codes, with the attributes that a user gave the weight
 
-A layer of the class's own backend takes the codes. The classes: torchao's and Transformer Engine's gathered weights, a
-frozen weight of Transformer Engine, a weight of MS-AMP. (A shard that FSDP2 will gather as float8 is none of them: it
-holds values in high precision, and codes are made of them.)
+A layer of the class's own backend takes the codes. The classes: torchao's gathered weights, a weight of MS-AMP. (A
+shard that FSDP2 will gather as float8 is none of them: it holds values in high precision, and codes are made of them.)
 """
 
 from abc import abstractmethod

@@ -27,7 +27,8 @@ from lightning_lowprec import (
     plain,
 )
 from lightning_lowprec.fsdp2 import shard
-from lightning_lowprec.fsdp2.options import ShardOptions, make_mesh, shards
+from lightning_lowprec.fsdp2.meshes import make_mesh, shards
+from lightning_lowprec.fsdp2.options import ShardOptions
 from lightning_lowprec.fsdp2.shard import _parallelize, check_model, check_shared, origin
 from lightning_lowprec.fsdp2.strategy import Sharding, gathered_line, gathers_fp8
 from lightning_lowprec.private.fsdp2 import gathered_parameters
