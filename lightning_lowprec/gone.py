@@ -96,6 +96,7 @@ OPTIONS: Final[Mapping[str, str]] = {
 }
 """Arguments of classes and functions, as they were spelled."""
 
+_MI300: Final = "Write `FP8TorchAO(emulate=True)`: codes and scales as on a GPU of NVIDIA, products in float32."
 VALUES: Final[Mapping[str, Mapping[str, str]]] = {
     "recipe": {
         "promoted": "Write `FP8TorchAO(fast_accum='none')`, for all products of the forward and the backward.",
@@ -106,9 +107,11 @@ VALUES: Final[Mapping[str, Mapping[str, str]]] = {
         " '*': 'tensorwise'})`.",
     },
     "format": {"torchao": "Write `format='compressed-tensors'`: the same codes and scales, read by the same servers."},
+    "emulate": {"mi300": _MI300},
+    "LOWPREC_EMULATE": {"mi300": _MI300},
     "form": {"remainder8": "Write `MasterConfig(form='remainder')`: the exact masters in 2 bytes per parameter."},
 }
-"""For an argument that is still there: the values that have left, as they were spelled."""
+"""For an argument, or variable of the environment, that is still there: values that have left, as they were spelled."""
 
 _CHECK: Final = (
     "Compare the exported folder with the checkpoint, per token:"

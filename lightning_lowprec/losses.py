@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor, Partial
 
 from lightning_lowprec.checks import check_choice
-from lightning_lowprec.hardware import emulation_refusal, refusal
+from lightning_lowprec.hardware import refusal
 from lightning_lowprec.numerics.kernel_operands import ALIGNMENT
 from lightning_lowprec.numerics.linear_cross_entropy import (
     Results,
@@ -251,8 +251,6 @@ def _have_tangents(*tensors: Tensor) -> bool:
 
 @functools.cache
 def _check_device(device: torch.device, emulate: Emulation) -> None:
-    if isinstance(emulate, str) and (unable := emulation_refusal("fp8-head", emulate)) is not None:
-        raise RuntimeError(f"`fp8=True` with {unable}.")
     reason = None if emulate else refusal("fp8-head", device)
     if reason is not None:
         raise RuntimeError(f"`fp8=True` cannot run: {reason}. Leave it out, or emulate FP8, slowly, by `emulate=True`.")

@@ -10,9 +10,6 @@ A tensor core does not add in float32. For each output it takes a block of produ
 So a product that is much smaller than the sum loses bits, or all of its value, always toward zero. Without *fast
 accumulation* Hopper and Ada begin a new sum every 128 products, and add the finished sums up in float32.
 
-MI300 adds up products of even and of odd number apart, then aligns the two sums and the sum so far, toward minus
-infinity, and rounds to the nearest float32.
-
 Sources. Blocks, places and order: MMA-Sim (arXiv 2511.10909, ``mmasim`` 2.1.1), whose authors compared it with these
 GPUs. A new sum every 128 products: ``mmaemu`` 0.1.0, by recorded calls of cuBLASLt on an H100 PCIe and an RTX 4060.
 Fast accumulation has an effect on Ada and Hopper only: cuBLASLt, CUBLASLT_MATMUL_DESC_FAST_ACCUM. Not modelled: that
@@ -31,7 +28,7 @@ from torch import Tensor
 from lightning_lowprec.numerics.formats import decode, power_of_two
 from lightning_lowprec.numerics.kernel_operands import check_operands
 
-TensorCores = Literal["hopper", "ada", "blackwell", "mi300"]
+TensorCores = Literal["hopper", "ada", "blackwell"]
 Emulation = bool | TensorCores
 """False: kernels multiply; True: decoded codes are multiplied in float32; a name: this GPU's sums."""
 
@@ -52,18 +49,13 @@ class Unit:
     """Binary places that the sum keeps."""
     promoted: int = 0
     """Products per sum without fast accumulation; these sums are added up in float32. 0: all products are one sum."""
-    in_pairs: bool = False
-    """Whether products of even and of odd number are added up apart."""
 
 
 UNITS: Final[dict[TensorCores, Unit]] = {
     "hopper": Unit(title="NVIDIA Hopper", architecture="sm_90", block=32, places=13, kept=13, promoted=128),
     "ada": Unit(title="NVIDIA Ada", architecture="sm_89", block=16, places=13, kept=13, promoted=128),
     "blackwell": Unit(title="NVIDIA Blackwell", architecture="sm_100", block=32, places=25, kept=23),
-    "mi300": Unit(title="AMD MI300", architecture="gfx942", block=16, places=24, kept=23, in_pairs=True),
 }
-FNUZ: Final = {torch.float8_e4m3fn: torch.float8_e4m3fnuz, torch.float8_e5m2: torch.float8_e5m2fnuz}
-"""The formats that MI300 multiplies in place of those of all other GPUs."""
 MX_BLOCK: Final = 32
 """Codes that share a scale in MXFP8; Blackwell adds up as many at once."""
 _MX_BIAS: Final = 127
@@ -71,7 +63,6 @@ _MX_NAN: Final = 255
 _NAN: Final = 0x7FFFFFFF  # the bits of every NaN that a tensor core returns
 _OF_ZERO: Final = -133  # the exponent that a zero counts with
 _ABSENT: Final = -1000  # below every exponent
-_MI300_PLACES: Final = 32  # binary places of a sum of products beside the sum so far
 _TILE: Final = 1 << 18  # products at once: a CPU's caches hold them
 
 
@@ -165,12 +156,9 @@ def _sums(a: _Factor, b: _Factor, unit: Unit, *, promoted: int) -> Tensor:
         part = slice(start, start + unit.block)
         products = a.values[part, :, None] * b.values[part, None, :]
         exponents = a.exponents[part, :, None] + b.exponents[part, None, :]
-        if unit.in_pairs:
-            sums = _add_in_pairs(sums, products, exponents, unit)
-        else:
-            if a.shift is not None and b.shift is not None:
-                shift = a.shift[number - 1, :, None] + b.shift[number - 1, None, :]
-            sums = _add(sums, products, exponents, shift, unit)
+        if a.shift is not None and b.shift is not None:
+            shift = a.shift[number - 1, :, None] + b.shift[number - 1, None, :]
+        sums = _add(sums, products, exponents, shift, unit)
         if promoted and number * unit.block % promoted == 0:
             total, sums = total + sums, torch.zeros_like(sums)
     return total + sums if promoted else sums
@@ -185,22 +173,6 @@ def _add(sums: Tensor, products: Tensor, exponents: Tensor, shift: Tensor, unit:
     normal = (total.view(torch.int64) & -(1 << (52 - unit.kept))).view(torch.float64)
     subnormal = (total * 2.0**149).trunc_() * 2.0**-149
     return torch.where(total.abs() < 2.0**-126, subnormal, normal).float() + 0.0  # -0 becomes 0
-
-
-def _add_in_pairs(sums: Tensor, products: Tensor, exponents: Tensor, unit: Unit) -> Tensor:
-    """Add a block as MI300 does: (M, N) float32, (block, M, N) float32 and int16 -> (M, N) float32."""
-    tops = [exponents[first::2].amax(0).clamp_(min=-60).int() for first in (0, 1)]
-    both, of_sums = torch.maximum(*tops), _exponent(sums)
-    total = torch.zeros_like(sums, dtype=torch.float64)
-    for first, top in enumerate(tops):
-        total += (_cut_and_added(products[first::2], top, unit) * _power(top - both)).floor_()
-    top = torch.maximum(both, of_sums)
-    total = (total * _power(both - top + _MI300_PLACES - unit.places)).floor_() * 2.0**-_MI300_PLACES
-    old = (sums.double() * _power(unit.places - top)).floor_() * 2.0**-unit.places
-    total = (total + torch.where(of_sums < top - unit.places - 1, 0, old)) * _power(top)
-    of_total = (torch.frexp(total)[1] - 1).clamp_(min=-126)
-    last = _MI300_PLACES - 1 - of_total
-    return ((total * _power(last)).floor_() * _power(-last)).float()
 
 
 def _cut_and_added(products: Tensor, top: Tensor, unit: Unit) -> Tensor:

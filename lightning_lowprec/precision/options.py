@@ -163,10 +163,9 @@ class EmulationOptions(Group):
     """The option of layers in FP8 that can be emulated.
 
     Args:
-        emulate: multiply dequantised codes in float32 instead of calling FP8 kernels. ``"hopper"``, ``"ada"``,
-            ``"blackwell"`` and ``"mi300"`` add up as the tensor cores of this GPU do, bit for bit. None: what the
-            environment variable ``LOWPREC_EMULATE`` names; else True on CPU, False on a GPU; a GPU without FP8 then
-            raises.
+        emulate: multiply dequantised codes in float32 instead of calling FP8 kernels. ``"hopper"``, ``"ada"``
+            and ``"blackwell"`` add up as the tensor cores of this GPU do, bit for bit. None: what the environment
+            variable ``LOWPREC_EMULATE`` names; else True on CPU, False on a GPU; a GPU without FP8 then raises.
     """
 
     emulate: Emulation | None = None

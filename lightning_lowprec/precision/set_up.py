@@ -21,7 +21,7 @@ from torch.optim.swa_utils import AveragedModel
 from lightning_lowprec.conversion import head, layer_runs
 from lightning_lowprec.conversion.matmuls import linears
 from lightning_lowprec.conversion.plan import NOT_CALLED
-from lightning_lowprec.hardware import caution, default_device, emulation_refusal, refusal
+from lightning_lowprec.hardware import caution, default_device, refusal
 from lightning_lowprec.masters.float32_values import is_marked
 from lightning_lowprec.masters.registry import registries, registry_of
 from lightning_lowprec.masters.stores import Fp32Store
@@ -167,9 +167,6 @@ def set_up_heads(plugin: Plugin, module: Module, device: torch.device) -> None:
             raise RuntimeError(f"`head='fp8'` cannot run: {reason}. Use `head='chunked'`.")
         if (doubt := caution("fp8-head", device)) is not None:
             warn(f"`head='fp8'`: {doubt}.")
-    named = emulate if isinstance(emulate, str) else None
-    if plugin.head == "fp8" and named is not None and (reason := emulation_refusal("fp8-head", named)) is not None:
-        raise RuntimeError(f"`head='fp8'` with {reason}, or `head='chunked'`.")
     fqns = head.replace_heads(module, plugin.head, emulate=emulate)
     where = ", ".join(repr(fqn) if fqn else type(module).__name__ for fqn in fqns)
     info(

@@ -15,7 +15,7 @@ from torchao.float8.float8_training_tensor import LinearMMConfig
 
 from lightning_lowprec.conversion.gains import Published
 from lightning_lowprec.conversion.recipe_map import NO_GEMM, InBF16, LayerRecipe
-from lightning_lowprec.numerics.tensor_cores import FNUZ, Emulation
+from lightning_lowprec.numerics.tensor_cores import Emulation
 from lightning_lowprec.products.arithmetic import Arithmetic, Coding, Products, Transposable, serves
 from lightning_lowprec.products.scaled import Scaled
 from lightning_lowprec.torchao.backend import FastAccum, FP8Format
@@ -104,8 +104,7 @@ def products_of(config: Float8LinearConfig, emulate: Emulation) -> Products:
 
     def coding(choice: Any) -> Coding:
         by_row = choice.scaling_granularity is ScalingGranularity.AXISWISE
-        dtype = FNUZ.get(choice.target_dtype, choice.target_dtype) if emulate == "mi300" else choice.target_dtype
-        return Coding(dtype=dtype, by_row=by_row, power_of_2=config.round_scales_to_power_of_2)
+        return Coding(dtype=choice.target_dtype, by_row=by_row, power_of_2=config.round_scales_to_power_of_2)
 
     def product(kernel: Float8GemmConfig, input: Any, weight: Any, gradient: Any) -> Scaled | None:
         if ScalingType.DISABLED in {choice.scaling_type for choice in (input, weight, gradient)}:

@@ -41,7 +41,7 @@ NEARLY = [
     (FP8TorchAO, "keep_fp32", "lm_head", "a list of fqns"),
     (FP8TorchAO, "only", 0, "None or a list of fqns"),
     (FP8TorchAO, "frozen", True, "one of: convert, keep"),
-    (FP8TorchAO, "emulate", 1, "None, True, False, 'hopper', 'ada', 'blackwell' or 'mi300'"),
+    (FP8TorchAO, "emulate", 1, "None, True, False, 'hopper', 'ada' or 'blackwell'"),
     (FP8TorchAO, "loss_scale", math.nan, "None, 'auto', 'dynamic', a number above 0"),
     (FP8TorchAO, "master_weights", "True", "True, False, 'remainder', '8bit', 'stochastic' or a MasterConfig"),
     (FP8TorchAO, "buffer_dtype", torch.int8, "None or a floating-point torch.dtype"),

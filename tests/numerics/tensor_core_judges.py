@@ -9,11 +9,11 @@ import sys
 
 import torch
 
-from lightning_lowprec.numerics.tensor_cores import FNUZ, UNITS, accumulate, scaled_product
+from lightning_lowprec.numerics.tensor_cores import UNITS, accumulate, scaled_product
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-NAMES = {E4M3: "e4m3", E5M2: "e5m2", FNUZ[E4M3]: "fp8", FNUZ[E5M2]: "bf8"}
-PAIRS = [(on, *pair) for on in UNITS for pair in itertools.product(FNUZ.values() if on == "mi300" else FNUZ, repeat=2)]
+NAMES = {E4M3: "e4m3", E5M2: "e5m2"}
+PAIRS = [(on, *pair) for on in UNITS for pair in itertools.product(NAMES, repeat=2)]
 ROWS, COLUMNS = 32, 48
 SPLIT = [(16, 64, 5760, True), (16, 64, 8192, False)]
 """Small products whose K mmaemu's H100 PCIe splits: M, N, K, and whether accumulation is fast."""
@@ -27,7 +27,7 @@ def codes(rows, k, dtype, kind, generator):
     if kind in ("all codes", "finite codes"):
         rare = torch.rand(rows, k, generator=generator) < (0.03 if kind == "all codes" else 0)
         return torch.where(bits.view(dtype).float().isfinite() | rare, bits, 0).view(dtype)
-    if kind == "subnormal":  # and zeros of both signs, where there are two
+    if kind == "subnormal":  # and zeros of both signs
         low = torch.where(torch.rand(rows, k, generator=generator) < 0.8, bits & 0x81, bits & 0x87)
         return torch.where(low.view(dtype).float().isfinite(), low, 0).view(dtype)
     values = random * torch.exp2(torch.randint(-4, 5, (rows, 1), generator=generator).float())
@@ -40,7 +40,7 @@ def codes(rows, k, dtype, kind, generator):
 
 def mma_sim(on, a, b, scale_a=None, scale_b=None, *, promoted=0):
     """Return MMA-Sim's sums of codes [M, K] and [N, K]: [M, N] float32, a new sum every `promoted` products."""
-    from mmasim import amd, nv_ptx
+    from mmasim import nv_ptx
 
     if promoted:
         parts = (mma_sim(on, *pair) for pair in zip(a.split(promoted, 1), b.split(promoted, 1), strict=True))
@@ -49,8 +49,6 @@ def mma_sim(on, a, b, scale_a=None, scale_b=None, *, promoted=0):
     of_a, of_b = NAMES[a.dtype], NAMES[b.dtype]
     if scale_a is not None:
         unit = nv_ptx.TCGen05MMABlockScale("Blackwell", f"m128n8k32.kind::mxf8f6f4.block32.f32.{of_a}.{of_b}.ue8m0")
-    elif on == "mi300":
-        unit = amd.MFMA("CDNA3", f"f32_16x16x32_{of_a}_{of_b}")
     elif on == "hopper":
         unit = nv_ptx.WGMMA("Hopper", f"m64n8k32.f32.{of_a}.{of_b}")
     elif on == "ada":
@@ -74,8 +72,6 @@ def differing(on, of_a, of_b, count, seed=0):
     generator = torch.Generator().manual_seed(seed)
     compared = different = 0
     for kind, k in itertools.cycle(itertools.product(KINDS, (32, 96, 256))):
-        if kind == "all codes" and on == "mi300":
-            k = 16  # mmasim 2.1.1 loses a NaN of the sum so far where the next products are above 2 ** 24
         a, b = codes(ROWS, k, of_a, kind, generator), codes(COLUMNS, k, of_b, kind, generator)
         different += unequal(accumulate(a, b, on, True), mma_sim(on, a, b))
         compared += ROWS * COLUMNS

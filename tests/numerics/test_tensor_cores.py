@@ -32,10 +32,8 @@ def slope(sums, exact):
     return float((sums.double() * exact).sum() / exact.square().sum()) - 1
 
 
-def test_blackwell_and_mi300_do_not():
+def test_sums_of_one_sign_are_not_too_small_on_blackwell():
     torch.manual_seed(0)
     codes = torch.randn(32, 14336).abs().to(E4M3)
-    for on, dtype in (("blackwell", E4M3), ("mi300", torch.float8_e4m3fnuz)):
-        same = codes.float().to(dtype)
-        exact = same.double() @ same.double().t()
-        assert abs(slope(accumulate(same, same, on, True), exact)) < 1e-5
+    exact = codes.double() @ codes.double().t()
+    assert abs(slope(accumulate(codes, codes, "blackwell", True), exact)) < 1e-5
