@@ -25,7 +25,7 @@ from benchmarks.rivals.models import SHAPES, Llama, Shape, rotary
 from lightning_lowprec import FabricFSDP2Strategy
 from lightning_lowprec.conversion.plan import make_plan
 from lightning_lowprec.names import TABLE
-from lightning_lowprec.tools.planning.costs import footprints, per_rank
+from lightning_lowprec.tools.planning.costs import all_reduce, footprints, per_rank
 
 LLAMA3: Mapping[str, Shape] = {
     "8b": replace(SHAPES["8b"], layers=32),
@@ -100,29 +100,21 @@ def run(case: Case) -> dict[str, Any]:
 
 
 def promised(case: Case, model: nn.Module) -> dict[str, Any]:
-    """Return the bytes that ``lowprec plan --shards`` prints for this case."""
+    """Return the bytes that ``lowprec plan --shards`` counts, with those between copies; of tensor parallelism none."""
+    if case.tensor > 1:
+        return {}
     name = TABLE.get(case.precision)
     converts = name is not None and name.plugin.backend is not None
     plan = make_plan(model, None, name.plan_request() if name is not None and converts else None)
     sizes = footprints(model, plan, case.precision)
     if not converts:
         sizes = [row for row in sizes[:-1] if row.precision == case.precision]
-    ranks = per_rank(
-        model,
-        plan,
-        sizes,
-        shards=case.shards,
-        copies=case.copies,
-        parts=_parts(case),
-        tensor_parallel=case.tensor,
-    )
+    ranks = per_rank(model, plan, sizes, shards=case.shards)
     rank = next((rank for rank in ranks if rank.precision == case.precision), None)
-    return {} if rank is None else {"state": rank.state, "in_flight": rank.in_flight, **asdict(rank.sent)}
-
-
-def _parts(case: Case) -> Any:
-    cut = tensor_plan(case.size) if case.tensor > 1 else {}
-    return lambda fqn: case.tensor if fqn.removesuffix(".weight") in cut else 1
+    if rank is None:
+        return {}
+    between_copies = all_reduce(rank.sent.reduce_scatter / max(case.shards - 1, 1), case.copies)
+    return {"state": rank.state, "in_flight": rank.in_flight, **asdict(rank.sent), "all_reduce": between_copies}
 
 
 def tensor_plan(shape: Shape) -> dict[str, Any]:

@@ -19,7 +19,7 @@ AdamW, Llama 3's shapes. Blocks are not compiled; activations are recomputed per
 """
 SENT = """## Sent per rank and step (GB)
 
-A ring's bytes. `=` behind a figure: the count equals the formula of `tools/planning/costs.py` to the
+A ring's bytes. `=` behind a figure: the count equals the formula of docs/fsdp2.md to the
 byte. Shards: x copies x ranks of a tensor-parallel group. Scales in bytes. Other: all-reduces that no formula
 promises, of activations under tensor parallelism, and of the amax history of Transformer Engine's delayed scaling.
 """
@@ -114,28 +114,29 @@ def _absent(row: Mapping[str, Any], width: int) -> Iterator[str]:
 def _sent(row: Mapping[str, Any]) -> Iterator[str]:
     for kind in WIRE:
         counted, formula = row["wire"][kind], expected(row, kind)
-        equal = " =" if abs(counted - formula) < 1 else f" ({_gb(formula)})"
+        equal = "" if formula is None else " =" if abs(counted - formula) < 1 else f" ({_gb(formula)})"
         size = f"{counted:.0f}" if kind == "scales" else _gb(counted)
         yield f"{size}{equal}" if counted or formula else "-"
     other = row["wire"]["other"]
     yield "-" if not other else _gb(other) if other >= 1e7 else f"{other:.0f} bytes"
 
 
-def expected(row: Mapping[str, Any], kind: str) -> float:
-    """Return the formula's bytes of one kind of collective."""
-    promised = row["promised"]
+def expected(row: Mapping[str, Any], kind: str) -> float | None:
+    """Return the formula's bytes of one kind of collective; None: nothing was promised."""
+    if not (promised := row["promised"]):
+        return None
     if kind == "all_gather":
         return float(promised["all_gather_forward"] + promised["all_gather_backward"])
     return float(promised[kind])
 
 
 def _held(row: Mapping[str, Any]) -> Iterator[str]:
-    memory = row["memory"]
+    memory, promised = row["memory"], row["promised"]
     yield _gb(memory["state"])
-    yield _gb(row["promised"]["state"])
+    yield _gb(promised["state"]) if promised else "-"
     for name in ("at_rest", "setup_peak", "backward_peak"):
         yield _gb(memory[name])
-    yield _gb(row["promised"]["in_flight"])
+    yield _gb(promised["in_flight"]) if promised else "-"
     for name in ("optimizer_peak", "reserved"):
         yield _gb(memory[name])
 

@@ -29,7 +29,7 @@ HOST_NOTE = "Weights that do not train keep their float32 values in host memory"
 RANK_NOTE = (
     "state: weights, gradients, masters and moments of one rank, and the codes that it keeps of its shards until"
     " the next step. in flight: at most so much more, for gathered weights and gradients on their way; activations come"
-    " on top. The last three columns: what a rank sends in one step of one micro-batch, in rings."
+    " on top. The last two columns: what a rank sends in one step of one micro-batch, in rings."
 )
 
 
@@ -106,10 +106,10 @@ def plan_page(
     if host := sizes[-1].host:
         parts.append([f"{HOST_NOTE}: {in_units(host)} under {sizes[-1].precision}."])
     if ranks:
-        lines = [["one rank", "state", "in flight", "all-gather", "reduce-scatter", "all-reduce"]]
+        lines = [["one rank", "state", "in flight", "all-gather", "reduce-scatter"]]
         for rank in ranks:
             gathers = rank.sent.all_gather_forward + rank.sent.all_gather_backward
-            columns = (rank.state, rank.in_flight, gathers, rank.sent.reduce_scatter, rank.sent.all_reduce)
+            columns = (rank.state, rank.in_flight, gathers, rank.sent.reduce_scatter)
             lines.append([rank.precision, *map(_sent, columns)])
         parts += [Table(lines), [RANK_NOTE]]
     return page(parts)

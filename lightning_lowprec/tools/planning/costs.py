@@ -1,12 +1,12 @@
 """What a plan costs: FLOPs, the bytes of a model with AdamW, and what a rank of ``strategy="fsdp2"`` holds and sends.
 
 docs/fsdp2.md has the formulas of the collectives, which are rings. A dimension that the shards do not divide is
-padded, which is counted. Not counted: buffers, what tensor parallelism sends, gradient accumulation.
+padded, which is counted. Not counted: buffers, copies (HSDP), tensor parallelism, gradient accumulation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Final
 
@@ -198,41 +198,27 @@ class Weights:
 
 @dataclass(frozen=True, kw_only=True)
 class Volume:
-    """Bytes that one rank sends in one training step; ``all_reduce`` is between copies (HSDP)."""
+    """Bytes that one rank sends in one training step."""
 
     all_gather_forward: float
     all_gather_backward: float
     reduce_scatter: float
-    all_reduce: float
     scales: float
-
-    @property
-    def total(self) -> float:
-        """The sum of all collectives."""
-        gathers = self.all_gather_forward + self.all_gather_backward
-        return gathers + self.reduce_scatter + self.all_reduce + self.scales
 
 
 def weights_of(
-    model: nn.Module,
-    fp8: Collection[str],
-    *,
-    blocks: Collection[str],
-    shards: int,
-    parts: Callable[[str], int] = lambda fqn: 1,
-    tile: int = 0,
+    model: nn.Module, fp8: Collection[str], *, blocks: Collection[str], shards: int, tile: int
 ) -> dict[str, Weights]:
     """Return what each of the groups gathers, by fqn, with the padding of ``shards`` parts; the root is ``""``.
 
     ``fp8`` has the layers, and Parameters of stacked experts, that are gathered as codes, with a scale per ``tile``
-    rows and columns, or 0: one; ``blocks`` the modules that gather their own weights. Tensor parallelism cuts a
-    parameter into ``parts``.
+    rows and columns, or 0: one; ``blocks`` the modules that gather their own weights.
     """
     groups = dict.fromkeys(["", *blocks], Weights())
     coded = {*fp8, *(f"{fqn}.weight" for fqn in fp8)}
     for fqn, p in model.named_parameters():
         group = next((block for block in blocks if fqn.startswith(f"{block}.")), "")
-        size, is_coded = padded(p, shards) // parts(fqn), fqn in coded
+        size, is_coded = padded(p, shards), fqn in coded
         groups[group] += Weights(
             fp8=size if is_coded else 0,
             scales=scales_of(p, tile) if is_coded else 0,
@@ -268,22 +254,11 @@ def all_reduce(size: float, ranks: int) -> float:
     return 2 * size * (ranks - 1) / ranks
 
 
-def step(
-    blocks: Weights,
-    root: Weights,
-    *,
-    shards: int,
-    copies: int = 1,
-    param_dtype: torch.dtype = torch.bfloat16,
-    tensor_parallel: int = 1,
-) -> Volume:
+def step(blocks: Weights, root: Weights, *, shards: int, param_dtype: torch.dtype) -> Volume:
     """Return the volume of one step of one micro-batch, of the weights below the root and of the root.
 
-    ``shards`` are the ranks per copy of the model, ``tensor_parallel`` those that reduce the scales too. The weights
-    of the root stay gathered for the backward, and gradients are reduced in float32.
+    The weights of the root stay gathered for the backward, and gradients are reduced in float32.
     """
-    check_integer("shards", shards, least=1)
-    check_integer("copies", copies, least=1)
     forward = gathered(blocks, param_dtype) + gathered(root, param_dtype)
     gradients = (blocks.trained + root.trained) * _FLOAT32
     scales = _FLOAT32 * (blocks.scales + root.scales)
@@ -291,12 +266,11 @@ def step(
         all_gather_forward=all_gather(forward, shards),
         all_gather_backward=all_gather(gathered(blocks, param_dtype), shards),
         reduce_scatter=all_gather(gradients, shards),
-        all_reduce=all_reduce(gradients / shards, copies),
-        scales=all_reduce(scales, shards) + all_reduce(scales, tensor_parallel),
+        scales=all_reduce(scales, shards),
     )
 
 
-def in_flight(block: Weights, root: Weights, *, param_dtype: torch.dtype = torch.bfloat16) -> int:
+def in_flight(block: Weights, root: Weights, *, param_dtype: torch.dtype) -> int:
     """Return an upper bound of the bytes beside state and activations that a rank holds at once in a backward pass.
 
     The root's weights stay gathered, and its gradients wait for the last one. Meanwhile a block's gradients and their
@@ -320,19 +294,10 @@ class Rank:
     sent: Volume
 
 
-def per_rank(
-    model: nn.Module,
-    plan: Plan,
-    sizes: Sequence[Bytes],
-    *,
-    shards: int,
-    copies: int = 1,
-    parts: Callable[[str], int] = lambda fqn: 1,
-    tensor_parallel: int = 1,
-) -> list[Rank]:
+def per_rank(model: nn.Module, plan: Plan, sizes: Sequence[Bytes], *, shards: int) -> list[Rank]:
     """Return the bytes of a rank for every precision of ``sizes`` that runs under FSDP2; the plan is of the last one.
 
-    The options are those of :func:`step` and :func:`weights_of`; uneven shards of codes raise ValueError.
+    Uneven shards of codes raise ValueError.
     """
     check_integer("shards", shards, least=1)
     elements = sum(p.numel() for p in model.parameters())
@@ -346,7 +311,7 @@ def per_rank(
         fp8 = _coded(gathered_rows(plan, row.precision), shards) if as_codes else []
         blocks = blocks_of(model)
         tile = 0 if name is None else name.tile
-        groups = weights_of(model, fp8, blocks=blocks, shards=shards, parts=parts, tile=tile)
+        groups = weights_of(model, fp8, blocks=blocks, shards=shards, tile=tile)
         root, below = groups.pop(""), list(groups.values())
         together = sum(below, Weights())
         keeps = together.fp8 + root.fp8  # codes of shards in high precision, from gather to gather
@@ -357,9 +322,7 @@ def per_rank(
             keeps = 0
         largest = max(below, key=lambda weights: weights.total, default=Weights())
         flying = in_flight(largest, root, param_dtype=param_dtype)
-        sent = step(
-            together, root, shards=shards, copies=copies, param_dtype=param_dtype, tensor_parallel=tensor_parallel
-        )
+        sent = step(together, root, shards=shards, param_dtype=param_dtype)
         ranks.append(
             Rank(
                 precision=row.precision,
