@@ -54,11 +54,11 @@ def in_bf16(choice: Mapping[Gemm, str], field: str) -> InBF16:
     return frozenset(gemm for gemm, precision in choice.items() if precision == "bf16")
 
 
-def words(gemms: InBF16, high: str = "bf16") -> str:
+def words(gemms: InBF16) -> str:
     """Return the products in words: ``"all GEMMs in bf16"``, ``"forward in bf16"``, or ``""`` for none."""
     if gemms == ALL_GEMMS:
-        return f"all GEMMs in {high}"
-    return f"{' and '.join(gemm for gemm in GEMMS if gemm in gemms)} in {high}" if gemms else ""
+        return "all GEMMs in bf16"
+    return f"{' and '.join(gemm for gemm in GEMMS if gemm in gemms)} in bf16" if gemms else ""
 
 
 @final
