@@ -29,19 +29,15 @@ WITH_MASTERS: Final = frozenset(NAMES.values()) - {"mxfp8-te", "nvfp4-te"}
 """The names that exist with the suffixes of bf16 weights too."""
 
 
+_NOT_COUNTED: Final = "it needs Blackwell, where bf16 weights have not been counted yet; to use them, write"
+
+
 def _lacks(kind: str) -> dict[str, str]:
     """Return the reason or remedy for every suffix that only some names have."""
-    fp16 = (
-        "its Hadamard transform is made for bf16"
-        if kind == "nvfp4"
-        else f"write `plugins=FP8TE({kind!r}, base='fp16')`"
-    )
-    masters = {
-        suffix: f"it needs Blackwell, where bf16 weights have not been counted yet; to use them, write"
-        f" `plugins=FP8TE({kind!r}, master_weights={OPTIONS[suffix]['master_weights']!r})`"
-        for suffix in ENDINGS
-    }
-    return {FP16: fp16, **masters}
+    options = {suffix: f"master_weights={OPTIONS[suffix]['master_weights']!r}" for suffix in ENDINGS}
+    masters = {suffix: f"{_NOT_COUNTED} `plugins=FP8TE({kind!r}, {option})`" for suffix, option in options.items()}
+    no_fp16 = kind == "nvfp4" and "its Hadamard transform is made for bf16"
+    return {FP16: no_fp16 or f"write `plugins=FP8TE({kind!r}, base='fp16')`", **masters}
 
 
 BACKEND: Final = Backend(
@@ -69,7 +65,7 @@ BACKEND: Final = Backend(
     numerics=later(".te.hooks:numerics_of"),
     weight_roundings=later(".te.hooks:weight_roundings"),
     layers_from=("transformer_engine.", "lightning_lowprec.te."),
-    revert=later(".te.convert:revert"),
+    revert=later(".te.plugin:revert"),
     cuts=lambda layer: False,
     checkpoint=lambda: imported(f"{MODULE}:checkpoint"),  # restores the scales of layers before it recomputes them
 )

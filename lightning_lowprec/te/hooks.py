@@ -1,10 +1,6 @@
-"""Functions of the registry entry: how a layer rounds its tensors.
+"""How a layer rounds its tensors: for the monitor and for exports. Importing this imports no Transformer Engine.
 
-Importing this module imports no Transformer Engine; the functions get layers that Transformer Engine's backend owns.
-
-Transformer Engine's own inspection (``nvdlfw_inspect``) takes layers that were built after it was turned on, and our
-layers were torch's before. With a scale per block of values, only largest values and the error of the output are
-measured.
+With a scale per block of values, only largest values and the error of the output are measured.
 """
 
 from collections.abc import Mapping

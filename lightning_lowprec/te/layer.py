@@ -1,9 +1,5 @@
 """A layer that does a Linear's work by Transformer Engine: the module and its Parameters stay those of the user.
 
-    output      = input       @ weight.T        # [M, K] @ [K, N] -> [M, N]
-    grad_input  = grad_output @ weight          # [M, N] @ [N, K] -> [M, K]
-    grad_weight = grad_output.T @ input         # [N, M] @ [M, K] -> [N, K]
-
 The class of the module changes, and it gets the attributes that Transformer Engine's constructor would have set. The
 module is still an instance of its class. Nothing is added to the state dict, because Transformer Engine's
 ``_extra_state`` is a pickle; the scales of delayed scaling are in the plugin's state
@@ -169,7 +165,7 @@ class TELinear(PlainFirst, te.Linear, nn.Linear):  # type: ignore[misc]
 
 
 def convert_linears(
-    model: nn.Module, fqns: Collection[str], recipe: object, *, fp8_eval: bool, keep_weights: bool
+    model: nn.Module, fqns: Collection[str], recipe: object, *, fp8_eval: bool = True, keep_weights: bool = False
 ) -> None:
     """Make the Linears named by ``fqns`` TELinears with these options, and all other TELinears plain again."""
     if keep_weights:
@@ -195,8 +191,3 @@ def convert_linears(
         for name in transformer_engine.SHARDING_CACHES:
             vars(linear).pop(name, None)
         vars(linear).update(attributes, _fp8_workspaces={})  # kept codes of other options may never be used again
-
-
-def te_linears(model: nn.Module) -> list[TELinear]:
-    """Return the Linears of ``model`` that are converted."""
-    return [module for module in model.modules() if isinstance(module, TELinear)]

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, final
 
 import torch
@@ -10,10 +10,12 @@ from torch.nn import Module
 from typing_extensions import override
 
 from lightning_lowprec.checks import Count
+from lightning_lowprec.conversion import in_place, module_dtypes
 from lightning_lowprec.conversion.name_formats import EXPERTS_NEED_TORCHAO
 from lightning_lowprec.conversion.name_suffixes import of_options
 from lightning_lowprec.conversion.options import LayerOptions, shows, take, takes
-from lightning_lowprec.conversion.plan import PlanRequest
+from lightning_lowprec.conversion.plan import IN_METRIC, Plan, PlanRequest, make_plan
+from lightning_lowprec.conversion.selection import in_metrics
 from lightning_lowprec.extras import require
 from lightning_lowprec.hardware import describe, refusal_and_remedy
 from lightning_lowprec.messages import info
@@ -24,9 +26,8 @@ from lightning_lowprec.precision.loss_scale import BACKEND_STATE
 from lightning_lowprec.precision.options import FP8Options, MasterOptions, TrainingOptions
 from lightning_lowprec.private.transformer_engine import check_names
 from lightning_lowprec.runs_where import RecipeKey
-from lightning_lowprec.te import recipes
+from lightning_lowprec.te import delayed_scaling, recipes
 from lightning_lowprec.te.backend import NAME, NAMES, WITH_MASTERS
-from lightning_lowprec.te.convert import choose, convert_model, scaled_layers
 from lightning_lowprec.te.delayed_scaling import SCALES, DelayedScales
 from lightning_lowprec.te.recipes import MODULE
 
@@ -63,7 +64,7 @@ class FP8TE(Converting):
     """The GEMMs of the Linear layers in FP8 by Transformer Engine, everything else under autocast.
 
     Linears, LayerNorms and RMSNorms become Transformer Engine's in place; checkpoints stay those of the model.
-    ``keep`` and ``only`` may name norms too. ``first_last_layers_bf16`` does not go with delayed scaling.
+    ``first_last_layers_bf16`` does not go with delayed scaling.
 
     Args:
         recipe: ``"delayed"`` (scales from the amax of past steps), ``"current"`` (from each tensor), ``"block"``,
@@ -79,7 +80,7 @@ class FP8TE(Converting):
             ``weight.data`` between two steps of an optimizer: nobody can see that.
         fp8_dpa: attention in FP8, where the attention is Transformer Engine's own.
         fp8_mha: keep values in FP8 around attention, where the attention is Transformer Engine's own.
-        norms: whether LayerNorms and RMSNorms become Transformer Engine's too.
+        norms: whether LayerNorms and RMSNorms become Transformer Engine's too, all that can; with ``only`` none do.
 
     Raises:
         ValueError: an unknown or contradictory option, or a model in which nothing converts.
@@ -168,8 +169,8 @@ class FP8TE(Converting):
         request = PlanRequest(
             experts=EXPERTS_NEED_TORCHAO, base=self.base, head=self.head, alignment=alignment, conv1d=False
         )
-        plan = choose(module, self.layers, request, norms=self.norms)
-        convert_model(module, plan, self.recipe, fp8_eval=self.fp8_eval, keep_weights=self.fp8_params)
+        plan = replace(make_plan(module, self.layers, request), norms=self._choice_of_norms(module))
+        self._convert(module, plan)
         if not any(scaled_layers(module)):
             none = f"none of the {len(plan.rows)} linear layers of {type(module).__name__}"
             raise fp8.nothing_converts(self.precision, none, plan, multiple=alignment)
@@ -177,6 +178,31 @@ class FP8TE(Converting):
         fp8.take_plan(self, module, plan)
         if self.scales is not None and device.type == "cuda":
             self.scales.expect()
+
+    def _choice_of_norms(self, module: Module) -> dict[str, str | None]:
+        """Return all norms by fqn, each with the reason why it stays, or None."""
+        from lightning_lowprec.te.norms import NO_NORM, reason_to_keep
+
+        if not self.norms or self.layers.only is not None:
+            return {}
+        inside = in_metrics(module)
+        reasons = {fqn: IN_METRIC if fqn in inside else reason_to_keep(m) for fqn, m in module.named_modules()}
+        return {fqn: reason for fqn, reason in reasons.items() if reason != NO_NORM}
+
+    def _convert(self, module: Module, plan: Plan) -> None:
+        """Convert a module in place as ``plan`` says. Layers that were converted keep their scales."""
+        from lightning_lowprec.te.layer import convert_linears
+        from lightning_lowprec.te.norms import convert_norms
+
+        before = delayed_scaling.saved_scales(scaled_layers(module))
+        keep_weights = self.fp8_params
+        with in_place.unchanged(module):
+            convert_linears(module, plan.converted, self.recipe, fp8_eval=self.fp8_eval, keep_weights=keep_weights)
+            convert_norms(module, [fqn for fqn, reason in plan.norms.items() if reason is None])
+        module_dtypes.run_in_float32(module, plan)
+        delayed_scaling.checkpoint_by_te(module, wanted=self.kind == "delayed")
+        if self.kind == "delayed" and before:
+            delayed_scaling.restore_scales(scaled_layers(module), before, self.recipe)
 
     def _check_attention(self, module: Module) -> None:
         name = next((name for name in ("fp8_dpa", "fp8_mha") if getattr(self.recipe, name)), None)
@@ -188,9 +214,9 @@ class FP8TE(Converting):
 
     @override
     def _converted_layers(self, module: Module) -> Iterable[Module]:
-        from lightning_lowprec.te.layer import te_linears
+        from lightning_lowprec.te.layer import TELinear
 
-        return te_linears(module)
+        return [layer for layer in module.modules() if isinstance(layer, TELinear)]
 
     @override
     @contextmanager
@@ -246,3 +272,24 @@ class FP8TE(Converting):
             self.scales.load(state_dict)
         elif state_dict.get(SCALES):
             info(f"Dropped the delayed scales of the checkpoint: `precision={self.precision!r}` needs none.")
+
+
+def revert(model: Module) -> None:
+    """Give ``model`` torch's own layers back, in place; layers of Transformer Engine that the user built stay."""
+    classes = {cls for module in model.modules() for cls in type(module).__mro__}
+    if any(cls.__module__.startswith("lightning_lowprec.te.") for cls in classes):
+        from lightning_lowprec.te.layer import convert_linears
+        from lightning_lowprec.te.norms import convert_norms
+
+        convert_linears(model, (), None)
+        convert_norms(model, ())
+    delayed_scaling.checkpoint_by_te(model, wanted=False)
+
+
+def scaled_layers(model: Module) -> Iterator[tuple[str, Module]]:
+    """Yield all layers of Transformer Engine that may keep scales, ours and the user's."""
+    from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+
+    for fqn, module in model.named_modules():
+        if isinstance(module, TransformerEngineBaseModule):
+            yield fqn, module

@@ -21,8 +21,8 @@ from lightning_lowprec.te import layer as layer_module
 from lightning_lowprec.te import layer as linears
 from lightning_lowprec.te import norms
 from lightning_lowprec.te.backend import BACKEND
-from lightning_lowprec.te.convert import revert
 from lightning_lowprec.te.delayed_scaling import restore_scales, saved_scales
+from lightning_lowprec.te.plugin import revert
 from tests.te.subjects import fabric_for, give_scales, some_scales
 
 OPTIONS = {"recipe": DelayedScaling(), "fp8_eval": True, "keep_weights": False}

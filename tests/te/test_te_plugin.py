@@ -17,8 +17,9 @@ from tests.te.subjects import LLAMA, QUIET, Lit, Net, fabric_for, give_scales, t
 
 def test_what_converts(pretend_gpu, caplog):
     model = Net()
+    model.blocks[2][0] = nn.LayerNorm(32, bias=False)
     parameters, names = list(model.parameters()), list(model.state_dict())
-    fabric = fabric_for(FP8TE(keep=["blocks.0.1", "blocks.2.0"]))
+    fabric = fabric_for(FP8TE(keep=["blocks.0.1"]))
     wrapped = fabric.setup(model)
     assert [fqn for fqn, m in model.named_modules() if isinstance(m, te.Linear)] == [
         "blocks.0.3", "blocks.1.1", "blocks.1.3", "blocks.2.1", "blocks.2.3",
@@ -29,10 +30,13 @@ def test_what_converts(pretend_gpu, caplog):
     plugin = fabric.strategy.precision
     assert plugin.plan.summary() == (
         "converted 5 of 7 linear layers, kept 2 in bf16: kept by 'blocks.0.1' ('blocks.0.1'); output head (by name)"
-        " ('lm_head'); 2 of 3 norms (kept: 'blocks.2.0' kept by 'blocks.2.0')"
+        " ('lm_head'); 2 of 3 norms (kept: 'blocks.2.0' has no bias, which Transformer Engine's kernels need)"
     )
     with pytest.raises(RuntimeError, match="an input on cpu, and computes on CUDA only"):
         wrapped(torch.randn(2, 16, 32))
+    few = Net()
+    fabric_for(FP8TE(only=["blocks.0.1"])).setup(few)
+    assert [type(block[0]) for block in few.blocks] == [nn.LayerNorm] * 3
 
 
 @pytest.mark.parametrize(
