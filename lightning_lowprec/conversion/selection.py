@@ -7,7 +7,7 @@ from typing import Final, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from lightning_lowprec.conversion.experts import difference, is_sorted_stack, is_stack, weight_names
+from lightning_lowprec.conversion.experts import is_stack, weight_names
 from lightning_lowprec.conversion.in_place import own_class
 from lightning_lowprec.conversion.matmuls import STACKED, Matmul, is_conv1d, is_linear, linears, matmuls
 from lightning_lowprec.conversion.options import LayerOptions
@@ -47,8 +47,6 @@ def unsupported(
             return experts
         if not is_stack(module) or name not in weight_names(module):
             return f"stacked experts of an unknown class ({type(module).__name__}); {UNCAST}"
-        if is_sorted_stack(module) and (reason := difference(module)) is not None:
-            return reason
         weight = getattr(module, name)
         replaced = "forward" in vars(module) and not has_parallel_forward(module)
     else:

@@ -48,37 +48,22 @@ def group(top_k_index: Tensor, experts: int, alignment: int, *, some_absent: boo
 
     A number from ``experts`` (E) on is an expert of another rank, which ``some_absent`` allows.
     """
-    flat, device = top_k_index.reshape(-1).long(), top_k_index.device
-    pairs, top_k = flat.shape[0], top_k_index.shape[-1]
-    sorted_experts, order = torch.sort(flat, stable=True)
-    behind = torch.searchsorted(sorted_experts, torch.arange(experts, device=device), right=True)
+    pairs, tokens = top_k_index.numel(), top_k_index.numel() // top_k_index.shape[-1]
+    expert, order = torch.sort(top_k_index.reshape(-1).long(), stable=True)
+    behind = torch.searchsorted(expert, torch.arange(experts, device=expert.device), right=True)
     counts = behind.diff(prepend=behind.new_zeros(1))
-    return _of_sorted(sorted_experts, order, order // top_k, counts, alignment, pairs // top_k, some_absent)
-
-
-def group_sorted(counts: Tensor, tokens: int, alignment: int) -> Groups:
-    """Return the groups of T tokens that are sorted by expert already, [E] of each; those behind belong to none."""
-    order = torch.arange(tokens, device=counts.device)
-    experts = torch.searchsorted(counts.cumsum(0), order, right=True)
-    return _of_sorted(experts, order, order, counts, alignment, tokens, True)
-
-
-def _of_sorted(
-    experts: Tensor, order: Tensor, token: Tensor, counts: Tensor, alignment: int, tokens: int, some_absent: bool
-) -> Groups:
-    pairs, number = experts.shape[0], counts.shape[0]
     least = alignment if alignment > 1 else 0
     padded = ((counts + alignment - 1) // alignment * alignment).clamp(min=least)
     ends = padded.cumsum(0)
     added = torch.nn.functional.pad(ends - counts.cumsum(0), (1, 0))  # zero rows before each expert's first, [E + 1]
-    place = torch.arange(pairs, device=experts.device) + added[experts.clamp(max=number)]
-    total = -(-(pairs + number * least) // alignment) * alignment
-    here = experts < number
+    place = torch.arange(pairs, device=expert.device) + added[expert.clamp(max=experts)]
+    total = -(-(pairs + experts * least) // alignment) * alignment
+    token, here = order // top_k_index.shape[-1], expert < experts
     return Groups(
         ends=ends.to(torch.int32),
         row=torch.empty_like(place).index_copy(0, order, place),
         token=place.new_full((total,), tokens).index_copy(0, place, torch.where(here, token, tokens)),
-        expert=place.new_full((total,), number).index_copy(0, place, experts.clamp(max=number)),
+        expert=place.new_full((total,), experts).index_copy(0, place, expert.clamp(max=experts)),
         absent=torch.empty_like(here).index_copy(0, order, ~here) if some_absent else None,
     )
 

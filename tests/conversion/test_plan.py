@@ -32,6 +32,16 @@ def reasons(model, **options):
     return {row.fqn: row.kept_because for row in plan(model, **options).rows}
 
 
+def test_stacked_experts_of_an_unknown_class_stay_and_are_listed():
+    experts = nn.Module()
+    experts.w1 = nn.Parameter(torch.empty(4, 64, 32))
+    kept = reasons(nn.ModuleDict({"experts": experts, "up": nn.Linear(32, 64)}))
+    assert kept["up"] is None
+    assert kept["experts.w1"].startswith(
+        "stacked experts of an unknown class (Module); autocast leaves grouped products"
+    )
+
+
 def test_a_tie_wins_over_a_name_and_a_declared_head_over_both():
     class Declared(Decoder):
         def get_output_embeddings(self):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_lowprec.numerics.groups import collect, group, group_sorted, per_row, spread
+from lightning_lowprec.numerics.groups import collect, group, per_row, spread
 
 TOKENS, TOP_K, EXPERTS = 37, 2, 5
 ROUTES = {
@@ -68,13 +68,3 @@ def test_values_per_expert_reach_the_rows_with_tokens_alone():
     rows = per_row(torch.arange(1.0, 1 + EXPERTS).unsqueeze(1), groups)
     assert torch.equal(rows[groups.expert < EXPERTS, 0], 1.0 + groups.expert[groups.expert < EXPERTS])
     assert not rows[groups.expert == EXPERTS].any()
-
-
-def test_tokens_that_are_sorted_already():
-    groups = group_sorted(torch.tensor([3, 0, 5]), 10, 16)  # 2 tokens belong to no expert
-    tokens = torch.randn(10, 4)
-    rows = spread(tokens, groups)
-    assert groups.ends.tolist() == [16, 32, 48]
-    assert torch.equal(rows[:3], tokens[:3])
-    assert torch.equal(rows[32:37], tokens[3:8])
-    assert torch.equal(collect(rows, groups), torch.cat((tokens[:8], torch.zeros(2, 4))))
