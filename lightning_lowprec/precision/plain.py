@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -34,13 +34,15 @@ from lightning_lowprec.numerics.parameters import parameters_of
 from lightning_lowprec.numerics.rounding import upper_half
 from lightning_lowprec.numerics.weight_rounding import WeightRounding
 from lightning_lowprec.precision.host import trainer_of
-from lightning_lowprec.precision.plugin import Plugin
 from lightning_lowprec.private.deepspeed import refuse_zero
 from lightning_lowprec.private.either import Trainer, is_wrapped
 from lightning_lowprec.private.lightning import is_tuning
 from lightning_lowprec.private.torch_modules import undo_compile, without_compiled_wrapper
 from lightning_lowprec.private.transformers import with_own_cache
 from lightning_lowprec.references import WeakList
+
+if TYPE_CHECKING:
+    from lightning_lowprec.precision.base import LowPrecision
 
 _GATHER: Final = (
     "Build the model anew and load the whole state dict, which is plain under every precision: on all ranks `state ="
@@ -204,7 +206,7 @@ class AfterFit:
         self._before: list[tuple[Tensor, Tensor]] = []
         self._tunes = False
 
-    def begin(self, plugin: Plugin, module: Module, trainer: Trainer | None) -> None:
+    def begin(self, plugin: LowPrecision, module: Module, trainer: Trainer | None) -> None:
         """Note that ``plugin`` will set ``module`` up, if a Trainer runs ``module``."""
         if trainer is None:
             return
@@ -219,7 +221,7 @@ class AfterFit:
             (t, data.cpu()) for t, data in self._before if (t.dtype, type(t.data)) != (data.dtype, type(data))
         ]
 
-    def end(self, plugin: Plugin) -> None:
+    def end(self, plugin: LowPrecision) -> None:
         """Hand the modules back, and by ``plain_after_fit`` or after a search make them and their optimizers plain.
 
         The layers note how they rounded weights, for :func:`lightning_lowprec.export`. A model that the strategy leaves
@@ -253,7 +255,7 @@ class AfterFit:
         return type(self), ()  # tensors and optimizers stay in their process
 
 
-def _sharded_by(plugin: Plugin) -> str | None:
+def _sharded_by(plugin: LowPrecision) -> str | None:
     """Return the strategy that leaves the model of ``plugin`` sharded; None: the model stays whole."""
     if plugin.engine is not None:
         return str(plugin.engine.name)

@@ -1,8 +1,10 @@
 """Errors for models that a precision would train wrongly, raised at set-up."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Iterable
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch.nn import Module
@@ -11,14 +13,16 @@ from lightning_lowprec.conversion.experts import cut_by_expert
 from lightning_lowprec.hardware import caution
 from lightning_lowprec.messages import info, warn
 from lightning_lowprec.precision.host import callbacks_of, trainer_of
-from lightning_lowprec.precision.plugin import Plugin
 from lightning_lowprec.private.either import MisconfigurationException, both, trainer_callbacks
 from lightning_lowprec.private.lightning import traces
+
+if TYPE_CHECKING:
+    from lightning_lowprec.precision.base import LowPrecision
 
 AVERAGING: Final = ("StochasticWeightAveraging", "WeightAveraging")  # lightning 2.6 added the second one
 
 
-def check_runs(plugin: Plugin, device: torch.device) -> None:
+def check_runs(plugin: LowPrecision, device: torch.device) -> None:
     """Raise if the precision cannot run on ``device``; warn if in doubt."""
     refusal = plugin.refusal(device)
     if refusal is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence, Set
-from typing import Final, final
+from typing import TYPE_CHECKING, Final, final
 
 import torch
 from torch import Tensor
@@ -30,11 +30,13 @@ from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.numerics.parameters import parameters_of
 from lightning_lowprec.precision import refusals
 from lightning_lowprec.precision.host import device_of, trainer_of
-from lightning_lowprec.precision.plugin import Plugin
 from lightning_lowprec.private.torch import local_tensor, version_of
 from lightning_lowprec.private.torch_optimizers import brings_masters
 from lightning_lowprec.private.torchao import parameters_of_copies
 from lightning_lowprec.references import WeakList, WeakNumbers
+
+if TYPE_CHECKING:
+    from lightning_lowprec.precision.base import LowPrecision
 
 
 @final
@@ -114,7 +116,7 @@ class Modules:
         return {**self.__dict__, **empty}
 
 
-def check_optimizers(plugin: Plugin, optimizers: list[Optimizer]) -> None:
+def check_optimizers(plugin: LowPrecision, optimizers: list[Optimizer]) -> None:
     """Warn if a trainable weight of a converted layer is in no optimizer; raise if one holds a stale weight."""
     modules = plugin.modules
     if (reshard := plugin.reshard) is not None:
@@ -155,7 +157,7 @@ def _check_module(module: Module, converted: Set[int], optimizers: list[Optimize
         )
 
 
-def set_up_heads(plugin: Plugin, module: Module, device: torch.device) -> None:
+def set_up_heads(plugin: LowPrecision, module: Module, device: torch.device) -> None:
     """Replace the heads and losses of the causal models in ``module``, in place, or say what they cost on a GPU."""
     if plugin.head == "bf16":
         for sentence in head.advice(module) if device.type == "cuda" and plugin.engine is None else ():
@@ -177,7 +179,7 @@ def set_up_heads(plugin: Plugin, module: Module, device: torch.device) -> None:
 # ---- before the first step
 
 
-def before_training(plugin: Plugin, model: Module, optimizers: Sequence[Optimizer], *, will_train: bool) -> None:
+def before_training(plugin: LowPrecision, model: Module, optimizers: Sequence[Optimizer], *, will_train: bool) -> None:
     """Prepare all optimizers of the Trainer, and check them; without training they are those of an earlier fit."""
     if will_train:
         if plugin.masters is not None:
@@ -189,7 +191,7 @@ def before_training(plugin: Plugin, model: Module, optimizers: Sequence[Optimize
     plugin.modules.note_check()
 
 
-def before_step_in_fabric(plugin: Plugin, optimizer: Optimizer) -> None:
+def before_step_in_fabric(plugin: LowPrecision, optimizer: Optimizer) -> None:
     """Prepare and check before the first step of ``optimizer`` after a set-up of modules by Fabric."""
     if plugin.optimizers:
         check_optimizers(plugin, [*plugin.optimizers, optimizer])
@@ -205,7 +207,7 @@ def before_step_in_fabric(plugin: Plugin, optimizer: Optimizer) -> None:
     plugin.modules.note_check()
 
 
-def see_groups(plugin: Plugin, optimizer: Optimizer) -> None:
+def see_groups(plugin: LowPrecision, optimizer: Optimizer) -> None:
     """Look at an optimizer, or a group of parameters, that is new: the program may have changed the model too."""
     plugin.modules.groups_seen[optimizer] = len(optimizer.param_groups)
     if plugin.masters is not None and registry_of(optimizer) is None and not brings_masters(optimizer):
@@ -214,7 +216,7 @@ def see_groups(plugin: Plugin, optimizer: Optimizer) -> None:
         _warn_of_late_layers(plugin)
 
 
-def _take_new(plugin: Plugin, optimizer: Optimizer) -> None:
+def _take_new(plugin: LowPrecision, optimizer: Optimizer) -> None:
     """Prepare an optimizer that the program has made since training began, with the others of its Trainer."""
     trainers = [trainer for module in plugin.modules.prepared if (trainer := trainer_of(module)) is not None]
     optimizers = [*(trainers[-1].optimizers if trainers else ()), optimizer]
@@ -224,7 +226,7 @@ def _take_new(plugin: Plugin, optimizer: Optimizer) -> None:
         plugin.after_fit.optimizers = optimizers
 
 
-def _warn_of_late_layers(plugin: Plugin) -> None:
+def _warn_of_late_layers(plugin: LowPrecision) -> None:
     """Warn of linear layers that came into a model after its set-up, and so did not convert."""
     modules = plugin.modules
     known = {id(module) for module in modules.linears}
@@ -238,7 +240,7 @@ def _warn_of_late_layers(plugin: Plugin) -> None:
         )
 
 
-def settle_weights(plugin: Plugin, *, all_known: bool | None = None) -> None:
+def settle_weights(plugin: LowPrecision, *, all_known: bool | None = None) -> None:
     """Let weights that no optimizer took be float32 again, or keep their float32 values in host memory.
 
     Once per set-up: the Trainer knows its optimizers; in Fabric before the first forward, if ``setup`` was given any,
@@ -272,7 +274,7 @@ class FrozenWrites:
         self.steps = 0  # that were counted
         self._weights: dict[str, tuple[int, int, int, Tensor]] = {}  # identity, version, place, values
 
-    def look(self, plugin: Plugin) -> None:
+    def look(self, plugin: LowPrecision) -> None:
         """Look at the weights of a plugin with masters before a step, one of :data:`LOOKS`."""
         optimizers = (*plugin.optimizers, *plugin.after_fit.optimizers)
         stores = [store for o in optimizers if (registry := registry_of(o)) is not None for store in registry.stores]
@@ -311,7 +313,7 @@ def _look(parameter: Tensor) -> tuple[int, int, int, Tensor]:
     return id(parameter), version_of(parameter), local.data_ptr(), values.clone().view(torch.int16)
 
 
-def _warn(plugin: Plugin, fqns: Sequence[str], why: str) -> None:
+def _warn(plugin: LowPrecision, fqns: Sequence[str], why: str) -> None:
     if fqns:
         warn(f"`precision={plugin.precision!r}`: the program writes to {_first(fqns, 1)}{why}")
 
@@ -321,7 +323,7 @@ def _first(fqns: Sequence[str], most: int) -> str:
     return ", ".join(map(repr, fqns[:most])) + more
 
 
-def look_at_layers(plugin: Plugin) -> None:
+def look_at_layers(plugin: LowPrecision) -> None:
     """Look after one of the first backward passes, and warn of layers whose weight was read without a call."""
     modules = plugin.modules
     modules.watched_backwards -= 1
@@ -335,7 +337,7 @@ def look_at_layers(plugin: Plugin) -> None:
             layer_runs.end_waiting(model)
 
 
-def _warning(plugin: Plugin, fqns: Sequence[str]) -> str:
+def _warning(plugin: LowPrecision, fqns: Sequence[str]) -> str:
     last = sorted({fqn.rpartition(".")[2] for fqn in fqns})
     gathered = ""
     if plugin.modules.sharded is not None:
