@@ -60,7 +60,7 @@ class PrecisionName:
     alignment: int = 16
     """The features of a converted Linear are multiples of this number."""
     gains: str = "tensorwise"
-    """The recipe of :mod:`~lightning_lowprec.conversion.gains` that says which shapes gain from FP8."""
+    """The recipe of :func:`~lightning_lowprec.conversion.matmuls.expected_gain`."""
     gathers_fp8: bool = False
     """Whether FSDP2 gathers converted weights as codes (``formats.fsdp2``); the plugin's ``gathers`` says why."""
     tile: int = 0

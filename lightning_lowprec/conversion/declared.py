@@ -9,14 +9,17 @@ import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final, final
+from typing import Final, NoReturn, final
 from weakref import WeakSet
 
 import torch
+from torch import Tensor
 from torch.nn import Module
 
+from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.private.torch import is_in_backward
-from lightning_lowprec.products.transforms import FORWARD_MODE
+from lightning_lowprec.private.torch_modules import TracedModule
+from lightning_lowprec.products.transforms import FORWARD_MODE, PLAIN_FIRST, check_call
 
 _MIXED: Final = re.compile("dtype|scalar type|same type")
 """What torch says of an operation that gets two dtypes."""
@@ -57,3 +60,38 @@ def is_declared(layer: Module) -> bool:
     if not is_in_backward():
         (_declared.add if _thread.inside else _declared.discard)(layer)
     return layer in _declared
+
+
+class PlainFirst(TracedModule):
+    """Abstract: a layer of a backend, which refuses, by name of the way out, the tools that know torch's layers only.
+
+    For ``torch.export`` its forward asks (``transforms.check_call``), ``torch.jit.trace`` calls ``_slow_forward``
+    instead, and ``torch.jit.script`` calls ``__prepare_scriptable__``. Nothing of this runs in a step.
+    """
+
+    own_class: type[Module]
+
+    def plain_forward(self, input: Tensor) -> Tensor:
+        """Compute as the layer did before it was converted."""
+        output: Tensor = self.own_class.forward(self, input)
+        return output
+
+    def declared_forward(self, input: Tensor) -> Tensor:
+        """Compute in the dtype of the input, as the program declares.
+
+        torch refuses a half-precision weight beside a float32 input.
+        """
+        half = input.dtype in HALF_DTYPES
+        with torch.autocast(input.device.type, input.dtype if half else None, enabled=half):
+            return self.plain_forward(input)
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        raise RuntimeError(
+            f"`torch.jit.script` does not fit {type(self).__name__}, a layer that a precision of lightning_lowprec has"
+            f" converted. {PLAIN_FIRST}."
+        )
+
+    def check_trace(self) -> None:
+        """Refuse ``torch.jit.trace`` where the layer computes in FP8."""
+        if self.training or getattr(self, "fp8_eval", True):
+            check_call(type(self).__name__)

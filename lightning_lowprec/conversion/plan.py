@@ -19,9 +19,17 @@ from torch import nn
 
 from lightning_lowprec.conversion import selection
 from lightning_lowprec.conversion.experts import is_stack
-from lightning_lowprec.conversion.gains import expected_gain
 from lightning_lowprec.conversion.in_place import own_class
-from lightning_lowprec.conversion.matmuls import CONV1D, STACKED, Matmul, is_conv1d, is_linear, matmuls, other_products
+from lightning_lowprec.conversion.matmuls import (
+    CONV1D,
+    STACKED,
+    Matmul,
+    expected_gain,
+    is_conv1d,
+    is_linear,
+    matmuls,
+    other_products,
+)
 from lightning_lowprec.conversion.name_formats import NO_GROUPED_PRODUCT
 from lightning_lowprec.conversion.options import LayerOptions
 from lightning_lowprec.conversion.recipe_map import FLOAT32, NO_PATTERN, LayerRecipe, RecipeMap
@@ -43,7 +51,7 @@ class PlanRow(Matmul):
     kept_because: str | None
     """The reason why the weight stays in high precision; None: the weight converts."""
     gain: float | None
-    """Expected speed of FP8 over bf16 for this shape (see ``gains``); None: slower than bf16."""
+    """Expected speed of FP8 over bf16 for this shape (see ``expected_gain``); None: slower than bf16."""
     trains: bool
     """Whether the weight has a gradient: a frozen weight skips the GEMM of the weight gradient."""
     recipe: str | None = None

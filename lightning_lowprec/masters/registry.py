@@ -17,8 +17,7 @@ from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.masters.float32_values import drop, kept
 from lightning_lowprec.masters.stores import ROUNDING_STEP, STORES, Group, RemainderStore, Store, steps_of
 from lightning_lowprec.numerics.formats import HALF_DTYPES
-from lightning_lowprec.numerics.parameters import chunks, grouped, parameters_of
-from lightning_lowprec.references import WeakList
+from lightning_lowprec.numerics.parameters import WeakList, chunks, grouped, parameters_of
 
 BUCKET: Final = 64 * 2**20
 """Masters that a step loads at a time where no kernel steps: 256 MB of float32. A larger parameter is loaded alone."""

@@ -28,8 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_lowprec.conversion import layer_runs
-from lightning_lowprec.conversion.declared import is_declared
-from lightning_lowprec.conversion.plain_first import PlainFirst
+from lightning_lowprec.conversion.declared import PlainFirst, is_declared
 from lightning_lowprec.masters.float32_values import keep, raw
 from lightning_lowprec.msamp.gradient import ScaledGradient
 from lightning_lowprec.msamp.weight import best_values_of, move_

@@ -25,7 +25,7 @@ from lightning_lowprec.msamp.optimizers import convert_optimizer_
 from lightning_lowprec.msamp.weight_state import Level, msamp_state_of, required_state_of
 from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.numerics.one_pass import compiles
-from lightning_lowprec.numerics.parameters import parameters_of
+from lightning_lowprec.numerics.parameters import WeakList, parameters_of
 from lightning_lowprec.precision import fp8
 from lightning_lowprec.precision.fp8 import BlockOptions, Converting, compile_blocks
 from lightning_lowprec.precision.host import callbacks_of
@@ -37,7 +37,6 @@ from lightning_lowprec.precision.options import (
 )
 from lightning_lowprec.precision.refusals import refuse_averaging
 from lightning_lowprec.private.either import LightningOptimizer, both
-from lightning_lowprec.references import WeakList
 from lightning_lowprec.runs_where import RecipeKey
 
 

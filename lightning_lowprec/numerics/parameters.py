@@ -4,8 +4,11 @@ With tensor parallelism some parameters are sharded twice and the others once; w
 are DTensors. torch's multi-tensor operations take the DTensors of one mesh at a time.
 """
 
+from __future__ import annotations
+
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
+from typing import Generic, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -119,3 +122,35 @@ def multiply(grads: Iterable[Tensor], factor: float | Tensor) -> None:
 def is_one(factor: float | Tensor) -> bool:
     """Return whether nothing needs to be multiplied; the value of a tensor is not read: that waits for the GPU."""
     return not isinstance(factor, Tensor) and factor == 1.0
+
+
+# ---- objects that the user owns, held weakly
+
+
+@final
+class WeakList(Generic[T]):
+    """Objects that somebody else keeps alive; copies and pickles of the list are empty."""
+
+    def __init__(self, values: Iterable[T] = ()) -> None:
+        self._references = [weakref.ref(value) for value in values]
+
+    def add(self, value: T) -> None:
+        """Put ``value`` at the end."""
+        self._references = [weakref.ref(other) for other in (*self, value)]
+
+    def __iter__(self) -> Iterator[T]:
+        return iter([value for value in (reference() for reference in self._references) if value is not None])
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def __reduce__(self) -> tuple[type[WeakList[T]], tuple[()]]:
+        return type(self), ()
+
+
+@final
+class WeakNumbers(weakref.WeakKeyDictionary[T, int]):
+    """A number for each object that somebody else keeps alive; a pickle of it is empty."""
+
+    def __reduce__(self) -> tuple[type[WeakNumbers[T]], tuple[()]]:
+        return type(self), ()

@@ -28,7 +28,7 @@ from lightning_lowprec.masters.kept_float32 import kept_float32
 from lightning_lowprec.masters.optimizer import main_params
 from lightning_lowprec.masters.weights import HalfWeights
 from lightning_lowprec.messages import info
-from lightning_lowprec.numerics.parameters import disable_foreach
+from lightning_lowprec.numerics.parameters import WeakList, disable_foreach
 from lightning_lowprec.numerics.tensor_cores import Emulation
 from lightning_lowprec.other_stacks import NEMO, refuse_foreign
 from lightning_lowprec.precision import loss_scale, plain, refusals, set_up, step
@@ -38,7 +38,6 @@ from lightning_lowprec.precision.options import BASE_DTYPES, Base, RunOptions, T
 from lightning_lowprec.private import either
 from lightning_lowprec.private.lightning import EitherPrecision
 from lightning_lowprec.private.torch_modules import store_float8_right
-from lightning_lowprec.references import WeakList
 from lightning_lowprec.runs_where import RecipeKey
 
 

@@ -30,7 +30,7 @@ from lightning_lowprec.masters.registry import existing_masters, optimizers_with
 from lightning_lowprec.masters.weights import Float32Weights, unmark
 from lightning_lowprec.messages import info, warn
 from lightning_lowprec.numerics.formats import HALF_DTYPES
-from lightning_lowprec.numerics.parameters import parameters_of
+from lightning_lowprec.numerics.parameters import WeakList, parameters_of
 from lightning_lowprec.numerics.rounding import upper_half
 from lightning_lowprec.numerics.weight_rounding import WeightRounding
 from lightning_lowprec.precision.host import trainer_of
@@ -39,7 +39,6 @@ from lightning_lowprec.private.either import Trainer, is_wrapped
 from lightning_lowprec.private.lightning import is_tuning
 from lightning_lowprec.private.torch_modules import undo_compile, without_compiled_wrapper
 from lightning_lowprec.private.transformers import with_own_cache
-from lightning_lowprec.references import WeakList
 
 if TYPE_CHECKING:
     from lightning_lowprec.precision.base import LowPrecision

@@ -27,13 +27,12 @@ from lightning_lowprec.masters.registry import registries, registry_of
 from lightning_lowprec.masters.stores import Fp32Store
 from lightning_lowprec.messages import in_units, info, warn
 from lightning_lowprec.numerics.formats import HALF_DTYPES
-from lightning_lowprec.numerics.parameters import parameters_of
+from lightning_lowprec.numerics.parameters import WeakList, WeakNumbers, parameters_of
 from lightning_lowprec.precision import refusals
 from lightning_lowprec.precision.host import device_of, trainer_of
 from lightning_lowprec.private.torch import local_tensor, version_of
 from lightning_lowprec.private.torch_optimizers import brings_masters
 from lightning_lowprec.private.torchao import parameters_of_copies
-from lightning_lowprec.references import WeakList, WeakNumbers
 
 if TYPE_CHECKING:
     from lightning_lowprec.precision.base import LowPrecision

@@ -9,7 +9,7 @@ import torch
 from packaging.version import Version
 from torch import Tensor, nn
 
-from lightning_lowprec.private.names import missing
+from lightning_lowprec.extras import missing
 
 OLDEST: Final = "0.19.8"
 """The oldest DeepSpeed that was run. Older ones cast buffers (rotary tables) to half precision too."""

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from lightning_lowprec.private.names import missing
+from lightning_lowprec.extras import missing
 from lightning_lowprec.private.torch import EXPORT, FSDP, PARAM_GROUPS, check
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from lightning_lowprec.private.names import missing
+from lightning_lowprec.extras import missing
 
 Tensors = list[Tensor] | tuple[Tensor, ...]
 

@@ -7,7 +7,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from lightning_lowprec.private.names import missing
+from lightning_lowprec.extras import missing
 
 _TENSOR: Final = "torchao.float8.float8_training_tensor.Float8TrainingTensor"
 _ARGUMENTS: Final = ("_data", "_scale", "_orig_dtype", "_linear_mm_config", "_gemm_input_role", "_axiswise_dim")

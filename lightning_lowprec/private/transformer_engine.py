@@ -9,9 +9,8 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any, Final
 
-from lightning_lowprec.extras import INSTALL
+from lightning_lowprec.extras import INSTALL, missing
 from lightning_lowprec.private import torch as torch_names
-from lightning_lowprec.private.names import missing
 
 _MANAGER: Final = "quantization.FP8GlobalStateManager"
 _NAMES: Final = {

@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
-from lightning_lowprec.private.names import missing, replaced
+from lightning_lowprec.extras import missing, replaced
 
 CHECKPOINT_FUNCTION: Final = "_gradient_checkpointing_func"
 """Where a module keeps its checkpoint function (since 4.35) after ``gradient_checkpointing_enable()``."""

@@ -17,11 +17,10 @@ import torch
 import transformer_engine.pytorch as te
 from torch import Tensor, nn
 
-from lightning_lowprec.conversion.declared import is_declared
+from lightning_lowprec.conversion.declared import PlainFirst, is_declared
 from lightning_lowprec.conversion.in_place import become, revert
 from lightning_lowprec.conversion.layer_runs import note_run
 from lightning_lowprec.conversion.matmuls import linears
-from lightning_lowprec.conversion.plain_first import PlainFirst
 from lightning_lowprec.conversion.steps import Seen, seen, watch
 from lightning_lowprec.messages import warn
 from lightning_lowprec.numerics.kernel_operands import cut_rows, pad_rows

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 import transformer_engine.pytorch as te
 from torch import Tensor, nn
 
+from lightning_lowprec.conversion.declared import PlainFirst
 from lightning_lowprec.conversion.in_place import become, revert
-from lightning_lowprec.conversion.plain_first import PlainFirst
 from lightning_lowprec.conversion.selection import FEATURE_ALIGNMENT
 from lightning_lowprec.products.transforms import without_second_gradient
 from lightning_lowprec.te.layer import check_input

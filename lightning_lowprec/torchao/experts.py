@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_lowprec.conversion.declared import is_declared
+from lightning_lowprec.conversion.declared import PlainFirst, is_declared
 from lightning_lowprec.conversion.experts import (
     RoutedExperts,
     grouped_product,
@@ -28,7 +28,6 @@ from lightning_lowprec.conversion.experts import (
     matrices,
     take_experts,
 )
-from lightning_lowprec.conversion.plain_first import PlainFirst
 from lightning_lowprec.conversion.recipe_map import GEMMS, NO_GEMM, Gemm, InBF16
 from lightning_lowprec.numerics.grouped_fp8 import encode_columns, encode_rows, encode_weight, encode_whole, product
 from lightning_lowprec.numerics.groups import Groups

@@ -10,7 +10,7 @@ import torch
 from typing_extensions import override
 
 from lightning_lowprec.checks import Rule
-from lightning_lowprec.conversion.gains import SOURCE
+from lightning_lowprec.conversion.matmuls import SOURCE
 from lightning_lowprec.conversion.name_formats import GROUPED_ROUND_TO_BF16, NO_GROUPED_PRODUCT
 from lightning_lowprec.conversion.options import shows, takes
 from lightning_lowprec.conversion.plan import Plan

@@ -24,9 +24,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_lowprec.conversion.declared import PlainFirst
 from lightning_lowprec.conversion.in_place import RoleModule, become, derived, revert
 from lightning_lowprec.conversion.matmuls import is_conv1d
-from lightning_lowprec.conversion.plain_first import PlainFirst
 from lightning_lowprec.messages import info
 from lightning_lowprec.numerics.tiles import largest_of_rows
 from lightning_lowprec.private.torch import local_tensor, with_local_tensor

@@ -176,9 +176,9 @@ class TorchAO(Converting):
 
     @override
     def _prepare(self, module: Module, device: torch.device) -> None:
-        from lightning_lowprec.torchao import experts, frozen, hooks, linear
+        from lightning_lowprec.torchao import experts, frozen, linear
 
-        hooks.revert(module)  # fit, then test, makes the same plan again
+        linear.revert(module)  # fit, then test, makes the same plan again
         plan = fp8.plan_or_raise(
             module,
             self.layers,

@@ -13,7 +13,7 @@ from torchao.float8.config import Float8GemmConfig, ScalingGranularity, ScalingT
 from torchao.float8.float8_linear import Float8Linear
 from torchao.float8.float8_training_tensor import LinearMMConfig
 
-from lightning_lowprec.conversion.gains import Published
+from lightning_lowprec.conversion.matmuls import Published
 from lightning_lowprec.conversion.recipe_map import NO_GEMM, InBF16, LayerRecipe
 from lightning_lowprec.numerics.tensor_cores import Emulation
 from lightning_lowprec.products.arithmetic import Arithmetic, Coding, Products, Transposable, serves

@@ -15,8 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from lightning_lowprec import FP8TorchAO
 from lightning_lowprec.conversion.in_place import unchanged
 from lightning_lowprec.conversion.layer_runs import remove_hooks
-from lightning_lowprec.torchao.hooks import revert
-from lightning_lowprec.torchao.linear import coded_layers
+from lightning_lowprec.torchao.linear import coded_layers, revert
 from tests.toys import convert
 
 

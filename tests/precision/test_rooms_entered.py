@@ -66,6 +66,6 @@ def test_a_fit_enters_its_own_rooms(precision, files, functions, monkeypatch):
     fit, step = entered(precision, monkeypatch)
     others = {"te/", "msamp/", "fsdp2/", "zero", "torchao/"} - {"msamp/" if precision == "msamp-o2" else "torchao/"}
     assert not {file for file in fit if file.startswith(tuple(others))}
-    assert len(fit) <= 60, sorted(fit)
+    assert len(fit) <= 50, sorted(fit)
     assert len({file for file, _ in step}) <= files, sorted({file for file, _ in step})
     assert len(step) <= functions, sorted(step)

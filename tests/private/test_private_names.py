@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_lowprec.extras import missing
 from lightning_lowprec.names import OF_LIGHTNING
 from lightning_lowprec.private import torchao as of_torchao
 from lightning_lowprec.private import transformers as of_transformers
 from lightning_lowprec.private.either import MAIN
-from lightning_lowprec.private.names import missing
 
 LINEAR = "torch.nn.modules.linear.Linear"
 

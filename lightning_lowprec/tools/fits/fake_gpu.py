@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from lightning_lowprec.private.names import missing, replaced
+from lightning_lowprec.extras import missing, replaced
 from lightning_lowprec.private.torch import tensors_of, tree_map_only
 
 NAMES: Final = (

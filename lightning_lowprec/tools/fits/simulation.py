@@ -31,6 +31,7 @@ from lightning_lowprec.checks import Count, check_fields
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.name_suffixes import MASTERS, split
 from lightning_lowprec.conversion.plan import make_plan
+from lightning_lowprec.extras import replaced
 from lightning_lowprec.fsdp2.options import blocks as blocks_of
 from lightning_lowprec.numerics.one_pass import simulated
 from lightning_lowprec.precision.base import LowPrecision
@@ -38,7 +39,6 @@ from lightning_lowprec.private.either import FabricHalf as HalfPrecision
 from lightning_lowprec.private.either import FabricMixed as MixedPrecision
 from lightning_lowprec.private.either import FabricPrecision as Precision
 from lightning_lowprec.private.either import LightningModule
-from lightning_lowprec.private.names import replaced
 from lightning_lowprec.private.torch import tensors_of, tree_map_only
 from lightning_lowprec.private.transformers import as_with_values, is_model
 from lightning_lowprec.tools.fits.fake_gpu import FAKE, compiling_on_fakes, compute_again, fake_gpu

@@ -10,7 +10,7 @@ from torch import nn
 from lightning_lowprec import names as precisions
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.backends import PrecisionName
-from lightning_lowprec.conversion.gains import SOURCE
+from lightning_lowprec.conversion.matmuls import SOURCE
 from lightning_lowprec.conversion.options import LayerOptions, called_with, take
 from lightning_lowprec.conversion.plan import Plan, grouped, make_plan, verdict_with_gain
 from lightning_lowprec.conversion.recipe_map import RecipeMap
