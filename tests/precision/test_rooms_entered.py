@@ -3,6 +3,7 @@
 import inspect
 import sys
 from pathlib import Path
+from weakref import WeakSet
 
 import lightning as L
 import pytest
@@ -35,6 +36,7 @@ def entered(precision, monkeypatch):
     # a run with masters adds a check of all steps, once in a process; the runs below are without it
     L.Trainer(precision="bf16-master", max_steps=1, **ON_CPU).fit(Net({}), data)
     monkeypatch.setattr(optimizer, "_global_optimizer_pre_hooks", {})
+    monkeypatch.setattr("lightning_lowprec.conversion.layer_runs.waiting", WeakSet())  # layers of other tests' models
     marks, fit, step = {"in a step": False}, set(), set()  # functions, with the files that they stand in
 
     def note(frame, event, _):
