@@ -35,9 +35,9 @@ class NumericsMonitor(Callback):
     """Sample the casts of every converted layer; between two samplings nothing runs.
 
     A sampling looks at the first micro-batch of a step: for input, weight and output gradient of every layer, the
-    largest value, the share of values that become 0, the share beyond the format's range, and the scale; and the signal
-    to noise of the layer's output. Ranks agree on the numbers. They go to the Trainer's loggers, to a file that
-    ``lowprec monitor`` draws, and to :attr:`readings`.
+    largest value, the share of values that become 0, and the scale; and the signal to noise of the layer's output.
+    Ranks agree on the numbers. They go to the Trainer's loggers, to a file that ``lowprec monitor`` draws, and to
+    :attr:`readings`.
 
     In a Trainer, ``callbacks=[NumericsMonitor()]``. In Fabric, call :meth:`step` before the forward of every optimizer
     step, and :meth:`finish` after the last one.
@@ -188,7 +188,7 @@ def _summary(readings: Sequence[Reading]) -> dict[str, float]:
     """Return the worst numbers of all layers and their means; the least signal to noise is the worst."""
     values: dict[str, list[float | None]] = {}
     for reading in readings:
-        for name in ("amax", "underflow", "saturated"):
+        for name in ("amax", "underflow"):
             values.setdefault(f"{reading.tensor}/{name}", []).append(getattr(reading, name))
     values["output_db"] = list({reading.fqn: reading.output_db for reading in readings}.values())
     metrics = {}

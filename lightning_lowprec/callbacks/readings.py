@@ -1,6 +1,6 @@
 """The readings of a monitor, the limits for them, and the file that holds them: one line of JSON per sampling.
 
-    {"step": 200, "layers": {"blocks.0.up": {"input": [amax, underflow, saturated, scale],
+    {"step": 200, "layers": {"blocks.0.up": {"input": [amax, underflow, scale],
                                              "weight": [...], "gradient": [...],
                                              "output_db": 31.2}, ...}}
 
@@ -22,7 +22,7 @@ Tensor3 = Literal["input", "weight", "gradient"]
 TENSORS: Final[tuple[Tensor3, ...]] = get_args(Tensor3)
 FILE: Final = "numerics.jsonl"
 """The name of the file within the folder of a run."""
-NUMBERS: Final = ("amax", "underflow", "saturated", "scale")
+NUMBERS: Final = ("amax", "underflow", "scale")
 _DIGITS: Final = 5
 
 
@@ -41,8 +41,6 @@ class Reading:
     """The largest absolute value, over all rows and ranks; NaN if a value is not finite."""
     underflow: float | None
     """The share of sampled values other than 0 that become 0; None: not known."""
-    saturated: float | None
-    """The share of sampled values other than 0 that are beyond the format's largest number; None: not known."""
     scale: float | None
     """The number by which values are multiplied, of several the smallest; None: not known, or not one number."""
     output_db: float | None
@@ -123,8 +121,8 @@ def _readings(step: int, fqn: str, layer: dict[str, Any]) -> list[Reading]:
     readings = []
     for tensor in TENSORS:
         if tensor in layer:
-            numbers = dict(zip(NUMBERS, layer[tensor], strict=True))
-            numbers["amax"] = math.nan if numbers["amax"] is None else numbers["amax"]
+            amax, underflow, *_, scale = layer[tensor]  # earlier versions had one more number
+            numbers = {"amax": math.nan if amax is None else amax, "underflow": underflow, "scale": scale}
             readings.append(Reading(step=step, fqn=fqn, tensor=tensor, output_db=layer["output_db"], **numbers))
     return readings
 

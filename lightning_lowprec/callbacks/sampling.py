@@ -171,7 +171,7 @@ class Sampler:
         return readings
 
     def _reduced(self) -> tuple[Tensor, Tensor]:
-        """Return the sums over all ranks (L, 17), and amax and scale of each rank (L, ranks, 3, 2), on the host."""
+        """Return the sums over all ranks (L, 14), and amax and scale of each rank (L, ranks, 3, 2), on the host."""
         ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
         numbers, layers = self._numbers, len(self._numbers)
         numbers[:, _OUTPUT:].square_()
@@ -204,7 +204,7 @@ def _values(site: Site, numerics: LayerNumerics) -> tuple[Tensor | None, int]:
 def _reading(counted: list[float], peaks: Tensor) -> dict[str, Any] | None:
     """Return the numbers of one tensor from its counts over all ranks and the (ranks, 2) amax and scale of each."""
     amax, scales = float(peaks[:, 0].amax()), peaks[:, 1]
-    _, _, values, codes, saturated = counted[:_PER_TENSOR]
+    _, _, values, codes = counted[:_PER_TENSOR]
     seen = scales[peaks.any(dim=1)]  # the scale of an infinite amax is 0
     if not len(seen):  # no rank has called the layer, or no backward has reached it
         return None
@@ -212,7 +212,6 @@ def _reading(counted: list[float], peaks: Tensor) -> dict[str, Any] | None:
     return {
         "amax": amax if math.isfinite(amax) else math.nan,
         "underflow": (values - codes) / max(values, 1.0) if is_known else None,
-        "saturated": saturated / max(values, 1.0) if is_known else None,
         "scale": float(seen.amin()) if is_known else None,
     }
 

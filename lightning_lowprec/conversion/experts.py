@@ -45,7 +45,7 @@ def is_stack(module: nn.Module) -> bool:
 
 
 def weight_names(experts: nn.Module) -> tuple[str, str]:
-    """Return the names of the stacked Parameters of a module that :func:`is_stack` accepts."""
+    """Return the names of the two stacked Parameters of a module that :func:`is_stack` accepts."""
     return "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
 
 
@@ -55,12 +55,14 @@ def stacks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 class RoutedExperts(RoleModule):
-    """Stacked experts whose products a precision computes."""
+    """Stacked experts whose two products a precision computes."""
 
     alignment: int = 1
     """The rows of each expert begin at a multiple of this."""
     has_gate: bool
     has_bias: bool
+    is_transposed: bool
+    """Whether the Parameters are [E, K, N] instead of [E, N, K]."""
     act_fn: Callable[[Tensor], Tensor]
     post_expert_norm: Callable[[Tensor], Tensor]
 
@@ -72,21 +74,16 @@ class RoutedExperts(RoleModule):
     def multiply(self, rows: Tensor, name: str, groups: Groups) -> Tensor:
         """Multiply the rows of each expert by its matrix of the Parameter ``name``: [P, K] -> [P, N]."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Compute what the module's own forward computes; the arguments are the same."""
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """[T, K], [T, k], [T, k] -> [T, K], dtype of ``hidden_states``."""
         experts: Any = self
         if not issubclass(type(experts), RoutedExperts):  # expert parallelism kept this function, and the role is gone
-            output: Tensor = type(experts).forward(experts, *args, **kwargs)
+            output: Tensor = type(experts).forward(experts, hidden_states, top_k_index, top_k_weights)
             return output
-        tokens: Any = args[0] if args else kwargs["hidden_states"]
-        if tokens.numel() == 0 or not self.takes(tokens):
+        if hidden_states.numel() == 0 or not self.takes(hidden_states):
             with own_implementation(self):
-                output = super().forward(*args, **kwargs)
+                output = super().forward(hidden_states, top_k_index, top_k_weights)
             return output
-        return self._routed(*args, **kwargs)
-
-    def _routed(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """[T, K], [T, k], [T, k] -> [T, K], dtype of ``hidden_states``."""
         first, second = weight_names(self)
         weight = self.weight(first)
         absent = is_expert_parallel(self) or weight is not getattr(self, first)
@@ -152,12 +149,7 @@ def grouped_product(rows: Tensor, weight: Tensor, groups: Groups) -> Tensor:
 def matrices(experts: RoutedExperts, name: str) -> Tensor:
     """Return a stacked Parameter as [E, K, N], for ``rows @ matrix``."""
     weight = experts.weight(name)
-    return weight if is_transposed(experts) else weight.mT
-
-
-def is_transposed(experts: nn.Module) -> bool:
-    """Return whether the stacked Parameters are [E, K, N] instead of [E, N, K]."""
-    return bool(getattr(experts, "is_transposed", False))
+    return weight if experts.is_transposed else weight.mT
 
 
 @final

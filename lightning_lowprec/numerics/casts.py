@@ -1,4 +1,4 @@
-"""Measure what a cast to float8 does to a tensor: amax, underflow, saturation, scale. Nothing waits for the device.
+"""Measure what a cast to float8 does to a tensor: amax, underflow, scale. Nothing waits for the device.
 
 A value ``x`` becomes the code ``round(clamp(x * scale))``. The code is 0 if ``|x * scale|`` is at most half of the
 smallest number of the format (OCP FP8, arXiv 2209.05433, table 1; a tie rounds to even, that is, to 0).
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from lightning_lowprec.numerics.one_pass import compiled_on_cuda
 
-FIELDS: Final = ("amax", "scale", "values", "codes", "saturated")
+FIELDS: Final = ("amax", "scale", "values", "codes")
 """The numbers of :func:`measure`: largest absolute value, smallest scale, and counts of sampled elements that are not
-0, whose code is not 0, and that lie beyond the largest number of the format."""
+0, and whose code is not 0."""
 
 UNKNOWN: Final = -1.0
 """Stands for the scale of a tensor whose cast is not known."""
@@ -35,8 +35,6 @@ class Cast:
     """Returns the scale, float32, of a largest absolute value: () -> (), or (M, 1) -> (M, 1)."""
     by_row: bool = False
     """Whether every row of the tensor has a scale, or the tensor has one."""
-    may_saturate: bool = False
-    """Whether the scale is older than the tensor. A scale that is computed from the tensor never cuts a value off."""
 
 
 @final
@@ -58,13 +56,6 @@ def zero_below(dtype: torch.dtype) -> float:
     return info.smallest_normal * info.eps / 2
 
 
-def cut_off_above(dtype: torch.dtype) -> float:
-    """Return the smallest number that a format of wider range would round to one that this format does not have."""
-    info = torch.finfo(dtype)
-    step = info.eps * 2.0 ** math.floor(math.log2(info.max))
-    return info.max + step / 2
-
-
 def sampled(x: Tensor, every: int, offset: int) -> Tensor:
     """Return every ``every``-th row of ``x`` from a row that ``offset`` chooses: (*, K) -> (m, K), m >= 1, a view."""
     rows = x.reshape(-1, x.shape[-1])
@@ -72,7 +63,7 @@ def sampled(x: Tensor, every: int, offset: int) -> Tensor:
 
 
 def measure(x: Tensor, rows: Tensor, cast: Cast | None, dtype: torch.dtype) -> Tensor:
-    """Return the numbers of ``FIELDS``: (5,) float32. Call without gradients and without autocast.
+    """Return the numbers of ``FIELDS``: (4,) float32. Call without gradients and without autocast.
 
     ``rows``, (m, K), are the sampled rows of ``x``, (*, K), and ``dtype`` is the one in which the cast reads them. If
     the cast is not known (None), only the largest value is measured.
@@ -82,14 +73,12 @@ def measure(x: Tensor, rows: Tensor, cast: Cast | None, dtype: torch.dtype) -> T
         return torch.nn.functional.pad(amax.float().view(1), (0, len(FIELDS) - 1), value=UNKNOWN)
     largest = torch.linalg.vector_norm(rows, ord=math.inf, dim=-1, keepdim=True) if cast.by_row else amax
     scale = cast.scale_of(largest)
-    beyond = cut_off_above(cast.dtype) if cast.may_saturate else math.inf
-    return _numbers(rows, amax, scale, zero_below(cast.dtype), beyond)
+    return _numbers(rows, amax, scale, zero_below(cast.dtype))
 
 
 @compiled_on_cuda
-def _numbers(rows: Tensor, amax: Tensor, scale: Tensor, zero: float, beyond: float) -> Tensor:
-    scaled = (rows.float() * scale).abs()
-    counts = (rows != 0).sum(), (scaled > zero).sum(), (scaled > beyond).sum()
+def _numbers(rows: Tensor, amax: Tensor, scale: Tensor, zero: float) -> Tensor:
+    counts = (rows != 0).sum(), ((rows.float() * scale).abs() > zero).sum()
     return torch.stack([amax.float(), scale.amin(), *(count.float() for count in counts)])
 
 

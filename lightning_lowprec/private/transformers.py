@@ -111,28 +111,25 @@ def redirect(experts: Any) -> None:
     Expert parallelism of transformers (and accelerate's hooks) put a function around the bound forward of the class
     that the module had then. That forward asks the module's config for an implementation.
     """
-    config = vars(experts).get("config")
-    if config is not None and "forward" in vars(experts) and not isinstance(config, _Redirected):
-        experts.config = _redirected(config)
+    if "forward" in vars(experts) and not isinstance(experts.config, _Redirected):
+        experts.config = _redirected(experts.config)
 
 
 def undo_redirect(experts: Any) -> None:
     """Undo :func:`redirect`."""
-    config = vars(experts).get("config")
-    if isinstance(config, _Redirected):
-        experts.config = config.own_config
+    if isinstance(experts.config, _Redirected):
+        experts.config = experts.config.own_config
 
 
 @contextmanager
 def own_implementation(experts: Any) -> Iterator[None]:
     """Let stacked experts run the implementation of their own config."""
-    config = vars(experts).get("config")
+    config = experts.config
     undo_redirect(experts)
     try:
         yield
     finally:
-        if isinstance(config, _Redirected):
-            experts.config = config
+        experts.config = config
 
 
 def is_expert_parallel(experts: object) -> bool:

@@ -13,8 +13,7 @@ Transformer Engine would renew the backward scales when the first layer runs bac
 (its output is detached, or its branch unused), no backward scale would ever change; so :class:`DelayedScales` renews
 them behind every optimizer step.
 
-If a step may be skipped, the first forward after a step copies all scales and histories, and a skipped step restores
-these copies: the renewals of its forwards are undone, and its gradients renew nothing.
+If a step may be skipped, the first forward after a step copies all scales and histories. A skipped step restores them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -43,10 +42,7 @@ LayerScales = dict[str, Tensor]
 
 @final
 class DelayedScales:
-    """The delayed scales of all models that a plugin has set up.
-
-    ``layers`` walks over the models; with ``may_skip``, optimizer steps may be skipped, so that scales are restored.
-    """
+    """The delayed scales of all models that a plugin has set up; ``layers`` walks over the models."""
 
     def __init__(self, recipe: object, layers: Callable[[], Layers], *, may_skip: bool = False) -> None:
         self.recipe = recipe

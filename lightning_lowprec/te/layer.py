@@ -1,17 +1,17 @@
 """A layer that does a Linear's work by Transformer Engine: the module and its Parameters stay those of the user.
 
-The class of the module changes, and it gets the attributes that Transformer Engine's constructor would have set. The
-module is still an instance of its class. Nothing is added to the state dict, because Transformer Engine's
-``_extra_state`` is a pickle; the scales of delayed scaling are in the plugin's state
-(:mod:`~lightning_lowprec.te.delayed_scaling`).
+The class of the module changes, and it gets the attributes that Transformer Engine's constructor would have set.
+Nothing is added to the state dict, because Transformer Engine's ``_extra_state`` is a pickle; the scales of delayed
+scaling are in the plugin's state (:mod:`~lightning_lowprec.te.delayed_scaling`).
 
 docs/architecture.md draws the life of a weight.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Any, final
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any, Final, final
 
 import torch
 import transformer_engine.pytorch as te
@@ -23,7 +23,10 @@ from lightning_lowprec.conversion.layer_runs import note_run
 from lightning_lowprec.conversion.matmuls import linears
 from lightning_lowprec.conversion.steps import Seen, seen, watch
 from lightning_lowprec.messages import warn
+from lightning_lowprec.numerics.casts import EVALUATES, LayerNumerics
+from lightning_lowprec.numerics.formats import power_of_two_scale
 from lightning_lowprec.numerics.kernel_operands import cut_rows, pad_rows
+from lightning_lowprec.numerics.weight_rounding import WeightRounding, nearest_scale
 from lightning_lowprec.private import transformer_engine
 from lightning_lowprec.private.torch import (
     are_transforms_active,
@@ -32,7 +35,9 @@ from lightning_lowprec.private.torch import (
     saved_tensors_are_hooked,
 )
 from lightning_lowprec.products.transforms import check_call, without_second_gradient
-from lightning_lowprec.te.recipes import alignment_of
+from lightning_lowprec.te.recipes import alignment_of, kind_of, rounding_of
+
+_UNSEEN: Final = "Transformer Engine scales inside of its module"
 
 
 def check_input(input: Tensor) -> None:
@@ -190,3 +195,26 @@ def convert_linears(
         for name in transformer_engine.SHARDING_CACHES:
             vars(linear).pop(name, None)
         vars(linear).update(attributes, _fp8_workspaces={})  # kept codes of other options may never be used again
+
+
+# ---- what the registry asks
+
+
+def numerics_of(layer: nn.Module) -> LayerNumerics | str | None:
+    """Return the weight of a TELinear, by which the error of its output is measured; None for a norm."""
+    if not isinstance(layer, TELinear):
+        return None
+    if not layer.fp8:
+        return EVALUATES if not layer.training else "it has not run in its precision's context"
+    return LayerNumerics(input=_UNSEEN, weight=_UNSEEN, gradient=_UNSEEN, values=layer.weight)
+
+
+def weight_roundings(layer: nn.Module) -> Mapping[str, WeightRounding]:
+    """Return the rounding of a TELinear's weight; other layers, and recipes with a scale per 32 values, have none."""
+    rounding = rounding_of(kind_of(layer.recipe)) if isinstance(layer, TELinear) else None
+    if rounding is None:
+        return {}
+    chosen = getattr(layer.recipe, "fp8_quant_fwd_weight", None)  # delayed scaling has none
+    if chosen is not None:
+        rounding = replace(rounding, scale_of=power_of_two_scale if chosen.power_2_scale else nearest_scale)
+    return {"weight": rounding}

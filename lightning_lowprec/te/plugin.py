@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, final
+from typing import Any, ClassVar, Literal, cast, final
 
 import torch
 from torch.nn import Module
@@ -30,16 +30,6 @@ from lightning_lowprec.te import delayed_scaling, recipes
 from lightning_lowprec.te.backend import NAME, NAMES, WITH_MASTERS
 from lightning_lowprec.te.delayed_scaling import SCALES, DelayedScales
 from lightning_lowprec.te.recipes import MODULE
-
-
-def pytorch() -> Any:
-    """Import and return ``transformer_engine.pytorch``, or raise ImportError with the command that installs it.
-
-    An installed Transformer Engine that lacks private names which we use raises too.
-    """
-    module = require(MODULE, "FP8TE")
-    check_names()
-    return module
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +84,8 @@ class FP8TE(Converting):
     def __init__(self, options: TEOptions) -> None:
         masters = options.resolve(options.base)
         super().__init__(options.scaler(options.base), masters, options)
-        pytorch()
+        require(MODULE, "FP8TE")
+        check_names()
         same = "fp8_format", "margin", "amax_history_len", "amax_compute_algo", "reduce_amax"
         fields = {name: getattr(options, name) for name in same}
         fields |= {"fp8_dpa": options.fp8_dpa or None, "fp8_mha": options.fp8_mha or None}
@@ -132,7 +123,9 @@ class FP8TE(Converting):
     @property
     @override
     def hardware_recipe(self) -> RecipeKey | None:
-        return recipes.hardware_recipe(self.recipe)
+        if self.kind == "nvfp4" and self.recipe.disable_rht and self.recipe.disable_stochastic_rounding:
+            return "te-nvfp4-plain"
+        return cast(RecipeKey, f"te-{self.kind}") if self.kind in recipes.KINDS else None
 
     @override
     def refusal(self, device: torch.device) -> str | None:
@@ -206,7 +199,9 @@ class FP8TE(Converting):
 
     def _check_attention(self, module: Module) -> None:
         name = next((name for name in ("fp8_dpa", "fp8_mha") if getattr(self.recipe, name)), None)
-        if name is not None and not any(isinstance(m, pytorch().DotProductAttention) for m in module.modules()):
+        if name is not None and not any(
+            isinstance(m, require(MODULE, "FP8TE").DotProductAttention) for m in module.modules()
+        ):
             raise ValueError(
                 f"`{name}=True` is for Transformer Engine's own attention (`te.DotProductAttention`), and"
                 f" {type(module).__name__} has none; leave it out, or build the model with it."
@@ -233,7 +228,7 @@ class FP8TE(Converting):
         if self.scales is not None:
             self.scales.restore()
         renewal = nullcontext() if self.scales is None else self.scales.in_forward()
-        with autocast, pytorch().autocast(enabled=True, recipe=self.recipe), renewal:
+        with autocast, require(MODULE, "FP8TE").autocast(enabled=True, recipe=self.recipe), renewal:
             yield
 
     @override
@@ -276,13 +271,11 @@ class FP8TE(Converting):
 
 def revert(model: Module) -> None:
     """Give ``model`` torch's own layers back, in place; layers of Transformer Engine that the user built stay."""
-    classes = {cls for module in model.modules() for cls in type(module).__mro__}
-    if any(cls.__module__.startswith("lightning_lowprec.te.") for cls in classes):
-        from lightning_lowprec.te.layer import convert_linears
-        from lightning_lowprec.te.norms import convert_norms
+    from lightning_lowprec.te.layer import convert_linears
+    from lightning_lowprec.te.norms import convert_norms
 
-        convert_linears(model, (), None)
-        convert_norms(model, ())
+    convert_linears(model, (), None)
+    convert_norms(model, ())
     delayed_scaling.checkpoint_by_te(model, wanted=False)
 
 

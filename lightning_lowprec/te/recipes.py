@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Final, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 from lightning_lowprec.checks import check_integer
 from lightning_lowprec.extras import require
 from lightning_lowprec.gone import VALUES, gone
-from lightning_lowprec.runs_where import RecipeKey
+
+if TYPE_CHECKING:
+    from lightning_lowprec.numerics.weight_rounding import WeightRounding
 
 MODULE: Final = "transformer_engine.pytorch"
 _RECIPES: Final = "transformer_engine.common.recipe"
@@ -101,11 +103,11 @@ def _of_fields(module: Any, kind: Kind, fields: dict[str, Any]) -> Any:
 
 
 def _format(value: object, formats: Any) -> Any:
-    name = str(getattr(value, "name", value)).lower()
-    if name not in ("hybrid", "e4m3"):
-        also = " (weights and activations in e5m2 do not train)" if name == "e5m2" else ""
-        raise ValueError(f"`fp8_format={value!r}` is not valid; expected one of: hybrid, e4m3{also}.")
-    return formats[name.upper()]
+    name = str(getattr(value, "name", value)).upper()
+    if name not in ("HYBRID", "E4M3"):
+        why = "weights and activations in e5m2 do not train"
+        raise ValueError(f"`fp8_format={value!r}` is not valid; expected one of: hybrid, e4m3 ({why}).")
+    return formats[name]
 
 
 def _named(fields: Mapping[str, object]) -> str:
@@ -130,14 +132,17 @@ def kind_of(recipe: object) -> str:
     return next((kind for kind, cls in _CLASSES.items() if cls == name), name)
 
 
-def hardware_recipe(recipe: Any) -> RecipeKey | None:
-    """Return the row of a recipe object in the table of what runs where; None for a class that the table lacks."""
-    kind = kind_of(recipe)
-    if kind == "nvfp4" and recipe.disable_rht and recipe.disable_stochastic_rounding:
-        return "te-nvfp4-plain"
-    return cast(RecipeKey, f"te-{kind}") if kind in KINDS else None
-
-
 def alignment_of(recipe: object) -> int:
     """Return the number of which tokens, in_features and out_features of a Linear must be multiples."""
     return ALIGNMENT.get(kind_of(recipe), 16)
+
+
+def rounding_of(kind: str) -> WeightRounding | None:
+    """Return how the forward of a recipe rounds weights; None: not per tensor and not per block."""
+    from lightning_lowprec.numerics.formats import power_of_two_scale
+    from lightning_lowprec.numerics.weight_rounding import WeightRounding, nearest_scale
+
+    if kind == "block":
+        return WeightRounding(scale_per="block", scale_of=power_of_two_scale)
+    # delayed scaling has older scales while it trains; the scale of the weight at hand is never worse
+    return WeightRounding(scale_per="tensor", scale_of=nearest_scale) if kind in ("delayed", "current") else None

@@ -126,7 +126,6 @@ class Statistic:
 
 STATISTICS: Final = (
     Statistic(name="underflow", ends=(0.0, 1.0)),
-    Statistic(name="saturated", ends=(0.0, 0.01)),
     Statistic(name="amax", logarithmic=True),
     Statistic(name="scale", logarithmic=True),
 )

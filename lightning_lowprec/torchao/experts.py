@@ -21,13 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_lowprec.conversion.declared import PlainFirst, is_declared
-from lightning_lowprec.conversion.experts import (
-    RoutedExperts,
-    grouped_product,
-    is_transposed,
-    matrices,
-    take_experts,
-)
+from lightning_lowprec.conversion.experts import RoutedExperts, grouped_product, matrices, take_experts
 from lightning_lowprec.conversion.recipe_map import GEMMS, NO_GEMM, Gemm, InBF16
 from lightning_lowprec.numerics.grouped_fp8 import encode_columns, encode_rows, encode_weight, encode_whole, product
 from lightning_lowprec.numerics.groups import Groups
@@ -78,7 +72,7 @@ class FP8Experts(PlainFirst, RoutedExperts):
         """[P, K] -> [P, N]."""
         if not self._in_fp8(name):
             return grouped_product(rows, matrices(self, name), groups)
-        products, transposed = self.settings[name].products, is_transposed(self)
+        products, transposed = self.settings[name].products, self.is_transposed
         keep = self.saves_weight_codes and products.saves_weight
         weight, how, high = self.weight(name), format_of(products), self.in_bf16[name]
         ends = groups.ends_on_host() if isinstance(how, Block) else groups.ends

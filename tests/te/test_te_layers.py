@@ -1,7 +1,6 @@
 """What becomes of torch's layers: the same objects, the same names, the same numbers."""
 
 import copy
-import math
 import pickle
 from functools import partial
 
@@ -16,14 +15,15 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from lightning_lowprec import FP8TE
+from lightning_lowprec.callbacks import NumericsMonitor
 from lightning_lowprec.conversion.in_place import unchanged
 from lightning_lowprec.te import layer as layer_module
 from lightning_lowprec.te import layer as linears
 from lightning_lowprec.te import norms
-from lightning_lowprec.te.backend import BACKEND
 from lightning_lowprec.te.delayed_scaling import restore_scales, saved_scales
 from lightning_lowprec.te.plugin import revert
-from tests.te.subjects import fabric_for, give_scales, some_scales
+from tests.te.reference import current_scaling
+from tests.te.subjects import fabric_for, some_scales
 
 OPTIONS = {"recipe": DelayedScaling(), "fp8_eval": True, "keep_weights": False}
 OF_TRANSFORMERS = (LlamaRMSNorm, Qwen3RMSNorm, GemmaRMSNorm)
@@ -242,32 +242,13 @@ def test_recomputation_by_torch(pretend_gpu, onnx_forward, recipe):
     assert seen == ([] if recipe.delayed() else [recipe])
 
 
-@pytest.mark.parametrize("power_of_2", [False, True])
-def test_the_monitor_knows_the_casts_of_current_scaling(reference_te, power_of_2):
-    """The largest number of the format over the largest of the tensor, cut to a power of two if the recipe says so."""
+def test_the_monitor_measures_the_output_and_leaves_the_scales_to_transformer_engine(reference_te):
     layer = torch.nn.Linear(32, 32)
-    wrapped = fabric_for(FP8TE({"recipe": "current", "use_power_2_scales": power_of_2})).setup(layer)
-    wrapped(torch.randn(16, 32))
-    casts = BACKEND.numerics(layer)
-    assert casts.values is layer.weight
-    formats = {"input": (torch.float8_e4m3fn, 448), "weight": (torch.float8_e4m3fn, 448)}
-    for name, (dtype, largest) in {**formats, "gradient": (torch.float8_e5m2, 57344)}.items():
-        cast = getattr(casts, name)
-        assert (cast.dtype, cast.may_saturate) == (dtype, False)
-        for amax in (0.3, 1.0, 700.0):
-            expected = 2.0 ** math.floor(math.log2(largest / amax)) if power_of_2 else largest / amax
-            assert cast.scale_of(torch.tensor(amax)).item() == pytest.approx(expected, rel=1e-6)
-        assert cast.scale_of(torch.tensor(0.0)).item() == 1.0
-
-
-def test_the_monitor_takes_the_scales_of_delayed_scaling_from_the_layer(pretend_gpu):
-    layer, plugin = torch.nn.Linear(32, 32), FP8TE()
-    fabric_for(plugin).setup(layer)
-    give_scales(layer, plugin.recipe)
-    layer.fp8 = True  # as after a forward
-    casts, scales = BACKEND.numerics(layer), plugin.state_dict()["scales"]["0"]
-    expected = {"input": scales["forward.scale"][0], "weight": scales["forward.scale"][1]}
-    for name, scale in {**expected, "gradient": scales["backward.scale"][0]}.items():
-        cast = getattr(casts, name)
-        assert cast.may_saturate, "the scale is older than the tensor"
-        assert cast.scale_of(torch.tensor(1.0)) == scale
+    wrapped, monitor = fabric_for(FP8TE(current_scaling(), norms=False)).setup(layer), NumericsMonitor()
+    monitor.step(wrapped, 0)
+    x = torch.randn(64, 32)
+    wrapped(x).sum().backward()
+    readings = {reading.tensor: reading for reading in monitor.finish()}
+    assert readings["input"].amax == pytest.approx(x.abs().max().item(), rel=0.01)
+    assert all(reading.scale is None and reading.underflow is None for reading in readings.values())
+    assert 20 < readings["input"].output_db < 40

@@ -11,7 +11,6 @@ from lightning_lowprec.fsdp2.options import ShardOptions
 from lightning_lowprec.fsdp2.strategy import gathers_fp8
 from lightning_lowprec.names import TABLE, create
 from lightning_lowprec.private.transformer_engine import check_names, moved
-from lightning_lowprec.te import plugin as te_plugin
 from lightning_lowprec.tools.doctor import availability
 from tests.te.subjects import QUIET, Lit, Net, fabric_for, te_linears
 
@@ -75,7 +74,7 @@ def test_a_name_that_is_gone(monkeypatch, unchecked, owner, name, lost):
     monkeypatch.delattr(owner, name)
     assert any(lost in words for words in moved())
     with pytest.raises(ImportError, match=rf"Transformer Engine 2\.\d+.* has no .*{name}"):
-        te_plugin.pytorch()
+        FP8TE()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     verdict = availability("fp8-hybrid-te", torch.device("cuda", 0))
     assert not verdict.runs

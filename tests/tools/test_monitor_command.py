@@ -20,7 +20,7 @@ def write(folder, bad, layers=4, samplings=5):
             for layer in range(layers):
                 spoiled, underflow, output_db = bad.get(layer, (None, 0.0, 30.0)) if sampling else (None, 0.0, 30.0)
                 shares = {tensor: underflow if tensor == spoiled else 0.01 for tensor in TENSORS}
-                numbers = {tensor: [2.0**layer, share, 0.0, 2.0**sampling] for tensor, share in shares.items()}
+                numbers = {tensor: [2.0**layer, share, 2.0**sampling] for tensor, share in shares.items()}
                 found[f"blocks.{layer}.up"] = {**numbers, "output_db": output_db}
             file.write(json.dumps({"step": 100 * sampling, "layers": found}) + "\n")
 
@@ -38,7 +38,7 @@ def test_the_page_has_every_number_and_loads_nothing(tmp_path, capsys):
     assert content["run"] == "/".join(tmp_path.parts[-2:])
     assert content["steps"] == [0, 100, 200, 300, 400]
     assert content["layers"] == [f"blocks.{layer}.up" for layer in range(4)]
-    names = ("underflow", "saturated", "amax", "scale")
+    names = ("underflow", "amax", "scale")
     assert [m["title"] for m in content["maps"]] == ["output dB"] + [f"{n} of {t}" for n in names for t in TENSORS]
     maps = {m["title"]: m for m in content["maps"]}
 
