@@ -2,16 +2,14 @@
 
 The class of the module changes, and it gets the attributes that Transformer Engine's constructor would have set.
 Nothing is added to the state dict, because Transformer Engine's ``_extra_state`` is a pickle; the scales of delayed
-scaling are in the plugin's state (:mod:`~lightning_lowprec.te.delayed_scaling`).
-
-docs/architecture.md draws the life of a weight.
+scaling are in the plugin's state (`delayed_scaling.py`). docs/architecture.md draws the life of a weight.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Any, Final, final
+from typing import Any, final
 
 import torch
 import transformer_engine.pytorch as te
@@ -23,27 +21,20 @@ from lightning_lowprec.conversion.layer_runs import note_run
 from lightning_lowprec.conversion.matmuls import linears
 from lightning_lowprec.conversion.steps import Seen, seen, watch
 from lightning_lowprec.messages import warn
-from lightning_lowprec.numerics.casts import EVALUATES, LayerNumerics
+from lightning_lowprec.numerics.casts import LayerNumerics
 from lightning_lowprec.numerics.formats import power_of_two_scale
 from lightning_lowprec.numerics.kernel_operands import cut_rows, pad_rows
 from lightning_lowprec.numerics.weight_rounding import WeightRounding, nearest_scale
+from lightning_lowprec.private import torch as private
 from lightning_lowprec.private import transformer_engine
-from lightning_lowprec.private.torch import (
-    are_transforms_active,
-    is_exporting,
-    is_in_backward,
-    saved_tensors_are_hooked,
-)
 from lightning_lowprec.products.transforms import check_call, without_second_gradient
 from lightning_lowprec.te.recipes import alignment_of, kind_of, rounding_of
-
-_UNSEEN: Final = "Transformer Engine scales inside of its module"
 
 
 def check_input(input: Tensor) -> None:
     """Raise RuntimeError if ``input`` is on a device for which Transformer Engine has no kernels."""
     if not input.is_cuda:
-        if is_exporting():
+        if private.is_exporting():
             check_call("a layer of Transformer Engine")
         raise RuntimeError(
             f"A layer of Transformer Engine got an input on {input.device}, and computes on CUDA only. Move the model"
@@ -51,8 +42,7 @@ def check_input(input: Tensor) -> None:
         )
 
 
-_STATE: Any = transformer_engine.manager()
-"""Holds ``quantization_state``, Transformer Engine's state of the process."""
+_STATE: Any = transformer_engine.manager()  # has ``quantization_state``, Transformer Engine's of the process
 
 
 @final
@@ -95,7 +85,7 @@ class TELinear(PlainFirst, te.Linear, nn.Linear):  # type: ignore[misc]
 
     def _outside(self, input: Tensor) -> Tensor:
         """Compute outside of the plugin's context, or compiled: recomputed in FP8, or in high precision."""
-        if self.fp8 and not _STATE.is_fp8_enabled() and is_in_backward():
+        if self.fp8 and not _STATE.is_fp8_enabled() and private.is_in_backward():
             if self.recipe.delayed():
                 raise RuntimeError(
                     "`torch.utils.checkpoint` recomputes a layer of Transformer Engine in the backward pass, when"
@@ -120,7 +110,7 @@ class TELinear(PlainFirst, te.Linear, nn.Linear):  # type: ignore[misc]
     def _multiply(self, input: Tensor) -> Tensor:
         if not torch.is_autocast_enabled(input.device.type) and is_declared(self):
             return self.declared_forward(input)
-        if are_transforms_active() or torch.compiler.is_exporting():
+        if private.are_transforms_active() or torch.compiler.is_exporting():
             check_call(type(self).__name__)
         fits = input.numel() // self.in_features % self.token_alignment == 0
         rows = input if fits else pad_rows(input, self.token_alignment)
@@ -134,7 +124,7 @@ class TELinear(PlainFirst, te.Linear, nn.Linear):  # type: ignore[misc]
             return None
         # A checkpoint that is not reentrant numbers the saved tensors. A weight that is kept is saved as one tensor, a
         # weight that is quantised for one call as several; forward and recomputation must save the same tensors.
-        if saved_tensors_are_hooked():
+        if private.saved_tensors_are_hooked():
             return None
         before, weight = self.weight_seen, self._parameters.get("weight", self.weight)
         self.weight_seen = seen(weight, training=self.training, steps=weight.requires_grad)
@@ -200,13 +190,10 @@ def convert_linears(
 # ---- what the registry asks
 
 
-def numerics_of(layer: nn.Module) -> LayerNumerics | str | None:
+def numerics_of(layer: nn.Module) -> LayerNumerics | None:
     """Return the weight of a TELinear, by which the error of its output is measured; None for a norm."""
-    if not isinstance(layer, TELinear):
-        return None
-    if not layer.fp8:
-        return EVALUATES if not layer.training else "it has not run in its precision's context"
-    return LayerNumerics(input=_UNSEEN, weight=_UNSEEN, gradient=_UNSEEN, values=layer.weight)
+    casts = dict.fromkeys(("input", "weight", "gradient"), "Transformer Engine scales inside of its module")
+    return LayerNumerics(**casts, values=layer.weight) if isinstance(layer, TELinear) else None
 
 
 def weight_roundings(layer: nn.Module) -> Mapping[str, WeightRounding]:

@@ -32,15 +32,9 @@ ALIGNMENT: Final[dict[str, int]] = {"mxfp8": 32, "nvfp4": 32}
 
 
 def make_recipe(recipe: Any, **options: object) -> Any:
-    """Return a recipe object of Transformer Engine.
+    """Return a recipe object of one of ``KINDS``, or of a mapping with the kind as ``"recipe"``, or as it was given.
 
-    Args:
-        recipe: one of ``KINDS``, a mapping of fields with ``"recipe"`` naming the kind, or a recipe object.
-        options: more fields; None means not given.
-
-    Raises:
-        ValueError: a kind, field or value that the recipe does not have.
-        ImportError: Transformer Engine is not installed, or does not import.
+    ``options`` are more fields, None: not given. A kind, field or value that does not exist raises ValueError.
     """
     module = require(_RECIPES, "FP8TE")
     fields = {name: value for name, value in options.items() if value is not None}
@@ -76,10 +70,7 @@ def _kind_and_fields(recipe: Any, fields: dict[str, object]) -> tuple[Kind, dict
 
 
 def _of_fields(module: Any, kind: Kind, fields: dict[str, Any]) -> Any:
-    """Return a recipe object with these fields.
-
-    ``use_power_2_scales`` and ``use_f32_scales``, which Transformer Engine reads at import only, have an effect.
-    """
+    """Return a recipe object with these fields, also those that Transformer Engine reads at its import alone."""
     names = {other: [f.name for f in dataclasses.fields(getattr(module, cls))] for other, cls in _CLASSES.items()}
     for name in fields.keys() - set(names[kind]):
         if elsewhere := [other for other, others in names.items() if name in others]:
