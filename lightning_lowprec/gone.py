@@ -82,6 +82,8 @@ OPTIONS: Final[Mapping[str, str]] = {
     "update": f"Leave the option out. {_IN_THE_STEP}",
     "clip_tensor": "Clip all gradients by `Trainer(gradient_clip_val=1.0)` or `fabric.clip_gradients`.",
     "int8_eval": "Write `Int8TorchAO(fp8_eval=False)`, as for every format.",
+    "stochastic_rounding": "Leave the option out: codes are rounded to the nearest. 'fp8-hybrid-sr' rounds"
+    " updates stochastically.",
     "saved_inputs": "Compiled blocks keep the float8 codes of their inputs without it. Leave the option out.",
     "weight_scales": "Weights of MXFP8 have a scale per 32 x 32 values. Leave the option out.",
     "accumulation": "Sums of a GPU are those of `FP8TorchAO(emulate='hopper')`: compare the losses of two runs, the"

@@ -6,7 +6,7 @@ from lightning_lowprec import FP8TE, MSAMP, FP8TorchAO, FSDP2Strategy, HalfMixed
 def right() -> None:
     """Every option of a group is known, with its type."""
     FP8TorchAO("rowwise", keep=["a"], base="fp16", emulate=True, loss_scale=2.0, master_weights=True)
-    Int8TorchAO(stochastic_rounding=True, compile=False)
+    Int8TorchAO(fp8_eval=False, compile=False)
     FP8TE({"recipe": "current"}, weights="keep")
     MSAMP("O3", head="chunked")
     HalfMixed("auto", keep_fp32=["norm"])

@@ -21,11 +21,9 @@ import inspect
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import accumulate, chain
 from typing import Any, Final, Literal, final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
 from typing_extensions import override
@@ -53,16 +51,13 @@ from lightning_lowprec.numerics.formats import (
     saturating_cast,
 )
 from lightning_lowprec.numerics.one_pass import compiles, tensor_on
-from lightning_lowprec.numerics.parameters import aligned, chunks, parameters_of
-from lightning_lowprec.numerics.rounding import bits_at, keys_of_bits, round_fp16
 from lightning_lowprec.private.torch import copy_all_, local_tensor, with_local_tensor
 from lightning_lowprec.private.torch_modules import compiled
 from lightning_lowprec.private.torch_optimizers import STEPPED, known_to_schedulers
 
 MOMENTS: Final[Mapping[str, Format]] = {"exp_avg": E4M3, "exp_avg_sq": FP16}
-_CHUNK: Final = 1 << 24  # elements whose random bits are numbered together
 _REFUSED: Final = ("amsgrad", "maximize", "capturable", "differentiable")
-OPTIONS: Final = ("level", "stochastic_rounding", "seed", "compile")
+OPTIONS: Final = ("level", "compile")
 _TORCHS_STEP: Final[Any] = inspect.unwrap(AdamW.step)  # without torch's hooks, which run around our step
 ALIVE: Final[weakref.WeakSet[Optimizer]] = weakref.WeakSet()
 _BACKEND: Final = "inductor"
@@ -72,7 +67,6 @@ _IN_REGISTERS: Final = dict.fromkeys(
 """Options of inductor: compute the update again for every result, instead of writing float32 values to memory."""
 Inputs = tuple[Mapping[str, Tensor], Mapping[str, Tensor], Tensor, Tensor | None]
 """What a step reads of one parameter: codes, scales, the gradient, and its inv_scale if it has one."""
-Bits = tuple[Tensor, Tensor]
 Update = tuple[Tensor, bool]
 
 
@@ -89,9 +83,6 @@ class ScaledAdamW(AdamW):
         args: as in torch's class, and so are ``options``.
         level: the level of the parameters of codes. Moments are float32 at "O1"; at "O2" and "O3" they are codes, each
             with a scale.
-        stochastic_rounding: round the float16 codes of weights stochastically, so that updates below half a step
-            move them on average. The random bits are a function of ``seed``, the step and the position.
-        seed: of the stochastic rounding.
         compile: update each parameter of codes by compiled passes, without memory for float32 values. ``"auto"``: on
             GPUs with FP8; True: on every device. False runs one kernel per operation.
         options: of torch's class.
@@ -105,16 +96,12 @@ class ScaledAdamW(AdamW):
         params: Iterable[Any],
         *args: Any,
         level: Level = "O2",
-        stochastic_rounding: bool = False,
-        seed: int = 0,
         compile: bool | Literal["auto"] = "auto",
         **options: Any,
     ) -> None:
         check_choice("level", level, LEVELS)
         check_choice("compile", compile, ("auto", True, False))
         self.level: Level = level
-        self.stochastic_rounding = stochastic_rounding
-        self.seed = seed
         self.compile: bool | Literal["auto"] = compile
         super().__init__(params, *args, **options)
         ALIVE.add(self)
@@ -200,34 +187,14 @@ class ScaledAdamW(AdamW):
             written.append(weights[-1].for_products()[0])
         coupled = bool(group["weight_decay"]) and not group["decoupled_weight_decay"]
         update = tensor_on(params[0].device, _numbers(group, step, coupled), torch.float32), coupled
-        rounding = self._random_bits(params, step) if self.stochastic_rounding else None
         compile = compiles(params[0].device) if self.compile == "auto" else self.compile
         measure, write = _passes(compile, _measure, _write)
         largest = _over_shards(weights, [measure(tensors, formats, update) for tensors in inputs])
-        for i, tensors in enumerate(inputs):
-            write(tensors, formats, largest[i], None if rounding is None else (rounding[0], rounding[1][i]), update)
+        for tensors, amaxes in zip(inputs, largest, strict=True):
+            write(tensors, formats, amaxes, update)
         if weights[0].e4m3 is not None:
-            _write_e4m3(compile, weights, None if rounding is not None else [each[-1] for each in largest])
+            _write_e4m3(compile, weights, [each[-1] for each in largest])
         torch.autograd.graph.increment_version(written)
-
-    def _random_bits(self, params: Sequence[Tensor], step: int) -> tuple[Tensor, list[Tensor]]:
-        """Return the keys of the random bits of a step, and the place of each parameter, as ``bits_at`` takes them.
-
-        No two elements of all shards share bits.
-        """
-        every, shards = parameters_of(self), required_state_of(params[0]).shards
-        *starts, total = accumulate((aligned(p.numel()) for p in every), initial=0)
-        start_of = dict(zip(every, starts, strict=True))
-        of_rank = 0 if shards is None else dist.get_rank(shards) * total
-        keys: list[tuple[int, int]] = []
-        places: list[tuple[int, int]] = []
-        for chunk in chunks(params, _CHUNK):
-            sizes = [aligned(codes_of(p).numel()) for p in chunk]
-            places += [(offset, len(keys)) for offset in accumulate(sizes[:-1], initial=0)]
-            keys += keys_of_bits(sum(sizes), self.seed, step, start_of[chunk[0]] + of_rank)
-        device = params[0].device
-        flat = tensor_on(device, list(chain(*keys)), torch.int32), tensor_on(device, list(chain(*places)), torch.int64)
-        return flat[0].view(-1, 2), list(flat[1].view(-1, 2).unbind())
 
     # ---- state
 
@@ -366,17 +333,15 @@ def _over_shards(weights: Sequence[MsampWeightState], largest: list[Tensor]) -> 
     return largest if shards is None else list(maximum(torch.stack(largest), shards).unbind())  # one reduction
 
 
-def _write_e4m3(compile: bool, weights: Sequence[Any], largest: list[Tensor] | None) -> None:
+def _write_e4m3(compile: bool, weights: Sequence[Any], largest: Sequence[Tensor]) -> None:
     """Round the float16 codes to the e4m3 codes. A separate pass, because a compiler joins two casts to one.
 
-    ``largest`` are those of the values before they were rounded to nearest; None: they are measured.
+    ``largest`` are those of the values before they were rounded.
     """
-    measure, write = _passes(compile, _measure_codes, _round_codes)
-    pairs = [(_flat(weight.codes, weight.e4m3), weight.scale) for weight in weights]
-    if largest is None:  # after stochastic rounding a value may be larger than the largest one was
-        largest = _over_shards(weights, [measure(*pair) for pair in pairs])
-    for weight, pair, amax_ in zip(weights, pairs, largest, strict=True):
-        write(*pair, _flat(weight.e4m3, weight.e4m3), weight.e4m3_scale, amax_)
+    (write,) = _passes(compile, _round_codes)
+    for weight, amax_ in zip(weights, largest, strict=True):
+        codes, e4m3 = _flat(weight.codes, weight.e4m3), _flat(weight.e4m3, weight.e4m3)
+        write(codes, weight.scale, e4m3, weight.e4m3_scale, amax_)
 
 
 # ---- passes over one parameter; all tensors but scales are flat
@@ -413,22 +378,15 @@ def _measure(inputs: Inputs, formats: Mapping[str, Format], update: Update) -> T
     return torch.stack([amax(full[name]) for name in formats])
 
 
-def _write(inputs: Inputs, formats: Mapping[str, Format], amaxes: Tensor, bits: Bits | None, update: Update) -> None:
+def _write(inputs: Inputs, formats: Mapping[str, Format], amaxes: Tensor, update: Update) -> None:
     """Second pass: write codes and scales after the step."""
     (codes, scales, *_), full = inputs, _updated(inputs, update)
     for (name, format), largest in zip(formats.items(), amaxes.unbind(), strict=True):
         scale = power_of_two_scale(largest, format, scales[name])
-        values = full[name] * scale
-        if name == "weight" and bits is not None:
-            values = round_fp16(values, bits_at(len(values), *bits)) / scale * scale
-        codes[name].copy_(saturating_cast(values, format))
+        codes[name].copy_(saturating_cast(full[name] * scale, format))
         scales[name].copy_(scale)
     for name in codes.keys() - formats.keys():
         codes[name].copy_(full[name])
-
-
-def _measure_codes(codes: Tensor, scale: Tensor) -> Tensor:
-    return amax(codes.float()) / scale
 
 
 def _round_codes(codes: Tensor, scale: Tensor, e4m3: Tensor, e4m3_scale: Tensor, largest: Tensor) -> None:

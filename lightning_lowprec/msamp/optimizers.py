@@ -19,11 +19,11 @@ def scaled_optimizers() -> list[Optimizer]:
     return [optimizer for optimizer in ALIVE if isinstance(optimizer, ScaledAdamW)]
 
 
-def convert_optimizer_(optimizer: Optimizer, level: Level, *, stochastic_rounding: bool = False, seed: int = 0) -> None:
+def convert_optimizer_(optimizer: Optimizer, level: Level) -> None:
     """Let ``optimizer`` step parameters of codes, in place; an optimizer without such parameters does not change.
 
     If all parameters of codes are frozen, optimizers that are not supported do not change either. A second call changes
-    nothing. For the options see :class:`~lightning_lowprec.msamp.adamw.ScaledAdamW`.
+    nothing.
 
     Raises:
         TypeError: another optimizer.
@@ -51,8 +51,8 @@ def convert_optimizer_(optimizer: Optimizer, level: Level, *, stochastic_roundin
         plain, before = type(scaled), scaled.state_dict() if scaled.state else None
         vars(scaled).pop("step", None)  # a scheduler's wrapper, which calls the old class; the new class needs none
         scaled.__class__ = ScaledAdamW
-        options = {"level": level, "stochastic_rounding": stochastic_rounding, "seed": seed, "compile": "auto"}
-        ScaledAdamW.__setstate__(scaled, {**options, "plain_class": plain})  # gives the new class its step hooks
+        options: dict[str, object] = {"level": level, "compile": "auto", "plain_class": plain}
+        ScaledAdamW.__setstate__(scaled, options)  # gives the new class its step hooks
         if before is not None:
             scaled.load_state_dict(before)
     elif any(p.requires_grad for p in coded):

@@ -45,8 +45,6 @@ class MSAMPOptions(LayerOptions, BlockOptions, FP8Options, EmulationOptions, Run
     """The arguments of :class:`MSAMP`."""
 
     level: Level = field(default="O2", kw_only=False)
-    stochastic_rounding: bool = False
-    seed: int = 0
     grad_accumulation_dtype: torch.dtype | None = None
 
 
@@ -62,8 +60,6 @@ class MSAMP(Converting):
     Args:
         level: ``"O1"`` keeps fp16 weights with a scale, ``"O2"`` also e4m3 and fp16 moments, ``"O3"`` e4m3 codes for
             products beside the fp16 weights, which are MS-AMP's masters.
-        stochastic_rounding: of the fp16 weights, so that updates below half a step move them on average.
-        seed: of the stochastic rounding; the same on every rank.
         grad_accumulation_dtype: ``torch.float32`` adds the gradients of micro-batches up in float32 (3 more bytes per
             weight); None adds them in e4m3.
 
@@ -85,8 +81,6 @@ class MSAMP(Converting):
         self.layers = take(LayerOptions, options)
         self.level: Level = options.level
         self.shards_codes = self.level == "O3"
-        self.stochastic_rounding = options.stochastic_rounding
-        self.seed = options.seed
         self.grad_accumulation_dtype = options.grad_accumulation_dtype
         self.compile = options.compile
         self.precision = f"msamp-{self.level.lower()}" + ("-fp16" if self.base == "fp16" else "")
@@ -164,7 +158,7 @@ class MSAMP(Converting):
     def _convert_optimizer(self, optimizer: Any) -> None:
         raw = optimizer.optimizer if isinstance(optimizer, both(LightningOptimizer)) else optimizer
         if not isinstance(raw, ScaledAdamW) or raw.level != self.level:
-            convert_optimizer_(raw, self.level, stochastic_rounding=self.stochastic_rounding, seed=self.seed)
+            convert_optimizer_(raw, self.level)
 
     @override
     def _prepare_weights_of(self, optimizer: Optimizer) -> None:

@@ -20,7 +20,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from lightning_lowprec.numerics.formats import HALF_DTYPES, power_of_two
+from lightning_lowprec.numerics.formats import HALF_DTYPES
 
 _HALF: Final = 0x8000  # half of the last place of a bf16, in float32 bits
 _UPPER: Final = -0x10000  # the bits that a bf16 keeps, as an int32
@@ -118,37 +118,6 @@ def _chunks(flat: Tensor, start: int) -> Iterator[tuple[Tensor, int, int]]:
         part = flat[offset : offset + _CHUNK - first]
         yield part, start + offset - first, first
         offset += part.numel()
-
-
-def keys_of_bits(count: int, seed: int, step: int, start: int = 0) -> list[tuple[int, int]]:
-    """Return the keys of ``count`` random values for :func:`bits_at`: one pair of int32 for every 2**22 values.
-
-    ``seed``, ``step`` and ``start`` are those of :func:`stochastic_round_`.
-    """
-    return [_keys(seed, step, start + offset) for offset in range(0, count, _CHUNK)]
-
-
-def bits_at(count: int, keys: Tensor, place: Tensor) -> Tensor:
-    """Return ``count`` of the values of :func:`random_bits`: (count,) int32. Pure, so that a compiler can fuse it.
-
-    ``keys``, (pairs, 2) int32, are those of :func:`keys_of_bits`, of one or several runs of values. ``place``, (2,)
-    int64, is the position of the first value in its run, and the index of the first pair of this run.
-    """
-    position = torch.arange(count, device=keys.device) + place[0]
-    pair = keys[position // _CHUNK + place[1]]
-    x = _hashed((position % _CHUNK // 2).to(torch.int32), pair[:, 0], pair[:, 1])
-    return torch.where(position % 2 == 0, x, x >> 16) & _LOWER
-
-
-def round_fp16(values: Tensor, bits: Tensor) -> Tensor:
-    """Round to float16 values stochastically, by random values of 16 bits: (N,) float32, (N,) int32 -> (N,) float32.
-
-    float16 values do not change. The largest |value| is 65504, float16's largest. The grid is 2**(e - 10) wide where
-    2**e <= |value| < 2**(e + 1), and not narrower than the smallest float16, 2**-24.
-    """
-    per_grid = power_of_two(11 - torch.frexp(values).exponent.clamp(-13, 16))  # frexp's exponent is e + 1
-    # float32 has 13 bits more than float16: the sum of a normal value and 13 bits is exact
-    return (values * per_grid + (bits >> 3).float() * 2.0**-13).floor() / per_grid
 
 
 def _hashed(counters: Tensor, key: Tensor | int, second_key: Tensor | int) -> Tensor:

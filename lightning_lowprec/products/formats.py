@@ -69,7 +69,7 @@ def _mxfp8(emulate: Emulation) -> Arithmetic:
 def _int8(emulate: Emulation) -> Arithmetic:
     from lightning_lowprec.products.int8 import Int8
 
-    return Int8(stochastic=False)
+    return Int8()
 
 
 _OF_TORCHAO: Final = frozenset({"fp8_format", "round_scales_to_power_of_2", "fast_accum", "experts", "pad_inner_dim"})
@@ -118,7 +118,6 @@ FORMATS: Final[dict[str, FormatSpec]] = {
     "int8": FormatSpec(
         precision="int8-mixed",
         title="int8",
-        options=frozenset({"stochastic_rounding"}),
         emulates=False,
         cpu="always",
         hardware="int8",

@@ -22,7 +22,7 @@ from lightning_lowprec.private.torch import int8_product
 from lightning_lowprec.private.torchao import int8_names
 from lightning_lowprec.products.arithmetic import Arithmetic, Operand, Product, Role
 
-Encode = Callable[[Tensor, bool], tuple[Tensor, Tensor]]
+Encode = Callable[[Tensor], tuple[Tensor, Tensor]]
 _names = functools.cache(int8_names)
 
 
@@ -41,14 +41,12 @@ class _OfRole(NamedTuple):
 class Int8(Arithmetic):
     """Int8 codes with a scale per row of what is multiplied."""
 
-    stochastic: bool = False
-    """Whether gradients are rounded stochastically."""
     tokens: ClassVar[int] = 32
 
     def operand(self, matrix: Tensor, role: Role, dtype: torch.dtype) -> Operand:
         """Return an operand of the values in the dtype of autocast."""
-        how = matrix.to(dtype), self.stochastic and role == "gradient", role
-        return Operand(partial(_encoded, _rows, *how), partial(_encoded, _columns, *how))
+        values = matrix.to(dtype)
+        return Operand(partial(_encoded, _rows, values, role), partial(_encoded, _columns, values, role))
 
     def multiply(self, a: _OfRole, b: _OfRole, dtype: torch.dtype, product: Product) -> Tensor:
         """Return a product, rounded as torchao rounds it on the device."""
@@ -64,20 +62,20 @@ class Int8(Arithmetic):
         return (int8_product(a.codes, b.codes.t()) * first * second).to(dtype)
 
 
-def _encoded(encode: Encode, matrix: Tensor, stochastic: bool, role: Role) -> _OfRole:
+def _encoded(encode: Encode, matrix: Tensor, role: Role) -> _OfRole:
     # neither within code that is being compiled, nor for the tensors of a compiler that traces
     if torch.compiler.is_compiling() or type(matrix) is not Tensor or not matrix.is_cuda:
-        codes, scale = encode(matrix, stochastic)
+        codes, scale = encode(matrix)
     else:
-        codes, scale = rows_in_one_pass(encode, matrix.detach().contiguous(), stochastic)
+        codes, scale = rows_in_one_pass(encode, matrix.detach().contiguous())
     return _OfRole(codes, scale, role)
 
 
-def _rows(matrix: Tensor, stochastic: bool) -> tuple[Tensor, Tensor]:
+def _rows(matrix: Tensor) -> tuple[Tensor, Tensor]:
     quantize, _ = _names()
-    codes, scale = quantize(matrix, stochastic)
+    codes, scale = quantize(matrix)
     return codes.contiguous(), scale.contiguous()
 
 
-def _columns(matrix: Tensor, stochastic: bool) -> tuple[Tensor, Tensor]:
-    return _rows(matrix.t(), stochastic)
+def _columns(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    return _rows(matrix.t())

@@ -8,7 +8,6 @@ from typing_extensions import override
 
 from lightning_lowprec.conversion.options import shows, takes
 from lightning_lowprec.hardware import describe
-from lightning_lowprec.products.arithmetic import Arithmetic
 from lightning_lowprec.torchao.plugin import ProductsPerLayer, SharedOptions, TorchAO
 
 
@@ -17,7 +16,6 @@ class Int8Options(SharedOptions):
     """The arguments of :class:`Int8TorchAO`."""
 
     recipe: Literal["int8"] | ProductsPerLayer = field(default="int8", kw_only=False)
-    stochastic_rounding: bool = False
 
 
 @final
@@ -31,8 +29,6 @@ class Int8TorchAO(TorchAO):
     Args:
         recipe: ``"int8"``, or recipes per layer as in :class:`~lightning_lowprec.FP8TorchAO`:
             ``{"blocks.0.*": "bf16", "*": {"grad_weight": "bf16"}}`` computes one of the GEMMs in high precision.
-        stochastic_rounding: round the codes of gradients stochastically, in both backward GEMMs: no bias, more noise.
-            The random numbers are torch's, which no checkpoint of Lightning holds.
 
     Raises:
         ValueError: an unknown or contradictory option, or a model in which nothing converts.
@@ -40,19 +36,10 @@ class Int8TorchAO(TorchAO):
         RuntimeError: torchao is too old.
     """
 
-    own = ("stochastic_rounding",)
-
     @takes(Int8Options)
     def __init__(self, options: Int8Options) -> None:
         super().__init__(options.recipe, ("int8",), options)
-        self.stochastic_rounding = options.stochastic_rounding
         self.precision += ("" if isinstance(options.recipe, str) else "-per-layer") + self.suffix
-
-    @override
-    def arithmetic(self, kind: str, device: torch.device) -> Arithmetic:
-        from lightning_lowprec.products.int8 import Int8
-
-        return Int8(stochastic=self.stochastic_rounding)
 
     @override
     def how(self, device: torch.device) -> str:

@@ -40,7 +40,7 @@ EXTRA: dict[str, Callable[..., LowPrecision]] = {
     "bf16-sr-fp32-gradients": partial(HalfMixed, "bf16", master_weights="stochastic", **FLOAT32_GRADIENTS),
     "bf16-sr-8bit-moments": partial(HalfMixed, "bf16", master_weights=MasterConfig(form="stochastic", moments="8bit")),
     "MSAMP-fp16": partial(MSAMP, base="fp16"),
-    "MSAMP-stochastic": partial(MSAMP, "O3", stochastic_rounding=True, grad_accumulation_dtype=torch.float32),
+    "MSAMP-fp32-gradients": partial(MSAMP, "O3", grad_accumulation_dtype=torch.float32),
     "FP8TorchAO-master-fp32-gradients": partial(FP8TorchAO, master_weights=True, **FLOAT32_GRADIENTS),
 }
 if find_spec("transformer_engine"):  # else no name says so: nothing is skipped

@@ -45,7 +45,7 @@ PLUGINS: dict[str, Callable[..., Any]] = {
     "tensorwise-sr": partial(FP8TorchAO, master_weights="stochastic"),
     "msamp-o1": partial(MSAMP, "O1"),
     "msamp-o2": partial(MSAMP, "O2", grad_accumulation_dtype=torch.float32),
-    "msamp-o3": partial(MSAMP, "O3", stochastic_rounding=True),
+    "msamp-o3": partial(MSAMP, "O3"),
 }
 if find_spec("transformer_engine"):
     PLUGINS |= {"FP8TE": partial(fp8_te), "FP8TE-fp8-params": partial(fp8_te, fp8_params=True)}

@@ -7,23 +7,14 @@ import torch
 FMAX = {torch.float8_e4m3fn: 448.0, torch.float16: 65504.0}
 
 
-def quantise(x, dtype, old=1.0, bits=None):
-    """Codes and scale; the scale is 2**floor(log2(FMAX / amax)), and the old one at amax 0; bits round to float16."""
+def quantise(x, dtype, old=1.0):
+    """Codes and scale; the scale is 2**floor(log2(FMAX / amax)), and the old one at amax 0."""
     amax = x.abs().max().item()
     scale = old
     if 0 < amax < math.inf:
         _, exponent = math.frexp(FMAX[dtype] / amax)  # float64: amax and FMAX have 24 bits
         scale = 2.0 ** (exponent - 1)
-    if bits is not None:
-        return stochastic(x * scale, bits), scale
     return (x * scale).clamp(-FMAX[dtype], FMAX[dtype]).to(dtype), scale
-
-
-def stochastic(x, bits):
-    """The float16 below x, or the one above it where 13 random bits and the distance in 2**-13 are a whole step."""
-    x = x.double()
-    step = 2.0 ** (torch.log2(x.abs()).floor().clamp(-14, 15) - 10)
-    return ((x / step + (bits >> 3).double() * 2.0**-13).floor() * step).to(torch.float16)
 
 
 def value(coded):
@@ -40,7 +31,7 @@ class Reference:
         self.m = zeros if level == "O1" else (zeros.to(torch.float8_e4m3fn), 1.0)
         self.v = zeros if level == "O1" else (zeros.to(torch.float16), 1.0)
 
-    def step(self, g, lr, betas, eps, weight_decay, coupled=False, bits=None):
+    def step(self, g, lr, betas, eps, weight_decay, coupled=False):
         self.t += 1
         m, v = (self.m, self.v) if self.level == "O1" else (value(self.m), value(self.v))
         w = value(self.master)
@@ -51,7 +42,7 @@ class Reference:
         m = m * betas[0] + g * (1 - betas[0])
         v = v * betas[1] + g * g * (1 - betas[1])
         w = w - m / (1 - betas[0] ** self.t) / ((v / (1 - betas[1] ** self.t)).sqrt() + eps) * lr
-        self.master = quantise(w, torch.float16, self.master[1], bits)
+        self.master = quantise(w, torch.float16, self.master[1])
         if self.level == "O1":
             self.m, self.v, self.weight = m, v, self.master
             return

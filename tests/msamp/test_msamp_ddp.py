@@ -46,7 +46,7 @@ def by_trainer(rank, ranks, epochs, path=None, seed=None, **options):
     """Each rank starts with weights of its own: rank 0's must win."""
     trainer = L.Trainer(
         accelerator="cpu", devices=ranks, strategy="ddp", max_epochs=epochs, use_distributed_sampler=False,
-        plugins=[as_trained(MSAMP(stochastic_rounding=True, **options))], enable_checkpointing=False,
+        plugins=[as_trained(MSAMP(**options))], enable_checkpointing=False,
         accumulate_grad_batches=2, gradient_clip_val=CLIP, **QUIET,
     )  # fmt: skip
     model = Toy(rank if seed is None else seed, make=adamw)

@@ -23,7 +23,6 @@ PLUGINS = {
     "rowwise_with_gw_hp": (FP8TorchAO, "rowwise_with_gw_hp", {}),
     "mxfp8": (FP8TorchAO, "mxfp8", {}),
     "int8": (Int8TorchAO, "int8", {}),
-    "int8_stochastic": (Int8TorchAO, "int8", {"stochastic_rounding": True}),
 }
 KINDS = [*list(PLUGINS)[:4], "int8", pytest.param("mxfp8", marks=needs_mxfp8)]
 

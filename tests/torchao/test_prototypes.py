@@ -64,29 +64,6 @@ def test_batches_of_any_size_are_rows_of_a_larger_one(kind):
             layer(wrong)
 
 
-def test_stochastic_rounding_has_no_bias_and_touches_gradients_only():
-    torch.manual_seed(0)
-    layer, nearest = converted("int8_stochastic", plain(bias=False)), converted("int8", plain(bias=False))
-    layer.weight.data = nearest.weight.data = torch.eye(OUT, IN)  # codes are exact; grad_input is the rounded gradient
-    gradient = torch.full((32, OUT), 0.3 / 127)
-    gradient[:, 0] = 1.0  # a step is 1 / 127
-
-    def grad_input(layer):
-        x = torch.ones(32, IN, requires_grad=True)
-        output = layer(x)
-        assert torch.equal(output, nearest(x)), "the forward is not random"
-        return torch.autograd.grad(output, x, gradient)[0][:, 1:IN] * 127
-
-    assert grad_input(nearest).abs().max() == 0.0, "0.3 of a step is lost"
-    drawn = torch.stack([grad_input(layer) for _ in range(20)])
-    assert set(drawn.round(decimals=4).unique().tolist()) == {0.0, 1.0}
-    deviation = (0.3 * 0.7 / drawn.numel()) ** 0.5
-    assert drawn.mean().item() == pytest.approx(0.3, abs=4 * deviation)
-    layer.weight.data = nearest.weight.data = torch.randn(OUT, IN)
-    x = torch.randn(32, IN)
-    assert torch.equal(layer(x), nearest(x)), "inputs and weights whose codes are not exact are not random either"
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_backward_that_is_differentiated_runs_in_high_precision(kind):
     low, high = converted(kind, plain(torch.float32)), plain(torch.float32)
@@ -118,7 +95,6 @@ def test_experts_stay_in_bf16_with_the_reason(capsys):
         (lambda: Int8TorchAO("mxfp8"), r"`recipe='mxfp8'` is not valid; expected"),
         (lambda: FP8TorchAO("int8"), r"`recipe='int8'` is not valid; expected"),
         (lambda: Int8TorchAO({"*": "tensorwise"}), r"expected one of: 'int8', 'bf16', 'fp32', or a mapping"),
-        (lambda: Int8TorchAO(stochastic_rounding="no"), "`stochastic_rounding='no'` is not valid"),
     ],
 )
 def test_options_that_are_not_valid_raise(make, message):
