@@ -82,6 +82,7 @@ OPTIONS: Final[Mapping[str, str]] = {
     "update": f"Leave the option out. {_IN_THE_STEP}",
     "clip_tensor": "Clip all gradients by `Trainer(gradient_clip_val=1.0)` or `fabric.clip_gradients`.",
     "int8_eval": "Write `Int8TorchAO(fp8_eval=False)`, as for every format.",
+    "z_loss": "Add it in your model, of the logits of some tokens: `z * logits.logsumexp(-1).square().mean()`.",
     "stochastic_rounding": "Leave the option out: codes are rounded to the nearest. 'fp8-hybrid-sr' rounds"
     " updates stochastically.",
     "saved_inputs": "Compiled blocks keep the float8 codes of their inputs without it. Leave the option out.",

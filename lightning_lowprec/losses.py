@@ -11,7 +11,7 @@ products, and nothing is computed twice. See :mod:`~lightning_lowprec.numerics.l
 
 import functools
 from collections.abc import Callable
-from typing import Any, Final, Literal, final, get_args
+from typing import Any, Final, Literal, Never, final, get_args
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from lightning_lowprec.numerics.linear_cross_entropy import (
     multiply_,
 )
 from lightning_lowprec.numerics.tensor_cores import UNITS, Emulation
+from lightning_lowprec.other_stacks import unknown_option
 
 _SPELLED: Final[dict[object, str]] = {False: "", True: "float32"}
 """Spellings of ``emulate`` beside the names of GPUs, for an operation that takes strings."""
@@ -46,10 +47,10 @@ def linear_cross_entropy(
     reduction: Reduction = "mean",
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
     fp8: bool = False,
     emulate: Emulation | None = None,
     rows: int | None = None,
+    **left: Never,
 ) -> Tensor:
     """Return ``cross_entropy(linear(input, weight, bias).float(), target)``, some tokens at a time.
 
@@ -67,7 +68,6 @@ def linear_cross_entropy(
             targets.
         ignore_index: targets without a loss.
         label_smoothing: as in ``torch.nn.functional.cross_entropy``.
-        z_loss: add ``z_loss * logsumexp(logits)**2`` to the loss of each target.
         fp8: compute the three matrix products in FP8: ``input`` and ``weight`` in e4m3, each with the scale of its
             amax, and the gradient of the logits in e5m2. K must be a multiple of 16.
         emulate: multiply dequantised codes in float32 instead of calling FP8 kernels, or add up as a named GPU:
@@ -79,14 +79,16 @@ def linear_cross_entropy(
         RuntimeError: the device has no FP8; a second backward pass; a gradient that is to be differentiated, or in
             forward mode.
     """
-    dtype = _checked(input, weight, target, bias, reduction, label_smoothing, z_loss, fp8, rows)
+    for name in left:
+        raise unknown_option("linear_cross_entropy", name, ())
+    dtype = _checked(input, weight, target, bias, reduction, label_smoothing, fp8, rows)
     if not torch.compiler.is_compiling() and _have_tangents(input, weight):
         raise RuntimeError(
             "linear_cross_entropy has no derivative in forward mode (`torch.autograd.forward_ad`). Use"
             " `cross_entropy(linear(input, weight), target)` there."
         )
     flat = input.reshape(-1, input.shape[-1]).to(dtype)
-    terms = ignore_index, float(label_smoothing), float(z_loss)
+    terms = ignore_index, float(label_smoothing)
     if emulate is None:
         emulate = input.device.type == "cpu"
     check_choice("emulate", emulate, (True, False, *UNITS))
@@ -109,7 +111,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         bias: Tensor | None,
         target: Tensor,
         reduction: str,
-        terms: tuple[int, float, float],
+        terms: tuple[int, float],
         settings: tuple[bool, int, str],
     ) -> Tensor:
         """Return the losses (T,), their sum or their mean, float32."""
@@ -189,12 +191,10 @@ def _run(
     after: Tensor,
     ignore_index: int,
     label_smoothing: float,
-    z_loss: float,
     emulate: str,
 ) -> list[Tensor]:
     """Return losses and the gradients of hidden states, weight and bias; empty tensors for those not wanted."""
-    terms = ignore_index, label_smoothing, z_loss
-    arguments = hidden, weight, bias, target, factors, terms, of, rows or None
+    arguments = hidden, weight, bias, target, factors, (ignore_index, label_smoothing), of, rows or None
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
         if not len(hidden):
             return [torch.zeros_like(result) for result in _fake(hidden, weight, bias, fp8, rows, of)]
@@ -263,7 +263,6 @@ def _checked(
     bias: Tensor | None,
     reduction: str,
     label_smoothing: float,
-    z_loss: float,
     fp8: bool,
     rows: int | None,
 ) -> torch.dtype:
@@ -281,8 +280,6 @@ def _checked(
     check_choice("reduction", reduction, get_args(Reduction))
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"`label_smoothing={label_smoothing!r}` is not valid; expected a number from 0 to 1.")
-    if z_loss < 0:
-        raise ValueError(f"`z_loss={z_loss!r}` is not valid; expected a number of 0 or more.")
     if rows is not None and rows < 1:
         raise ValueError(f"`rows={rows!r}` is not valid; expected None or a number of tokens, 1 or more.")
     if fp8 and weight.shape[1] % ALIGNMENT:

@@ -12,15 +12,14 @@ of tokens, and fp16 holds them. The caller multiplies them by the rest (mean, lo
 
 Logits are rounded to the dtype of ``hidden``, as those of a Linear are; the rest of the loss is float32.
 
-With ``p = softmax(x)`` of one row ``x`` of V logits, ``lse = log(sum(exp(x)))``, target ``t``, label smoothing ``e``
-and factor ``z`` of the z-loss:
+With ``p = softmax(x)`` of one row ``x`` of V logits, ``lse = log(sum(exp(x)))``, target ``t``, label smoothing ``e``:
 
-    loss    = lse - (1 - e) * x[t] - e * mean(x) + z * lse**2
-    d/dx[v] = (1 + 2 * z * lse) * p[v] - (1 - e) * [v == t] - e / V
+    loss    = lse - (1 - e) * x[t] - e * mean(x)
+    d/dx[v] = p[v] - (1 - e) * [v == t] - e / V
 
-The gradient of a row is that of its own loss, so its values lie between -1 and 1 (without z-loss) for any number of
-rows, and a small format holds them with a scale that is known in advance (:func:`_room` with a z-loss). Rows whose
-target is ``ignore_index`` have loss 0 and gradient 0. On CUDA losses and gradient of some rows are one kernel.
+The gradient of a row is that of its own loss, so its values lie between -1 and 1 for any number of rows, and a small
+format holds them with a scale that is known in advance. Rows whose target is ``ignore_index`` have loss 0 and gradient
+0. On CUDA losses and gradient of some rows are one kernel.
 
 In FP8 the three products take codes. The weight is encoded once per call. FP8 products cannot add to a matrix, so one
 product of the weight's gradient takes up to ``SPAN_BYTES`` of the codes of the logits' gradient. Where one product is
@@ -28,7 +27,6 @@ enough, it returns the dtype of the weight.
 """
 
 import functools
-import math
 from collections.abc import Iterator, Sequence
 from typing import Final, Unpack, final
 
@@ -56,16 +54,13 @@ _BLOCK: Final = 8192
 """Rows of the weight's gradient that are added at a time."""
 CODE_SCALE: Final = 2.0**14
 """The scale of gradients in float8_e5m2: values up to 3.5 have a code, and 2**-28 is a normal number. The average of
-128k probabilities is 2**-17. float8_e4m3fn would lose those below 2**-18. See :func:`_room`."""
-_LARGEST_CODED: Final = 57344 / CODE_SCALE
-_ROUNDED_UP: Final = (1 + 2**-4) ** 2
-"""A product of two e4m3 codes is at most this much larger than the product of the values."""
+128k probabilities is 2**-17. float8_e4m3fn would lose those below 2**-18."""
 FP16_GRADIENT_SCALE: Final = 2.0**7
 """Small gradients of logits stay above fp16's subnormal numbers, and products with weights of up to 250 stay finite."""
 
 
-Terms = tuple[int, float, float]
-"""Of the loss of a row: ``ignore_index``, whose rows have no loss; ``e``, the label smoothing; ``z`` of the z-loss."""
+Terms = tuple[int, float]
+"""Of the loss of a row: ``ignore_index``, whose rows have no loss; ``e``, the label smoothing."""
 Results = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 """Losses, (T,) float32, 0 for ignored tokens; gradients, times ``gradient_scale``, or None where none was wanted:
 
@@ -148,9 +143,6 @@ def in_fp8(
     losses, of_hidden, _, of_bias = empty_results(hidden, weight, (wanted[0], False, wanted[2]), fp8=True)
     dtype = dtype_of_grad_weight(len(hidden), weight, hidden.dtype, rows)
     coded = TwoLayouts.of(hidden)
-    if terms[2]:
-        room = _room(hidden, weight, bias, terms[2])
-        factors, after = factors * room, after / room
     if (missing := len(coded.rows) - len(target)) > 0:
         target = F.pad(target, (0, missing), value=terms[0])
         factors = F.pad(factors, (0, missing)) if factors.ndim else factors
@@ -184,20 +176,6 @@ def in_fp8(
                 del run.weight  # no product needs its codes any more
             of_weight = run.add_grad_weight(of_weight, columns, outer, dtype)
     return losses, of_hidden, None if of_weight is None else of_weight[: len(weight)], of_bias
-
-
-def _room(hidden: Tensor, weight: Tensor, bias: Tensor | None, z_loss: float) -> Tensor:
-    """Return the power of two, at most 1, by which no gradient of a logit exceeds the largest code: () float32.
-
-    With a z-loss the size of a gradient follows the logits: at most ``2 + 2 * z * abs(lse)``. A logit is at most the
-    product of the largest norms of a row of ``hidden`` and of ``weight``, and a little more with rounded values.
-    """
-    norms = [torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32).amax() for rows in (hidden, weight)]
-    largest = norms[0] * norms[1] * _ROUNDED_UP
-    if bias is not None:
-        largest = largest + bias.abs().amax().float()
-    bound = 2 + 2 * abs(z_loss) * (largest + math.log(len(weight)))
-    return torch.exp2(-torch.ceil(torch.log2((bound / _LARGEST_CODED).clamp(min=1))))
 
 
 @final
@@ -317,14 +295,12 @@ def _losses_and_codes(logits: Tensor, target: Tensor, factors: Tensor, *terms: U
 
 
 def _both(
-    logits: Tensor, target: Tensor, factors: Tensor, ignore_index: int, label_smoothing: float, z_loss: float
+    logits: Tensor, target: Tensor, factors: Tensor, ignore_index: int, label_smoothing: float
 ) -> tuple[Tensor, Tensor]:
     x = logits.float()
     lse = _log_sum_exp(x)
-    loss = _loss(x, lse, target, ignore_index, label_smoothing, z_loss)
+    loss = _loss(x, lse, target, ignore_index, label_smoothing)
     gradient = (x - lse).exp()
-    if z_loss:
-        gradient = gradient * (1 + 2 * z_loss * lse)
     classes = torch.arange(x.shape[-1], device=x.device)
     gradient = gradient - torch.where(classes == target[:, None], 1 - label_smoothing, 0.0)
     if label_smoothing:
@@ -338,14 +314,12 @@ def _log_sum_exp(x: Tensor) -> Tensor:
     return top + (x - top).exp().sum(-1, keepdim=True).log()
 
 
-def _loss(x: Tensor, lse: Tensor, target: Tensor, ignore_index: int, label_smoothing: float, z_loss: float) -> Tensor:
+def _loss(x: Tensor, lse: Tensor, target: Tensor, ignore_index: int, label_smoothing: float) -> Tensor:
     counts = target != ignore_index
     at_target = x.gather(-1, torch.where(counts, target, 0)[:, None])
     loss = lse - at_target
     if label_smoothing:
         loss = (1 - label_smoothing) * loss + label_smoothing * (lse - x.mean(-1, keepdim=True))
-    if z_loss:
-        loss = loss + z_loss * lse.square()
     return torch.where(counts, loss[:, 0], 0.0)
 
 

@@ -162,12 +162,6 @@ FAULTS = [
         "tests/test_losses.py",
     ),
     Fault(
-        "a z-loss of half the size",
-        "gradient * (1 + 2 * z_loss * lse)",
-        "gradient * (1 + z_loss * lse)",
-        "tests/test_losses.py",
-    ),
-    Fault(
         "a chunk of the head's gradient that overwrites the others",
         "beta=0 if first else 1",
         "beta=0",
