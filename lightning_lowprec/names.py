@@ -1,7 +1,7 @@
 """The table of names for ``precision=``, without Lightning's own names.
 
 The rows have two sources: half precision, which converts no layers, and the registry of backends, whose formats have
-endings (:mod:`~lightning_lowprec.conversion.name_suffixes`). A word means the same computation on every machine.
+endings (:mod:`~lightning_lowprec.conversion.name_formats`). A word means the same computation on every machine.
 """
 
 from __future__ import annotations
@@ -12,8 +12,16 @@ from typing import TYPE_CHECKING, Final, cast
 
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.backends import PrecisionName
-from lightning_lowprec.conversion.name_formats import GROUPED_ROUND_TO_BF16, HALF, STATE, Formats
-from lightning_lowprec.conversion.name_suffixes import EVERYWHERE, FP16, OPTIONS, suffix_refusal
+from lightning_lowprec.conversion.name_formats import (
+    EVERYWHERE,
+    FP16,
+    GROUPED_ROUND_TO_BF16,
+    HALF,
+    OPTIONS,
+    STATE,
+    Formats,
+    suffix_refusal,
+)
 from lightning_lowprec.gone import PRECISIONS as GONE
 from lightning_lowprec.gone import gone
 from lightning_lowprec.msamp.backend import BACKEND as MSAMP_BACKEND

@@ -30,8 +30,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_lowprec.conversion import declared
-from lightning_lowprec.conversion.name_suffixes import split
-from lightning_lowprec.conversion.steps import count_step
+from lightning_lowprec.conversion.name_formats import split
 from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.masters.weights import HalfWeights
 from lightning_lowprec.messages import info
@@ -43,6 +42,7 @@ from lightning_lowprec.precision.refusals import two_dtypes
 from lightning_lowprec.precision.set_up import check_optimizers
 from lightning_lowprec.private import deepspeed as private
 from lightning_lowprec.private import either
+from lightning_lowprec.private.torch_optimizers import count_step
 
 DEEPSPEED: Final = (either.fabric_strategies.DeepSpeedStrategy, either.trainer_strategies.DeepSpeedStrategy)
 SCALE_FIELDS: Final[Mapping[str, float]] = {

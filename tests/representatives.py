@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from lightning_lowprec import FP8TE
-from lightning_lowprec.conversion.name_suffixes import MASTERS, split
+from lightning_lowprec.conversion.name_formats import MASTERS, split
 from lightning_lowprec.names import OF_LIGHTNING as OF_LIGHTNING
 from lightning_lowprec.names import TABLE
 from lightning_lowprec.private.torchao import prototype_refusal

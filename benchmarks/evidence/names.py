@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lightning_lowprec.conversion.name_suffixes import split
+from lightning_lowprec.conversion.name_formats import split
 from lightning_lowprec.names import TABLE
 from lightning_lowprec.tools.doctor import availability
 

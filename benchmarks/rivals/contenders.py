@@ -17,7 +17,7 @@ import torch
 from benchmarks.rivals import setups, te_layers
 from benchmarks.rivals.running import Job, Running
 from benchmarks.rivals.values import values_exist
-from lightning_lowprec.conversion.name_suffixes import MASTERS, split
+from lightning_lowprec.conversion.name_formats import MASTERS, split
 from lightning_lowprec.names import TABLE
 from lightning_lowprec.tools.doctor import availability
 from lightning_lowprec.torchao.plugin import CPU_SCALES_TENSORWISE

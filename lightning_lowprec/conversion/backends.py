@@ -54,7 +54,7 @@ class PrecisionName:
     fp16: bool = False
     """Whether ``NAME-fp16`` exists too, with ``base="fp16"``: fp16 with loss scaling outside of FP8."""
     masters: bool = False
-    """Whether ``NAME`` exists with the endings of ``name_suffixes.ENDINGS`` too: bf16 weights, ``master_weights=``."""
+    """Whether ``NAME`` exists with the endings of ``gone.ENDINGS`` too: bf16 weights, ``master_weights=``."""
     lacks: Mapping[str, str] = field(default_factory=dict)
     """For each suffix that this name does not have, the reason or the remedy, for error messages."""
     alignment: int = 16

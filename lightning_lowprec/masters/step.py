@@ -24,7 +24,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lightning_lowprec.conversion.steps import Steps
 from lightning_lowprec.masters import kernel_step, moments
 from lightning_lowprec.masters.float32_values import NO_PLAIN_STEP
 from lightning_lowprec.masters.registry import MasterRegistry, registry_of
@@ -43,6 +42,7 @@ from lightning_lowprec.numerics.parameters import (
 from lightning_lowprec.private.torch import copy_all_, float32_norms, local_tensor
 from lightning_lowprec.private.torch_optimizers import (
     STEPPED,
+    Steps,
     brings_masters,
     replaces_step,
     sees_no_masters,

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, Final, final
 
 import torch
 import torch.distributed as dist
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
+from torch.optim import Adam, AdamW, Optimizer
 from typing_extensions import override
 
 from lightning_lowprec.checks import check_choice
@@ -16,12 +16,12 @@ from lightning_lowprec.conversion.in_place import unchanged
 from lightning_lowprec.conversion.options import LayerOptions, shows, take, takes
 from lightning_lowprec.conversion.plan import PlanRequest
 from lightning_lowprec.masters.float32_values import keep
-from lightning_lowprec.msamp.adamw import ScaledAdamW
+from lightning_lowprec.masters.moments import params_by_key
+from lightning_lowprec.msamp.adamw import ALIVE, OPTIONS, ScaledAdamW, check_options
 from lightning_lowprec.msamp.backend import NAME
 from lightning_lowprec.msamp.ddp import average_scaled_gradients, broadcast_codes, exclude_codes, ranks
 from lightning_lowprec.msamp.layer import ScaledLayer
 from lightning_lowprec.msamp.linear import revert, scale_linears, scaled_linears
-from lightning_lowprec.msamp.optimizers import convert_optimizer_
 from lightning_lowprec.msamp.weight_state import Level, msamp_state_of, required_state_of
 from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.numerics.one_pass import compiles
@@ -36,7 +36,9 @@ from lightning_lowprec.precision.options import (
     RunOptions,
 )
 from lightning_lowprec.precision.refusals import refuse_averaging
+from lightning_lowprec.private import torch as private
 from lightning_lowprec.private.either import LightningOptimizer, both
+from lightning_lowprec.private.torch_optimizers import check_step, refuse_copies
 from lightning_lowprec.runs_where import RecipeKey
 
 
@@ -228,3 +230,78 @@ class MSAMP(Converting):
     @override
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), BACKEND_STATE: NAME}
+
+
+# ---- optimizers
+
+
+SUPPORTED: Final = "torch.optim.AdamW, torch.optim.Adam, lightning_lowprec.msamp.ScaledAdamW"
+
+
+def scaled_optimizers() -> list[Optimizer]:
+    """Return every ScaledAdamW that still exists."""
+    return [optimizer for optimizer in ALIVE if isinstance(optimizer, ScaledAdamW)]
+
+
+def convert_optimizer_(optimizer: Optimizer, level: Level) -> None:
+    """Let ``optimizer`` step parameters of codes, in place; an optimizer without such parameters does not change.
+
+    If all parameters of codes are frozen, optimizers that are not supported do not change either. A second call changes
+    nothing.
+
+    Raises:
+        TypeError: another optimizer.
+        ValueError: an option that is not possible with MS-AMP, or an optimizer of another level.
+        RuntimeError: somebody replaced ``optimizer.step``.
+    """
+    refuse_copies(optimizer, "the weights of MS-AMP, which are codes")
+    coded = [p for p in parameters_of(optimizer) if msamp_state_of(p) is not None]
+    if not coded:
+        return
+    if isinstance(optimizer, ScaledAdamW):
+        if optimizer.level != level:
+            if "plain_class" not in vars(optimizer):
+                raise ValueError(
+                    f"the optimizer has `level={optimizer.level!r}`; expected {level!r}, that of the weights."
+                )
+            saved = optimizer.state_dict()  # its weights were converted again
+            optimizer.level = level
+            optimizer.load_state_dict(saved)
+        check_options(optimizer)
+    elif type(optimizer) in (AdamW, Adam):
+        check_options(optimizer)
+        check_step(optimizer, private.MSAMP)
+        scaled: Any = optimizer
+        plain, before = type(scaled), scaled.state_dict() if scaled.state else None
+        vars(scaled).pop("step", None)  # a scheduler's wrapper, which calls the old class; the new class needs none
+        scaled.__class__ = ScaledAdamW
+        options: dict[str, object] = {"level": level, "compile": "auto", "plain_class": plain}
+        ScaledAdamW.__setstate__(scaled, options)  # gives the new class its step hooks
+        if before is not None:
+            scaled.load_state_dict(before)
+    elif any(p.requires_grad for p in coded):
+        cls = type(optimizer)
+        raise TypeError(
+            f"{cls.__module__}.{cls.__qualname__} cannot step weights that are kept as codes with a scale (MS-AMP"
+            f" {level}); expected one of: {SUPPORTED}."
+        )
+
+
+def revert_optimizer(optimizer: Optimizer) -> None:
+    """Make an optimizer plain that :func:`convert_optimizer_` has converted, in place; its state becomes float32.
+
+    Call after the weights have become plain; an optimizer of weights of codes does not change.
+    """
+    coded = any(msamp_state_of(p) is not None for p in parameters_of(optimizer))
+    if coded or not isinstance(optimizer, ScaledAdamW):
+        return
+    saved: Any = optimizer.state_dict()
+    if "plain_class" not in vars(optimizer):
+        optimizer.load_state_dict(saved)
+        return
+    optimizer.__class__ = vars(optimizer).pop("plain_class")
+    for name in OPTIONS:
+        vars(optimizer).pop(name)
+    for key, p in params_by_key(optimizer, saved).items():
+        if key in saved["state"]:  # torch's own loading would cast to the weights' dtype
+            optimizer.state[p] = saved["state"][key]

@@ -10,7 +10,7 @@ import torch
 from torch.nn import Module
 from typing_extensions import override
 
-from lightning_lowprec.conversion.name_suffixes import of_options
+from lightning_lowprec.conversion.name_formats import of_options
 from lightning_lowprec.conversion.options import shows, takes
 from lightning_lowprec.hardware import bf16_refusal, default_device, refusal_and_remedy
 from lightning_lowprec.messages import info

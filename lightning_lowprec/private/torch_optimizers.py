@@ -1,12 +1,15 @@
 """What optimizers allow, and how their step hooks and schedulers notice steps; `torch.py` lists the private names."""
 
+import functools
 from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, final
 
-from torch import optim
+from torch import Tensor, optim
 from torch.optim import Optimizer
 from torch.optim import optimizer as module
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from lightning_lowprec.private.torch import version_of
 from lightning_lowprec.private.torchao import parameters_of_copies
 
 F = TypeVar("F", bound=Callable[..., object])
@@ -83,3 +86,37 @@ def refuse_copies(optimizer: Optimizer, what: str) -> None:
             " `strategy=FSDP2Strategy(cpu_offload=True)`, on one device too, or a precision with float32 weights and"
             " without loss scaling, such as 'bf16-mixed', 'half-auto' or 'fp8-hybrid'."
         )
+
+
+# ---- steps are counted, so that codes of a stale weight are not used
+
+Seen = tuple[int, ...]
+
+
+@final
+class Steps:
+    """The steps of all optimizers of this process."""
+
+    count = 0
+
+
+@sees_no_masters
+def count_step(*_: object) -> None:
+    """Note that an optimizer made a step."""
+    Steps.count += 1
+
+
+@functools.cache
+def watch() -> None:
+    """Count steps from now on; whoever keeps codes calls this."""
+    register_optimizer_step_post_hook(count_step)
+
+
+def seen(weight: Tensor, *, training: bool, steps: bool = True) -> Seen:
+    """Return a value that changes when ``weight`` may have changed; ``steps``: whether a step may change it.
+
+    ``weight.data = other`` and ``vector_to_parameters`` change the place in memory and no version; a kernel may change
+    neither; and in evaluation averaged weights may be in place. The only change that cannot be seen is a write in place
+    through ``weight.data``, between two micro-batches.
+    """
+    return id(weight), weight.data_ptr(), version_of(weight), Steps.count if steps else -1, training

@@ -26,8 +26,9 @@ from typing import Any, ClassVar, Literal, NamedTuple, final
 import torch
 from torch import Tensor
 
-from lightning_lowprec.numerics.formats import largest_scale, visible_scale
-from lightning_lowprec.numerics.tiles import Tile
+from lightning_lowprec.numerics.formats import encode, largest_scale, visible_scale
+from lightning_lowprec.numerics.one_pass import compiled_on_cuda
+from lightning_lowprec.numerics.tiles import Tile, largest, spread
 from lightning_lowprec.numerics.weight_rounding import WeightRounding
 
 Role = Literal["input", "weight", "gradient"]
@@ -138,3 +139,40 @@ def serves(one: Arithmetic | None, other: Arithmetic | None, role: Role) -> bool
     """Return whether codes of a role that are made for one product serve the other."""
     coding = one.coding(role) if isinstance(one, Transposable) else None
     return coding is not None and isinstance(other, Transposable) and other.coding(role) == coding
+
+
+class Tiled(Transposable):
+    """An arithmetic in which a weight has a scale per tile, and an input or a gradient one per block of a row."""
+
+    tile: ClassVar[Tile]
+    of_weights: ClassVar[Coding]
+
+    def coding(self, role: Role) -> Coding | None:
+        """Return the coding of weights."""
+        return self.of_weights if role == "weight" else None
+
+    def encoded(self, weight: Tensor) -> Codes:
+        """Return the codes and the scales of a weight."""
+        return encode_tiles(weight.detach(), self.tile, self.of_weights)  # no Parameter: one kernel on CUDA
+
+    def encode_rows(self, values: Tensor, scale: Tensor, first: int) -> Tensor:
+        """Return the codes of some rows of a weight, or of a stack, from the row ``first`` on, by all tiles' scales."""
+        codes = _encode_rows(values.flatten(0, -2), scale, self.tile, first, self.of_weights.dtype)
+        return codes.view(values.shape)
+
+    def decode(self, codes: Tensor, scale: Tensor, first: int = 0) -> Tensor:
+        """Return the values of codes, the rows from ``first`` on, by the scales of all tiles: float32."""
+        rows = codes.flatten(0, -2).float()
+        return (rows * spread(scale.reciprocal(), self.tile, rows.shape, first)).view(codes.shape)
+
+
+@compiled_on_cuda
+def encode_tiles(values: Tensor, tile: Tile, coding: Coding) -> Codes:
+    """Return codes and scales: [A, B] any float."""
+    scale = coding.scales(largest(values, tile).float())
+    return Codes(encode(values, spread(scale, tile, values.shape), coding.dtype).contiguous(), scale)
+
+
+@compiled_on_cuda
+def _encode_rows(values: Tensor, scale: Tensor, tile: Tile, first: int, dtype: torch.dtype) -> Tensor:
+    return encode(values, spread(scale, tile, values.shape, first), dtype)

@@ -28,8 +28,7 @@ from lightning_lowprec.numerics.tiles import Tile
 from lightning_lowprec.numerics.weight_rounding import BLOCK, WeightRounding
 from lightning_lowprec.private.torch import block_product
 from lightning_lowprec.private.torchao import block_kernels
-from lightning_lowprec.products.arithmetic import Codes, Coding, Operand, Product, Role
-from lightning_lowprec.products.tiled import Tiled, encode_tiles
+from lightning_lowprec.products.arithmetic import Codes, Coding, Operand, Product, Role, Tiled, encode_tiles
 
 _SUMMED: Final = (1, BLOCK)
 _CODING: Final = Coding(dtype=E4M3.dtype)

@@ -21,8 +21,7 @@ from torch import Tensor
 from lightning_lowprec.numerics.tensor_cores import MX_BLOCK, Emulation, accumulate
 from lightning_lowprec.numerics.tiles import Tile
 from lightning_lowprec.private.torchao import has_mx_extension, mx_names
-from lightning_lowprec.products.arithmetic import Codes, Coding, Operand, Product, Role
-from lightning_lowprec.products.tiled import Tiled
+from lightning_lowprec.products.arithmetic import Codes, Coding, Operand, Product, Role, Tiled
 
 _TILE: Final = 128  # of torchao's Triton kernel
 _DTYPE: Final = torch.float8_e4m3fn

@@ -19,7 +19,6 @@ from lightning_lowprec.conversion.declared import PlainFirst, is_declared
 from lightning_lowprec.conversion.in_place import become, revert
 from lightning_lowprec.conversion.layer_runs import note_run
 from lightning_lowprec.conversion.matmuls import linears
-from lightning_lowprec.conversion.steps import Seen, seen, watch
 from lightning_lowprec.messages import warn
 from lightning_lowprec.numerics.casts import LayerNumerics
 from lightning_lowprec.numerics.formats import power_of_two_scale
@@ -27,6 +26,7 @@ from lightning_lowprec.numerics.kernel_operands import cut_rows, pad_rows
 from lightning_lowprec.numerics.weight_rounding import WeightRounding, nearest_scale
 from lightning_lowprec.private import torch as private
 from lightning_lowprec.private import transformer_engine
+from lightning_lowprec.private.torch_optimizers import Seen, seen, watch
 from lightning_lowprec.products.transforms import check_call, without_second_gradient
 from lightning_lowprec.te.recipes import alignment_of, kind_of, rounding_of
 
@@ -50,8 +50,8 @@ class TELinear(PlainFirst, te.Linear, nn.Linear):  # type: ignore[misc]
     """A Linear with Transformer Engine's GEMMs, for any batch.
 
     With ``keep_weights`` the quantised weight is kept until the next optimizer step, in Transformer Engine's own cache:
-    ``is_first_microbatch`` is True for a weight that may have changed since the last forward (``conversion/steps.py``
-    says when), else False. ``eval()`` has the weight quantised anew.
+    ``is_first_microbatch`` is True for a weight that may have changed since the last forward
+    (:func:`~lightning_lowprec.private.torch_optimizers.seen`), else False. ``eval()`` has the weight quantised anew.
     """
 
     fp8_eval: bool

@@ -16,7 +16,7 @@ import lightning_lowprec_autoload as autoload
 from lightning_lowprec import names as precisions
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.backends import Backend
-from lightning_lowprec.conversion.name_suffixes import in_words
+from lightning_lowprec.conversion.name_formats import in_words
 from lightning_lowprec.extras import INSTALL, import_refusal, installed
 from lightning_lowprec.hardware import architecture, bf16_refusal, caution, default_device, describe
 from lightning_lowprec.names import validate_name

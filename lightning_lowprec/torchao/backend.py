@@ -5,8 +5,7 @@ from functools import partial
 from typing import Final, Literal, get_args
 
 from lightning_lowprec.conversion.backends import Backend, PrecisionName, later
-from lightning_lowprec.conversion.name_formats import E4M3_TENSORWISE, HYBRID, NO_GROUPED_PRODUCT, Formats, all_in
-from lightning_lowprec.conversion.name_suffixes import FP16
+from lightning_lowprec.conversion.name_formats import E4M3_TENSORWISE, FP16, HYBRID, NO_GROUPED_PRODUCT, Formats, all_in
 from lightning_lowprec.products.formats import FORMATS
 
 NAME: Final = "torchao"

@@ -16,7 +16,7 @@ from typing_extensions import override
 from lightning_lowprec.checks import Rule, abstract
 from lightning_lowprec.conversion import module_dtypes
 from lightning_lowprec.conversion.in_place import unchanged
-from lightning_lowprec.conversion.name_suffixes import of_options
+from lightning_lowprec.conversion.name_formats import of_options
 from lightning_lowprec.conversion.options import LayerOptions, take
 from lightning_lowprec.conversion.plan import Plan, PlanRequest
 from lightning_lowprec.conversion.recipe_map import GemmChoices, LayerRecipe, RecipeMap

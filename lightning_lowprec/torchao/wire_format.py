@@ -20,9 +20,8 @@ from lightning_lowprec.numerics.one_pass import in_one_pass
 from lightning_lowprec.numerics.tiles import Tile
 from lightning_lowprec.private.torch import MOVING_OPERATIONS, inference_mode_of, tree_map_only
 from lightning_lowprec.private.torchao import codes_of, constructor_arguments, set_scale
-from lightning_lowprec.products.arithmetic import Coding, Transposable
+from lightning_lowprec.products.arithmetic import Coding, Tiled, Transposable
 from lightning_lowprec.products.coded_weight import CodedWeight
-from lightning_lowprec.products.tiled import Tiled
 
 _aten: Any = torch.ops.aten
 _VIEWS: Final = {

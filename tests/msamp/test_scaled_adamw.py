@@ -12,7 +12,7 @@ from torch.optim import Adam, AdamW
 from lightning_lowprec.msamp import ScaledAdamW, scale_weight_, values_of
 from lightning_lowprec.msamp import adamw as msamp_step
 from lightning_lowprec.msamp.gradient import ScaledGradient
-from lightning_lowprec.msamp.optimizers import convert_optimizer_
+from lightning_lowprec.msamp.plugin import convert_optimizer_
 from tests.msamp.scaled_reference import Reference, quantise, value
 
 LEVELS = ["O1", "O2", "O3"]

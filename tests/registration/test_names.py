@@ -23,7 +23,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import lightning_lowprec
 from lightning_lowprec import FP8TE, FP8TorchAO, HalfMixed, Int8TorchAO, MasterConfig
-from lightning_lowprec.conversion.name_suffixes import families, in_words, split
+from lightning_lowprec.conversion.name_formats import families, in_words, split
 from lightning_lowprec.fsdp2.options import ShardOptions
 from lightning_lowprec.names import OF_LIGHTNING, TABLE, create
 from lightning_lowprec.other_stacks import PRECISIONS

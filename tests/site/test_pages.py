@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from lightning_lowprec import FabricFSDP2Strategy, FP8TorchAO, FSDP2Strategy, LossScale
-from lightning_lowprec.conversion.name_suffixes import families
+from lightning_lowprec.conversion.name_formats import families
 from lightning_lowprec.fsdp2.options import ShardOptions
 from lightning_lowprec.names import TABLE
 from lightning_lowprec.tools import cli

@@ -12,8 +12,8 @@ from lightning_lowprec import FP8TorchAO
 from lightning_lowprec.conversion.recipe_map import GEMMS
 from lightning_lowprec.numerics.tensor_cores import accumulate
 from lightning_lowprec.private.torchao import prototype_refusal
+from lightning_lowprec.products.arithmetic import encode_tiles
 from lightning_lowprec.products.block import _CODING
-from lightning_lowprec.products.tiled import encode_tiles
 from tests.torchao.fp8_reference import E4M3, dequantise
 from tests.torchao.fp8_reference import codes as codes_of
 from tests.toys import convert, on_gpu

@@ -29,7 +29,7 @@ from torchmetrics import Metric
 from lightning_lowprec import names
 from lightning_lowprec.checks import Count, check_fields
 from lightning_lowprec.conversion import backends
-from lightning_lowprec.conversion.name_suffixes import MASTERS, split
+from lightning_lowprec.conversion.name_formats import MASTERS, split
 from lightning_lowprec.conversion.plan import make_plan
 from lightning_lowprec.extras import replaced
 from lightning_lowprec.fsdp2.options import blocks as blocks_of
