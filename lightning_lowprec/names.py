@@ -108,9 +108,9 @@ def _nemo_recipe(name: object) -> str | None:
 
 def _with_suffix(row: PrecisionName, suffix: str, backend: str) -> PrecisionName:
     options = {**row.options, **OPTIONS.get(suffix, {})}
-    experts = GROUPED_ROUND_TO_BF16 if suffix == FP16 and row.experts is None else row.experts
+    plan = replace(row.plan, experts=GROUPED_ROUND_TO_BF16) if (suffix, row.plan.experts) == (FP16, None) else row.plan
     summary, formats = f"{row.summary}{EVERYWHERE[suffix]}", _formats(row, suffix)
-    return replace(row, options=options, summary=summary, experts=experts, formats=formats, backend=backend)
+    return replace(row, options=options, summary=summary, plan=plan, formats=formats, backend=backend)
 
 
 def _formats(row: PrecisionName, suffix: str) -> Formats | None:

@@ -10,9 +10,9 @@ names at once: a plugin may be given as ``"module:Class"``, and functions import
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from lightning_lowprec.conversion.name_formats import NO_GROUPED_PRODUCT, Formats
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
-    from lightning_lowprec.conversion.plan import PlanRequest
     from lightning_lowprec.numerics.casts import LayerNumerics
     from lightning_lowprec.numerics.weight_rounding import WeightRounding
 
@@ -40,6 +39,35 @@ def later(path: str) -> Callable[..., Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """What a precision asks of a plan, beside the user's choices of layers."""
+
+    recipe: str | RecipeMap = "tensorwise"
+    """The recipe whose break-even points and gains are used, or recipes per layer."""
+    alignment: int = 16
+    """The features of a converted Linear are multiples of this number."""
+    converted_class: type[nn.Module] | None = None
+    """The class that an earlier plan gave to Linears; such a layer gets the row of a Linear."""
+    stores_codes: bool = False
+    """Weights become parameters of codes, so a weight that a hook computes at each forward is kept."""
+    frozen_codes: bool = False
+    """Whether the precision has ``frozen="codes"``."""
+    conv1d: bool = True
+    """Whether ``Conv1D`` of transformers (GPT-2) can convert, whose weight is [in, out]."""
+    pads: bool | None = None
+    """Whether features that are no multiples of ``alignment`` are padded; False: by the option ``pad_inner_dim`` of the
+    plugin; None: never."""
+    experts: str | None = NO_GROUPED_PRODUCT
+    """Why stacked experts stay in high precision; None: they convert."""
+    base: str = "bf16"
+    """The dtype of everything that does not convert."""
+    head: str = "bf16"
+    """The option ``head`` of the precision."""
+    format: str = "FP8"
+    """The format of the weights that convert, in words."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class PrecisionName:
     """One name that a user may write after ``precision=``."""
 
@@ -47,8 +75,8 @@ class PrecisionName:
     """The class of the precision plugin, derived from ``precision.base.LowPrecision``, or ``"module:Class"``."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the plugin's constructor."""
-    format: str = "FP8"
-    """``format`` of the plugin, for plans that need no plugin: its class takes a second and Lightning to import."""
+    plan: PlanRequest = PlanRequest(conv1d=False)
+    """What plans under this name ask for, which need no plugin: its class takes a second and Lightning to import."""
     summary: str
     """One line for ``lowprec doctor`` and the docs, without the dtype of the operations outside of FP8."""
     fp16: bool = False
@@ -57,24 +85,10 @@ class PrecisionName:
     """Whether ``NAME`` exists with the endings of ``gone.ENDINGS`` too: bf16 weights, ``master_weights=``."""
     lacks: Mapping[str, str] = field(default_factory=dict)
     """For each suffix that this name does not have, the reason or the remedy, for error messages."""
-    alignment: int = 16
-    """The features of a converted Linear are multiples of this number."""
-    gains: str = "tensorwise"
-    """The recipe of :func:`~lightning_lowprec.conversion.matmuls.expected_gain`."""
     gathers_fp8: bool = False
     """Whether FSDP2 gathers converted weights as codes (``formats.fsdp2``); the plugin's ``gathers`` says why."""
     tile: int = 0
     """Rows and columns of what has a scale of its own in a gathered weight; 0: the weight has one scale."""
-    conv1d: Literal["kept", "converted", "gathered"] = "kept"
-    """What becomes of a ``Conv1D`` of transformers, whose weight is [in, out]; ``"gathered"``: converted, and gathered
-    as a Linear's weight is. A plugin that converts Conv1Ds passes ``conv1d=True`` where it makes its plan."""
-    pads: bool | None = None
-    """Whether features that are no multiples of ``alignment`` are padded; False: by the option ``pad_inner_dim`` of the
-    plugin; None: never."""
-    experts: str | None = NO_GROUPED_PRODUCT
-    """Why the stacked experts of mixtures stay in high precision; None: they run in FP8 too."""
-    frozen_codes: bool = False
-    """Whether frozen weights can be stored as codes alone, by ``frozen="codes"``."""
     layer_recipes: tuple[str, ...] = ()
     """The recipes that a layer may have under this name; (): all of its backend's (``Backend.recipes``)."""
     formats: Formats | None = None
@@ -99,19 +113,8 @@ class PrecisionName:
 
     def plan_request(self, recipe: str | RecipeMap | None = None) -> PlanRequest:
         """Return what a plan under this name asks for; ``recipe``: recipes per layer, None: the name's own."""
-        from lightning_lowprec.conversion.plan import PlanRequest
-
-        return PlanRequest(
-            recipe=recipe or self.gains,
-            alignment=self.alignment,
-            stores_codes=self.keeps_codes,
-            frozen_codes=self.frozen_codes,
-            conv1d=self.conv1d != "kept",
-            pads=self.pads,
-            experts=self.experts,
-            base=self.options.get("base", "bf16"),
-            format=self.format,
-        )
+        base, recipe = self.options.get("base", "bf16"), recipe or self.plan.recipe
+        return replace(self.plan, recipe=recipe, stores_codes=self.keeps_codes, base=base)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,19 +12,23 @@ CPU's autocast casts nothing for norms and LSTMs, which refuse float32 inputs be
 get what CUDA's autocast gives them: the norms run in float32, the LSTMs in half precision.
 """
 
+from __future__ import annotations
+
 from functools import partial
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_lowprec.conversion.matmuls import STACKED
-from lightning_lowprec.conversion.plan import Plan
 from lightning_lowprec.conversion.recipe_map import FLOAT32
 from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.private.torch import tree_map_only
 from lightning_lowprec.private.torch_modules import remove_forward_hook
+
+if TYPE_CHECKING:
+    from lightning_lowprec.conversion.plan import Plan
 
 _NORMS: Final = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 _REFUSING: Final = (nn.LayerNorm, nn.GroupNorm, nn.LSTM)

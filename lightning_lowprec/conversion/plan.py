@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from lightning_lowprec.conversion import selection
+from lightning_lowprec.conversion.backends import PlanRequest
 from lightning_lowprec.conversion.experts import is_stack
 from lightning_lowprec.conversion.in_place import own_class
 from lightning_lowprec.conversion.matmuls import (
@@ -175,34 +176,6 @@ class Plan:
 
     def __repr__(self) -> str:
         return f"{self.summary()}\n{as_text(grouped(self.all_rows), self.format)}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanRequest:
-    """What a precision asks of a plan, beside the user's choices of layers."""
-
-    recipe: str | RecipeMap = "tensorwise"
-    """The recipe whose break-even points and gains are used, or recipes per layer."""
-    alignment: int = selection.FEATURE_ALIGNMENT
-    """Features must be multiples of this number."""
-    converted_class: type[nn.Module] | None = None
-    """The class that an earlier plan gave to Linears; such a layer gets the row of a Linear."""
-    stores_codes: bool = False
-    """Weights become parameters of codes, so a weight that a hook computes at each forward is kept."""
-    frozen_codes: bool = False
-    """Whether the precision has ``frozen="codes"``."""
-    conv1d: bool = True
-    """Whether ``Conv1D`` of transformers can convert, whose weight is [in, out]."""
-    pads: bool | None = None
-    """Whether features that are no multiples of ``alignment`` are padded; None: the backend cannot."""
-    experts: str | None = NO_GROUPED_PRODUCT
-    """Why stacked experts stay in high precision; None: they convert."""
-    base: str = "bf16"
-    """The dtype of everything that does not convert."""
-    head: str = "bf16"
-    """The option ``head`` of the precision."""
-    format: str = "FP8"
-    """The format of the weights that convert, in words."""
 
 
 def make_plan(model: nn.Module, options: LayerOptions | None = None, request: PlanRequest | None = None) -> Plan:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Final
 
-from lightning_lowprec.conversion.backends import Backend, PrecisionName, later
+from lightning_lowprec.conversion.backends import Backend, PlanRequest, PrecisionName, later
 from lightning_lowprec.conversion.name_formats import HYBRID, Formats
 
 NAME: Final = "msamp"
@@ -16,8 +16,7 @@ def _name(level: str, summary: str, formats: Formats) -> PrecisionName:
         summary=summary,
         gathers_fp8=level == "O3",
         formats=formats,
-        conv1d="gathered",
-        pads=True,
+        plan=PlanRequest(pads=True),
         weight_rounding=later(".msamp.linear:rounding"),
         hardware_recipe="msamp",
     )

@@ -12,9 +12,9 @@ from torch.optim import Adam, AdamW, Optimizer
 from typing_extensions import override
 
 from lightning_lowprec.checks import check_choice
+from lightning_lowprec.conversion.backends import PlanRequest
 from lightning_lowprec.conversion.in_place import unchanged
 from lightning_lowprec.conversion.options import LayerOptions, shows, take, takes
-from lightning_lowprec.conversion.plan import PlanRequest
 from lightning_lowprec.masters.float32_values import keep
 from lightning_lowprec.masters.moments import params_by_key
 from lightning_lowprec.msamp.adamw import ALIVE, OPTIONS, ScaledAdamW, check_options

@@ -12,9 +12,10 @@ from torch.nn import Module
 from typing_extensions import override
 
 from lightning_lowprec.checks import CompileOptions, abstract
+from lightning_lowprec.conversion.backends import PlanRequest
 from lightning_lowprec.conversion.layer_runs import not_called
 from lightning_lowprec.conversion.options import Group, LayerOptions
-from lightning_lowprec.conversion.plan import Plan, PlanRequest, make_plan
+from lightning_lowprec.conversion.plan import Plan, make_plan
 from lightning_lowprec.conversion.selection import block_stacks
 from lightning_lowprec.hardware import architecture, default_device, describe, emulation_refusal, refusal_and_remedy
 from lightning_lowprec.messages import info

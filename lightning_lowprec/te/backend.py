@@ -5,7 +5,7 @@ from functools import partial
 from typing import Final, cast
 
 from lightning_lowprec.conversion import name_formats
-from lightning_lowprec.conversion.backends import Backend, PrecisionName, imported, later
+from lightning_lowprec.conversion.backends import Backend, PlanRequest, PrecisionName, imported, later
 from lightning_lowprec.gone import ENDINGS
 from lightning_lowprec.runs_where import RecipeKey
 from lightning_lowprec.te.recipes import ALIGNMENT, MODULE
@@ -49,8 +49,9 @@ BACKEND: Final = Backend(
             fp16=name == "fp8-hybrid-te",
             masters=name in WITH_MASTERS,
             lacks=_lacks(kind),
-            alignment=ALIGNMENT.get(kind, 16),
-            experts=name_formats.EXPERTS_NEED_TORCHAO,
+            plan=PlanRequest(
+                alignment=ALIGNMENT.get(kind, 16), experts=name_formats.EXPERTS_NEED_TORCHAO, conv1d=False
+            ),
             weight_rounding=partial(later(".te.recipes:rounding_of"), kind),
             hardware_recipe=cast(RecipeKey, f"te-{kind}"),
             formats=formats,

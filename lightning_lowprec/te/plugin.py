@@ -11,9 +11,10 @@ from typing_extensions import override
 
 from lightning_lowprec.checks import Count
 from lightning_lowprec.conversion import in_place, module_dtypes
+from lightning_lowprec.conversion.backends import PlanRequest
 from lightning_lowprec.conversion.name_formats import EXPERTS_NEED_TORCHAO, of_options
 from lightning_lowprec.conversion.options import LayerOptions, shows, take, takes
-from lightning_lowprec.conversion.plan import IN_METRIC, Plan, PlanRequest, make_plan
+from lightning_lowprec.conversion.plan import IN_METRIC, Plan, make_plan
 from lightning_lowprec.conversion.selection import in_metrics
 from lightning_lowprec.extras import require
 from lightning_lowprec.hardware import describe, refusal_and_remedy

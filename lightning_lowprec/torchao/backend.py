@@ -4,7 +4,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Final, Literal, get_args
 
-from lightning_lowprec.conversion.backends import Backend, PrecisionName, later
+from lightning_lowprec.conversion.backends import Backend, PlanRequest, PrecisionName, later
 from lightning_lowprec.conversion.name_formats import E4M3_TENSORWISE, FP16, HYBRID, NO_GROUPED_PRODUCT, Formats, all_in
 from lightning_lowprec.products.formats import FORMATS
 
@@ -21,19 +21,20 @@ def _name(recipe: str, formats: Formats, summary: str, lacks: str | None = None,
     return PrecisionName(
         plugin_class=f".torchao.{'int8:Int8TorchAO' if is_int8 else 'fp8:FP8TorchAO'}",
         options={"recipe": recipe, **options},
-        format=spec.title,
+        plan=PlanRequest(
+            recipe=recipe if spec.arithmetic is None else "tensorwise",
+            alignment=spec.features,
+            format=spec.title,
+            frozen_codes=spec.stores_codes,
+            pads=False if "pad_inner_dim" in spec.options else None,
+            experts=None if spec.experts else NO_GROUPED_PRODUCT,
+        ),
         summary=summary,
         fp16=lacks is None,
         masters=True,
         lacks={} if lacks is None else {FP16: lacks},
-        alignment=spec.features,
-        gains=recipe if spec.arithmetic is None else "tensorwise",
         gathers_fp8=spec.one_code,
         tile=spec.tile,
-        frozen_codes=spec.stores_codes,
-        conv1d="converted" if is_int8 else "gathered",
-        pads=False if "pad_inner_dim" in spec.options else None,
-        experts=None if spec.experts else NO_GROUPED_PRODUCT,
         layer_recipes=(recipe,) if is_int8 else get_args(Recipe),
         weight_rounding=partial(later(".torchao.linear:rounding_of"), spec.scale_per, spec.scale_per == "row"),
         hardware_recipe=spec.hardware,

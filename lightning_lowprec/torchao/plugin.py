@@ -15,10 +15,11 @@ from typing_extensions import override
 
 from lightning_lowprec.checks import Rule, abstract
 from lightning_lowprec.conversion import module_dtypes
+from lightning_lowprec.conversion.backends import PlanRequest
 from lightning_lowprec.conversion.in_place import unchanged
 from lightning_lowprec.conversion.name_formats import of_options
 from lightning_lowprec.conversion.options import LayerOptions, take
-from lightning_lowprec.conversion.plan import Plan, PlanRequest
+from lightning_lowprec.conversion.plan import Plan
 from lightning_lowprec.conversion.recipe_map import GemmChoices, LayerRecipe, RecipeMap
 from lightning_lowprec.extras import import_refusal, require
 from lightning_lowprec.hardware import describe

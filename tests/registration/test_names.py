@@ -303,7 +303,7 @@ def test_model_summary_counts_the_real_bytes_without_a_warning():
 def test_the_table_and_the_plugin_agree_on_the_format():
     for name, row in TABLE.items():
         plugin = create(name) if row.backend == "torchao" else row.plugin
-        assert row.format == plugin.format, name
+        assert row.plan.format == plugin.format, name
 
 
 @pytest.mark.parametrize("name", [name for name, row in TABLE.items() if row.plugin.backend is not None])

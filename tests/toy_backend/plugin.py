@@ -4,9 +4,9 @@ import torch
 from torch import nn
 
 from lightning_lowprec.conversion import backends
+from lightning_lowprec.conversion.backends import PlanRequest
 from lightning_lowprec.conversion.in_place import unchanged
 from lightning_lowprec.conversion.options import LayerOptions, shows, takes
-from lightning_lowprec.conversion.plan import PlanRequest
 from lightning_lowprec.precision import fp8
 from lightning_lowprec.precision.base import LowPrecision
 from tests.toy_backend.linear import convert

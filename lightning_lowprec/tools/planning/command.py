@@ -202,7 +202,7 @@ def converting_name(precision: str) -> PrecisionName:
 def recipes_of(patterns: Mapping[str, object] | None, precision: str, name: PrecisionName) -> str | RecipeMap:
     """Return the recipes per layer that the user gives, or the recipe of the precision."""
     if not patterns:
-        return name.gains
+        return name.plan.recipe
     recipes = backends.get(name.backend).recipes
     if not recipes:
         raise ValueError(f"`precision={precision!r}` has no recipes per layer; leave `recipe` (`--recipe`) out.")

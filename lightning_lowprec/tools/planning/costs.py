@@ -153,7 +153,7 @@ def gathered_rows(plan: Plan, precision: str) -> list[PlanRow]:
     kinds = {kind for recipe in plan.recipes.values() if recipes[kind := recipe.name or ""]}
 
     def as_codes(row: PlanRow) -> bool:
-        if row.kept_because is not None or (row.kind == CONV1D and name.conv1d != "gathered"):
+        if row.kept_because is not None:
             return False
         if row.kind == STACKED and name.tile and (row.in_features % name.tile or row.out_features % name.tile):
             return False  # a tile would belong to two experts
