@@ -1,7 +1,7 @@
 """MS-AMP under DDP: equal codes on every rank, and FP8 gradients that are averaged by one call per step.
 
 DDP's buckets and broadcasts do not know scales, and DDP refuses a gradient of another dtype than its parameter. So DDP
-ignores the parameters of codes. The plugin calls the functions below; docs/msamp.md shows them without Lightning.
+ignores the parameters of codes.
 """
 
 import weakref
@@ -22,15 +22,6 @@ from lightning_lowprec.private.torch import ignore_in_ddp, train_in_ddp
 _EXCLUDING: Final[weakref.WeakSet[nn.Module]] = weakref.WeakSet()
 """The models whose weights of codes DDP ignores; DDP reads their names in the model that it gets."""
 _BUCKET: Final = 1 << 23  # elements that are averaged at once: 32 MiB in float32 for the time of the call
-
-
-def prepare_for_ddp(model: nn.Module, group: object = None) -> None:
-    """Let DDP ignore the parameters of codes, and give every rank the codes and scales of the first rank.
-
-    Call before ``DistributedDataParallel(model)``. At least one other parameter must be left for DDP to train.
-    """
-    exclude_codes(model)
-    broadcast_codes(model, group)
 
 
 def include_again(model: nn.Module, reverted: Collection[int]) -> None:
@@ -82,8 +73,7 @@ def average_scaled_gradients(params: Iterable[Tensor], group: object = None) -> 
         raise RuntimeError(
             "gradients of weights that are kept as codes (MS-AMP) were clipped before they were averaged over the"
             " ranks, by norms that differ between them. Clip with `Trainer(gradient_clip_val=...)`,"
-            " `LightningModule.clip_gradients` or `fabric.clip_gradients`; without Lightning, after"
-            " `average_scaled_gradients`."
+            " `LightningModule.clip_gradients` or `fabric.clip_gradients`."
         )
     waiting = [p for p, stage in zip(coded, stages, strict=True) if stage != Stage.AVERAGED]
     for bucket in chunks(waiting, _BUCKET):

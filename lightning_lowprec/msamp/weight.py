@@ -72,8 +72,7 @@ class MsampWeight(CodedWeight):
         if func.namespace == "c10d":
             raise RuntimeError(
                 f"{func} got a weight that is kept as codes with a scale (MS-AMP), and would not reach the codes. Send"
-                " state dicts; under DDP use `lightning_lowprec.msamp.ddp.prepare_for_ddp`; or keep the layer in high"
-                " precision: `MSAMP(..., keep=[...])`."
+                " state dicts, or keep the layer in high precision: `MSAMP(..., keep=[...])`."
             )
         return super().__torch_dispatch__(func, types, args, kwargs)
 

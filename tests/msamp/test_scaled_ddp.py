@@ -6,7 +6,7 @@ from torch import nn
 
 from lightning_lowprec.msamp import ddp as scaled_ddp
 from lightning_lowprec.msamp import scale_linears, values_of
-from lightning_lowprec.msamp.ddp import average_scaled_gradients, prepare_for_ddp
+from lightning_lowprec.msamp.ddp import average_scaled_gradients, broadcast_codes
 from lightning_lowprec.numerics import fp8_average as fp8_gradients
 from tests.fsdp2.ranks import run
 
@@ -33,7 +33,7 @@ def grads(model):
 
 def one_average(level, rank):
     model = model_of(level, rank)
-    prepare_for_ddp(model)
+    broadcast_codes(model)
     start = values(model)
     x = torch.randn(16, 32, generator=torch.Generator().manual_seed(rank))
     model["also"](model["always"](x).relu()).square().mean().backward()

@@ -6,7 +6,6 @@ matplotlib draws without a display and without global state.
 from __future__ import annotations
 
 import json
-import math
 import platform
 import statistics
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,6 @@ from lightning_lowprec.messages import in_units
 from lightning_lowprec.names import TABLE
 from lightning_lowprec.tools.compare.result import (
     Cost,
-    Interval,
     PrecisionResult,
     Verdict,
     judge,
@@ -217,7 +215,7 @@ def verdict_on_all(comparison: Comparison) -> str:
 
 
 def picture(spec: CompareSpec, runs: Runs) -> Figure:
-    """Return the training loss, the validation metric and its distance from the baseline; seeds make bands."""
+    """Return the training loss, the validation metric and its distance from the baseline, with a line for each seed."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -227,19 +225,18 @@ def picture(spec: CompareSpec, runs: Runs) -> Figure:
     allowed = 100 * spec.max_loss_gap
     gap.axhspan(-allowed, allowed, color="#009e73", alpha=0.10, linewidth=0)
     for i, of_name in enumerate(runs.values()):
-        style = _style(i)
-        trained = _curves([smooth(run.train_losses, reach) for run in of_name])
-        _draw(train, range(1, len(trained) + 1), trained, style, label=of_name[0].name)
-        points = {**style, "marker": "o", "markersize": 4}
-        values = _curves([run.val_losses for run in of_name])
-        steps = max((run.val_steps for run in of_name), key=len)
-        _draw(val, steps[: len(values)], values, points)
-        gaps = _curves([_gaps(*pair) for pair in zip(of_name, runs[spec.baseline], strict=True)])
-        _draw(gap, steps[: len(gaps)], gaps, points, intervals=True)
+        for run, partner in zip(of_name, runs[spec.baseline], strict=True):
+            style = _style(i)
+            trained = smooth(run.train_losses, reach)
+            train.plot(range(1, len(trained) + 1), trained, label=run.name if run is of_name[0] else None, **style)
+            style |= {"marker": "o", "markersize": 4}
+            val.plot(run.val_steps, run.val_losses, **style)
+            gaps = [100 * relative_gap(*pair) for pair in zip(run.val_losses, partner.val_losses, strict=False)]
+            gap.plot(run.val_steps[: len(gaps)], gaps, **style)
     train.set(title=f"Training loss (mean of {2 * reach + 1} steps)", ylabel="loss")
     val.set(title="Validation, the same batches each time", ylabel=spec.val_metric)
     if spec.seeds > 1:
-        figure.suptitle(f"Mean of {spec.seeds} seeds; bands: all seeds (left, middle), 95 % confidence (right)")
+        figure.suptitle(f"A line for each of {spec.seeds} seeds")
     gap.set(title=f"Distance from {spec.baseline} (green: ±{allowed:g} %)", ylabel=f"{spec.val_metric}, %")
     for axes in (train, val, gap):
         axes.set_xlabel("step")
@@ -255,40 +252,7 @@ def smooth(values: Sequence[float], reach: int) -> list[float]:
     return [sum(window) / len(window) for window in around]
 
 
-def _curves(curves: Sequence[Sequence[float]]) -> list[tuple[float, ...]]:
-    """Return the values of all seeds at each point; a run that ended early counts only if all runs did."""
-    longest = max(map(len, curves))
-    return list(zip(*(curve for curve in curves if len(curve) == longest), strict=True))
-
-
-def _gaps(run: PrecisionResult, baseline: PrecisionResult) -> list[float]:
-    return [100 * relative_gap(*pair) for pair in zip(run.val_losses, baseline.val_losses, strict=False)]
-
-
-def _draw(
-    axes: Any,
-    steps: Sequence[int],
-    values: Sequence[tuple[float, ...]],
-    style: dict[str, object],
-    *,
-    label: str | None = None,
-    intervals: bool = False,
-) -> None:
-    """Draw the mean of the seeds, and with several seeds a band: from the least to the largest, or the interval."""
-    axes.plot(steps, [statistics.fmean(of_step) for of_step in values], label=label, **style)
-    if values and len(values[0]) > 1:
-        bands = [_interval(of_step) if intervals else (min(of_step), max(of_step)) for of_step in values]
-        axes.fill_between(steps, *zip(*bands, strict=True), color=style["color"], alpha=0.15, linewidth=0)
-
-
-def _interval(values: Sequence[float]) -> tuple[float, float]:
-    if not all(map(math.isfinite, values)):
-        return math.nan, math.nan
-    found = Interval.of(values)
-    return found.mean - found.half_width, found.mean + found.half_width
-
-
-def _style(index: int) -> dict[str, object]:
+def _style(index: int) -> dict[str, Any]:
     """Return the style of a curve: the baseline is wide and below, so that equal curves stay visible."""
     colour = COLOURS[index % len(COLOURS)]
     if index == 0:
