@@ -47,9 +47,10 @@ from lightning_lowprec.messages import info, warn
 from lightning_lowprec.numerics.fp8_average import fp8_gradient_hook
 from lightning_lowprec.precision import plain
 from lightning_lowprec.precision.base import LowPrecision
+from lightning_lowprec.precision.host import trainer_of
 from lightning_lowprec.precision.step import clip_by_norm
 from lightning_lowprec.private import lightning as private
-from lightning_lowprec.private.either import PACKAGES, FabricPrecision, Package, both, share_bases
+from lightning_lowprec.private.either import PACKAGES, FabricPrecision, Package, TrainerFn, both, share_bases
 from lightning_lowprec.strategies import (
     SHARDED,
     check_strategy,
@@ -256,6 +257,8 @@ def _warn_of_left_over(original: Callable[..., Any], self: Any, module: Any) -> 
             plain.warn_of_half_weights(module, run)
         for p in module.parameters():
             vars(p).pop(NO_PLAIN_STEP, None)
+        if (trainer := trainer_of(module)) is None or trainer.state.fn == TrainerFn.FITTING:
+            plain.forget(module)  # how weights were rounded: they change now
     return original(self, module)
 
 

@@ -69,10 +69,11 @@ def test_a_layer_whose_forward_ran_in_bf16_is_exported_in_high_precision(tmp_pat
     assert tensors(tmp_path / "out")[f"{UP}.weight"].dtype == torch.float32
 
 
-def test_a_fit_in_half_precision_leaves_no_codes_of_the_fit_before(tmp_path):
+@pytest.mark.parametrize("then", ["half-auto", "bf16-mixed"])
+def test_a_fit_in_half_precision_leaves_no_codes_of_the_fit_before(tmp_path, then):
     module = Module()
     data = torch.utils.data.DataLoader(TOKENS[0][None], batch_size=1)
-    for precision, same in (("fp8-hybrid", 7), ("half-auto", None)):
+    for precision, same in (("fp8-hybrid", 7), (then, None)):
         quiet = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
         L.Trainer(precision=precision, accelerator="cpu", max_steps=1, enable_progress_bar=False, **quiet).fit(
             module, data
