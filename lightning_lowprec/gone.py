@@ -136,6 +136,9 @@ COMMANDS: Final[Mapping[str, str]] = {"parity": _CHECK}
 
 BARE_PRECISIONS: Final = "Give names, with `--fits`. The table of number formats is in docs/names.md"
 """For ``lowprec plan --precisions`` without a value."""
+_PLAIN: Final = "Plain weights are `torch.load('last.ckpt', weights_only=True)['state_dict']`."
+WITHOUT_FORMAT: Final = f"Write a folder for servers, `--format hf`. {_PLAIN}"
+"""For ``lowprec export`` without ``--format``, which wrote plain weights."""
 _MIN_GAIN: Final = "Keep layers in bf16 by name: `lowprec plan llama --keep '*.k_proj' '*.v_proj'`."
 FLAGS: Final[Mapping[str, str]] = {
     "compare --schedule": f"Compare whole runs. {_TWO_RUNS}",
@@ -146,6 +149,7 @@ FLAGS: Final[Mapping[str, str]] = {
     "plan --markdown": "`lowprec plan llama > plan.txt` writes the plan to a file.",
     "plan --min_gain": _MIN_GAIN,
     "plan --tokens": OPTIONS["tokens"],
+    "export --force": f"Name a new folder. {_PLAIN}",
     "export --min_gain": "Write the layers that the run kept: `--keep '*.k_proj'`.",
     "export --tokens": OPTIONS["tokens"],
     "plan --copies": "`lowprec plan llama --shards 8` shows one copy of the model. With c copies, each rank sends"

@@ -64,7 +64,9 @@ def test_answer_names_what_exists(answer):
 
 
 @pytest.mark.parametrize("answer", [answer for answer in ANSWERS if any(calls(answer))])
-def test_answer_can_be_called(answer):
+def test_answer_can_be_called(answer, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save({"state_dict": {}}, "last.ckpt")
     for call in calls(answer):
         tree = ast.parse(call, mode="eval")
         if call.startswith("FP8TE(") and find_spec("transformer_engine") is None:
@@ -116,6 +118,7 @@ def test_import(name):
 LINES = [([command], answer) for command, answer in gone.COMMANDS.items()]
 LINES += [([*entry.split(), "1"], answer) for entry, answer in gone.FLAGS.items()]
 LINES += [(["plan", "--precisions"], gone.BARE_PRECISIONS)]
+LINES += [(["export", "last.ckpt", "weights.safetensors"], gone.WITHOUT_FORMAT)]
 LINES += [(["export", "a.ckpt", "out", "--model=llama", "--format=torchao"], gone.VALUES["format"]["torchao"])]
 
 

@@ -64,17 +64,6 @@ def open_weights(path: Path, key: str | None = None) -> Source:
     return _from_torch(path, key)
 
 
-def check_file(path: Path) -> None:
-    """Raise a ValueError if there is no such file, with another remedy for the folder of a sharded checkpoint."""
-    if path.is_dir():
-        raise ValueError(
-            f"`checkpoint={str(path)!r}` is a folder; expected a file. Load a sharded checkpoint with"
-            " `strategy='fsdp2'`, and save it as one file with `FSDP2Strategy(state_dict_type='full')`."
-        )
-    if not path.is_file():
-        raise ValueError(f"`checkpoint={str(path)!r}` is not a file; expected a checkpoint.")
-
-
 def find_weights(content: object, key: str | None = None) -> dict[str, Tensor]:
     """Return the tensors under ``key`` in a loaded checkpoint; None means ``state_dict``, ``model``, or the top."""
     if not isinstance(content, Mapping):

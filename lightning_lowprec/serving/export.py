@@ -167,7 +167,7 @@ def served_model(model: nn.Module) -> Any:
             models.append(module)
             inside.update(module.modules())
     if len(models) != 1:
-        of_others = "`lowprec export last.ckpt weights.safetensors` writes the weights of any other model."
+        of_others = "Weights of other models are `torch.load('last.ckpt', weights_only=True)['state_dict']`."
         raise ValueError(
             f"{type(model).__name__} holds {len(models)} models of transformers; expected one, whose config servers"
             f" read. {'Pass the model itself.' if models else of_others}"

@@ -19,7 +19,7 @@ from typing import Any, Final, Never, get_type_hints
 from jsonargparse import ArgumentParser
 
 from lightning_lowprec.conversion.options import take
-from lightning_lowprec.gone import BARE_PRECISIONS, FLAGS, VALUES, gone
+from lightning_lowprec.gone import BARE_PRECISIONS, FLAGS, VALUES, WITHOUT_FORMAT, gone
 from lightning_lowprec.gone import COMMANDS as GONE_COMMANDS
 from lightning_lowprec.names import validate_name
 from lightning_lowprec.other_stacks import pointer
@@ -33,11 +33,11 @@ COMMANDS: Final[Mapping[str, tuple[Any, ...]]] = {
     "plan": ("planning.command", options.Plan),
     "compare": ("compare.runner", options.Compare),
     "monitor": ("monitor", options.Monitor),
-    "export": ("export", options.Export, options.ExportFolder),
+    "export": ("export", options.Export),
     "fit": ("",),
     "run": ("launcher", options.Run),
 }
-"""The module whose ``run`` takes the arguments of a command, its options, and its options with ``--format``."""
+"""The module whose ``run`` takes the arguments of a command, and its options."""
 GUIDE: Final = (
     ("Which precisions run on this machine?", "lowprec doctor"),
     ("Does one precision run here?", "lowprec doctor --for fp8-hybrid"),
@@ -47,7 +47,7 @@ GUIDE: Final = (
     ("Train a LightningModule", "lowprec fit --model my.Model --trainer.precision fp8-hybrid"),
     ("Train by a script of my own", "lowprec run --precision fp8-hybrid train.py"),
     ("Which layers does FP8 serve worst?", "lowprec monitor RUN"),
-    ("Write plain weights", "lowprec export last.ckpt weights.safetensors"),
+    ("Serve a checkpoint", "lowprec export last.ckpt served --format hf --model my.Model"),
 )
 EXIT_CODES: Final = {
     0: "the command has done its work, and the answer is yes",
@@ -134,7 +134,7 @@ def parse(command: str, argv: Sequence[str]) -> Any:
     for flag in words:
         if answer := gone(f"{command} {flag}", FLAGS):
             raise ValueError(f"`{flag}` is not valid: {answer}")
-    cls = COMMANDS[command][2 if command == "export" and "--format" in words else 1]
+    cls = COMMANDS[command][1]
     args = parser_of(command, cls).parse_args(argv)
     names = [getattr(args, "precision", None)]
     if command == "compare":
@@ -174,9 +174,6 @@ def parser_of(command: str, cls: Any) -> ArgumentParser:
             how = {"metavar": "NAME", **how, "type": str, "nargs": "+"}
         parser.add_argument(*sorted({flag, flag.replace("_", "-") if command == "run" else flag}), **how)
         known.append(flag)
-    known += [f"--{option.name}" for other in COMMANDS[command][1:] for option in fields(other)]
-    if cls is options.ExportFolder:
-        parser.prog += " --format hf"
     parser.error = partial(_with_nearest, known, parser.error)  # type: ignore[method-assign]
     return parser
 
@@ -191,6 +188,8 @@ def _with_nearest(known: list[str], original: Callable[..., Never], message: str
         hint = gone(value, VALUES.get(field, {})) or pointer(value, {}, re.findall(r"'([^']+)'", choices))
     elif "argument --precisions: expected one argument" in message:
         hint = BARE_PRECISIONS
+    elif re.search(r"arguments are required: .*\bformat\b", message):
+        hint = WITHOUT_FORMAT
     original(". ".join(filter(None, [message.rstrip(), hint])), *args, **kwargs)
 
 

@@ -1,26 +1,22 @@
-"""``lowprec export``: a plain checkpoint, with weights only; with ``--format`` a folder for servers."""
+"""``lowprec export``: a folder for servers."""
 
-import os
 from argparse import Namespace
 from collections.abc import Collection, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_lowprec import names as precisions
 from lightning_lowprec.checkpoints.optimizer_state import clean
-from lightning_lowprec.checkpoints.weights import Shape, Source, check_file, open_weights
+from lightning_lowprec.checkpoints.weights import Shape, Source, open_weights
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.plan import make_plan
-from lightning_lowprec.extras import require
-from lightning_lowprec.messages import in_units
 from lightning_lowprec.precision.loss_scale import BACKEND_STATE
 from lightning_lowprec.serving.content import NOTHING, WITHOUT_FP8, RoundedWeights, of_plan
-from lightning_lowprec.serving.export import DTYPES, Options, dtype_name, report, served_model, write
+from lightning_lowprec.serving.export import Options, dtype_name, report, served_model, write
 from lightning_lowprec.serving.formats import find_format
 from lightning_lowprec.serving.safetensors_files import check_out
 from lightning_lowprec.serving.sources import WithoutAdapter, is_of_adapter, live_model, model_name, renamed
@@ -33,67 +29,7 @@ _ADAPTER_CONFIG: Final = "adapter_config.json"
 
 
 def run(args: Namespace) -> int:
-    """Write the file and print how much the file holds; with ``--format`` write a folder for servers."""
-    if hasattr(args, "format"):
-        return _export_folder(args)
-    with working(f"exporting {args.checkpoint}"):
-        check_file(args.checkpoint)
-        _check_file_out(args.checkpoint, args.out, force=args.force)
-        weights = _read(args.checkpoint, args.key, args.strip_prefix)
-        if args.dtype != "keep":
-            weights = {n: v.to(DTYPES[args.dtype]) if v.is_floating_point() else v for n, v in weights.items()}
-        _write(weights, args.out)
-    size = sum(value.nbytes for value in weights.values())
-    if args.json:
-        tensors = {n: {"shape": list(v.shape), "dtype": dtype_name(v.dtype)} for n, v in weights.items()}
-        print(dumps({"out": str(args.out), "bytes": size, "tensors": tensors}))
-        return 0
-    print(f"wrote {len(weights)} tensors, {in_units(size)}, to {args.out}")
-    return 0
-
-
-def _check_file_out(checkpoint: Path, out: Path, *, force: bool) -> None:
-    if out.is_dir() or not out.parent.is_dir():
-        raise ValueError(f"`out={str(out)!r}` is not valid; expected a file in a folder that exists.")
-    if out.exists() and out.samefile(checkpoint):
-        raise ValueError(f"`out={str(out)!r}` is the checkpoint itself, which would be lost; expected another file.")
-    if out.exists() and not force:
-        raise ValueError(f"`out={str(out)!r}` exists; expected a new file. `--force` replaces the file.")
-
-
-def _write(weights: dict[str, Tensor], out: Path) -> None:
-    """Write beside ``out`` and rename, so that ``out`` is never half written."""
-    aside = out.with_name(f".{out.name}.partial")
-    try:
-        if out.suffix == ".safetensors":
-            separate = {name: value.clone() for name, value in weights.items()}  # safetensors refuses tied tensors
-            require("safetensors.torch", "a safetensors file").save_file(separate, aside, metadata={"format": "pt"})
-        else:
-            torch.save(weights, aside)
-        os.replace(aside, out)
-    except Exception as error:
-        with suppress(OSError):
-            aside.unlink()
-        if isinstance(error, ImportError):
-            raise
-        raise OSError(f"{str(out)!r} was not written ({type(error).__name__}: {error})") from error
-
-
-def _read(checkpoint: Path, key: str | None, prefix: str) -> dict[str, Tensor]:
-    source = open_weights(checkpoint, key)
-    outside = [name for name in source.shapes if not name.startswith(prefix)]
-    if outside:
-        raise ValueError(
-            f"`strip_prefix={prefix!r}` is not at the start of {outside[0]!r} (and {len(outside) - 1} more);"
-            " expected a prefix that every weight has."
-        )
-    return {name.removeprefix(prefix): source.whole(name) for name in source.shapes}
-
-
-# ---- a folder for servers
-
-
-def _export_folder(args: Namespace) -> int:
+    """Write the folder and print what it holds; with ``--check`` compare it with the checkpoint."""
     out, named = Path(args.out), Path(args.model)
     beside = named.parent if named.is_file() else None
     options = Options(

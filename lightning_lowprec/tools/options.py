@@ -145,22 +145,6 @@ class Monitor:
 
 @dataclass(kw_only=True)
 class Export:
-    """Write the plain weights of a checkpoint; with --format, --model and --precision a folder for servers.
-
-    The options of such a folder, which transformers, vLLM and SGLang load: `lowprec export --format hf --help`.
-    """
-
-    checkpoint: Path = option("a file of the Trainer, of fabric.save or torch.save; safetensors")
-    out: Path = option("the new file: safetensors if it ends in .safetensors, else torch's")
-    dtype: Literal["keep", "fp32", "bf16", "fp16"] = option("of floating-point weights; keep leaves them", "keep")
-    key: Words = option(_KEY, None)
-    strip_prefix: str = option("removed from every name, such as 'model.'", "")
-    force: bool = option("replace the new file if it exists", False)
-    json: bool = option("print JSON: the file, and shape and dtype of each tensor", False)
-
-
-@dataclass(kw_only=True)
-class ExportFolder:
     """Write a checkpoint of a training run to a folder that transformers, vLLM and SGLang load."""
 
     group = "layers", LayerOptions

@@ -112,6 +112,18 @@ def test_safetensors_of_any_shape_and_dtype(tmp_path):
         open_weights(tmp_path)
 
 
+def test_a_file_of_torch_without_weights_is_named(tmp_path):
+    torch.save({"model": {"a": WHOLE}, "step": 3}, tmp_path / "a.ckpt")
+    torch.save([1, 2], tmp_path / "list.pt")
+    for name, key, said in (
+        ("a.ckpt", "ema", "holds no weights under 'ema'; it has: 'model', 'step'. Name the right one with `--key`"),
+        ("list.pt", None, "it has: list"),
+        ("gone.ckpt", None, "is no file and no folder; expected a checkpoint"),
+    ):
+        with pytest.raises(ValueError, match=f"{name}'.*{said}"):
+            open_weights(tmp_path / name, key)
+
+
 def safetensors(entries):
     """The bytes of a file of safetensors with this header, and 64 bytes of values."""
     header = json.dumps(entries).encode()

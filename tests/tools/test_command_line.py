@@ -1,7 +1,6 @@
 """What every `lowprec` command has in common: guide, exit codes, JSON."""
 
 import json
-import math
 import os
 import re
 import sys
@@ -9,7 +8,6 @@ import warnings
 from pathlib import Path
 
 import pytest
-import torch
 
 import lightning_lowprec
 from lightning_lowprec.tools import cli
@@ -71,16 +69,6 @@ def test_monitor_prints_json(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out) == ["blocks.2.up"]
 
 
-def test_export_prints_json(tmp_path, capsys):
-    torch.save({"a": torch.zeros(2, 3), "n": torch.zeros((), dtype=torch.int64)}, tmp_path / "a.pt")
-    assert main(["export", str(tmp_path / "a.pt"), str(tmp_path / "b.pt"), "--dtype=bf16", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {
-        "out": str(tmp_path / "b.pt"),
-        "bytes": 6 * 2 + 8,
-        "tensors": {"a": {"shape": [2, 3], "dtype": "bfloat16"}, "n": {"shape": [], "dtype": "int64"}},
-    }
-
-
 CHATTY = """
 import torch
 print("from an import")
@@ -102,7 +90,6 @@ WITH_JSON = {
     "plan --fits": ["80GB", "small/config.json", "--precisions=bf16-mixed", "--seq=16"],
     "monitor": ["."],
     "monitor --keep": ["."],
-    "export": ["a.pt", "b.pt"],
     "export --format": ["hf", "small/model.safetensors", "served", "--model=small", "--check", "--min_snr=1000"],
 }
 """Every form of a command that prints results, but for `compare`, which test_compare.py runs; and its arguments."""
@@ -115,7 +102,6 @@ def test_json_is_all_of_stdout(form, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     Path("chatty.py").write_text(CHATTY)
     write(tmp_path, {2: ("gradient", 0.75, 12.0)})
-    torch.save({"a": torch.tensor([math.nan])}, "a.pt")
     if "small" in " ".join(WITH_JSON[form]):
         llama().save_pretrained("small")
     capfd.readouterr()
