@@ -344,13 +344,12 @@ class Fp8GatherShard(Tensor):
 
 
 def _first_row(shard: Tensor, mesh: DeviceMesh) -> int:
-    rows = shard.shape[:-1].numel()  # of stacked experts those of all matrices
-    return mesh.get_local_rank(mesh.ndim - 1) * rows  # a mesh may have copies, and then shards
+    return mesh.get_local_rank(mesh.ndim - 1) * len(shard)  # a mesh may have copies, and then shards
 
 
 def _largest(shard: Tensor, tile: Tile, shape: torch.Size, mesh: DeviceMesh) -> Tensor:
     """Return the largest values of all tiles of a weight, 0 in tiles of other ranks."""
-    return largest_of_rows(shard.flatten(0, -2), tile, shape[:-1].numel(), _first_row(shard, mesh))
+    return largest_of_rows(shard, tile, shape[0], _first_row(shard, mesh))
 
 
 def gather_in_fp8(model: nn.Module) -> GatherScales | None:

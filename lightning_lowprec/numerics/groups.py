@@ -12,7 +12,7 @@ The rows behind the last expert's (and those of experts on other ranks) are neve
 memory without meaning there. :func:`collect` and the backward pass of :func:`spread` do not read it.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -33,14 +33,6 @@ class Groups:
     expert: Tensor
     absent: Tensor | None
     """[S] bool: the pairs whose expert is on another rank; None if all experts are here."""
-
-    on_host: list[Tensor] = field(default_factory=list)  # what `ends_on_host` has returned
-
-    def ends_on_host(self) -> Tensor:
-        """Return ``ends`` on CPU; the host waits for the device, the first time."""
-        if not self.on_host:
-            self.on_host.append(self.ends.cpu())
-        return self.on_host[0]
 
 
 def group(top_k_index: Tensor, experts: int, alignment: int, *, some_absent: bool = False) -> Groups:

@@ -156,14 +156,12 @@ class Tiled(Transposable):
         return encode_tiles(weight.detach(), self.tile, self.of_weights)  # no Parameter: one kernel on CUDA
 
     def encode_rows(self, values: Tensor, scale: Tensor, first: int) -> Tensor:
-        """Return the codes of some rows of a weight, or of a stack, from the row ``first`` on, by all tiles' scales."""
-        codes = _encode_rows(values.flatten(0, -2), scale, self.tile, first, self.of_weights.dtype)
-        return codes.view(values.shape)
+        """Return the codes of some rows of a weight, from the row ``first`` on, by all tiles' scales."""
+        return _encode_rows(values, scale, self.tile, first, self.of_weights.dtype)
 
     def decode(self, codes: Tensor, scale: Tensor, first: int = 0) -> Tensor:
         """Return the values of codes, the rows from ``first`` on, by the scales of all tiles: float32."""
-        rows = codes.flatten(0, -2).float()
-        return (rows * spread(scale.reciprocal(), self.tile, rows.shape, first)).view(codes.shape)
+        return codes.float() * spread(scale.reciprocal(), self.tile, codes.shape, first)
 
 
 @compiled_on_cuda

@@ -100,8 +100,6 @@ FORMATS: Final[dict[str, FormatSpec]] = {
         scale_per="block",
         one_code=True,
         not_fp16="its kernels return bf16",
-        experts=True,
-        options=frozenset({"experts"}),
         hardware="torchao-block",
         arithmetic=_block,
     ),

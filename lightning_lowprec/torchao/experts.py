@@ -8,9 +8,6 @@ Rows are sorted by expert, and each expert has one weight:
 
 Everything is e4m3, gradients too: kernels for grouped products take no e5m2. Rows have one scale each. Weights have one
 scale per row of what is multiplied, or one for the whole Parameter: then the codes are the same for both products.
-
-With a scale per block of 128 (:mod:`~lightning_lowprec.products.block`) each expert is a product of its own. On
-a GPU the host then waits for the ends of the groups, once per call of the experts.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,18 +22,13 @@ from lightning_lowprec.conversion.experts import RoutedExperts, grouped_product,
 from lightning_lowprec.conversion.recipe_map import GEMMS, NO_GEMM, Gemm, InBF16
 from lightning_lowprec.numerics.grouped_fp8 import encode_columns, encode_rows, encode_weight, encode_whole, product
 from lightning_lowprec.numerics.groups import Groups
-from lightning_lowprec.numerics.weight_rounding import BLOCK
 from lightning_lowprec.private.torch import are_transforms_active
 from lightning_lowprec.products.arithmetic import Products
-from lightning_lowprec.products.block import Block, block_sums, encode_stack, grouped_block_product
 from lightning_lowprec.products.coded_weight import CodedWeight
 from lightning_lowprec.products.scaled import Scaled
 from lightning_lowprec.products.transforms import check_backward, check_call, refuse_forward_mode
 from lightning_lowprec.torchao.settings import LayerSettings
 from lightning_lowprec.torchao.wire_format import TorchAOWire
-
-How = Scaled | Block
-"""How stacked experts are encoded."""
 
 
 @final
@@ -53,12 +45,8 @@ class FP8Experts(PlainFirst, RoutedExperts):
 
     @property
     def alignment(self) -> int:  # type: ignore[override]
-        """16 where a product runs in FP8, or 128 with a scale per block."""
-        in_fp8 = [own for name, own in self.settings.items() if self._in_fp8(name)]
-        if not in_fp8:
-            return 1
-        how = format_of(in_fp8[0].products)
-        return BLOCK if isinstance(how, Block) else how.tokens
+        """16 where a product runs in FP8."""
+        return Scaled.tokens if any(map(self._in_fp8, self.settings)) else 1
 
     def takes(self, hidden_states: Tensor) -> bool:
         """Every call, except where the program has switched autocast off."""
@@ -75,8 +63,7 @@ class FP8Experts(PlainFirst, RoutedExperts):
         products, transposed = self.settings[name].products, self.is_transposed
         keep = self.saves_weight_codes and products.saves_weight
         weight, how, high = self.weight(name), format_of(products), self.in_bf16[name]
-        ends = groups.ends_on_host() if isinstance(how, Block) else groups.ends
-        return grouped_matmul(rows, weight, ends, how, high, transposed=transposed, keep=keep)
+        return grouped_matmul(rows, weight, groups.ends, how, high, transposed=transposed, keep=keep)
 
     def _in_fp8(self, name: str) -> bool:
         runs = name in self.settings and (self.training or self.fp8_eval)
@@ -87,14 +74,7 @@ class FP8Experts(PlainFirst, RoutedExperts):
     @property
     def wired(self) -> tuple[str, ...]:
         """The names of the Parameters that FSDP2 may gather as float8: their codes serve both products."""
-        return tuple(name for name in self.settings if self._has_one_code(name))
-
-    def _has_one_code(self, name: str) -> bool:
-        wire = self.settings[name].wire_format
-        if wire is None or wire.tile is None:
-            return wire is not None
-        # FSDP2 gathers tiles of experts one below the other, of which none belongs to two
-        return not any(size % BLOCK for size in getattr(self, name).shape[1:])
+        return tuple(name for name, own in self.settings.items() if own.wire_format is not None)
 
     @property
     def wire_format(self) -> TorchAOWire | None:
@@ -102,9 +82,9 @@ class FP8Experts(PlainFirst, RoutedExperts):
         return next((self.settings[name].wire_format for name in self.wired), None)
 
 
-def format_of(products: Products) -> How:
+def format_of(products: Products) -> Scaled:
     """Return how stacked experts are encoded; all their products are e4m3."""
-    assert isinstance(products.forward, How)
+    assert isinstance(products.forward, Scaled)
     return products.forward
 
 
@@ -122,7 +102,7 @@ def convert(
     for fqn in fqns:
         module, _, name = fqn.rpartition(".")
         by_module.setdefault(module, {})[name] = settings = settings_of(fqn)
-        if isinstance(settings.products.forward, Scaled) and not settings.products.forward.fast:
+        if not format_of(settings.products).fast:
             raise ValueError(
                 "`fast_accum='none'` is not possible for stacked experts, whose kernels always accumulate fast. Use"
                 " `experts='bf16'`."
@@ -145,7 +125,7 @@ def grouped_matmul(
     rows: Tensor,
     weight: Tensor,
     ends: Tensor,
-    how: How,
+    how: Scaled,
     in_bf16: tuple[Gemm, ...] = (),
     *,
     transposed: bool,
@@ -154,8 +134,8 @@ def grouped_matmul(
     """[P, K] -> [P, N] in the dtype of ``rows``, which are sorted by expert; those of each begin at a multiple of 16.
 
     ``weight`` is [E, N, K], or [E, K, N] if it is ``transposed``; K and N are multiples of 16. ``ends``: [E] int32, the
-    row behind each expert's last; with a scale per block multiples of 128, on CPU. ``keep``: whether the backward reads
-    the codes of a weight that serve both products, or makes them again.
+    row behind each expert's last. ``keep``: whether the backward reads the codes of a weight that serve both products,
+    or makes them again.
     """
     output: Tensor = _GroupedMatmul.apply(rows, weight, ends, transposed, keep, how, in_bf16)  # type: ignore[no-untyped-call]
     return output
@@ -174,13 +154,13 @@ class _GroupedMatmul(torch.autograd.Function):
         ends: Tensor,
         transposed: bool,
         keep: bool,
-        how: How,
+        how: Scaled,
         in_bf16: tuple[Gemm, ...],
     ) -> Tensor:
         kept: Sequence[Tensor] = ()
         high = "forward" in in_bf16
         if keep and how.coding("weight") is not None and not high and not isinstance(weight, CodedWeight):
-            kept = encode_stack(weight, how) if isinstance(how, Block) else encode_whole(weight, how.weight.power_of_2)
+            kept = encode_whole(weight, how.weight.power_of_2)
         ctx.save_for_backward(rows, weight, ends, *(kept if ctx.needs_input_grad[0] else ()))
         ctx.transposed, ctx.how, ctx.in_bf16 = transposed, how, in_bf16
         return _times(rows, weight, kept, ends, how, in_bf16=high, across=transposed)
@@ -201,26 +181,21 @@ class _GroupedMatmul(torch.autograd.Function):
 
 
 def _times(
-    rows: Tensor, weight: Tensor, kept: Sequence[Tensor], ends: Tensor, how: How, *, in_bf16: bool, across: bool
+    rows: Tensor, weight: Tensor, kept: Sequence[Tensor], ends: Tensor, how: Scaled, *, in_bf16: bool, across: bool
 ) -> Tensor:
     """[P, C], [E, A, C], or ``across`` [E, C, A] -> [P, A]."""
     if in_bf16:
         factor = weight.to(rows.dtype)
-        return F.grouped_mm(rows, factor if across else factor.mT, offs=ends.to(rows.device))
-    if isinstance(how, Block):
-        coded = weight.codes_and_scale() if isinstance(weight, CodedWeight) else kept
-        return grouped_block_product(rows, coded or encode_stack(weight, how), ends, how, across=across)
+        return F.grouped_mm(rows, factor if across else factor.mT, offs=ends)
     codes, inverse = encode_rows(rows, how.weight.power_of_2)
     right, of_right = _factor(weight, kept, how, across=across)
     return product(codes, right.mT, (inverse, of_right), ends, rows.dtype, emulate=how.emulate)
 
 
-def _grad_weight(left: Tensor, right: Tensor, ends: Tensor, how: How, *, in_bf16: bool) -> Tensor:
+def _grad_weight(left: Tensor, right: Tensor, ends: Tensor, how: Scaled, *, in_bf16: bool) -> Tensor:
     """[P, A], [P, C] -> [E, A, C]: the sum over the rows of each group."""
     if in_bf16:
-        return F.grouped_mm(left.t(), right, offs=ends.to(left.device))
-    if isinstance(how, Block):
-        return block_sums(left, right, ends, how)
+        return F.grouped_mm(left.t(), right, offs=ends)
     codes, inverse = encode_columns(left.contiguous(), ends, how.weight.power_of_2)
     others, of_others = encode_columns(right.contiguous(), ends, how.weight.power_of_2)
     return product(codes, others.t(), (inverse, of_others), ends, left.dtype, emulate=how.emulate)

@@ -55,11 +55,11 @@ class FP8TorchAO(TorchAO):
             ``"rowwise_with_gw_hp"`` (rowwise, with the weight gradient in high precision: the most accurate).
             ``"block"`` computes as DeepSeek-V3 trained: e4m3, a scale per 128 values of inputs and gradients, and per
             128 x 128 of weights. ``"mxfp8"``: e4m3, a power-of-two scale per 32 values, of weights per 32 x 32;
-            features are multiples of 32, kernels run on Blackwell, and stacked experts stay in bf16. A mapping
-            gives recipes per layer: ``{"blocks.0.*": "bf16", "*.o_proj": "rowwise", "*": "tensorwise"}``. The first
-            pattern that matches an fqn wins; ``keep``, ``only`` and the built-in rules come before. ``"fp32"`` runs a
-            layer in float32, with float32 weights, and comes before these rules: for routers and heads. A value
-            ``{"forward": "bf16"}`` is tensorwise with some of the GEMMs in bf16 (forward, grad_input, grad_weight), and
+            features are multiples of 32, and kernels run on Blackwell. A mapping gives recipes per layer:
+            ``{"blocks.0.*": "bf16", "*.o_proj": "rowwise", "*": "tensorwise"}``. The first pattern that matches an fqn
+            wins; ``keep``, ``only`` and the built-in rules come before. ``"fp32"`` runs a layer in float32, with
+            float32 weights, and comes before these rules: for routers and heads. A value ``{"forward": "bf16"}`` is
+            tensorwise with some of the GEMMs in bf16 (forward, grad_input, grad_weight), and
             ``{"recipe": "block", "forward": "bf16"}`` another recipe.
         fp8_format: gradients in e5m2 (``"hybrid"``) or e4m3; None is the recipe's own (hybrid for tensorwise).
         round_scales_to_power_of_2: None is the recipe's own choice (True for rowwise).
@@ -73,10 +73,10 @@ class FP8TorchAO(TorchAO):
             and the gradients lose bits. ``"none"`` keeps most bits; models with stacked experts, whose kernels always
             accumulate fast, then need ``experts="bf16"``.
         experts: the stacked experts of mixtures. ``"auto"`` runs their grouped products in FP8: e4m3, one scale per
-            row; weights have one scale per Parameter with ``recipe="tensorwise"``. With ``"block"`` each expert is a
-            product of its own, and on a GPU the host waits once per call of the experts. Where kernels or the base
-            dtype do not allow it, experts run in the base dtype. ``"fp8"`` raises there. ``"bf16"`` keeps experts in
-            the base dtype.
+            row; weights have one scale per Parameter with ``recipe="tensorwise"``. Where kernels or the base dtype do
+            not allow it, experts run in the base dtype. ``"fp8"`` raises there. ``"bf16"`` keeps experts in the base
+            dtype. With ``"block"`` and ``"mxfp8"`` experts stay there too:
+            ``{"*.experts.*": "rowwise", "*": "block"}`` has both.
         pad_inner_dim: append zeros to layers whose features are no multiples of 16, which the kernels need. The plan
             says what the zeros cost. FSDP2 gathers these weights in high precision. False keeps these layers in the
             base dtype.
@@ -155,8 +155,6 @@ class FP8TorchAO(TorchAO):
         if not any(spec.experts for spec in self.specs):
             return NO_GROUPED_PRODUCT
         reason, emulate = None, self.emulates(device)
-        if all(spec.arithmetic is not None for spec in self.specs):
-            return None  # a product per expert
         if self.base == "fp16":
             reason = GROUPED_ROUND_TO_BF16
         elif isinstance(emulate, str) and (unable := emulation_refusal("experts", emulate)) is not None:

@@ -7,8 +7,6 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 from benchmarks.ledger.recorder import recording
 from lightning_lowprec import FP8TorchAO, HalfMixed
-from lightning_lowprec.numerics.groups import Groups
-from lightning_lowprec.products import block
 
 GROUPED = "GemmUniversal"
 """Of the name of CUTLASS's kernels for grouped products; other products here are cuBLAS's."""
@@ -53,6 +51,7 @@ WAYS = {
     "tensorwise": (lambda: FP8TorchAO(compile=False), 6, 0),
     "encoded at every product": (lambda: FP8TorchAO(compile=False, weight_codes="per_gemm"), 6, 0),
     "rowwise": (lambda: FP8TorchAO("rowwise", compile=False), 6, 0),
+    "rowwise beside block": (lambda: FP8TorchAO({"*.experts.*": "rowwise", "*": "block"}, compile=False), 6, 0),
     "rowwise_with_gw_hp": (lambda: FP8TorchAO("rowwise_with_gw_hp", compile=False), 4, 2),
     "tensorwise, compiled": (FP8TorchAO, 6, 0),
     "forward in bf16": (lambda: FP8TorchAO(recipe={"*experts*": {"forward": "bf16"}}, compile=False), 4, 2),
@@ -73,23 +72,3 @@ def test_each_product_runs_where_it_should_and_nothing_waits(name):
 def test_the_number_of_experts_changes_no_launch():
     few, many = (len(counted(FP8TorchAO(compile=False), 1, experts=count).of("kernel")) for count in (4, 16))
     assert few == many
-
-
-@pytest.mark.parametrize("by_cublas", [True, False], ids=["cublas", "triton"])
-def test_a_scale_per_block_needs_a_product_per_expert_and_one_wait_per_layer(by_cublas, monkeypatch):
-    """The null GPU computes no ends of groups; the host gets others after it has asked for these."""
-    asked = Groups.ends_on_host
-
-    def known(self):
-        return 128 * torch.arange(1, 1 + len(asked(self)), dtype=torch.int32)
-
-    monkeypatch.setattr(Groups, "ends_on_host", known)
-    monkeypatch.setattr(block, "by_cublas", lambda device: by_cublas)
-    experts = 4
-    one, two = (counted(FP8TorchAO("block", compile=False), layers, experts=experts) for layers in (1, 2))
-    products = [len([r for r in log.of("gemm") if "scales=" in r.info]) for log in (one, two)]
-    kernels = [len([r for r in log.of("kernel") if r.name.startswith("triton_fp8_gemm")]) for log in (one, two)]
-    per_layer = 3 * (2 * experts + 4)  # forward and both gradients of two weights of each expert, and of attention
-    expected = [per_layer, 2 * per_layer]
-    assert (products, kernels) == ((expected, [0, 0]) if by_cublas else ([0, 0], expected))
-    assert [record.what for record in two.waits()[len(one.waits()) :]] == ["memcpy", "sync"]

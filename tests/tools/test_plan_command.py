@@ -52,8 +52,7 @@ def test_flops_and_bytes_by_hand():
     assert by_name["bf16-mixed"].gathered == by_name["bf16-true"].gathered == 2 * total
     rowwise = footprints(model, plan, "fp8-rowwise")[-1]
     assert rowwise.gathered == 2 * total, "a scale per row cannot be gathered"
-    assert [scales_of(torch.empty(*shape), tile) for *shape, tile in ((300, 200, 128), (4, 256, 300, 128))] == [6, 24]
-    assert scales_of(torch.empty(300, 200), 0) == 1
+    assert [scales_of(torch.empty(300, 200), tile) for tile in (128, 0)] == [6, 1]
     for level, per_weight, frozen in (("O1", 11, 2), ("O2", 6, 2), ("O3", 7, 1)):
         scaled = footprints(model, plan, f"msamp-{level.lower()}")[-1]
         others, in_training = total - converted, trained - 2048
@@ -151,7 +150,7 @@ def test_a_mixture_counts_what_a_token_uses(capsys):
     of_experts, of_attention = 6 * 2 * 3 * 4096 * 14336, 6 * (2 * 4096 + 2 * 1024) * 4096
     everything = of_attention + of_experts
     for precision, in_fp8 in (
-        ("fp8-hybrid", everything), ("fp8-block", everything), ("fp8-hybrid-te", of_attention)
+        ("fp8-hybrid", everything), ("fp8-block", of_attention), ("fp8-hybrid-te", of_attention)
     ):  # fmt: skip
         data = run_json(capsys, "mixtral", "--args", json.dumps(config), "--precision", precision)
         experts = [row for row in data["plan"] if row["kind"] == "stacked experts"]

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig, NemotronHConfig, Qwen3MoeConfig
-from transformers.pytorch_utils import Conv1D
 
 from lightning_lowprec import FP8TorchAO, HalfMixed
 from lightning_lowprec.conversion import backends
@@ -20,7 +19,6 @@ from lightning_lowprec.numerics.groups import group, spread
 from lightning_lowprec.torchao.experts import format_of, fp8_experts, grouped_matmul, high_of
 from lightning_lowprec.torchao.settings import Settings
 from tests.quality import expect_db, sqnr
-from tests.toys import convert
 
 transformers.logging.set_verbosity_error()
 ROTARY = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -82,7 +80,7 @@ def gradients(layer, inputs):
     return {"output": output.detach(), "hidden": hidden.grad, **found}
 
 
-@pytest.mark.parametrize("recipe", [*RECIPES, "block"])
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_output_and_gradients_are_near_to_those_of_the_model(family, recipe):
     layer = Layer(family)
@@ -154,12 +152,10 @@ def test_codes_that_the_backward_reads_change_nothing():
 
 PLUGINS = {
     "fp8": lambda: FP8TorchAO(compile=False),
-    "block": lambda: FP8TorchAO("block", compile=False),
     "half": lambda: HalfMixed("auto"),
 }
 
 
-@pytest.mark.slow("block")
 @pytest.mark.parametrize("plugin", PLUGINS.values(), ids=PLUGINS)
 def test_compiles_without_a_graph_break_and_to_the_same_values(plugin):
     layer = set_up(Layer("mixtral"), plugin())
@@ -181,18 +177,16 @@ def test_evaluation_in_bf16_is_that_of_autocast():
         assert not torch.equal(in_fp8.eval()(*inputs), half(*inputs))
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "block"])
-def test_products_in_bf16_one_by_one(recipe):
+def test_products_in_bf16_one_by_one():
     """With one product in bf16 by a recipe, the others are the FP8 products."""
     inputs = routed(Layer("mixtral").experts)
-    plain = gradients(set_up(Layer("mixtral"), FP8TorchAO(recipe)), inputs)
-    high = {"*": {"recipe": recipe, "grad_weight": "bf16"}}
+    plain = gradients(set_up(Layer("mixtral"), FP8TorchAO("rowwise")), inputs)
+    high = {"*": {"recipe": "rowwise", "grad_weight": "bf16"}}
     found = gradients(set_up(Layer("mixtral"), FP8TorchAO(high)), inputs)
     assert all(torch.equal(found[name], plain[name]) for name in ("output", "hidden"))
     assert not torch.equal(found["down_proj"], plain["down_proj"])
-    if recipe == "rowwise":
-        hp = gradients(set_up(Layer("mixtral"), FP8TorchAO("rowwise_with_gw_hp")), inputs)
-        assert all(torch.equal(found[name], value) for name, value in hp.items())
+    hp = gradients(set_up(Layer("mixtral"), FP8TorchAO("rowwise_with_gw_hp")), inputs)
+    assert all(torch.equal(found[name], value) for name, value in hp.items())
 
 
 def test_a_model_keeps_its_form():
@@ -223,8 +217,8 @@ def test_experts_that_do_not_convert_say_why_and_run_in_half_precision():
         assert isinstance(experts, CastExperts)
         return {row.kept_because for row in plugin.plan.rows if row.kind == "stacked experts"}
 
-    for recipe in ("tensorwise", "block"):
-        assert reasons(FP8TorchAO(recipe, experts="bf16")) == {"stacked experts (experts='bf16')"}
+    assert reasons(FP8TorchAO("block")) == reasons(FP8TorchAO({"*": "block"})) == {"no Linear (stacked experts)"}
+    assert reasons(FP8TorchAO(experts="bf16")) == {"stacked experts (experts='bf16')"}
     assert "base is fp16" in reasons(FP8TorchAO(base="fp16")).pop()
     assert reasons(FP8TorchAO(emulate=False)) == {"stacked experts (cpu has no FP8 kernel for grouped products)"}
     assert reasons(FP8TorchAO(keep=["experts"])) == {"kept by 'experts'"}
@@ -236,6 +230,22 @@ def test_experts_that_do_not_convert_say_why_and_run_in_half_precision():
         reasons(FP8TorchAO(base="fp16", experts="fp8"))
 
 
+def test_a_map_runs_experts_rowwise_beside_linears_with_a_scale_per_block():
+    outputs = []
+    for recipe in ("rowwise", {"*.experts.*": "rowwise", "*": "block"}):
+        torch.manual_seed(0)
+        model, plugin = AutoModelForCausalLM.from_config(FAMILIES["mixtral"]()), FP8TorchAO(recipe)
+        set_up(model, plugin)
+        (experts,) = fp8_experts(model)
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs.append(experts(*routed(experts)))
+    assert {(row.kind, row.recipe) for row in plugin.plan.rows if row.kept_because is None} == {
+        ("Linear", "block"),
+        ("stacked experts", "rowwise"),
+    }
+    assert torch.equal(*outputs)
+
+
 def test_one_of_two_parameters():
     layer = Layer("mixtral")
     set_up(layer, FP8TorchAO(recipe={"*.gate_up_proj": "rowwise", "*": "bf16"}))
@@ -243,74 +253,6 @@ def test_one_of_two_parameters():
     assert list(stack.settings) == ["gate_up_proj"]
     inputs = routed(layer.experts)
     expect_db(sqnr(gradients(Layer("mixtral"), inputs)["output"], gradients(layer, inputs)["output"]), 23)
-
-
-# ---- a scale per block of 128: each expert is a Linear with its weight, or a Conv1D (gpt-oss stores [in, out])
-
-WIDE = {"hidden_size": 272, "intermediate_size": 144, "num_local_experts": 5, "num_experts_per_tok": 1}
-WIDE |= {"vocab_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 32}
-CONFIGS = {"mixtral": MixtralConfig, "gpt_oss": GptOssConfig}
-COUNTS = [130, 0, 1, 16, 300]
-"""Tokens of each expert: beyond one and two blocks, none, one, and a multiple of 16."""
-
-
-def converted(model, dtype=torch.float32, **options):
-    return convert(FP8TorchAO("block", compile=False, weights="keep", **options), model.to(dtype))
-
-
-@pytest.mark.slow(
-    "dtype2-True-hopper-down_proj-gpt_oss",
-    "dtype2-True-hopper-down_proj-mixtral",
-    "dtype2-True-hopper-gate_up_proj-gpt_oss",
-)
-@pytest.mark.parametrize("family", CONFIGS)
-@pytest.mark.parametrize("name", ["gate_up_proj", "down_proj"])
-@pytest.mark.parametrize(
-    ("dtype", "autocast", "emulate"),
-    [
-        (torch.float32, True, True), (torch.float32, False, True), (torch.float32, True, "hopper"),
-        (torch.bfloat16, True, True), (torch.bfloat16, False, True),
-    ],
-)  # fmt: skip
-def test_each_expert_is_a_linear_with_its_weight(family, name, dtype, autocast, emulate):
-    """Sizes that 128 does not divide; both layouts of the stack; all three products."""
-    torch.manual_seed(0)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(CONFIGS[family](**WIDE))
-    _, experts = next(stacks(model))
-    experts = experts.to_empty(device="cpu")
-    for parameter in experts.parameters():
-        nn.init.normal_(parameter, std=0.1)
-    converted(nn.Sequential(experts), dtype, emulate=emulate)
-    weight = getattr(experts, name)
-    inputs, outputs = weight.shape[1:] if experts.is_transposed else weight.shape[:0:-1]
-    assert experts.alignment == 128
-    index = torch.arange(len(COUNTS)).repeat_interleave(torch.tensor(COUNTS))[torch.randperm(sum(COUNTS)), None]
-    groups = group(index, len(COUNTS), experts.alignment)
-    tokens = torch.randn(sum(COUNTS), inputs)
-    used = torch.bfloat16 if autocast else dtype
-    rows = spread(tokens.to(used), groups).requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        output = experts.multiply(rows, name, groups)
-    grad = torch.randn(output.shape).to(output.dtype)
-    grad[groups.token == len(tokens)] = 0  # as `collect` has it for rows without a token
-    output.backward(grad)
-    start = 0
-    for expert, (count, end) in enumerate(zip(COUNTS, groups.ends.tolist(), strict=True)):
-        own, here = weight[expert].detach(), slice(start, start + count)
-        linear = Conv1D(outputs, inputs) if experts.is_transposed else nn.Linear(inputs, outputs, bias=False)
-        linear.weight = nn.Parameter(own.clone())
-        converted(nn.Sequential(linear), dtype, emulate=emulate)
-        x = rows.detach()[here].clone().requires_grad_()
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            expected = linear(x)
-        expected.backward(grad[here])
-        found = weight.grad[expert]
-        assert expected.dtype == output.dtype == used
-        assert torch.equal(output[here], expected)
-        assert torch.equal(rows.grad[here], x.grad)
-        assert torch.equal(found, torch.zeros_like(found) if count == 0 else linear.weight.grad)
-        start = end
 
 
 def codes(x, dim, power_of_2):

@@ -120,6 +120,7 @@ def test_a_pattern_that_decides_nothing_raises(recipe, message):
         ({"recipe": {"a": "block", "*": "tensorwise"}, "base": "fp16"}, "with `recipe='block'`: its kernels return"),
         ({"recipe": "block", "fast_accum": "all"}, "`fast_accum='all'` is not valid with `recipe='block'`"),
         ({"recipe": "mxfp8", "experts": "fp8"}, "`experts='fp8'` is not valid with `recipe='mxfp8'`"),
+        ({"recipe": "block", "experts": "bf16"}, "`experts='bf16'` is not valid with `recipe='block'`"),
         ({"recipe": {"*": {"recipe": "blok", "forward": "bf16"}}}, r"`recipe\['\*'\]\['recipe'\]='blok'` is not valid"),
     ],
 )

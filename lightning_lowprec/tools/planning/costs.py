@@ -155,8 +155,6 @@ def gathered_rows(plan: Plan, precision: str) -> list[PlanRow]:
     def as_codes(row: PlanRow) -> bool:
         if row.kept_because is not None:
             return False
-        if row.kind == STACKED and name.tile and (row.in_features % name.tile or row.out_features % name.tile):
-            return False  # a tile would belong to two experts
         if len(kinds) > 1:  # FSDP2 gathers values then, and only stored codes as they are
             return row.stored_as_codes
         if not plan.recipes:
@@ -229,8 +227,8 @@ def weights_of(
 
 
 def scales_of(weight: Tensor, tile: int) -> int:
-    """Return the number of scales of a weight, (..., rows, columns): one per ``tile`` rows and columns, or 0: one."""
-    return -(-weight.shape[:-1].numel() // tile) * -(-weight.shape[-1] // tile) if tile else 1
+    """Return the number of scales of a weight, (rows, columns): one per ``tile`` rows and columns, or 0: one."""
+    return -(-weight.shape[0] // tile) * -(-weight.shape[1] // tile) if tile else 1
 
 
 def padded(tensor: Tensor, shards: int) -> int:
