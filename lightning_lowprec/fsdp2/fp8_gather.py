@@ -144,12 +144,15 @@ class GatherScales:
     @torch.no_grad()
     def refresh(self) -> None:
         """Compute the scales of all weights with one all-reduce per mesh, if a weight has changed."""
-        if not self.stale or not self.weights:
+        shards: list[Any] = [local_tensor(weight) for weight in self.weights]
+        written = any(s.shown is not None and s.version() != s.version_of_scale for s in shards)
+        if not shards or not (self.stale or written):
             return
         for weights in grouped(self.weights, mesh_of):
             for weight, scale in zip(weights, self._scales_of(weights), strict=True):
                 shard: Any = local_tensor(weight)
                 shard._scale = scale
+                shard.version_of_scale = shard.version()
                 self.keeps_codes = self.format.per_step and shard.device == scale.device
                 if self.keeps_codes:
                     shard.allocate_codes()
@@ -236,6 +239,12 @@ class Fp8GatherShard(Tensor):
         self.sent_as = scales.format.dtype
         self._scale = None
         self._kept = None
+        self.shown: Tensor | None = None  # what state dicts show: writes to it pass by, but torch counts them
+        self.version_of_scale = 0
+
+    def version(self) -> int:
+        """Return how often the values were written as those of a state dict; ``distributed.checkpoint.load`` does."""
+        return sum(t._version for t in (self._tensor, self.shown) if t is not None and not t.is_inference())
 
     def note_written(self) -> None:
         """Note a write to the values, such as one by a kernel, which torch did not see."""
@@ -373,9 +382,13 @@ def gather_in_fp8(model: nn.Module) -> GatherScales | None:
 
 def _plain_weight(name: str, layer: nn.Module, state_dict: dict[str, Tensor], prefix: str, metadata: object) -> None:
     shard = local_tensor(getattr(layer, name))
-    if isinstance(shard, Fp8GatherShard) and shard._kept is not None:
-        shard._kept.forget()  # `torch.distributed.checkpoint.load` writes to the values of a state dict
-    state_dict[f"{prefix}{name}"] = plain(state_dict[f"{prefix}{name}"])
+    if isinstance(shard, Fp8GatherShard):
+        if shard.shown is None:
+            with torch.inference_mode(False):
+                shard.shown = plain(getattr(layer, name))
+        if shard._kept is not None:
+            shard._kept.forget()  # torch does not count writes to `.data`
+        state_dict[f"{prefix}{name}"] = shard.shown
 
 
 def check_even(model: nn.Module, shards: int) -> None:

@@ -127,13 +127,35 @@ def negate_the_state_dict(model, scales):
         value.neg_()
 
 
+def multiply_a_shown_state_dict(model, scales):
+    """The state dict is older than a training step, and larger values need another scale."""
+    shown = model.state_dict()
+    torch_optimizer(foreach=True)(model, scales)
+    loss(model)
+    for value in shown.values():
+        value.mul_(4)
+
+
+def load_larger_values_from_a_checkpoint(model, scales):
+    """`torch.distributed.checkpoint.load` writes to the local tensors of a state dict."""
+    shown = model.state_dict()
+    for value in shown.values():
+        value.to_local().detach().mul_(4)
+
+
 WAYS = {
     "AdamW": torch_optimizer(foreach=False),
     "AdamW, foreach": torch_optimizer(foreach=True),
     **{
         change.__name__: change
         for change in (
-            copy_into_data, copy_into_local_views, swap_tensors_with_an_average, kernel, negate_the_state_dict
+            copy_into_data,
+            copy_into_local_views,
+            swap_tensors_with_an_average,
+            kernel,
+            negate_the_state_dict,
+            load_larger_values_from_a_checkpoint,
+            multiply_a_shown_state_dict,
         )
     },
 }  # fmt: skip

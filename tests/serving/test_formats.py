@@ -200,6 +200,13 @@ def test_a_lora_adapter_is_kept_beside_codes_of_the_last_step(tmp_path):
     assert own.scaling == other.scaling == {"default": 3.0}
 
 
+@pytest.mark.parametrize("width", [1, 64, 11008, content._ELEMENTS // 200])
+def test_parts_begin_with_a_block(width):
+    starts = [start for start, _ in content.spans((1 << 24, width))]
+    assert len(starts) > 1
+    assert all(start % 128 == 0 for start in starts)
+
+
 @pytest.mark.parametrize("format", FP8_FORMATS)
 @pytest.mark.parametrize("precision", ["fp8-rowwise", "fp8-hybrid"])
 def test_several_files_written_in_parts_hold_what_one_holds(tmp_path, monkeypatch, precision, format):
