@@ -98,7 +98,7 @@ def test_a_number_of_blocks_without_the_option_that_reads_it_raises(name):
 
 # ---- the words of an option
 
-OF_EACH = {"recipe", "fp8_format", "grad_accumulation_dtype", "stochastic_rounding"}
+OF_EACH = {"recipe", "fp8_format", "grad_accumulation_dtype"}
 """Options that mean something else in each plugin."""
 
 
