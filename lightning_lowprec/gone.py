@@ -99,6 +99,9 @@ OPTIONS: Final[Mapping[str, str]] = {
 }
 """Arguments of classes and functions, as they were spelled."""
 
+_PLAIN: Final = "Plain weights are `torch.load('last.ckpt', weights_only=True)['state_dict']`."
+WITHOUT_FORMAT: Final = f"Write a folder for servers, `--format hf`. {_PLAIN}"
+"""For ``lowprec export`` without ``--format``, which wrote plain weights."""
 _MI300: Final = "Write `FP8TorchAO(emulate=True)`: codes and scales as on a GPU of NVIDIA, products in float32."
 VALUES: Final[Mapping[str, Mapping[str, str]]] = {
     "recipe": {
@@ -110,6 +113,7 @@ VALUES: Final[Mapping[str, Mapping[str, str]]] = {
         " '*': 'tensorwise'})`.",
     },
     "format": {"torchao": "Write `format='compressed-tensors'`: the same codes and scales, read by the same servers."},
+    "dtype": {"keep": WITHOUT_FORMAT},
     "emulate": {"mi300": _MI300},
     "LOWPREC_EMULATE": {"mi300": _MI300},
     "form": {"remainder8": "Write `MasterConfig(form='remainder')`: the exact masters in 2 bytes per parameter."},
@@ -127,18 +131,16 @@ IMPORTS: Final[Mapping[str, str]] = {
     "ScaledSGD": "Use `lightning_lowprec.msamp.ScaledAdamW`, or 'fp8-hybrid', which takes every optimizer.",
     "BlockTorchAO": "Write `FP8TorchAO('block')`.",
     "MXFP8TorchAO": "Write `FP8TorchAO('mxfp8')`.",
+    "prepare_for_ddp": "Train by `Trainer(strategy='ddp')` or `Fabric(strategy='ddp')`, which send the codes.",
     "NVFP4TorchAO": "Write 'nvfp4-te', NVIDIA's kernels for Blackwell, or 'fp8-hybrid'.",
 }
-"""Names of ``lightning_lowprec``, ``lightning_lowprec.callbacks`` and ``lightning_lowprec.msamp``."""
+"""Names of ``lightning_lowprec`` and its modules ``callbacks``, ``msamp`` and ``msamp.ddp``."""
 
 COMMANDS: Final[Mapping[str, str]] = {"parity": _CHECK}
 """Commands of ``lowprec``."""
 
 BARE_PRECISIONS: Final = "Give names, with `--fits`. The table of number formats is in docs/names.md"
 """For ``lowprec plan --precisions`` without a value."""
-_PLAIN: Final = "Plain weights are `torch.load('last.ckpt', weights_only=True)['state_dict']`."
-WITHOUT_FORMAT: Final = f"Write a folder for servers, `--format hf`. {_PLAIN}"
-"""For ``lowprec export`` without ``--format``, which wrote plain weights."""
 _MIN_GAIN: Final = "Keep layers in bf16 by name: `lowprec plan llama --keep '*.k_proj' '*.v_proj'`."
 FLAGS: Final[Mapping[str, str]] = {
     "compare --schedule": f"Compare whole runs. {_TWO_RUNS}",
@@ -166,7 +168,8 @@ def gone(name: str, answers: Mapping[str, str]) -> str:
     return "" if answer is None else f"{name!r} has left the package. {answer}"
 
 
-def missing_attribute(module: str, name: str) -> AttributeError:
-    """Return the error for a name that a module of this package does not have."""
-    words = [f"module {module!r} has no attribute {name!r}", gone(name, IMPORTS)]
-    return AttributeError(". ".join(filter(None, words)))
+def missing_attribute(module: str, name: str) -> Exception:
+    """Return the error for a name that a module lacks; ``from ... import`` shows the words of an ImportError alone."""
+    if answer := gone(name, IMPORTS):
+        return ImportError(answer)
+    return AttributeError(f"module {module!r} has no attribute {name!r}")

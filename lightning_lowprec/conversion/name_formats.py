@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Final, final
 
 from lightning_lowprec.gone import ENDINGS
 
+if TYPE_CHECKING:
+    from lightning_lowprec.conversion.backends import PrecisionName
+
 BYTES: Final[dict[str, float]] = {
     "e2m1": 0.5, "e4m3": 1, "e5m2": 1, "e5m3": 1, "int8": 1, "bf16": 2, "fp16": 2, "int16": 2, "fp32": 4, "-": 0,
 }  # fmt: skip
@@ -106,10 +109,6 @@ GROUPED_ROUND_TO_BF16: Final = "stacked experts (kernels for grouped products ro
 
 
 # ---- the grammar: a format, perhaps with an ending
-
-
-if TYPE_CHECKING:
-    from lightning_lowprec.conversion.backends import PrecisionName
 
 FP16: Final = "-fp16"
 MASTERS: Final[Mapping[str, str]] = {

@@ -12,12 +12,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_lowprec.gone import missing_attribute
 from lightning_lowprec.msamp.gradient import ScaledGradient, Stage
 from lightning_lowprec.msamp.weight_state import msamp_state_of
 from lightning_lowprec.numerics.fp8_average import average_
 from lightning_lowprec.numerics.one_pass import tensor_on
 from lightning_lowprec.numerics.parameters import chunks
 from lightning_lowprec.private.torch import ignore_in_ddp, train_in_ddp
+
+
+def __getattr__(name: str) -> Any:
+    raise missing_attribute(__name__, name)
+
 
 _EXCLUDING: Final[weakref.WeakSet[nn.Module]] = weakref.WeakSet()
 """The models whose weights of codes DDP ignores; DDP reads their names in the model that it gets."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final, final
+from typing import Any, ClassVar, final
 
 import torch
 import torch.distributed as dist
@@ -235,9 +235,6 @@ class MSAMP(Converting):
 # ---- optimizers
 
 
-SUPPORTED: Final = "torch.optim.AdamW, torch.optim.Adam, lightning_lowprec.msamp.ScaledAdamW"
-
-
 def scaled_optimizers() -> list[Optimizer]:
     """Return every ScaledAdamW that still exists."""
     return [optimizer for optimizer in ALIVE if isinstance(optimizer, ScaledAdamW)]
@@ -283,7 +280,7 @@ def convert_optimizer_(optimizer: Optimizer, level: Level) -> None:
         cls = type(optimizer)
         raise TypeError(
             f"{cls.__module__}.{cls.__qualname__} cannot step weights that are kept as codes with a scale (MS-AMP"
-            f" {level}); expected one of: {SUPPORTED}."
+            f" {level}); expected one of: torch.optim.AdamW, torch.optim.Adam, lightning_lowprec.msamp.ScaledAdamW."
         )
 
 

@@ -30,7 +30,7 @@ from lightning_lowprec.numerics.kernel_operands import check_operands
 
 TensorCores = Literal["hopper", "ada", "blackwell"]
 Emulation = bool | TensorCores
-"""False: kernels multiply; True: decoded codes are multiplied in float32; a name: this GPU's sums."""
+"""False: kernels multiply; True: decoded codes are multiplied in float32, in `products/`; a name: this GPU's sums."""
 
 
 @final

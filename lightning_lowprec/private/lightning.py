@@ -60,6 +60,7 @@ def moved() -> list[str]:
         "DDPStrategy": (trainer.DDPStrategy, DDP_NAMES),
         "_TrainingEpochLoop": (MAIN.module("pytorch.loops.training_epoch_loop")._TrainingEpochLoop, (STEP_NAME,)),
         "TensorBoardLogger": (MAIN.module("pytorch.loggers.tensorboard").TensorBoardLogger, (GRAPH_NAME,)),
+        "ModelSummary": (MAIN.module("pytorch.utilities.model_summary").ModelSummary, ("_precision_megabytes",)),
         "LearningRateFinder": (callbacks.LearningRateFinder, (TUNER_NAME,)),
         "BatchSizeFinder": (callbacks.BatchSizeFinder, (TUNER_NAME,)),
     }

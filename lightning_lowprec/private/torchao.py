@@ -78,7 +78,7 @@ def prototype_refusal(kind: str) -> str | None:
 def int8_names() -> tuple[Any, Any]:
     """Return torchao's functions of int8 training; in a tuple, because torch's compiler traces this on CUDA.
 
-    ``quantize``: (M, K) float, stochastic_rounding -> (M, K) int8, (M,) scales of the dtype of the input.
+    ``quantize``: (M, K) float -> (M, K) int8, (M,) scales of the dtype of the input.
     ``scaled_mm``: (M, K), (K, N) int8, (M,), (N,) scales -> (M, N) of the dtype of the scales; by Triton where it runs.
     """
     from torchao.prototype.quantized_training.int8 import quantize_int8_rowwise

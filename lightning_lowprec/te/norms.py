@@ -118,6 +118,6 @@ def convert_norms(model: nn.Module, fqns: Collection[str]) -> None:
 
 def _convert(norm: Any) -> None:
     epsilon, centred = getattr(norm, "variance_epsilon", None), _OF_TRANSFORMERS.get(_key(norm), False)
-    options = {"eps": epsilon or norm.eps, "zero_centered_gamma": centred, "device": "meta"}
+    options = {"eps": norm.eps if epsilon is None else epsilon, "zero_centered_gamma": centred, "device": "meta"}
     ours, theirs = (TELayerNorm, te.LayerNorm) if type(norm) is nn.LayerNorm else (TERMSNorm, te.RMSNorm)
     become(norm, ours, {**vars(theirs(norm.weight.shape, **options)), "centred": centred})

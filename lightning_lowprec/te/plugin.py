@@ -199,9 +199,8 @@ class FP8TE(Converting):
 
     def _check_attention(self, module: Module) -> None:
         name = next((name for name in ("fp8_dpa", "fp8_mha") if getattr(self.recipe, name)), None)
-        if name is not None and not any(
-            isinstance(m, require(MODULE, "FP8TE").DotProductAttention) for m in module.modules()
-        ):
+        attention = require(MODULE, "FP8TE").DotProductAttention
+        if name is not None and not any(isinstance(m, attention) for m in module.modules()):
             raise ValueError(
                 f"`{name}=True` is for Transformer Engine's own attention (`te.DotProductAttention`), and"
                 f" {type(module).__name__} has none; leave it out, or build the model with it."

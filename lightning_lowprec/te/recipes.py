@@ -96,8 +96,8 @@ def _of_fields(module: Any, kind: Kind, fields: dict[str, Any]) -> Any:
 def _format(value: object, formats: Any) -> Any:
     name = str(getattr(value, "name", value)).upper()
     if name not in ("HYBRID", "E4M3"):
-        why = "weights and activations in e5m2 do not train"
-        raise ValueError(f"`fp8_format={value!r}` is not valid; expected one of: hybrid, e4m3 ({why}).")
+        also = " (weights and activations in e5m2 do not train)" if name == "E5M2" else ""
+        raise ValueError(f"`fp8_format={value!r}` is not valid; expected one of: hybrid, e4m3{also}.")
     return formats[name]
 
 

@@ -22,6 +22,7 @@ from lightning_lowprec import MSAMP, FP8TorchAO, HalfMixed
 from lightning_lowprec.callbacks import NumericsMonitor
 from lightning_lowprec.callbacks.monitor import PausedCompiler
 from lightning_lowprec.callbacks.readings import FILE, read
+from lightning_lowprec.callbacks.sampling import _reading
 from lightning_lowprec.msamp import values_of
 from lightning_lowprec.numerics.casts import zero_below
 from tests.serving.models import mixtral
@@ -431,3 +432,9 @@ def test_limits_are_those_of_the_cast(dtype):
     """Of float32 numbers near the limit, those that torch casts to 0."""
     zero = zero_below(dtype)
     assert torch.tensor([zero, zero * 1.0001]).to(dtype).float().gt(0).tolist() == [False, True]
+
+
+def test_ranks_of_several_scales_show_the_smallest_and_a_rank_without_tokens_shows_none():
+    first, second, idle = [2.0, 64.0], [8.0, 16.0], [0.0, 0.0]  # amax and scale of each rank
+    reading = _reading([0.0, 0.0, 100.0, 75.0], torch.tensor([first, second, idle]))
+    assert reading == {"amax": 8.0, "underflow": 0.25, "scale": 16.0}

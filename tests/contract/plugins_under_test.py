@@ -84,6 +84,8 @@ def _identity(name: str) -> str:
     plugin = make(name)
     options = {key: value for key, value in vars(plugin).items() if key not in UNSET}
     options["weights"] = type(plugin.weights)
+    if (scaler := plugin.scaler) is not None:
+        options["scaler"] = scaler.scales_loss, scaler.config
     if (masters := plugin.masters) is not None:
         options["masters"] = masters.config, masters.buffer_dtype, masters.accumulation
     return f"{type(plugin).__name__}{options}"

@@ -229,3 +229,15 @@ def test_two_steps_of_a_users_optimizer_round_by_other_random_bits():
         moved.append(weight.detach() > 1)
     assert not torch.equal(*moved)
     assert all(0.4 < some.float().mean() < 0.6 for some in moved)
+
+
+def test_an_edit_before_the_optimizer_is_loaded_outlives_loaded_masters():
+    w = nn.Parameter(torch.tensor([1.0, 2.0]))
+    optimizer = torch.optim.SGD([w], lr=0.1, momentum=0.9)
+    moments.decode_on_load(optimizer)
+    state = optimizer.state_dict()
+    state["state"] = {0: {"momentum_buffer": torch.zeros(2), "master_param": torch.tensor([1.0009, 2.0])}}
+    with torch.no_grad():
+        w[1] = 5.0
+    optimizer.load_state_dict(state)
+    assert w[1] == 5.0

@@ -15,6 +15,7 @@ from torchmetrics import Metric
 
 from lightning_lowprec import MasterConfig
 from lightning_lowprec.masters.optimizer import add_masters, held_masters, main_params
+from lightning_lowprec.masters.registry import existing_masters
 from lightning_lowprec.masters.stores import Store
 from lightning_lowprec.masters.weights import HalfWeights, cast_parameters
 from tests.masters.master_loops import (
@@ -346,3 +347,13 @@ def test_an_optimizer_of_somebody_else(form):
     assert abs(p.detach().float().mean().item() - 0.995) < 2e-3  # the grid is 4e-3 wide
     assert optimizer.state_dict()["state"]["calls"] == 5
     assert next(iter(main_params(optimizer))).shape == p.shape
+
+
+@pytest.mark.parametrize("form", ["fp32", "remainder"])
+def test_a_state_dict_with_some_masters_leaves_the_others(form):
+    params = [nn.Parameter(torch.full((4,), 1.0, dtype=torch.bfloat16)) for _ in range(2)]
+    exact = torch.full((4,), 1.001)
+    optimizer = add_masters(torch.optim.AdamW(params), form, values={id(p): exact.clone() for p in params})
+    state = optimizer.state_dict()
+    optimizer.load_state_dict({**state, "state": {0: state["state"][0]}})
+    assert [torch.equal(value, exact) for value in existing_masters(params).values()] == [True, True]

@@ -1,5 +1,7 @@
 """Exported folders: the codes of the run, what transformers loads, and what stays in high precision."""
 
+import json
+
 import lightning as L
 import peft
 import pytest
@@ -297,3 +299,13 @@ def test_a_tensor_without_values_is_a_part_of_its_file(tmp_path, shard_bytes):
     found = {name: t for path in tmp_path.glob("*.safetensors") for name, t in load_file(path).items()}
     assert found.keys() == values.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in values.items())
+
+
+def test_the_index_says_the_size_of_all_files(tmp_path):
+    stored = [safetensors_files.Stored(name, (4,), torch.float32) for name in "ab"]
+    with safetensors_files.ShardFiles(tmp_path, stored, 16, lambda count: None) as files:
+        for tensor in stored:
+            files.write(tensor.name, torch.zeros(4))
+        files.finish()
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 2 * 4 * 4

@@ -207,3 +207,10 @@ def test_torch_knows_every_operation_of_autocast_and_nothing_is_left_behind():
     (x @ x).sum().backward()
     assert x.grad.eq(4).all()
     assert torch._C.DispatchKey.AutocastCUDA not in torch.ops.aten.mm.default.py_kernels
+
+
+def test_the_named_gpu_is_simulated_and_its_refusal_is_that_of_a_run():
+    a100, h100 = (fits(Square(), gpu, names=["fp8-hybrid"]).verdicts[0].refused for gpu in ("A100", "H100"))
+    assert a100.startswith("simulated GPU (compute capability 8.0) has no FP8 tensor cores")
+    assert "Use 'bf16-mixed'" in a100
+    assert h100 is None

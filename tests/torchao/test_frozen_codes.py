@@ -327,5 +327,9 @@ def test_the_plan_counts_a_byte_for_the_base(capsys):
         assert main(["plan", f"{__name__}.peft_model", "--json", *options]) == 0
         weights.append(json.loads(capsys.readouterr().out)["bytes"][-1]["weights"])
     assert weights[0] - weights[1] == 2 * WIDTH * INNER * (4 - 1) - 2 * 4
+    assert main(["plan", f"{__name__}.peft_model", "--json", "--frozen", "codes", "--shards", "1"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    of_model, of_rank = printed["bytes"][-1], printed["per_rank"][-1]
+    assert of_rank["state"] == of_model["weights"] + of_model["gradients"] + of_model["optimizer"]
     with pytest.raises(ValueError, match="frozen='codes'"):
         lp.plan(model, "fp8-rowwise", frozen="codes")

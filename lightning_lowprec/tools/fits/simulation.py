@@ -216,6 +216,8 @@ def _two_steps(model: nn.Module, inputs: Inputs, setting: Setting, meter: Memory
     plugin: Precision = LIGHTNINGS[setting.precision]() if row is None else row.plugin(**row.options)
     if isinstance(plugin, LowPrecision):
         plugin.bind_device(FAKE)
+        if reason := plugin.refusal(FAKE):
+            raise ValueError(f"{reason}.")
         plugin.convert_module(model)
     if setting.checkpointing:
         checkpoint_blocks(model)
