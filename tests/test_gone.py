@@ -118,6 +118,7 @@ LINES = [([command], answer) for command, answer in gone.COMMANDS.items()]
 LINES += [([*entry.split(), "1"], answer) for entry, answer in gone.FLAGS.items()]
 LINES += [(["plan", "--precisions"], gone.BARE_PRECISIONS)]
 LINES += [(["export", "last.ckpt", "weights.safetensors"], gone.WITHOUT_FORMAT)]
+LINES += [(["export", "last.ckpt", "weights.safetensors", "--dtype=keep"], gone.WITHOUT_FORMAT)]
 LINES += [(["export", "a.ckpt", "out", "--model=llama", "--format=torchao"], gone.VALUES["format"]["torchao"])]
 
 
