@@ -74,7 +74,7 @@ def moved() -> list[str]:
 
 
 def _has(cls: type, name: str) -> bool:
-    codes = [getattr(vars(base).get("__init__"), "__code__", None) for base in cls.__mro__]
+    codes = [getattr(inspect.unwrap(vars(base).get("__init__", object)), "__code__", None) for base in cls.__mro__]
     return hasattr(cls, name) or any(name in code.co_names for code in codes if code is not None)
 
 

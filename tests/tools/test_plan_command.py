@@ -14,7 +14,7 @@ from lightning_lowprec.conversion.plan import make_plan
 from lightning_lowprec.tools.cli import main
 from lightning_lowprec.tools.demo import ByteGPT
 from lightning_lowprec.tools.planning.command import plan_page
-from lightning_lowprec.tools.planning.costs import flops, footprints, scales_of
+from lightning_lowprec.tools.planning.costs import flops, footprints, per_rank, scales_of
 from lightning_lowprec.tools.planning.source import load
 
 LLAMA_8B = {
@@ -95,6 +95,13 @@ def test_the_all_gather_column_knows_which_recipes_gather_float8(tmp_path, capsy
         data["per_rank"][-1]["sent"]["all_gather_forward"] for data in (data, run_json(capsys, config, "--shards", 8))
     ]
     assert sent[0] - sent[1] == 2 * 4096 * 4096 * 7 / 8
+
+
+def test_frozen_layers_have_no_float32_gradients_in_the_bytes_of_a_rank():
+    model = nn.Sequential(nn.Linear(32, 64, bias=False), nn.Linear(64, 32, bias=False).requires_grad_(False))
+    plan = make_plan(model)
+    last = per_rank(model, plan, footprints(model, plan, "msamp-o3"), shards=2)[-1]
+    assert last.state * 2 == 10 * 2048 + 2048, "codes alone where nothing trains"
 
 
 def test_what_one_rank_holds_and_sends(tmp_path, capsys):
