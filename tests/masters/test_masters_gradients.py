@@ -1,4 +1,6 @@
-"""Gradients on their way to the masters: float32, accumulated, dropped."""
+"""Gradients on their way to the masters, and stores: memory, rounding on which replicas agree, state dicts."""
+
+from functools import partial
 
 import pytest
 import torch
@@ -7,7 +9,10 @@ from torch import nn, optim
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from lightning_lowprec import MasterConfig
+from lightning_lowprec.masters import registry
 from lightning_lowprec.masters import step as masters_step
+from lightning_lowprec.masters.moments import MASTER_PARAM
 from lightning_lowprec.masters.optimizer import (
     add_masters,
     held_masters,
@@ -15,17 +20,28 @@ from lightning_lowprec.masters.optimizer import (
     move_grads_to_masters,
     show_master_grads,
 )
-from tests.masters.master_loops import every_exact_form, every_form, half, loss_of, masters_of, net
-
-
-def sgd(*params, form="fp32", lr=1.0):
-    return add_masters(optim.SGD(params, lr=lr), form)
+from lightning_lowprec.private.torch_optimizers import steps_alone
+from tests.masters.master_loops import (
+    ADAMW,
+    EXACT,
+    equal,
+    every_exact_form,
+    every_form,
+    half,
+    loss_of,
+    masters_of,
+    net,
+    through_file,
+    train,
+    without_masters,
+    wrapped,
+)
 
 
 @every_form
 def test_preparing_after_every_micro_batch_accumulates_in_float32(form):
     p = half(1.0)
-    optimizer = sgd(p, form=form)
+    optimizer = add_masters(optim.SGD([p], lr=1.0), form)
     for _ in range(1024):
         (p * 0.25).sum().backward()
         move_grads_to_masters(optimizer)
@@ -37,7 +53,7 @@ def test_preparing_after_every_micro_batch_accumulates_in_float32(form):
 def test_float32_gradients_are_handed_over(form):
     p = half(1.0)
     p.grad_dtype = torch.float32
-    optimizer = sgd(p, form=form)
+    optimizer = add_masters(optim.SGD([p], lr=1.0), form)
     (p * 0.25).sum().backward()
     first = p.grad
     move_grads_to_masters(optimizer)
@@ -86,12 +102,9 @@ def test_a_closure_that_an_optimizer_evaluates_where_it_has_moved_the_weights_is
     assert p.item() == next(main_params(optimizer)).item()
 
 
-def test_lbfgs_is_refused():
+def test_only_wrapped_optimizers():
     with pytest.raises(TypeError, match=r"^LBFGS evaluates its closure where .*`32-true`.*`torch.optim.AdamW`"):
         add_masters(optim.LBFGS([half(4.0)]), "remainder")
-
-
-def test_only_wrapped_optimizers():
     plain = optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
     with pytest.raises(
         TypeError, match=r"expected an optimizer with masters, got SGD\. Call `add_masters` on it first"
@@ -153,3 +166,135 @@ def test_the_norm_is_that_of_all_meshes(mesh, monkeypatch):
     for p in params:
         whole = p.full_tensor() if hasattr(p, "full_tensor") else p
         assert whole.float().flatten().tolist() == pytest.approx([1 - 2 / 96**0.5] * p.numel(), rel=2**-8)
+
+
+OPTIMIZERS = {
+    "adamw": lambda p: optim.AdamW(p, lr=1e-2),
+    "adafactor": lambda p: optim.Adafactor(p, lr=1e-2),
+    "momentum": lambda p: optim.SGD(p, lr=1e-2, momentum=0.9),
+    "nadam": lambda p: optim.NAdam(p, lr=1e-2, foreach=True),
+}
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS)
+@every_form
+def test_one_parameter_at_a_time_gives_the_bits_of_all_at_once(form, make, monkeypatch):
+    found = []
+    for size in (1, registry.BUCKET):
+        monkeypatch.setattr(registry, "BUCKET", size)
+        model = net().bfloat16()
+        optimizer = add_masters(OPTIMIZERS[make](model.parameters()), MasterConfig(form=form, seed=3))
+        train(model, optimizer, range(5))
+        assert len(optimizer._masters.stores) == (4 if size == 1 else 1)
+        found.append((list(model.parameters()), optimizer.state_dict()["state"]))
+    assert all(map(torch.equal, found[0][0], found[1][0]))
+    assert equal(found[0][1], found[1][1])
+
+
+def test_step_hooks_see_all_masters(monkeypatch):
+    """So does an optimizer of the user, unless it says that it need not."""
+    monkeypatch.setattr(registry, "BUCKET", 1)
+    model = net().bfloat16()
+    for members, alone in (({}, False), ({"independent_parameters": True}, True)):
+        mine = type("Mine", (optim.AdamW,), members)
+        assert steps_alone(mine(model.parameters()), mine) is alone
+    seen = []
+    optimizer = add_masters(optim.AdamW(model.parameters()), MasterConfig())
+    assert steps_alone(optimizer, optim.AdamW)
+    optimizer.register_step_pre_hook(lambda found, *_: seen.append([p.dtype for p in found.param_groups[0]["params"]]))
+    train(model, optimizer, range(1))
+    assert seen == [[torch.float32] * 4]
+
+
+def test_replicas_agree_whatever_their_generators_and_other_seeds_of_masters_do_not():
+    weights = []
+    for seed, of_masters in ((1, 0), (2, 0), (2, 1)):
+        make = partial(optim.AdamW, lr=1e-3)
+        model, optimizer = wrapped(make, MasterConfig(form="stochastic", seed=of_masters))
+        torch.manual_seed(seed)
+        train(model, optimizer, range(8))
+        assert torch.initial_seed() == seed
+        weights.append(torch.cat([p.detach().view(-1) for p in model.parameters()]))
+    assert torch.equal(*weights[:2])
+    assert not torch.equal(*weights[1:])
+
+
+def trained(form, steps=5, make=ADAMW):
+    model, optimizer = wrapped(make, form)
+    train(model, optimizer, range(steps))
+    return model, optimizer
+
+
+@every_exact_form
+def test_the_state_of_an_optimizer_on_bf16_weights_becomes_float32_for_good(form):
+    plain = net().bfloat16()
+    saved = ADAMW(plain.parameters())
+    train(plain, saved, range(4))
+    model, optimizer = wrapped(ADAMW, form, seed=3)
+    model.load_state_dict(plain.state_dict())
+    optimizer.load_state_dict(through_file(saved.state_dict()))
+    moments = [entry["exp_avg_sq"] for entry in optimizer.state_dict()["state"].values()]
+    assert {moment.dtype for moment in moments} == {torch.float32}
+    assert equal([master.bfloat16() for master in masters_of(optimizer)], [p.detach() for p in plain.parameters()])
+    train(model, optimizer, range(4, 6))
+    moment = optimizer.state_dict()["state"][0]["exp_avg_sq"]
+    assert not torch.equal(moment, moment.bfloat16().float())
+    add_masters(saved, form)
+    assert {entry["exp_avg_sq"].dtype for entry in saved.state.values()} == {torch.float32}
+
+
+@every_form
+def test_hooks_of_state_dicts(form):
+    _, optimizer = trained(form)
+    calls = []
+    optimizer.register_state_dict_post_hook(lambda o, state: {**state, "mine": calls.append("saved")})
+    optimizer.register_load_state_dict_post_hook(lambda o: calls.append("loaded"))
+    state = optimizer.state_dict()
+    assert "mine" in state
+    optimizer.load_state_dict(state)
+    assert calls == ["saved", "loaded"]
+
+
+@every_exact_form
+def test_weights_that_the_masters_do_not_round_to_win(form):
+    _, optimizer = trained(form)
+    other_model, other = wrapped(ADAMW, form, seed=3)
+    weights = [p.detach().float() for p in other_model.parameters()]
+    other.load_state_dict(optimizer.state_dict())
+    assert equal(masters_of(other), weights)
+
+
+@pytest.mark.parametrize("first", EXACT)
+@pytest.mark.parametrize("second", EXACT)
+@pytest.mark.parametrize("model_first", [True, False])
+def test_masters_carry_over_between_exact_forms_at_ties_too(first, second, model_first):
+    """A master half way between two bf16: the forms round it to different weights, and agree on the master."""
+    tie = (
+        torch.tensor([0x3F808000, 0x3F818000, -0x407F8000 & 0xFFFFFFFF, 0x3F800001]).to(torch.int32).view(torch.float32)
+    )
+    p = nn.Parameter(tie.bfloat16())
+    optimizer = add_masters(optim.SGD([p], lr=0.0), first, values={id(p): tie})
+    p.grad = torch.zeros_like(p)
+    optimizer.step()
+    weight, state = p.detach().clone(), through_file(optimizer.state_dict())
+    q = nn.Parameter(torch.randn(4).bfloat16())
+    resumed = add_masters(optim.SGD([q], lr=0.0), second)
+    loads = [lambda: resumed.load_state_dict(state), torch.no_grad()(lambda: q.copy_(weight))]
+    for load in reversed(loads) if model_first else loads:
+        load()
+        resumed.zero_grad()  # whatever a script does between the two, the masters wait
+    q.grad = torch.zeros_like(q)
+    resumed.step()
+    assert torch.equal(resumed.state_dict()["state"][0][MASTER_PARAM], tie)
+
+
+def test_masters_are_there_before_the_first_step_and_without_other_state():
+    _, optimizer = trained("remainder", steps=0, make=partial(optim.SGD, lr=1.0))
+    assert all(list(entry) == [MASTER_PARAM] for entry in optimizer.state_dict()["state"].values())
+    assert equal(masters_of(optimizer), [p.detach() for p in net().parameters()])
+    assert without_masters(optimizer.state_dict())["state"] == {}
+    _, adamw = trained("remainder", steps=0)  # an entry with nothing but a master must not look initialized to Adam
+    model, other = trained("fp32", steps=0)
+    other.load_state_dict(adamw.state_dict())
+    assert len(other.state) == 0
+    train(model, other, range(1))

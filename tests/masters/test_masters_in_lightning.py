@@ -3,17 +3,13 @@
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import BackboneFinetuning
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
 from lightning_lowprec import HalfMixed, LossScale, plain
 from tests.masters.test_float32_accumulation import half
-from tests.precision.weights_left import as_trained
+from tests.precision.weights_left import Net, as_trained, fit
 from tests.toys import ON_CPU
-
-FORMS = ["bf16-master", "bf16-remainder", "bf16-8bit", "bf16-sr", "fp16-master"]
-WIDTH = 64  # squared: the smallest weight whose moments get 8 bits
 
 
 def masters_of(trainer):
@@ -56,49 +52,16 @@ def test_small_steps_arrive_from_the_weights_before_the_cast_also_after_an_evalu
     assert torch.equal(model.weight, master.to(model.weight.dtype))
 
 
-class Net(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.backbone = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH))
-        self.head = nn.Linear(WIDTH, WIDTH)
-
-    def training_step(self, batch, batch_idx):
-        return (self.head(self.backbone(batch)).float() - 1).pow(2).mean()
-
-    def train_dataloader(self):
-        torch.manual_seed(1)
-        return torch.utils.data.DataLoader(torch.randn(64, WIDTH), batch_size=8)
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW((p for p in self.parameters() if p.requires_grad), lr=1e-2)
-
-
-@pytest.mark.parametrize("name", FORMS)
-def test_unfreezing_adds_a_group_with_masters(name):
-    model = Net()
-    before = model.backbone[0].weight.detach().clone()
-    callback = BackboneFinetuning(unfreeze_backbone_at_epoch=1, verbose=False, backbone_initial_lr=1e-2)
-    trainer = L.Trainer(precision=name, max_epochs=2, callbacks=[callback], **ON_CPU)
-    trainer.fit(model)
-    assert len(trainer.optimizers[0].param_groups) == 2
-    assert {p.dtype for p in masters_of(trainer)} == {torch.float32}
-    assert not torch.equal(model.backbone[0].weight.float(), before)
-
-
 def test_the_loss_scale_reaches_the_users_logger(tmp_path):
     logger = CSVLogger(tmp_path)
     plugin = HalfMixed("fp16", master_weights=True, loss_scale=LossScale(initial=16.0, growth_interval=4))
-    options = {**ON_CPU, "logger": logger}
-    L.Trainer(plugins=plugin, max_epochs=1, log_every_n_steps=1, **options).fit(Net())
+    net = Net()
+    net.batch_size = 3
+    fit(plugin, net, logger=logger, log_every_n_steps=1)
     rows = (tmp_path / "lightning_logs" / "version_0" / "metrics.csv").read_text().splitlines()
-    header = rows[0].split(",")
-    scales = [
-        float(row.split(",")[header.index("lowprec/loss_scale")])
-        for row in rows[1:]
-        if row.split(",")[header.index("lowprec/loss_scale")]
-    ]
-    assert scales == [16.0, 16.0, 16.0, 32.0, 32.0, 32.0, 32.0, 64.0]
+    header, *cells = (row.split(",") for row in rows)
+    scales = [row[header.index("lowprec/loss_scale")] for row in cells]
+    assert [float(scale) for scale in scales if scale] == [16.0, 16.0, 16.0, 32.0, 32.0, 32.0, 32.0, 64.0]
     assert "lowprec/skipped_steps" in header
 
 

@@ -110,25 +110,6 @@ def test_memory_goes_with_the_optimizer_without_the_garbage_collector(form):
         gc.enable()
 
 
-@every_exact_form
-def test_float32_parameters_are_their_own_masters(form):
-    params = [nn.Parameter(torch.linspace(-1, 1, 5)), half(0.3, -0.7), nn.Parameter(torch.ones(3).double())]
-    copies = [nn.Parameter(p.detach().clone().to(torch.promote_types(p.dtype, torch.float32))) for p in params]
-    optimizer, reference = add_masters(ADAMW(params), form), ADAMW(copies)
-    for i in range(5):
-        for p, q in zip(params, copies, strict=True):
-            p.grad = torch.full_like(p, 0.5**i)
-            q.grad = p.grad.to(q.dtype)
-        optimizer.step()
-        reference.step()
-    assert torch.equal(params[0], copies[0])
-    assert torch.equal(params[2], copies[2])
-    state = optimizer.state_dict()["state"]
-    assert torch.equal(state[1]["master_param"], copies[1])
-    assert "master_param" not in state[0]
-    assert "master_param" not in state[2]
-
-
 def test_parameters_put_into_a_group_by_hand_get_masters():
     """As a sharding strategy does: the list of the group is changed in place; and go on in another group."""
     first, second = half(1.0), half(1.0)

@@ -33,23 +33,6 @@ def test_what_is_not_valid(dtype: Any, scale: Any, said: str) -> None:
         HalfMixed(dtype, loss_scale=scale)
 
 
-@pytest.mark.parametrize(
-    ("plugin", "name", "dtype"),
-    [
-        (HalfMixed("bf16"), "bf16-mixed", torch.bfloat16),
-        (HalfMixed("fp16"), "16-mixed", torch.float16),
-        (HalfMixed(), "half-auto", torch.bfloat16),
-        (HalfMixed("bf16", master_weights="8bit"), "bf16-8bit", torch.bfloat16),
-        (HalfMixed("fp16", master_weights=True), "fp16-master", torch.float16),
-        (L.Fabric(accelerator="cpu", precision="half-auto").strategy.precision, "half-auto", torch.bfloat16),
-    ],
-)
-def test_name_and_dtypes(plugin: HalfMixed, name: str, dtype: torch.dtype) -> None:
-    plugin.bind_device(torch.device("cpu"))
-    assert plugin.precision == name
-    assert plugin.autocast_dtype == plugin.peak_rate_dtype == dtype
-
-
 @pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
 def test_autocast_on_cpu_computes_in_the_dtype(name: Any, dtype: torch.dtype) -> None:
     """1 + 2^-9 rounds to 1 in bf16 (8 bits) and not in fp16 (11 bits); 2^17 is finite in bf16 only."""

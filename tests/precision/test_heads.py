@@ -90,13 +90,6 @@ def test_fabric_trains_and_hands_logits_out_in_float32(name):
         expect_db(sqnr(a, b), 45)
 
 
-def test_a_model_without_a_known_head_raises_and_names_the_function():
-    fabric = L.Fabric(plugins=HalfMixed("bf16", head="chunked"), accelerator="cpu", devices=1)
-    model = nn.Sequential(nn.Linear(16, 16))
-    with pytest.raises(ValueError, match=r"`head` knows.*lightning_lowprec\.losses\.linear_cross_entropy"):
-        fabric.setup(model)
-
-
 def test_a_gpu_without_fp8_refuses_an_fp8_head(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")

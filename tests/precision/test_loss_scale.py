@@ -165,18 +165,6 @@ def test_the_first_overflows_are_forgiven(hysteresis: int, overflows: str, expec
         assert second.skipped_steps == overflows.count("x")
 
 
-def test_gradients_are_divided_under_any_default_dtype() -> None:
-    """torch divides by a float32 tensor alone."""
-    scaler, w = scaler_of(LossScale(initial=1024.0)), nn.Parameter(torch.zeros(2))
-    torch.set_default_dtype(torch.float64)
-    try:
-        scaler.scale_loss((w * X).sum()).backward()
-        scaler.step(sgd(w))
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert torch.equal(w, -X)
-
-
 @pytest.mark.parametrize(("overflow", "factor"), [(False, 4.0), (True, 0.25)])
 def test_pending_gradients_of_another_optimizer_follow_the_scale(overflow: bool, factor: float) -> None:
     """The invariant of the module: a gradient that is not unscaled yet carries the current scale."""
@@ -192,19 +180,6 @@ def test_pending_gradients_of_another_optimizer_follow_the_scale(overflow: bool,
     scaler.scale_loss((v * X).sum()).backward()  # accumulates under the new scale
     scaler.step(second)
     assert torch.equal(v, -2 * X)
-
-
-def test_clip_then_another_backward() -> None:
-    """Gradients unscaled for clipping go back to the scale when more is accumulated onto them."""
-    scaler, w = scaler_of(LossScale(initial=1024.0)), nn.Parameter(torch.zeros(2))
-    optimizer = sgd(w)
-    scaler.scale_loss((w * X).sum()).backward()
-    scaler.unscale(optimizer)
-    nn.utils.clip_grad_value_([w], 3.5)
-    scaler.scale_loss((w * X).sum()).backward()
-    assert torch.equal(w.grad, torch.tensor([6.0, 7.5]) * 1024)
-    scaler.step(optimizer)
-    assert torch.equal(w, torch.tensor([-6.0, -7.5]))
 
 
 @pytest.mark.parametrize(
