@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import lightning_lowprec
-from lightning_lowprec import callbacks, gone, names
+from lightning_lowprec import callbacks, gone, names, other_stacks
 from lightning_lowprec.checks import check_choice
 from lightning_lowprec.tools import cli
 
@@ -26,6 +26,7 @@ FLAT = {
     "command": gone.COMMANDS,
     "flag": gone.FLAGS,
 }
+KNOWN = {*names.TABLE, *names.OF_LIGHTNING}
 ANSWERS = sorted(set(chain.from_iterable(answers.values() for answers in FLAT.values())))
 MODULES = {"lightning_lowprec": lightning_lowprec, "callbacks": callbacks, "torch": torch}
 MODULES |= {name: getattr(lightning_lowprec, name) for name in lightning_lowprec.__all__}
@@ -45,12 +46,12 @@ def calls(answer):
             yield span
 
 
-@pytest.mark.parametrize("answer", ANSWERS)
+@pytest.mark.parametrize("answer", [*ANSWERS, *sorted({*other_stacks.PRECISIONS.values()})])
 def test_answer_names_what_exists(answer):
     """Quoted names are precisions of today, and commands are parsed."""
     text = re.sub(r"`[^`]*`", "", answer)
     for name in re.findall(r"'([a-z0-9]+(?:-[a-z0-9]+)+)'", text):
-        assert name in (*names.TABLE, *names.OF_LIGHTNING), name
+        assert name in KNOWN, name
     for span in re.findall(r"`([^`]+)`", answer):
         if name := re.match(r'precision="([\w-]+)"$', span):
             assert name[1] in names.TABLE, span

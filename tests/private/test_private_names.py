@@ -1,16 +1,29 @@
-"""Names of libraries are found, or listed as lost; torchao and transformers have all that we use."""
+"""Private names of other libraries are there, or listed as lost, and set-up fails without those of 'fsdp2'."""
 
+from types import SimpleNamespace
 from typing import get_args
 
+import lightning as L
 import pytest
 import torch
+from lightning.fabric.plugins import Precision as FabricPrecision
+from lightning.pytorch import strategies
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import _dtensor_spec
 
+from lightning_lowprec import FabricFSDP2Strategy, FSDP2Strategy
 from lightning_lowprec.extras import missing
 from lightning_lowprec.names import OF_LIGHTNING
+from lightning_lowprec.private import lightning as of_lightning
+from lightning_lowprec.private import torch as of_torch
 from lightning_lowprec.private import torchao as of_torchao
 from lightning_lowprec.private import transformers as of_transformers
 from lightning_lowprec.private.either import MAIN
+from tests.toys import ON_CPU
 
 LINEAR = "torch.nn.modules.linear.Linear"
 
@@ -22,14 +35,6 @@ LINEAR = "torch.nn.modules.linear.Linear"
 def test_names_that_are_gone(gone):
     there = ["torch.nn", "torch.nn.Module._compiled_call_impl", f"{LINEAR}.forward", f"{LINEAR}().in_features"]
     assert missing([gone, *there]) == [gone]
-
-
-def test_a_lost_name_of_torchao(monkeypatch):
-    from torchao.float8.float8_training_tensor import Float8TrainingTensor
-
-    assert of_torchao.moved() == []
-    monkeypatch.delattr(Float8TrainingTensor, "_scale")
-    assert of_torchao.moved() == [f"{Float8TrainingTensor.__module__}.Float8TrainingTensor._scale"]
 
 
 def test_the_layers_of_transformers_that_are_taken_for_linears_compute_what_a_linear_does():
@@ -45,14 +50,120 @@ def test_the_layers_of_transformers_that_are_taken_for_linears_compute_what_a_li
         torch.testing.assert_close(layer(x), expected, rtol=1e-12, atol=1e-12)
 
 
-def test_a_lost_name_of_transformers(monkeypatch):
-    mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
-    assert of_transformers.moved() == []
-    monkeypatch.delattr(mixtral.MixtralExperts, "_apply_gate")
-    assert of_transformers.moved() == [f"{mixtral.__name__}.MixtralExperts._apply_gate"]
+@pytest.mark.parametrize(
+    ("ours", "module", "name"),
+    [
+        (of_torchao, "torchao.float8.float8_training_tensor", "Float8TrainingTensor._scale"),
+        (of_transformers, "transformers.models.mixtral.modeling_mixtral", "MixtralExperts._apply_gate"),
+    ],
+)
+def test_a_lost_name(ours, module, name, monkeypatch):
+    owner, _, attribute = name.partition(".")
+    owner = getattr(pytest.importorskip(module), owner)
+    assert ours.moved() == []
+    monkeypatch.delattr(owner, attribute)
+    assert ours.moved() == [f"{module}.{name}"]
 
 
 def test_the_names_of_lightning_are_those_of_lightning():
     theirs = MAIN.module("fabric.plugins.precision.precision")
     inputs = theirs._PRECISION_INPUT_STR, theirs._PRECISION_INPUT_INT, theirs._PRECISION_INPUT_STR_ALIAS
     assert set(OF_LIGHTNING) == {name for group in inputs for name in get_args(group)}
+
+
+compiled_or_not = pytest.mark.parametrize("compiled", [False, True])
+
+
+def recorder(base):
+    """A precision plugin that asks when it converts."""
+
+    class Recorder(base):
+        seen: bool | None = None
+
+        def convert_module(self, module):
+            self.seen = of_lightning.is_compiled_whole(module)
+            return module
+
+    return Recorder()
+
+
+@compiled_or_not
+@pytest.mark.parametrize("with_optimizer", [False, True])
+def test_in_fabric(compiled, with_optimizer):
+    plugin, model = recorder(FabricPrecision), nn.Linear(2, 2)
+    fabric = L.Fabric(accelerator="cpu", devices=1, plugins=plugin)
+    given = torch.compile(model, backend="eager") if compiled else model
+    if with_optimizer:
+        fabric.setup(given, torch.optim.SGD(model.parameters(), lr=0.1))
+    else:
+        fabric.setup_module(given)
+    assert plugin.seen == compiled
+    assert not of_lightning.is_compiled_whole(model), "Fabric notes it while it sets up only"
+
+
+@compiled_or_not
+def test_in_the_trainer(compiled):
+    plugin, model = recorder(Precision), BoringModel()
+    trainer = L.Trainer(plugins=plugin, max_steps=0, **ON_CPU)
+    trainer.fit(torch.compile(model, backend="eager") if compiled else model)
+    assert plugin.seen == compiled
+
+
+def test_a_lost_variable_is_listed(monkeypatch):
+    monkeypatch.setattr(of_lightning, "UNWRAPPED_NAME", "renamed")
+    assert of_lightning.moved() == ["Fabric.setup, variable renamed", "Fabric.setup_module, variable renamed"]
+
+
+def test_this_torch_and_this_lightning_have_them():
+    assert of_torch.moved() == of_lightning.moved() == []
+    connector = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)._signal_connector
+    assert all(hasattr(connector, name) for name in of_lightning.SIGNAL_NAMES)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (FSDPModule, "_get_fsdp_state"),
+        (_dtensor_spec, "TensorMeta"),
+        (torch, "_foreach_norm"),
+    ],
+)
+def test_a_torch_without_a_name_fails_at_set_up(monkeypatch, owner, name):
+    monkeypatch.delattr(owner, name)
+    assert [missing for missing in of_torch.moved() if f"{name}, needed for 'fsdp2'" in missing]
+    for build, strategy in ((L.Fabric, FabricFSDP2Strategy()), (L.Trainer, FSDP2Strategy())):
+        with pytest.raises(ImportError, match=rf"torch {torch.__version__[:4]}.* no longer has .*{name}"):
+            build(accelerator="cpu", devices=1, strategy=strategy, precision="fp8-hybrid")
+
+
+def test_a_torch_that_keeps_its_parameter_groups_elsewhere(monkeypatch):
+    monkeypatch.setattr(of_torch, "PARAM_GROUPS", ("_groups_of_old", "_groups_of_today"))
+    name = "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState()._groups_of_old"
+    assert of_torch.moved() == [f"{name}, needed for 'fsdp2'"]
+
+
+@pytest.mark.parametrize("name", of_lightning.MODEL_PARALLEL_NAMES)
+def test_a_lightning_without_a_name_fails_at_set_up(monkeypatch, name):
+    original = strategies.ModelParallelStrategy.__init__
+    renamed = [f"{other}_moved" if other == name else other for other in original.__code__.co_names]
+    monkeypatch.setattr(original, "__code__", original.__code__.replace(co_names=tuple(renamed)))
+    assert of_lightning.moved() == [f"ModelParallelStrategy.{name}"]
+    with pytest.raises(ImportError, match=rf"lightning {L.__version__} has moved {name} of ModelParallelStrategy"):
+        FSDP2Strategy()
+
+
+def test_moved_signal_names_leave_lightnings_own_handler(monkeypatch):
+    of_lightning.note_sigterm(SimpleNamespace(_signal_connector=SimpleNamespace()))
+    monkeypatch.delattr(_SignalConnector, "_sigterm_notifier_fn")
+    assert of_lightning.moved() == ["_SignalConnector._sigterm_notifier_fn"]
+
+
+def test_a_sigterm_is_noted_once_and_passed_on():
+    killed = []
+    connector = SimpleNamespace(received_sigterm=False, _sigterm_notifier_fn=None)
+    launcher = SimpleNamespace(kill=killed.append)
+    of_lightning.note_sigterm(SimpleNamespace(_signal_connector=connector, strategy=SimpleNamespace(launcher=launcher)))
+    connector._sigterm_notifier_fn(15, None)
+    connector._sigterm_notifier_fn(15, None)
+    assert connector.received_sigterm
+    assert killed == [15]

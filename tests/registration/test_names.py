@@ -1,9 +1,6 @@
 """Stock Lightning accepts our names after the import, and treats its own as before."""
 
 import copy
-import json
-import re
-from collections import Counter
 from importlib.util import find_spec
 
 import lightning as L
@@ -22,12 +19,8 @@ from torch.nn.parameter import Parameter
 from torch.optim.swa_utils import AveragedModel
 
 import lightning_lowprec
-from lightning_lowprec import FP8TE, FP8TorchAO, HalfMixed, Int8TorchAO, MasterConfig
-from lightning_lowprec.conversion.name_formats import families, in_words, split
-from lightning_lowprec.fsdp2.options import ShardOptions
-from lightning_lowprec.names import OF_LIGHTNING, TABLE, create
-from lightning_lowprec.other_stacks import PRECISIONS
-from lightning_lowprec.tools.cli import main
+from lightning_lowprec import FP8TE, FP8TorchAO, HalfMixed, MasterConfig
+from tests.representatives import TABLE
 from tests.toys import ON_CPU
 
 TE_NAMES = [name for name, entry in TABLE.items() if entry.plugin is FP8TE]
@@ -165,15 +158,6 @@ def test_words_of_other_stacks_are_answered_at_the_start(word):
         assert str(caught.value).startswith(f"Precision {word!r} is invalid. {WORDS[word]}")
 
 
-def test_every_answer_names_what_is_there():
-    for answer in PRECISIONS.values():
-        quoted = re.findall(r"'([^']+)'", answer.replace("MS-AMP's", "").replace("apex's", ""))
-        assert quoted, answer
-        assert set(quoted) <= {*TABLE, *OF_LIGHTNING}, answer
-    known = {str(name).lower() for name in (*TABLE, *OF_LIGHTNING)}
-    assert not known & PRECISIONS.keys(), "a name of Lightning keeps its meaning"
-
-
 @pytest.mark.parametrize(
     ("word", "remedy"),
     [
@@ -302,17 +286,8 @@ def test_model_summary_counts_the_real_bytes_without_a_warning():
 
 def test_the_table_and_the_plugin_agree_on_the_format():
     for name, row in TABLE.items():
-        plugin = create(name) if row.backend == "torchao" else row.plugin
+        plugin = L.Fabric(accelerator="cpu", precision=name)._precision if row.backend == "torchao" else row.plugin
         assert row.plan.format == plugin.format, name
-
-
-@pytest.mark.parametrize("name", [name for name, row in TABLE.items() if row.plugin.backend is not None])
-def test_the_table_and_the_plugin_agree_on_what_fsdp2_gathers(name):
-    if TABLE[name].plugin is FP8TE and WITHOUT_TE:
-        assert not TABLE[name].gathers_fp8
-    else:
-        codes_already = name == "msamp-o3"  # its weights are float8 codes, and are gathered without a change
-        assert TABLE[name].gathers_fp8 == (codes_already or create(name).gathers(ShardOptions()) is None)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn", "ddp_find_unused_parameters_true", "ddp_notebook"])
@@ -330,19 +305,13 @@ def test_a_plugin_inside_a_strategy_works_without_a_name():
 # ---- names with an ending, such as `-8bit`
 
 FORMS = {"-remainder": "remainder", "-8bit": "8bit", "-sr": "stochastic"}
-BF16_BASED = [
-    name
-    for name, row in TABLE.items()
-    if row.plugin in (FP8TorchAO, FP8TE, Int8TorchAO) and split(name)[1] == "" and name not in ("mxfp8-te", "nvfp4-te")
-]
-HERE = [name for name in BF16_BASED if not (WITHOUT_TE and name in TE_NAMES)]
 
 
-@pytest.mark.parametrize("name", HERE)
+@pytest.mark.parametrize("name", OURS if WITHOUT_TE else (*OURS, *TES))
 def test_each_makes_the_plugin_with_bf16_weights_and_its_masters(name):
     configs = (("remainder", "fp32"), ("remainder", "8bit"), ("stochastic", "fp32"))
     for suffix, (form, moments) in zip(FORMS, configs, strict=True):
-        plugin = create(f"{name}{suffix}")
+        plugin = L.Fabric(accelerator="cpu", precision=f"{name}{suffix}")._precision
         assert plugin.precision == f"{name}{suffix}"
         assert plugin.masters.config == MasterConfig(form=form, moments=moments)
         assert plugin.autocast_dtype is torch.bfloat16
@@ -375,20 +344,3 @@ def test_a_form_that_does_not_exist_raises_with_the_reason_and_a_remedy(name):
         with pytest.raises(ValueError, match=f"^Precision '{name}' is invalid") as caught:
             make(precision=name, accelerator="cpu")
         assert str(caught.value).startswith(f"Precision {name!r} is invalid. {REFUSED[name]}")
-
-
-def test_a_family_says_exactly_what_exists():
-    found = families(TABLE)
-    members = [f"{stem}{suffix}" for suffixes, stems in found.items() for stem in stems for suffix in ("", *suffixes)]
-    assert Counter(members) == Counter(list(TABLE))
-    assert in_words(["a", "a-sr", "b-sr", "c", "c-sr", "c-fp16"]) == "a, also with -sr; b-sr; c, also with -fp16 or -sr"
-
-
-@pytest.mark.parametrize(("suffix", "bytes_of_state"), [("", 16), ("-remainder", 14), ("-8bit", 8), ("-sr", 12)])
-def test_plan_counts_the_bytes_of_the_state(suffix, bytes_of_state, capsys):
-    assert main(["plan", "torch.nn.Linear", "--args", '{"in_features": 64, "out_features": 64, "bias": false}',
-                 f"--precision=fp8-hybrid{suffix}", "--json"]) == 0  # fmt: skip
-    row = json.loads(capsys.readouterr().out)["bytes"][-1]
-    assert row["precision"] == f"fp8-hybrid{suffix}"
-    assert (row["weights"] + row["gradients"] + row["optimizer"]) / 64**2 == bytes_of_state
-    assert row["gathered"] / 64**2 == 1

@@ -40,15 +40,6 @@ def test_the_values_are_those_of_megatron():
     )
 
 
-def test_bf16_gradients_are_float32():
-    layer = nn.Linear(2, 2)
-    fabric = L.Fabric(accelerator="cpu", devices=1, plugins=recipes.bf16_mixed())
-    module = fabric.setup(layer)
-    fabric.backward(module(torch.ones(1, 2)).sum())
-    assert layer.weight.dtype == torch.bfloat16
-    assert layer.weight.grad.dtype == torch.float32
-
-
 def test_recipes_take_nemos_arguments_and_the_plugins_options():
     plugin = recipes.fp16_mixed(
         fp16_initial_loss_scale=2.0**16, fp16_min_loss_scale=2.0, fp16_loss_scale_window=50, fp16_hysteresis=1

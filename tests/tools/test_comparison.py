@@ -200,14 +200,6 @@ def test_it_says_what_was_measured_where_and_how(tmp_path):
     assert f'"out": "{comparison.spec.out}"' in page
 
 
-@pytest.mark.parametrize(("name", "on_cpu"), [("bf16-mixed", True), ("mxfp8", False)])
-def test_remarks_are_about_what_ran_on_the_cpu(name, on_cpu):
-    said = repr(Comparison(spec=CompareSpec(precisions=[name]), results=[trained(name, on_cpu=on_cpu)]))
-    assert "FP8 is emulated" not in said
-    assert ("say nothing about a GPU" in said) is on_cpu
-    assert "Only one precision was asked for, so nothing was compared." in said
-
-
 def test_failures_are_shown(tmp_path):
     failed = PrecisionResult(name="fp8-hybrid", error="Traceback\nValueError: <b>bad</b> | worse")
     page, comparison = report(tmp_path, [trained("32-true"), failed, trained("bf16-mixed", 1.0)])

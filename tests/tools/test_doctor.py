@@ -121,6 +121,7 @@ def test_doctor_answers_for_every_name():
     assert torch.__version__ in repr(found)
     assert repr(found).startswith("Try first on this machine:\n    half-auto ")
     assert "\ndevice    cpu\n" in repr(found)
+    assert "fp8-hybrid, also with -fp16, -remainder, -8bit or -sr; fp8-e4m3, " in " ".join(repr(found).split())
     facts = found.as_json()
     assert [row["name"] for row in facts["recommended"]] == ["half-auto", "bf16-remainder", "fp8-hybrid"]
     assert facts["commands"][0].startswith("lowprec compare --precisions half-auto,")

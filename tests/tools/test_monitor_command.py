@@ -100,15 +100,6 @@ def test_the_worst_layer_stands_first(tmp_path, capsys):
     assert names == ["2", "1", "0", "3"]
 
 
-def test_the_colours_of_two_runs_mean_the_same(tmp_path):
-    """Of a run whose worst layer has 28 dB, which is fine: nine tenths of the way from the worst colour to the best."""
-    write(tmp_path, {0: (None, 0.0, 28.0)})
-    assert main(["monitor", str(tmp_path)]) == 0
-    output = content_of((tmp_path / "monitor.html").read_text())["maps"][0]
-    assert (output["title"], output["least"], output["most"], output["fixed"]) == ("output dB", 10, 30, True)
-    assert (min(base64.b64decode(output["cells"])) - 1) / 254 == pytest.approx(0.9, abs=1 / 254)
-
-
 def test_a_number_that_is_not_finite_is_beyond_every_limit(tmp_path, capsys):
     lines = [{"step": step, "layers": {"up": {"input": [None] * 4, "output_db": None}}} for step in range(3)]
     (tmp_path / FILE).write_text("\n".join(map(json.dumps, lines)))

@@ -10,12 +10,8 @@ import torch
 from torch import nn
 
 import lightning_lowprec
-from lightning_lowprec.conversion.plan import make_plan
 from lightning_lowprec.tools.cli import main
 from lightning_lowprec.tools.demo import ByteGPT
-from lightning_lowprec.tools.planning.command import plan_page
-from lightning_lowprec.tools.planning.costs import flops, footprints, per_rank, scales_of
-from lightning_lowprec.tools.planning.source import load
 
 LLAMA_8B = {
     "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
@@ -34,47 +30,69 @@ def run_json(capsys, *args):
     return json.loads(capsys.readouterr().out)
 
 
-def test_flops_and_bytes_by_hand():
-    model = nn.Sequential(nn.Linear(32, 64, bias=False), nn.Linear(64, 16, bias=False), nn.Linear(16, 3, bias=False))
-    model[1].requires_grad_(False)
-    plan = make_plan(model)
-    counted = flops(plan, attention_width=10, sequence_length=7)
-    assert counted.fp8 == 6 * 32 * 64 + 4 * 64 * 16, "a frozen weight has no weight gradient"
-    assert counted.high_precision == 6 * 16 * 3
-    assert counted.attention == 6 * 7 * 10
+class Frozen(nn.Sequential):
+    def __init__(self, sizes=((32, 64), (64, 16), (16, 3))):
+        super().__init__(*(nn.Linear(k, n, bias=False) for k, n in sizes))
+        self[1].requires_grad_(False)
+
+
+FROZEN = f"{__name__}.Frozen"
+
+
+def state(row):
+    return row["weights"] + row["gradients"] + row["optimizer"]
+
+
+def test_flops_and_bytes_by_hand(tmp_path, capsys):
+    data = run_json(capsys, FROZEN, "--precision", "fp8-hybrid")
+    counted, by_name = data["flops_per_token"], {row["precision"]: row for row in data["bytes"]}
+    assert counted["fp8"] == 6 * 32 * 64 + 4 * 64 * 16, "a frozen weight has no weight gradient"
+    assert (counted["high_precision"], counted["attention"]) == (6 * 16 * 3, 0)
+    of_llama = run_json(capsys, llama(tmp_path, 2), "--sequence_length", 7)["flops_per_token"]
+    assert of_llama["attention"] == 6 * 7 * 2 * 4096
     total, trained, converted = 2048 + 1024 + 48, 2048 + 48, 2048 + 1024
-    by_name = {row.precision: row for row in footprints(model, plan, "fp8-hybrid")}
-    assert by_name["32-true"].state == 4 * total + 12 * trained
-    assert by_name["bf16-true"].state == 2 * total + 6 * trained
-    assert by_name["fp8-hybrid"].gathered == converted + 2 * (total - converted)
-    assert by_name["32-true"].gathered == 4 * total
-    assert by_name["fp8-hybrid"].host == 0
-    assert by_name["bf16-mixed"].gathered == by_name["bf16-true"].gathered == 2 * total
-    rowwise = footprints(model, plan, "fp8-rowwise")[-1]
-    assert rowwise.gathered == 2 * total, "a scale per row cannot be gathered"
-    assert [scales_of(torch.empty(300, 200), tile) for tile in (128, 0)] == [6, 1]
-    for level, per_weight, frozen in (("O1", 11, 2), ("O2", 6, 2), ("O3", 7, 1)):
-        scaled = footprints(model, plan, f"msamp-{level.lower()}")[-1]
-        others, in_training = total - converted, trained - 2048
-        assert scaled.host == 4 * 1024
-        assert scaled.state == 4 * others + 12 * in_training + per_weight * 2048 + frozen * 1024
+    assert state(by_name["32-true"]) == 4 * total + 12 * trained
+    assert state(by_name["bf16-true"]) == 2 * total + 6 * trained
+    assert by_name["fp8-hybrid"]["gathered"] == converted + 2 * (total - converted)
+    assert by_name["32-true"]["gathered"] == 4 * total
+    assert by_name["fp8-hybrid"]["host"] == 0
+    assert by_name["bf16-mixed"]["gathered"] == by_name["bf16-true"]["gathered"] == 2 * total
+    rowwise = run_json(capsys, FROZEN, "--precision", "fp8-rowwise")["bytes"][-1]
+    assert rowwise["gathered"] == 2 * total, "a scale per row cannot be gathered"
+    for level, per_weight, frozen in (("o1", 11, 2), ("o2", 6, 2), ("o3", 7, 1)):
+        scaled = run_json(capsys, FROZEN, "--precision", f"msamp-{level}")["bytes"][-1]
+        assert (scaled["host"], state(scaled)) == (4 * 1024, per_weight * trained + frozen * 1024)
+
+    def last_of_two_ranks(precision, sizes):
+        shards = "--precision", precision, "--args", json.dumps({"sizes": sizes}), "--shards", 2
+        return run_json(capsys, FROZEN, *shards)["per_rank"][-1]
+
+    frozen = last_of_two_ranks("msamp-o3", [[32, 64], [64, 32]])
+    assert frozen["state"] * 2 == 10 * 2048 + 2048, "gradients in float32; codes alone where nothing trains"
+    tiles = last_of_two_ranks("fp8-block", [[208, 304], [304, 208]])["sent"]
+    assert tiles["scales"] == 2 * 1 / 2 * 4 * 2 * (3 * 2), "parts of tiles have scales"
 
 
-@pytest.mark.parametrize("frozen_in", [torch.float32, torch.bfloat16])
-def test_the_plan_says_the_float32_values_in_host_memory_as_the_log_does(frozen_in, caplog):
-    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32).requires_grad_(False).to(frozen_in))
-    plan = make_plan(model)
-    sizes = footprints(model, plan, "fp8-hybrid-8bit")
-    assert sizes[-1].host == (4 * (64 + 1) * 32 if frozen_in is torch.float32 else 0)
-    said = plan_page("m", plan, flops(plan, attention_width=0, sequence_length=1), sizes)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_plan_says_the_float32_values_in_host_memory_as_the_log_does(dtype, capsys, caplog):
+    source = f"{__name__}.HalfFrozen", "--args", json.dumps({"dtype": dtype}), "--precision", "fp8-hybrid-8bit"
+    assert run_json(capsys, *source)["bytes"][-1]["host"] == (4 * (64 + 1) * 32 if dtype == "float32" else 0)
+    assert main(["plan", *source]) == 0
+    model = HalfFrozen(dtype)
     fabric = L.Fabric(accelerator="cpu", precision="fp8-hybrid-8bit")
     with caplog.at_level(logging.INFO):
         wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model[0].parameters(), 0.1))
         fabric.backward(wrapped(torch.ones(4, 64)).float().sum())
         optimizer.step()
-    for text in (said, caplog.text):
-        assert bool(re.search(r"host memory[:,] 8.32 kB", text)) is (frozen_in is torch.float32)
-        assert ("host memory" in text) is (frozen_in is torch.float32)
+    for text in (capsys.readouterr().out, caplog.text):
+        assert bool(re.search(r"host memory[:,] 8.32 kB", text)) is (dtype == "float32")
+        assert ("host memory" in text) is (dtype == "float32")
+
+
+class HalfFrozen(nn.Sequential):
+    def __init__(self, dtype):
+        frozen = nn.Linear(64, 32).requires_grad_(False).to(getattr(torch, dtype))
+        super().__init__(nn.Linear(64, 64), frozen)
 
 
 def test_the_all_gather_column_knows_which_recipes_gather_float8(tmp_path, capsys):
@@ -95,13 +113,6 @@ def test_the_all_gather_column_knows_which_recipes_gather_float8(tmp_path, capsy
         data["per_rank"][-1]["sent"]["all_gather_forward"] for data in (data, run_json(capsys, config, "--shards", 8))
     ]
     assert sent[0] - sent[1] == 2 * 4096 * 4096 * 7 / 8
-
-
-def test_frozen_layers_have_no_float32_gradients_in_the_bytes_of_a_rank():
-    model = nn.Sequential(nn.Linear(32, 64, bias=False), nn.Linear(64, 32, bias=False).requires_grad_(False))
-    plan = make_plan(model)
-    last = per_rank(model, plan, footprints(model, plan, "msamp-o3"), shards=2)[-1]
-    assert last.state * 2 == 10 * 2048 + 2048, "codes alone where nothing trains"
 
 
 def test_what_one_rank_holds_and_sends(tmp_path, capsys):
@@ -184,26 +195,16 @@ def test_text_collapses_blocks_and_all_shows_each(tmp_path, capsys):
         assert said in text
     assert main(["plan", f"{__name__}.Narrow"]) == 0
     assert "1 of 1 converted layers are expected to be slower than in bf16; `bf16-mixed` is" in capsys.readouterr().out
+    assert {*MADE_ON} == {"meta"}, "without weights"
+
+
+MADE_ON = []
 
 
 class Narrow(nn.Linear):
     def __init__(self):
         super().__init__(64, 64)
-
-
-def test_conv1ds_of_gpt2_convert(capsys):
-    data = run_json(capsys, "gpt2")
-    kept = {row["fqn"]: row["kept_because"] for row in data["plan"]}
-    assert kept.pop("lm_head") == "features are no multiples of 16"  # 50257 words; also an output head
-    assert kept == dict.fromkeys(
-        f"transformer.h.{block}.{name}" for block in range(12)
-        for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
-    )  # fmt: skip
-    widths = {row["fqn"]: (row["in_features"], row["out_features"]) for row in data["plan"]}
-    assert widths["transformer.h.0.mlp.c_fc"] == (768, 3072)
-    assert data["flops_per_token"]["fp8"] == 6 * 12 * 12 * 768**2
-    rows = {row["precision"]: row["gathered"] for row in run_json(capsys, "gpt2", "--precision=fp8-hybrid")["bytes"]}
-    assert rows["bf16-mixed"] - rows["fp8-hybrid"] == 12 * 12 * 768**2, "a byte less per weight"
+        MADE_ON.append(self.weight.device.type)
 
 
 @pytest.mark.parametrize(
@@ -260,12 +261,11 @@ def joined(lines):
 
 
 def test_convolutions_count_as_kept(tmp_path, capsys, monkeypatch):
-    """The share is of the linear layers; the model is built without weights, with what `configure_model` adds."""
+    """The share is of the linear layers; the model has what `configure_model` adds."""
     (tmp_path / "cnn.py").write_text(CNN)
     monkeypatch.syspath_prepend(tmp_path)
     data = run_json(capsys, "cnn.Net", "--args", '{"width": 64}')
     assert {row["fqn"] for row in data["plan"] if row["kept_because"] is None} == {"net.3", "late"}
-    assert all(p.is_meta for p in load("cnn.Net", {}).model.parameters())
     assert [(row["kind"], row["kept_because"]) for row in data["plan"]][-1] == ("Conv2d", "no Linear (Conv2d)")
     assert main(["plan", "cnn.Net"]) == 0
     text = capsys.readouterr().out
@@ -275,12 +275,15 @@ def test_convolutions_count_as_kept(tmp_path, capsys, monkeypatch):
     assert max(map(len, lines)) <= 100
 
 
-def test_recurrent_layers_and_in_proj_count_as_kept():
+class Recurrent(nn.ModuleList):
+    def __init__(self):
+        super().__init__([nn.LSTM(64, 64), nn.MultiheadAttention(64, 1), nn.Linear(64, 64)])
+
+
+def test_recurrent_layers_and_in_proj_count_as_kept(capsys):
     """By hand: a step of an LSTM is 4 x (64 x 64 + 64 x 64); in_proj has 3 x 64 x 64."""
-    model = nn.ModuleList([nn.LSTM(64, 64), nn.MultiheadAttention(64, 1), nn.Linear(64, 64)])
-    counted = flops(make_plan(model))
-    assert counted.fp8 == 6 * 64 * 64
-    assert counted.high_precision == 6 * 64 * 64 * (8 + 3 + 1)
+    counted = run_json(capsys, f"{__name__}.Recurrent")["flops_per_token"]
+    assert (counted["fp8"], counted["high_precision"]) == (6 * 64 * 64, 6 * 64 * 64 * (8 + 3 + 1))
 
 
 @pytest.mark.parametrize("model", ["lightning_lowprec.tools.demo.ByteGPT", ByteGPT()], ids=["path", "model"])

@@ -18,8 +18,6 @@ from tests import toys
 pytestmark = pytest.mark.slow
 
 SIDE, ROWS = 512, 16
-SMALL = 512
-"""Bytes of a few numbers, such as AdamW's count of steps."""
 TINY = {
     "model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 1024, "num_hidden_layers": 5,
@@ -70,29 +68,6 @@ def on_meta(make, *args, **kwargs):
 def peaks_of(make, precision):
     model = on_meta(make)
     return simulate(model, inputs_of(model), Setting(precision=precision, batch=ROWS, fused=True))
-
-
-@pytest.mark.parametrize(
-    ("precision", "weight", "gradient", "state"),
-    [
-        ("32-true", 4, 4, 8),
-        ("bf16-true", 2, 2, 4),
-        ("bf16-master", 2, None, 12),
-        ("bf16-remainder", 2, None, 10),
-        ("bf16-8bit", 2, None, 4 + 2 / 256),  # an exponent for 256 numbers of each moment
-        ("fp8-hybrid", 4, 4, 8),
-        ("fp8-hybrid-remainder", 2, None, 10),
-    ],
-)
-def test_bytes_of_a_weight_by_precision(precision, weight, gradient, state):
-    """In the second forward: the weight, and masters and moments; no codes. The Trainer keeps gradients until then;
-    with masters, the step drops them."""
-    peak = peaks_of(Square, precision)["forward"]
-    size = SIDE * SIDE
-    assert peak["weights"] == weight * size
-    assert peak["gradients"] == (gradient or 0) * size
-    batch = 4 * ROWS * SIDE
-    assert 0 <= peak["state"] - state * size - batch <= 16 * SMALL, "scales of the codes, a table of the kernel"
 
 
 def test_the_largest_batch_fits_and_one_more_does_not(shallow):

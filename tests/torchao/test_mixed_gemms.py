@@ -103,20 +103,3 @@ def test_a_conv1d_is_a_linear_with_the_transposed_weight(kind, options):
     made_plain(conv)
     assert type(conv) is type(high)
     assert set(vars(conv)) == set(vars(high))
-
-
-@pytest.mark.parametrize("tokens", [13, 16])
-@pytest.mark.parametrize("conv1d", [False, True], ids=["Linear", "Conv1D"])
-@pytest.mark.parametrize("gemms", SUBSETS, ids=lambda gemms: "+".join(sorted(gemms)) or "none")
-def test_a_model_may_write_to_an_output(gemms, conv1d, tokens):
-    """Falcon adds to the output of a layer without bias, in place."""
-    layer, found = converted("tensorwise", plain(conv1d=conv1d), gemms), []
-    if not conv1d:
-        layer.bias = None
-    for add in (torch.Tensor.add_, torch.Tensor.add):
-        x = torch.randn(2, tokens, IN, generator=torch.Generator().manual_seed(1), requires_grad=True)
-        add(layer(x), 1).square().sum().backward()
-        found += [x.grad, layer.weight.grad]
-        layer.weight.grad = None
-    assert torch.equal(found[0], found[2])
-    assert torch.equal(found[1], found[3])

@@ -241,14 +241,6 @@ def test_each_layer_has_the_bits_of_its_own_format():
 
 
 @pytest.mark.skipif("mxfp8" not in FORMATS, reason="torchao has no MXFP8")
-def test_features_that_one_format_cannot_multiply_stay_in_bf16():
-    model = nn.ModuleDict({"mxfp8": nn.Linear(48, 48), "block": nn.Linear(48, 48)})
-    plugin, _ = set_up(model, recipe={"mxfp8": "mxfp8", "block": "block"})
-    assert plugin.plan.converted == ("block",)
-    assert plugin.plan.rows[0].kept_because == "features are no multiples of 32"
-
-
-@pytest.mark.skipif("mxfp8" not in FORMATS, reason="torchao has no MXFP8")
 def test_a_layer_whose_device_cannot_run_its_format_is_named():
     with pytest.raises(RuntimeError, match=r"`recipe='mxfp8'` of layer 'up' cannot run: .*'hopper'` is not valid"):
         set_up(layers("up", "down"), recipe={"up": "mxfp8", "*": "tensorwise"}, emulate="hopper")

@@ -8,12 +8,12 @@ from torch.autograd import forward_ad
 
 from lightning_lowprec import FP8TorchAO, Int8TorchAO
 
-NAMES = ("fp8-hybrid", "fp8-rowwise", "fp8-rowwise-gw-hp")
+NAMES = ("fp8-hybrid", "fp8-rowwise", "fp8-rowwise-gw-hp", "int8-mixed", "mxfp8")
 
 
 def layer(rows=16):
     torch.manual_seed(0)
-    return nn.Linear(32, 48), torch.randn(rows, 32), torch.randn(rows, 48)
+    return nn.Linear(32, 64), torch.randn(rows, 32), torch.randn(rows, 64)
 
 
 def penalty_gradients(model, x, v):
