@@ -276,7 +276,7 @@ FAULTS = [
         "gradients of MS-AMP that are not averaged over ranks",
         "dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)\n    stages",
         "largest.zero_()\n    stages",
-        "tests/msamp/test_scaled_ddp.py",
+        "tests/msamp/test_msamp_ddp.py",
     ),
     # ---- over ranks
     Fault(

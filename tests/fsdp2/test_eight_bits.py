@@ -1,4 +1,4 @@
-"""8-bit moments under FSDP2."""
+"""8-bit moments under FSDP2, of weights of 4096 numbers and more."""
 
 import copy
 
@@ -9,10 +9,11 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn import functional as F
 
-from lightning_lowprec import FabricFSDP2Strategy, HalfMixed, MasterConfig
+from lightning_lowprec import HalfMixed, MasterConfig
+from tests.fsdp2 import toy
 from tests.fsdp2.ranks import launch
-from tests.fsdp2.test_resume_fabric import state
-from tests.fsdp2.toy import adamw, assert_same, full
+from tests.fsdp2.test_resume_fabric import saves_and_goes_on, state
+from tests.fsdp2.toy import adamw, assert_same
 
 PRECISIONS = {
     "bf16-8bit": "bf16-8bit",
@@ -26,7 +27,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
 
 class Net(nn.Module):
-    """Weights of 4096 numbers and more: one in three dimensions, one of five rows (the last of four ranks has none)."""
+    """One weight in three dimensions, one of five rows (the last of four ranks has none)."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -41,100 +42,49 @@ class Net(nn.Module):
         return self.tall(F.pad(x.repeat(1, 10), (0, 64)))
 
 
-def batch(step: int, rank: int = 0):
-    generator = torch.Generator().manual_seed(10 * step + rank)
-    return torch.randn(8, WIDTH, generator=generator), torch.randint(0, 5, (8,), generator=generator)
+def setup(precision, ranks, **options):
+    return toy.setup(copy.deepcopy(PRECISIONS.get(precision, precision)), ranks, net=Net, **options)
 
 
-def setup(precision, ranks, seed=0, kind="sharded", **options):
-    precision = PRECISIONS.get(precision, precision)
-    words = {"precision": precision} if isinstance(precision, str) else {"plugins": copy.deepcopy(precision)}
-    strategy = FabricFSDP2Strategy(state_dict_type=kind, **options)
-    fabric = L.Fabric(accelerator="cpu", devices=ranks, strategy=strategy, **words)
-    fabric.launch()
-    model = Net(seed)
-    model, optimizer = fabric.setup(model, adamw(model))
-    return fabric, model, optimizer
-
-
-def train(fabric, model, optimizer, steps, rank=0):
+def train(fabric, model, optimizer, steps, ranks=1):
+    """On batches of each rank's own, or of one rank the same."""
+    losses = []
     for step in steps:
-        x, y = batch(step, rank)
-        fabric.backward(F.cross_entropy(model(x).float(), y))
+        generator = torch.Generator().manual_seed(10 * step + (fabric.global_rank if ranks > 1 else 0))
+        x, y = torch.randn(8, WIDTH, generator=generator), torch.randint(0, 5, (8,), generator=generator)
+        loss = F.cross_entropy(model(x).float(), y)
+        fabric.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
 
 
-def everything(model, optimizer):
-    model, optimizer = getattr(model, "module", model), getattr(optimizer, "optimizer", optimizer)
-    return {"model": as_bytes(dict(model.state_dict())), "optimizer": as_bytes(optimizer.state_dict())}
-
-
-SENT_AS = {torch.float8_e4m3fn: torch.uint8, torch.float8_e5m2: torch.uint8, torch.int16: torch.float16}
-
-
-def as_bytes(value):
-    """Whole tensors; bits that gloo does not gather in a dtype that it gathers."""
-    if isinstance(value, dict):
-        return {key: as_bytes(v) for key, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [as_bytes(v) for v in value]
-    if not isinstance(value, torch.Tensor) or value.dtype not in SENT_AS:
-        return full(value)
-    if hasattr(value, "to_local"):
-        layout = {"shape": value.shape, "stride": value.stride(), "run_check": False}
-        local = value.to_local().view(SENT_AS[value.dtype])
-        return as_bytes(
-            type(value).from_local(local, value.device_mesh, value.placements, **layout).full_tensor().view(value.dtype)
-        )
-    return value.view(torch.int16 if value.dtype == torch.int16 else torch.uint8).clone()
+def everything(fabric, model, optimizer):
+    return toy.everything(model, optimizer, fabric.strategy.precision)
 
 
 def on_two(rank, ranks, folder):
     for precision in PRECISIONS:
         as_one_process(rank, ranks, folder, precision)
-    for precision, kind in SAVED:
-        resumes(rank, ranks, folder, precision, kind)
+    saves_and_goes_on(rank, ranks, folder, SAVED, Net, train)
     into_float32_and_back(rank, ranks, folder)
     with pytest.raises(ValueError, match=r"whose float32 shards take the place of masters\. Use `form='remainder'`"):
         setup(HalfMixed("bf16", master_weights=MasterConfig(moments="8bit")), ranks)
-
-
-def codes_are_sharded_as_their_weights(model, optimizer):
-    held = {name for name, p in model.module.named_parameters() if "exp_avg_codes" in optimizer.state[p]}
-    assert held == CODED
-    for p in model.module.parameters():
-        if "exp_avg_codes" in optimizer.state[p]:
-            entry = optimizer.state[p]
-            assert entry["exp_avg_codes"].dtype == torch.float8_e4m3fn
-            assert entry["exp_avg_codes"].placements == entry["exp_avg_sq_exponents"].placements == p.placements
-            row = p.numel() // p.shape[0]
-            assert entry["exp_avg_exponents"].shape == (p.shape[0], row // min(256, row & -row))
-
-
-def resumes(rank, ranks, folder, precision, kind):
-    name, path = f"{precision}.{kind}", folder / f"{precision}.{kind}.ckpt"
-    fabric, model, optimizer = setup(precision, ranks, kind=kind)
-    train(fabric, model, optimizer, range(3), rank)
-    fabric.save(path, state(fabric, model, optimizer, 3))
-    saved = everything(model, optimizer)
-    train(fabric, model, optimizer, range(3, 6))
-    after = everything(model, optimizer)
-    if rank == 0:
-        torch.save(after, folder / f"{name}.after")
-    fabric, model, optimizer = setup(precision, ranks, seed=7, kind=kind, cpu_offload=kind == "full")
-    fabric.load(path, state(fabric, model, optimizer))
-    assert_same(everything(model, optimizer), saved, name)
-    train(fabric, model, optimizer, range(3, 6))
-    assert_same(everything(model, optimizer), after, name)
 
 
 def as_one_process(rank, ranks, folder, precision):
     """The ranks train on the same batches, so that the mean of their gradients is the gradient."""
     fabric, model, optimizer = setup(precision, ranks)
     train(fabric, model, optimizer, range(4))
-    codes_are_sharded_as_their_weights(model, optimizer)
-    found = everything(model, optimizer)
+    assert {name for name, p in model.module.named_parameters() if "exp_avg_codes" in optimizer.state[p]} == CODED
+    for p, entry in optimizer.state.items():
+        if "exp_avg_codes" in entry:
+            assert entry["exp_avg_codes"].dtype == torch.float8_e4m3fn
+            assert entry["exp_avg_codes"].placements == entry["exp_avg_sq_exponents"].placements == p.placements
+            row = p.numel() // p.shape[0]
+            assert entry["exp_avg_exponents"].shape == (p.shape[0], row // min(256, row & -row))
+    found = everything(fabric, model, optimizer)
     if rank == 0:
         torch.save(found, folder / f"{precision}.same_batches")
 
@@ -142,32 +92,30 @@ def as_one_process(rank, ranks, folder, precision):
 def into_float32_and_back(rank, ranks, folder):
     """Weights, masters and moments stay as they are: the next step is the same."""
     fabric, model, optimizer = setup("bf16-8bit", ranks)
-    train(fabric, model, optimizer, range(3), rank)
+    train(fabric, model, optimizer, range(3), ranks)
     for precision in ("fp8-hybrid", "bf16-8bit"):
         path = folder / f"{precision}.crossed.ckpt"
         fabric.save(path, state(fabric, model, optimizer))
         if precision == "fp8-hybrid":
             train(fabric, model, optimizer, [3])
-            expected = everything(model, optimizer)
+            expected = everything(fabric, model, optimizer)
         fabric, model, optimizer = setup(precision, ranks, seed=8)
         fabric.load(path, state(fabric, model, optimizer))
     train(fabric, model, optimizer, [3])
-    assert_same(everything(model, optimizer), expected, "float32 and back")
+    assert_same(everything(fabric, model, optimizer), expected, "float32 and back")
 
 
 def on_four(rank, ranks, folder):
-    """The next three steps, of the same batches on every rank, are those of the two ranks that saved, bit for bit."""
     for precision, kind in SAVED:
         fabric, model, optimizer = setup(precision, ranks, seed=5, kind=kind)
         fabric.load(folder / f"{precision}.{kind}.ckpt", state(fabric, model, optimizer))
-        train(fabric, model, optimizer, range(3, 6))
-        assert_same(everything(model, optimizer), torch.load(folder / f"{precision}.{kind}.after"), precision)
+        assert_same(everything(fabric, model, optimizer), torch.load(folder / f"{precision}.{kind}.truth"), precision)
         tall = dict(model.module.named_parameters())["tall.weight"]
         assert len(tall.to_local()) == (2, 2, 1, 0)[rank]
         assert "exp_avg_codes" in optimizer.state[tall], "also where the rank has no rows"
     fabric, model, optimizer = setup("bf16-8bit", ranks, replicate=2)
     train(fabric, model, optimizer, range(4))
-    assert_same(everything(model, optimizer), torch.load(folder / "bf16-8bit.same_batches"), "two copies")
+    assert_same(everything(fabric, model, optimizer), torch.load(folder / "bf16-8bit.same_batches"), "two copies")
     tensor_parallel(ranks, folder)
 
 
@@ -176,15 +124,14 @@ def tensor_parallel(ranks, folder):
     options = {"tensor_parallel": {"up": ColwiseParallel(), "down": RowwiseParallel()}, "tensor_parallel_size": 2}
     fabric, model, optimizer = setup("bf16-8bit", ranks, **options)
     train(fabric, model, optimizer, range(3))
-    down = dict(model.module.named_parameters())["down.weight"]
-    entry = optimizer.state[down]
+    entry = optimizer.state[dict(model.module.named_parameters())["down.weight"]]
     assert entry["exp_avg_codes"].to_local().shape == (32, 64)
     assert entry["exp_avg_exponents"].to_local().shape == (32, 1)
     fabric.save(folder / "tensor_parallel.ckpt", state(fabric, model, optimizer))
-    saved = everything(model, optimizer)
+    saved = everything(fabric, model, optimizer)
     fabric, model, optimizer = setup("bf16-8bit", ranks, seed=5, **options)
     fabric.load(folder / "tensor_parallel.ckpt", state(fabric, model, optimizer))
-    assert_same(everything(model, optimizer), saved, "tensor parallel")
+    assert_same(everything(fabric, model, optimizer), saved, "tensor parallel")
     with pytest.raises(ValueError, match="Load the checkpoint with the `tensor_parallel_size` that it was saved with"):
         fabric.load(folder / "fp8-hybrid.crossed.ckpt", state(fabric, model, optimizer))
 
@@ -194,8 +141,7 @@ def test_eight_bits(tmp_path):
     launch(on_four, 4, tmp_path, tmp_path)
     for name, precision in PRECISIONS.items():  # without FSDP2
         words = {"precision": precision} if isinstance(precision, str) else {"plugins": precision}
-        fabric = L.Fabric(accelerator="cpu", devices=1, **words)
-        model = Net()
+        fabric, model = L.Fabric(accelerator="cpu", devices=1, **words), Net()
         model, optimizer = fabric.setup(model, adamw(model))
         train(fabric, model, optimizer, range(4))
-        assert_same(everything(model, optimizer), torch.load(tmp_path / f"{name}.same_batches"), name)
+        assert_same(everything(fabric, model, optimizer), torch.load(tmp_path / f"{name}.same_batches"), name)

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from tests.fsdp2.ranks import launch
-from tests.fsdp2.toy import assert_same, everything, setup, train
+from tests.fsdp2.toy import Toy, assert_same, everything, setup, train
 
 PRECISIONS = (
     "32-true", "bf16-mixed", "fp8-hybrid-fp16", "fp8-hybrid", "fp8-hybrid-remainder", "bf16-master", "fp8-hybrid-sr",
@@ -31,10 +31,10 @@ def state(fabric, model, optimizer, step=0):
     return {"model": model, "optimizer": optimizer, "precision": fabric.strategy.precision, "step": step}
 
 
-def saves_and_goes_on(rank, ranks, folder):
-    for precision, kind in SAVED:
+def saves_and_goes_on(rank, ranks, folder, saved_in=SAVED, net=Toy, train=train):
+    for precision, kind in saved_in:
         name = f"{precision}.{kind}"
-        fabric, model, optimizer = setup(precision, ranks, kind=kind)
+        fabric, model, optimizer = setup(precision, ranks, kind=kind, net=net)
         train(fabric, model, optimizer, range(3), ranks)
         fabric.save(folder / f"{name}.ckpt", state(fabric, model, optimizer, 3))
         saved = everything(model, optimizer, fabric.strategy.precision)
@@ -42,7 +42,7 @@ def saves_and_goes_on(rank, ranks, folder):
         after = everything(model, optimizer, fabric.strategy.precision)
         if rank == 0:
             torch.save(saved, folder / f"{name}.truth")
-        fabric, model, optimizer = setup(precision, ranks, seed=7, kind=kind)
+        fabric, model, optimizer = setup(precision, ranks, seed=7, kind=kind, net=net)
         received = state(fabric, model, optimizer)
         assert fabric.load(folder / f"{name}.ckpt", received) == {}
         assert received["step"] == 3

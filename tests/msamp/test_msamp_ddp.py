@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 import lightning_lowprec
 from lightning_lowprec import MSAMP
+from lightning_lowprec.msamp import values_of
 from tests.fsdp2.ranks import launch
 from tests.fsdp2.toy import QUIET, Toy, X, Y
 from tests.numerics.test_fp8_average import Sent
@@ -88,6 +89,47 @@ def skips(rank, ranks):
         assert (scaler.scale, scaler.skipped_steps) == (scale / 2, skipped + 1)
 
 
+class Parts(nn.Module):
+    """Weights that every rank uses, rank 1 alone, and nobody."""
+
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.norm, self.always, self.sometimes, self.unused = (
+            nn.LayerNorm(32),
+            *(nn.Linear(32, 32, bias=False) for _ in range(3)),
+        )
+
+    def forward(self, x, both):
+        return self.always(self.norm(x)) + (self.sometimes(x) if both else 0)
+
+
+def averages(rank, ranks):
+    """Of the gradients of all ranks, to two roundings to e4m3; a rank without a gradient counts as zero."""
+    model = Parts(rank)
+    fabric, wrapped, optimizer = in_fabric(model, ranks, MSAMP("O3"))
+    assert_close(values_of(model.always.weight), Parts(0).always.weight, 2**-11)  # fp16: the weights of rank 0
+    x = torch.randn(16, 32, generator=torch.Generator().manual_seed(rank))
+    fabric.backward(wrapped(x, both=rank == 1).square().mean())
+    assert (model.sometimes.weight.grad is None) == (rank == 0)
+    grads = [
+        torch.zeros(32, 32) if p.grad is None else p.grad + 0 for p in (model.always.weight, model.sometimes.weight)
+    ]
+    gathered = [torch.empty(2, 32, 32) for _ in range(ranks)]
+    dist.all_gather(gathered, torch.stack(grads))
+    fabric.clip_gradients(wrapped, optimizer, max_norm=1e9)
+    for layer, expected in zip((model.always, model.sometimes), sum(gathered) / ranks, strict=True):
+        assert_close(layer.weight.grad + 0, expected, 2**-3)
+    assert model.unused.weight.grad is None
+    fabric.backward(wrapped(x, both=True).square().mean())  # what is averaged already is averaged again
+    optimizer.step()
+    assert_same_on_all_ranks(everything(model, optimizer))
+
+
+def assert_close(found, expected, rtol):
+    torch.testing.assert_close(found, expected.detach(), rtol=rtol, atol=2**-9 * expected.abs().max().item())
+
+
 def sends(rank, ranks):
     """One byte per coded weight, once per step, whoever asks for averaged gradients in between."""
     model = nn.Sequential(nn.Linear(128, 128), nn.LayerNorm(128), nn.Linear(128, 128))
@@ -157,6 +199,7 @@ def body(rank, ranks, folder):
     evaluates(rank, ranks)
     trains_and_resumes(rank, ranks, folder)
     skips(rank, ranks)
+    averages(rank, ranks)
     sends(rank, ranks)
     refuses(rank, ranks)
     clipped_alone(rank, ranks)

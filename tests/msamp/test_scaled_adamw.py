@@ -85,39 +85,30 @@ def test_ten_steps_are_those_of_the_specification(level, coded, kind):
             assert p.msamp_state.e4m3_scale.item() == reference.weight[1]
 
 
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.float64])
-def test_complex_and_float64_parameters_keep_their_digits(dtype):
-    """Also in a run that goes on from a state dict in the middle."""
-    ours, theirs = (
-        [nn.Parameter(v.to(dtype) * (1 + 2**-30 + (1j if dtype.is_complex else 0))) for v in starts()] for _ in "ab"
-    )
-    optimizer, reference = converted(AdamW, [*ours, *scaled_params("O2")]), AdamW(theirs, **OPTIONS)
-    for step in range(5):
-        for p, q, g in zip(ours, theirs, gradients(step), strict=True):
-            p.grad, q.grad = g.to(dtype) * p.detach(), g.to(dtype) * q.detach()
-        optimizer.step()
-        reference.step()
-        optimizer.load_state_dict(optimizer.state_dict())
-    assert all(torch.equal(p, q) for p, q in zip(ours, theirs, strict=True))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64])
 @pytest.mark.parametrize("implementation", [{}, {"foreach": True}, {"fused": True}], ids=["", "foreach", "fused"])
 @pytest.mark.parametrize("kind", [Adam, AdamW])
 def test_plain_parameters_get_torchs_step(dtype, implementation, kind):
-    ours = [nn.Parameter(v.to(dtype)) for v in starts()]
-    # half precision: float32 moments and update, rounded after each step
-    theirs = [nn.Parameter(p.detach().float()) for p in ours]
+    """With all of their digits; in half precision moments and update are float32, rounded after each step."""
+    if dtype.is_complex and "fused" in implementation:
+        pytest.skip("torch has none")
+    wide = torch.promote_types(dtype, torch.float32)
+    digits = 1 + 2**-30 + (1j if dtype.is_complex else 0)
+    ours = [nn.Parameter((v * digits).to(dtype)) for v in starts()]
+    theirs = [nn.Parameter(p.detach().to(wide)) for p in ours]
     options = {**OPTIONS, **implementation}
     optimizer, reference = converted(kind, [*ours, *scaled_params("O2")], **options), kind(theirs, **options)
     for step in range(5):
         for p, q, g in zip(ours, theirs, gradients(step), strict=True):
-            p.grad, q.grad = g.to(dtype), g.to(dtype).float()
+            p.grad = (g * digits).to(dtype)
+            q.grad = p.grad.to(wide)
         optimizer.step()
         reference.step()
         for q in theirs:
-            q.data = q.data.to(dtype).float()
-    assert all(torch.equal(p.float(), q) for p, q in zip(ours, theirs, strict=True))
+            q.data = q.data.to(dtype).to(wide)
+        if dtype == wide:  # as in a run that goes on
+            optimizer.load_state_dict(optimizer.state_dict())
+    assert all(torch.equal(p.to(wide), q) for p, q in zip(ours, theirs, strict=True))
 
 
 def test_the_state_of_another_optimizer_is_refused():
@@ -173,8 +164,6 @@ def test_zero_weights_and_zero_gradients(level):
     ("options", "message"),
     [
         ({"level": "O4"}, "`level='O4'` is not valid; expected one of: O1, O2, O3."),
-        ({"lr": -1.0}, "Invalid learning rate: -1.0"),
-        ({"eps": float("nan")}, "Invalid epsilon value: nan"),
         ({"betas": (0.9, 1.0)}, "Invalid beta parameter at index 1: 1.0"),
         ({"amsgrad": True}, "`amsgrad=True` of ScaledAdamW is not possible with MS-AMP."),
     ],

@@ -7,17 +7,24 @@ import torch
 from torch import nn
 
 from lightning_lowprec.msamp import scale_linears, values_of
-from lightning_lowprec.msamp.gradient import ScaledGradient, Stage
 
 VALUES = torch.tensor([[1.0, -2.0, 3.0], [0.5, 0.0, -4.0]])
 """Exact in e4m3 with any power-of-two scale."""
 LINEAR = nn.Linear(16, 16, bias=False)
 
 
-def linear(**options):
+def linear():
     module = copy.deepcopy(LINEAR)
-    scale_linears(module, [""], "O2", **options)
+    scale_linears(module, [""], "O2")
     return module
+
+
+def gradient_of(values):
+    """Return the gradient of a weight that gets these values from its layer."""
+    module = nn.Linear(*values.shape[::-1], bias=False)
+    scale_linears(module, [""], "O2")
+    module(torch.eye(len(values.T))).backward(values.T)
+    return module.weight.grad
 
 
 def with_gradient():
@@ -27,7 +34,7 @@ def with_gradient():
 
 
 def test_it_is_a_float32_tensor_of_one_byte_per_element():
-    gradient = ScaledGradient.of(VALUES)
+    gradient = gradient_of(VALUES)
     assert (gradient.dtype, gradient.shape, gradient.codes.dtype) == (torch.float32, (2, 3), torch.float8_e4m3fn)
     assert torch.equal(gradient.decode(), VALUES)
     assert gradient.norm() == VALUES.norm()
@@ -47,7 +54,7 @@ def test_it_is_a_float32_tensor_of_one_byte_per_element():
     ],
 )
 def test_multiplying_by_a_number_changes_only_the_scale(multiply):
-    gradient = ScaledGradient.of(VALUES)
+    gradient = gradient_of(VALUES)
     codes = gradient.codes.clone()
     multiply(gradient)
     assert torch.equal(gradient.codes.float(), codes.float())
@@ -55,17 +62,15 @@ def test_multiplying_by_a_number_changes_only_the_scale(multiply):
 
 
 def test_gradients_of_different_scales_are_added():
-    gradient = ScaledGradient.of(VALUES)
-    gradient.add_(ScaledGradient.of(0.25 * VALUES))
+    gradient = gradient_of(VALUES)
+    gradient.add_(gradient_of(0.25 * VALUES))
     assert torch.equal(gradient.decode(), 1.25 * VALUES), "exact in e4m3"
 
 
 def test_other_operations_in_place_encode_anew():
-    gradient = ScaledGradient.of(VALUES)
-    gradient.stage = Stage.AVERAGED
+    gradient = gradient_of(VALUES)
     gradient.add_(VALUES)
     assert torch.equal(gradient.decode(), 2 * VALUES)
-    assert gradient.stage is Stage.OWN
     gradient.clamp_(-4.0, 3.0)
     assert torch.equal(gradient.decode(), (2 * VALUES).clamp(-4.0, 3.0))
     gradient.mul_(torch.full((2, 3), 2.0))
@@ -78,7 +83,7 @@ def test_other_operations_in_place_encode_anew():
 def test_what_is_not_finite_shows_in_the_scale_and_can_be_zeroed(bad):
     values = VALUES.clone()
     values[0, 0] = bad
-    gradient = ScaledGradient.of(values)
+    gradient = gradient_of(values)
     assert gradient.inv_scale.isnan()
     assert bool(gradient.isnan().all())
     found = torch.zeros(())
@@ -103,7 +108,6 @@ def test_a_weight_used_twice_gets_the_sum():
     module = linear()
     x = torch.eye(16)
     (module(x) + 2 * module(x)).sum().backward()
-    assert isinstance(module.weight.grad, ScaledGradient)
     assert torch.equal(module.weight.grad.decode(), torch.full((16, 16), 3.0))
 
 

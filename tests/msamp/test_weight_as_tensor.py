@@ -87,12 +87,18 @@ def test_micro_batches_with_and_without_reads_add_up():
 
 
 @every_level
-def test_a_write_between_forward_and_backward_is_noticed_also_where_the_data_are_replaced_then(level):
+@pytest.mark.parametrize("steps", [True, False])
+def test_a_change_between_forward_and_backward_is_noticed_also_where_the_data_are_replaced_then(level, steps):
     module, start = linear(level)
-    loss = module(torch.randn(16, 32, requires_grad=True)).sum()
-    with torch.no_grad():
-        module.weight.copy_(-start)
-    module.weight.data = 2 * start
+    x = torch.randn(16, 32, requires_grad=True)
+    module(x).sum().backward()
+    loss = module(x).sum()
+    if steps:
+        ScaledAdamW(module.parameters(), level=level).step()
+    else:
+        with torch.no_grad():
+            module.weight.copy_(-start)
+        module.weight.data = 2 * start
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
