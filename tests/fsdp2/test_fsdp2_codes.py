@@ -7,22 +7,16 @@ import weakref
 
 import pytest
 import torch
-from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
+from lightning_lowprec.fsdp2.strategy import gathered_line
+from lightning_lowprec.private.fsdp2 import gathered_parameters
 from lightning_lowprec.torchao.wire_format import TorchAOWire
 from tests.fsdp2.models import Net, batch, loss_of
 from tests.fsdp2.test_fsdp2_numerics import sharded
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 LAYERS = 4  # of Net, with FP8 weights
-
-
-@pytest.fixture
-def mesh():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.device_mesh.init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 @pytest.fixture
@@ -48,9 +42,9 @@ def shards_of(scales):
 
 
 @pytest.mark.parametrize(("choice", "per_step"), [("auto", 1), ("per_forward", 1), ("per_gemm", 2 * 8)])
-def test_eight_micro_batches_encode_each_shard_once(mesh, encoded, choice, per_step):
+def test_eight_micro_batches_encode_each_shard_once(alone, encoded, choice, per_step):
     """Or at every gather: blocks are gathered in forward and in backward."""
-    model, scales = sharded(mesh, True, weight_codes=choice)
+    model, scales = sharded(alone, True, weight_codes=choice)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(2):
         for micro_batch in range(8):
@@ -162,15 +156,15 @@ WAYS = {
 
 
 @pytest.mark.parametrize("change", WAYS.values(), ids=WAYS)
-def test_a_changed_weight_is_encoded_again(mesh, encoded, change):
+def test_a_changed_weight_is_encoded_again(alone, encoded, change):
     """The loss is that of a fresh model with the same weights, which keeps no codes, bit for bit."""
-    model, scales = sharded(mesh, True)
+    model, scales = sharded(alone, True)
     before = loss(model)
     assert loss(model) == before
     assert len(encoded) == LAYERS
     change(model, scales)
     got = loss(model)
-    fresh, _ = sharded(mesh, True, weight_codes="per_gemm")
+    fresh, _ = sharded(alone, True, weight_codes="per_gemm")
     fresh.load_state_dict(model.state_dict())
     assert got == loss(fresh) != before
 
@@ -182,8 +176,8 @@ def through_pickle(value):
     return torch.load(file, weights_only=False)
 
 
-def test_copies_pickles_and_state_dicts_have_no_codes(mesh):
-    model, scales = sharded(mesh, True)
+def test_copies_pickles_and_state_dicts_have_no_codes(alone):
+    model, scales = sharded(alone, True)
     loss_of(model, batch(0, 0)).backward()
     model.zero_grad()  # torch cannot copy a DTensor with its gradient
     state = model.state_dict()
@@ -205,14 +199,25 @@ def test_copies_pickles_and_state_dicts_have_no_codes(mesh):
     assert up.weight._local_tensor.data_ptr() != model.blocks[0].up.weight._local_tensor.data_ptr()
 
 
+def test_weights_that_were_sent_in_bf16_raise(alone):
+    model, _ = sharded(alone, True)
+    loss_of(model, batch(0, 0))
+    assert gathered_line(model, 1) is None
+    assert gathered_line(model, 2).startswith("all-gather: float8, ")
+    coded = next(one for one in gathered_parameters(model.blocks[0]) if one.sharded_param.ndim == 2)
+    coded.all_gather_outputs = [torch.empty(64 * 128, dtype=torch.bfloat16)]
+    with pytest.raises(RuntimeError, match=r"'blocks.0' were to be gathered as float8, but bfloat16 was sent"):
+        gathered_line(model, 2)
+
+
 def watched(model, scales):
     loss_of(model, batch(0, 0)).backward()
     model.zero_grad()
     return [weakref.ref(t) for shard in shards_of(scales) for t in (shard, shard._tensor, shard._kept.codes)]
 
 
-def test_replaced_and_deleted_shards_are_freed_with_their_codes(mesh):
-    model, scales = sharded(mesh, True)
+def test_replaced_and_deleted_shards_are_freed_with_their_codes(alone):
+    model, scales = sharded(alone, True)
     old = watched(model, scales)
     model.to(torch.float64)
     gc.collect()

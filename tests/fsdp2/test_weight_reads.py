@@ -5,7 +5,6 @@ import copy
 import lightning as L
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -14,13 +13,6 @@ from tests.quality import sqnr
 from tests.toys import Stack
 
 X = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
-
-
-@pytest.fixture
-def alone():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 class Block(nn.Module):
@@ -39,15 +31,19 @@ class Model(Stack):
         super().__init__(Block, seed=0)
 
 
+def set_up(model, name):
+    fabric = L.Fabric(accelerator="cpu", devices=1, strategy="fsdp2", precision=name)
+    fabric.launch()
+    return fabric, fabric.setup_module(model)
+
+
 @pytest.mark.parametrize("name", ["fp8-hybrid", "fp8-e4m3", "msamp-o3"])
 def test_a_read_of_a_gathered_weight_gives_values_and_gradients(alone, name):
     model = Model()
     plain = copy.deepcopy(model)
     expected = plain(X)
     expected.square().sum().backward()
-    fabric = L.Fabric(accelerator="cpu", devices=1, strategy="fsdp2", precision=name)
-    fabric.launch()
-    sharded = fabric.setup_module(model)
+    fabric, sharded = set_up(model, name)
     output = sharded(X)
     assert sqnr(expected.detach(), output.detach().float()) > 25
     fabric.backward(output.float().square().sum())
@@ -62,9 +58,7 @@ def test_a_write_to_a_gathered_weight_raises(alone):
     for name in ("fp8-hybrid", "msamp-o3"):
         model = Model()
         model.blocks[0].down.register_forward_pre_hook(lambda layer, _: layer.weight.data.mul_(2.0))
-        fabric = L.Fabric(accelerator="cpu", devices=1, strategy="fsdp2", precision=name)
-        fabric.launch()
-        sharded = fabric.setup_module(model)
+        _, sharded = set_up(model, name)
         with pytest.raises(RuntimeError, match=r"would write to a gathered weight of shape \(64, 64\).*to the shards"):
             sharded(X)
 
@@ -78,9 +72,7 @@ class Reader(Block):
 @pytest.mark.parametrize("name", ["fp8-hybrid", "msamp-o3"])
 def test_a_layer_that_is_only_read_is_named_and_the_gather_too(alone, name):
     model = nn.Sequential(Reader(), nn.Linear(32, 32))
-    fabric = L.Fabric(accelerator="cpu", devices=1, strategy="fsdp2", precision=name)
-    fabric.launch()
-    sharded = fabric.setup_module(model)
+    fabric, sharded = set_up(model, name)
     with pytest.warns(UserWarning, match=r"'0.up', '0.down'.*FSDP2 gathers the weights like those of the other"):
         fabric.backward(sharded(X).float().square().sum())
     assert fabric.strategy.precision.plan.converted == ("1",)
