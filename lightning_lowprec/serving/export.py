@@ -158,6 +158,12 @@ def _rounded_weights(model: nn.Module, format: FormatName) -> RoundedWeights:
     return weights
 
 
+def _after_merge(weights: RoundedWeights, source: WithoutAdapter) -> RoundedWeights:
+    """No forward has rounded a weight with its adapter."""
+    roundings = {name: None if name in source.merged else rounding for name, rounding in weights.roundings.items()}
+    return replace(weights, roundings=roundings)
+
+
 def served_model(model: nn.Module) -> Any:
     """Return the model of transformers that a module is or holds; raise ValueError if there is none, or several."""
     models: list[nn.Module] = []
@@ -189,11 +195,10 @@ def write(
     ``adapter`` is the config of a LoRA adapter among the tensors.
     """
     adapted = WithoutAdapter(source, adapter, merge=options.merge_adapters)
-    merged = {name: None if name in adapted.merged else rounding for name, rounding in weights.roundings.items()}
     content = Content(
         source=adapted,
         model=model,
-        weights=replace(weights, roundings=merged),
+        weights=_after_merge(weights, adapted),
         format=find_format(options.format),
         dtype=DTYPES[options.dtype],
         weights_only=options.weights_only,
@@ -323,6 +328,7 @@ def fp8_state(
     check_choice("dtype", dtype, DTYPES)
     weights = _rounded_weights(inner, format)
     source = WithoutAdapter(live_model(inner), config_of(inner), merge=merge_adapters)
+    weights = _after_merge(weights, source)
     content = Content(source=source, model=inner, weights=weights, format=find_format(format), dtype=DTYPES[dtype])
     return _tensors(content)
 

@@ -243,6 +243,20 @@ def test_logits_of_a_weight_that_has_changed_since_raise():
         unread.argmax(-1)
 
 
+@pytest.mark.parametrize("cast", [torch.Tensor.float, lambda logits: logits.to(torch.bfloat16)], ids=["float", "to"])
+def test_logits_cast_to_a_dtype_are_those_of_the_weight_of_their_forward(cast):
+    """A cast computes nothing, so it may come after the step too."""
+    model = build()
+    with_head(model, "chunked")
+    logits = stepped(model)[0].logits
+    early = cast(logits)
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    for late in (early, cast(logits), cast(early)):
+        assert is_lazy(late)
+        with pytest.raises(RuntimeError, match="not read before the weight of the head changed"):
+            late.argmax(-1)
+
+
 class Doubled(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits):

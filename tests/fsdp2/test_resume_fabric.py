@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
+from lightning_lowprec import HalfMixed
 from tests.fsdp2.ranks import launch
 from tests.fsdp2.toy import Toy, assert_same, everything, setup, train
 
@@ -127,8 +128,26 @@ def loads_on_four(rank, ranks, folder):
             assert_same(everything(model, optimizer, fabric.strategy.precision), saved, f"{options} to {target}")
 
 
+def widens(rank, ranks, folder):
+    """Weights that a checkpoint has in half precision, and that stay float32 now, become their masters."""
+    for kind in ("sharded", "full"):
+        fabric, model, optimizer = setup("bf16-remainder", ranks, kind=kind)
+        train(fabric, model, optimizer, range(3), ranks)
+        fabric.save(folder / f"{kind}.ckpt", state(fabric, model, optimizer))
+        truth = everything(model, optimizer, fabric.strategy.precision)
+        plugin = HalfMixed("bf16", master_weights="remainder", keep_fp32=["blocks.0", "head.bias"])
+        fabric, model, optimizer = setup(plugin, ranks, seed=8, kind=kind)
+        fabric.load(folder / f"{kind}.ckpt", state(fabric, model, optimizer))
+        assert {p.dtype for p in model.blocks[0].parameters()} == {torch.float32}
+        assert {p.dtype for p in model.blocks[1].parameters()} == {torch.bfloat16}
+        loaded = everything(model, optimizer, fabric.strategy.precision)
+        for value, exact in zip(float32_of(loaded), float32_of(truth), strict=True):
+            assert torch.equal(value, exact), kind
+
+
 def test_what_two_ranks_saved(tmp_path):
     launch(saves_and_loads, 2, tmp_path, tmp_path)
+    launch(widens, 2, tmp_path, tmp_path)
     launch(loads_all, 1, tmp_path, tmp_path)
     launch(loads_on_four, 4, tmp_path, tmp_path)
     for precision in PRECISIONS:  # and one process without Lightning reads a full one

@@ -202,6 +202,18 @@ def test_a_lora_adapter_is_kept_beside_codes_of_the_last_step(tmp_path):
     assert own.scaling == other.scaling == {"default": 3.0}
 
 
+@pytest.mark.parametrize("format", FP8_FORMATS)
+@pytest.mark.parametrize("precision", ["fp8-rowwise", "fp8-hybrid"])
+def test_fp8_state_merges_an_adapter_as_an_export_does(tmp_path, precision, format):
+    lora = peft.LoraConfig(r=4, lora_alpha=12, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    model = converted(peft.get_peft_model(llama(), lora), precision)
+    assert export(model, tmp_path / "out", format, merge_adapters=True).new == 2
+    state = dict(lightning_lowprec.fp8_state(model, format=format, dtype="fp32", merge_adapters=True))
+    written = tensors(tmp_path / "out")
+    assert state.keys() == written.keys()
+    assert [name for name in written if not same_bits(state[name], written[name])] == []
+
+
 @pytest.mark.parametrize("width", [1, 64, 11008, content._ELEMENTS // 200])
 def test_parts_begin_with_a_block(width):
     starts = [start for start, _ in content.spans((1 << 24, width))]
