@@ -36,7 +36,6 @@ def entries(file="ledger"):
 
 
 def shown(marker, page=PAGE):
-    """The rows of a table of a page, by the first cell."""
     text = page.read_text().partition(f"<!-- {marker}")[2].partition(f"<!-- /{marker}")[0]
     return {
         row[0]: row[1:] for row in (re.split(r" *\| *", line.strip("| ")) for line in text.splitlines()[3:] if line)
@@ -70,7 +69,6 @@ SPEED = {
 
 
 def test_the_page_on_speed_shows_the_ledger():
-    """Every row is compared with bf16 that has the same loss."""
     found = {entry.contender: entry for entry in entries()}
     assert shown("te-layers") == {f"`{key}`": figures(found[key]) for key in AROUND_TE_LAYERS}
     times = {

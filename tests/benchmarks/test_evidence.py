@@ -24,7 +24,6 @@ TODAY = {"fp8-block-torchao": "fp8-block"} | {f"mxfp8-torchao{end}": f"mxfp8{end
 
 
 def rows_of(text):
-    """The rows of the tables of a text, by cell, under the names of today."""
     lines = [[cell.strip() for cell in line.strip("| ").split("|")] for line in text.splitlines() if line[:1] == "|"]
     return [[TODAY.get(row[0], row[0]), *row[1:]] for row in lines]
 

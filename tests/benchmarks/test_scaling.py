@@ -26,7 +26,6 @@ SET_UP = 8000
 
 
 def calls(run):
-    """Return the result of ``run``, and the number of Python and C functions that it called."""
     count = 0
 
     def note(frame, event, arg):
@@ -42,7 +41,6 @@ def calls(run):
 
 
 def costs(name, blocks):
-    """Return the calls of set-up, and of each part of the last step, under a precision."""
     model = toys.Stack(lambda: toys.Block(WIDTH), blocks)
 
     def set_up():

@@ -42,7 +42,6 @@ Outcome = Mapping[str, Any]
 
 
 def outcomes_of(client: str, names: Sequence[str]) -> dict[str, Outcome]:
-    """Run a client under every name, each in a process."""
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tests.clients.recipes", client, *names]
     ran = subprocess.run(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -59,7 +58,6 @@ def outcomes_of(client: str, names: Sequence[str]) -> dict[str, Outcome]:
 
 
 def row(client: str, release: str, outcomes: Mapping[str, Outcome]) -> tuple[str, list[str]]:
-    """Return the line of a client, and what is left to explain."""
     exact = outcomes["32-true"]
     if "error" in exact:
         return "", [f"{client}, 32-true: {exact['error']}"]
@@ -84,13 +82,11 @@ def row(client: str, release: str, outcomes: Mapping[str, Outcome]) -> tuple[str
 
 
 def _cell(text: str) -> str:
-    """Return the first sentences of a message for a cell of a table."""
     line = " ".join(text.split()).replace("|", "\\|")
     return line if len(line) <= 240 else f"{line[:240].rpartition(' ')[0]} ..."
 
 
 def written(page: str, rows: Mapping[str, str]) -> str:
-    """Return the page with these rows; other clients keep theirs."""
     before, _, rest = page.partition(BEGIN)
     table, _, after = rest.partition(END)
     kept = {line.split(" | ")[0].removeprefix("| "): line for line in table.splitlines()[2:]}
@@ -101,7 +97,6 @@ def written(page: str, rows: Mapping[str, str]) -> str:
 
 
 def main(wanted: Sequence[str]) -> int:
-    """Run clients and write their rows; return 1 if something is left to explain."""
     unexplained: list[str] = []
     print(f"{HERE}, torch {version('torch')}, torchao {version('torchao')}", flush=True)
     for client in wanted or CLIENTS:

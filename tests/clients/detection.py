@@ -21,7 +21,6 @@ COLOURS: Final = ["red", "green", "blue"]
 
 
 def _pictures(folder: Path) -> Path:
-    """Write eight pictures with a square for each split, in the layout of COCO; return the folder."""
     from PIL import Image
 
     random = np.random.default_rng(0)

@@ -53,7 +53,6 @@ def neuralforecast(precision: str, folder: Path) -> Run:
 
 
 def darts(precision: str, folder: Path) -> Run:
-    """TSMixer; ``pl_trainer_kwargs`` go to the Trainer."""
     from darts import TimeSeries
     from darts.models import TSMixerModel
 
@@ -69,7 +68,6 @@ def darts(precision: str, folder: Path) -> Run:
 
 
 def pytorch_forecasting(precision: str, folder: Path) -> Run:
-    """A Temporal Fusion Transformer, fitted by the user's Trainer."""
     import pandas as pd
     from pytorch_forecasting import TemporalFusionTransformer, TimeSeriesDataSet
 
@@ -96,7 +94,6 @@ def pytorch_forecasting(precision: str, folder: Path) -> Run:
 
 
 def chemprop(precision: str, folder: Path) -> Run:
-    """A message passing network, fitted by the user's Trainer."""
     from chemprop import data, models, nn
 
     molecules = ["C" * (1 + i % 8) + "O" * (i % 3) + "N" * (i // 8) for i in range(32)]
@@ -215,7 +212,6 @@ def sentence_transformers(precision: str, folder: Path) -> Run:
 
 
 def litgpt(precision: str, folder: Path) -> Run:
-    """A GPT in a loop of Fabric."""
     from litgpt import GPT, Config
 
     config = Config(block_size=32, n_layer=2, n_embd=64, n_head=4, padded_vocab_size=128)
@@ -291,7 +287,6 @@ def _in_a_module(
 
 
 def _predicted(trainer: Any, loader: Any, *models: Any) -> list[Any]:
-    """Return what each model predicts; torchgeo's tasks predict a dict."""
     outputs = [trainer.predict(model, loader) for model in models]
     return [
         torch.cat([part["probabilities"] if isinstance(part, dict) else part for part in output]).float()
@@ -325,13 +320,11 @@ OURS: Final = "lightning_lowprec"
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Return whether this package raised an error on purpose: the innermost line is a ``raise`` of ours."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     return f"{os.sep}{OURS}{os.sep}" in last.filename and (last.line or "").startswith("raise ")
 
 
 def run(client: str, precision: str) -> dict[str, Any]:
-    """Run a recipe in a folder of its own; return its outcome."""
     logging.basicConfig(stream=sys.stdout, level=logging.INFO)
     torch.manual_seed(0)
     np.random.seed(0)

@@ -18,7 +18,6 @@ RATE: Final = 16000
 
 
 def _recordings(folder: Path) -> Path:
-    """Write a second of sound for each pair of letters; return NeMo's list of these files."""
     import soundfile
 
     lines = []
@@ -32,7 +31,6 @@ def _recordings(folder: Path) -> Path:
 
 
 def _config(folder: Path) -> Any:
-    """Return the configuration of NeMo's Conformer with small sizes and without what draws random numbers."""
     from omegaconf import OmegaConf
 
     modules = "nemo.collections.asr.modules"

@@ -62,7 +62,6 @@ def trained(strategy, **how):
 
 
 def resumed(stage, folder):
-    """Train, save in the middle, go on; load into a new engine and into the old one, and go on from there."""
     name = "fp8-hybrid"
     fabric = fabric_of(f"deepspeed_stage_{stage}", precision=name)
     tokens = batches(2 * STEPS, fabric.global_rank)
@@ -131,7 +130,6 @@ def refused_whole():
 
 
 def overflow():
-    """fp16: a batch whose loss overflows is skipped by DeepSpeed, and its scale halves after the hysteresis."""
     plugin = lp.HalfMixed("fp16", loss_scale=lp.LossScale(initial=2.0**8, growth_interval=2, hysteresis=1))
     fabric = fabric_of("deepspeed_stage_2", plugins=plugin)
     model, optimizer = started(fabric)
@@ -145,7 +143,6 @@ def overflow():
 
 
 def forward_that_raises():
-    """Whether autocast is still on after a forward of the engine that has raised."""
     fabric = fabric_of("deepspeed_stage_2", precision="bf16-master")
     started(fabric)
     with suppress(IndexError):

@@ -32,7 +32,6 @@ def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def batches(steps: int, rank: int, rows: int = 4) -> Tensor:
-    """[steps, rows, 8] tokens, other ones on every rank."""
     generator = torch.Generator().manual_seed(rank)
     return torch.randint(0, VOCABULARY, (steps, rows, 8), generator=generator)
 

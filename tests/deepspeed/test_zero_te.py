@@ -18,7 +18,6 @@ def on_the_cpu(monkeypatch):
 
 
 def losses(strategy, **how):
-    """Eight steps of a task that a net of this size learns."""
     fabric = L.Fabric(accelerator="cpu", devices=1, strategy=strategy, **how)
     fabric.launch()
     torch.manual_seed(0)

@@ -36,7 +36,6 @@ def loader():
 
 
 def resumed(stage, folder):
-    """Two epochs; the same with a checkpoint after the first, loaded into a new model."""
     straight, first, second = Task(), Task(), Task()
     trainer_of(stage, 2).fit(straight, loader())
     trainer = trainer_of(stage, 1)
@@ -62,7 +61,6 @@ def weights_of(trainer):
 
 
 def accumulated():
-    """What DeepSpeed was told by the Trainer, and its count of steps after twice as many batches."""
     task = Task()
     trainer = trainer_of(2, 1, accumulate_grad_batches=2, gradient_clip_val=0.5)
     trainer.fit(task, loader())
@@ -88,7 +86,6 @@ def cut_from_the_start():
 
 
 def of_another_base(folder):
-    """What is said of a checkpoint in bf16 that an fp16 precision resumes."""
     try:
         trainer_of(2, 2, "fp16-master").fit(Task(), loader(), ckpt_path=folder)
     except FileNotFoundError as error:

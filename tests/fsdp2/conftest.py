@@ -4,7 +4,6 @@ from torch import distributed as dist
 
 @pytest.fixture
 def alone():
-    """A mesh of one process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield dist.device_mesh.init_device_mesh("cpu", (1,))
     dist.destroy_process_group()

@@ -28,6 +28,5 @@ def count_gathers(model):
 
 
 def scales_of(model):
-    """Return what knows the scales of the weights that are gathered as codes; None if there are none."""
     shards = [getattr(parameter, "_local_tensor", None) for parameter in model.parameters()]
     return next((shard._scales for shard in shards if hasattr(shard, "_scales")), None)

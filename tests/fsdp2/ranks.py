@@ -61,7 +61,6 @@ def stop_server() -> None:
 
 
 def free_port() -> int:
-    """One that nobody listens on just now: test files run side by side."""
     with socket.socket() as asked:
         asked.bind(("127.0.0.1", 0))
         return asked.getsockname()[1]
@@ -99,7 +98,6 @@ def launch(body, ranks: int, folder: Path, *args, seconds: float = SECONDS) -> N
 
 
 def enter(rank: int, port: int) -> None:
-    """Let Lightning find this process's place in a world."""
     environ = {"LOCAL_RANK": rank, "NODE_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({key: str(value) for key, value in environ.items()})
     torch.set_num_threads(1)

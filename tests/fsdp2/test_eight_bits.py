@@ -90,7 +90,6 @@ def as_one_process(rank, ranks, folder, precision):
 
 
 def into_float32_and_back(rank, ranks, folder):
-    """Weights, masters and moments stay as they are: the next step is the same."""
     fabric, model, optimizer = setup("bf16-8bit", ranks)
     train(fabric, model, optimizer, range(3), ranks)
     for precision in ("fp8-hybrid", "bf16-8bit"):
@@ -113,16 +112,27 @@ def on_four(rank, ranks, folder):
         tall = dict(model.module.named_parameters())["tall.weight"]
         assert len(tall.to_local()) == (2, 2, 1, 0)[rank]
         assert "exp_avg_codes" in optimizer.state[tall], "also where the rank has no rows"
+    copies(rank, ranks, folder)
+    tensor_parallel(rank, ranks, folder)
+
+
+def copies(rank, ranks, folder):
     fabric, model, optimizer = setup("bf16-8bit", ranks, replicate=2)
+    assert fabric.strategy.device_mesh.shape == (2, 2, 1)
+    assert fabric.strategy.distributed_sampler_kwargs == {"num_replicas": 4, "rank": rank}
     train(fabric, model, optimizer, range(4))
     assert_same(everything(fabric, model, optimizer), torch.load(folder / "bf16-8bit.same_batches"), "two copies")
-    tensor_parallel(ranks, folder)
+    train(fabric, model, optimizer, range(4, 6), ranks)
+    mine = everything(fabric, model, optimizer)
+    for kind in ("model", "optimizer"):
+        assert_same(fabric.broadcast(mine)[kind], mine[kind], "gradients are averaged over the copies")
 
 
-def tensor_parallel(ranks, folder):
+def tensor_parallel(rank, ranks, folder):
     """Rows of `down.weight` are cut in two, and so are the exponents of its blocks."""
     options = {"tensor_parallel": {"up": ColwiseParallel(), "down": RowwiseParallel()}, "tensor_parallel_size": 2}
     fabric, model, optimizer = setup("bf16-8bit", ranks, **options)
+    assert fabric.strategy.distributed_sampler_kwargs == {"num_replicas": 2, "rank": rank // 2}
     train(fabric, model, optimizer, range(3))
     entry = optimizer.state[dict(model.module.named_parameters())["down.weight"]]
     assert entry["exp_avg_codes"].to_local().shape == (32, 64)

@@ -52,7 +52,6 @@ def wait_for(condition, seconds: float) -> bool:
 
 
 def every_ending(rank, ranks, place):
-    """In a process that has imported what the ranks need, and that they are forked from."""
     context = multiprocessing.get_context("fork")
     for i, (name, (number, targets)) in enumerate(ENDINGS.items()):
         folder = place / str(i)

@@ -95,7 +95,6 @@ def clipped(folder, name, how):
 
 
 def skipped(folder, rank):
-    """fp16: one rank's experts get a gradient that is not finite; return whether any weight changed."""
     model = cut(load(folder))
     fabric = fabric_for(HalfMixed("fp16"))
     wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=1.0, foreach=False))
@@ -109,7 +108,6 @@ def skipped(folder, rank):
 
 
 def by_lightning(folder, checkpoint):
-    """Lightning's ModelParallelStrategy cuts, after our set-up; save, go on, load, go on again."""
     strategy = ModelParallelStrategy(lambda model, mesh: cut(model), data_parallel_size=1, tensor_parallel_size=2)
     fabric = fabric_for(PLUGINS["half-auto"](), devices=2, strategy=strategy)
     model = fabric.setup(load(folder))

@@ -67,7 +67,6 @@ def test_two_ranks_train_save_and_load_the_codes(tmp_path):
 
 @pytest.fixture
 def cut_layer():
-    """A model of PEFT and its first layer, which tensor parallelism has cut after the base was stored as codes."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     model, plugin = peft_model(), FP8TorchAO(frozen="codes")
     plugin.bind_device(CPU)

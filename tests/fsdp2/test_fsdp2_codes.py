@@ -66,7 +66,6 @@ def torch_optimizer(**options):
 
 
 def other(model):
-    """The local values that a model gets: those of another seed, tripled."""
     made = Net(seed=7).state_dict()
     return {name: 3 * made[name] for name, _ in model.named_parameters()}
 
@@ -157,7 +156,6 @@ WAYS = {
 
 @pytest.mark.parametrize("change", WAYS.values(), ids=WAYS)
 def test_a_changed_weight_is_encoded_again(alone, encoded, change):
-    """The loss is that of a fresh model with the same weights, which keeps no codes, bit for bit."""
     model, scales = sharded(alone, True)
     before = loss(model)
     assert loss(model) == before

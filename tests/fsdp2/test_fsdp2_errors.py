@@ -40,7 +40,6 @@ pytestmark = [
 
 @pytest.fixture
 def six():
-    """A mesh of three times two ranks that send nothing, for data and tensor parallelism."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=6)
     yield init_device_mesh("cpu", (3, 2), mesh_dim_names=("data_parallel", "tensor_parallel"))
     dist.destroy_process_group()

@@ -74,7 +74,6 @@ def optimizers(rank):
 
 
 def evaluation(rank):
-    """Inference mode before and between training steps, as Lightning enters it under nccl."""
     fabric = fabric_for()
     results = []
     for evaluate in (nullcontext, torch.inference_mode):
@@ -97,7 +96,6 @@ SKIPPING = {
 
 
 def skipping(rank):
-    """Weights of a run in which one shard of one rank is not finite, and of a run without this batch."""
     found = {}
     for name, bad in itertools.product(SKIPPING, (1, None)):
         fabric = fabric_for(plugin := SKIPPING[name]())
@@ -136,7 +134,6 @@ def variants(rank):
 
 
 def origins(rank):
-    """Weights that only rank 0 has, that nobody has, and that rank 1 has in part, which all ranks refuse."""
     fabric = fabric_for()
     model = Net()
     if rank == 1:
@@ -166,7 +163,6 @@ def read_first_step(fabric, tokens):
 
 
 def from_rank_0(rank):
-    """Ranks that build different models have that of rank 0 if asked for, and a mixture of their own if not."""
     same = {}
     for asked in (True, False):
         model = fabric_for(sync_module_states=asked).setup_module(Net(seed=rank))
@@ -230,7 +226,6 @@ def test_sync_module_states(results):
 
 
 def test_a_monitor_reads_the_whole_weight_from_shards(results):
-    """What one process reads, of the tokens of both ranks."""
     fabric = L.Fabric(accelerator="cpu", devices=1, precision="fp8-hybrid")
     alone = read_first_step(fabric, torch.cat([batch(0, rank) for rank in range(2)]))
     found, other = (results[rank]["monitored"] for rank in range(2))

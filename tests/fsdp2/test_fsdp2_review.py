@@ -42,8 +42,6 @@ def difference(one, other):
 
 
 class Gained(Block):
-    """Has a parameter of one row, of which the second rank gets nothing."""
-
     def __init__(self):
         super().__init__(64)
         self.gain = nn.Parameter(torch.ones(1, 64))
@@ -57,8 +55,6 @@ def flat():
 
 
 class Manual(L.LightningModule):
-    """Nothing is returned; user code ``edits`` gradients inside ``training_step``."""
-
     def __init__(self, edits="none", blocks=False):
         super().__init__()
         torch.manual_seed(0)
@@ -104,8 +100,6 @@ class Manual(L.LightningModule):
 
 
 class Gan(L.LightningModule):
-    """A generator with blocks and a discriminator without, or the other way; G must not learn from D's loss."""
-
     def __init__(self, blocks_in: str):
         super().__init__()
         torch.manual_seed(0)

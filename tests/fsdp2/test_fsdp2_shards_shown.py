@@ -12,8 +12,6 @@ from tests.toys import Block
 
 
 class Steps(L.LightningModule):
-    """Looks at the classes of the parameters at each point of a manual step."""
-
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
@@ -78,8 +76,6 @@ def test_the_output_dtype_holds_inside_a_step_too():
 
 
 class Penalised(Steps):
-    """A penalty on weights in the loss; its gradient is 2 w."""
-
     def training_step(self, batch):
         self.zero_grad()
         self.unshard()
@@ -93,8 +89,6 @@ def test_penalties_on_weights_by_the_way_out_that_the_error_names():
 
 
 class Recomputed(Steps):
-    """Counts the runs of a block in a forward and its backward, and in a forward without gradients."""
-
     def training_step(self, batch):
         self.runs = []
         hook = self.blocks[0].up.register_forward_pre_hook(lambda *_: self.runs.append(torch.is_grad_enabled()))
@@ -110,8 +104,6 @@ def test_activation_checkpointing_runs_a_block_again_in_the_backward_pass():
 
 
 class ByHand(Steps):
-    """Calls a layer itself, after ``unshard`` or not, with ``manual_backward`` or not."""
-
     def __init__(self, unshard=False, manual=True):
         super().__init__()
         self.unshard_first, self.manual = unshard, manual

@@ -35,8 +35,6 @@ class Tokens(torch.utils.data.Dataset):
 
 
 class Module(L.LightningModule):
-    """The net as a submodule; the loss goes around `forward`."""
-
     def __init__(self, early_optimizer=False):
         super().__init__()
         self.net = Net()
@@ -93,8 +91,6 @@ class InConfigureModel(Module):
 
 
 class ByHand(Module):
-    """What a user of ModelParallelStrategy writes."""
-
     def configure_model(self):
         parallelize(self, self.device_mesh, self.trainer.precision_plugin)
 
@@ -188,8 +184,6 @@ def without_optimizer(rank):
 
 
 class Clipped(Module):
-    """A step of SGD with lr=1 moves the weights by the gradient after clipping."""
-
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=1.0)
 

@@ -76,7 +76,6 @@ def by_strategy(recipe):
 
 @contextmanager
 def gloo_takes_float8():
-    """torchao's float8 collectives send their codes as uint8: gloo has no float8, NCCL has."""
     table = dict(float8_ops.FLOAT8_OPS_TABLE)
 
     def as_bytes(handler):
@@ -155,7 +154,6 @@ BATCHES = 4
 
 
 def pipeline(number, schedule):
-    """A stage of one block, sharded over this rank alone; its losses and gradients."""
     alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("stages", "data"))["data"]
     plugin = FP8TorchAO()
     model = parallelize(nn.Sequential(Net().blocks[number]), alone, plugin, param_dtype=torch.float32)
@@ -218,7 +216,6 @@ def float8_activations(results):
 
 @pytest.mark.parametrize("kind", ["", ", prepared"], ids=["linears", "modules"])
 def test_activations_gathered_as_float8_by_torchaos_styles(float8_activations, kind):
-    """Our layers compute what torchao's compute, bit for bit."""
     for found in float8_activations:
         (loss, grads), (their_loss, their_grads) = found[f"ours{kind}"], found[f"torchao's{kind}"]
         assert loss == their_loss

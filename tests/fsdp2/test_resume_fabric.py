@@ -53,7 +53,6 @@ def saves_and_goes_on(rank, ranks, folder, saved_in=SAVED, net=Toy, train=train)
 
 
 def float32_of(held):
-    """What a run computes with: masters, else weights; in the order of the optimizer's."""
     stored, weights = held["optimizer"]["state"], held["model"]
     others = [fqn for fqn in weights if weights[fqn].ndim <= 1 and fqn != "seen"]
     fqns = others + [fqn for fqn in weights if weights[fqn].ndim > 1]  # as `adamw` groups them

@@ -73,7 +73,6 @@ def keeps_two_folders(rank, ranks, folder):
 
 
 def resumes_from_elsewhere(rank, ranks, folder):
-    """Saved by one device and by DDP, in files of Lightning's own making."""
     for precision in PLUGIN:
         for source in ("auto", "ddp"):
             path = folder / f"{precision}.{source}.ckpt"

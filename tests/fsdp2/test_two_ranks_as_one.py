@@ -49,8 +49,6 @@ def conv1ds():
 
 
 class Mixer(nn.Module):
-    """A block whose float32 parameters lie beside others: a decay, and a step's bias."""
-
     def __init__(self):
         super().__init__()
         self.norm = nn.LayerNorm(32)
@@ -208,7 +206,6 @@ def test_two_ranks_compute_the_bits_of_one(ranks, case):
 
 @pytest.mark.parametrize("precision", TILES)
 def test_a_gather_sends_the_codes_and_a_step_reduces_the_tiles(ranks, precision):
-    """A byte per parameter; of two ranks each has half of the parameters."""
     tile = TILES[precision]
     shapes = [(rows, columns) for columns, rows in itertools.pairwise(SIZES)]
     elements = [rows * columns for rows, columns in shapes]

@@ -16,8 +16,6 @@ X = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
 
 
 class Block(nn.Module):
-    """An autoencoder with tied weights and a penalty."""
-
     def __init__(self):
         super().__init__()
         self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 64)

@@ -42,7 +42,6 @@ class Toy(L.LightningModule):
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """Two groups, in another order than the model's parameters."""
     decayed = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim <= 1]
     return torch.optim.AdamW([{"params": others, "weight_decay": 0.0}, {"params": decayed}], lr=1e-2)
@@ -95,7 +94,6 @@ def full(value):
 
 
 def everything(model: nn.Module, optimizer, plugin) -> dict:
-    """Weights, optimizer state with masters, hyperparameters, plugin state: whole tensors, as torch itself has them."""
     optimizer = getattr(optimizer, "optimizer", optimizer)
     return {
         "model": full(dict(model.state_dict())),
@@ -110,7 +108,6 @@ def assert_same(a, b, name: str) -> None:
 
 
 def differences(a, b, at: str = "") -> list[str]:
-    """Where two nested structures are not the same, bit for bit."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         same = a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
         return [] if same else [f"{at}: {a.dtype} {tuple(a.shape)} {b.dtype} {tuple(b.shape)}"]

@@ -27,7 +27,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def fresh_device():
-    """No compiled code, no memory of an earlier test."""
     torch.manual_seed(0)
     yield
     torch._dynamo.reset()

@@ -28,7 +28,6 @@ on_gpu_only = pytest.mark.skipif(DRY, reason="a dry run on CPU cannot show this"
 
 
 def reason_to_skip() -> str | None:
-    """Why there is nothing to test here, or None."""
     device = default_device()
     if DRY:
         return None
@@ -45,7 +44,6 @@ FP8_NAMES = [
 
 
 def runs_here(name: str) -> str | None:
-    """Why a name cannot run on this machine (a missing library, another GPU's recipe), or None."""
     verdict = availability(name, DEVICE)
     return None if verdict.runs else verdict.reason
 

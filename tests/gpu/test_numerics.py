@@ -21,7 +21,6 @@ TOKENS, K, N = 512, 1024, 768
 
 
 def gradients(model, plugin, x, grad):
-    """Output and gradients of one Linear under a plugin (None: float32)."""
     fabric = L.Fabric(accelerator=DEVICE.type, devices=1, **({"plugins": plugin} if plugin else {}))
     module = fabric.setup_module(copy.deepcopy(model))
     x = x.clone().requires_grad_()

@@ -115,8 +115,6 @@ A Llama of transformers under the Trainer, called with tokens and labels. The fi
 
 @dataclass(frozen=True)
 class TrainedBudget:
-    """The most that a step of a model under the Trainer asks for."""
-
     kernels: int
     """Launches of kernels and of matrix products."""
     graphs: int

@@ -15,12 +15,10 @@ STACK = models.SHAPES["8b"]
 
 
 def _ours_as_by_hand(recipe: str, job: Job) -> Running:
-    """Our layers as raw Transformer Engine is set up: its norms, no compilation."""
     return setups.lightning(job, plugin=FP8TE(recipe), compiled=False)
 
 
 def _per_gemm(job: Job) -> Running:
-    """Weights are encoded at every product, as raw torchao does."""
     return setups.lightning(job, plugin=FP8TorchAO(weight_codes="per_gemm"), compiled=False)
 
 

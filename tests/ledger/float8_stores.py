@@ -36,14 +36,11 @@ SHAPE = models.SHAPES["toy"]
 
 
 class Unmade:
-    """Stands for a kernel of which only the source is wanted."""
-
     def run(self, *args: Any, **kwargs: Any) -> None:
         """Compute nothing, as the null GPU does."""
 
 
 def kernels(name: str) -> list[str]:
-    """Return the sources of the Triton kernels that inductor writes for two steps."""
     torch._dynamo.reset()
     job = Job(shape=SHAPE, device=torch.device("cuda"), compile=True)
     data = models.batches(SHAPE, 2, job.device, count=1)

@@ -33,7 +33,6 @@ def test_the_first_micro_batch_adds_nothing_and_others_move_six_bytes_per_parame
     (batch,) = models.batches(models.TOY, 4, DEVICE, count=1)
 
     def micro_batch():
-        """Return the launches of a backward pass, and the bytes of its additions to gradients."""
         loss = model(*batch)
         with torch.autograd.set_multithreading_enabled(False), recording() as log, Moved() as moved:
             fabric.backward(loss)

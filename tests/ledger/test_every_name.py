@@ -67,7 +67,6 @@ def tried_on(device):
 
 @pytest.fixture(scope="module", params=REFUSES)
 def outcomes(request):
-    """(device, what happened by name), of one process per device."""
     device = request.param
     names = tried_on(device)
     environ = launch.environment(device)

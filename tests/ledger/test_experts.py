@@ -61,7 +61,6 @@ WAYS = {
 
 @pytest.mark.parametrize("name", WAYS)
 def test_each_product_runs_where_it_should_and_nothing_waits(name):
-    """Two weights per layer, three products each; waits do not grow with the layers."""
     plugin, in_fp8, in_bf16 = WAYS[name]
     one, two = (counted(plugin(), layers) for layers in (1, 2))
     assert grouped(two) == (2 * in_fp8, 2 * in_bf16)

@@ -18,7 +18,6 @@ def libraries_have_their_workspaces():
 
 
 def held(make):
-    """Bytes per parameter of weights, masters and moments after two steps."""
     before = torch.cuda.memory_allocated()
     fabric = L.Fabric(accelerator="cuda", devices=1, precision="bf16-8bit")
     with torch.device("cuda"):

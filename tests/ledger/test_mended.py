@@ -29,7 +29,6 @@ NOT_SWITCHED = torch.Size([64, 64]), (64, 1), torch.nn.Linear(1, 1), MixedPrecis
 
 @pytest.fixture(autouse=True)
 def fresh():
-    """No compiled code and no memory of an earlier test, and no process group after a test."""
     torch._dynamo.reset()
     counters.clear()
     gc.collect()
@@ -40,7 +39,6 @@ def fresh():
 
 
 def toy_step(fabric):
-    """A training step of the toy model, set up by ``fabric``, and the model: (step, bare)."""
     fabric.launch()
     bare = models.build(models.TOY, DEVICE)
     model = fabric.setup_module(bare)

@@ -38,8 +38,6 @@ class LanguageModel(L.LightningModule):
 
 
 class Regressor(L.LightningModule):
-    """torch's own Transformer, with biases, dropout and layer norms."""
-
     def __init__(self, fused=True):
         super().__init__()
         self.fused = fused
@@ -63,8 +61,6 @@ def rows():
 
 
 class Peaks(L.Callback):
-    """The most that is allocated during a step, sanity checks and set-up left out."""
-
     def on_train_start(self, trainer, module):
         torch.cuda.reset_peak_memory_stats()
 

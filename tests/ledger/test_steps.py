@@ -97,7 +97,6 @@ def test_blocks_compile_into_one_graph_without_a_break(contender):
 
 @pytest.mark.parametrize("contender", with_marks(EVERYONE))
 def test_a_step_stays_within_its_budgets(contender):
-    """It waits for nothing, and allocates nothing from the driver."""
     found = entry(contender)
     assert (found.waits, found.refused, found.loose, found.mallocs) == ([], [], {}, 0)
     counted = (

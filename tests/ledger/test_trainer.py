@@ -45,7 +45,6 @@ def loader(batches=4, rows=16):
 
 
 def precision(name, compiled):
-    """By name, or the same plugin without compiled blocks, or with blocks that are compiled otherwise."""
     row = TABLE[name]
     return {"precision": name} if compiled is True else {"plugins": row.plugin(**row.options, compile=compiled)}
 
@@ -73,7 +72,6 @@ def trainer(name, folder, compiled=True, **options):
 
 @pytest.mark.parametrize(("name", "compiled"), list(each_once()))
 def test_fit_evaluate_save_and_resume(name, compiled, tmp_path):
-    """With clipping, accumulation and, where the precision allows it, checkpoints of activations in the first run."""
     plugin = TABLE[name].plugin.__name__
     delayed = plugin == "FP8TE" and TABLE[name].options["recipe"] == "delayed"
     model = Classifier(checkpointing=not delayed and plugin != "MSAMP")

@@ -54,7 +54,6 @@ class LastStep(L.Callback):
 
 
 def precision(case):
-    """The name, or its plugin with blocks that are traced and with the option of the case."""
     name, _, option = case.partition(", ")
     if name not in TABLE:
         return {"precision": name}

@@ -88,7 +88,6 @@ def test_a_rank_holds_what_the_plan_promises(precision):
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "fp8-hybrid"])
 def test_the_peak_of_wide_blocks(precision):
-    """At 405B's width a block in backward needs more than the root at the end."""
     row = counted(precision, shape="405b", world=512)
     most = row["promised"]["state"] + row["promised"]["in_flight"]
     hidden, inner = 16384, 53248

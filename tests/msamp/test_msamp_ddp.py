@@ -44,7 +44,6 @@ def assert_same_on_all_ranks(flat):
 
 
 def by_trainer(rank, ranks, epochs, path=None, seed=None, **options):
-    """Each rank starts with weights of its own: rank 0's must win."""
     trainer = L.Trainer(
         accelerator="cpu", devices=ranks, strategy="ddp", max_epochs=epochs, use_distributed_sampler=False,
         plugins=[as_trained(MSAMP(**options))], enable_checkpointing=False,
@@ -72,7 +71,6 @@ def trains_and_resumes(rank, ranks, folder):
 
 
 def skips(rank, ranks):
-    """Gradients that are not finite on rank 1, of everything or of one coded weight alone."""
     for only_codes in (False, True):
         fabric, wrapped, optimizer = in_fabric(Toy(rank), ranks, MSAMP("O3", base="fp16"))
         scaler, before = fabric.strategy.precision.scaler, everything(wrapped, optimizer)
@@ -131,7 +129,6 @@ def assert_close(found, expected, rtol):
 
 
 def sends(rank, ranks):
-    """One byte per coded weight, once per step, whoever asks for averaged gradients in between."""
     model = nn.Sequential(nn.Linear(128, 128), nn.LayerNorm(128), nn.Linear(128, 128))
     fabric, wrapped, optimizer = in_fabric(model, ranks)
     for accumulate in (1, 3):
@@ -187,7 +184,6 @@ def clipped_alone(rank, ranks):
 
 
 def evaluates(rank, ranks):
-    """Without fit nothing is wrapped; all ranks still have rank 0's weights."""
     trainer = L.Trainer(
         accelerator="cpu", devices=ranks, strategy="ddp", precision="msamp-o3", use_distributed_sampler=False, **QUIET
     )

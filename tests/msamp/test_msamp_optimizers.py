@@ -78,7 +78,6 @@ def test_what_it_cannot_do_raises(make, error, message):
 
 
 def test_any_optimizer_may_hold_what_is_not_kept_as_codes():
-    """Until it is unfrozen: then the optimizer is taken, or refused, at its next step."""
     module = Net()
     module.requires_grad_(False)
     module.head.requires_grad_(True)

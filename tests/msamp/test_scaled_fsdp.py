@@ -35,7 +35,6 @@ def scales(coded):
 
 
 def overflow(rank):
-    """A gradient of one rank's shard is inf, and another's NaN."""
     fabric, model, optimizer, coded = set_up()
     step(fabric, model, optimizer)
 

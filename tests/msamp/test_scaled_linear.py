@@ -28,7 +28,6 @@ def linear(level, bias=True, seed=0, **options):
 
 
 def rounded(x, dtype):
-    """x as a tensor of the format with the largest power-of-two scale that fits; float64."""
     limit = {E4M3: 448.0, E5M2: 57344.0}[dtype]
     scale = 2.0 ** torch.floor(torch.log2(limit / x.double().abs().max()))
     return (x.double() * scale).float().to(dtype).double() / scale
@@ -90,7 +89,6 @@ def test_a_step_is_that_of_a_wider_layer_with_zeros(level, options):
 @pytest.mark.parametrize("emulate", [True, False], ids=["emulated", "kernel"])
 @pytest.mark.parametrize("float32_gradients", [True, False])
 def test_a_conv1d_computes_what_a_linear_does(level, emulate, float32_gradients):
-    """Bit for bit; its weight, gradient and state dict are [in, out]."""
     torch.manual_seed(0)
     layers, found = (Conv1D(48, 32), nn.Linear(32, 48)), []
     with torch.no_grad():

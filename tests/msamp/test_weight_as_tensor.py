@@ -25,7 +25,6 @@ def linear(level, **options):
 
 
 def encoded(values):
-    """The values that a weight has after a write, by the specification."""
     return value(quantise(values, torch.float16))
 
 

@@ -52,15 +52,12 @@ Suite = tuple[Outcomes, Iterable[tuple[str, Outcomes]]]
 
 
 class Difference(NamedTuple):
-    """A test that the control passes, and that fails under a name."""
-
     name: str
     test: str
     message: str
 
 
 def main() -> int:
-    """Run everything that was asked for, print the differences and return the exit status."""
     parser = argparse.ArgumentParser(prog="make test-peers", description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--names", default=",".join(SWAPS), help="which of: %(default)s")
@@ -83,7 +80,6 @@ def main() -> int:
 
 
 def report(differences: list[Difference], names: set[str], suites: set[str]) -> int:
-    """Print every difference with its reason; return 1 if a difference has no reason, or a reason no difference."""
     reasons = list(read_reasons(HERE / "reasons.txt"))
     used: set[int] = set()
     unexplained = 0
@@ -107,7 +103,6 @@ def _fits(d: Difference, name: str, test: str) -> bool:
 
 
 def read_reasons(path: Path) -> Iterator[tuple[str, str, str]]:
-    """Yield (name, test, reason) of every line; lines that begin with # are comments."""
     for line in path.read_text().splitlines():
         if line.strip() and not line.startswith("#"):
             name, test, reason = (part.strip() for part in line.split(" | ", 2))
@@ -146,7 +141,6 @@ def fabric(folder: Path, names: list[str]) -> Suite:
 
 
 def unpacked(folder: Path, scratch: Path) -> Path:
-    """Unpack Lightning's tests into ``scratch``; return the folder that pytest has to run in."""
     (archive,) = (folder / "lightning").glob("tests-*.tar.xz")
     with tarfile.open(archive) as packed:
         packed.extractall(scratch, filter="data")
@@ -183,7 +177,6 @@ def outcomes_of(
 
 
 def probe(folder: Path, names: list[str]) -> Suite:
-    """Return what fails of the probe's features, with 32-true as the control."""
     source = (folder / "probe1.py").read_text()
     features = re.findall(r"^@f\ndef (\w+)", source, flags=re.MULTILINE)
 
@@ -196,7 +189,6 @@ def probe(folder: Path, names: list[str]) -> Suite:
 
 
 def models(folder: Path, names: list[str]) -> Suite:
-    """Return which models of transformers train as in float32; the control is float32 itself."""
     precisions = [name for name in names if name in NAMES]
     lines = _lines(folder / "hf_models.py", "all", ",".join(precisions))
     under: dict[str, Outcomes] = {name: {} for name in precisions}

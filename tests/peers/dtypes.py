@@ -34,7 +34,6 @@ NOT_RUN = {
 
 
 def main() -> int:
-    """Run the families, print their faults and return the exit status."""
     options = arguments()
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
@@ -59,7 +58,6 @@ def main() -> int:
 
 
 def arguments() -> argparse.Namespace:
-    """Return the options of the command."""
     parser = argparse.ArgumentParser(prog="python -m tests.peers.dtypes", description=__doc__.splitlines()[0])
     parser.add_argument("--names", default=NAMES, help="precisions (%(default)s)")
     parser.add_argument("--only", default="", help="families; default: all")
@@ -68,7 +66,6 @@ def arguments() -> argparse.Namespace:
 
 
 def look(family: str, name: str) -> tuple[str, list[str]]:
-    """Return "clean", "faults" or "not run", and the faults or the reasons."""
     reasons = ["needs a package that is not installed"] if not classes(family) else []
     for cls in classes(family)[:6]:
         try:

@@ -66,7 +66,6 @@ def look(cls: type[transformers.PreTrainedModel]) -> tuple[set[str], set[str], i
 
 
 def on_meta(cls: type[transformers.PreTrainedModel]) -> transformers.PreTrainedModel:
-    """Return a tiny model; where its configuration cannot be tiny, one of the default configuration."""
     with torch.device("meta"):
         try:
             return cls(config(cls.config_class))
@@ -80,7 +79,6 @@ def cast(model: nn.Module) -> None:
 
 
 def main() -> int:
-    """Look at the classes, print what is wrong and the shares, and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.peers.float32", description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="families; default: all")
     only = parser.parse_args().only.split(",")

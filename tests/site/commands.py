@@ -26,7 +26,6 @@ class ParsedError(BaseException):
 
 
 def check_lowprec(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parse the arguments of ``lowprec`` by the parser of its command."""
     command, *arguments = words
     if command == "COMMAND":  # `lowprec COMMAND --help`
         return
@@ -61,13 +60,11 @@ def _precisions(parsed: dict) -> list[str]:
 
 
 def check_make(words: list[str], _: pytest.MonkeyPatch) -> None:
-    """Look for the targets in the Makefile."""
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
     assert {word for word in words if "=" not in word} <= set(targets)
 
 
 def check_python(words: list[str], _: pytest.MonkeyPatch) -> None:
-    """Look for the module or the script."""
     if words[0] == "-c":
         compile(words[1], "-c", "exec")
     elif words[0] == "-m":
@@ -91,7 +88,6 @@ def check_pip(words: list[str], _: pytest.MonkeyPatch) -> None:
 
 
 def check_launcher(words: list[str], _: pytest.MonkeyPatch) -> None:
-    """Look for the script behind the options of another launcher."""
     scripts = [word for word in words if word.endswith(".py")]
     assert scripts
     assert all(word in USERS_OWN or (ROOT / word).is_file() for word in scripts), scripts

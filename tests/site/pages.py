@@ -12,8 +12,6 @@ PAGES = sorted(path.relative_to(ROOT).as_posix() for path in FILES)
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: ``number`` counts the blocks of one language on the page, from 1."""
-
     page: str
     language: str
     number: int
@@ -25,7 +23,6 @@ class Block:
 
 
 def blocks(language: str | None = None) -> list[Block]:
-    """Return the blocks of all pages, or those of one language."""
     found = []
     for page in PAGES:
         counts: dict[str, int] = {}

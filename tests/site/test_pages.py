@@ -45,7 +45,6 @@ def test_the_navigation_has_every_page_once():
 
 
 def anchors(text: str) -> set[str]:
-    """Return the anchors of the headings, as the site and code hosts make them."""
     prose = re.sub(r"^ *```.*?^ *```$", "", text, flags=re.MULTILINE | re.DOTALL)
     headings = re.findall(r"^#+ (.+)$", prose, flags=re.MULTILINE)
     plain = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings]

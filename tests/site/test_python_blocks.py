@@ -40,8 +40,6 @@ runs the same calls. The signatures of our own calls in them are checked."""
 
 
 class Pair(nn.Module):
-    """What the docs call a Block of a model."""
-
     def __init__(self) -> None:
         super().__init__()
         self.fc1 = nn.Linear(32, 64)
@@ -52,8 +50,6 @@ class Pair(nn.Module):
 
 
 class Model(nn.Module):
-    """A model with an ``encoder``."""
-
     def __init__(self) -> None:
         super().__init__()
         self.encoder = Pair()
@@ -159,7 +155,6 @@ def test_the_block_runs(block: Block, tmp_path, monkeypatch: pytest.MonkeyPatch)
 
 
 def shortened(code: str) -> str:
-    """Train for 2 steps where the reader trains for 100."""
     short = "limit_val_batches=1, logger=False, enable_checkpointing=False"
     code = code.replace("limit_train_batches=100", f"limit_train_batches=2, {short}")
     return code.replace("max_steps=100", f"max_steps=2, {short}")

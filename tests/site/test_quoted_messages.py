@@ -23,7 +23,6 @@ ROWS = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in LINE
 
 
 def normal(text: str) -> str:
-    """Return a text without code marks, names in quotes and numbers, which differ from run to run."""
     text = re.sub(r"'[\w-]+'", GAP, unescape(re.sub(r"</?code>|`", "", text)))
     return " ".join(re.sub(r"\b\d+\b|FP8Linear|FP8TE|transformer_engine", GAP, text).split())
 

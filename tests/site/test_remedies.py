@@ -130,7 +130,6 @@ def value(node: ast.expr) -> Any:
 
 @pytest.fixture(scope="module")
 def help_of_all_commands() -> str:
-    """Return what ``--help`` of every command prints."""
     printed = io.StringIO()
     for command in cli.COMMANDS:
         with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
@@ -183,7 +182,6 @@ def test_an_argument_is_taken(code: str, help_of_all_commands: str):
 
 
 def refusal(owner: Any, values: dict[str, Any]) -> str:
-    """Return the error of a class that refuses the values; "" for a function, and for a class that needs more."""
     try:
         inspect.signature(owner).bind(**values)
     except TypeError:

@@ -68,8 +68,6 @@ def current_scaling():
 
 
 class Counting(CurrentScalingQuantizerRef):
-    """Notes the layer of every weight that it quantises."""
-
     def _quantize(self, tensor):
         self.notes.append(self.layer)
         return super()._quantize(tensor)

@@ -40,7 +40,6 @@ class Lit(Task):
 
 
 def te_linears(model):
-    """Return the layers that Transformer Engine computes."""
     return [m for m in model.modules() if isinstance(m, te.Linear)]
 
 

@@ -38,7 +38,6 @@ class Checkpointed(Net):
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("fp8_params", [False, True])
 def test_checkpointed_blocks(reference_te, reentrant, fp8_params):
-    """Several micro-batches, so that kept weights meet recomputation; the gradients are those without checkpoints."""
     found = []
     for how in (None, reentrant):
         model = Checkpointed()

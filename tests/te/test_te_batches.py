@@ -29,7 +29,6 @@ def set_up(recipe):
 
 @pytest.mark.parametrize("shape", [(1, 32), (7, 32), (3, 5, 32), (2, 3, 11, 32), (32,), (0, 32)])
 def test_ragged_batches_are_part_of_a_whole_one(reference_te, shape):
-    """Outputs and gradients are those of a batch whose other rows are zero, and get no gradient."""
     fabric, layer = set_up(current_scaling())
     x, grad = torch.randn(shape), torch.randn(*shape[:-1], 64)
     tokens = x.numel() // 32

@@ -30,7 +30,6 @@ OF_TRANSFORMERS = (LlamaRMSNorm, Qwen3RMSNorm, GemmaRMSNorm)
 
 
 def of_transformers(cls):
-    """An RMSNorm of transformers whose weight is not the first one."""
     norm = cls(32, eps=1e-2)
     nn.init.normal_(norm.weight)
     return norm

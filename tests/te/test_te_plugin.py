@@ -73,7 +73,6 @@ def test_first_and_last_blocks(pretend_gpu):
 
 
 def test_delayed_scales_wait_while_the_model_is_plain(pretend_gpu):
-    """For a checkpoint, and for the next set-up of the model."""
     plugin, model, given = FP8TE(amax_history_len=4), Lit(), {}
 
     class Sets(Callback):

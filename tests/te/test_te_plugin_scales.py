@@ -26,7 +26,6 @@ def test_scales_have_no_use_with_another_recipe(pretend_gpu, caplog):
 
 @pytest.fixture
 def unfused_update(monkeypatch):
-    """Transformer Engine's own renewal of scales in torch, which a CPU runs; its buffers belong to one test."""
     monkeypatch.setenv("NVTE_UNFUSED_FP8_UPDATE", "1")
     FP8GlobalStateManager.reset()
     yield
@@ -86,7 +85,6 @@ def note_amax(model, value):
 
 
 def steps(plugin, model, optimizer, values, micro_batches=1):
-    """A step per value, by scales in plain torch: the value is the amax of all tensors and the gradient."""
     for value in values:
         for number in range(micro_batches):
             last = number == micro_batches - 1
@@ -106,7 +104,6 @@ def steps(plugin, model, optimizer, values, micro_batches=1):
     "options", [{"skip_nonfinite": True}, {"base": "fp16", "loss_scale": 1.0}], ids=["bf16", "fp16"]
 )
 def test_a_skipped_step_restores_scales_and_histories(pretend_gpu, unfused_update, options, micro_batches):
-    """Bit for bit those of the run without this step; the last micro-batch is the bad one."""
     found = []
     for bad in ([float("nan")], [float("inf"), float("nan")], []):
         FP8GlobalStateManager.reset()
@@ -123,7 +120,6 @@ def test_a_skipped_step_restores_scales_and_histories(pretend_gpu, unfused_updat
 
 
 def test_layers_that_got_their_scales_in_a_skipped_step_begin_again(pretend_gpu, unfused_update):
-    """Before their first forward they had none: scale 1 and no history."""
     model, plugin = Net(), FP8TE(skip_nonfinite=True, amax_history_len=4)
     _, optimizer = fabric_for(plugin).setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with plugin.forward_context():

@@ -37,7 +37,6 @@ def full(tensor):
 
 
 def train(fabric, batches, steps=range(STEPS), keep=None):
-    """Gradients of the first step, the losses, and the weights at the end; ``batches(step)`` of one optimizer step."""
     from tests.te.subjects import Net
 
     model = Net()

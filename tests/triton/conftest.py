@@ -14,7 +14,6 @@ collect_ignore_glob = [] if find_spec("triton") else ["test_*.py"]
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):
-    """Kernels run in the interpreter, and CPU tensors take the way of CUDA tensors."""
     from lightning_lowprec.masters import kernel_step
     from lightning_lowprec.masters import step as masters_step
 
@@ -33,7 +32,6 @@ def interpreted(monkeypatch):
 
 @pytest.fixture
 def launches(monkeypatch):
-    """The variants of the rows of every launch of the kernel."""
     from lightning_lowprec.masters import kernel_step
 
     seen, launch = [], kernel_step.launch

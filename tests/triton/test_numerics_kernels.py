@@ -21,7 +21,6 @@ def same_codes(weight, rows, columns, scale):
 
 @pytest.fixture
 def modes(monkeypatch):
-    """The mode of every launch of the kernel, on CPU tensors."""
     seen, launch = [], encode.launch
     monkeypatch.setattr(encode, "DEVICES", {"cpu"})
     monkeypatch.setattr(encode, "launch", lambda *args: (seen.append(args[-1]), launch(*args))[1])
@@ -31,7 +30,6 @@ def modes(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("rows", "columns", "scale"), [(160, 272, 111.3), (16, 16, 1.0), (128, 256, 448.0)])
 def test_every_kind_of_value(dtype, rows, columns, scale, modes):
-    """Normal and subnormal codes, ties, zeros of both signs, infinities, NaN and values beyond the largest."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(rows, columns, generator=generator)
     weight *= torch.exp2(torch.randint(-18, 9, weight.shape, generator=generator).float())

@@ -56,7 +56,6 @@ def train(model, optimizer, steps, clip=False):
 
 
 def both_ways(monkeypatch, run):
-    """Return what ``run`` returns where the kernel steps, and where torch's own code does."""
     found = []
     for devices in ({"cpu"}, set()):
         for module in (kernel_step, masters_step):
@@ -66,7 +65,6 @@ def both_ways(monkeypatch, run):
 
 
 def assert_near(ours, theirs, rtol=0.0, atol=None):
-    """Compare optimizer states; without ``atol`` up to a few roundings of the largest value."""
     for entry, expected in zip(ours.values(), theirs.values(), strict=True):
         assert entry.keys() == expected.keys()
         for name, value in expected.items():
@@ -93,7 +91,6 @@ def test_steps_as_torch_does(form, make, clip, launches, monkeypatch):
 
 
 def test_random_bits_are_those_of_the_flat_buffer_wherever_a_parameter_lies():
-    """Rounding by the kernel equals rounding of the whole flat buffer, across a border of the keys' chunks."""
     from lightning_lowprec.masters import kernel
     from lightning_lowprec.numerics.rounding import stochastic_round_
 
@@ -117,7 +114,6 @@ def test_random_bits_are_those_of_the_flat_buffer_wherever_a_parameter_lies():
 
 @pytest.mark.parametrize(("form", "dtype"), [*((form, torch.bfloat16) for form in FORMS), ("fp32", torch.float16)])
 def test_the_kernel_notes_the_largest_value_of_the_weights_that_ask(form, dtype):
-    """The value is that of the weight as it is stored, also if it is negative, NaN, or in the last block."""
     params = [nn.Parameter(torch.randn(n, generator=torch.Generator().manual_seed(n)).to(dtype)) for n in (5000, 7, 64)]
     assert [largest(p) for p in params[:2]] == [None, None]
     optimizer = add_masters(optim.SGD(params, lr=1e-2), form)
@@ -142,7 +138,6 @@ def test_the_kernel_notes_the_largest_value_of_the_weights_that_ask(form, dtype)
 @pytest.mark.filterwarnings("ignore:invalid value")  # numpy computes here
 @pytest.mark.parametrize("form", FORMS)
 def test_values_at_the_edge(form):
-    """Not a number stays one, infinities stay, zeros keep their sign, a pruned weight stays zero."""
     p = nn.Parameter(torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1.0, 3.3e38, 0.5]).bfloat16())
     optimizer = add_masters(optim.SGD([p], lr=2.0**-12), form)
     p.grad = torch.tensor([1.0, 1, 1, 0, 0, 1, 0, 1]).bfloat16()
@@ -227,8 +222,6 @@ def in_fabric():
 
 
 def test_a_backward_after_clipping_adds_an_unclipped_gradient(monkeypatch):
-    """Clip, run another backward, step: the sum is the clipped gradient plus the new one, as without deferral."""
-
     def run():
         fabric, model, optimizer = in_fabric()
         for _ in range(2):
@@ -244,8 +237,6 @@ def test_a_backward_after_clipping_adds_an_unclipped_gradient(monkeypatch):
 
 @pytest.mark.parametrize("dropped", [slice(0, 4), slice(1, 3)], ids=["all", "some"])
 def test_gradients_that_replace_clipped_ones_are_not_clipped(dropped, monkeypatch):
-    """Clip, drop gradients at the parameters, run a bare backward, and step or clip again: as without deferral."""
-
     def run():
         fabric, model, optimizer = in_fabric()
         norms = []
