@@ -7,7 +7,6 @@ import sys
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -16,7 +15,7 @@ from lightning_lowprec.conversion import backends
 from lightning_lowprec.fsdp2.options import ShardOptions
 from lightning_lowprec.tools.cli import main
 from tests.fsdp2.ranks import run
-from tests.fsdp2.toy import QUIET, Toy, X, Y
+from tests.fsdp2.toy import Toy, X, Y
 from tests.representatives import TABLE
 from tests.toy_backend import BACKEND
 from tests.toy_backend.linear import ToyLinear
@@ -34,10 +33,6 @@ def registered():
 
 def toy_layers(model):
     return [fqn for fqn, module in model.named_modules() if isinstance(module, ToyLinear)]
-
-
-def batches():
-    return torch.utils.data.DataLoader(list(zip(X, Y, strict=True)), batch_size=8, shuffle=False)
 
 
 def test_the_name_is_there_while_the_backend_is_registered():
@@ -76,15 +71,6 @@ def test_it_gets_no_conv1d_that_it_has_not_asked_for():
     assert toy_layers(model) == ["0"]
 
 
-def test_a_converted_layer_in_no_optimizer_warns():
-    model = Toy()
-    fabric = L.Fabric(precision=NAME, accelerator="cpu", devices=1)
-    wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.head.parameters(), lr=0.1))
-    fabric.backward(wrapped(X).float().sum())
-    with pytest.warns(UserWarning, match=r"'blocks.0.up.weight' \(and .* more\) is trainable and in no optimizer"):
-        optimizer.step()
-
-
 def test_plan_and_doctor_know_it(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     module = tmp_path / "toy_model.py"
@@ -100,26 +86,6 @@ def test_plan_and_doctor_know_it(tmp_path, capsys, monkeypatch):
     assert re.search(rf"^Toy +\w+ +{NAME}: rounded to e4m3 on cpu$", said, flags=re.MULTILINE)
     assert main(["doctor", "--for", NAME]) == 0
     sys.modules.pop("toy_model", None)
-
-
-def fit(folder, epochs, checkpoint=None):
-    model = Toy()
-    trainer = L.Trainer(
-        precision=NAME, accelerator="cpu", devices=1, max_epochs=epochs, enable_checkpointing=False,
-        default_root_dir=folder, **QUIET,
-    )  # fmt: skip
-    assert isinstance(trainer.strategy, SingleDeviceStrategy)
-    trainer.fit(model, batches(), ckpt_path=checkpoint)
-    trainer.save_checkpoint(folder / f"{epochs}.ckpt")
-    return model, folder / f"{epochs}.ckpt"
-
-
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
-    _, half = fit(tmp_path, 1)
-    resumed, _ = fit(tmp_path, 2, half)
-    straight, _ = fit(tmp_path, 2)
-    assert resumed.losses == straight.losses[8:]
-    assert all(torch.equal(a, b) for a, b in zip(resumed.parameters(), straight.parameters(), strict=True))
 
 
 def train_sharded(rank, folder):

@@ -40,7 +40,6 @@ HAVE_OPTIONS = [
 
 
 def calls(answer):
-    """Return the calls of our classes and functions."""
     for span in re.findall(r"`([^`]+)`", answer):
         if (name := re.match(r"(\w+)(\.\w+)*\(", span)) and name[1] in MODULES:
             yield span

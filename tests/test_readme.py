@@ -34,7 +34,6 @@ def test_the_makefile_has_every_target():
 
 
 def test_the_bytes_are_those_of_the_page_on_speed():
-    """tests/benchmarks/test_committed_figures.py holds that page."""
     speed = dict(re.findall(r"^\| (.+?) \| ([\d.]+) \|", (ROOT / "docs" / "speed.md").read_text(), flags=re.MULTILINE))
     counted = " ".join(section("Speed and memory").split())
     figures = [speed[row] for row in (

@@ -71,7 +71,6 @@ def words(names: Iterable[str]) -> Iterator[str]:
 
 
 def surface() -> Iterator[str]:
-    """Every entry, as `kind name`."""
     for path, value in public_objects().items():
         short = path.rpartition(".")[2]
         yield f"name {path}"

@@ -10,6 +10,7 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 ON_CPU = {**QUIET, "accelerator": "cpu"}
@@ -100,6 +101,19 @@ class Task(L.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return self.optimizer(self)
+
+
+class Operations(TorchDispatchMode):
+    """Keeps the operations that run inside, with their arguments and results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[Any, tuple[Any, ...], Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.seen.append((func, args, out))
+        return out
 
 
 def in_e4m3(values: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ import sys
 import traceback
 
 import pytest
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.checkpoint import CheckpointException
 
 from lightning_lowprec.checkpoints import save
@@ -85,13 +84,6 @@ def all_cases(rank, ranks, root):
 @pytest.mark.slow
 def test_killed_at_every_step(tmp_path):
     launch(all_cases, 1, tmp_path, tmp_path)
-
-
-def test_the_trainer_finds_a_complete_one_as_the_last(tmp_path):
-    path = save.completed(tmp_path / "last.ckpt")
-    assert path.suffix == ModelCheckpoint.FILE_EXTENSION
-    assert path.stem.startswith(ModelCheckpoint.CHECKPOINT_NAME_LAST)
-    assert not save.aside(path).name.endswith(ModelCheckpoint.FILE_EXTENSION), "an incomplete one is no candidate"
 
 
 def test_a_folder_of_something_else_is_not_replaced(tmp_path):

@@ -56,7 +56,6 @@ class Model(L.LightningModule):
 
 
 def go_on(name, precision, steps):
-    """Resume the file under a precision, and return the model after ``steps`` steps in all."""
     model = Model()
     trainer = L.Trainer(
         max_steps=steps, max_epochs=-1, accelerator="cpu", precision=precision, logger=False,

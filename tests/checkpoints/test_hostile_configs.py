@@ -24,7 +24,6 @@ STRANGE = [
 
 
 def config(generator):
-    """One of two configs with one or two values, or names, changed."""
     values = dict(generator.choice((LLAMA, GPT2)))
     for _ in range(generator.randint(1, 2)):
         names = [*values, "_attn_implementation", "attn_implementation", "_experts_implementation", "torch_dtype"]

@@ -30,8 +30,6 @@ SAFE, UNSAFE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOA
 
 
 class Runs:
-    """Calls a function when it is unpickled."""
-
     def __init__(self, function, *args):
         self.call = (function, args)
 
@@ -203,7 +201,6 @@ def test_values_beside_tensors_follow_the_same_rule(folder, monkeypatch):
 
 
 def damaged_files(folder):
-    """Files that are no checkpoints, and what is wrong with them."""
     torch.save({"a.weight": torch.ones(32, 32)}, folder / "whole.ckpt")
     whole = (folder / "whole.ckpt").read_bytes()
     torch.save({"a.weight": torch.ones(32, 32)}, folder / "legacy.ckpt", _use_new_zipfile_serialization=False)

@@ -71,7 +71,6 @@ CUTS = {
 @pytest.mark.parametrize("reader", [resumes, open_weights])
 @pytest.mark.parametrize("cut", CUTS)
 def test_pieces_that_do_not_hold_every_value_once(quarters, cut, reader):
-    """Memory that nobody wrote is no weight, whoever reads the folder."""
     table = FileSystemReader(quarters).read_metadata()
     pieces = CUTS[cut](list(QUARTERS.items()))
     place = next(iter(table.storage_data.values()))
@@ -125,7 +124,6 @@ def test_a_file_of_torch_without_weights_is_named(tmp_path):
 
 
 def safetensors(entries):
-    """The bytes of a file of safetensors with this header, and 64 bytes of values."""
     header = json.dumps(entries).encode()
     return struct.pack("<Q", len(header)) + header + bytes(64)
 

@@ -50,7 +50,6 @@ def batch():
 
 
 def stepped(model, *, dtype=None, **options):
-    """Output and gradients of a training step."""
     model.zero_grad()
     with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
         out = model(**batch(), **options)
@@ -232,7 +231,6 @@ def test_lazy_logits_are_read_as_a_tensor():
 
 
 def test_logits_of_a_weight_that_has_changed_since_raise():
-    """Logits of the new weight would be other values than a Linear has returned."""
     model = build()
     with_head(model, "chunked")
     read, unread = stepped(model)[0].logits, stepped(model)[0].logits
@@ -268,7 +266,6 @@ class Doubled(torch.autograd.Function):
 
 
 def test_a_function_of_the_user_gets_no_logits_without_a_graph():
-    """Its gradient would be lost without a word."""
     model = build()
     with_head(model, "chunked")
     out = model(**batch())

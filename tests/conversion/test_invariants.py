@@ -20,8 +20,6 @@ from tests.toys import convert
 
 
 class Scaled(nn.Linear):
-    """A subclass: not ours to convert."""
-
     def forward(self, x):
         return 2 * super().forward(x)
 

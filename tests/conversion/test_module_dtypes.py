@@ -26,8 +26,6 @@ NORMS = {  # with an epsilon that is none of torch's defaults
 
 
 class Model(nn.Module):
-    """A layer whose input is float32 under autocast too."""
-
     def __init__(self, part: nn.Module) -> None:
         super().__init__()
         self.linear, self.part = nn.Linear(16, 16), copy.deepcopy(part)

@@ -135,7 +135,6 @@ def without_weight(layer):
 
 
 def test_other_reasons():
-    """The dtype of what is kept is said where autocast casts it."""
     model = nn.ModuleDict(
         {
             "fp16": nn.Linear(16, 16).half(),
@@ -197,8 +196,6 @@ def test_a_conv1d_of_transformers_converts():
 
 
 class Mixed(nn.Module):
-    """A Linear, a Conv1D and stacked experts in each of three blocks."""
-
     def __init__(self):
         super().__init__()
         config = transformers.MixtralConfig(hidden_size=32, intermediate_size=48, num_local_experts=2)
@@ -273,31 +270,6 @@ def test_keep_that_matches_nothing_raises_with_the_nearest(pattern, nearest):
         plan(Decoder(), keep=[pattern])
 
 
-class Mixture(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate = nn.Linear(32, 4)
-        self.experts = nn.Module()
-        self.experts.w1 = nn.Parameter(torch.randn(4, 64, 32))
-        self.doubled, self.falcon, self.odd = Doubled(32), Plain(30), nn.Linear(30, 30)
-        self.layer = nn.Linear(32, 32)
-        self.replaced = nn.Linear(30, 30)
-        self.replaced.forward = lambda x: x
-        self.lm_head = nn.Linear(32, 64)
-
-
-@pytest.mark.parametrize(("precision", "base"), [("fp8-hybrid-te", "bf16"), ("fp8-hybrid-te-fp16", "fp16")])
-def test_the_dtype_of_a_kept_weight_is_said_where_it_is_known(precision, base):
-    """A gate may run in float32, as the model likes; so may experts that are nobody's, and a replaced forward."""
-    made = plan(Mixture(), precision)
-    assert {row.fqn: row.runs_in for row in made.rows} == {
-        "gate": None, "experts.w1": None, "doubled": None, "falcon": base, "odd": base, "layer": None, "replaced": None,
-        "lm_head": base,
-    }  # fmt: skip
-    assert f"kept 7, 3 of them in {base}: " in made.summary()
-    assert f"kept: features are no multiples of 16, {base}\n" in str(made)
-
-
 def test_summary_and_table():
     made = plan(Decoder(), keep=["blocks.1"])
     assert made.summary() == (
@@ -336,21 +308,6 @@ def test_known_classes_that_read_a_weight_themselves():
         assert reasons(attention("timm", "EvaAttention", **attributes)) == {"qkv": reason, "proj": None}
     config = MambaConfig(hidden_size=64, time_step_rank=16)
     assert reasons(MambaMixer(config, layer_idx=0))["dt_proj"] == f"MambaMixer {said}"
-
-
-@pytest.mark.parametrize(
-    ("precision", "shape", "gain"),
-    [  # torchao's README and the thresholds of its automatic filter
-        ("fp8-hybrid", (1024, 8192), 1.43),
-        ("fp8-hybrid", (8192, 7168), 1.73),
-        ("fp8-hybrid", (4096, 1024), None),
-        ("fp8-rowwise", (8192, 7168), 1.73),
-        ("fp8-rowwise", (1024, 8192), None),
-        ("fp8-rowwise", (2048, 4096), None),
-    ],
-)
-def test_published_figures_and_thresholds(precision, shape, gain):
-    assert plan(nn.Linear(*shape, device="meta"), precision).rows[0].gain == gain
 
 
 def test_a_thousand_layers_are_three_rows():

@@ -60,7 +60,6 @@ def test_autocast_reaches_experts_below_a_replaced_forward(monkeypatch):
 
 
 def test_fp8_keeps_experts_whose_forward_was_replaced():
-    """Nobody knows whether the function calls the module's own forward."""
     model = Layer()
     replace_forward(model.experts)
     reasons = {row.fqn: row.kept_because for row in plan(model, "fp8-rowwise").rows}

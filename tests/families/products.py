@@ -25,8 +25,6 @@ MATH_ATTENTION = "scaled_dot_product_attention"
 
 @dataclass(frozen=True)
 class Product:
-    """One matrix product."""
-
     op: str
     dtypes: tuple[torch.dtype, ...]
     shapes: tuple[tuple[int, ...], ...]
@@ -40,7 +38,6 @@ class Product:
 
     @property
     def float32(self) -> bool:
-        """Whether a factor is float32."""
         return torch.float32 in self.dtypes
 
     @property
@@ -49,7 +46,6 @@ class Product:
         return not self.autocast or MATH_ATTENTION in self.called or "linalg" in self.called
 
     def __str__(self) -> str:
-        """Show the product in one line."""
         dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
         return f"{self.module}: {self.op} ({dtypes}) {self.shapes} by {self.called}"
 
@@ -62,7 +58,6 @@ class Calls(TorchFunctionMode):
         self.called, self.autocast = "", False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note the call."""
         self.called, self.autocast = resolve_name(func) or str(func), torch.is_autocast_enabled("cpu")
         return func(*args, **(kwargs or {}))
 
@@ -78,20 +73,17 @@ class Products(TorchDispatchMode):
         self._calls = Calls()
 
     def __enter__(self) -> Products:
-        """Begin to record."""
         self._modules.__enter__()
         self._calls.__enter__()
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """Stop to record."""
         super().__exit__(*error)
         self._calls.__exit__(*error)
         self._modules.__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation, and record a product."""
         name = func._schema.name.split("::")[1]
         if any(word in name for word in WORDS) and not any(word in name for word in OTHER_WORK):
             factors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -123,7 +115,6 @@ class Products(TorchDispatchMode):
 
 
 def step(model: nn.Module, name: str) -> Products:
-    """Return the products of a training step under a precision."""
     fabric = L.Fabric(precision=name, accelerator="cpu")
     wrapped, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     with Products(model) as products:

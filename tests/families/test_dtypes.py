@@ -62,7 +62,6 @@ def test_the_plan_says_the_dtype_that_a_kept_weight_runs_in(family):
 
 
 def test_finds_experts_that_nobody_mends(monkeypatch):
-    """Under Lightning's own name, every product of the experts runs in float32."""
     faults = step(tiny("mixtral"), "bf16-mixed").faults()
     assert len(faults) == MIXTURES["mixtral"]
     assert all("grouped_mm (float32, float32" in fault and ".mlp.experts" in fault for fault in faults)

@@ -3,7 +3,6 @@
 import inspect
 
 import lightning as L
-import peft
 import pytest
 import torch
 import transformers
@@ -17,7 +16,7 @@ from transformers import (
     Qwen2Config,
 )
 
-from lightning_lowprec import MSAMP, FP8TorchAO, HalfMixed, plain
+from lightning_lowprec import FP8TorchAO
 
 pytestmark = pytest.mark.slow
 
@@ -75,30 +74,6 @@ def test_trains_saves_and_loads_into_the_plain_class(name, tmp_path):
     assert -10 * torch.log10(noise) > 20.0, "FP8's own noise is about 28 dB a layer"
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT's own call
-def test_lora_trains_adapters_over_a_frozen_fp8_base(tmp_path):
-    model = build("llama")
-    config = peft.LoraConfig(r=16, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    model = peft.get_peft_model(model, config)
-    frozen = {name: p.clone() for name, p in model.named_parameters() if not p.requires_grad}
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    fabric = L.Fabric(precision="fp8-hybrid", accelerator="cpu")
-    wrapped, optimizer = fabric.setup(model, torch.optim.AdamW(trainable, lr=1e-2))
-    rows = {row.fqn: row for row in fabric.strategy.precision.plan.rows}
-    adapters = {fqn for fqn in rows if "lora_" in fqn}
-    assert len(adapters) == 8
-    assert {rows[fqn].kept_because for fqn in adapters} == {"LoRA adapter"}
-    assert all(not row.trains for fqn, row in rows.items() if fqn not in adapters)
-    assert len(fabric.strategy.precision.plan.converted) == 14
-    tokens = torch.randint(0, 96, (2, 16), generator=torch.Generator().manual_seed(1))
-    losses = twenty_steps(wrapped, optimizer, tokens)
-    assert losses[-1] < losses[0] - 0.1
-    assert all(torch.equal(p, frozen[name]) for name, p in model.named_parameters() if name in frozen)
-    model.save_pretrained(tmp_path)
-    plain = peft.PeftModel.from_pretrained(build("llama"), tmp_path)
-    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
-
-
 @pytest.fixture(scope="module")
 def many_blocks():
     """Two equal models of 10 blocks, more than torch compiles one by one, one of them compiled; and the graphs."""
@@ -148,46 +123,3 @@ def test_who_asks_for_a_cache_gets_it(many_blocks):
             assert past.get_seq_length() == 8
     assert torch.equal(*following)
     assert len(graphs) == before
-
-
-CASES = {
-    "fp8-head": ("qwen2", lambda: FP8TorchAO(head="fp8")),
-    "msamp-o3": ("qwen2", lambda: MSAMP("O3", head="chunked")),
-    "experts": ("mixtral", FP8TorchAO),
-    "remainder": ("mixtral", lambda: HalfMixed("bf16", master_weights="remainder", head="chunked")),
-    "conv1d": ("gpt2", FP8TorchAO),
-    "msamp-o2": ("gpt2", lambda: MSAMP("O2")),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_a_plain_model_is_the_one_of_before(case, tmp_path):
-    """Heads, losses, stacked experts, Conv1Ds and configs; files of both load into the plain class."""
-    name, plugin = CASES[case]
-    model = build(name)
-    before = [(type(m), vars(m).keys(), getattr(m, "config", None)) for m in model.modules()]
-    implementation, loss = model.config._experts_implementation, model.loss_function
-    fabric = L.Fabric(accelerator="cpu", devices=1, plugins=plugin())
-    wrapped, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-    fabric.backward(wrapped(input_ids=IDS, labels=IDS).loss)
-    optimizer.step()
-    model.save_pretrained(tmp_path / "in-fp8")
-    assert plain(wrapped) is model
-    assert [(type(m), vars(m).keys(), getattr(m, "config", None)) for m in model.modules()] == before
-    assert model.config._experts_implementation == implementation
-    assert model.loss_function is loss
-    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    assert tied == (name != "mixtral")
-    model.save_pretrained(tmp_path / "plain")
-    loaded = {name: type(model).from_pretrained(tmp_path / name).state_dict() for name in ("plain", "in-fp8")}
-    state = model.state_dict()
-    assert all(torch.equal(value, loaded["plain"][fqn]) for fqn, value in state.items())
-    if "remainder" in case:  # the model's own weights are bf16; plain ones are the masters
-        for fqn, value in state.items():
-            torch.testing.assert_close(loaded["in-fp8"][fqn].float(), value, rtol=2**-8, atol=0)
-    elif "o3" not in case:  # at O3 the plain weights are the fp16 masters
-        assert all(torch.equal(value, loaded["in-fp8"][fqn]) for fqn, value in state.items())
-    program = torch.export.export(model.eval(), (), {"input_ids": IDS, "use_cache": False})
-    with torch.no_grad():
-        expected = model(input_ids=IDS, use_cache=False).logits
-        torch.testing.assert_close(program.module()(input_ids=IDS, use_cache=False).logits, expected)

@@ -94,7 +94,6 @@ def classes(family: str) -> list[type[PreTrainedModel]]:
 
 
 def config(cls: type[PreTrainedConfig]) -> PreTrainedConfig:
-    """Return a configuration with three narrow layers."""
     own = cls()
     known = {name for base in cls.__mro__ for name in (*vars(base).get("__annotations__", ()), *_arguments(base))}
     options = {}

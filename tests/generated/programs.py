@@ -32,7 +32,6 @@ OPTIMIZERS: dict[str, Callable[[Any, float], torch.optim.Optimizer]] = {
 
 
 def draw(seed: int) -> Program:
-    """Return the choices of the program of a seed."""
     r = Random(seed)
     name = r.choice((*HALF, *CODES, *MSAMP))
     resume, average = r.random() < 0.4, r.random() < 0.25
@@ -84,8 +83,6 @@ def _block(width: int, *, attends: bool) -> nn.Module:
 
 
 class Task(L.LightningModule):
-    """One program, for the Trainer or for a loop of Fabric."""
-
     def __init__(self, p: Program) -> None:
         super().__init__()
         torch.manual_seed(p.seed)
@@ -141,7 +138,6 @@ class Task(L.LightningModule):
 
 
 def batches(p: Program) -> list[list[Tensor]]:
-    """Return the batches of an epoch."""
     g, size = torch.Generator().manual_seed(p.seed + 1), (p.batch, 5)
     tokens = [torch.randint(VOCABULARY, (2, *size), generator=g) for _ in range(BATCHES)]
     if p.model == "tokens":

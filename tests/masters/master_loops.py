@@ -33,7 +33,6 @@ def half(*values: float) -> nn.Parameter:
 
 
 def step(optimizer: Any, *params: nn.Parameter, grad: float = 0.0) -> None:
-    """Step with the same gradient for every element."""
     for p in params:
         p.grad = torch.full_like(p, grad)
     optimizer.step()
@@ -104,7 +103,6 @@ def masters_of(optimizer: Any) -> list[torch.Tensor]:
 
 
 def without_masters(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's state dict as the plain optimizer has it."""
     state = {key: {k: v for k, v in entry.items() if k != "master_param"} for key, entry in state_dict["state"].items()}
     return {**state_dict, "state": {key: entry for key, entry in state.items() if entry}}
 

@@ -16,7 +16,6 @@ from tests.masters.master_loops import WIDE, equal, every_form, loss_of, net, tr
 
 
 def two_groups(params):
-    """The last parameter is not decayed."""
     *first, last = params
     return torch.optim.AdamW([{"params": first}, {"params": [last], "weight_decay": 0.0}], lr=1e-2)
 
@@ -45,7 +44,6 @@ def test_the_state_between_steps_is_what_it_says(form):
 
 
 def beside_float32(make, gradients):
-    """Step with 8-bit moments and without; return the float32 state of both."""
     coded, exact = nn.Parameter(torch.zeros(64, 64).bfloat16()), nn.Parameter(torch.zeros(64, 64))
     ours, stock = add_masters(make([coded], lr=1e-3), MasterConfig(moments="8bit")), make([exact], lr=1e-3)
     for gradient in gradients:
@@ -127,8 +125,6 @@ def test_a_parameter_without_gradient_is_neither_decayed_nor_counted_and_a_tied_
 
 
 class WithAnAverageOfWeights(torch.optim.SGD):
-    """An optimizer of a user, whose state 8 bits would spoil."""
-
     def step(self, closure=None):
         super().step(closure)
         for p in self.param_groups[0]["params"]:

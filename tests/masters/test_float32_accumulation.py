@@ -32,8 +32,6 @@ class Recording(torch.optim.SGD):
 
 
 class Terms(nn.Module):
-    """The gradient of the weight is the input."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(16))
@@ -43,7 +41,6 @@ class Terms(nn.Module):
 
 
 def summed(plugin: HalfMixed, model: nn.Module) -> Tensor:
-    """Return the gradient that the optimizer steps with."""
     fabric = L.Fabric(accelerator="cpu", devices=1, plugins=plugin)
     module, optimizer = fabric.setup(model, Recording(model.parameters(), lr=0.0))
     for term in TERMS:

@@ -125,27 +125,6 @@ def test_parameters_put_into_a_group_by_hand_get_masters():
 
 
 @every_form
-def test_layouts_empty_and_scalar_parameters(form):
-    params = [
-        nn.Parameter(torch.randn(2, 3, 4, 5).bfloat16().to(memory_format=torch.channels_last)),
-        nn.Parameter(torch.tensor(1.0).bfloat16()),
-        nn.Parameter(torch.zeros(0, 3).bfloat16()),
-        nn.Parameter(torch.randn(6, 4).bfloat16().t()),
-    ]
-    optimizer = add_masters(optim.AdamW(params, lr=0.5), form)
-    signs = [p.detach().clone() for p in params]
-    strides = [p.stride() for p in params]
-    for _ in range(3):
-        for p, sign in zip(params, signs, strict=True):
-            p.grad = sign.clone()  # every element moves against its own sign: a mixed-up layout would show
-        optimizer.step()
-    assert [p.stride() for p in params] == strides
-    assert [m.stride() for m in main_params(optimizer)][:2] == strides[:2]  # else multi-tensor kernels go one by one
-    for p, sign in zip(params, signs, strict=True):
-        assert bool((((p - sign) * sign) <= 0).all())
-
-
-@every_form
 @pytest.mark.parametrize("loaded", [False, True])
 def test_step_hooks_fire_once(form, loaded):
     model, optimizer = wrapped(ADAMW, form)
@@ -188,18 +167,6 @@ def tied():
     net[2].weight = net[0].weight
     net[2].bias.requires_grad_(False)
     return net
-
-
-def test_buffers_gradients_and_not_keeping():
-    net = tied()
-    net[0].weight.grad = torch.ones(4, 4)
-    mean = net[1].running_mean
-    assert cast_parameters(net, torch.bfloat16, keep=False, buffer_dtype=torch.bfloat16) == {}
-    assert net[0].weight.grad.dtype == torch.bfloat16
-    assert net[1].running_mean is mean
-    assert mean.dtype == torch.bfloat16
-    assert net[1].num_batches_tracked.dtype == torch.int64
-    net(torch.randn(3, 4).bfloat16()).sum().backward()
 
 
 def test_skip_by_name_counts_every_name_of_a_tie():

@@ -142,7 +142,6 @@ def test_an_optimizer_that_steps_outside_is_refused():
 
 @pytest.mark.parametrize("name", ["bf16-remainder", "bf16-sr", "bf16-8bit", "fp16-master", "fp8-hybrid-8bit"])
 def test_an_optimizer_that_was_not_set_up_is_refused(name):
-    """Its updates would be rounded away. The way out for the time after Fabric works."""
     fabric = L.Fabric(accelerator="cpu", devices=1, precision=name)
     model = fabric.setup(nn.Linear(16, 16))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)

@@ -31,7 +31,6 @@ NAME = r"[A-Za-z_][\w-]*"
 
 
 def sections() -> dict[str, str]:
-    """Return the text of the section of every stack."""
     parts = re.split(r"^## ", PAGE.read_text(), flags=re.MULTILINE)[1:]
     return {STACKS[part.partition("\n")[0]]: part for part in parts}
 
@@ -45,7 +44,6 @@ def quoted(page: str) -> set[str]:
 
 
 def known(stack: str) -> set[str]:
-    """Return the names that ``sources.yaml`` gives a place."""
     entries = SOURCES[stack]
     return {name for entry in entries for names in entry["files"].values() for name in names} | {
         name for entry in entries for name in entry.get("user", [])
@@ -62,7 +60,6 @@ def absent(entry: dict, text_of: Callable[[str], str]) -> Iterator[str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the names that a checkout lacks, and return 1 if there are any."""
     stack, checkout = argv
     found, looked = [], 0
     for entry in SOURCES[stack]:

@@ -54,7 +54,6 @@ def test_names_and_recipes_exist():
 
 
 def is_answered(word):
-    """Return whether a word of theirs, as an option, raises with a sentence."""
     with pytest.raises((TypeError, ValueError)) as raised:
         HalfMixed(**{word.strip("-"): "?"})
     return (

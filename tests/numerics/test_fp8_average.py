@@ -123,7 +123,6 @@ def grads_of(model, x, group=None, **options):
 
 
 def wide_bytes(group, hook):
-    """Bytes per parameter."""
     ddp = with_hook(nn.Linear(256, 256), group, hook)
     loss = ddp(torch.randn(4, 256)).square().mean()
     with Sent(2) as sent:

@@ -91,8 +91,6 @@ def test_sparse_and_jagged_inputs_are_refused_by_name_of_the_way_out(name):
 
 
 class Writes(L.LightningModule):
-    """Writes a half-precision weight into the batch."""
-
     def __init__(self):
         super().__init__()
         self.layer, self.token = nn.Linear(64, 64), nn.Parameter(torch.ones(64))

@@ -42,7 +42,6 @@ class Student(L.LightningModule):
 
 
 def fit(module, name, steps, caught):
-    """Train; return the warnings about writes that are lost."""
     torch.manual_seed(0)
     data = DataLoader([torch.randn(32, 64) for _ in range(steps)], batch_size=None)
     L.Trainer(max_steps=steps, precision=name, **ON_CPU).fit(module, data)

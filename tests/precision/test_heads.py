@@ -8,17 +8,11 @@ import torch
 from torch import nn
 
 from lightning_lowprec import MSAMP, FP8TorchAO, HalfMixed
+from tests.conversion.test_head import build
 from tests.precision.weights_left import as_trained
-from tests.quality import expect_db, sqnr
 from tests.toys import ON_CPU, Task, adamw, causal_loss
 
-transformers = pytest.importorskip("transformers")
-transformers.logging.set_verbosity_error()
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
-CONFIG = {
-    "vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
-    "intermediate_size": 64, "pad_token_id": 0,
-}  # fmt: skip
 PLUGINS = {
     "bf16": partial(HalfMixed, "bf16"),
     "fp16-master": partial(HalfMixed, "fp16", master_weights=True),
@@ -27,14 +21,9 @@ PLUGINS = {
 }
 
 
-def llama(**options):
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**CONFIG, **options)).train()
-
-
 class Module(Task):
     def __init__(self):
-        super().__init__(llama(), causal_loss, lambda task: adamw(task, lr=1e-2))
+        super().__init__(build(), causal_loss, lambda task: adamw(task, lr=1e-2))
 
     def train_dataloader(self):
         tokens = torch.randint(1, 300, (8, 12), generator=torch.Generator().manual_seed(0))
@@ -69,34 +58,13 @@ def test_a_run_with_accumulation_clipping_and_resume_follows_that_of_all_logits(
         assert torch.equal(a.detach().float(), b.detach().float())
 
 
-@pytest.mark.parametrize("name", ["bf16", "torchao"])
-def test_fabric_trains_and_hands_logits_out_in_float32(name):
-    found = {}
-    for head in ("bf16", "chunked"):
-        fabric = L.Fabric(plugins=PLUGINS[name](head=head), accelerator="cpu", devices=1)
-        model = llama()
-        model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        tokens = torch.randint(1, 300, (2, 12), generator=torch.Generator().manual_seed(0))
-        out = model(input_ids=tokens, labels=tokens)
-        fabric.backward(out.loss)
-        fabric.clip_gradients(model, optimizer, max_norm=1.0)
-        optimizer.step()
-        found[head] = out, [p.detach() for p in model.parameters()]
-    (plain, weights), (ours, same) = found.values()
-    torch.testing.assert_close(ours.loss, plain.loss, rtol=1e-6, atol=0)
-    assert type(ours.logits).__name__ == "LazyLogits"
-    assert ours.logits.dtype == plain.logits.dtype == torch.float32
-    for a, b in zip(weights, same, strict=True):
-        expect_db(sqnr(a, b), 45)
-
-
 def test_a_gpu_without_fp8_refuses_an_fp8_head(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
     plugin = HalfMixed("bf16", head="fp8")
     plugin.bind_device(torch.device("cuda", 0))
     with pytest.raises(RuntimeError, match=r"`head='fp8'` cannot run: NVIDIA A100.*Use `head='chunked'`"):
-        plugin.convert_module(llama())
+        plugin.convert_module(build())
 
 
 def test_the_next_precision_and_the_end_of_a_run_take_the_head_back():

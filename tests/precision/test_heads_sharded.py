@@ -7,8 +7,8 @@ from torch.distributed.fsdp import fully_shard
 
 from lightning_lowprec import FabricFSDP2Strategy, HalfMixed
 from lightning_lowprec.losses import linear_cross_entropy
+from tests.conversion.test_head import build
 from tests.fsdp2.ranks import run
-from tests.precision.test_heads import llama
 from tests.quality import sqnr
 
 transformers = pytest.importorskip("transformers")
@@ -36,7 +36,7 @@ def trained(rank, case, head):
     """Losses of two micro-batches, and the weights after a clipped step, by Fabric."""
     fabric = L.Fabric(accelerator="cpu", devices=2, strategy=strategy(case), plugins=HalfMixed("bf16", head=head))
     fabric.launch()
-    model = llama(tie_word_embeddings=CASES[case])
+    model = build(tie_word_embeddings=CASES[case])
     model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.5))
     losses = []
     for micro in range(2):
@@ -56,7 +56,7 @@ def full(tensor):
 
 def by_hand(rank):
     """Gradients where the user shards, and computes the loss outside of the layer that holds the weight."""
-    model = llama()
+    model = build()
     for part in (*model.model.layers, model.model, model.lm_head):
         fully_shard(part)
     data = batch(rank, 0)
@@ -81,7 +81,7 @@ def ranks(tmp_path_factory):
 def test_ranks_train_as_with_all_logits(ranks, case, head):
     (losses, weights), (plain, expected) = ranks[0][0][case, head], ranks[0][0][case, "bf16"]
     torch.testing.assert_close(losses, plain, rtol=1e-6 if head == "chunked" else 2e-3, atol=0)
-    start = list(llama(tie_word_embeddings=CASES[case]).parameters())
+    start = list(build(tie_word_embeddings=CASES[case]).parameters())
     for made, wanted, before in zip(weights, expected, start, strict=True):
         moved = wanted - before.detach()
         assert sqnr(moved, made - before.detach()) >= (38 if head == "chunked" else 20)
@@ -90,7 +90,7 @@ def test_ranks_train_as_with_all_logits(ranks, case, head):
 
 
 def test_a_sharded_weight_outside_of_its_layer_gets_the_average_gradient(ranks):
-    model = llama()
+    model = build()
     for rank in range(2):
         (model(**batch(rank, 0)).loss / 2).backward()
     for parameter, gradient in zip(model.parameters(), ranks[0][1], strict=True):

@@ -36,7 +36,6 @@ def warned(caught):
 
 
 def train(model, caught, precision="fp8-hybrid"):
-    """The warnings of some steps in Fabric, and the plugin."""
     fabric = L.Fabric(accelerator="cpu", precision=precision)
     wrapped, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), 1e-3))
     for _ in range(3):
@@ -74,23 +73,3 @@ class Mixture(nn.Module):
 
 def test_no_false_alarm(caught):
     assert train(Mixture(), caught)[0] == []
-
-
-@pytest.mark.parametrize("outer", [False, True])
-def test_compiled_code_is_compiled_once_and_not_judged(outer, caught):
-    model, compiled = Model(), []
-
-    def counter(graph, inputs):
-        compiled.append(graph)
-        return graph.forward
-
-    fabric = L.Fabric(accelerator="cpu", precision="fp8-hybrid")
-    if outer:
-        run = fabric.setup(torch.compile(model, backend=counter))
-    else:
-        model.attention.compile(backend=counter, fullgraph=True)
-        run = fabric.setup(model)
-    for _ in range(4):
-        fabric.backward(run(torch.randn(TOKENS, WIDTH)).sum())
-    assert warned(caught) == []
-    assert len(compiled) == 1

@@ -6,6 +6,8 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,8 +22,6 @@ NAMES += ["bf16-master", "fp16-master", "bf16-sr", "bf16-8bit"]
 
 
 class Subject(Net):
-    """A Net with a hook, tied Linears and a frozen head."""
-
     def __init__(self):
         super().__init__(frozen_head=True)
         self.third = nn.Linear(WIDTH, WIDTH, bias=False)
@@ -137,3 +137,19 @@ def test_compiled_blocks(whose):
 def test_what_cannot_be_plain_says_so():
     with pytest.raises(TypeError, match=r"`model` is a OrderedDict; expected a torch.nn.Module"):
         plain(Net().state_dict())  # type: ignore[arg-type]
+
+
+class Traces(DummyLogger):
+    """Stands for TensorBoardLogger, which needs a package more."""
+
+    _log_graph = True
+
+
+@pytest.mark.parametrize("name", ["fp8-hybrid", "int8-mixed", "msamp-o3", "bf16-remainder"])
+def test_a_logger_that_would_trace_the_model_is_refused_with_its_option(name):
+    net = Net()
+    fit(name, net, logger=Traces(), log_every_n_steps=1)  # nothing is traced without an example
+    net.example_input_array = X
+    with pytest.raises(MisconfigurationException, match=r"TensorBoardLogger.*Write `log_graph=False`"):
+        fit(name, net, logger=Traces(), log_every_n_steps=1)
+    assert type(net.first) is nn.Linear

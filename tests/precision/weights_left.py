@@ -68,7 +68,6 @@ def exact_weights(module):
 
 
 def same_bits(a, b):
-    """Return whether two dicts of tensors are equal, bit for bit."""
     return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
 

@@ -52,7 +52,6 @@ TES = ("fp8-hybrid-te", "fp8-e4m3-te", "fp8-current-te", "fp8-block-te")
 
 
 def test_the_designed_names_and_no_others_are_registered():
-    """Six words of half precision, eleven formats with three endings each, and eight words without endings."""
     expected = [
         *("half-auto", "bf16-master", "fp16-master", "bf16-remainder", "bf16-8bit", "bf16-sr"),
         *(f"{name}{ending}" for name in (*OURS, *TES) for ending in ("", "-remainder", "-8bit", "-sr")),
@@ -301,8 +300,6 @@ def test_a_plugin_inside_a_strategy_works_without_a_name():
     trainer = L.Trainer(strategy=DDPStrategy(precision_plugin=FP8TorchAO()), **ON_CPU)
     assert isinstance(trainer.precision_plugin, FP8TorchAO)
 
-
-# ---- names with an ending, such as `-8bit`
 
 FORMS = {"-remainder": "remainder", "-8bit": "8bit", "-sr": "stochastic"}
 

@@ -26,7 +26,6 @@ def weight_after(plugin):
 
 
 def test_the_values_are_those_of_megatron():
-    """`params_dtype`, `grad_reduce_in_fp32` and the loss scale of NeMo's recipes of these names."""
     bf16, fp16 = recipes.bf16_mixed(), recipes.fp16_mixed()
     for plugin, name, dtype, accumulation in (
         (bf16, "bf16-master", torch.bfloat16, torch.float32), (fp16, "fp16-master", torch.half, None)

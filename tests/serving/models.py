@@ -30,8 +30,6 @@ FP8_FORMATS = ("hf-fp8-block", "compressed-tensors")
 
 
 class Module(Task):
-    """Trains a Llama, and logs its loss in validation."""
-
     def __init__(self, **more):
         super().__init__(llama(), causal_loss)
         for name, module in more.items():
@@ -71,13 +69,11 @@ def gpt2():
 
 
 def converted(model, precision):
-    """The model, as a name of the table converts it."""
     L.Fabric(accelerator="cpu", devices=1, precision=precision).strategy.precision.convert_module(model)
     return model
 
 
 def tensors(folder):
-    """All tensors of an exported folder."""
     found = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as opened:

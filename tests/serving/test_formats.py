@@ -17,7 +17,7 @@ from lightning_lowprec.serving import content, safetensors_files
 from lightning_lowprec.serving.content import of_layers
 from lightning_lowprec.serving.export import Options, write
 from lightning_lowprec.serving.sources import live_model
-from tests.serving.models import FP8_FORMATS, Module, config, converted, decoded, gpt2, llama, mixtral, served, tensors
+from tests.serving.models import FP8_FORMATS, config, converted, decoded, gpt2, llama, mixtral, served, tensors
 
 UP = "model.layers.0.mlp.up_proj"
 TOKENS = torch.arange(24).reshape(1, -1) % 96
@@ -69,21 +69,6 @@ def test_a_layer_whose_forward_ran_in_bf16_is_exported_in_high_precision(tmp_pat
     done = export(model, tmp_path / "out", "compressed-tensors")
     assert (done.same, done.other, done.new) == (6, 0, 0)
     assert tensors(tmp_path / "out")[f"{UP}.weight"].dtype == torch.float32
-
-
-@pytest.mark.parametrize("then", ["half-auto", "bf16-mixed"])
-def test_a_fit_in_half_precision_leaves_no_codes_of_the_fit_before(tmp_path, then):
-    module = Module()
-    data = torch.utils.data.DataLoader(TOKENS[0][None], batch_size=1)
-    for precision, same in (("fp8-hybrid", 7), (then, None)):
-        quiet = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
-        L.Trainer(precision=precision, accelerator="cpu", max_steps=1, enable_progress_bar=False, **quiet).fit(
-            module, data
-        )
-        if same is not None:
-            assert export(module.net, tmp_path / precision, "compressed-tensors").same == same
-    with pytest.raises(ValueError, match="has no layer that runs in FP8"):
-        export(module.net, tmp_path / "out", "compressed-tensors")
 
 
 @pytest.mark.parametrize("format", FP8_FORMATS)
@@ -177,16 +162,6 @@ def test_experts_are_published_one_by_one_with_the_codes_of_the_stack(tmp_path, 
     assert torch.equal(loaded.gate_up_proj, cast._data.float() * cast._scale.reciprocal())
 
 
-def test_what_the_run_kept_is_ignored(tmp_path):
-    model = llama()
-    lightning_lowprec.FP8TorchAO("rowwise", keep=["*.o_proj"]).convert_module(model)
-    kept = "model.layers.0.self_attn.o_proj"
-    for format, key in (("compressed-tensors", "ignore"), ("hf-fp8-block", "modules_to_not_convert")):
-        export(model, tmp_path / format, format)
-        assert sorted(config(tmp_path / format)["quantization_config"][key]) == ["lm_head", kept]
-        assert torch.equal(tensors(tmp_path / format)[f"{kept}.weight"], model.get_submodule(kept).weight)
-
-
 def test_a_lora_adapter_is_kept_beside_codes_of_the_last_step(tmp_path):
     lora = peft.LoraConfig(r=4, lora_alpha=12, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
     model = converted(peft.get_peft_model(llama(), lora), "fp8-rowwise")
@@ -212,13 +187,6 @@ def test_fp8_state_merges_an_adapter_as_an_export_does(tmp_path, precision, form
     written = tensors(tmp_path / "out")
     assert state.keys() == written.keys()
     assert [name for name in written if not same_bits(state[name], written[name])] == []
-
-
-@pytest.mark.parametrize("width", [1, 64, 11008, content._ELEMENTS // 200])
-def test_parts_begin_with_a_block(width):
-    starts = [start for start, _ in content.spans((1 << 24, width))]
-    assert len(starts) > 1
-    assert all(start % 128 == 0 for start in starts)
 
 
 @pytest.mark.parametrize("format", FP8_FORMATS)

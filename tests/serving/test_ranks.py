@@ -7,14 +7,13 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
 from safetensors.torch import load_file
 
 import lightning_lowprec
-from tests.fsdp2.ranks import free_port, server
-from tests.serving.models import Module, llama
+from tests.fsdp2.ranks import server
+from tests.serving.models import Module
 from tests.toys import QUIET
 
 pytestmark = pytest.mark.slow
@@ -59,23 +58,3 @@ def test_every_rank_of_ddp_may_export_and_rank_0_writes(tmp_path):
     ours, alone = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "of rank 0"))
     assert ours.keys() == alone.keys()
     assert not list(tmp_path.glob(".*"))
-
-
-def test_fabrics_wrapper_holds_the_model_twice_under_ddp(tmp_path, monkeypatch):
-    world = {"WORLD_SIZE": 1, "RANK": 0, "LOCAL_RANK": 0, "NODE_RANK": 0, "MASTER_PORT": free_port()}
-    for name, value in {**world, "MASTER_ADDR": "127.0.0.1"}.items():
-        monkeypatch.setenv(name, str(value))
-    model = llama()
-    fabric = L.Fabric(accelerator="cpu", devices=1, strategy="ddp", precision="fp8-rowwise")
-    fabric.launch()
-    try:
-        wrapped = fabric.setup_module(model)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            lightning_lowprec.export(wrapped, tmp_path / "out", progress=False)
-            state = dict(lightning_lowprec.fp8_state(wrapped))
-    finally:
-        dist.destroy_process_group()
-    stored = load_file(tmp_path / "out" / "model.safetensors")
-    assert stored.keys() == state.keys()
-    assert all(torch.equal(stored[name].float(), state[name].float()) for name in stored)

@@ -53,7 +53,6 @@ def _train(rank, folder):
 
 
 def _refused(rank, module, folder):
-    """What every rank gets where rank 0 alone refuses."""
     Path(f"{folder}/of rank 1").mkdir(exist_ok=True)
     cases = {
         "exists": (f"{folder}/msamp-o3", None),

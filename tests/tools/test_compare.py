@@ -2,7 +2,6 @@
 
 import json
 import math
-import multiprocessing
 import os
 import re
 import sys
@@ -17,7 +16,6 @@ import lightning_lowprec
 from lightning_lowprec.tools.class_path import build, load_class
 from lightning_lowprec.tools.cli import main
 from lightning_lowprec.tools.compare import runner
-from lightning_lowprec.tools.compare.result import PrecisionResult
 from lightning_lowprec.tools.compare.runner import Recorder, train_all
 from lightning_lowprec.tools.demo import NEXT, ByteGPT, StdlibText
 from lightning_lowprec.tools.options import CompareSpec
@@ -66,8 +64,6 @@ class Model(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 '''
 
-
-# ---- real runs
 
 CODE = """
 import sys
@@ -167,16 +163,12 @@ def test_what_fails_is_shown_and_leaves_the_others(tmp_path):
     assert failed[-1]["gap"] == pytest.approx(0.05, abs=1e-6)
 
 
-# ---- before anything is trained
-
-
 @pytest.fixture
 def no_training(monkeypatch):
     monkeypatch.setattr(runner, "run_one", lambda *_, **__: pytest.fail("trained"))
 
 
 def test_what_would_fail_at_the_end_fails_first(tmp_path, no_training, capsys, monkeypatch):
-    """Unknown names, a folder that cannot be made, a picture without matplotlib, a model without validation."""
     (tmp_path / "file").write_text("")
     (tmp_path / "my_task.py").write_text("import lightning as L\nclass Task(L.LightningModule):\n    pass\n")
     below_a_file, out, task = str(tmp_path / "file" / "out"), str(tmp_path / "out"), f"{tmp_path}/my_task.py:Task"
@@ -275,25 +267,6 @@ def test_classes_load_from_modules_and_files(tmp_path, monkeypatch):
         load_class("Model")
     for name in ("my_classes", "neighbour_of_mine"):
         del sys.modules[name]
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-@pytest.mark.parametrize("steps", [1, None])
-def test_progress_is_a_bar_or_lines_and_can_be_left_out(capfd, monkeypatch, terminal, steps):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
-    receiver, sender = multiprocessing.Pipe(duplex=False)
-    sender.send({"loss": 1.5, "seconds": 0.1, "step": 1})
-    sender.close()
-    result = PrecisionResult(name="32-true")
-    runner._receive(receiver, result, "32-true", steps)
-    assert result.train_losses == [1.5]
-    shown = capfd.readouterr().err
-    if steps is None:
-        assert shown == ""
-    elif terminal:
-        assert "32-true: 100%" in shown
-    else:
-        assert shown == "32-true: step 1 of 1, loss 1.500\n"
 
 
 def test_classes_become_paths_and_settings_reach_the_command(monkeypatch, tmp_path):

@@ -1,19 +1,14 @@
 """What `lowprec compare` makes of its runs: verdicts, intervals over seeds, the report as page and as text."""
 
 import math
-import sys
-import time
 
 import pytest
 import torch
 
-from lightning_lowprec.tools import output
 from lightning_lowprec.tools.compare.comparison import Comparison, markdown, picture, smooth, write_report
 from lightning_lowprec.tools.compare.result import PrecisionResult, judge, judge_seeds, student_t
 from lightning_lowprec.tools.options import CompareSpec
 from lightning_lowprec.tools.output import format_table
-
-# ---- one seed
 
 
 def result(name="32-true", **kwargs):
@@ -26,16 +21,6 @@ def result(name="32-true", **kwargs):
 )
 def test_the_verdict_is_relative_and_has_two_sides(last, ok):
     assert judge(result("x", val_losses=[last]), result(), 0.0101).ok is ok
-
-
-def test_a_failed_baseline_judges_nobody():
-    failed, other = result(error="Traceback\nBoom: it broke"), result("bf16-mixed")
-    comparison = Comparison(spec=CompareSpec(precisions=["32-true", "bf16-mixed"]), results=[failed, other])
-    assert [v.text for v in comparison.verdicts.values()] == [
-        "failed: Boom: it broke",
-        "not judged: the baseline 32-true has no finite result",
-    ]
-    assert not comparison.ok
 
 
 def test_the_gap_is_relative():
@@ -55,9 +40,6 @@ def test_losses_are_those_of_the_last_tenth_and_times_those_behind_the_warm_up()
     assert result().step_time is None
 
 
-# ---- over seeds
-
-
 def test_student_t_is_that_of_the_printed_table_and_of_the_closed_forms_for_one_and_two_degrees():
     of_95_percent = {3: 3.182, 4: 2.776, 9: 2.262, 120: 1.980}  # by degrees of freedom
     assert {degrees: student_t(degrees) for degrees in of_95_percent} == pytest.approx(of_95_percent, abs=5.1e-4)
@@ -75,7 +57,6 @@ def runs(finals, name="x", losses=()):
 
 
 def of_gaps(*gaps, name="x"):
-    """Runs whose final losses are off the baseline's by these shares."""
     return runs([value * (1 + gap) for value, gap in zip(BASELINE, gaps, strict=True)], name)
 
 
@@ -121,11 +102,7 @@ def test_one_seed_that_fails_fails_the_precision_and_seeds_without_effect_are_no
     assert "neither weights nor batches depend on the seed" in without_effect.text
 
 
-# ---- what is shown
-
-
 def three(gaps=(0.001, 0.002, 0.003)):
-    """A comparison over three seeds."""
     results = []
     for i, (final, gap) in enumerate(zip(BASELINE, gaps, strict=True)):
         for name, value in (("32-true", final), ("bf16-mixed", final * (1 + gap))):
@@ -158,9 +135,6 @@ def test_each_seed_has_a_line():
     assert smooth([1.0, 3.0, 5.0, 7.0], 1) == [2.0, 3.0, 5.0, 6.0]
     ends = sorted(line.get_ydata()[-1] for line in gap.lines[3:])
     assert ends == pytest.approx([0.1, 0.2, 0.3])
-
-
-# ---- the report
 
 
 def trained(name, offset=0.0, **kwargs):
@@ -222,9 +196,6 @@ def test_values_that_are_not_finite_still_draw(tmp_path):
     assert (tmp_path / "loss.png").stat().st_size > 10_000
 
 
-# ---- what commands print
-
-
 def test_a_table_as_text_and_as_markdown():
     rows = [("name", "size"), ("a*", "5"), ("longer", "1234567")]
     assert format_table(rows, right=[1]) == ["name       size", "a*            5", "longer  1234567"]
@@ -234,26 +205,3 @@ def test_a_table_as_text_and_as_markdown():
         "| a\\*    |       5 |",
         "| longer | 1234567 |",
     ]
-
-
-@pytest.mark.parametrize(
-    ("terminal", "words", "seconds", "said"),
-    [
-        (True, [], 0.3, "asking ...\n"),
-        (True, ["answering"], 0.3, "answering ...\n"),
-        (True, ["writing"], 0, ""),
-        (False, ["too early"], 0.1, "simulating fp8-hybrid ...\n"),
-    ],
-)
-def test_long_work_is_named_and_a_file_gets_what_was_said_late_alone(
-    capsys, monkeypatch, terminal, words, seconds, said
-):
-    monkeypatch.setattr(output, "APPEARS", 0.05)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
-    with output.working("asking") as work:
-        for word in words:
-            work.say(word)
-        time.sleep(seconds)
-        if not terminal:
-            work.say("simulating fp8-hybrid")
-    assert capsys.readouterr().err == said

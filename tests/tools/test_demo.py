@@ -16,9 +16,6 @@ def data(**kwargs):
     return module
 
 
-# ---- the text
-
-
 def test_batches_are_bytes_and_the_bytes_after_them():
     module = data()
     for loader in (module.train_dataloader(), module.val_dataloader()):
@@ -35,12 +32,6 @@ def test_the_seed_chooses_the_training_windows_and_leaves_validation_alone():
     assert all(map(torch.equal, first.train_set.tensors, again.train_set.tensors))
     assert not any(map(torch.equal, first.train_set.tensors, other.train_set.tensors))
     assert all(map(torch.equal, first.val_set.tensors, other.val_set.tensors))
-
-
-# ---- the model
-
-
-# ---- both
 
 
 @pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers")

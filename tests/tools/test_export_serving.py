@@ -29,7 +29,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A run of the Trainer in FP8: its model, its checkpoint in all forms, and the folder of its model."""
     folder = tmp_path_factory.mktemp("trained")
     data = torch.utils.data.DataLoader(torch.arange(128).reshape(8, 16) % 96, batch_size=4)
     module = Module(probe=torch.nn.Linear(2, 2))  # the checkpoint has more than the model

@@ -31,8 +31,6 @@ class Stack(toys.Stack):
 
 
 class Square(nn.Module):
-    """One weight of SIDE x SIDE."""
-
     def __init__(self):
         super().__init__()
         self.linear = nn.Linear(SIDE, SIDE, bias=False)
@@ -149,29 +147,7 @@ def test_what_is_refused_names_the_way_out(config, capsys):
     assert "lowprec compare" in verdict.refused
 
 
-@pytest.mark.parametrize(
-    ("compute", "dtype"),
-    [
-        (lambda x, h: nn.functional.linear(x, x), torch.bfloat16),
-        (lambda x, h: nn.functional.layer_norm(h, (16,)), torch.float32),
-        (lambda x, h: h.softmax(-1, dtype=torch.bfloat16), torch.bfloat16),
-        (lambda x, h: h.sum(), torch.float32),
-        (lambda x, h: nn.functional.mse_loss(h, h), torch.float32),
-        (lambda x, h: torch.dot(x[0], h[0]), torch.float32),
-        (lambda x, h: nn.functional.gelu(h), torch.bfloat16),
-    ],
-)
-def test_autocast_is_that_of_cuda(compute, dtype):
-    """By torch's page on autocast: products in half, norms and losses in float32, a few in the widest, others as is."""
-    with fake_gpu.fake_gpu((9, 0)), torch.autocast("cuda", dtype=torch.bfloat16):
-        x = torch.empty(16, 16, device=fake_gpu.FAKE, requires_grad=True)
-        out = compute(x, x.detach().bfloat16())
-        assert out.dtype == dtype
-        assert not out.requires_grad or torch.autograd.grad(out.sum(), x)[0].dtype == torch.float32
-
-
 def test_torch_knows_every_operation_of_autocast_and_nothing_is_left_behind():
-    """The process can train after a simulation."""
     registered = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
     names = {name.removeprefix("aten::").partition(".")[0] for name in registered}
     assert names >= fake_gpu._IN_HALF | fake_gpu._IN_WIDEST

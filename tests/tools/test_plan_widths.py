@@ -43,8 +43,6 @@ SHORT = {
 
 
 class Layer(nn.Module):
-    """A Linear in front of a norm, so that the Linear is not taken for an output head."""
-
     def __init__(self):
         super().__init__()
         self.body, self.norm = nn.Linear(IN, OUT, bias=False), nn.LayerNorm(OUT)
@@ -79,7 +77,6 @@ class Products(TorchDispatchMode):
 
 
 def trained(name):
-    """The formats that are seen while a layer trains."""
     torch.manual_seed(0)
     fabric = L.Fabric(accelerator="cpu", devices=1, precision=name)
     plugin = fabric.strategy.precision

@@ -133,9 +133,6 @@ def test_devices_are_refused_with_the_remedy(monkeypatch):
     assert how == "FP8 GEMMs with a scale per block by cuBLASLt on GPU X (compute capability 9.0)"
 
 
-# ---- MXFP8 with a scale per 32 x 32 values of a weight
-
-
 def mx(values, rows, columns):
     """Integers, multiples of 2 ** -9, and the exponents of powers of two above amax / 448, for each element."""
     codes, exponents = np.zeros(values.shape, np.int64), np.zeros(values.shape, np.int64)

@@ -151,7 +151,6 @@ def test_a_weight_is_encoded_for_the_wire_as_torchao_does(recipe, dtype):
 
 @pytest.mark.parametrize("power_of_two", [False, True])
 def test_the_scales_of_the_wire_are_those_of_the_layer(power_of_two):
-    """As torchao computes them, also where the user asks for powers of two."""
     wire = linear(power_of_two=power_of_two).wire_format
     amax = torch.tensor([0.0, 1e-30, 0.7, 3.0, 448.0, 1e30])
     expected = [amax_to_scale(part, wire.dtype, power_of_two) for part in amax]

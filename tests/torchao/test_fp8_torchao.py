@@ -175,7 +175,6 @@ def test_compile_on_request_needs_repeated_blocks():
 
 
 def test_a_frozen_weight_keeps_nothing_of_its_input():
-    """As under LoRA, whose base layers do not train."""
     lightning = fabric(FP8TorchAO(weight_codes="per_gemm"))
     lightning.setup_module(layer := nn.Linear(64, 32).requires_grad_(False))
     kept = []

@@ -22,8 +22,6 @@ X = torch.randn(6, 5, WIDTH, generator=torch.Generator().manual_seed(1))
 
 
 class Adapted(nn.Module):
-    """A frozen Linear, and two small matrices that train beside it."""
-
     def __init__(self, k, n):
         super().__init__()
         self.base = nn.Linear(k, n).to(torch.bfloat16).requires_grad_(False)
@@ -164,9 +162,6 @@ def test_after_fit_the_decoded_values_stand_in_the_same_parameters(caplog):
     assert not list(net.first.base.named_buffers())
 
 
-# ---- what has no values
-
-
 @pytest.mark.parametrize("unfreeze", [
     lambda net: net.requires_grad_(True),
     lambda net: setattr(net.first.base.weight, "requires_grad", True),
@@ -235,9 +230,6 @@ def test_evaluation_in_high_precision_reads_decoded_values():
     expected = lp.plain(net, copy=True)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(module(X), expected(X))
-
-
-# ---- PEFT
 
 
 def peft_model(**options):

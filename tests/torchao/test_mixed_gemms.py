@@ -46,7 +46,6 @@ def converted(kind, layer, gemms=(), **options):
 
 
 def results(layer, tokens=45, autocast=True):
-    """Output, and the gradients of input, weight and bias, for Gaussian data in the dtype of the weight."""
     generator, dtype = torch.Generator().manual_seed(1), layer.weight.dtype
     x = torch.randn(tokens, IN, generator=generator).to(dtype).requires_grad_()
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):

@@ -4,39 +4,27 @@ import lightning as L
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.pytorch_utils import Conv1D
 
 from lightning_lowprec import FP8TorchAO, plan
+from tests.toys import Operations
 
+ATEN = torch.ops.aten
 SIZES = (20, 36)  # padded to 32 and 48
 
 
-class Products(TorchDispatchMode):
-    """The sizes of all products."""
-
-    def __init__(self):
-        super().__init__()
-        self.sizes = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func in (torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default):
-            self.sizes += [*args[0].shape, *args[1].shape]
-        return func(*args, **(kwargs or {}))
-
-
 def run(layer, plugin, x, gradient):
-    """Output and gradients of one layer, and the sizes of its products."""
     wrapped = L.Fabric(accelerator="cpu", plugins=plugin).setup(nn.Sequential(layer))
     x = x.clone().requires_grad_()
-    with Products() as products:
+    with Operations() as operations:
         output = wrapped(x)
         output.backward(gradient.to(output.dtype))
-    return (output.detach(), x.grad, *(p.grad for p in layer.parameters())), products.sizes
+    products = [args for func, args, _ in operations.seen if func in (ATEN.mm.default, ATEN._scaled_mm.default)]
+    sizes = [size for args in products for size in (*args[0].shape, *args[1].shape)]
+    return (output.detach(), x.grad, *(p.grad for p in layer.parameters())), sizes
 
 
 def padded(layer, more_in, more_out):
-    """The same layer with zeros behind its features."""
     if isinstance(layer, Conv1D):
         wide = Conv1D(layer.nf + more_out, layer.nx + more_in)
         wide.weight.data = nn.functional.pad(layer.weight.data, (0, more_out, 0, more_in))

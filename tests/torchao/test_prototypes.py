@@ -17,7 +17,6 @@ KINDS = ["int8", pytest.param("mxfp8", marks=needs_mxfp8)]
 
 
 def torchaos(kind, layer):
-    """torchao's own module with the parameters of a Linear."""
     sizes = {"bias": layer.bias is not None, "dtype": layer.weight.dtype}
     if kind == "int8":
         from torchao.prototype.quantized_training import Int8MixedPrecisionTrainingConfig as Config

@@ -8,11 +8,10 @@ import lightning as L
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_lowprec import FP8TorchAO, plain
 from lightning_lowprec.tools.cli import main
-from tests.toys import Stack, convert
+from tests.toys import Operations, Stack, convert
 
 MIXED = {"blocks.[0-1].*": "bf16", "*.o_proj": "rowwise", "blocks.2.up": {"forward": "bf16"}, "*": "tensorwise"}
 
@@ -162,24 +161,6 @@ def test_the_plan_command_shows_the_recipe_of_each_row_and_counts_by_it(tmp_path
     assert "has no recipes per layer" in capsys.readouterr().err
 
 
-# ---- fast accumulation
-
-
-def flags_of_a_step(model, x):
-    """Return the flag for fast accumulation of every FP8 kernel that a step asks for."""
-    flags = []
-
-    class Products(TorchDispatchMode):
-        def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-            if operation is torch.ops.aten._scaled_mm.default:
-                flags.append(args[7] if len(args) > 7 else False)
-            return operation(*args, **(kwargs or {}))
-
-    with Products():
-        model(x).float().sum().backward()
-    return flags
-
-
 FAST = {"forward": [True, False, False], "all": [True] * 3, "none": [False] * 3}
 """By choice, the flags of forward, grad_input and grad_weight, or of grad_weight and grad_input: they are alike."""
 
@@ -194,8 +175,10 @@ def test_the_choice_of_accumulation_reaches_every_kernel(choice, recipe):
     plugin = FP8TorchAO(recipe, fast_accum=choice, emulate=False, compile=False)
     convert(plugin, layer)
     expected = FAST[choice] if isinstance(recipe, str) else FAST[choice][:2]
-    with torch.autocast("cpu", torch.bfloat16):
-        assert flags_of_a_step(layer, torch.rand(16, 32, requires_grad=True)) == expected
+    with torch.autocast("cpu", torch.bfloat16), Operations() as operations:
+        layer(torch.rand(16, 32, requires_grad=True)).float().sum().backward()
+    products = [args for func, args, _ in operations.seen if func is torch.ops.aten._scaled_mm.default]
+    assert [args[7] if len(args) > 7 else False for args in products] == expected
 
 
 def test_the_choice_is_torchaos_own_where_torchao_computes():
@@ -214,8 +197,6 @@ def test_a_word_for_the_accumulation_of_one_product_says_the_option(word, choice
     assert ("fast_accum" in str(raised.value)) is (choice is not None)
     assert choice is None or f"Write `FP8TorchAO(fast_accum={choice!r})`" in str(raised.value)
 
-
-# ---- several formats in one plugin: each layer computes as in a model of its own format alone
 
 FORMATS = ["tensorwise", "rowwise", "block"] + ([] if FP8TorchAO("mxfp8").refusal(torch.device("cpu")) else ["mxfp8"])
 
