@@ -6,7 +6,7 @@ import lightning as L
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 
 from lightning_lowprec import HalfMixed, MasterConfig
@@ -130,7 +130,9 @@ def copies(rank, ranks, folder):
 
 def tensor_parallel(rank, ranks, folder):
     """Rows of `down.weight` are cut in two, and so are the exponents of its blocks."""
-    options = {"tensor_parallel": {"up": ColwiseParallel(), "down": RowwiseParallel()}, "tensor_parallel_size": 2}
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    cut = lambda model, mesh: parallelize_module(model, mesh, plan)  # noqa: E731
+    options = {"tensor_parallel": cut, "tensor_parallel_size": 2}
     fabric, model, optimizer = setup("bf16-8bit", ranks, **options)
     assert fabric.strategy.distributed_sampler_kwargs == {"num_replicas": 2, "rank": rank // 2}
     train(fabric, model, optimizer, range(3))

@@ -4,14 +4,13 @@ import lightning as L
 import pytest
 import torch
 from torch import distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from lightning_lowprec import FabricFSDP2Strategy, FP8TorchAO
 from tests.fsdp2.ranks import launch
 from tests.torchao.test_frozen_codes import Net, X, frozen_layers, peft_model
+from tests.toys import convert
 
-CPU = torch.device("cpu")
 NEW = torch.__version__ >= "2.13"
 RECIPES = ("tensorwise", "block")
 
@@ -66,15 +65,12 @@ def test_two_ranks_train_save_and_load_the_codes(tmp_path):
 
 
 @pytest.fixture
-def cut_layer():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+def cut_layer(alone):
     model, plugin = peft_model(), FP8TorchAO(frozen="codes")
-    plugin.bind_device(CPU)
-    plugin.convert_module(model)
+    convert(plugin, model)
     layer = model.base_model.model[0]
-    parallelize_module(layer.base_layer, init_device_mesh("cpu", (1,)), ColwiseParallel())
-    yield model, layer.base_layer
-    dist.destroy_process_group()
+    parallelize_module(layer.base_layer, alone, ColwiseParallel())
+    return model, layer.base_layer
 
 
 def test_tensor_parallelism(cut_layer):
@@ -97,9 +93,7 @@ def test_torch_below_2_13():
     fabric = L.Fabric(accelerator="cpu", devices=1, strategy=FabricFSDP2Strategy(), plugins=FP8TorchAO(frozen="codes"))
     fabric.launch()
     try:
-        with pytest.raises(
-            RuntimeError, match=r"under FSDP2 needs torch 2\.13, got .*Use 'ddp', or `frozen='convert'`"
-        ):
+        with pytest.raises(RuntimeError, match=r"needs torch 2\.13, got .*Use 'ddp', or `frozen='convert'`"):
             fabric.setup_module(Net())
     finally:
         dist.destroy_process_group()

@@ -1,4 +1,6 @@
-"""FP8 all-gather changes nothing but the bytes: against torchao by hand, and one process; two gloo ranks."""
+"""FP8 all-gather changes nothing but the bytes: against torchao by hand; two gloo ranks.
+
+tests/fsdp2/test_two_ranks_as_one.py trains as one process."""
 
 import pytest
 import torch
@@ -56,21 +58,7 @@ def worker(rank):
     model = by_hand(mesh)
     precompute_float8_dynamic_scale_for_fsdp(model)
     weights["torchao by hand"] = train(model, rank, lambda: precompute_float8_dynamic_scale_for_fsdp(model))
-    weights["one process"] = one_process()
     return weights, reductions
-
-
-def one_process():
-    model, plugin = Net(), FP8TorchAO(emulate=True)
-    plugin.bind_device(torch.device("cpu"))
-    plugin.convert_module(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for step in range(STEPS):
-        for rank in range(2):
-            (loss_of(model, batch(step, rank)) / 2).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return full(model)
 
 
 @pytest.fixture(scope="module")

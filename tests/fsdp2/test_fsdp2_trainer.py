@@ -14,8 +14,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.distributed.tensor import DTensor
 
-from lightning_lowprec import FP8TorchAO, FSDP2Strategy, parallelize
-from tests.fsdp2.gathers import count_gathers
+from lightning_lowprec import parallelize
 from tests.fsdp2.models import Net, batch, full, loss_of, same
 from tests.fsdp2.ranks import run
 from tests.toys import QUIET
@@ -38,11 +37,8 @@ class Module(L.LightningModule):
     def __init__(self, early_optimizer=False):
         super().__init__()
         self.net = Net()
-        self.losses, self.evaluated, self.gathers = [], [], {}
+        self.losses, self.evaluated = [], []
         self.optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2) if early_optimizer else None
-
-    def on_train_start(self):
-        self.gathers = count_gathers(self)
 
     def training_step(self, tokens, _):
         loss = loss_of(self.net, tokens)
@@ -147,25 +143,6 @@ def again(rank):
     return model.evaluated, steps, len(model.losses), refused, said.getvalue(), masters
 
 
-def compiled(rank):
-    aot = {"backend": "aot_eager"}
-    results = {}
-    for name, by_strategy, by_plugin, evaluations in (
-        ("eager", {}, False, 0),
-        ("compiled and recomputed", {"compile": aot, "activation_checkpointing": True}, False, 0),
-        ("compiled by the plugin", {"activation_checkpointing": True}, aot, 1),
-    ):
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
-        plugin = FP8TorchAO(compile=by_plugin)
-        limits = {"limit_train_batches": 3, "limit_val_batches": evaluations}
-        model, _ = fitted(None, strategy=FSDP2Strategy(**by_strategy), plugins=plugin, **limits)
-        gathered = {d for g in model.gathers.values() for d in g.sent}
-        counters = torch._dynamo.utils.counters
-        results[name] = model.losses, gathered, counters["stats"]["unique_graphs"], dict(counters["graph_break"])
-    return results
-
-
 class Untrained(Module):
     def configure_optimizers(self):
         return None
@@ -201,7 +178,7 @@ def clipped(rank):
 
 def worker(rank):
     warnings.simplefilter("ignore")
-    parts = (places, signatures, again, clipped, compiled, without_optimizer)
+    parts = (places, signatures, again, clipped, without_optimizer)
     return {part.__name__: part(rank) for part in parts}
 
 
@@ -236,16 +213,6 @@ def test_a_sharded_model_goes_on_in_its_precision(results):
     assert sum(after) < sum(before)
     assert by_another == after
     assert "sharded already" in refused
-
-
-@pytest.mark.parametrize("way", ["compiled and recomputed", "compiled by the plugin"])
-def test_compiled_and_recomputed(results, way):
-    runs = results[0]["compiled"]
-    losses, gathered, graphs, breaks = runs[way]
-    assert losses == pytest.approx(runs["eager"][0], rel=2e-3)
-    assert gathered == runs["eager"][1]
-    assert (graphs > 0, breaks) == (True, {})
-    assert runs["eager"][2] == 0
 
 
 def test_a_model_without_an_optimizer_is_saved_and_resumed(results):

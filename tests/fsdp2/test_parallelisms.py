@@ -13,26 +13,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training, float8_ops
-from torchao.float8.float8_tensor_parallel import (
-    Float8ColwiseParallel,
-    Float8RowwiseParallel,
-    PrepareFloat8ModuleInput,
-)
+from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel
 
 from lightning_lowprec import FabricFSDP2Strategy, FP8TorchAO, HalfMixed, parallelize
 from tests.fsdp2.models import Net, batch, loss_of
 from tests.fsdp2.ranks import run
 from tests.fsdp2.toy import full
+from tests.toys import convert
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
 RECIPES = ("tensorwise", "rowwise")
-
-
-def converted(plugin, model):
-    plugin.bind_device(torch.device("cpu"))
-    plugin.convert_module(model)
-    return model
 
 
 def gradients(model):
@@ -40,7 +31,7 @@ def gradients(model):
 
 
 def one_step(plugin, model=None, prepare=lambda model: None):
-    model = converted(plugin, Net() if model is None else model)
+    model = convert(plugin, Net() if model is None else model)
     prepare(model)
     with plugin.forward_context():
         loss = loss_of(model, batch(0, 0))
@@ -106,10 +97,6 @@ def with_float8_activations():
     def cut(model):
         parallelize_module(model, mesh, sequence_plan(Float8ColwiseParallel, Float8RowwiseParallel))
 
-    def cut_for_evaluation(model):
-        cut(model)
-        model.eval()
-
     def refused(prepare=cut, **options):
         try:
             one_step(FP8TorchAO(**options), prepare=prepare)
@@ -122,28 +109,12 @@ def with_float8_activations():
         convert_to_float8_training(model, config=config, module_filter_fn=lambda module, fqn: fqn != "lm_head")
         return model
 
-    def with_groups():
-        """Each first layer of a block in a group of its own, whose input is gathered once for all of its layers."""
-        model = Net()
-        for block in model.blocks:
-            block.up = nn.Sequential(block.up)
-        return model
-
-    def cut_groups(model):
-        plan = sequence_plan(Float8ColwiseParallel, Float8RowwiseParallel)
-        for i in range(2):
-            plan[f"blocks.{i}.up"] = PrepareFloat8ModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
-            plan[f"blocks.{i}.up.0"] = Float8ColwiseParallel()
-        parallelize_module(model, mesh, plan)
-
     with gloo_takes_float8():
         return {
             "ours": one_step(FP8TorchAO(), prepare=cut),
             "torchao's": one_step(HalfMixed("bf16"), of_torchao(Net()), prepare=cut),
-            "ours, prepared": one_step(FP8TorchAO(), with_groups(), prepare=cut_groups),
-            "torchao's, prepared": one_step(HalfMixed("bf16"), of_torchao(with_groups()), prepare=cut_groups),
             "rowwise": refused(recipe="rowwise"),
-            "evaluation in bf16": refused(cut_for_evaluation, fp8_eval=False),
+            "evaluation in bf16": refused(lambda model: cut(model.eval()), fp8_eval=False),
         }
 
 
@@ -196,7 +167,7 @@ def test_a_sequence_parallel_plan(results, recipe):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_pipeline_of_sharded_stages_computes_the_bits_of_one_process(results, schedule):
     plugin = FP8TorchAO()
-    model, losses = converted(plugin, nn.Sequential(*Net().blocks)), []
+    model, losses = convert(plugin, nn.Sequential(*Net().blocks)), []
     for x, y in zip(X.chunk(BATCHES), Y.chunk(BATCHES), strict=True):
         with plugin.forward_context():
             losses.append(F.mse_loss(model(x), y))
@@ -214,14 +185,14 @@ def float8_activations(results):
     return [rank["float8 activations"] for rank in results]
 
 
-@pytest.mark.parametrize("kind", ["", ", prepared"], ids=["linears", "modules"])
-def test_activations_gathered_as_float8_by_torchaos_styles(float8_activations, kind):
+def test_activations_gathered_as_float8_by_torchaos_styles(float8_activations):
+    """Our layers compute what torchao's compute, bit for bit."""
     for found in float8_activations:
-        (loss, grads), (their_loss, their_grads) = found[f"ours{kind}"], found[f"torchao's{kind}"]
+        (loss, grads), (their_loss, their_grads) = found["ours"], found["torchao's"]
         assert loss == their_loss
         assert grads.keys() == their_grads.keys()
         assert all(torch.equal(grad, their_grads[name]) for name, grad in grads.items())
-        assert kind or snr(grads, one_step(FP8TorchAO())[1]) > 30
+        assert snr(grads, one_step(FP8TorchAO())[1]) > 30
 
 
 def test_what_torchaos_styles_cannot_do_raises_with_the_way_out(float8_activations):

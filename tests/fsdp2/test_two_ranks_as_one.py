@@ -102,10 +102,17 @@ def mixture():
 
 
 EQUAL_LAYERS = partial(layers, *EQUAL)
+GRAPHS, RECOMPUTED = {"backend": "aot_eager"}, {"activation_checkpointing": [Block]}
 CASES = {
     **{name: (name, {}, lambda: layers(*SIZES)) for name in TILES},
+    "one scale": ("fp8-hybrid", {}, lambda: layers(*SIZES)),
     "copies": ("fp8-block", {"replicate": 2}, lambda: layers(*SIZES)),
-    "compiled": ("fp8-block", {"compile": {"backend": "aot_eager"}}, EQUAL_LAYERS),
+    "compiled": ("fp8-block", {"compile": GRAPHS, **RECOMPUTED}, EQUAL_LAYERS),
+    "compiled by the plugin": (
+        partial(FP8TorchAO, compile=GRAPHS),
+        {"activation_checkpointing": [Block]},
+        EQUAL_LAYERS,
+    ),
     **{
         name: (precision, {"param_dtype": torch.float32}, mixture)
         for name, precision in (

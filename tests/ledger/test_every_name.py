@@ -5,17 +5,16 @@ long, one or two names.
 """
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from benchmarks.ledger import launch
-from lightning_lowprec import HalfMixed, runs_where
-from lightning_lowprec.names import TABLE
-from lightning_lowprec.runs_where import ARCHITECTURES
+from lightning_lowprec import HalfMixed
 from tests import forked
 from tests.ledger import names_on
-from tests.representatives import WITH_MASTERS, once, representatives
+from tests.representatives import TABLE, WITH_MASTERS, once, representatives
 
 ROOT = Path(__file__).parents[2]
 TE_BLACKWELL = {"mxfp8-te", "nvfp4-te"}
@@ -30,8 +29,6 @@ REFUSES = {
     "rtx4090": NEEDS_HOPPER,
     "a100": FP8,
 }
-KEYS = {"h200": "sm_90", "b200": "sm_100", "rtx5090": "sm_120", "rtx4090": "sm_89", "a100": "sm_80"}
-"""By device, the column of the table of what runs where."""
 COMPILES_LONG = {"fp8-block", "mxfp8", "msamp-o1", "msamp-o2", "msamp-o3"}
 """10 to 20 seconds on each device."""
 COMPILED_ON = {
@@ -41,7 +38,7 @@ COMPILED_ON = {
     "a100": set(),
 }
 """Which of them train on which device that is no H200: formats that an H200 lacks, and casts to
-float8 on the oldest device that has them. `tests.ledger.test_block` runs Triton's products of blocks."""
+float8 on the oldest device that has them. `tests.ledger.test_products` runs Triton's products of blocks."""
 STAND_FOR_ALL = ("bf16-remainder", "fp8-hybrid-fp16")
 FLAG_READ = 2
 """Waits of a step with loss scaling: the copy of one flag to the host, and torch's synchronisation behind it."""
@@ -77,25 +74,13 @@ def outcomes(request):
     return device, found
 
 
-def test_names_train_or_raise(outcomes):
+def test_names_train_or_raise_with_the_device_and_a_way_out(outcomes):
     device, found = outcomes
-    assert {name for name, outcome in found.items() if "error" in outcome} == REFUSES[device]
-    no = {
-        name
-        for name in representatives()
-        if runs_where.cell(TABLE[name].hardware_recipe, ARCHITECTURES[KEYS[device]]).runs is False
-    }
-    assert no == REFUSES[device]
-
-
-def test_errors_name_the_device_and_a_way_out(outcomes):
-    device, trained = outcomes
-    for name, outcome in trained.items():
-        if "error" in outcome:
-            assert outcome["error"].startswith("RuntimeError: `precision="), name
-            found = runs_where.cell(TABLE[name].hardware_recipe, ARCHITECTURES[KEYS[device]])
-            for words in ("cannot run", "compute capability", "Use ", f"{found.reason} [{found.source}]"):
-                assert words in outcome["error"], name
+    errors = {name: outcome["error"] for name, outcome in found.items() if "error" in outcome}
+    assert errors.keys() == REFUSES[device]
+    for name, error in errors.items():
+        assert re.match(rf"RuntimeError: `precision='{name}'` cannot run: .*compute capability.* \[.+\]", error), error
+        assert "Use " in error, name
 
 
 def test_a_step_waits_for_the_gpu_once_with_loss_scaling_and_never_without(outcomes):

@@ -12,7 +12,6 @@ from transformers import (
 )
 
 from benchmarks.rivals import models
-from lightning_lowprec import FP8TorchAO, plain
 
 SIZES = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 MODELS = {
@@ -50,13 +49,3 @@ def test_the_residual_stream_is_bf16(kind, name):
     if hasattr(fabric.strategy.precision, "compile"):
         fabric.strategy.precision.compile = False
     assert dtypes_between(MODELS[kind](), fabric) == {torch.bfloat16}
-
-
-def test_a_model_is_handed_on_without_the_hooks():
-    model = MODELS["BERT, norms behind the blocks"]()
-    fabric = L.Fabric(accelerator="cuda", devices=1, plugins=FP8TorchAO(compile=False, master_weights=True))
-    fabric.setup_module(model)
-    norms = [module for module in model.modules() if type(module) is nn.LayerNorm]
-    assert all(len(norm._forward_hooks) == 1 for norm in norms)
-    plain(model)
-    assert not any(norm._forward_hooks for norm in norms)

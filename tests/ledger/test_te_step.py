@@ -12,8 +12,11 @@ from torch._dynamo.utils import counters
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from benchmarks.ledger.recorder import recording
+from benchmarks.ledger.step import measure
 from benchmarks.rivals import models, setups
-from benchmarks.rivals.running import Job
+from benchmarks.rivals.models import TOY
+from benchmarks.rivals.running import Job, Running
+from benchmarks.rivals.te_layers import use_te_layers
 from lightning_lowprec import FP8TE
 
 DEVICE = torch.device("cuda")
@@ -132,3 +135,20 @@ def test_delayed_scales_are_reduced_in_the_order_of_the_model():
         first, second = (id(layer.fp8_meta[mode].scale) for layer in (model.first, model.second))
         (order,) = [scales for scales in of_pass if first in scales]
         assert order.index(first) < order.index(second)
+
+
+def test_blocks_of_transformer_engines_own_run_in_fp8_in_a_model_under_our_plugin():
+    """``te.TransformerLayer``: the way out that docs/speed.md names."""
+
+    def setup(job):
+        bare = models.build(TOY, job.device)
+        use_te_layers(bare)
+        fabric = L.Fabric(accelerator="cuda", devices=1, plugins=FP8TE())
+        module = fabric.setup_module(bare)
+        optimizer = fabric.setup_optimizers(job.make_optimizer(module))
+        return Running(model=module, bare=bare, optimizer=optimizer, backward=fabric.backward)
+
+    flops = measure("", setup, TOY).whole().product_flops
+    weights = 2 * TOY.hidden * (TOY.hidden + TOY.kv_heads * TOY.head_dim) + 3 * TOY.hidden * TOY.ffn  # of a block
+    tokens = 2 * TOY.sequence
+    assert sum(flops[which] for which in ("float8 fast", "float8 exact")) == 6 * weights * TOY.layers * tokens

@@ -5,13 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.ledger.recorder import on_null_gpu
 from tests.representatives import TABLE
 
-pytestmark = [
-    pytest.mark.skipif(not on_null_gpu(), reason="needs the null GPU: python -m benchmarks.ledger.launch COMMAND"),
-    pytest.mark.filterwarnings("ignore"),  # of libraries, about this machine
-]
+pytestmark = pytest.mark.filterwarnings("ignore")  # of libraries, about this machine
 
 LAYERS, HIDDEN, INNER, KEYS, VOCABULARY = 2, 4096, 14336, 1024, 128256
 LINEARS = 2 * HIDDEN * HIDDEN + 2 * HIDDEN * KEYS + 3 * HIDDEN * INNER  # of a block

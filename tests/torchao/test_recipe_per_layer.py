@@ -168,7 +168,7 @@ FAST = {"forward": [True, False, False], "all": [True] * 3, "none": [False] * 3}
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", {"*": {"grad_weight": "bf16"}}], ids=str)
 @pytest.mark.parametrize("choice", FAST)
 def test_the_choice_of_accumulation_reaches_every_kernel(choice, recipe):
-    """On a GPU's kernels: ``tests/ledger/test_fast_accum.py``. A product in bf16 has no flag."""
+    """On a GPU's kernels: ``tests/ledger/test_products.py``. A product in bf16 has no flag."""
     if recipe == "rowwise" and torch.__version__ < "2.13":
         pytest.skip("this torch has no rowwise FP8 kernel for CPU (2.13 has)")
     layer = nn.Linear(32, 64)
