@@ -8,11 +8,11 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_lowprec.losses import linear_cross_entropy
 from lightning_lowprec.numerics import linear_cross_entropy as numerics
-from tests.quality import expect_db, sqnr
+from tests.quality import sqnr
 from tests.toys import Operations, in_e4m3
 
 T, K, V = 70, 64, 1000  # neither a multiple of 16
-LEAST_DB = {torch.float32: 120, torch.float16: 65, torch.bfloat16: 50, "fp8": 25}
+LEAST_DB = {torch.float32: 120, torch.float16: 67, torch.bfloat16: 50, "fp8": 25}
 
 
 def tensors(dtype, *, tokens=T, bias=False, ignored=7):
@@ -49,7 +49,8 @@ def test_losses_and_gradients_are_those_of_all_logits(dtype, reduction, label_sm
     true, gradients = expected(h, w, t, b, factors=factors, **options)
     for leaf, gradient in zip((h, w, b), gradients, strict=False):
         assert leaf.grad.dtype == leaf.dtype
-        expect_db(sqnr(gradient, leaf.grad), LEAST_DB[dtype])
+        least = LEAST_DB[dtype] + (fp8 and reduction != "none") * (2 if bias else 5)
+        assert sqnr(gradient, leaf.grad) >= least
     if not fp8:  # the same rounding of logits as by a Linear
         logits = F.linear(h, w, b).float()
         same = F.cross_entropy(logits, t, reduction=reduction, label_smoothing=label_smoothing)

@@ -6,7 +6,7 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
-from lightning_lowprec import HalfMixed, LossScale, plain
+from lightning_lowprec import HalfMixed, LossScale
 from tests.masters.test_float32_accumulation import half
 from tests.precision.weights_left import Net, as_trained, fit
 from tests.toys import ON_CPU
@@ -88,17 +88,3 @@ def test_a_skipped_step_leaves_nothing_behind_that_model_zero_grad_cannot_reach(
 def test_bad_options(options, message):
     with pytest.raises(ValueError, match=message):
         HalfMixed(**options)
-
-
-@pytest.mark.parametrize("name", ["bf16-master", "bf16-remainder", "bf16-8bit", "fp16-master"])
-def test_a_loaded_value_outlives_a_gradient_that_is_dropped(name):
-    fabric = L.Fabric(accelerator="cpu", devices=1, precision=name)
-    layer = nn.Linear(64, 64)
-    model, optimizer = fabric.setup(layer, torch.optim.SGD(layer.parameters(), 0.1))
-    fabric.backward(model(torch.ones(2, 64)).float().sum())
-    optimizer.step()
-    optimizer.zero_grad()
-    loaded = nn.Linear(64, 64).state_dict()
-    model.load_state_dict(loaded)
-    optimizer.zero_grad()
-    assert all(torch.equal(value, loaded[fqn]) for fqn, value in plain(model, copy=True).state_dict().items())

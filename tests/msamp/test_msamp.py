@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_lowprec import MSAMP, plain
 from lightning_lowprec.msamp import scale_linears, values_of
 from tests.msamp.msamp_runs import CHATTER, LEVELS, Batches, Net, coded, fit, in_fabric
-from tests.quality import expect_db, sqnr
+from tests.quality import sqnr
 from tests.toys import in_e4m3
 
 every_level = pytest.mark.parametrize("level", LEVELS)
@@ -73,7 +73,7 @@ def test_tied_layers_share_their_codes(level):
     assert model[0].weight is model[1].weight
     plain = tied_linears()
     plain(x).square().sum().backward()
-    expect_db(sqnr(plain[0].weight.grad, model[0].weight.grad + 0), 20)  # of one use alone: below 10
+    assert sqnr(plain[0].weight.grad, model[0].weight.grad + 0) >= 20, "of one use alone: below 10"
     optimizer.step()
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert twin[0].weight is twin[1].weight

@@ -11,7 +11,7 @@ from torch import nn
 from lightning_lowprec import MSAMP
 from lightning_lowprec.msamp import ScaledAdamW, scale_linears, set_values_, values_of
 from tests.msamp.scaled_reference import quantise, value
-from tests.quality import expect_db, sqnr
+from tests.quality import sqnr
 
 every_level = pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 
@@ -237,4 +237,4 @@ def test_torchs_encoder_layer_evaluates_in_one_call(level):
     converted = fabric.setup_module(layer).eval()
     with torch.no_grad(), fabric.autocast():
         output = converted(x.bfloat16())
-    expect_db(sqnr(expected, output.float()), 20)
+    assert sqnr(expected, output.float()) >= {"O2": 44.7, "O3": 38.8}[level]

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_lowprec.numerics import fp8_average as fp8_gradients
 from lightning_lowprec.numerics.fp8_average import fp8_gradient_hook
 from tests.fsdp2.ranks import run
-from tests.quality import expect_db, sqnr
+from tests.quality import sqnr
 
 INF = float("inf")
 
@@ -33,7 +33,7 @@ def student_t(shape, freedom, seed):
 @pytest.mark.parametrize("ranks", [2, 3, 8, 64, 256])
 def test_the_error_is_that_of_two_roundings_however_many_ranks(ranks, freedom):
     gradients = student_t((ranks, 1 << 14), freedom, seed=ranks)
-    expect_db(sqnr(gradients.double().mean(0), averaged(gradients, [1 << 14])), 28.0)
+    assert sqnr(gradients.double().mean(0), averaged(gradients, [1 << 14])) >= 28.0
 
 
 def test_the_average_by_hand():

@@ -65,12 +65,6 @@ def test_a_weight_that_was_set_to_zero_stays_a_number():
     assert master.abs().max() < 1e-38
 
 
-def test_any_shape_and_strides():
-    master = torch.randn(4, 6, 3).transpose(0, 2)
-    assert torch.equal(join(*split(master)), master)
-    assert torch.equal(join(*split(torch.tensor(1.001))), torch.tensor(1.001))
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_reconcile_keeps_the_master_where_it_rounds_to_the_weight(dtype):
     master = torch.tensor([1.0001, 1.0001, -1.0, 0.0, 3e-5, NAN, 2.0])
@@ -93,11 +87,6 @@ def test_unbiased(fraction, sign):
     up = (rounded == floats(0x3F810000).bfloat16() * sign).double()
     assert bool(((rounded == sign) | (up == 1)).all())
     assert abs(up.mean().item() - fraction) < 5 * (fraction * (1 - fraction) / N) ** 0.5
-
-
-def test_unbiased_over_steps_for_one_element():
-    up = torch.stack([stochastic_round(floats(0x3F804000, 0x3F804000), seed=0, step=s) > 1 for s in range(4096)])
-    assert (up.double().mean(0) - 0.25).abs().max() < 5 * (0.25 * 0.75 / 4096) ** 0.5
 
 
 def test_random_bits_are_pinned():

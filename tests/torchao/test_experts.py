@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig, NemotronHConfig, Qwen3MoeConfig
 
 from lightning_lowprec import FP8TorchAO, HalfMixed, plain
-from tests.quality import expect_db, sqnr
+from tests.quality import sqnr
 
 transformers.logging.set_verbosity_error()
 ROTARY = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -87,7 +87,9 @@ def test_output_and_gradients_are_near_to_those_of_the_model(family, recipe):
         name: torch.float32 for name in expected if name != "output"
     }
     for name, value in expected.items():  # two products one behind the other
-        expect_db(sqnr(value, found[name].float()), 22, name)
+        exact = recipe == "rowwise_with_gw_hp" and name in ("gate_up_proj", "down_proj")
+        least = 39.9 if name == "down_proj_bias" else 23.7 if exact else 22.4
+        assert sqnr(value, found[name].float()) >= least, name
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -45,23 +45,6 @@ def test_results_are_those_of_torchaos_module_bit_for_bit(kind, bias, dtype):
     assert repr(ours.products) in repr(ours)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_batches_of_any_size_are_rows_of_a_larger_one(kind):
-    layer, x = converted(kind, plain()), torch.randn(3, 11, IN)
-    together = layer(x)
-    assert together.shape == (3, 11, OUT)
-    assert torch.equal(layer(x[1, 2]), together[1, 2]), "a single vector"
-    assert torch.equal(layer(x[:, :1]), together[:, :1])
-    assert layer(x[:0]).shape == (0, 11, OUT)
-    with torch.inference_mode():
-        assert torch.equal(layer(x), together)
-    for wrong in (torch.ones(2, IN + 1), torch.ones(2, IN, dtype=torch.int64)):
-        with pytest.raises(RuntimeError) as theirs:
-            plain()(wrong)
-        with pytest.raises(RuntimeError, match=re.escape(str(theirs.value))):
-            layer(wrong)
-
-
 @needs_transformers
 def test_experts_stay_in_bf16_with_the_reason(capsys):
     assert main(["plan", "mixtral", "--precision=int8-mixed"]) == 0

@@ -112,6 +112,8 @@ def test_a_pattern_that_decides_nothing_raises(recipe, message):
         ({"recipe": {"*": {"fwd": "bf16"}}}, "mapping of forward, grad_input, grad_weight to 'bf16' or 'fp8'"),
         ({"recipe": {"*": {"forward": "fp4"}}}, r"`recipe\['\*'\]=\{'forward': 'fp4'\}` is not valid"),
         ({"recipe": {3: "rowwise"}}, r"`recipe=\{3: 'rowwise'\}` is not valid"),
+        ({"recipe": "rowwise", "base": "fp16"}, r"`base='fp16'` is not valid with `recipe='rowwise'`.*through bf16"),
+        ({"recipe": "rowwise", "weight_codes": "per_forward"}, "which does not read it; it is for 'tensorwise'"),
         ({"recipe": MIXED, "base": "fp16"}, "`base='fp16'` is not valid with `recipe='rowwise'`"),
         ({"recipe": {"*": "rowwise"}, "weight_codes": "per_forward"}, "`weight_codes='per_forward'` is not valid with"),
         ({"recipe": {"*": "rowwise"}, "fp8_format": "hybrid"}, "`fp8_format='hybrid'` is not valid with"),
