@@ -5,12 +5,11 @@ import torch
 from lightning.fabric import Fabric
 
 import lightning_lowprec as lp
+from tests.deepspeed.fabric_runs import FEW, REFERENCES
 from tests.deepspeed.models import Net, batches, loss_of, optimizer_of
 
 STAGES = (1, 2, 3)
 HALF = ["bf16-master", "half-auto", "fp16-master"]
-NAMES = [*HALF, "fp8-hybrid", "fp8-rowwise", "fp8-hybrid-fp16", "int8-mixed"]
-FEW = [name for name in NAMES if name in ("bf16-master", "fp8-hybrid", "fp8-rowwise", "fp16-master")]
 
 
 def equal(a, b):
@@ -18,7 +17,7 @@ def equal(a, b):
 
 
 @pytest.mark.parametrize(
-    ("stage", "name"), [(1, name) for name in FEW] + [(stage, name) for stage in (2, 3) for name in NAMES]
+    ("stage", "name"), [(1, name) for name in FEW] + [(stage, name) for stage in (2, 3) for name in REFERENCES]
 )
 def test_zero_trains_as_ddp_with_float32_masters_bit_for_bit(seen, stage, name):
     ours, expected = seen[stage][name], seen["reference"][name]

@@ -6,10 +6,10 @@ from lightning.fabric.strategies import DeepSpeedStrategy as FabricStrategy
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
 import lightning_lowprec as lp
-from lightning_lowprec.private import deepspeed as private
 
-QUIET = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False}
-MAKERS = [(Trainer, DeepSpeedStrategy, QUIET), (Fabric, FabricStrategy, {"accelerator": "cpu", "devices": 1})]
+ON_CPU = {"accelerator": "cpu", "devices": 1}
+MAKERS = [(Trainer, DeepSpeedStrategy, {**ON_CPU, "logger": False, "enable_checkpointing": False})]
+MAKERS.append((Fabric, FabricStrategy, ON_CPU))
 makers = pytest.mark.parametrize(("maker", "cls", "how"), MAKERS, ids=["Trainer", "Fabric"])
 
 
@@ -41,28 +41,24 @@ def test_without_zero(maker, cls, how):
 @pytest.mark.parametrize("plugin", [lp.FP8TorchAO, lp.Int8TorchAO])
 def test_compiled_blocks_are_refused_where_weights_are_freed(plugin):
     with pytest.raises(ValueError, match=r"DeepSpeed ZeRO-3: `compile=True` compiles blocks .* use stage 2"):
-        Fabric(strategy="deepspeed_stage_3", plugins=plugin(compile=True), accelerator="cpu", devices=1)
+        Fabric(strategy="deepspeed_stage_3", plugins=plugin(compile=True), **ON_CPU)
 
 
 def test_a_base_that_is_stored_as_codes_is_refused():
     with pytest.raises(ValueError, match=r"casts weights, and `frozen='codes'` has none\. Use 'ddp' or 'fsdp2'"):
-        Fabric(strategy="deepspeed_stage_2", plugins=lp.FP8TorchAO(frozen="codes"), accelerator="cpu", devices=1)
+        Fabric(strategy="deepspeed_stage_2", plugins=lp.FP8TorchAO(frozen="codes"), **ON_CPU)
 
 
 def test_a_plugin_of_an_engine_is_refused_elsewhere():
     plugin = lp.FP8TorchAO()
-    Fabric(strategy="deepspeed_stage_2", plugins=plugin, accelerator="cpu", devices=1)
+    Fabric(strategy="deepspeed_stage_2", plugins=plugin, **ON_CPU)
     with pytest.raises(ValueError, match=r"has left its options to DeepSpeed ZeRO-2, .* Make a new plugin"):
-        Fabric(strategy="ddp", plugins=plugin, accelerator="cpu", devices=1)
-    again = Fabric(strategy="deepspeed_stage_3", plugins=plugin, accelerator="cpu", devices=1)
+        Fabric(strategy="ddp", plugins=plugin, **ON_CPU)
+    again = Fabric(strategy="deepspeed_stage_3", plugins=plugin, **ON_CPU)
     assert again.strategy.config["bf16"]["enabled"] is True
 
 
 def test_an_old_deepspeed_is_refused(monkeypatch):
-    monkeypatch.setattr(private, "installed_version", lambda name: "0.16.4")
+    monkeypatch.setattr("lightning_lowprec.private.deepspeed.installed_version", lambda name: "0.16.4")
     with pytest.raises(ImportError, match=r"deepspeed 0.16.4 is older than 0.19.8"):
-        Fabric(strategy="deepspeed_stage_2", precision="fp8-hybrid", accelerator="cpu", devices=1)
-
-
-def test_no_private_name_has_moved():
-    assert private.moved() == []
+        Fabric(strategy="deepspeed_stage_2", precision="fp8-hybrid", **ON_CPU)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from lightning_lowprec import FP8TE
 from tests.deepspeed import on_cpu
 from tests.te import reference
-from tests.te.subjects import Net
+from tests.te.reference import Net
 
 
 @pytest.fixture

@@ -48,7 +48,10 @@ def test_an_optimizer_is_taken_in_place_with_scheduler_hooks_groups_and_state():
     for model, own in ((module, optimizer), (twin_module, twin)):
         own.zero_grad()
         model(Batches()[1]).square().mean().backward()
+        own.param_groups[0]["lr"] = 1.0  # a step that needs another scale
+        before = values_of(twin_module.first.weight)
         own.step()
+        assert torch.equal(values_of(twin_module.first.weight), before) == (model is module), "scales of its own"
     assert torch.equal(values_of(twin_module.first.weight), values_of(module.first.weight))
 
 

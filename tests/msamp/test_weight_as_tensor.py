@@ -150,8 +150,13 @@ def test_a_write_encodes_the_values_anew(level, write):
     assert module.weight is weight
     x = torch.randn(16, 32)
     other, _ = linear(level)
-    other.load_state_dict(module.state_dict())
-    assert torch.equal(module(x), other(x))  # the layer multiplies what was written
+    parameter = other.weight
+    for assign in (False, True):
+        other.load_state_dict(module.state_dict(), assign=assign)
+        assert other.weight is parameter
+        assert torch.equal(module(x), other(x))  # the layer multiplies what was written
+    with pytest.raises(RuntimeError, match="size mismatch for weight"):
+        other.load_state_dict({**module.state_dict(), "weight": torch.zeros(3, 3)})
 
 
 @every_level

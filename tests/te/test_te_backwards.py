@@ -8,8 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_lowprec import FP8TE, HalfMixed
-from tests.te.reference import current_scaling
-from tests.te.subjects import Net, fabric_for, te_linears
+from tests.te.reference import Net, current_scaling, fabric_for
 
 
 def plugin(**options):
@@ -96,17 +95,6 @@ def test_compiled_blocks(reference_te):
     assert seen == [False] * 4
     assert counted
     assert [reason for reason in counted if "_linear_eager" not in reason and "sys._getframe" not in reason] == []
-
-
-def test_a_graph_is_walked_backward_once(reference_te):
-    """Transformer Engine 2.20 frees what its backward needs; should this pass, a sentence in the docs can go."""
-    model = nn.Linear(32, 32)
-    fabric = fabric_for(plugin())
-    loss = fabric.setup(model)(torch.randn(16, 32)).square().mean()
-    fabric.backward(loss, retain_graph=True)
-    with pytest.raises(AttributeError, match="grad_output"):
-        fabric.backward(loss)
-    assert te_linears(model) == [model]
 
 
 def test_a_gradient_of_a_gradient_raises(reference_te):

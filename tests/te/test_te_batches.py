@@ -6,8 +6,7 @@ import transformer_engine.pytorch as te
 from torch import nn
 
 from lightning_lowprec import FP8TE
-from tests.te.reference import current_scaling
-from tests.te.subjects import fabric_for
+from tests.te.reference import current_scaling, fabric_for
 
 
 def grads(fabric, layer, x, grad):

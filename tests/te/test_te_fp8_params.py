@@ -1,7 +1,5 @@
 """Weights that are kept in FP8 from step to step, trained by Transformer Engine's reference quantizers."""
 
-import copy
-
 import lightning as L
 import pytest
 import torch
@@ -9,8 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_lowprec import FP8TE, FabricFSDP2Strategy
-from tests.te.reference import counting_current_scaling, current_scaling
-from tests.te.subjects import Net, fabric_for, te_linears
+from tests.te.reference import Net, counting_current_scaling, current_scaling, fabric_for, te_linears
 
 
 def set_up(recipe=None, **options):
@@ -109,15 +106,6 @@ def test_weights_that_change_between_two_evaluations(reference_te, write):
         assert torch.equal(wrapped(x), fresh.eval()(x))
 
 
-def test_frozen_weights_outlast_the_steps(reference_te):
-    counts = []
-    fabric, wrapped, optimizer = set_up(counting_current_scaling(counts), fp8_params=True)
-    wrapped.blocks[0][1].weight.requires_grad_(False)
-    train(fabric, wrapped, optimizer)
-    assert counts.count("blocks.0.1") == 1
-    assert counts.count("blocks.1.1") == 3
-
-
 @pytest.mark.parametrize("gather", ["auto", True, False])
 def test_sharded_weights_are_refused(gather):
     plugin = FP8TE("current", fp8_params=True)
@@ -126,12 +114,6 @@ def test_sharded_weights_are_refused(gather):
     )
     with pytest.raises(ValueError, match=message):
         L.Fabric(accelerator="cpu", devices=1, strategy=FabricFSDP2Strategy(fp8_all_gather=gather), plugins=plugin)
-
-
-def test_a_copy_keeps_on_keeping(reference_te):
-    for layer in te_linears(copy.deepcopy(set_up(fp8_params=True)[1].module)):
-        assert layer.keep_weights
-        assert layer._fp8_workspaces == {}
 
 
 def test_nothing_is_left_of_what_was_kept_when_a_model_is_set_up_without(reference_te):

@@ -6,7 +6,6 @@ from functools import partial
 
 import pytest
 import torch
-import transformer_engine.pytorch as te
 from torch import nn
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
@@ -17,13 +16,10 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from lightning_lowprec import FP8TE
 from lightning_lowprec.callbacks import NumericsMonitor
 from lightning_lowprec.conversion.in_place import unchanged
-from lightning_lowprec.te import layer as layer_module
 from lightning_lowprec.te import layer as linears
 from lightning_lowprec.te import norms
 from lightning_lowprec.te.delayed_scaling import restore_scales, saved_scales
-from lightning_lowprec.te.plugin import revert
-from tests.te.reference import current_scaling
-from tests.te.subjects import fabric_for, some_scales
+from tests.te.reference import current_scaling, fabric_for, some_scales
 
 OPTIONS = {"recipe": DelayedScaling(), "fp8_eval": True, "keep_weights": False}
 OF_TRANSFORMERS = (LlamaRMSNorm, Qwen3RMSNorm, GemmaRMSNorm)
@@ -40,22 +36,6 @@ def layer_norm(**kwargs):
     for p in norm.parameters():
         nn.init.normal_(p)
     return norm
-
-
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("shape", [(32,), (3, 5, 32), (0, 32)])
-def test_linear_computes_the_same(pretend_gpu, onnx_forward, bias, shape):
-    torch.manual_seed(0)
-    layer = nn.Linear(32, 48, bias=bias)
-    x = torch.randn(shape)
-    expected = layer(x)
-    linears.convert_linears(layer, {""}, **OPTIONS)
-    assert isinstance(layer, te.Linear)
-    assert isinstance(layer, nn.Linear)
-    torch.testing.assert_close(onnx_forward(layer)(x), expected)
-    revert(layer)
-    assert type(layer) is nn.Linear
-    torch.testing.assert_close(layer(x), expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -157,18 +137,6 @@ def test_copies(pretend_gpu, onnx_forward, how):
     assert net[2].weight.abs().sum() > 0
 
 
-def test_restored_scales_are_what_the_first_forward_uses(pretend_gpu):
-    """Its first forward makes new state and takes over the tensors of the old one: the same storage."""
-    net, recipe = converted(), DelayedScaling(amax_history_len=4)
-    restore_scales([("2", net[2])], {"2": some_scales(4)}, recipe)
-    old = net[2].fp8_meta["scaling_fwd"]
-    new = type(old)(recipe, mode="forward", num_quantizers=3, device=torch.device("cpu"))
-    assert new.inherit_state_from(old)
-    quantizer = new.make_quantizers()[1]
-    assert quantizer.scale.data_ptr() == old.scale[1].data_ptr()
-    assert not net[2].fp8_meta_tensors_initialized
-
-
 def test_scales_restored_by_validation_are_trained_on(pretend_gpu):
     layer, recipe = converted()[2], DelayedScaling(amax_history_len=4)
     with torch.inference_mode():
@@ -190,20 +158,6 @@ def test_histories_of_any_length_go_into_the_tensors_of_a_running_layer(pretend_
         assert found["forward.amax_history"].shape == (4, 3)
         assert torch.equal(found["forward.amax_history"][:common], some_scales(length)["forward.amax_history"][:common])
         assert found["forward.amax_history"][common:].eq(0).all()
-
-
-def test_what_a_linear_refuses_is_refused_with_its_words(pretend_gpu, monkeypatch):
-    plain = nn.Linear(32, 32)
-    layer = copy.deepcopy(plain)
-    linears.convert_linears(layer, {""}, **OPTIONS)
-    monkeypatch.setattr(layer_module, "check_input", lambda x: None)
-    for x in (torch.ones(16, 32, dtype=torch.complex64), torch.ones(16, 32, dtype=torch.int64), torch.ones(16, 48)):
-        messages = []
-        for module in (plain, layer):
-            with pytest.raises(RuntimeError) as error:
-                module(x)
-            messages.append(str(error.value))
-        assert messages[0] == messages[1]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from lightning_lowprec.fsdp2.strategy import gathers_fp8
 from lightning_lowprec.names import TABLE, create
 from lightning_lowprec.private.transformer_engine import check_names, moved
 from lightning_lowprec.tools.doctor import availability
-from tests.te.subjects import QUIET, Lit, Net, fabric_for, te_linears
+from tests.te.reference import QUIET, Lit, Net, fabric_for, te_linears
 
 NAMES = [name for name, entry in TABLE.items() if entry.plugin is FP8TE]
 

@@ -1,16 +1,13 @@
 """Layers that are called where no precision's context is: Transformer Engine computes in high precision there."""
 
-import warnings
 from contextlib import nullcontext
 
 import pytest
 import torch
-import transformer_engine.pytorch as te
 from torch import nn
 
 from lightning_lowprec import FP8TE
-from tests.te.reference import current_scaling
-from tests.te.subjects import fabric_for
+from tests.te.reference import current_scaling, fabric_for
 
 MESSAGE = "outside of its precision's context, and so in high precision"
 
@@ -39,26 +36,6 @@ def test_it_is_said(fabric):
     for call in (model, wrapped.training_step):
         with pytest.warns(UserWarning, match=MESSAGE), pytest.raises(RuntimeError, match="CUDA"):  # its own GEMM
             call(x)
-
-
-def test_where_it_is_no_oversight(fabric):
-    model, x = Steps(), torch.randn(16, 32)
-    wrapped = fabric.setup(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        wrapped(x)
-        with fabric.autocast():
-            model.training_step(x).backward()
-        with torch.no_grad(), pytest.raises(RuntimeError, match="CUDA"):
-            model(x)
-        with pytest.raises(RuntimeError, match="CUDA"):
-            model.eval()(x)
-        with (
-            fabric.autocast(),
-            te.autocast(enabled=False, recipe=current_scaling()),
-            pytest.raises(RuntimeError, match="CUDA"),
-        ):
-            model.train()(x)
 
 
 @pytest.mark.parametrize("context", [False, True])

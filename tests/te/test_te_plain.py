@@ -6,8 +6,7 @@ from torch import nn
 
 from lightning_lowprec import FP8TE, plain
 from tests.precision.weights_left import exact_weights, same_bits
-from tests.te.reference import current_scaling
-from tests.te.subjects import Net, fabric_for, te_linears
+from tests.te.reference import Net, current_scaling, fabric_for, te_linears
 
 X = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
 

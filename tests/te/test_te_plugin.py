@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 
 import lightning_lowprec
 from lightning_lowprec import FP8TE
-from tests.te.subjects import LLAMA, QUIET, Lit, Net, fabric_for, give_scales, te_linears
+from tests.te.reference import LLAMA, QUIET, Lit, Net, fabric_for, give_scales, te_linears
 
 
 def test_what_converts(pretend_gpu, caplog):

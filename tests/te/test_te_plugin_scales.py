@@ -5,7 +5,7 @@ import torch
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from lightning_lowprec import FP8TE
-from tests.te.subjects import Net, fabric_for, give_scales, some_scales, te_linears
+from tests.te.reference import Net, fabric_for, give_scales, some_scales, te_linears
 
 
 def test_no_layer_renews_the_backward_scales(pretend_gpu):

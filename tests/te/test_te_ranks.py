@@ -37,7 +37,7 @@ def full(tensor):
 
 
 def train(fabric, batches, steps=range(STEPS), keep=None):
-    from tests.te.subjects import Net
+    from tests.te.reference import Net
 
     model = Net()
     with torch.no_grad():
@@ -71,7 +71,7 @@ def launched(strategy, **options):
 
 def delayed(strategy, path):
     """What a checkpoint keeps of sharded layers and their scales, and what a model that began without values reads."""
-    from tests.te.subjects import Net, give_scales
+    from tests.te.reference import Net, give_scales
 
     found = {}
     for device in ("cpu", "meta"):

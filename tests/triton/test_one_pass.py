@@ -13,7 +13,6 @@ from lightning_lowprec.masters import kernel_step, registry
 from lightning_lowprec.masters import step as masters_step
 from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.masters.optimizer import add_masters, main_params, move_grads_to_masters
-from lightning_lowprec.numerics.fp8_matrices import asked, largest
 
 FORMS = ("fp32", "remainder", "stochastic")
 OPTIMIZERS = {
@@ -90,51 +89,6 @@ def test_steps_as_torch_does(form, make, clip, launches, monkeypatch):
         assert different <= 2
 
 
-def test_random_bits_are_those_of_the_flat_buffer_wherever_a_parameter_lies():
-    from lightning_lowprec.masters import kernel
-    from lightning_lowprec.numerics.rounding import stochastic_round_
-
-    n, chunk = 20001, 1 << 22
-    generator = torch.Generator().manual_seed(0)
-    for start, seed, step in ((0, 0, 0), (chunk - 8008, 5, 12345), (3 * chunk, 123456789012, 7)):
-        w, g = (torch.randn(n, generator=generator).bfloat16() for _ in range(2))
-        before = start // chunk * chunk
-        flat = torch.zeros(start - before + n)
-        flat[start - before :] = w.float() + g.float() * -0.001
-        stochastic_round_(flat, seed=seed, step=step, start=before)
-        table = torch.tensor([w.data_ptr(), 0, g.data_ptr(), 0, 0, 0, 0, n, start, 0])
-        numbers = torch.tensor([1.0, 0, 0, 0, 0, 0, -0.001, 0, 0])
-        tiles = torch.tensor([0, 0], dtype=torch.int32)
-        kernel.step_parameters[(1,)](
-            tiles, table, numbers, torch.tensor(1.0), seed, step, RULE="sgd", FORM="stochastic", WEIGHT="bf16",
-            GRAD="bf16", MOMENT="fp32", ALIGN=1, GROUP=1, MEASURE=False,
-        )  # fmt: skip
-        assert torch.equal(w.float(), flat[start - before :])
-
-
-@pytest.mark.parametrize(("form", "dtype"), [*((form, torch.bfloat16) for form in FORMS), ("fp32", torch.float16)])
-def test_the_kernel_notes_the_largest_value_of_the_weights_that_ask(form, dtype):
-    params = [nn.Parameter(torch.randn(n, generator=torch.Generator().manual_seed(n)).to(dtype)) for n in (5000, 7, 64)]
-    assert [largest(p) for p in params[:2]] == [None, None]
-    optimizer = add_masters(optim.SGD(params, lr=1e-2), form)
-    with torch.no_grad():
-        params[0][4998] = -9.0
-        params[1][2] = torch.nan
-    for _ in range(2):
-        for p in params:
-            p.grad = torch.ones_like(p)
-        optimizer.step()
-        noted = torch.stack([largest(p) for p in params[:2]])
-        expected = torch.stack([p.detach().float().abs().max() for p in params[:2]])
-        torch.testing.assert_close(noted, expected, rtol=0, atol=0, equal_nan=True)
-        assert asked(params[2]) is None
-        params[0].data.mul_(0.5)  # the next note is not the largest of two steps
-    with torch.no_grad():
-        params[0].mul_(2)
-    assert largest(params[0]) is None, "a write that torch saw"
-    assert largest(params[1]) is not None
-
-
 @pytest.mark.filterwarnings("ignore:invalid value")  # numpy computes here
 @pytest.mark.parametrize("form", FORMS)
 def test_values_at_the_edge(form):
@@ -150,18 +104,6 @@ def test_values_at_the_edge(form):
     torch.testing.assert_close(p.detach()[:5], expected[:5], equal_nan=True, rtol=0, atol=0)
     assert torch.signbit(p.detach()[4])
     assert p[7].abs() < 2.0**-9  # so that it is a number, too
-
-
-def test_gradients_in_float32_and_fp16_weights(launches):
-    for dtype, grad_dtype in ((torch.bfloat16, torch.float32), (torch.float16, torch.float16)):
-        model = net(dtype)
-        for p in model.parameters():
-            p.grad_dtype = grad_dtype
-        train(model, add_masters(optim.AdamW(model.parameters(), lr=1e-2), "fp32"), 2)
-        kinds = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-        row = launches[-1][0]
-        assert (kinds[row.weight], kinds[row.grad]) == (dtype, grad_dtype)
-    assert len(launches) == 2
 
 
 @pytest.mark.parametrize(
