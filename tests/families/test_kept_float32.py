@@ -1,15 +1,20 @@
-"""Which tensors stay float32 where others become half precision. `tests.peers.float32` looks at all of transformers."""
+"""Which tensors stay float32 where others become half precision, and that the plan says what kept weights run in.
+
+`tests.peers.float32` and `tests.peers.dtypes` look at all of transformers.
+"""
 
 import lightning as L
 import pytest
 import torch
 from torch import nn
 
+import lightning_lowprec
 from lightning_lowprec import MSAMP, HalfMixed
 from lightning_lowprec.masters.kept_float32 import kept_float32
 from lightning_lowprec.masters.registry import existing_masters
 from lightning_lowprec.zero import ZeroEngine
-from tests.families.tiny import classes, config
+from tests.families.products import step
+from tests.families.tiny import build, classes, config
 from tests.peers.float32 import look
 
 pytestmark = pytest.mark.slow
@@ -103,3 +108,18 @@ def test_a_later_precision_that_keeps_more_takes_the_masters_over():
         optimizer.step()
         values = existing_masters(net.parameters())
         assert all(torch.equal(values.get(id(p), p), exact[fqn]) for fqn, p in net.named_parameters())
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "gpt2", "bert", "nemotron_h"])
+def test_the_plan_says_the_dtype_that_a_kept_weight_runs_in(family):
+    model = build(classes(f"transformers.models.{family}.modeling_{family}")[0])
+    rows = [row for row in lightning_lowprec.plan(model, keep=["*"]).rows if row.runs_in is not None]
+    assert {row.runs_in for row in rows} == {"bf16"}
+    assert any(row.kind != "Linear" for row in rows) or family == "bert"
+    products = step(model, "half-auto").rows
+    for row in rows:
+        fqn = row.fqn if row.kind != "stacked experts" else row.fqn.rpartition(".")[0]
+        dtypes = {
+            dtype for product in products if product.module == fqn and not product.backward for dtype in product.dtypes
+        }
+        assert dtypes == {torch.bfloat16}, row

@@ -1,4 +1,4 @@
-"""Master weights as users meet them: names, callbacks, schedulers, evaluation before training, loggers."""
+"""Master weights as users meet them: evaluation before training, loggers, gradients that are shown, lazy layers."""
 
 import lightning as L
 import pytest
@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_lowprec import HalfMixed, LossScale
 from tests.masters.test_float32_accumulation import half
-from tests.precision.weights_left import Net, as_trained, fit
+from tests.precision.weights_left import WIDTH, Net, as_trained, fit
 from tests.toys import ON_CPU
 
 
@@ -88,3 +88,105 @@ def test_a_skipped_step_leaves_nothing_behind_that_model_zero_grad_cannot_reach(
 def test_bad_options(options, message):
     with pytest.raises(ValueError, match=message):
         HalfMixed(**options)
+
+
+MASTERS = ["bf16-master", "fp16-master", "bf16-remainder", "bf16-sr"]
+MAX_NORM = 1e-4
+
+
+def in_fabric(name, module, lr=1.0):
+    fabric = L.Fabric(accelerator="cpu", devices=1, precision=name)
+    return fabric, *fabric.setup(module, torch.optim.SGD(module.parameters(), lr=lr))
+
+
+def backward(fabric, model):
+    fabric.backward(1e-2 * (model(torch.ones(4, WIDTH)) - 1).square().mean())  # fp16's first loss scale is 65536
+
+
+@pytest.mark.parametrize("name", MASTERS)
+def test_what_is_done_to_the_gradient_that_is_shown_reaches_the_step(name):
+    changes = {}
+    for edit in ("none", "in place", "assigned", "dropped by the optimizer", "dropped by the model"):
+        fabric, model, optimizer = in_fabric(name, Net())
+        before = [m.detach().clone() for m in fabric.strategy.precision.main_params(optimizer.optimizer)]
+        backward(fabric, model)
+        fabric.clip_gradients(model, optimizer, max_norm=MAX_NORM)
+        for p in model.parameters():
+            if edit == "in place":
+                p.grad.mul_(2)
+            elif edit == "assigned":
+                p.grad = p.grad * 2
+        if edit == "dropped by the optimizer":
+            optimizer.zero_grad()
+        elif edit == "dropped by the model":
+            model.zero_grad()
+            backward(fabric, model)
+            assert {p.grad.dtype for p in model.parameters()} == {model.first.weight.dtype}
+            model.zero_grad()
+        optimizer.step()
+        after = fabric.strategy.precision.main_params(optimizer.optimizer)
+        changes[edit] = [a.detach() - b for a, b in zip(after, before, strict=True)]
+        backward(fabric, model)
+        assert {p.grad.dtype for p in model.parameters()} == {model.first.weight.dtype}, "as before the clipping"
+    if name == "bf16-sr":
+        return  # the weights round, so that the changes are right on average only
+    for single, in_place, assigned, *dropped in zip(*changes.values(), strict=True):
+        torch.testing.assert_close(in_place, 2 * single, rtol=1e-3, atol=3e-7)  # the weights' own resolution
+        assert torch.equal(assigned, in_place)
+        assert not any(change.any() for change in dropped)
+
+
+@pytest.mark.parametrize("name", MASTERS)
+def test_no_optimizer_is_no_error(name):
+    class Untrained(Net):
+        def configure_optimizers(self):
+            return None
+
+    module = Untrained()
+    before = {fqn: p.detach().clone() for fqn, p in module.named_parameters()}
+    with pytest.warns(UserWarning, match="this fit will run with no optimizer"):
+        fit(as_trained(name), module)
+    assert all(torch.equal(p, before[fqn].to(p.dtype)) for fqn, p in module.named_parameters())
+
+
+COUPLED = {
+    "spectral norm": (
+        lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(32, 32)),
+        ["parametrizations.weight.original"],
+    ),
+    "spectral norm by a hook": (lambda: nn.utils.spectral_norm(nn.Linear(32, 32)), ["weight_orig"]),
+    "batch norm": (lambda: nn.BatchNorm1d(32), ["weight", "bias"]),
+}
+
+
+@pytest.mark.parametrize("kind", COUPLED)
+@pytest.mark.parametrize("name", MASTERS)
+def test_what_is_computed_with_buffers_keeps_float32(name, kind):
+    torch.manual_seed(0)
+    make, names = COUPLED[kind]
+    model = nn.Sequential(make(), nn.Linear(32, 32))
+    fabric, wrapped, optimizer = in_fabric(name, model, lr=0.1)
+    for _ in range(3):
+        fabric.backward(wrapped(torch.ones(4, 32)).float().square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert [fqn for fqn, p in model.named_parameters() if p.dtype is torch.float32] == [f"0.{each}" for each in names]
+    if "spectral" in kind:
+        assert torch.linalg.matrix_norm(model[0].weight.detach().float(), 2) == pytest.approx(1.0, rel=0.35)
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+@pytest.mark.parametrize("name", MASTERS)
+def test_a_lazy_layer_gets_masters_when_it_has_weights(name):
+    class Lazy(Net):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.LazyLinear(WIDTH)
+
+    module = Lazy()
+    trainer = fit(as_trained(name), module)
+    assert type(module.first) is nn.Linear
+    assert module.first.weight.dtype in (torch.bfloat16, torch.float16)
+    held = list(trainer.precision_plugin.main_params(trainer.optimizers[0]))
+    assert {p.dtype for p in held} == {torch.float32}
+    assert len(held) == 8

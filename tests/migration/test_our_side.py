@@ -1,7 +1,13 @@
-"""docs/migration.md names only what exists: every call of ours there is made, every recipe and name looked up."""
+"""docs/migration.md names only what exists: every call of ours there is made, every recipe and name looked up.
 
+Every name of another stack there has a source, and stands in the version that is installed.
+"""
+
+import importlib.metadata
 import re
+import sysconfig
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +23,8 @@ from lightning_lowprec import (
     MasterConfig,
     recipes,
 )
-from tests.migration.quoted import PAGE, SOURCES, known, sections
+from tests.migration import quoted
+from tests.migration.quoted import PAGE, SOURCES, absent, known, sections
 from tests.representatives import OF_LIGHTNING, TABLE
 
 TEXT = re.sub(r"```.*?```", "", PAGE.read_text(), flags=re.DOTALL)
@@ -90,3 +97,35 @@ def test_every_stack_has_a_section_with_a_table_and_their_config_beside_ours():
         assert section.count("\n| there | here | ran |\n") == 1
         assert re.findall(r"^```(\w+)$", section, flags=re.MULTILINE)[:2] == ["text", "python"]
     assert all(len(row) == 3 and all(row) for row in rows() if not row[0].startswith("---"))
+
+
+SITE = Path(sysconfig.get_path("purelib"))
+INSTALLED = [
+    (stack, entry) for stack, entries in SOURCES.items() for entry in entries
+    if "package" in entry and entry["package"] != "deepspeed"
+]  # fmt: skip
+"""tests/deepspeed looks up DeepSpeed's."""
+
+
+@pytest.mark.parametrize("stack", SOURCES)
+def test_every_quoted_name_has_a_source(stack: str):
+    assert quoted.quoted(sections()[stack]) - known(stack) == set()
+
+
+@pytest.mark.parametrize("stack", SOURCES)
+def test_the_section_says_which_version_was_run_or_read(stack: str):
+    first = sections()[stack].split("```")[0]
+    assert "**Run**" in first
+    for entry in SOURCES[stack]:
+        if "commit" in entry:
+            assert f"(commit `{entry['commit'][:7]}`" in first
+        elif entry["package"] != "torchao":
+            assert entry["version"] in first
+
+
+@pytest.mark.parametrize(("stack", "entry"), INSTALLED, ids=lambda part: part if isinstance(part, str) else "")
+def test_every_name_stands_in_the_installed_version(stack: str, entry: dict):
+    pytest.importorskip(entry["package"])
+    installed = importlib.metadata.version(entry["package"])
+    assert f"{installed}.".startswith(f"{entry['version']}."), f"read docs/migration.md again: {stack}"
+    assert list(absent(entry, lambda file: (SITE / file).read_text())) == []

@@ -1,4 +1,4 @@
-"""HalfMixed: its arguments, what "auto" takes, and that it computes in what it says."""
+"""HalfMixed computes in what it says; HalfEval trains as 32-true and evaluates as bf16 autocast, bit for bit."""
 
 from typing import Any
 
@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_lowprec import HalfMixed
+from lightning_lowprec import FabricFSDP2Strategy, HalfEval, HalfMixed
+from tests.precision.weights_left import WIDTH, Net, exact_weights, fit, same_bits
 
 BF16_ON_CPU = "half-auto: bf16 autocast, since cpu has bf16."
 
@@ -71,3 +72,47 @@ def test_one_line_says_what_is_kept(name: Any, kept: str, caplog: pytest.LogCapt
     with caplog.at_level("INFO"):
         L.Fabric(precision=name, accelerator="cpu").setup(nn.Linear(2, 2))
     assert [line for line in caplog.messages if line.startswith(name)] == [f"{name}: {kept}."]
+
+
+def test_half_eval_in_the_trainer():
+    mine, same = Net(), Net()
+    trainer = fit(HalfEval(), mine, limit_val_batches=None)
+    assert trainer.precision_plugin.peak_rate_dtype is torch.float32  # steps are float32
+    fit("32-true", same, limit_val_batches=None)
+    assert mine.losses == same.losses
+    assert same_bits(exact_weights(mine), exact_weights(same))
+    outputs = []
+    mine.register_forward_hook(lambda module, args, output: outputs.append(output))
+    for evaluate in (trainer.validate, trainer.test, trainer.predict):
+        evaluate(mine, same.train_dataloader())
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected = [same(batch) for batch in same.train_dataloader()] * 3
+    assert {output.dtype for output in outputs} == {torch.bfloat16}
+    assert all(map(torch.equal, outputs, expected))
+    assert len(outputs) == len(expected)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_half_eval_in_fabric(name, dtype):
+    fabric = L.Fabric(accelerator="cpu", plugins=HalfEval(name))
+    model, same, x = Net(), Net(), torch.randn(3, WIDTH)
+    wrapped, _ = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    fabric.setup_module(same).eval()  # as a teacher beside the model that trains
+    assert torch.equal(wrapped(x), same(x))
+    wrapped.eval()
+    with torch.no_grad(), torch.autocast("cpu", dtype):
+        expected = same(x.to(dtype))
+    output = wrapped(x)
+    assert torch.equal(output, expected.float())
+    assert not torch.equal(output, same(x))
+    wrapped.train()
+    fabric.backward(wrapped(x).sum())
+    assert model.first.weight.grad.dtype is torch.float32
+
+
+def test_what_half_eval_refuses():
+    with pytest.raises(ValueError, match="`dtype='bf16-true'` is not valid; expected one of: bf16, fp16"):
+        HalfEval("bf16-true")
+    fabric = L.Fabric(accelerator="cpu", devices=1, strategy=FabricFSDP2Strategy(), plugins=HalfEval())
+    with pytest.raises(ValueError, match=r"does not run under FSDP2, which gathers weights in one dtype\. Use '32-tr"):
+        fabric.launch()

@@ -6,6 +6,7 @@ import random
 import weakref
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
@@ -223,3 +224,19 @@ def test_optimizers_are_not_kept_alive() -> None:
     del optimizer
     gc.collect()
     assert seen() is None
+
+
+@pytest.mark.parametrize("precision", ["fp16-master", "fp8-hybrid-fp16"])
+def test_gradients_of_a_loss_that_was_never_scaled_are_refused(precision):
+    fabric = L.Fabric(accelerator="cpu", precision=precision)
+    model = nn.Linear(32, 32)
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), 0.1))
+    optimizer.step()  # without gradients
+    for _ in range(2):  # gradients of two backward passes are one step
+        fabric.backward(model(torch.randn(8, 32)).float().square().mean())
+    optimizer.step()
+    for p in model.parameters():  # of `loss.backward()` Fabric itself says what to write
+        p.grad = torch.ones_like(p)
+    said = r"no loss was scaled since the last step.*`self\.manual_backward\(loss\)`"
+    with pytest.raises(RuntimeError, match=said):
+        optimizer.step()

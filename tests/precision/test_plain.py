@@ -1,5 +1,9 @@
-"""`lightning_lowprec.plain(model)`: the model of before, from every precision, with the values of its masters."""
+"""`lightning_lowprec.plain(model)`: the model of before, from every precision, with the values of its masters.
 
+Lightning's own precisions warn of a model that a precision of ours has left: once, with this remedy.
+"""
+
+import warnings
 from functools import partial
 
 import lightning as L
@@ -14,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_lowprec import MSAMP, FP8TorchAO, plain
 from lightning_lowprec.conversion import backends
 from tests.precision.weights_left import WIDTH, Net, as_trained, exact_weights, fit, same_bits, seen
-from tests.toys import Block, Stack, Task
+from tests.toys import ON_CPU, Block, Stack, Task
 
 X = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(2))
 NAMES = ["fp8-hybrid", "fp8-hybrid-remainder", "msamp-o1", "msamp-o2", "msamp-o3"]
@@ -153,3 +157,50 @@ def test_a_logger_that_would_trace_the_model_is_refused_with_its_option(name):
     with pytest.raises(MisconfigurationException, match=r"TensorBoardLogger.*Write `log_graph=False`"):
         fit(name, net, logger=Traces(), log_every_n_steps=1)
     assert type(net.first) is nn.Linear
+
+
+STOCK = ["32-true", "bf16-mixed"]
+pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
+
+
+@pytest.mark.parametrize("stock", STOCK)
+@pytest.mark.parametrize(("name", "title"), [("fp8-hybrid", "torchao"), ("msamp-o2", "MS-AMP")])
+def test_layers_that_were_left_warn_once(name, title, stock):
+    module = Net()
+    fit(as_trained(name), module)
+    trainer = L.Trainer(precision=stock, **ON_CPU)
+    match = rf"2 layers of Net are those of {title}.*`precision='{stock}'`.*lightning_lowprec.plain\(model\)"
+    with pytest.warns(UserWarning, match=match) as caught:
+        trainer.validate(module, verbose=False)
+    assert len([warning for warning in caught if "are those of" in str(warning.message)]) == 1
+    module(torch.randn(2, WIDTH))  # warnings are errors: no second one
+    plain(module)
+    trainer.validate(module, verbose=False)
+
+
+@pytest.mark.parametrize("stock", STOCK)
+@pytest.mark.filterwarnings("default:.*since an earlier run with master weights.*:UserWarning")
+def test_weights_that_masters_left_in_half_precision_are_named(stock):
+    module = Net()
+    fit(as_trained("bf16-master"), module)
+    fabric = L.Fabric(accelerator="cpu", devices=1, precision=stock)
+    with pytest.warns(
+        UserWarning, match=r"8 parameters of Net are torch.bfloat16 since.*`lightning_lowprec.plain\(model\)`"
+    ):
+        fabric.setup(module)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fabric.setup(plain(module))
+        L.Fabric(accelerator="cpu", devices=1, precision="bf16-true").setup(Net())
+
+
+def test_an_optimizer_that_meets_codes_of_an_earlier_run_is_told_so():
+    module = Net()
+    fit(as_trained("msamp-o2"), module)
+    with (
+        pytest.warns(UserWarning, match="those of MS-AMP"),
+        pytest.raises(
+            RuntimeError, match=r"If the codes (come from|are of) an earlier run.*lightning_lowprec.plain\(model\)"
+        ),
+    ):
+        fit("32-true", module)

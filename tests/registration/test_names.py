@@ -19,7 +19,9 @@ from torch.nn.parameter import Parameter
 from torch.optim.swa_utils import AveragedModel
 
 import lightning_lowprec
+import lightning_lowprec_autoload as autoload
 from lightning_lowprec import FP8TE, FP8TorchAO, HalfMixed, MasterConfig
+from tests.registration.test_cli import python
 from tests.representatives import TABLE
 from tests.toys import ON_CPU
 
@@ -338,3 +340,44 @@ def test_a_form_that_does_not_exist_raises_with_the_reason_and_a_remedy(name):
         with pytest.raises(ValueError, match=f"^Precision '{name}' is invalid") as caught:
             make(precision=name, accelerator="cpu")
         assert str(caught.value).startswith(f"Precision {name!r} is invalid. {REFUSED[name]}")
+
+
+IN_A_CLIENT = """
+import sys
+import lightning_lowprec_autoload as autoload
+autoload.install()  # as torch does, by the entry point
+from pydantic import BaseModel
+from FABRIC.connector import _PRECISION_INPUT
+
+class Config(BaseModel):
+    precision: _PRECISION_INPUT = "bf16-mixed"
+
+print(Config(precision="bf16-true").precision, Config(precision=16).precision)
+assert "lightning_lowprec" not in sys.modules, "nobody asked for it"
+print(Config(precision="fp8-hybrid").precision)
+"""
+
+
+@pytest.fixture(scope="module")
+def config():
+    """A client that checks `precision` by the type in Lightning's connector."""
+    made = pytest.importorskip("pydantic").create_model
+    return made("Config", precision=(fabric_connector._PRECISION_INPUT | None, None))
+
+
+def test_every_name_is_taken(config):
+    for name in (*TABLE, "bf16-mixed", 16, None):
+        assert config(precision=name).precision == name
+
+
+@pytest.mark.parametrize("fabric", ["lightning.fabric", "lightning_fabric"])
+def test_the_package_is_imported_when_a_word_is_not_lightnings(tmp_path, fabric):
+    ran = python("-c", IN_A_CLIENT.replace("FABRIC", fabric), cwd=tmp_path)
+    assert ran.stdout == "bf16-true 16\nfp8-hybrid\n"
+
+
+def test_parsers_that_list_all_choices_list_ours():
+    annotation = fabric_connector._PRECISION_INPUT
+    assert autoload.without_word(annotation | None) == autoload.without_word(annotation) | None
+    assert autoload.without_word(annotation) != annotation
+    assert autoload.without_word("a string") == "a string"

@@ -9,7 +9,6 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_lowprec import names
 from lightning_lowprec.conversion.name_formats import COLUMNS, LIGHTNINGS
@@ -21,6 +20,7 @@ from lightning_lowprec.strategies import half_under_fsdp2
 from lightning_lowprec.tools.doctor import availability
 from tests.masters.master_loops import buffers_of
 from tests.representatives import representatives
+from tests.toys import Operations
 
 CPU = torch.device("cpu")
 TOKENS, IN, OUT = 32, 64, 96  # all different, so that the shape of a product tells which of the three it is
@@ -51,29 +51,23 @@ class Layer(nn.Module):
         return self.norm(self.body(x))
 
 
-class Products(TorchDispatchMode):
-    """Notes the operands of the three products of a Linear as they run."""
+def products_of(operations):
+    """The formats of the operands of the three products of a Linear, by the operations of a step."""
+    seen, decoded = {}, {}
 
-    def __init__(self):
-        super().__init__()
-        self.seen = {}
-        self._decoded = {}  # by id; the values hold the tensors, so no id is used twice
+    def format_of(tensor):
+        codes = getattr(tensor, "_data", getattr(tensor, "qdata", tensor))  # torchao's FP8 tensors, and MXFP8's
+        return decoded.get(id(tensor), codes.dtype)
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        of_tensor = isinstance(out, Tensor) and isinstance(args[0], Tensor)
-        if func in SAME_NUMBERS and of_tensor and self._format(args[0]).itemsize == 1:
-            self._decoded[id(out)] = out, self._format(args[0])
+    for func, args, out in operations:
+        if func in SAME_NUMBERS and isinstance(args[0], Tensor) and format_of(args[0]).itemsize == 1:
+            decoded[id(out)] = format_of(args[0])
         if func in MATMULS:
             product = next((name for name, shapes in PRODUCTS.items() if tuple(out.shape) in shapes), None)
             matrices = [arg for arg in args if isinstance(arg, Tensor) and arg.ndim == 2][:2]
             if product is not None:
-                self.seen[product] = pair(*(SHORT[self._format(matrix)] for matrix in matrices))
-        return out
-
-    def _format(self, tensor):
-        codes = getattr(tensor, "_data", getattr(tensor, "qdata", tensor))  # torchao's FP8 tensors, and MXFP8's
-        return self._decoded[id(tensor)][1] if id(tensor) in self._decoded else codes.dtype
+                seen[product] = pair(*(SHORT[format_of(matrix)] for matrix in matrices))
+    return seen
 
 
 def trained(name):
@@ -83,7 +77,7 @@ def trained(name):
     module = Layer()
     wrapped, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters()))
     alone = samples(wrapped)
-    with Products() as products:
+    with Operations() as operations:
         fabric.backward(wrapped(torch.randn(TOKENS, IN, requires_grad=True)).float().square().mean())
     weight = module.body.weight
     gradient = short(weight.grad)
@@ -95,7 +89,7 @@ def trained(name):
         _stored_masters(optimizer.optimizer) if scaled is None else [scaled.codes if scaled.e4m3 is not None else None]
     )
     seen = dict(
-        **products.seen,
+        **products_of(operations.seen),
         samples=alone,
         weight=short(weight if scaled is None else scaled.for_products()[0]),
         gradient=gradient,
