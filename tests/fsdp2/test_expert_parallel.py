@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from lightning_lowprec import FabricFSDP2Strategy, FP8TorchAO, HalfMixed
+from tests.fsdp2.models import same
 from tests.fsdp2.ranks import run
 from tests.fsdp2.toy import full
 
@@ -22,7 +23,6 @@ PLUGINS = {
     "half-auto": lambda: HalfMixed("auto"),
     "rowwise": lambda: FP8TorchAO(recipe="rowwise"),
 }
-ORDERS = ("cut", "one rank", "whole")
 TOKENS = torch.arange(64).reshape(2, 32)
 STEPS = 3
 
@@ -69,7 +69,11 @@ def gradients(fabric, model, wrapped):
     return full({fqn: p.grad for fqn, p in model.named_parameters()})
 
 
-def in_order(folder, name, order):
+def relative(got, expected):
+    return ((got.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+def trained(folder, name, order):
     model = load(folder) if order == "whole" else cut(load(folder), 1 if order == "one rank" else 2)
     fabric = fabric_for(PLUGINS[name]())
     wrapped = fabric.setup(model)
@@ -81,20 +85,41 @@ def in_order(folder, name, order):
     return losses, grads
 
 
+def two_ranks_train_as_one_does(rank, folder):
+    for name, tolerance in (("half-auto", 1e-4), ("rowwise", 0.0)):
+        (losses, grads), (one_losses, one), (whole_losses, whole) = (
+            trained(folder, name, order) for order in ("cut", "one rank", "whole")
+        )
+        assert losses == one_losses
+        assert losses[0] == whole_losses[0]
+        for fqn, grad in grads.items():
+            assert relative(grad, one[fqn]) <= tolerance, fqn  # few elements round to the next bf16
+            assert relative(grad, whole[fqn]) < 0.05, fqn
+
+
 def clipped(folder, name, how):
     model = load(folder) if how == "whole" else cut(load(folder))
     fabric = fabric_for(HalfMixed(name))
     wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=1.0, foreach=False))
     gradients(fabric, model, wrapped)
     if how == "plugin":
-        fabric.strategy.precision.clip_gradients(optimizer.optimizer, 0.1)
-        norm = torch.tensor(0.0)
+        norm = fabric.strategy.precision.clip_gradients(optimizer.optimizer, 0.1)
     else:
         norm = fabric.clip_gradients(wrapped, optimizer, max_norm=0.1)
     return norm, full({fqn: p.grad for fqn, p in model.named_parameters()})
 
 
-def skipped(folder, rank):
+def gradients_are_clipped_by_the_norm_of_all_experts(rank, folder):
+    expected, grads = clipped(folder, "bf16", "whole")
+    for name, how in (("bf16", "cut"), ("bf16", "plugin"), ("fp16", "cut")):
+        norm, got = clipped(folder, name, how)
+        assert how == "plugin" or norm.item() == pytest.approx(expected.item(), rel=5e-3)
+        total = torch.stack([grad.norm() for grad in got.values()]).norm().item()
+        assert total == pytest.approx(0.1, rel=1e-5), "gradients of experts of the other rank count too"
+        assert all(relative(got[fqn], grad) < 0.05 for fqn, grad in grads.items())
+
+
+def all_ranks_skip_a_step_if_the_experts_of_one_overflow(rank, folder):
     model = cut(load(folder))
     fabric = fabric_for(HalfMixed("fp16"))
     wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=1.0, foreach=False))
@@ -103,24 +128,24 @@ def skipped(folder, rank):
     if rank == 1:
         model.model.layers[0].mlp.experts.down_proj.grad.to_local()[0, 0, 0] = float("inf")
     optimizer.step()
-    after = full(dict(model.state_dict()))
-    return any(not torch.equal(before[fqn], after[fqn]) for fqn in before)
+    assert same(before, full(dict(model.state_dict())))
 
 
-def by_lightning(folder, checkpoint):
+def lightnings_strategy_cuts_saves_and_resumes(rank, folder):
     strategy = ModelParallelStrategy(lambda model, mesh: cut(model), data_parallel_size=1, tensor_parallel_size=2)
     fabric = fabric_for(PLUGINS["half-auto"](), devices=2, strategy=strategy)
-    model = fabric.setup(load(folder))
+    model = fabric.setup(load(folder))  # cut after our set-up
     optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False))
     first, state = step(fabric, model, optimizer), {"model": model, "optimizer": optimizer}
-    fabric.save(checkpoint, state)
+    assert first == trained(folder, "half-auto", "whole")[0][0]
+    fabric.save(folder / "cut", state)
     expected = [step(fabric, model, optimizer) for _ in range(2)]
-    fabric.load(checkpoint, state)
-    return first, expected, [step(fabric, model, optimizer) for _ in range(2)]
+    fabric.load(folder / "cut", state)
+    assert [step(fabric, model, optimizer) for _ in range(2)] == expected
 
 
-def under_fsdp2(folder):
-    """FSDP2 beside expert parallelism: refused if the experts are cut already, else the strategy cuts them."""
+def fsdp2_beside_expert_parallelism(rank, folder):
+    """Refused if the experts are cut already, else the strategy cuts them."""
 
     def losses(model, **options):
         fabric = fabric_for(PLUGINS["rowwise"](), devices=2, strategy=FabricFSDP2Strategy(**options))
@@ -130,10 +155,11 @@ def under_fsdp2(folder):
 
     with pytest.raises(TypeError, match="For FSDP2 and expert parallelism"):
         losses(cut(load(folder)))
-    return losses(load(folder), tensor_parallel=lambda model, mesh: cut(model), tensor_parallel_size=2)
+    found = losses(load(folder), tensor_parallel=lambda model, mesh: cut(model), tensor_parallel_size=2)
+    assert found == pytest.approx(trained(folder, "rowwise", "whole")[0], rel=5e-4)
 
 
-def refusals(folder):
+def refusals(rank, folder):
     fabric = fabric_for(PLUGINS["rowwise"]())
     mesh = init_device_mesh("cpu", (2,))
     for place, name, dim in (("mlp.experts", "down_proj", 1), ("self_attn.q_proj", "weight", 0)):
@@ -146,65 +172,17 @@ def refusals(folder):
             fabric.setup(model)
 
 
-def worker(rank, folder, checkpoint):
-    runs = {(name, order): in_order(folder, name, order) for name in PLUGINS for order in ORDERS}
-    refusals(folder)
-    return {
-        **runs,
-        "clipped": {(name, how): clipped(folder, name, how) for name, how in CLIPPED},
-        "skipped": skipped(folder, rank),
-        "lightning": by_lightning(folder, checkpoint),
-        "fsdp2": under_fsdp2(folder),
-    }
+PARTS = (
+    two_ranks_train_as_one_does,
+    gradients_are_clipped_by_the_norm_of_all_experts,
+    all_ranks_skip_a_step_if_the_experts_of_one_overflow,
+    lightnings_strategy_cuts_saves_and_resumes,
+    fsdp2_beside_expert_parallelism,
+    refusals,
+)
 
 
-CLIPPED = [("bf16", "whole"), ("bf16", "cut"), ("bf16", "plugin"), ("fp16", "cut")]
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("mixtral")
-    save(folder)
-    return run(worker, 2, tmp_path_factory.mktemp("ranks"), folder, tmp_path_factory.mktemp("checkpoint"))
-
-
-def relative(got, expected):
-    return ((got.double() - expected.double()).norm() / expected.double().norm()).item()
-
-
-@pytest.mark.parametrize(("name", "tolerance"), [("half-auto", 1e-4), ("rowwise", 0.0)])
-def test_two_ranks_train_as_one_does(ranks, name, tolerance):
-    for found in ranks:
-        (losses, grads), (one_losses, one), (whole_losses, whole) = (found[name, order] for order in ORDERS)
-        assert losses == one_losses
-        assert losses[0] == whole_losses[0]
-        for fqn, grad in grads.items():
-            assert relative(grad, one[fqn]) <= tolerance, fqn  # few elements round to the next bf16
-            assert relative(grad, whole[fqn]) < 0.05, fqn
-
-
-def test_gradients_are_clipped_by_the_norm_of_all_experts(ranks):
-    for found in ranks:
-        expected, grads = found["clipped"]["bf16", "whole"]
-        for key in CLIPPED[1:]:
-            norm, got = found["clipped"][key]
-            assert key[1] == "plugin" or norm.item() == pytest.approx(expected.item(), rel=5e-3)
-            total = torch.stack([grad.norm() for grad in got.values()]).norm().item()
-            assert total == pytest.approx(0.1, rel=1e-5), "gradients of experts of the other rank count too"
-            assert all(relative(got[fqn], grad) < 0.05 for fqn, grad in grads.items())
-
-
-def test_all_ranks_skip_a_step_if_the_experts_of_one_overflow(ranks):
-    assert [found["skipped"] for found in ranks] == [False, False]
-
-
-def test_lightnings_strategy_cuts_saves_and_resumes(ranks):
-    for found in ranks:
-        first, expected, again = found["lightning"]
-        assert first == found["half-auto", "whole"][0][0]
-        assert again == expected
-
-
-def test_fsdp2_beside_expert_parallelism(ranks):
-    for found in ranks:
-        assert found["fsdp2"] == pytest.approx(found["rowwise", "whole"][0], rel=5e-4)
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.__name__)
+def test_two_ranks(part, tmp_path):
+    save(tmp_path)
+    run(part, 2, tmp_path, tmp_path)

@@ -8,26 +8,23 @@ import lightning as L
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+import lightning_lowprec  # noqa: F401  (registers the names)
 from tests.fsdp2.ranks import run
 from tests.fsdp2.toy import full as whole
-from tests.toys import QUIET, Block, Task
+from tests.toys import ON_CPU, Block, Task
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
-QUIET["use_distributed_sampler"] = False
 
 
 def rows() -> torch.Tensor:
     return torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
 
 
-def fitted(model, strategy, precision="32-true", devices=2, **kwargs):
-    import lightning_lowprec  # noqa: F401
-
-    trainer = L.Trainer(
-        accelerator="cpu", devices=devices, strategy=strategy, precision=precision, max_epochs=1,
-        **{**QUIET, **kwargs},
-    )  # fmt: skip
+def fitted(model, strategy, precision="32-true", devices=2):
+    options = {"devices": devices, "strategy": strategy, "precision": precision, "max_epochs": 1}
+    trainer = L.Trainer(use_distributed_sampler=False, **ON_CPU, **options)
     data = torch.utils.data.TensorDataset(rows()[trainer.global_rank :: devices])
     trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=8 // devices))
     return model
@@ -143,75 +140,52 @@ MANUAL = [
 """Precision, edits, whether there are blocks."""
 
 
-def manual(rank):
-    results = {}
-    for case in MANUAL:
-        for strategy in ("fsdp2", "ddp"):
-            model = fitted(Manual(*case[1:]), strategy, case[0])
-            kinds = {type(p).__name__ for p in model.parameters()}
-            results[case, strategy] = full(model), whole(model.norm).item(), model.seen, kinds
-    return results
-
-
-def gans(rank):
-    return {blocks_in: full(fitted(Gan(blocks_in), "fsdp2")) for blocks_in in ("g", "d")}
-
-
-def norms(rank):
-    results = {}
-    for precision in ("bf16-mixed", "fp8-hybrid", "bf16-remainder"):
-        for strategy in ("fsdp2", "ddp"):
-            model = fitted(with_norms(), strategy, precision)
-            dtypes = {p.dtype for p in (model.net[0].weight, model.net[2].weight)}
-            results[precision, strategy] = model.losses, dtypes, model.net[0].running_mean.dtype
-    return results
-
-
-def memory(rank):
-    model = with_norms()
-    before = [weakref.ref(p) for p in model.parameters()]
-    trainer_holds = fitted(model, "fsdp2", "bf16-remainder")
-    gc.collect()
-    return sum(p().untyped_storage().nbytes() for p in before if p() is not None), trainer_holds is model
-
-
-def worker(rank):
-    warnings.simplefilter("ignore")
-    return {part.__name__: part(rank) for part in (manual, gans, norms, memory)}
-
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    return run(worker, 2, tmp_path_factory.mktemp("ranks"))
-
-
-@pytest.mark.parametrize("case", MANUAL, ids=str)
-def test_manual_optimization_trains_as_ddp_with_gradients_that_user_code_edits(results, case):
-    weights, norm, seen, kinds = results[0]["manual"][case, "fsdp2"]
-    expected, expected_norm, _, _ = results[0]["manual"][case, "ddp"]
-    if case[0] == "32-true":
-        assert difference(weights, expected) < 1e-6 < difference(expected, full(Manual(*case[1:])))
+def manual_optimization_trains_as_ddp_with_gradients_that_user_code_edits(rank, precision, edits, blocks):
+    sharded, expected = (fitted(Manual(edits, blocks), strategy, precision) for strategy in ("fsdp2", "ddp"))
+    if precision == "32-true":
+        weights = full(expected)
+        assert difference(full(sharded), weights) < 1e-6 < difference(weights, full(Manual(edits, blocks)))
     else:
-        assert norm == pytest.approx(expected_norm, rel=0.02)
-        assert norm > 1e-2
-    assert seen == dict.fromkeys(HOOKS, True)
-    assert kinds == {"DTensor"}
+        assert whole(sharded.norm).item() == pytest.approx(expected.norm.item(), rel=0.02)
+        assert expected.norm > 1e-2
+    assert sharded.seen == dict.fromkeys(HOOKS, True)
+    assert {type(p) for p in sharded.parameters()} == {DTensor}
 
 
-@pytest.mark.parametrize("blocks_in", ["g", "d"])
-def test_a_gan_trains_as_in_one_process(results, blocks_in):
+def a_gan_trains_as_in_one_process(rank, blocks_in):
     alone = full(fitted(Gan(blocks_in), "auto", devices=1))
-    assert difference(results[0]["gans"][blocks_in], alone) < 1e-5
+    assert difference(full(fitted(Gan(blocks_in), "fsdp2")), alone) < 1e-5
     assert difference(full(Gan(blocks_in)), alone) > 1e-3
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "fp8-hybrid", "bf16-remainder"])
-def test_batch_norm_stays_float32(results, precision):
-    losses, dtypes, running = results[0]["norms"][precision, "fsdp2"]
-    assert losses == pytest.approx(results[0]["norms"][precision, "ddp"][0], rel=0.02)
-    assert dtypes == {torch.float32}
-    assert running == torch.float32
+def batch_norm_stays_float32(rank, precision):
+    model, by_ddp = (fitted(with_norms(), strategy, precision) for strategy in ("fsdp2", "ddp"))
+    assert model.losses == pytest.approx(by_ddp.losses, rel=0.02)
+    norm = model.net[0]
+    assert {norm.weight.dtype, model.net[2].weight.dtype, norm.running_mean.dtype} == {torch.float32}
 
 
-def test_no_unsharded_weight_stays_in_memory(results):
-    assert results[0]["memory"] == (0, True)
+def no_unsharded_weight_stays_in_memory(rank):
+    model = with_norms()
+    before = [weakref.ref(p) for p in model.parameters()]
+    fitted(model, "fsdp2", "bf16-remainder")
+    gc.collect()
+    assert sum(p().untyped_storage().nbytes() for p in before if p() is not None) == 0
+
+
+def quietly(rank, part, *args):
+    warnings.simplefilter("ignore")
+    part(rank, *args)
+
+
+PARTS = [
+    *((manual_optimization_trains_as_ddp_with_gradients_that_user_code_edits, *case) for case in MANUAL),
+    *((a_gan_trains_as_in_one_process, blocks_in) for blocks_in in ("g", "d")),
+    *((batch_norm_stays_float32, precision) for precision in ("bf16-mixed", "fp8-hybrid", "bf16-remainder")),
+    (no_unsharded_weight_stays_in_memory,),
+]
+
+
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: "-".join([part[0].__name__, *map(str, part[1:])]))
+def test_two_ranks(part, tmp_path):
+    run(quietly, 2, tmp_path, *part)

@@ -102,6 +102,7 @@ def mixture():
 
 
 EQUAL_LAYERS = partial(layers, *EQUAL)
+O3 = partial(MSAMP, "O3", grad_accumulation_dtype=torch.float32)
 GRAPHS, RECOMPUTED = {"backend": "aot_eager"}, {"activation_checkpointing": [Block]}
 CASES = {
     **{name: (name, {}, lambda: layers(*SIZES)) for name in TILES},
@@ -123,12 +124,12 @@ CASES = {
     },
     "conv1d": ("fp8-hybrid", {}, conv1ds),
     **{
-        f"msamp{kind}": (
-            partial(MSAMP, "O3", grad_accumulation_dtype=torch.float32),
-            {"param_dtype": torch.float32},
-            make,
+        f"msamp{kind}": (partial(O3, **options), {"param_dtype": torch.float32}, make)
+        for kind, options, make in (
+            ("", {}, lambda: layers(*SIZES)),
+            (" of conv1d", {}, conv1ds),
+            (" compiled", {"compile": GRAPHS}, EQUAL_LAYERS),
         )
-        for kind, make in (("", lambda: layers(*SIZES)), (" of conv1d", conv1ds))
     },
     **{
         f"{gemm} in bf16{kind}": (lambda gemm=gemm: FP8TorchAO({"*": {gemm: "bf16"}}), {}, make)
