@@ -4,6 +4,7 @@ tests/fsdp2/test_two_ranks_as_one.py trains as one process."""
 
 import pytest
 import torch
+from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torchao.float8 import (
@@ -14,7 +15,7 @@ from torchao.float8 import (
 
 from lightning_lowprec import FP8TorchAO, parallelize
 from tests.fsdp2.gathers import scales_of
-from tests.fsdp2.models import Net, batch, full, loss_of
+from tests.fsdp2.models import Net, batch, full, loss_of, same
 from tests.fsdp2.ranks import run
 
 STEPS = 20
@@ -46,33 +47,24 @@ def by_hand(mesh):
     return model
 
 
-def worker(rank):
-    mesh, weights = init_device_mesh("cpu", (2,)), {}
+def every_way_of_gathering_gives_the_same_bits(rank):
+    mesh = init_device_mesh("cpu", (2,))
     model, scales = sharded(mesh, True)
-    weights["ours"] = train(model, rank)
-    reductions = scales.reductions
-    model, scales = sharded(mesh, True)
-    scales.weights = []  # nothing to refresh: every weight reduces its own scale
-    weights["a scale reduced per weight"] = train(model, rank)
-    weights["float32 gathered"] = train(sharded(mesh, False)[0], rank)
-    model = by_hand(mesh)
-    precompute_float8_dynamic_scale_for_fsdp(model)
-    weights["torchao by hand"] = train(model, rank, lambda: precompute_float8_dynamic_scale_for_fsdp(model))
-    return weights, reductions
-
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    return run(worker, 2, tmp_path_factory.mktemp("ranks"))
-
-
-def test_every_way_of_gathering_gives_the_same_bits(results):
-    weights = dict(results[0][0])
-    ours = weights.pop("ours")
+    ours = train(model, rank)
     untrained = Net().state_dict()
     assert all(not torch.equal(ours[name], untrained[name]) for name in ours)
-    assert results[0][1] == STEPS, "one reduction of scales per step"
-    for way, other in [*weights.items(), ("the other rank", results[1][0]["ours"])]:
-        assert ours.keys() == other.keys()
-        for name in ours:
-            assert torch.equal(ours[name], other[name]), (way, name)
+    assert scales.reductions == STEPS, "one reduction of scales per step"
+    model, scales = sharded(mesh, True)
+    scales.weights = []  # nothing to refresh: every weight reduces its own scale
+    assert same(ours, train(model, rank)), "a scale reduced per weight"
+    assert same(ours, train(sharded(mesh, False)[0], rank)), "float32 gathered"
+    model = by_hand(mesh)
+    precompute_float8_dynamic_scale_for_fsdp(model)
+    assert same(ours, train(model, rank, lambda: precompute_float8_dynamic_scale_for_fsdp(model))), "torchao by hand"
+    weights = [None, None]
+    dist.all_gather_object(weights, ours)
+    assert same(*weights)
+
+
+def test_two_ranks(tmp_path):
+    run(every_way_of_gathering_gives_the_same_bits, 2, tmp_path)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import functools
 from functools import partial
 
+from torch import distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
 from benchmarks.ledger.entry import Entry
 from benchmarks.ledger.step import measure
 from benchmarks.rivals import contenders, models, setups
@@ -31,3 +34,10 @@ OWN = {"ours fp8-hybrid, codes per GEMM": _per_gemm} | {
 def entry(contender: str) -> Entry:
     setup = OWN.get(contender) or contenders.find(contender).setup
     return measure(contender, setup, STACK)
+
+
+def fake_world(ranks: int) -> None:
+    """Be rank 0 of a process group that sends nothing."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)

@@ -6,13 +6,14 @@ import torch
 import torch.nn.functional as F
 from torch import distributed as dist
 from torch import nn
+from torch.distributed.tensor.experimental import context_parallel
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.ledger.entry import format_of
 from benchmarks.ledger.recorder import recording
 from benchmarks.ledger.world_case import OneOfMany
 from lightning_lowprec import FabricFSDP2Strategy, FP8TorchAO
+from tests.ledger.counted import fake_world
 
 RANKS, TOKENS, WIDTH = 4, 64, 256
 
@@ -29,11 +30,7 @@ class Attention(nn.Module):
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_a_step(recipe):
-    from torch.distributed.tensor.experimental import context_parallel
-
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+    fake_world(RANKS)
     strategy = FabricFSDP2Strategy(cluster_environment=OneOfMany(RANKS))
     plugin = FP8TorchAO(recipe=recipe, compile=False)
     fabric = L.Fabric(accelerator="cuda", devices=1, num_nodes=RANKS, strategy=strategy, plugins=plugin)

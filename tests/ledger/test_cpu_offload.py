@@ -1,37 +1,34 @@
 """Optimizer state in CPU memory on the null GPU: `cpu_offload=True` of FSDP2, and torchao's CPUOffloadOptimizer."""
 
+from functools import partial
+
+import lightning as L
 import pytest
 import torch
+from torch import nn
+from torchao.optim import CPUOffloadOptimizer
+
+from benchmarks.ledger.world_case import OneOfMany
+from lightning_lowprec import FabricFSDP2Strategy
+from tests.ledger.counted import fake_world
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of libraries, about this machine
 RATE, DECAY = 0.25, 1.0
 
 
-def set_up(precision):
-    import lightning as L
-    from torch import distributed as dist
-    from torch import nn
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    from benchmarks.ledger.world_case import OneOfMany
-    from lightning_lowprec import FabricFSDP2Strategy
-
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    strategy = FabricFSDP2Strategy(cluster_environment=OneOfMany(2), cpu_offload=True)
-    fabric = L.Fabric(accelerator="cuda", devices=1, num_nodes=2, strategy=strategy, precision=precision)
+def set_up(precision, make, **options):
+    fabric = L.Fabric(accelerator="cuda", devices=1, precision=precision, **options)
     fabric.launch()
     model = fabric.setup_module(nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256)))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=DECAY)
-    return fabric, model, fabric.setup_optimizers(optimizer)
+    return fabric, model, fabric.setup_optimizers(make(model.parameters(), lr=RATE, weight_decay=DECAY))
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-remainder", "bf16-sr", "bf16-8bit", "fp8-hybrid-8bit"])
 def test_shards_in_cpu_memory_are_updated(precision):
     """Gradients are zero on the null GPU, so that AdamW multiplies the weights, which are real, by 1 - 0.25."""
-    fabric, model, optimizer = set_up(precision)
+    fake_world(2)
+    strategy = FabricFSDP2Strategy(cluster_environment=OneOfMany(2), cpu_offload=True)
+    fabric, model, optimizer = set_up(precision, torch.optim.AdamW, num_nodes=2, strategy=strategy)
     assert fabric.strategy.process_group_backend == "cpu:gloo,cuda:nccl"
     with torch.no_grad():
         for p in model.parameters():
@@ -48,21 +45,12 @@ def test_shards_in_cpu_memory_are_updated(precision):
     assert any(value.dtype == torch.float8_e4m3fn for value in held) == ("8bit" in precision)
 
 
-def torchao_offload(precision):
-    import lightning as L
-    from torch import nn
-    from torchao.optim import CPUOffloadOptimizer
-
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    fabric = L.Fabric(accelerator="cuda", devices=1, precision=precision)
-    model = fabric.setup_module(nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256)))
-    optimizer = CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, lr=RATE, weight_decay=DECAY)
-    return fabric, model, fabric.setup_optimizers(optimizer)
+OFFLOADED = partial(CPUOffloadOptimizer, optimizer_class=torch.optim.AdamW)
 
 
 @pytest.mark.parametrize("precision", ["half-auto", "fp8-hybrid", "fp8-hybrid-te"])
 def test_torchao_offloads_float32_weights(precision):
-    fabric, model, optimizer = torchao_offload(precision)
+    fabric, model, optimizer = set_up(precision, OFFLOADED)
     plain = optimizer.optimizer
     for copy in plain.param_d2h_map.values():
         copy.fill_(1.0)
@@ -92,5 +80,5 @@ def test_torchao_offloads_float32_weights(precision):
 )  # fmt: skip
 def test_torchao_offload_is_refused_with_the_way_out(precision, reason):
     with pytest.raises(TypeError, match=reason) as caught:
-        torchao_offload(precision)
+        set_up(precision, OFFLOADED)
     assert "`strategy=FSDP2Strategy(cpu_offload=True)`, on one device too" in str(caught.value)

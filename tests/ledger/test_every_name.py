@@ -1,19 +1,30 @@
 """Every precision trains on CUDA tensors, and raises on every device that lacks its formats.
 
+    python -m benchmarks.ledger.launch --device b200 python -m tests.ledger.test_every_name [NAME ...]
+
+trains three steps in every name, on the null GPU of this process, and prints what happened as JSON.
+
 All plugins train on an H200. On the other devices those train whose kernels may depend on the device; of what compiles
 long, one or two names.
 """
 
 import json
 import re
+import sys
+import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from benchmarks.ledger import launch
+from benchmarks.ledger import launch, triton_bytes
+from benchmarks.ledger.recorder import recording
+from benchmarks.ledger.untuned import take_first_variant
+from benchmarks.rivals import models, setups
+from benchmarks.rivals.running import Job
 from lightning_lowprec import HalfMixed
 from tests import forked
-from tests.ledger import names_on
 from tests.representatives import TABLE, WITH_MASTERS, once, representatives
 
 ROOT = Path(__file__).parents[2]
@@ -67,7 +78,7 @@ def outcomes(request):
     device = request.param
     names = tried_on(device)
     environ = launch.environment(device)
-    done = forked.python("-m", names_on.__name__, *names, cwd=ROOT, environ=environ)
+    done = forked.python("-m", __name__, *names, cwd=ROOT, environ=environ)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert set(found) == set(names)
@@ -120,3 +131,60 @@ def test_each_name_that_compiles_long_trains_on_one_device():
     for device, names in COMPILED_ON.items():
         assert names == COMPILES_LONG.intersection(tried_on(device)) - REFUSES[device]
     assert {name for device in REFUSES for name in {*tried_on(device)} - REFUSES[device]} >= COMPILES_LONG
+
+
+# ---- the program
+
+SHAPE = replace(models.SHAPES["toy"], ffn=models.SHAPES["toy"].hidden, kv_heads=models.SHAPES["toy"].heads)
+"""All weights are square, so that each kernel that is compiled is compiled once."""
+STEPS = 3
+
+
+def outcome(name: str) -> dict[str, object]:
+    """Train in this name, uncompiled; return what the last step waits for, copies and multiplies, or the error."""
+    job = Job(shape=SHAPE, device=torch.device("cuda"), compile=False)
+    data = models.batches(SHAPE, 2, job.device, count=1)
+    try:
+        running = setups.ours(job, name=name)
+        for _ in range(STEPS - 1):
+            running.step(data)
+        with recording() as log:
+            running.step(data)
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    copies = log.of("memcpy")
+    sent = [record for record in copies if record.name == "H2D"]
+    return {
+        "waits": len(log.waits()),
+        "read": len([record for record in copies if record.name == "D2H"]),
+        "sent": len(sent),
+        "sent from pageable memory": len([record for record in sent if "pageable" in record.info]),
+        "updates": len([record for record in log.of("kernel") if "step_parameters" in record.name]) or 1,
+        "refused": [f"{r.name} {r.info}" for r in log.of("refused", "unknown")],
+        "rows of torchao's MX": len([record for record in log.of("kernel") if record.name == "to_mxfp8_dim0_kernel"]),
+        "formats": sorted({record.get("a") for record in log.of("gemm")}),
+    }
+
+
+def read_signs_of_nvfp4() -> None:
+    """Let Transformer Engine read the signs of NVFP4's Hadamard transform, once, while all memory holds zeros.
+
+    It reads them back from the GPU. Memory that the null GPU gives out again holds what was copied there before, which
+    may be too large for the argument, a C++ int.
+    """
+    from transformer_engine.pytorch.tensor.nvfp4_tensor import get_random_sign_mask_for_rht
+
+    get_random_sign_mask_for_rht(True, torch.cuda.current_device())
+
+
+def main(names: list[str]) -> None:
+    warnings.simplefilter("ignore")
+    read_signs_of_nvfp4()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    take_first_variant()
+    triton_bytes.start()  # for the tests' cache of kernels
+    print(json.dumps({name: outcome(name) for name in names or representatives()}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

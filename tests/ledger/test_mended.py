@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
-from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend "fake")
 
 from benchmarks.ledger import triton_bytes
 from benchmarks.ledger.recorder import recording
@@ -20,6 +19,7 @@ from lightning_lowprec.fsdp2.fp8_gather import Fp8GatherShard, GatherScales
 from lightning_lowprec.msamp import scale_linears
 from lightning_lowprec.numerics.one_pass import compiles
 from lightning_lowprec.private.torch import local_tensor
+from tests.ledger.counted import fake_world
 from tests.torchao.test_fp8_linear import linear
 
 DEVICE = torch.device("cuda")
@@ -88,7 +88,7 @@ def test_a_shard_is_encoded_by_one_kernel(plugin, offload, times):
 
 def test_streams_share_the_memory_of_codes_in_order(monkeypatch):
     """`unshard()` gathers on the stream that computes, a forward on the stream that copies; a refresh allocates."""
-    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=1)
+    fake_world(1)
     mesh = dist.init_device_mesh("cuda", (1,))
     scales = GatherScales(replace(linear().wire_format, per_step=True))
     weight = DTensor.from_local(Fp8GatherShard(torch.zeros(64, 64, device=DEVICE), scales), mesh, [Shard(0)])
@@ -127,7 +127,7 @@ def test_a_scale_that_was_made_while_copying_outlives_the_gemms(monkeypatch):
     monkeypatch.setattr(
         dist, "all_reduce", lambda amax, **options: (operations.append(options.get("op")), reduce(amax, **options))
     )
-    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=1)
+    fake_world(1)
     mesh = dist.init_device_mesh("cuda", (1,))
     shard = Fp8GatherShard(torch.zeros(64, 64, device=DEVICE), GatherScales(linear().wire_format))
     with torch.cuda.stream(torch.cuda.Stream()):

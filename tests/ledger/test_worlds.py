@@ -4,7 +4,9 @@ import functools
 from dataclasses import replace
 
 import pytest
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
+from benchmarks.ledger.world_case import Case, run
 from tests.representatives import TABLE
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of libraries, about this machine
@@ -29,10 +31,6 @@ WORKSPACES = 110e6  # cuBLAS has two more of them, in forward and in backward
 
 @functools.cache
 def counted(precision, shape="8b", world=8, layers=LAYERS, tokens=16, **sizes):
-    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
-
-    from benchmarks.ledger.world_case import Case, run
-
     FP8GlobalStateManager.reset()  # Transformer Engine goes on reducing the amaxes of models that are gone
     return run(Case(shape=shape, world=world, precision=precision, layers=layers, tokens=tokens, **sizes))
 

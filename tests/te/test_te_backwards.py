@@ -72,31 +72,6 @@ def test_evaluation(reference_te):
         third.sum().backward()
 
 
-@pytest.mark.filterwarnings("ignore:(Dynamo|Transformer Engine torch.compile support is disabled)")
-def test_compiled_blocks(reference_te):
-    """Graphs end at Transformer Engine's own layers only (and where `reference.py` answers); inference comes first."""
-    seen, counted = [], torch._dynamo.utils.counters["graph_break"]
-    found = []
-    for compiled in (False, True):
-        model = Net()
-        model.lm_head.register_forward_pre_hook(lambda *_: seen.append(torch.is_inference_mode_enabled()))
-        wrapped = fabric_for(plugin()).setup(model)
-        if compiled:
-            torch._dynamo.reset()
-            counted.clear()
-            for block in model.blocks:
-                block.compile(backend="aot_eager")
-        x = torch.randn(6, 32, generator=torch.Generator().manual_seed(0))
-        with torch.inference_mode():
-            assert not wrapped(x).requires_grad
-        wrapped(x).sum().backward()
-        found.append(gradients(model))
-    assert_equal(*found)
-    assert seen == [False] * 4
-    assert counted
-    assert [reason for reason in counted if "_linear_eager" not in reason and "sys._getframe" not in reason] == []
-
-
 def test_a_gradient_of_a_gradient_raises(reference_te):
     """Transformer Engine would return a gradient without the layer's part of it."""
     model = fabric_for(plugin()).setup_module(nn.Sequential(nn.Linear(32, 32), nn.Tanh()))
