@@ -20,10 +20,8 @@ from torchao.float8.float8_training_tensor import GemmInputRole, LinearMMConfig
 
 from lightning_lowprec import MSAMP, FP8TorchAO, HalfMixed
 from lightning_lowprec.callbacks import NumericsMonitor
-from lightning_lowprec.callbacks.monitor import PausedCompiler
-from lightning_lowprec.callbacks.readings import FILE, read
-from lightning_lowprec.callbacks.sampling import _reading
 from lightning_lowprec.msamp import values_of
+from lightning_lowprec.tools.cli import main
 from tests.serving.models import mixtral
 from tests.toys import ON_CPU, Block, Task, causal_loss
 
@@ -102,6 +100,10 @@ def fit(tmp_path, monitor, net=None, plugin=None, steps=4, micro=1, rows=32, ckp
     return net, trainer
 
 
+def lines_of(folder):
+    return [json.loads(line) for line in (folder / "numerics.jsonl").read_text().splitlines()]
+
+
 LAYERS = {f"blocks.{i}.{name}" for i in range(2) for name in ("up", "down")}
 RUNS = {
     **{f"checkpointing: {kind}": {"net": partial(Net, kind)} for kind in CHECKPOINTS},
@@ -131,7 +133,7 @@ def test_a_monitor_changes_no_weight_and_sees_every_layer(run, tmp_path):
     assert [r.tensor for r in monitor.readings] == ["input", "weight", "gradient"] * 4
     assert all(r.step == 2 and 0 < r.amax < math.inf and 0 <= r.underflow < 1 for r in monitor.readings)
     assert all(15 < r.output_db < 60 for r in monitor.readings)
-    assert list(read(tmp_path / FILE)) == [0, 2]
+    assert [line["step"] for line in lines_of(tmp_path)] == [0, 2]
     assert not any(module._forward_hooks for module in made[1].modules())
 
 
@@ -144,13 +146,14 @@ def test_numbers_reach_loggers_the_file_and_the_attribute(tmp_path):
     kinds = {f"{tensor}/{n}" for tensor in ("input", "weight", "gradient") for n in NUMBERS[:2]} | {"output_db"}
     summary = {f"lowprec/{kind}/{name}" for kind in ("worst", "mean") for name in kinds}
     assert logger.lines[0][1].keys() == {f"lowprec/{fqn}/{name}" for fqn in LAYERS for name in names} | summary
-    kept = read(tmp_path / "run" / FILE)
-    assert list(kept) == [0, 3]
-    for step, metrics, readings in logger.lines:
-        for reading, stored in zip(readings, kept[step], strict=True):
-            assert (stored.step, stored.fqn, stored.tensor) == (reading.step, reading.fqn, reading.tensor)
-            for name in (*NUMBERS, "output_db"):
-                assert getattr(stored, name) == pytest.approx(getattr(reading, name), rel=1e-4)
+    kept = lines_of(tmp_path / "run")
+    assert [line["step"] for line in kept] == [0, 3]
+    for (step, metrics, readings), line in zip(logger.lines, kept, strict=True):
+        for reading in readings:
+            assert reading.step == step
+            stored = line["layers"][reading.fqn]
+            assert stored[reading.tensor] == pytest.approx([getattr(reading, name) for name in NUMBERS], rel=1e-4)
+            assert stored["output_db"] == pytest.approx(reading.output_db, rel=1e-4)
             assert metrics[f"lowprec/{reading.fqn}/{reading.tensor}/scale"] == reading.scale
         underflows = [reading.underflow for reading in readings if reading.tensor == "gradient"]
         assert len(underflows) == len(LAYERS)
@@ -183,22 +186,22 @@ def test_arguments_that_are_not_valid_raise_and_a_monitor_without_layers_says_so
 NUMBERS = ("amax", "underflow", "scale")
 
 
-def test_a_resumed_run_samples_the_same_steps_and_continues_its_file(tmp_path):
-    kept = {}
-    for steps, ckpt in ((2, None), (4, "last.ckpt")):
+def test_a_resumed_run_samples_the_same_steps_and_continues_its_file(tmp_path, capsys):
+    def steps():
+        assert main(["monitor", str(tmp_path), "--json"]) == 0
+        return json.loads(capsys.readouterr().out)["steps"]
+
+    for total, ckpt, expected in ((2, None, [0, 1]), (4, tmp_path / "last.ckpt", [0, 1, 2])):
         monitor = NumericsMonitor(every=2, folder=tmp_path)
         monitor.every = 2 if ckpt else 1  # the first run has sampled step 1, too
-        path = tmp_path / "last.ckpt"
-        _, trainer = fit(tmp_path, monitor, steps=steps, ckpt=ckpt and path)
-        trainer.save_checkpoint(path)
-        kept[steps] = list(read(tmp_path / FILE))
-    assert kept == {2: [0, 1], 4: [0, 1, 2]}
-    with (tmp_path / FILE).open("a") as file:
+        _, trainer = fit(tmp_path, monitor, steps=total, ckpt=ckpt)
+        trainer.save_checkpoint(tmp_path / "last.ckpt")
+        assert steps() == expected
+    with (tmp_path / "numerics.jsonl").open("a") as file:
         file.write('{"step": 3, "la')  # killed while it wrote
-    assert list(read(tmp_path / FILE)) == [0, 1, 2]
+    assert steps() == [0, 1, 2]
     fit(tmp_path, NumericsMonitor(every=2), steps=2)
-    assert list(read(tmp_path / FILE)) == [0]  # a new run in the same folder
-    assert all(json.loads(line) for line in (tmp_path / FILE).read_text().splitlines() if '"la' not in line[-5:])
+    assert steps() == [0]  # a new run in the same folder
 
 
 @pytest.mark.slow_but("set-up model")
@@ -262,13 +265,13 @@ def test_the_step_of_an_optimizer_is_compiled_while_a_monitor_looks():
         def step(self, closure=None):
             return self.step_of(self.param_groups[0]["params"][0].detach())
 
-    net = nn.Linear(WIDTH, WIDTH)
-    optimizer, paused = Doubling(net.parameters(), lr=1.0), PausedCompiler()
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    optimizer = Doubling(net.parameters(), lr=1.0)
     optimizer.step()
-    paused.pause()
+    _, monitor = looked_at(torch.compile(net, backend="eager"))
     optimizer.step()
-    optimizer.step_of(net.weight.detach())  # as a forward would
-    paused.resume()
+    optimizer.step_of(net[0].weight.detach())  # as a forward would
+    monitor.finish()
     assert calls == ["compiled"] * 2
 
 
@@ -404,9 +407,3 @@ def test_a_sample_counts_every_sixteenth_row(step):
         assert readings[tensor].underflow == pytest.approx(float(lost.sum() / (part != 0).sum()))
         assert readings[tensor].amax == float(x.float().abs().max())
         assert readings[tensor].scale == pytest.approx(float(scale))
-
-
-def test_ranks_of_several_scales_show_the_smallest_and_a_rank_without_tokens_shows_none():
-    first, second, idle = [2.0, 64.0], [8.0, 16.0], [0.0, 0.0]  # amax and scale of each rank
-    reading = _reading([0.0, 0.0, 100.0, 75.0], torch.tensor([first, second, idle]))
-    assert reading == {"amax": 8.0, "underflow": 0.25, "scale": 16.0}

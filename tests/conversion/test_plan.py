@@ -230,13 +230,6 @@ def test_every_option_chooses_from_linears_conv1ds_and_stacked_experts():
     }  # fmt: skip
 
 
-def test_frozen_layers_convert_unless_told_otherwise():
-    model = nn.Sequential(nn.Linear(16, 16).requires_grad_(False), nn.Linear(16, 16))
-    assert reasons(model) == {"0": None, "1": None}
-    assert reasons(model, frozen="keep") == {"0": "frozen", "1": None}
-    assert [row.trains for row in plan(model).rows] == [False, True]
-
-
 def test_routers_gates_beside_experts_and_adapters():
     model = nn.Module()
     model.moe = nn.ModuleDict({"gate": nn.Linear(16, 16), "experts": nn.ModuleList([nn.Linear(16, 16)])})

@@ -10,7 +10,7 @@ from tests.families.test_transformers import IDS, build
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings(
-        "ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning",  # since 5.2x
+        "ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning"  # since 5.2x
     ),
 ]
 PADDED = torch.tensor([[1, 1, 1, 1, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1, 1, 1]])

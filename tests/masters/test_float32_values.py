@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_lowprec import plain
-from tests.toys import ON_CPU
+from tests.toys import ON_CPU, Task, adamw
 
 HALF = ["bf16-master", "fp16-master", "bf16-remainder", "bf16-8bit", "fp8-hybrid-8bit"]
 MSAMP = ["msamp-o1", "msamp-o2", "msamp-o3"]
@@ -118,20 +118,9 @@ def test_a_layer_that_is_frozen_for_a_second_set_up_keeps_its_value(name, unfree
     assert all(map(torch.equal, values(net), expected))
 
 
-class Net(L.LightningModule):
-    def __init__(self, seed: int = 0):
-        super().__init__()
-        self.net, self.trained = layers(seed), nn.Linear(WIDTH, WIDTH)
-        self.net.requires_grad_(False)
-
-    def training_step(self, batch, _):
-        return self.trained(self.net(batch)).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.trained.parameters(), lr=1e-2)
-
-    def train_dataloader(self):
-        return torch.utils.data.DataLoader(torch.randn(32, WIDTH), batch_size=16)
+def task(seed: int) -> Task:
+    net = nn.Sequential(layers(seed).requires_grad_(False), nn.Linear(WIDTH, WIDTH))
+    return Task(net, optimizer=lambda task: adamw(task, lr=1e-2))
 
 
 class Saves(L.Callback):
@@ -159,9 +148,10 @@ class Saves(L.Callback):
 )
 def test_a_run_of_the_trainer_resumes_under_another_name_with_the_same_values(name, other, tmp_path):
     one, two = Saves(tmp_path / "one.ckpt"), Saves()
-    L.Trainer(precision=name, callbacks=[one], **{**ON_CPU, "max_epochs": 1}).fit(Net())
+    data = torch.utils.data.DataLoader(torch.randn(32, WIDTH), batch_size=16)
+    L.Trainer(precision=name, callbacks=[one], **{**ON_CPU, "max_epochs": 1}).fit(task(0), data)
     resumed = L.Trainer(precision=other, callbacks=[two], **{**ON_CPU, "max_epochs": 2})
-    resumed.fit(Net(1), ckpt_path=tmp_path / "one.ckpt")
+    resumed.fit(task(1), data, ckpt_path=tmp_path / "one.ckpt")
     assert all(torch.equal(a, b) for a, b in zip(one.last, two.first, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""Formats by all their codes, of blocks too; scales and casts by exact arithmetic on fractions."""
+"""Formats by all their codes, of blocks too; scales by exact arithmetic on fractions; rows of groups."""
 
 import math
 from fractions import Fraction
@@ -8,6 +8,7 @@ import torch
 
 from lightning_lowprec.numerics import block_floats, formats
 from lightning_lowprec.numerics.formats import E4M3, E5M2, FP16
+from lightning_lowprec.numerics.groups import group, spread
 from lightning_lowprec.private.torchao import prototype_refusal
 from lightning_lowprec.products.mxfp8 import MXFP8
 
@@ -211,3 +212,17 @@ def test_the_ends_of_float32(format):
 @pytest.mark.parametrize(("row", "size"), [(4096, 256), (96, 32), (384, 128), (100, 0), (16, 0)])
 def test_blocks_divide_rows(row, size):
     assert block_floats.block_size(row) == size
+
+
+def test_rows_without_meaning_reach_no_gradient():
+    """Grouped kernels leave memory behind the last group as it was."""
+    torch.manual_seed(0)
+    index = torch.stack([torch.randperm(10)[:2] for _ in range(37)])  # half of the experts are of other ranks
+    groups = group(index, 5, 16, some_absent=True)
+    tokens = torch.randn(len(index), 4, requires_grad=True)
+    rows = spread(tokens, groups)
+    assert not rows[int(groups.ends[-1]) :].any()
+    grad = torch.ones_like(rows)
+    grad[int(groups.ends[-1]) :] = torch.nan
+    rows.backward(grad)
+    assert torch.equal(tokens.grad, (index < 5).sum(1, keepdim=True).expand(-1, 4).float())

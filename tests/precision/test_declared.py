@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from lightning.fabric import Fabric
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 import lightning_lowprec
-from tests.toys import ON_CPU
+from tests.toys import ON_CPU, Task
 
 NAMES = ["fp8-hybrid", "fp8-rowwise", "mxfp8", "int8-mixed", "msamp-o2", "msamp-o3"]
 
@@ -90,29 +90,21 @@ def test_sparse_and_jagged_inputs_are_refused_by_name_of_the_way_out(name):
         assert net.first(jagged.values()).shape == (5, 64)
 
 
-class Writes(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer, self.token = nn.Linear(64, 64), nn.Parameter(torch.ones(64))
-        self.seen = []
-
-    def training_step(self, batch, batch_idx):
-        (x,) = batch
-        self.seen.append(x.dtype)
-        return self.layer(x.index_put((torch.tensor([0]),), self.token)).float().square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters())
-
-
 def test_a_batch_is_cast_on_request_for_models_that_cannot_take_float32():
+    """The model writes a half-precision weight into the batch."""
+
     def fit(**options):
+        def loss(net, batch):
+            seen.append(batch.dtype)
+            return net.layer(batch.index_put((torch.tensor([0]),), net.token)).float().square().mean()
+
+        seen, net = [], nn.Module()
+        net.layer, net.token = nn.Linear(64, 64), nn.Parameter(torch.ones(64))
         plugin = lightning_lowprec.HalfMixed("bf16", master_weights="8bit", **options)
-        net = Writes()
         L.Trainer(plugins=plugin, max_steps=2, **ON_CPU).fit(
-            net, DataLoader(TensorDataset(torch.randn(8, 64)), batch_size=4)
+            Task(net, loss), DataLoader(torch.randn(8, 64), batch_size=4)
         )
-        return net.seen
+        return seen
 
     with pytest.raises(RuntimeError, match=r"keep_fp32=.* or have the whole batch cast: .*`.*cast_inputs=True`"):
         fit()

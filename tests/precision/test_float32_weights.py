@@ -50,11 +50,6 @@ def test_weights_keep_leaves_them(make, lines):
     assert not any("became float32" in line for line in lines())
 
 
-def test_weights_keep_has_no_masters():
-    with pytest.raises(ValueError, match=r"`weights='keep'` is not valid with `master_weights`.*Leave one"):
-        HalfMixed("bf16", master_weights=True, weights="keep")
-
-
 @pytest.mark.parametrize("name", ["fp16-master", "bf16-sr"])
 def test_names_with_masters_take_half_weights_as_they_are_and_say_so(name, lines):
     module = Net(torch.float16 if name == "fp16-master" else torch.bfloat16)

@@ -47,25 +47,6 @@ def trajectory(scaler: Any, steps: str) -> list[float]:
     return scales
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "allowed"),
-    [
-        ("initial", 0.5, "at least floor=1.0"),
-        ("initial", INF, "finite"),
-        ("growth_factor", 0.99, "at least 1.0"),
-        ("backoff_factor", 0.0, r"in \(0, 1\]"),
-        ("backoff_factor", 1.01, r"in \(0, 1\]"),
-        ("growth_interval", 0, "at least 1"),
-        ("growth_interval", 2.5, "an integer"),  # it is counted up to, so it would never be reached
-        ("floor", 0.0, "above 0"),
-        ("patience_at_floor", 0, "at least 1"),
-    ],
-)
-def test_invalid_field_is_named_with_what_is_allowed(field: str, value: float, allowed: str) -> None:
-    with pytest.raises(ValueError, match=rf"`{field}={value!r}` is not valid; expected .*{allowed}"):
-        LossScale(**{field: value})
-
-
 def test_of_takes_dynamic_a_number_or_a_loss_scale() -> None:
     given = LossScale(growth_interval=7)
     assert LossScale.of(given) is given

@@ -29,8 +29,7 @@ LINEAR = "torch.nn.modules.linear.Linear"
 
 
 @pytest.mark.parametrize(
-    "gone",
-    ["torch.no_such_module.f", "torch.nn.NoSuchClass", f"{LINEAR}.in_features", f"{LINEAR}().no_such_attribute"],
+    "gone", ["torch.no_such_module.f", "torch.nn.NoSuchClass", f"{LINEAR}.in_features", f"{LINEAR}().no_such_attribute"]
 )
 def test_names_that_are_gone(gone):
     there = ["torch.nn", "torch.nn.Module._compiled_call_impl", f"{LINEAR}.forward", f"{LINEAR}().in_features"]
@@ -121,12 +120,7 @@ def test_this_torch_and_this_lightning_have_them():
 
 
 @pytest.mark.parametrize(
-    ("owner", "name"),
-    [
-        (FSDPModule, "_get_fsdp_state"),
-        (_dtensor_spec, "TensorMeta"),
-        (torch, "_foreach_norm"),
-    ],
+    ("owner", "name"), [(FSDPModule, "_get_fsdp_state"), (_dtensor_spec, "TensorMeta"), (torch, "_foreach_norm")]
 )
 def test_a_torch_without_a_name_fails_at_set_up(monkeypatch, owner, name):
     monkeypatch.delattr(owner, name)

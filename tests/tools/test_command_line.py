@@ -56,19 +56,6 @@ def test_ctrl_c_and_a_reader_that_has_ended_are_no_tracebacks(monkeypatch, capsy
         main(["--debug", "doctor"])
 
 
-def test_monitor_prints_json(tmp_path, capsys):
-    write(tmp_path, {2: ("gradient", 0.75, 12.0)})
-    assert main(["monitor", str(tmp_path), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["steps"] == [0, 100, 200, 300, 400]
-    assert found["keep"] == ["blocks.2.up"]
-    assert found["layers"][0]["fqn"] == "blocks.2.up"
-    assert found["layers"][0]["underflow"]["gradient"] == 0.75
-    assert Path(found["page"]).is_file()
-    assert main(["monitor", str(tmp_path), "--keep", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == ["blocks.2.up"]
-
-
 CHATTY = """
 import torch
 print("from an import")

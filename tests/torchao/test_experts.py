@@ -124,10 +124,7 @@ def test_codes_that_the_backward_reads_change_nothing():
     assert {t.shape for t in kept if t.dtype == torch.float8_e4m3fn} == {(4, 64, 192), (4, 96, 64)}
 
 
-PLUGINS = {
-    "fp8": lambda: FP8TorchAO(compile=False),
-    "half": lambda: HalfMixed("auto"),
-}
+PLUGINS = {"fp8": lambda: FP8TorchAO(compile=False), "half": lambda: HalfMixed("auto")}
 
 
 @pytest.mark.parametrize("plugin", PLUGINS.values(), ids=PLUGINS)
