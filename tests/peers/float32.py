@@ -16,13 +16,12 @@ from collections import Counter
 
 import torch
 import transformers
-from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from transformers.core_model_loading import build_glob_alternation
 
-from lightning_lowprec.masters.config import MasterConfig
-from lightning_lowprec.masters.weights import HalfWeights
-from lightning_lowprec.private.torch_modules import is_batch_or_instance_norm
+from lightning_lowprec import HalfMixed
 from tests.families.tiny import classes, config, families
+from tests.toys import convert
 
 BY_NAME = ("A_log", "dt_bias", "e_score_correction_bias", "expert_bias")
 
@@ -45,7 +44,7 @@ def reasons(model: transformers.PreTrainedModel) -> set[str]:
     norms = {
         f"{fqn}.{name}"
         for fqn, m in model.named_modules()
-        if is_batch_or_instance_norm(m)
+        if isinstance(m, _NormBase)
         for name, _ in m.named_parameters()
     }
     routers = {fqn for fqn, p in model.named_parameters() if fqn.endswith(("gate.bias", "router.bias")) and p.ndim == 1}
@@ -58,7 +57,7 @@ def look(cls: type[transformers.PreTrainedModel]) -> tuple[set[str], set[str], i
     """Return declared tensors that were cast, float32 parameters without a reason, and the number of all others."""
     model = on_meta(cls)
     strict, allowed = declared(model, torch.bfloat16), reasons(model)
-    cast(model)
+    convert(HalfMixed("bf16", master_weights="remainder", buffer_dtype=torch.bfloat16), model)
     tensors = dict((*model.named_parameters(), *model.named_buffers()))
     lost = {fqn for fqn in strict if tensors[fqn].dtype != torch.float32}
     kept = {fqn for fqn, p in model.named_parameters() if p.dtype == torch.float32}
@@ -71,11 +70,6 @@ def on_meta(cls: type[transformers.PreTrainedModel]) -> transformers.PreTrainedM
             return cls(config(cls.config_class))
         except Exception:  # the models of other people
             return cls(cls.config_class())
-
-
-def cast(model: nn.Module) -> None:
-    """Make the weights of ``model`` those of bf16-remainder, and its buffers bf16, as a user may ask."""
-    HalfWeights(MasterConfig.of("remainder"), torch.bfloat16).cast(model, torch.bfloat16)
 
 
 def main() -> int:

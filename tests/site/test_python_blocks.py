@@ -25,8 +25,8 @@ OURS: dict[str, Any] = {name: getattr(lightning_lowprec, name) for name in light
 OURS["NumericsMonitor"] = NumericsMonitor
 
 READ = {
-    "deepspeed-1": "tests/deepspeed/test_zero_runs.py",
-    "deepspeed-2": "tests/deepspeed/trainer_runs.py",
+    "deepspeed-1": "tests/deepspeed/parts.py",
+    "deepspeed-2": "tests/deepspeed/parts.py",
     "parallelism-2": "tests/fsdp2/test_expert_parallel.py",
     "parallelism-3": "tests/ledger/test_context_parallel.py",
     "parallelism-4": "tests/fsdp2/test_parallelisms.py",
