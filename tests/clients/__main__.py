@@ -10,8 +10,6 @@ ours, which the table shows, or has a reason in ``REASONS``. Anything else is a 
 difference.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform

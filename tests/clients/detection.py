@@ -4,8 +4,6 @@ A callback of RF-DETR keeps an average of the weights and validates with the ave
 from the GPU; an argument of its ``build_trainer`` goes first.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, Final

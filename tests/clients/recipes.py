@@ -7,8 +7,6 @@ last training loss (of a step or an epoch, as the client logs it) and both predi
     python -m tests.clients.recipes CLIENT PRECISION ...      # behind the log of each run, its outcome as JSON
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import logging

@@ -3,8 +3,6 @@
 nemo-toolkit 3.0 asks for ``lightning<=2.4.0``, so it has an environment of its own. Its importing takes a minute.
 """
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise
 from pathlib import Path

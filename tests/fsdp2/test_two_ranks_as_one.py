@@ -5,6 +5,7 @@ stay float32 beside others of their block.
 """
 
 import itertools
+import operator
 from functools import partial
 
 import lightning as L
@@ -18,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lightning_lowprec import MSAMP, FabricFSDP2Strategy, FP8TorchAO, HalfMixed
 from tests.fsdp2.gathers import count_gathers
-from tests.fsdp2.ranks import run
+from tests.fsdp2.ranks import launch
 from tests.representatives import names_on_cpu
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
@@ -173,78 +174,52 @@ def train(fabric, case):
     return net, losses, gathers
 
 
-def sharded(rank):
+def compute_the_bits_of_one_and_send_what_the_recipe_says(rank, ranks, case):
+    seen.clear()
+    alone, expected, _ = train(fabric_for(case, 1), case)
+    computed_in = set(seen)
+    seen.clear()
     reduced, all_reduce = [], torch.distributed.all_reduce
     torch.distributed.all_reduce = lambda t, *a, **k: (reduced.append(t.numel() * 4), all_reduce(t, *a, **k))[1]
-    found = {}
-    for case, (_, options, _) in CASES.items():
-        wrap = "auto" if "experts" in case else [Conv1D] if "conv1d" in case else [Block]
-        seen.clear()
-        strategy = FabricFSDP2Strategy(**{"wrap": wrap, **options})
-        net, losses, gathers = train(fabric_for(case, 2, strategy=strategy), case)
-        found[case] = {
-            "losses": losses,
-            "weights": {name: p.full_tensor() for name, p in net.named_parameters()},
-            "sent": sum(gather.sent.total() for gather in gathers),
-            "calls": [gather.calls.total() for gather in gathers if gather.calls],
-            "reduced": reduced.copy(),
-            "computed in": set(seen),
-        }
-        reduced.clear()
-    return found
+    wrap = "auto" if "experts" in case else [Conv1D] if "conv1d" in case else [Block]
+    strategy = FabricFSDP2Strategy(**{"wrap": wrap, **CASES[case][1]})
+    net, losses, gathers = train(fabric_for(case, 2, strategy=strategy), case)
+    if "forward in bf16" not in case:  # FP8 of bf16 weights
+        assert len(set(losses)) == STEPS + 1
+        assert losses == expected
+        kept = {(torch.float32, torch.float32, torch.bfloat16)} if "float32 kept" in case else set()
+        assert computed_in == set(seen) == kept
+        for (name, weight), shard in zip(alone.named_parameters(), net.parameters(), strict=True):
+            assert torch.equal(shard.full_tensor().to(weight.dtype), weight), name  # shards may be masters
+    calls = [gather.calls.total() for gather in gathers if gather.calls]
+    if bytes_per_call := sent(case):
+        assert sum(gather.sent.total() for gather in gathers) == sum(map(operator.mul, bytes_per_call, calls)) / 2
+        assert len(calls) == len(bytes_per_call)
+    if case in TILES:
+        assert min(calls) >= 2 * 2 * STEPS, "forward and backward of each micro-batch"
+        tiles = sum(-(-columns // TILES[case]) * -(-rows // TILES[case]) for columns, rows in itertools.pairwise(SIZES))
+        assert reduced == (STEPS + 1) * [4 * tiles], "once per write to the weights"
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    return run(sharded, 2, tmp_path_factory.mktemp("ranks"))
+def sent(case):
+    """Bytes of each group; of two ranks each has half of it. A forward in bf16 reads a weight that came in bf16."""
+    elements = [rows * columns for columns, rows in itertools.pairwise(SIZES)]
+    if case in TILES:
+        return elements
+    if " in bf16" in case:
+        size = 2 if case.startswith("forward") else 1
+        biases = SIZES[1:] if "conv1d" in case else (0, 0, 0)
+        return [size * n + 2 * bias for n, bias in zip(elements, biases, strict=True)]
+    if case in BYTES_OF_EXPERTS:
+        of_experts, of_linear = BYTES_OF_EXPERTS[case]
+        return [of_experts * 4 * 3 * 32 * 64 + of_linear * 96 * 32 + 4 * (32 + 4 * 32)]  # and a bias and the router
+    return None
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if "forward in bf16" not in case])  # FP8 of bf16 weights
-def test_two_ranks_compute_the_bits_of_one(ranks, case):
-    seen.clear()
-    net, losses, _ = train(fabric_for(case, 1), case)
-    assert len(set(losses)) == STEPS + 1
-    kept = {(torch.float32, torch.float32, torch.bfloat16)} if "float32 kept" in case else set()
-    for found in ranks:
-        assert found[case]["losses"] == losses
-        assert found[case]["computed in"] == set(seen) == kept
-        for name, weight in net.named_parameters():
-            assert torch.equal(found[case]["weights"][name].to(weight.dtype), weight), name  # shards may be masters
+BYTES_OF_EXPERTS = {"experts": (1, 1), "experts, rowwise": (4, 4), "experts, rowwise beside block": (4, 1)}
+"""And of the Linear beside them, per number: as codes where the recipe allows it."""
 
 
-@pytest.mark.parametrize("precision", TILES)
-def test_a_gather_sends_the_codes_and_a_step_reduces_the_tiles(ranks, precision):
-    tile = TILES[precision]
-    shapes = [(rows, columns) for columns, rows in itertools.pairwise(SIZES)]
-    elements = [rows * columns for rows, columns in shapes]
-    tiles = sum(-(-rows // tile) * -(-columns // tile) for rows, columns in shapes)
-    for found in (by_rank[precision] for by_rank in ranks):
-        assert min(found["calls"]) >= 2 * 2 * STEPS, "forward and backward of each micro-batch"
-        gathered = sum(n * count for n, count in zip(elements, found["calls"], strict=True))
-        assert found["sent"] == gathered / 2
-        assert found["reduced"] == (STEPS + 1) * [4 * tiles], "once per write to the weights"
-
-
-@pytest.mark.parametrize(
-    ("case", "bytes_of_experts", "bytes_of_linear"),
-    [("experts", 1, 1), ("experts, rowwise", 4, 4), ("experts, rowwise beside block", 4, 1)],
-)
-def test_the_weights_of_experts_are_gathered_as_codes_where_the_recipe_allows_it(
-    ranks, case, bytes_of_experts, bytes_of_linear
-):
-    experts, linear, float32 = 4 * 3 * 32 * 64, 96 * 32, 32 + 4 * 32  # and a bias and the router
-    for found in ranks:
-        (calls,) = found[case]["calls"]
-        sent = bytes_of_experts * experts + bytes_of_linear * linear + 4 * float32
-        assert found[case]["sent"] == calls * sent / 2
-
-
-@pytest.mark.parametrize("kind", ["", " of conv1d"])
-@pytest.mark.parametrize(("gemm", "size"), [("forward", 2), ("grad_weight", 1)])
-def test_a_weight_is_gathered_as_the_products_of_its_recipe_read_it(ranks, gemm, size, kind):
-    """A forward in bf16 reads a weight that came in bf16, also where codes were asked for."""
-    for found in (by_rank[f"{gemm} in bf16{kind}"] for by_rank in ranks):
-        elements = [rows * columns for columns, rows in itertools.pairwise(SIZES)]
-        biases = SIZES[1:] if kind else (0, 0, 0)
-        sent = [size * n + 2 * bias for n, bias in zip(elements, biases, strict=True)]
-        assert found["sent"] == sum(n * count for n, count in zip(sent, found["calls"], strict=True)) / 2
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks(case, tmp_path):
+    launch(compute_the_bits_of_one_and_send_what_the_recipe_says, 2, tmp_path, case)

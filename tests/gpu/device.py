@@ -4,8 +4,6 @@ With ``LOWPREC_NO_VALUES=1`` the device computes nothing: every assertion about 
 the tests run to their ends and show what crashes. cuDNN's attention is off then.
 """
 
-from __future__ import annotations
-
 import os
 
 import pytest

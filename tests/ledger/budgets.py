@@ -3,8 +3,6 @@
 The model is the ledger's 8B-shaped stack at full size: 16 layers, 8,192 tokens, vocabulary 128,256, an H200.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 BLOCK_GB = {

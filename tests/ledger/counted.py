@@ -1,7 +1,5 @@
 """Entries of the ledger, each counted once per process."""
 
-from __future__ import annotations
-
 import functools
 from functools import partial
 

@@ -9,8 +9,6 @@ difference without a reason is a failure, and so are a reason without a differen
 collect. ``--package pytorch_lightning`` runs Lightning's tests over the other package of Lightning.
 """
 
-from __future__ import annotations
-
 import argparse
 import atexit
 import fnmatch

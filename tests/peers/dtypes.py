@@ -6,8 +6,6 @@
 ``--word PreTrainedModel`` all families run; there, a family that does not run is printed with the reason.
 """
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import logging

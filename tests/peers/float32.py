@@ -6,8 +6,6 @@ A part of ``make test-dtypes``. Models are tiny and on the meta device. What a m
 own function for loading, other reasons by the list below.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import sys

@@ -8,11 +8,12 @@ import torch
 import transformer_engine.pytorch as te
 from lightning.pytorch.callbacks import Callback
 from torch import nn
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 from transformers import LlamaForCausalLM
 
 import lightning_lowprec
 from lightning_lowprec import FP8TE
-from tests.te.reference import LLAMA, QUIET, Lit, Net, fabric_for, give_scales, te_linears
+from tests.te.reference import LLAMA, QUIET, Lit, Net, fabric_for, give_scales, some_scales, te_linears
 
 
 def test_what_converts(pretend_gpu, caplog):
@@ -137,3 +138,151 @@ def test_only_modules_that_had_a_checkpoint_function_have_one(pretend_gpu):
         (holder,) = [m for m in model.modules() if "_gradient_checkpointing_func" in vars(m)]
         assert holder is model.blocks[1]
         assert (holder._gradient_checkpointing_func is function) == (not by_te)
+
+
+# ---- delayed scales: in the state, in a resumed run, after an overflow
+
+
+def test_no_layer_renews_the_backward_scales(pretend_gpu):
+    """The first to run would, but only in its own backward pass, which need not come."""
+    for recipe, first in (("delayed", False), ("current", True)):
+        plugin = FP8TE(recipe)
+        fabric_for(plugin).setup(Net())
+        with plugin.forward_context():
+            assert FP8GlobalStateManager.quantization_state.is_first_fp8_module is first
+
+
+def test_scales_have_no_use_with_another_recipe(pretend_gpu, caplog):
+    plugin = FP8TE("current")
+    fabric_for(plugin).setup(Net())
+    plugin.load_state_dict({"backend": "transformer_engine", "scales": {"0.blocks.0.1": some_scales(4)}})
+    assert plugin.state_dict() == {"backend": "transformer_engine"}
+
+
+@pytest.fixture
+def unfused_update(monkeypatch):
+    monkeypatch.setenv("NVTE_UNFUSED_FP8_UPDATE", "1")
+    FP8GlobalStateManager.reset()
+    yield
+    FP8GlobalStateManager.reset()
+
+
+def registered(model, plugin):
+    give_scales(model, plugin.recipe)
+    for layer in te_linears(model):
+        layer.fp8_meta |= {"recipe": plugin.recipe, "fp8_group": None}
+        FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(layer.fp8_meta)
+    FP8GlobalStateManager.quantization_state.autocast_arguments[
+        FP8GlobalStateManager.get_unique_autocast_key(plugin.recipe, None)
+    ] = (plugin.recipe, None)
+    return te_linears(model)
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+@pytest.mark.parametrize("base", ["bf16", "fp16"])
+def test_an_overflow_leaves_no_amax_behind(pretend_gpu, unfused_update, base, bad):
+    """The scale after a step is that of the history without it: 57344 (e5m2) or 448 (e4m3) over the largest amax."""
+    model, plugin = Net(), FP8TE(base=base, amax_history_len=4)
+    _, optimizer = fabric_for(plugin).setup(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    first, second = registered(model, plugin)[:2]
+    for layer in (first, second):
+        for key in ("scaling_fwd", "scaling_bwd"):
+            layer.fp8_meta[key].amax_history[:] = 0
+            layer.fp8_meta[key].amax_history[1] = 2.0  # an earlier step
+            layer.fp8_meta[key].amax_history[0] = 4.0  # this one
+    first.fp8_meta["scaling_bwd"].amax_history[0, 0] = bad
+    first.fp8_meta["scaling_fwd"].amax_history[0, 1] = bad
+    with plugin.forward_context():
+        pass
+    optimizer.step()
+    for layer in (first, second):
+        assert layer.fp8_meta["scaling_fwd"].amax_history.isfinite().all()
+        assert layer.fp8_meta["scaling_bwd"].amax_history.isfinite().all()
+    assert first.fp8_meta["scaling_fwd"].scale.tolist() == [448 / 4, 448 / 2, 448 / 4]
+    assert first.fp8_meta["scaling_bwd"].scale.tolist() == [57344 / 2, 57344 / 4]
+    assert second.fp8_meta["scaling_fwd"].scale.tolist() == [448 / 4] * 3
+    assert second.fp8_meta["scaling_bwd"].scale.tolist() == [57344 / 4] * 2
+
+
+def scales_of(model):
+    return [
+        tensor.clone()
+        for layer in te_linears(model)
+        for key in ("scaling_fwd", "scaling_bwd")
+        for tensor in (layer.fp8_meta[key].scale, layer.fp8_meta[key].amax_history)
+    ]
+
+
+def note_amax(model, value):
+    for layer in te_linears(model):
+        layer.fp8_meta["scaling_fwd"].amax_history[0] = value
+        layer.fp8_meta["scaling_bwd"].amax_history[0] = value
+
+
+def steps(plugin, model, optimizer, values, micro_batches=1):
+    for value in values:
+        for number in range(micro_batches):
+            last = number == micro_batches - 1
+            with plugin.forward_context():
+                note_amax(model, value if last else 3.0)
+            note_amax(model, value if last else 3.0)
+        optimizer.zero_grad()
+        if plugin.scaler is not None:
+            plugin.scaler.scale_loss(torch.ones(()))  # by a scale of 1
+        for p in model.parameters():
+            p.grad = torch.full_like(p, value)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize(
+    "options", [{"skip_nonfinite": True}, {"base": "fp16", "loss_scale": 1.0}], ids=["bf16", "fp16"]
+)
+def test_a_skipped_step_restores_scales_and_histories(pretend_gpu, unfused_update, options, micro_batches):
+    found = []
+    for bad in ([float("nan")], [float("inf"), float("nan")], []):
+        FP8GlobalStateManager.reset()
+        model, plugin = Net(), FP8TE(amax_history_len=4, **options)
+        _, optimizer = fabric_for(plugin).setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        registered(model, plugin)
+        steps(plugin, model, optimizer, [2.0, 8.0, *bad, 4.0], micro_batches)
+        assert plugin.skipped_steps == len(bad)
+        found.append([*scales_of(model), *model.parameters()])
+    for other in found[:-1]:
+        assert all(torch.equal(a, b) for a, b in zip(other, found[-1], strict=True))
+    assert all(tensor.isfinite().all() for tensor in found[0])
+    assert found[0][0].tolist() == [448 / 8] * 3, "the scales follow the steps that were made"
+
+
+def test_layers_that_got_their_scales_in_a_skipped_step_begin_again(pretend_gpu, unfused_update):
+    model, plugin = Net(), FP8TE(skip_nonfinite=True, amax_history_len=4)
+    _, optimizer = fabric_for(plugin).setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with plugin.forward_context():
+        registered(model, plugin)
+        note_amax(model, 2.0)
+    note_amax(model, float("nan"))
+    for p in model.parameters():
+        p.grad = torch.full_like(p, float("nan"))
+    optimizer.step()
+    assert plugin.skipped_steps == 1
+    for layer in te_linears(model):
+        for key in ("scaling_fwd", "scaling_bwd"):
+            assert (layer.fp8_meta[key].scale == 1.0).all()
+            assert (layer.fp8_meta[key].amax_history == 0.0).all()
+    steps(plugin, model, optimizer, [4.0])
+    assert te_linears(model)[0].fp8_meta["scaling_fwd"].scale.tolist() == [448 / 4] * 3
+
+
+def test_a_skipped_step_has_weights_quantised_anew(pretend_gpu, unfused_update):
+    """Else the amax of a weight that is kept would be missing in the next step."""
+    for skips in (True, False):
+        model, plugin = Net(), FP8TE(skip_nonfinite=True, amax_history_len=4, fp8_params=True)
+        _, optimizer = fabric_for(plugin).setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        layer = registered(model, plugin)[0]
+        with plugin.forward_context():
+            assert layer._is_first_microbatch() is True
+            assert layer._is_first_microbatch() is False
+        for p in model.parameters():
+            p.grad = torch.full_like(p, float("nan") if skips else 1.0)
+        optimizer.step()
+        assert layer._is_first_microbatch() is True
