@@ -41,7 +41,6 @@ LOST = "lightning_lowprec is installed, but its files are missing or broken (Mod
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """A folder with a copy of the project in ``clone``, and with what its wheels install: ``wheel``, ``editable``."""
     with once(tmp_path_factory.mktemp("installs"), "installs") as (folder, missing):
         if missing:
             more = ("tools/editable", "*.toml", "*.md", "*.in", "LICENSE")

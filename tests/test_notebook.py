@@ -30,7 +30,6 @@ FEWER = {
 
 @pytest.fixture(scope="module")
 def executed(tmp_path_factory):
-    """The notebook, with fewer steps and names, after a run in a folder of its own."""
     notebook = copy.deepcopy(COMMITTED)
     for steps, fewer in FEWER.items():
         assert any(steps in cell.source for cell in tool.code_cells(notebook)), steps

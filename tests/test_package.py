@@ -49,7 +49,6 @@ def test_no_path_and_no_address_of_a_machine(name):
 
 
 def steps_of(*jobs):
-    """The steps of jobs, whose actions are pinned to commits."""
     steps = [step for job in jobs for step in job["steps"]]
     assert all(re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", step["uses"]) for step in steps if "uses" in step), steps
     return steps

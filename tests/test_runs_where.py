@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_lowprec import MSAMP, FP8TorchAO, HalfMixed, hardware, names
+from lightning_lowprec import MSAMP, FP8TorchAO, HalfMixed, Int8TorchAO, hardware, names
 from lightning_lowprec.precision import refusals
 from lightning_lowprec.runs_where import ARCHITECTURES, OTHER, RECIPES, TABLE, cell, classify, instead, named
 from lightning_lowprec.tools.doctor import word
@@ -82,6 +82,10 @@ def test_plugins_and_names_have_the_same_rows():
          " 'bf16-mixed', or `plugins=FP8TorchAO(..., emulate=True)` to emulate FP8, slowly"),
         ((9, 4), "gfx942", MSAMP(), "GPU X (gfx942) multiplies float8_e4m3fnuz only, and the codes of this package are"
          " float8_e4m3fn [hipBLASLt data-type-support, products/scaled.py]. Use 'fp8-rowwise', or `plugins="),
+        ((9, 0), None, FP8TorchAO("mxfp8"), "GPU X (compute capability 9.0) has no products with a scale per 32"),
+        ((9, 0), None, FP8TorchAO("mxfp8", emulate=True), None),
+        ((10, 0), None, FP8TorchAO("mxfp8"), None),
+        ((9, 0), None, Int8TorchAO(), None),
         ((9, 4), "gfx942", FP8TorchAO("rowwise"), None),
         ((9, 4), "gfx942", FP8TorchAO(weight_codes="per_gemm"), None),
         ((9, 0), "gfx90a", FP8TorchAO(emulate=True), None),

@@ -51,7 +51,6 @@ def public_objects() -> dict[str, Any]:
 
 
 def parameters(value: Any) -> list[str]:
-    """The arguments of a class or function, without the catch-all that a signature of ours resolves."""
     if not callable(value) or (inspect.isclass(value) and issubclass(value, Warning)):
         return []
     kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
@@ -59,7 +58,6 @@ def parameters(value: Any) -> list[str]:
 
 
 def words(names: Iterable[str]) -> Iterator[str]:
-    """The words of the grammar of names, each with the endings that it has."""
     endings: dict[str, list[str]] = {}
     for name in sorted(names):
         word, _, ending = name.rpartition("-")

@@ -21,7 +21,6 @@ def test_none(): pass
 
 
 def collected(tmp_path, text, *options):
-    """What pytest collects of a file with this text, which lies in the folder of the tests."""
     (tmp_path / "test_marked.py").write_text(text)
     call = [sys.executable, "-m", "pytest", "-n", "0", "--collect-only", "-p", "tests.conftest", *options]
     call += ["-c", str(tiers.ROOT.parent / "pyproject.toml"), "--rootdir", str(tmp_path), str(tmp_path)]

@@ -155,7 +155,10 @@ def test_the_files_of_a_folder(saved):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_missing_file(copy, name):
+def test_a_file_that_was_cut_or_is_missing(copy, name):
+    os.truncate(copy / name, (copy / name).stat().st_size - 1)
+    with pytest.raises(ValueError, match=f"'{names(copy / name)}' is damaged"):
+        open_checkpoint(copy)
     (copy / name).unlink()
     expected = ValueError if name == "meta.pt" else FileNotFoundError  # without it the folder is no checkpoint at all
     with pytest.raises(expected, match=names(copy / name) if name != "meta.pt" else "is a folder without 'meta.pt'"):

@@ -66,7 +66,6 @@ def read_by_torch(path):
 
 
 def trainers_rest(folder):
-    """What else the Trainer stores, from a run of its own."""
     trainer, _, _ = fit("32-true", 2, 1)
     trainer.save_checkpoint(folder / "any.ckpt")
     if dist.get_rank() == 0:

@@ -33,7 +33,6 @@ def config(generator):
 
 @pytest.fixture
 def hub(monkeypatch):
-    """A package of kernels that notes what it is asked to fetch."""
     asked = []
     module = types.ModuleType("kernels")
     module.__spec__ = importlib.machinery.ModuleSpec("kernels", None)

@@ -34,7 +34,6 @@ def build(family="llama", **changes):
 
 
 def with_head(model, head):
-    """Replace the head as a plugin does, after taking back an earlier one."""
     convert(HalfMixed("bf16", head=head, weights="keep"), plain(model))
 
 

@@ -112,8 +112,6 @@ class Marked(torch.Tensor):
 
 
 class Conv1D(nn.Module):
-    """A copy of GPT-2's in somebody's own code."""
-
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(16, 32))
@@ -279,7 +277,6 @@ def test_summary_and_table():
 
 
 def attention(package, name, **attributes):
-    """A module with the layers of an attention, of a class of a package that is not installed here."""
     module = type(name, (nn.Module,), {"__module__": f"{package}.models.some"})()
     return changed(module, qkv=nn.Linear(16, 48), proj=nn.Linear(16, 16), **attributes)
 

@@ -94,7 +94,6 @@ def many_blocks():
 
 
 def test_all_blocks_run_one_graph_though_a_model_makes_a_cache_by_default(many_blocks):
-    """As under Lightning: a validation comes first."""
     eager, compiled, graphs = many_blocks
     for labels in ({"labels": IDS}, {}):
         with torch.no_grad():

@@ -169,7 +169,6 @@ def test_what_is_not_known_to_be_an_average_of_gradients_stays_float32_with_a_wa
 
 @pytest.mark.parametrize("form", ["fp32", None], ids=["masters", "float32 weights"])
 def test_norms_of_updates_in_the_backward_pass_leave_the_groups_with_a_log_line(form, caplog):
-    """Checkpoints of an earlier form of this package have them in their groups."""
     model, optimizer = eight_bits()
     train(model, optimizer, range(2))
     saved = optimizer.state_dict()

@@ -25,8 +25,6 @@ def half(name: str, **options: Any) -> HalfMixed:
 
 
 class Recording(torch.optim.SGD):
-    """Keeps the gradients of the last step; the learning rate is 0, so the weights stay."""
-
     def step(self, closure: Any = None) -> None:
         self.given = [p.grad.clone() for group in self.param_groups for p in group["params"]]
 

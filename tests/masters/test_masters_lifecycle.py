@@ -213,11 +213,10 @@ def test_edits_are_noticed(form, edit):
 
 @every_form
 def test_parameters_that_moved_get_new_stores(form, monkeypatch):
-    """Stands for `model.to(device)` after wrapping, on a machine with one device."""
     model, optimizer = wrapped(SGD, form)
     train(model, optimizer, range(3))
     old = optimizer._masters.stores[0]
-    monkeypatch.setattr(Store, "moved", lambda store: store is old)
+    monkeypatch.setattr(Store, "moved", lambda store: store is old)  # as `model.to(device)` makes it
     train(model, optimizer, range(3, 6))
     assert optimizer._masters.stores[0] is not old
     if form in EXACT:

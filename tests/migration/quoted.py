@@ -36,7 +36,6 @@ def sections() -> dict[str, str]:
 
 
 def quoted(page: str) -> set[str]:
-    """Return the names in the blocks of the other side, and in the left cells of the table."""
     blocks = re.findall(r"^```text\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
     cells = [line.strip("| ").split(" | ")[0] for line in page.splitlines() if line.startswith("| ")]
     spans = [span for cell in cells for span in re.findall(r"`([^`]+)`", cell)]

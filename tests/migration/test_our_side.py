@@ -69,7 +69,6 @@ def is_answered(word):
 
 
 def ran(there, here):
-    """Return how the tests run a row: what they make of our side, and whether their word raises with a sentence."""
     ours = re.findall(r"`([^`]+)`", here)
     words = re.findall(r"[\w-]+", " ".join(re.findall(r"`([^`]+)`", there)))
     ways = {

@@ -33,7 +33,6 @@ def strategy(case):
 
 
 def trained(rank, case, head):
-    """Losses of two micro-batches, and the weights after a clipped step, by Fabric."""
     fabric = L.Fabric(accelerator="cpu", devices=2, strategy=strategy(case), plugins=HalfMixed("bf16", head=head))
     fabric.launch()
     model = build(tie_word_embeddings=CASES[case])

@@ -26,7 +26,6 @@ def scaler_of(config: LossScale) -> Any:
 
 
 def train(scaler: Any, optimizer: Any, loss: Tensor) -> None:
-    """One step of a loop that runs with our scaler and with torch's alike."""
     optimizer.zero_grad()
     if hasattr(scaler, "scale_loss"):
         scaler.scale_loss(loss).backward()
@@ -149,7 +148,6 @@ def test_the_first_overflows_are_forgiven(hysteresis: int, overflows: str, expec
 
 @pytest.mark.parametrize(("overflow", "factor"), [(False, 4.0), (True, 0.25)])
 def test_pending_gradients_of_another_optimizer_follow_the_scale(overflow: bool, factor: float) -> None:
-    """The invariant of the module: a gradient that is not unscaled yet carries the current scale."""
     scaler = scaler_of(LossScale(initial=16.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=1))
     w, v = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
     first, second = sgd(w), sgd(v)

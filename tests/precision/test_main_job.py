@@ -22,7 +22,6 @@ def data() -> StdlibText:
 
 
 def final_losses(precision: str) -> tuple[float, float]:
-    """Mean training loss of the last 20 of 200 steps, and the validation loss after them."""
     losses = []
 
     class Recorder(L.Callback):

@@ -43,7 +43,6 @@ class Module(Task):
 
 
 def spread_rows(model):
-    """Give every matrix rows of sizes between 1/16 and 16, as trained weights have them."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -178,8 +178,6 @@ def test_the_adapter_of_a_sharded_model_is_gathered_by_all_ranks(trained):
 
 
 class Exports(Callback):
-    """Export on every rank to one folder, to a folder that exists, and on rank 0 alone."""
-
     def __init__(self, folder):
         self.folder = folder
 

@@ -54,7 +54,6 @@ def config(tmp_path):
 
 @pytest.fixture
 def shallow(monkeypatch):
-    """One and two blocks are simulated, for tests that compare no bytes with those of all blocks."""
     monkeypatch.setattr(simulation, "DEPTHS", (1, 2))
 
 

@@ -102,7 +102,6 @@ def trained(name):
 
 
 def samples(model):
-    """Whether the results of one sample change, in bits, with the other samples of its batch."""
     batch = torch.randn(TOKENS, IN)
     other = torch.cat([batch[:1], 4000 * batch[1:]])
     with torch.no_grad():
@@ -111,7 +110,6 @@ def samples(model):
 
 
 def _stored_masters(optimizer):
-    """The flat tensors that keep memory for masters between steps: float32 values, or int16 remainders."""
     return [tensor for tensor in buffers_of(optimizer) if tensor.untyped_storage().nbytes()]
 
 

@@ -95,7 +95,6 @@ def test_help_and_wrong_options_import_neither_torch_nor_lightning(light, argume
 
 
 def test_this_test_can_fail(tmp_path):
-    """An empty `torch` is imported in no time."""
     (tmp_path / "torch.py").write_text("")
     status, said, imported = answers([["doctor"]], tmp_path, path=f"{tmp_path}:{ROOT}")["doctor"]
     assert status != 0, said

@@ -124,6 +124,7 @@ def test_a_nan_stays_in_its_block():
 
 def test_devices_are_refused_with_the_remedy(monkeypatch):
     assert FP8TorchAO("block", emulate=False).refusal(CPU).endswith("Leave `emulate=False` out")
+    assert FP8TorchAO("mxfp8", emulate=False).refusal(CPU) == "cpu has no MXFP8 kernels. Leave `emulate=False` out"
     cuda = on_gpu(monkeypatch, (8, 0))
     assert FP8TorchAO("block").refusal(cuda).endswith("`plugins=FP8TorchAO(..., emulate=True)` to emulate FP8, slowly")
     on_gpu(monkeypatch, (9, 0))

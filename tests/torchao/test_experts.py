@@ -65,7 +65,6 @@ def set_up(layer, plugin):
 
 
 def gradients(layer, inputs):
-    """Output and gradients; the gradient of the output is the same in every precision."""
     hidden, *rest = inputs
     hidden.grad = None
     layer.zero_grad()

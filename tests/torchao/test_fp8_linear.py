@@ -26,7 +26,6 @@ FORMATS = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
 
 @pytest.fixture(autouse=True)
 def fresh_compiler():
-    """All layers share one forward, and torch compiles one function only so many times."""
     torch._dynamo.reset()
 
 

@@ -74,8 +74,6 @@ class Single(Stack):
 
 
 class Sequential(nn.Module):
-    """As timm keeps its blocks; small layers in an nn.Sequential are no blocks."""
-
     def __init__(self):
         super().__init__()
         self.blocks = nn.Sequential(toys.Block(), toys.Block())

@@ -33,7 +33,6 @@ KINDS = [*list(PLUGINS)[:4], "int8", pytest.param("mxfp8", marks=needs_mxfp8)]
 
 
 def plain(dtype=torch.float32, bias=True, conv1d=False):
-    """A Linear, or the Conv1D that computes the same."""
     torch.manual_seed(0)
     linear = nn.Linear(IN, OUT, bias=bias).to(dtype)
     if not conv1d:

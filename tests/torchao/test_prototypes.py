@@ -8,8 +8,8 @@ import torch
 
 from lightning_lowprec import FP8TorchAO, Int8TorchAO
 from lightning_lowprec.tools.cli import main
-from tests.torchao.test_mixed_gemms import CPU, IN, NO_MXFP8, OUT, converted, needs_mxfp8, plain, results
-from tests.toys import convert, on_gpu
+from tests.torchao.test_mixed_gemms import IN, NO_MXFP8, OUT, converted, needs_mxfp8, plain, results
+from tests.toys import convert
 
 WITHOUT_TRANSFORMERS = find_spec("transformers") is None  # the oldest versions are tested without
 needs_transformers = pytest.mark.skipif(WITHOUT_TRANSFORMERS, reason="transformers is not installed")
@@ -68,19 +68,6 @@ def test_experts_stay_in_bf16_with_the_reason(capsys):
 def test_options_that_are_not_valid_raise(make, message):
     with pytest.raises(ValueError, match=message):
         make()
-
-
-@needs_mxfp8
-def test_devices_without_mxfp8_are_refused_unless_the_user_asks_for_emulation(monkeypatch):
-    assert FP8TorchAO("mxfp8", emulate=False).refusal(CPU) == "cpu has no MXFP8 kernels. Leave `emulate=False` out"
-    cuda = on_gpu(monkeypatch, (9, 0))
-    refusal = FP8TorchAO("mxfp8").refusal(cuda)
-    assert refusal.startswith("GPU X (compute capability 9.0) has no products with a scale per 32 values")
-    assert refusal.endswith("Use 'fp8-hybrid', or `plugins=FP8TorchAO(..., emulate=True)` to emulate FP8, slowly")
-    assert FP8TorchAO("mxfp8", emulate=True).refusal(cuda) is None
-    assert Int8TorchAO().refusal(cuda) is None
-    on_gpu(monkeypatch, (10, 0))
-    assert FP8TorchAO("mxfp8").refusal(cuda) is None
 
 
 def test_an_older_torchao_is_named_with_the_version_that_has_the_prototype(monkeypatch):
