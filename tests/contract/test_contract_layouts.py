@@ -1,7 +1,7 @@
 """A layer takes inputs and gradients in every dense layout, and its results are those of contiguous ones.
 
 Emulated products ask of their operands what kernels ask: ``numerics/kernel_operands.py``. The same layouts run on the
-null GPU, where torch itself checks: ``tests/ledger/test_layouts.py``.
+null GPU, where torch itself checks: ``tests/ledger/test_products.py``.
 """
 
 import math

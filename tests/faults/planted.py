@@ -258,7 +258,7 @@ FAULTS = [
         "an inverse scale in place of a scale",
         '"""Return the values: (...) float32."""\n        return self.codes.float() * self.inv_scale',
         '"""Return the values: (...) float32."""\n        return self.codes.float() / self.inv_scale',
-        "tests/msamp/test_scaled_gradient.py",
+        "tests/msamp/test_scaled_linear.py",
     ),
     Fault(
         "a second moment without its correction",
@@ -270,7 +270,7 @@ FAULTS = [
         "a gradient that is accumulated with the scale of the first",
         "other.float() * other_inv_scale)",
         "other.float() * inv_scale)",
-        "tests/msamp/test_scaled_gradient.py",
+        "tests/msamp/test_scaled_linear.py",
     ),
     Fault(
         "gradients of MS-AMP that are not averaged over ranks",

@@ -7,7 +7,8 @@ from torch import nn
 from benchmarks.ledger.moved import Moved
 from benchmarks.ledger.recorder import recording
 from lightning_lowprec import FP8TorchAO, Int8TorchAO
-from tests.torchao.test_recipe_per_layer import FAST, flags_of_a_step
+from tests.contract.layouts import LAYERS, NAMES, PLUGINS, results
+from tests.torchao.test_recipe_per_layer import FAST
 from tests.toys import convert
 
 
@@ -79,9 +80,9 @@ def test_layers_of_all_shapes_share_a_few_graphs(autocast):
 @pytest.mark.parametrize("choice", FAST)
 def test_the_choice_of_accumulation_reaches_the_kernels_of_a_gpu(choice):
     model = convert(FP8TorchAO(fast_accum=choice, compile=False), nn.Sequential(nn.Linear(64, 128)).cuda(), "cuda")
-    x = torch.randn(32, 64, device="cuda", requires_grad=True)
-    with torch.autocast("cuda", torch.bfloat16):
-        assert flags_of_a_step(model, x) == FAST[choice]
+    with recording() as log:
+        step(model, torch.randn(32, 64, device="cuda", requires_grad=True))
+    assert [bool(record.number("fast")) for record in log.of("gemm")] == FAST[choice]
 
 
 OPTIONS = {
@@ -114,3 +115,39 @@ def test_products_of_int8_by_torchaos_kernel(name, compiled):
     assert log.waits() == []
     # casts to bf16, codes of both operands of three products, sums and casts of gradients
     assert len(kernels) <= 28, kernels
+
+
+# ---- operands of every dense layout
+
+
+ON_HOPPER = [name for name in NAMES if name != "mxfp8"]
+AS_ANOTHER = {
+    "fp8-hybrid-fp16": "fp8-hybrid", "fp8-hybrid-remainder": "fp8-hybrid", "msamp-o1": "msamp-o2",
+    "msamp-o3": "msamp-o2", "grad_weight in bf16": "fp8-rowwise-gw-hp", "forward in bf16": "fp8-rowwise-gw-hp",
+}  # fmt: skip
+"""What has the operands of the other one: `make test-ledger` shows it with one kind of layer."""
+
+
+def all_of_both():
+    for how in (*ON_HOPPER, *PLUGINS):
+        for kind in LAYERS:
+            rehearsed = how in AS_ANOTHER and kind != "Linear"
+            yield pytest.param(how, kind, marks=pytest.mark.rehearsed if rehearsed else ())
+
+
+@pytest.mark.parametrize(("how", "kind"), list(all_of_both()))
+def test_every_layout(how, kind):
+    results(how, kind, accelerator="gpu")
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "fp8-hybrid",
+        "msamp-o2",
+        "int8-mixed",
+        pytest.param("fp8-rowwise", marks=pytest.mark.rehearsed),
+    ],
+)
+def test_every_layout_compiled(how):
+    results(how, "Linear", accelerator="gpu", compiled=True)

@@ -1,14 +1,17 @@
 """A training step at full size: no more than the same code by hand asks for, nothing that waits, within budgets."""
 
+import gc
 import json
 from pathlib import Path
 
 import pytest
+import torch
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from benchmarks.ledger import roofline
 from benchmarks.ledger.entry import PHASES, Entry
-from tests.ledger.budgets import BLOCK_GB, OPTIMIZER_BYTES, PEAK_GB, PYTHON_CALLS
+from benchmarks.ledger.trained import CASES, measure
+from tests.ledger.budgets import BLOCK_GB, OPTIMIZER_BYTES, PEAK_GB, PYTHON_CALLS, TRAINED
 from tests.ledger.counted import STACK, entry
 
 COMPILED = ("ours fp8-hybrid", "ours fp8-rowwise", "ours fp8-rowwise-gw-hp")
@@ -141,3 +144,26 @@ def test_the_committed_ledger_is_that_of_this_code(contender):
         assert of_now.bytes == pytest.approx(of_committed.bytes, rel=2e-3), phase
         assert of_now.kernels == pytest.approx(of_committed.kernels, rel=2e-2), phase
     assert now.memory == pytest.approx(committed.memory, rel=2e-3)
+
+
+# ---- models under the Trainer, called as users call them
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        pytest.param(model, name, marks=[pytest.mark.rehearsed] if name == "fp8-hybrid-8bit" else [])
+        for model, name in TRAINED
+    ],
+)
+def test_a_step_asks_for_no_more_than_its_budget(model, name, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "enabled", False)  # the null GPU has none
+    gc.unfreeze()  # what other files have left counts in the peak
+    gc.collect()
+    found, budget = measure(CASES[model](), name), TRAINED[model, name]
+    assert (found.waits, found.refused, found.loose) == ([], [], [])
+    assert found.graphs == budget.graphs  # equal blocks share one; those of torch's encoder are compiled in two
+    assert found.kernels <= budget.kernels
+    assert round(found.block_bytes / 1e9, 2) <= budget.block_gb
+    assert round(found.outside_bytes / 1e9, 1) <= budget.outside_gb
+    assert round(found.peak / 1e9, 1) <= budget.peak_gb

@@ -16,13 +16,13 @@ import yaml
 from lightning_lowprec import FabricFSDP2Strategy, FP8TorchAO, FSDP2Strategy, LossScale
 from lightning_lowprec.conversion.name_formats import families
 from lightning_lowprec.fsdp2.options import ShardOptions
-from lightning_lowprec.names import TABLE
 from lightning_lowprec.numerics.tensor_cores import UNITS
 from lightning_lowprec.tools import cli
 from lightning_lowprec.tools.demo import ByteGPT
 from lightning_lowprec.tools.planning.costs import Weights, all_reduce, step
+from tests.representatives import TABLE
 from tests.site.pages import DOCS, PAGES, ROOT, Block, blocks
-from tools.site import hooks, pictures
+from tools.site import hooks, notebook, pictures
 
 
 class _Loader(yaml.SafeLoader):
@@ -219,3 +219,32 @@ def test_the_table_of_bytes_per_step_is_that_of_the_formula():
     """tests/ledger/test_worlds.py counts what a rank sends."""
     table = (DOCS / "fsdp2.md").read_text().split("<!-- volume")[1].split("<!-- /volume")[0]
     assert [line for line in table.splitlines() if re.match(r"\| \d", line)] == list(bytes_per_step())
+
+
+# ---- what the hooks of the site write
+
+
+def test_the_list_of_names_has_every_name_with_its_plugin_and_options():
+    written = hooks.on_page_markdown((DOCS / "names.md").read_text(), page=None)
+    rows = re.findall(r"^\| `([\w-]+)` \| `(\w+)` \| (.*?) \| `[\w-]+` \| .+ \|$", written, flags=re.MULTILINE)
+    assert [row[:2] for row in rows] == [(name, row.plugin.__name__) for name, row in TABLE.items()]
+    assert dict(zip(TABLE, rows, strict=True))["fp8-rowwise-sr"][2] == (
+        "`recipe='rowwise'`, `master_weights='stochastic'`"
+    )
+    assert "`make docs` writes the list here" not in written
+    assert hooks.on_page_markdown("# Other", page=None) == "# Other"
+
+
+def test_the_page_of_the_notebook_has_every_cell_and_output():
+    written = hooks.on_page_markdown((DOCS / "getting-started.md").read_text(), page=None)
+    cells = json.loads(notebook.NOTEBOOK.read_text())["cells"]
+    for cell in cells[1:]:
+        source = "".join(cell["source"])
+        shown = source.replace("](../docs/", "](") if cell["cell_type"] == "markdown" else f"```python\n{source}\n```"
+        assert shown in written
+    shown = [line for line in written.splitlines() if line.startswith("<pre ")]
+    assert len(shown) == sum(len(cell.get("outputs", [])) for cell in cells) - 1, "the picture"
+    assert all(line.endswith("</pre>") for line in shown), "Markdown leaves a line of HTML alone"
+    assert len([line for line in written.splitlines() if 'src="data:image/png;base64,' in line]) == 1
+    assert re.findall("^# .*", written, flags=re.MULTILINE)[0] == "# Getting started"
+    assert "](../" not in written

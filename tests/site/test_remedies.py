@@ -9,6 +9,7 @@ import contextlib
 import inspect
 import io
 import re
+from html import unescape
 from importlib.util import find_spec
 from pkgutil import resolve_name
 from types import SimpleNamespace
@@ -35,6 +36,8 @@ from lightning_lowprec.extras import INSTALL
 from lightning_lowprec.precision.loss_scale import LossScale
 from lightning_lowprec.tools import cli
 from tests.site.commands import CHECKS, check_line
+from tests.site.pages import DOCS
+from tools.site.hooks import on_page_markdown
 from tools.site.messages import GAP, PACKAGE, messages
 
 TEXTS = [text for path in sorted(PACKAGE.rglob("*.py")) for text in messages(path)]
@@ -206,3 +209,41 @@ def refusal(owner: Any, values: dict[str, Any]) -> str:
 def test_code_that_fails_is_found(code: str):
     with pytest.raises((TypeError, ValueError)):
         value(parsed(code.removeprefix("plugins=")))
+
+
+# ---- what the docs quote of errors is a message of the package; a quoted name or number stands for any other
+
+
+HEADINGS = re.findall(r"^### (.+)$", (DOCS / "troubleshooting.md").read_text(), flags=re.MULTILINE)
+OF_OTHERS = ("Received both", "requires you", "mixed dtype")
+"""Headings that Lightning and torch raise, so that they are not on our page of messages."""
+REFUSED = (DOCS / "what-runs-where.md").read_text().partition("## What is refused")[2].partition("\n## ")[0]
+LINES = re.findall(r"^\| .*$", REFUSED, re.MULTILINE)[1:]
+ROWS = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in LINES]
+
+
+def normal(text: str) -> str:
+    text = re.sub(r"'[\w-]+'", GAP, unescape(re.sub(r"</?code>|`", "", text)))
+    return " ".join(re.sub(r"\b\d+\b|FP8Linear|FP8TE|transformer_engine", GAP, text).split())
+
+
+@pytest.fixture(scope="module")
+def every_message() -> str:
+    written = on_page_markdown((DOCS / "troubleshooting.md").read_text(), page=None)
+    return normal(written.partition("## Every message")[2])
+
+
+SHOWN = [heading for heading in HEADINGS if not heading.startswith(OF_OTHERS)] + [row[2] for row in ROWS]
+
+
+@pytest.mark.parametrize("text", SHOWN, ids=lambda text: re.sub(r"\W+", "-", text)[:40].strip("-"))
+def test_the_text_is_a_message_of_the_package(text, every_message):
+    assert normal(text) in every_message
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: re.sub(r"\W+", "-", row[0])[:30])
+def test_what_a_refusal_names_instead_exists(row):
+    for code in re.findall("`([^`]+)`", row[1] + row[4]):
+        if re.match(r'FP8TorchAO\(|"', code):
+            asked = eval(code, {"FP8TorchAO": FP8TorchAO})
+            L.Fabric(accelerator="cpu", **{"precision" if isinstance(asked, str) else "plugins": asked})
