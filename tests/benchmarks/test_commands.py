@@ -1,7 +1,4 @@
-"""The commands of benchmarks: what they print, predict and refuse.
-
-tests/ledger/test_gpu_script.py runs ``python -m benchmarks.gpu``.
-"""
+"""The commands of benchmarks: what they print, predict and refuse."""
 
 import re
 import subprocess

@@ -1,7 +1,4 @@
-"""What the docs say was counted is what the committed ledger and the committed worlds hold.
-
-Predictions stand against published figures: statistics by hand, and the page as it is written.
-"""
+"""What the docs say was counted is what the committed ledger and the committed worlds hold."""
 
 import json
 import re

@@ -20,7 +20,6 @@ ROOT = Path(__file__).parents[2]
 
 
 TODAY = {"fp8-block-torchao": "fp8-block"} | {f"mxfp8-torchao{end}": f"mxfp8{end}" for end in ("", "-remainder", "-sr")}
-"""What names of committed runs are called now."""
 
 
 def rows_of(text):

@@ -1,8 +1,4 @@
-"""The recipe of RF-DETR: its smallest detector from random weights, on pictures with one square each.
-
-A callback of RF-DETR keeps an average of the weights and validates with the average. RF-DETR itself takes its precision
-from the GPU; an argument of its ``build_trainer`` goes first.
-"""
+"""The recipe of RF-DETR: its smallest detector from random weights, on pictures with one square each."""
 
 import json
 from pathlib import Path
@@ -11,11 +7,8 @@ from typing import Any, Final
 import numpy as np
 
 SIZE: Final = 64
-"""Width and height of a picture."""
 SQUARE: Final = 24
-"""Width and height of a square in it."""
 COLOURS: Final = ["red", "green", "blue"]
-"""What a square may be."""
 
 
 def _pictures(folder: Path) -> Path:

@@ -29,7 +29,6 @@ from tests.clients.speech import nemo_toolkit
 Run = tuple[float, Any, Any]
 """The training loss, the predictions, and the predictions of the client that was read from its file."""
 QUIET: Final = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_progress_bar": False}
-"""Arguments of every Trainer."""
 SERIES: Final = np.sin(np.arange(240) / 5).astype("float32")
 
 

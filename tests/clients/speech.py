@@ -12,7 +12,6 @@ import numpy as np
 
 LETTERS: Final = list("abcdefghi")
 RATE: Final = 16000
-"""Samples per second."""
 
 
 def _recordings(folder: Path) -> Path:

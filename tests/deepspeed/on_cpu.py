@@ -1,8 +1,4 @@
-"""Let Lightning's DeepSpeedStrategy run on a CPU: Lightning asks for CUDA, and DeepSpeed for devices with an index.
-
-DeepSpeed itself, its engine, ZeRO and checkpoints are the real ones. The compilation of `deepspeed_shm_comm` at
-start-up is left out: gloo does without.
-"""
+"""Let Lightning's DeepSpeedStrategy run on a CPU: Lightning asks for CUDA, and DeepSpeed for devices with an index."""
 
 import os
 import sys

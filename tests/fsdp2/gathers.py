@@ -25,8 +25,3 @@ def count_gathers(model):
     for fqn, gather in gathers.items():
         model.get_submodule(fqn).set_custom_all_gather(gather)
     return gathers
-
-
-def scales_of(model):
-    shards = [getattr(parameter, "_local_tensor", None) for parameter in model.parameters()]
-    return next((shard._scales for shard in shards if hasattr(shard, "_scales")), None)

@@ -51,30 +51,28 @@ def wait_for(condition, seconds: float) -> bool:
     return condition()
 
 
-def every_ending(rank, ranks, place):
-    context = multiprocessing.get_context("fork")
-    for i, (name, (number, targets)) in enumerate(ENDINGS.items()):
-        folder = place / str(i)
-        folder.mkdir()
-        port = free_port()
-        processes = [context.Process(target=trains_for_ever, args=(rank, 2, port, folder)) for rank in range(2)]
+def ends(rank, ranks, folder, number, targets):
+    """In a process that has imported what the ranks need, and that they are forked from."""
+    context, port = multiprocessing.get_context("fork"), free_port()
+    processes = [context.Process(target=trains_for_ever, args=(rank, 2, port, folder)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    try:
+        assert wait_for(lambda: len(list(folder.glob("started.*"))) == 2, 120), "did not start"
+        for target in targets:
+            os.kill(processes[target].pid, number)
+        ended = wait_for(lambda: not any(p.is_alive() for p in processes), SECONDS)
+        assert ended, f"{[p.is_alive() for p in processes]} still run after {SECONDS} s"
+        raised = {file.name: file.read_text() for file in folder.glob("raised.*")}
+        killed = {f"raised.{target}" for target in targets if number == signal.SIGKILL}
+        assert raised.keys() == {"raised.0", "raised.1"} - killed, raised
+        if number == signal.SIGTERM:
+            assert any(raised[f"raised.{target}"].startswith("SIGTERMException") for target in targets), raised
+    finally:
         for process in processes:
-            process.start()
-        try:
-            assert wait_for(lambda: len(list(folder.iterdir())) == 2, 120), f"{name}: did not start"  # noqa: B023
-            for target in targets:
-                os.kill(processes[target].pid, number)
-            ended = wait_for(lambda: not any(p.is_alive() for p in processes), SECONDS)  # noqa: B023
-            assert ended, f"{name}: {[p.is_alive() for p in processes]} still run after {SECONDS} s"
-            raised = {file.name: file.read_text() for file in folder.glob("raised.*")}
-            killed = {f"raised.{target}" for target in targets if number == signal.SIGKILL}
-            assert raised.keys() == {"raised.0", "raised.1"} - killed, f"{name}: {raised}"
-            if number == signal.SIGTERM:
-                assert any(raised[f"raised.{target}"].startswith("SIGTERMException") for target in targets), raised
-        finally:
-            for process in processes:
-                process.kill()
+            process.kill()
 
 
-def test_a_run_ends(tmp_path):
-    launch(every_ending, 1, tmp_path, tmp_path)
+@pytest.mark.parametrize(("number", "targets"), ENDINGS.values(), ids=ENDINGS)
+def test_a_run_ends(tmp_path, number, targets):
+    launch(ends, 1, tmp_path, tmp_path, number, targets)

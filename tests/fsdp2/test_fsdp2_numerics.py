@@ -1,6 +1,4 @@
-"""FP8 all-gather changes nothing but the bytes: against torchao by hand; two gloo ranks.
-
-tests/fsdp2/test_two_ranks_as_one.py trains as one process."""
+"""FP8 all-gather changes nothing but the bytes: against torchao by hand; two gloo ranks."""
 
 import pytest
 import torch
@@ -14,7 +12,6 @@ from torchao.float8 import (
 )
 
 from lightning_lowprec import FP8TorchAO, parallelize
-from tests.fsdp2.gathers import scales_of
 from tests.fsdp2.models import Net, batch, full, loss_of, same
 from tests.fsdp2.ranks import run
 
@@ -35,7 +32,8 @@ def train(model, rank, after_step=lambda: None):
 def sharded(mesh, fp8_all_gather, **options):
     model, plugin = Net(), FP8TorchAO(emulate=True, **options)
     parallelize(model, mesh, plugin, fp8_all_gather=fp8_all_gather, param_dtype=torch.float32)
-    return model, scales_of(model)
+    shards = [parameter.to_local() for parameter in model.parameters()]
+    return model, next((shard._scales for shard in shards if hasattr(shard, "_scales")), None)
 
 
 def by_hand(mesh):

@@ -137,7 +137,6 @@ MANUAL = [
     *(("32-true", edits, True) for edits in ("clip", "halve", "penalty", "clamp")),
     *((precision, "clip", True) for precision in ("bf16-master", "fp8-hybrid")),
 ]
-"""Precision, edits, whether there are blocks."""
 
 
 def manual_optimization_trains_as_ddp_with_gradients_that_user_code_edits(rank, precision, edits, blocks):

@@ -17,7 +17,6 @@ from tests.toys import QUIET
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 STEPS = 4
-"""Of a run that says nothing else."""
 
 
 class Tokens(torch.utils.data.Dataset):

@@ -116,7 +116,6 @@ def activations_gathered_as_float8_by_torchaos_styles(rank):
 
 X, Y = torch.randn(2, 8, 16, 64, generator=torch.Generator().manual_seed(3))
 BATCHES = 4
-"""Micro-batches of X and Y."""
 
 
 def a_pipeline_of_sharded_stages_computes_the_bits_of_one_process(rank, schedule):

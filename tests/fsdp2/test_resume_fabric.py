@@ -1,7 +1,4 @@
-"""Fabric: what two ranks saved is loaded bit for bit by one, two and four; two go on as if nothing had happened.
-
-And under another precision: weights always, float32 masters wherever either side has them.
-"""
+"""Fabric: what two ranks saved is loaded bit for bit by one, two and four; two go on as if nothing had happened."""
 
 import warnings
 

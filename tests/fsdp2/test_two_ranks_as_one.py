@@ -1,8 +1,4 @@
-"""Two ranks under FSDP2 compute the bits of one process, and send what the recipe says.
-
-Codes with a scale per tile, codes of experts and of Conv1Ds, weights that a product in bf16 reads, and parameters that
-stay float32 beside others of their block.
-"""
+"""Two ranks under FSDP2 compute the bits of one process, and send what the recipe says."""
 
 import itertools
 import operator
@@ -29,7 +25,6 @@ SIZES = (96, 320, 160, 64)
 EQUAL = (160, 160, 160)
 """Of layers that are compiled once for all; a rank has 80 rows, which cut both tiles too."""
 TILES = {"fp8-block": 128, **({"mxfp8": 32} if "mxfp8" in names_on_cpu() else {})}
-"""Rows and columns of a tile."""
 
 
 class Block(nn.Module):

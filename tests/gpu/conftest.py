@@ -1,7 +1,4 @@
-"""These tests are marked ``gpu`` and skip by themselves without a CUDA device that has FP8.
-
-``LOWPREC_GPU_TESTS_ON=cpu python -m pytest tests/gpu`` tries the tests themselves on CPU.
-"""
+"""These tests are marked ``gpu`` and skip by themselves without a CUDA device that has FP8."""
 
 import gc
 from pathlib import Path

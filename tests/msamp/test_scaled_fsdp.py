@@ -1,7 +1,4 @@
-"""Weights of codes (MS-AMP's O3) on two ranks of FSDP2: what a rank alone would do otherwise.
-
-tests/fsdp2/test_two_ranks_as_one.py trains them to the bits of one process, and test_resume_fabric.py resumes.
-"""
+"""Weights of codes (MS-AMP's O3) on two ranks of FSDP2: what a rank alone would do otherwise."""
 
 import pytest
 import torch

@@ -23,7 +23,6 @@ TESTS = {
     "checkpointing/test_trainer_checkpoint.py": ("test_finetuning_with_ckpt_path",),
     "tuner/test_lr_finder.py": ("test_model_reset_correctly",),
 }
-"""The tests by file, below ``tests_pytorch``."""
 SEES_THE_NAME = "models/test_hooks.py", "test_load_from_checkpoint_hook_calls[False]"
 """A test that fails under ``fp8-*``, as ``reasons.txt`` says; it shows that the name was there."""
 

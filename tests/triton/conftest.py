@@ -1,7 +1,4 @@
-"""Our Triton kernels by Triton's interpreter: the kernels' own code, executed on CPU tensors. `make test-te` runs them.
-
-The CPU build of torch comes without Triton, so the tests are not collected there.
-"""
+"""Our Triton kernels by Triton's interpreter: their own code, executed on CPU tensors. `make test-te` runs them."""
 
 import sys
 from importlib.util import find_spec
