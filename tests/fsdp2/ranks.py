@@ -67,10 +67,7 @@ def free_port() -> int:
 
 
 def run(worker, ranks: int, folder: Path, *args):
-    """``[worker(rank, *args) for every rank]``, each in a process of its own, in one process group.
-
-    Without arguments the results depend on the worker alone, and the workers of pytest-xdist share them.
-    """
+    """``[worker(rank, *args) for every rank]``; without arguments the workers of pytest-xdist share the results."""
     name = f"{worker.__module__}.{worker.__qualname__}.{ranks}"
     with nullcontext((folder, True)) if args else once(folder, name) as (results, missing):
         if missing:
@@ -79,10 +76,7 @@ def run(worker, ranks: int, folder: Path, *args):
 
 
 def launch(body, ranks: int, folder: Path, *args, seconds: float = SECONDS) -> None:
-    """``body(rank, ranks, *args)`` in ``ranks`` processes that Lightning makes a world of.
-
-    Raises with what went wrong in any of them. If one failed, the others have five seconds to end.
-    """
+    """``body(rank, ranks, *args)`` in ``ranks`` processes; if one failed, the others have five seconds to end."""
     errors = [folder / f"{body.__name__}.{ranks}.{rank}.error" for rank in range(ranks)]
     task = pickle.dumps((body, args)), dict(os.environ), sys.path, os.getcwd()
     host, _ = _host()

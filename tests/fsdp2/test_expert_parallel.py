@@ -19,10 +19,7 @@ from tests.fsdp2.toy import full
 
 pytestmark = pytest.mark.slow
 
-PLUGINS = {
-    "half-auto": lambda: HalfMixed("auto"),
-    "rowwise": lambda: FP8TorchAO(recipe="rowwise"),
-}
+PLUGINS = {"half-auto": lambda: HalfMixed("auto"), "rowwise": lambda: FP8TorchAO(recipe="rowwise")}
 TOKENS = torch.arange(64).reshape(2, 32)
 STEPS = 3
 

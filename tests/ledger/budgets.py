@@ -41,29 +41,16 @@ PEAK_GB = {
 }
 """The most GB that torch's allocator held during a step."""
 
-PYTHON_CALLS = {
-    "lightning bf16-mixed, compiled": 6_500,
-    "ours fp8-hybrid": 12_100,
-}
+PYTHON_CALLS = {"lightning bf16-mixed, compiled": 6_500, "ours fp8-hybrid": 12_100}
 """Python functions that the host calls in a step; the same torchao code by hand calls 12,736."""
 
-OPTIMIZER_CALLS = {
-    "fp32": 260,
-    "remainder": 250,
-    "stochastic": 250,
-    "8bit": 300,
-}
+OPTIMIZER_CALLS = {"fp32": 260, "remainder": 250, "stochastic": 250, "8bit": 300}
 """Python functions that the host calls in an AdamW step of 64 half-precision parameters, by what is kept between steps.
 
 torch's fused AdamW of float32 parameters calls 195.
 """
 
-OPTIMIZER_CALLS_IN_C = {
-    "fp32": 830,
-    "remainder": 555,
-    "stochastic": 555,
-    "8bit": 670,
-}
+OPTIMIZER_CALLS_IN_C = {"fp32": 830, "remainder": 555, "stochastic": 555, "8bit": 670}
 """The same with functions of C; torch's fused AdamW calls 811."""
 
 HEAD_PEAK_GB = {

@@ -3,9 +3,6 @@
     python -m benchmarks.ledger.launch --device b200 python -m tests.ledger.test_every_name [NAME ...]
 
 trains three steps in every name, on the null GPU of this process, and prints what happened as JSON.
-
-All plugins train on an H200. On the other devices those train whose kernels may depend on the device; of what compiles
-long, one or two names.
 """
 
 import json
@@ -42,12 +39,7 @@ REFUSES = {
 }
 COMPILES_LONG = {"fp8-block", "mxfp8", "msamp-o1", "msamp-o2", "msamp-o3"}
 """10 to 20 seconds on each device."""
-COMPILED_ON = {
-    "b200": {"mxfp8"},
-    "rtx5090": set(),
-    "rtx4090": {"msamp-o2"},
-    "a100": set(),
-}
+COMPILED_ON = {"b200": {"mxfp8"}, "rtx5090": set(), "rtx4090": {"msamp-o2"}, "a100": set()}
 """Which of them train on which device that is no H200: formats that an H200 lacks, and casts to
 float8 on the oldest device that has them. `tests.ledger.test_products` runs Triton's products of blocks."""
 STAND_FOR_ALL = ("bf16-remainder", "fp8-hybrid-fp16")
@@ -60,11 +52,7 @@ def of_masters(name):
 
 
 def tried_on(device):
-    """Return all names that the device refuses and, of the others, each plugin once.
-
-    The steps of weights in half precision, of masters and of fp16 have no kernels that depend on the device: two names
-    stand for all of them.
-    """
+    """All names that it refuses; of the others each plugin once, and of what does not depend on it two names."""
     trained = once(name for name in representatives() if name not in REFUSES[device])
     if device != "h200":
         trained = [name for name in trained if name in STAND_FOR_ALL or not (of_masters(name) or "fp16" in name)]

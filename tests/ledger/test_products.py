@@ -85,10 +85,7 @@ def test_the_choice_of_accumulation_reaches_the_kernels_of_a_gpu(choice):
     assert [bool(record.number("fast")) for record in log.of("gemm")] == FAST[choice]
 
 
-OPTIONS = {
-    "int8": ({}, 3),
-    "two-gemms": ({"recipe": {"*": {"grad_weight": "bf16"}}}, 2),
-}
+OPTIONS = {"int8": ({}, 3), "two-gemms": ({"recipe": {"*": {"grad_weight": "bf16"}}}, 2)}
 
 
 @pytest.mark.parametrize(
@@ -141,13 +138,7 @@ def test_every_layout(how, kind):
 
 
 @pytest.mark.parametrize(
-    "how",
-    [
-        "fp8-hybrid",
-        "msamp-o2",
-        "int8-mixed",
-        pytest.param("fp8-rowwise", marks=pytest.mark.rehearsed),
-    ],
+    "how", ["fp8-hybrid", "msamp-o2", "int8-mixed", pytest.param("fp8-rowwise", marks=pytest.mark.rehearsed)]
 )
 def test_every_layout_compiled(how):
     results(how, "Linear", accelerator="gpu", compiled=True)

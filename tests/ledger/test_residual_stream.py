@@ -4,12 +4,7 @@ import lightning as L
 import pytest
 import torch
 from torch import nn
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-)
+from transformers import BertConfig, BertForMaskedLM, GPTNeoXConfig, GPTNeoXForCausalLM
 
 from benchmarks.rivals import models
 

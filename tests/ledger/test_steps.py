@@ -15,10 +15,7 @@ from tests.ledger.budgets import BLOCK_GB, OPTIMIZER_BYTES, PEAK_GB, PYTHON_CALL
 from tests.ledger.counted import STACK, entry
 
 COMPILED = ("ours fp8-hybrid", "ours fp8-rowwise", "ours fp8-rowwise-gw-hp")
-BY_HAND = {
-    "ours current, as by hand": "te current",
-    "ours block, as by hand": "te block",
-}
+BY_HAND = {"ours current, as by hand": "te current", "ours block, as by hand": "te block"}
 FABRIC_CALLS = 100
 """Python calls per step of Fabric's wrappers and of our hooks in them."""
 UPDATE_OF_SCALES = ("amax_and_scale_update", "nan_to_num", "CatArrayBatchedCopy", "ForeachBinaryOpList")
@@ -58,10 +55,7 @@ TORCHAO = {
 
 @pytest.mark.parametrize("name", with_marks(TORCHAO))
 def test_our_products_ask_for_no_more_than_raw_torchao(name):
-    """The same products by shape, format, layout and flags; no more kernels, FLOPs or bytes in a step.
-
-    With one scale inductor runs the two products of a layer's backward in another order, and no product waits for it.
-    """
+    """With one scale inductor runs the two products of a backward in another order, and none waits for it."""
     ours, by_hand = entry(name), entry(TORCHAO[name])
     of_ours, of_theirs = (sorted(k for k in e.kernels if k.startswith("cublasLt")) for e in (ours, by_hand))
     assert of_ours == of_theirs
@@ -133,10 +127,7 @@ COUNTED_HERE = {*EVERYONE, *TORCHAO.values(), *BY_HAND.values(), *(key for pair 
 
 @pytest.mark.parametrize("contender", with_marks(sorted(COUNTED_HERE.intersection(COMMITTED))))
 def test_the_committed_ledger_is_that_of_this_code(contender):
-    """If a row differs, `make ledger` counts anew, and its files replace those of benchmarks/results.
-
-    Transformer Engine renews the scales of every model that the process ever had: a few kernels more.
-    """
+    """If a row differs, `make ledger` counts anew, and its files replace those of benchmarks/results."""
     now, committed = entry(contender), COMMITTED[contender]
     assert now.whole().product_flops == committed.whole().product_flops
     for phase in PHASES:

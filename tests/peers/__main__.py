@@ -123,18 +123,12 @@ def lightning(folder: Path, names: list[str], package: str = "lightning", files:
 
 
 def trainer(folder: Path, names: list[str], package: str = "lightning") -> Suite:
-    """Return the outcomes of the Trainer's tests, as :func:`lightning` does.
-
-    The models of these tests train by SGD, which the names of MS-AMP refuse.
-    """
+    """The models of these tests train by SGD, which the names of MS-AMP refuse."""
     return lightning(folder, [name for name in names if not name.startswith("msamp")], package)
 
 
 def fabric(folder: Path, names: list[str]) -> Suite:
-    """Return the outcomes of Fabric's tests, as :func:`lightning` does.
-
-    Names that convert layers refuse most of them in one way: their Linear layers have 1 or 2 features.
-    """
+    """Names that convert layers refuse most of them in one way: their Linear layers have 1 or 2 features."""
     return lightning(folder, [name for name in names if name in FABRIC_NAMES], files=FABRIC)
 
 

@@ -40,11 +40,7 @@ def layer_norm(**kwargs):
 
 @pytest.mark.parametrize(
     "make",
-    [
-        layer_norm,
-        lambda: nn.RMSNorm(32, eps=1e-2),
-        *(partial(of_transformers, cls) for cls in OF_TRANSFORMERS),
-    ],
+    [layer_norm, lambda: nn.RMSNorm(32, eps=1e-2), *(partial(of_transformers, cls) for cls in OF_TRANSFORMERS)],
     ids=["layer", "rms", *(cls.__name__ for cls in OF_TRANSFORMERS)],
 )
 def test_norm_computes_the_same(pretend_gpu, onnx_forward, make):

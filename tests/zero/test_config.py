@@ -64,10 +64,7 @@ def test_skipped_steps():
 
 def test_dtypes_of_gradients_and_buffers():
     plugin = lp.HalfMixed(
-        "bf16",
-        master_weights=True,
-        grad_accumulation_dtype=torch.float32,
-        buffer_dtype=torch.bfloat16,
+        "bf16", master_weights=True, grad_accumulation_dtype=torch.float32, buffer_dtype=torch.bfloat16
     )
     assert translated({}, ZeroOptions.of(plugin), SCALE_FIELDS) == {
         "bf16": {"enabled": True},
