@@ -107,5 +107,8 @@ def test_an_optimizer_that_has_stepped_in_bf16_goes_on_with_float32_moments():
     optimizer = torch.optim.AdamW(layer.parameters())
     layer(torch.ones(2, 64).bfloat16()).sum().backward()
     optimizer.step()
+    before = [entry["exp_avg"].float() for entry in optimizer.state.values()]
     L.Fabric(accelerator="cpu", devices=1, precision="fp8-hybrid").setup(layer, optimizer)
-    assert {entry["exp_avg"].dtype for entry in optimizer.state.values()} == {torch.float32}
+    after = [entry["exp_avg"] for entry in optimizer.state.values()]
+    assert {moment.dtype for moment in after} == {torch.float32}
+    assert all(map(torch.equal, after, before))

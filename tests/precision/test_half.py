@@ -10,8 +10,6 @@ from torch import nn
 from lightning_lowprec import FabricFSDP2Strategy, HalfEval, HalfMixed
 from tests.precision.weights_left import WIDTH, Net, exact_weights, fit, same_bits
 
-BF16_ON_CPU = "half-auto: bf16 autocast, since cpu has bf16."
-
 
 def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.getMessage().startswith("half-auto")]
@@ -54,7 +52,7 @@ def test_auto_says_what_it_took_in_fabric(caplog: pytest.LogCaptureFixture) -> N
         assert messages(caplog) == []
         module = fabric.setup(nn.Linear(2, 2))
         module(torch.ones(1, 2)).sum().backward()  # no loss scaling with bf16, whatever the scale would have been
-    assert messages(caplog) == [BF16_ON_CPU]
+    assert messages(caplog) == ["half-auto: bf16 autocast, since cpu has bf16."]
     assert torch.equal(module.weight.grad, torch.ones(2, 2))
 
 
