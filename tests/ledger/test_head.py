@@ -1,6 +1,7 @@
 """The head and the loss of the 8B shape: 8,192 tokens, 128,256 classes, 4,096 features."""
 
 import gc
+from functools import partial
 
 import lightning as L
 import pytest
@@ -20,16 +21,7 @@ TOKENS = 2 * STACK.sequence
 PRODUCT = 2 * TOKENS * STACK.vocab * STACK.hidden
 
 
-def all_logits(h, w, t):
-    return F.cross_entropy(F.linear(h, w).float(), t)
-
-
-def chunked(h, w, t):
-    return linear_cross_entropy(h, w, t)
-
-
-def fp8(h, w, t):
-    return linear_cross_entropy(h, w, t, fp8=True)
+LOSSES = {"chunked": linear_cross_entropy, "fp8": partial(linear_cross_entropy, fp8=True)}
 
 
 def counted(loss_of, weights):
@@ -65,21 +57,21 @@ def counted(loss_of, weights):
 
 
 @pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("loss_of", [chunked, fp8])
-def test_head_and_loss_stay_within_memory_and_bytes(loss_of, weights):
-    amount, peak = counted(loss_of, weights)
-    case = loss_of.__name__, str(weights)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_head_and_loss_stay_within_memory_and_bytes(loss, weights):
+    amount, peak = counted(LOSSES[loss], weights)
+    case = loss, str(weights)
     assert peak <= HEAD_PEAK_GB[case]
     assert amount.bytes / 1e9 <= HEAD_GB[case]
     assert sum(amount.product_flops.values()) == 3 * PRODUCT  # nothing is computed twice
-    if loss_of is fp8:
+    if loss == "fp8":
         assert amount.product_flops == {"float8 fast": PRODUCT, "float8 exact": 2 * PRODUCT}
     else:
         assert amount.product_flops == {"bfloat16": 3 * PRODUCT}
 
 
 def test_all_logits_cost_what_the_documents_say():
-    amount, peak = counted(all_logits, torch.bfloat16)
+    amount, peak = counted(lambda h, w, t: F.cross_entropy(F.linear(h, w).float(), t), torch.bfloat16)
     assert (peak, amount.bytes / 1e9) == pytest.approx((ALL_LOGITS_PEAK_GB, ALL_LOGITS_GB), abs=0.05)
 
 

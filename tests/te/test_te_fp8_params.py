@@ -75,26 +75,14 @@ def test_an_input_that_needs_a_gradient_later(reference_te):
     assert all(torch.equal(p, q) for p, q in zip(*found, strict=True))
 
 
-def _twice_in_place(model):
-    """As PEFT merges an adapter; and what was kept is found out of date when evaluation begins anew."""
-    for p in model.parameters():
-        p.data.mul_(2)
-    model.eval()
+WRITES = {  # as PEFT merges, in place and safely, and as torch writes
+    "data": lambda model: [*(p.data.mul_(2) for p in model.parameters()), model.eval()],
+    "other memory": lambda model: [setattr(p, "data", 2 * p.data) for p in model.parameters()],
+    "parameters": lambda model: [p.mul_(2) for p in model.parameters()],
+}
 
 
-def _twice_elsewhere(model):
-    """As PEFT's ``safe_merge`` and averages that swap pointers."""
-    for p in model.parameters():
-        p.data = 2 * p.data
-
-
-def _twice_by_the_book(model):
-    with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(2)
-
-
-@pytest.mark.parametrize("write", [_twice_in_place, _twice_elsewhere, _twice_by_the_book])
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 def test_weights_that_change_between_two_evaluations(reference_te, write):
     _, wrapped, _ = set_up(fp8_params=True)
     x = batches(1)[0]
