@@ -123,6 +123,22 @@ def test_parameters_put_into_a_group_by_hand_get_masters():
     assert masters_of(optimizer)[0].item() == pytest.approx(0.985, abs=1e-6)
 
 
+@every_exact_form
+def test_layouts_empty_and_scalar_parameters(form):
+    images = torch.randn(2, 3, 4, 5).bfloat16().to(memory_format=torch.channels_last)
+    values = images, torch.tensor(1.0).bfloat16(), torch.zeros(0, 3).bfloat16(), torch.randn(6, 4).bfloat16().t()
+    params = [nn.Parameter(value) for value in values]
+    optimizer = add_masters(optim.SGD(params, lr=2.0**-10), form)
+    expected = [p.detach().float() for p in params]
+    for _ in range(2):
+        for master, p in zip(expected, params, strict=True):
+            p.grad = torch.randn_like(p)
+            master.sub_(p.grad.float(), alpha=2.0**-10)
+        optimizer.step()
+    assert all(map(torch.equal, main_params(optimizer), expected))
+    assert [m.stride() for m in main_params(optimizer)][:2] == [v.stride() for v in values][:2]  # of fused kernels
+
+
 @every_form
 @pytest.mark.parametrize("loaded", [False, True])
 def test_step_hooks_fire_once(form, loaded):
