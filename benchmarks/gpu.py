@@ -42,9 +42,9 @@ EIGHT_BITS: Final = "ours bf16-8bit"
 CONTENDERS: Final = (contenders.BASELINE, BY_HAND, contenders.MAIN, EIGHT_BITS)
 """The baseline comes first."""
 COUNTED: Final = (
-    "null-gpu-2026-11-24/ledger.json",
-    "null-gpu-2026-11-28/ledger-h200.json",
-    "null-gpu-2026-11-28/ledger-h100.json",
+    "null-gpu-2026-11-29/ledger.json",
+    "null-gpu-2026-11-29/ledger-h200.json",
+    "null-gpu-2026-11-29/ledger-h100.json",
 )
 """Steps of 16 layers, that of `bf16-8bit` in a file of its own, and of 8 layers."""
 BANDWIDTH: Final = {"H100": 3.35 / 4.8}

@@ -9,7 +9,7 @@ arguments.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -86,7 +86,9 @@ class Moved(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         last = position()
         if last > first:
-            self.operations.append(_operation(func, args, kwargs or {}, result, first, last))
+            operation = _operation(func, args, kwargs or {}, result, first, last)
+            inside = bool(self.operations) and self.operations[-1].first >= first  # `from_outside` has counted it
+            self.operations.append(replace(operation, bytes=0) if inside else operation)
         return result
 
 

@@ -1,8 +1,7 @@
 """Bytes of this package's own Triton kernels, which neither inductor nor torch's dispatcher sees.
 
-Two kernels look at a number first, and mostly find nothing to do. They count as nothing: the second launch of
-`weight_codes`, because the optimizer's kernel has noted the largest value, and `multiply`, because a loss's gradient
-begins with 1.
+`multiply` looks at a number first and mostly finds nothing to do, because a loss's gradient begins with 1: it counts as
+nothing.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from benchmarks.ledger import triton_bytes
 from benchmarks.ledger.recorder import position
 from lightning_lowprec.masters import kernel_step
 from lightning_lowprec.numerics import fp8_matrices, linear_cross_entropy
@@ -27,7 +27,7 @@ def watch(seen: Seen) -> Callable[[], None]:
     """Call ``seen`` after each launch with name, first record, record after the last, bytes; returns how to stop."""
     stops = [
         _watch(kernel_step, "step_parameters", lambda rows, *_: sum(map(of_a_step, rows)), seen),
-        _watch(fp8_matrices, "encode", lambda weight, *rest: 0 if "mend" in rest else of_codes(weight), seen),
+        _watch(fp8_matrices, "encode_weight", lambda weight, hint, visible: of_codes(weight, hint), seen),
         _watch(linear_cross_entropy, "multiply", lambda *_: 0, seen),
     ]
 
@@ -42,19 +42,21 @@ def _watch(module: ModuleType, name: str, size: Callable[..., int], seen: Seen) 
     original = module.launch
 
     @functools.wraps(original)
-    def launch(*args: Any) -> None:
+    def launch(*args: Any) -> Any:
         first = position()
-        original(*args)
+        result = original(*args)
         if position() > first:  # else nothing is recorded
             seen(name, first, position(), size(*args))
+        return result
 
     module.launch = launch  # type: ignore[attr-defined]
     return lambda: setattr(module, "launch", original)
 
 
-def of_codes(weight: Tensor) -> int:
-    """Return the bytes that are read of a weight, and written as codes in two layouts."""
-    return weight.numel() * (weight.element_size() + 2)
+def of_codes(weight: Tensor, hint: Tensor | None) -> int:
+    """Return the bytes of both launches."""
+    modes = ("measure", "encode") if hint is None else ("check", "mend")
+    return sum(triton_bytes.of_codes(weight, mode) for mode in modes)
 
 
 def of_a_step(row: kernel_step.Row) -> int:

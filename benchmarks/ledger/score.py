@@ -59,7 +59,7 @@ OURS = {
 DATA: Mapping[str, Any] = json.loads((RESULTS / "published.json").read_text())
 LEDGER = {
     entry["contender"]: Entry.from_json({**entry, "kernels": []})
-    for entry in json.loads((RESULTS / "null-gpu-2026-11-24/ledger.json").read_text())["entries"]
+    for entry in json.loads((RESULTS / "null-gpu-2026-11-29/ledger.json").read_text())["entries"]
 }
 BLOCK: Sequence[Sequence[int]] = DATA["models"]["Llama-3-8B"]["products"]
 """The products, in x out, of a block of the ledger's stack."""

@@ -17,6 +17,7 @@ from lightning_lowprec.masters.config import MasterConfig
 from lightning_lowprec.masters.float32_values import drop, kept
 from lightning_lowprec.masters.stores import ROUNDING_STEP, STORES, Group, RemainderStore, Store, steps_of
 from lightning_lowprec.numerics.formats import HALF_DTYPES
+from lightning_lowprec.numerics.fp8_matrices import answer
 from lightning_lowprec.numerics.parameters import WeakList, chunks, grouped, parameters_of
 
 BUCKET: Final = 64 * 2**20
@@ -94,6 +95,7 @@ class MasterRegistry:
         state = self.live().state
         for index, (p, master) in enumerate(zip(store.params, store.masters, strict=True)):
             drop(p)
+            answer(p)
             self.place_of[id(p)] = (store, index)
             self.master_of[id(p)], self.param_of[id(master)] = master.requires_grad_(), p
             if p in state:  # made before there were masters, in the parameter's dtype

@@ -6,10 +6,13 @@ largest absolute values, where floating-point operations would lose a NaN.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+from torch.library import triton_op, wrap_triton
 
 # ---- float8_e4m3fn and bfloat16 with integers
 
@@ -116,38 +119,86 @@ SIDE: Final = tl.constexpr(128)
 """Rows and columns of the tile that one program encodes."""
 
 
-@triton.jit
-def _tile(weight, codes, transposed, scale, rows, columns):  # type: ignore[no-untyped-def]
-    """Encode the tile of this program; return the bits of the tile's largest absolute value."""
+@triton.jit  # type: ignore[untyped-decorator]
+def _scale(bits, VISIBLE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return `formats.largest_scale`, or with ``VISIBLE`` `formats.visible_scale`, of a largest value: int32 bits."""
+    amax = bits.to(tl.float32, bitcast=True)
+    if VISIBLE:
+        exponent = 8 + 127 - (bits >> 23) - ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)  # 448 is 1.75 * 2**8
+        exponent = tl.where(exponent > 126, 126, tl.where(exponent < -126, -126, exponent))
+        scale = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+        scale = tl.where(bits == 0, 1.0, tl.where(bits >= 0x7F800000, float("nan"), scale))
+    else:
+        exact = amax.to(tl.float64)
+        scale = (448.0 / tl.where(exact < 1e-12, 1e-12, exact)).to(tl.float32)  # keeps NaN
+    return scale
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _tile(  # type: ignore[no-untyped-def]
+    weight, codes, transposed, bits, rows, columns, VISIBLE: tl.constexpr, ENCODES: tl.constexpr
+):
+    """Encode the tile of this program by the scale of a largest value; return the bits of the tile's own."""
     row = tl.program_id(1).to(tl.int64) * SIDE + tl.arange(0, SIDE)[:, None]
     column = tl.program_id(0).to(tl.int64) * SIDE + tl.arange(0, SIDE)[None, :]
     inside = (row < rows) & (column < columns)
     place = row * columns + column
     x = tl.load(weight + place, mask=inside, other=0.0).to(tl.float32)
     largest = tl.max(tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1), 0)
-    x = x * tl.load(scale)
-    code = e4m3_code(x)
-    tl.store(codes + place, code, mask=inside)
-    tl.store(transposed + tl.trans(column) * rows + tl.trans(row), tl.trans(code), mask=tl.trans(inside))
+    if ENCODES:
+        code = e4m3_code(x * _scale(bits, VISIBLE))
+        codes = codes.to(tl.pointer_type(tl.int8), bitcast=True)
+        transposed = transposed.to(tl.pointer_type(tl.int8), bitcast=True)
+        tl.store(codes + place, code, mask=inside)
+        tl.store(transposed + tl.trans(column) * rows + tl.trans(row), tl.trans(code), mask=tl.trans(inside))
     return largest
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def encode_weight(  # type: ignore[no-untyped-def]
-    weight, codes, transposed, scale, hint, amax, rows, columns, MODE: tl.constexpr
+    weight, codes, transposed, scale, inverse, hint, amax, rows, columns, MODE: tl.constexpr, VISIBLE: tl.constexpr
 ):
     """Write ``cast(weight * scale)``: (rows, columns) and (columns, rows), float8_e4m3fn as int8; all are contiguous.
 
-    ``MODE`` is "plain"; "check", which also raises ``amax``, () int32, to the bits of the largest absolute value; or
-    "mend", which encodes only if ``amax`` is not the ``hint`` by which "check" has encoded.
+    ``hint``, () float32, is what the largest absolute value probably is; ``amax``, () int32, are the bits of what it
+    is. They are found and used in two launches, by ``MODE``: "measure" raises ``amax``, and "encode" encodes by it; or
+    "check" encodes by the hint and raises ``amax``, and "mend" encodes if they differ. The second one writes ``scale``
+    and its ``inverse``, () float32.
     """
+    if MODE == "encode" or MODE == "mend":
+        number = _scale(tl.load(amax), VISIBLE)
+        tl.store(scale, number)  # by every program, the same
+        tl.store(inverse, tl.div_rn(1.0, number))
     if MODE == "mend":
-        if tl.load(hint) != tl.load(amax):
-            _tile(weight, codes, transposed, scale, rows, columns)
+        if tl.load(hint).to(tl.int32, bitcast=True) != tl.load(amax):
+            _tile(weight, codes, transposed, tl.load(amax), rows, columns, VISIBLE, True)
+    elif MODE == "encode":
+        _tile(weight, codes, transposed, tl.load(amax), rows, columns, VISIBLE, True)
     else:
-        largest = _tile(weight, codes, transposed, scale, rows, columns)
-        if MODE == "check":
-            tl.atomic_max(amax, largest)
+        bits = tl.load(hint).to(tl.int32, bitcast=True) if MODE == "check" else 0
+        tl.atomic_max(amax, _tile(weight, codes, transposed, bits, rows, columns, VISIBLE, MODE == "check"))
+
+
+def both_layouts(
+    weight: Tensor, hint: Tensor | None, visible: bool, kernel: Any = encode_weight
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return float8_e4m3fn codes, (N, K), the transposed codes, (K, N), their scale and its reciprocal, () float32."""
+    (height, width), device = weight.shape, weight.device
+    e4m3 = torch.float8_e4m3fn
+    rows, columns = (torch.empty(shape, dtype=e4m3, device=device) for shape in (weight.shape, (width, height)))
+    scale, inverse = torch.empty(1, device=device), torch.empty(1, device=device)
+    amax = torch.zeros(1, dtype=torch.int32, device=device)
+    launch = kernel[-(-width // SIDE.value), -(-height // SIDE.value)]
+    given = weight, rows, columns, scale, inverse, hint, amax, height, width
+    for mode in ("measure", "encode") if hint is None else ("check", "mend"):
+        launch(*given, MODE=mode, VISIBLE=visible, num_warps=8)
+    return rows, columns, scale.view(()), inverse.view(())
+
+
+@triton_op("lightning_lowprec::traced_layouts", mutates_args={})
+def traced_layouts(weight: Tensor, hint: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return :func:`both_layouts` by torchao's scale, for compilers, which launch the kernel themselves."""
+    return both_layouts(weight, hint, False, wrap_triton(encode_weight))
 
 
 # ---- rows along the rows of each group

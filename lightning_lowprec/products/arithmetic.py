@@ -68,6 +68,8 @@ class Codes(NamedTuple):
 
     codes: Tensor
     scale: Tensor
+    inverse: Tensor | None = None
+    """The reciprocal of the scale, where a kernel has written it."""
 
 
 @final
@@ -103,6 +105,13 @@ class Transposable(Arithmetic):
     @abstractmethod
     def decode(self, codes: Tensor, scale: Tensor, first: int = 0) -> Tensor:
         """Return the values of codes, the rows of a weight from ``first`` on, by the scale, or those of all tiles."""
+
+    def both_layouts(self, weight: Tensor, hint: Tensor | None) -> tuple[Codes, Codes] | None:
+        """Return a weight's codes, [A, B], and the transposed ones, [B, A], by one kernel; None: none writes both.
+
+        ``hint``, [], is what the largest absolute value probably is.
+        """
+        return None
 
     def of_codes(self, codes: Tensor, scale: Tensor) -> Operand:
         """Return the operand of codes that exist."""

@@ -46,7 +46,7 @@ class Block(Tiled):
     def operand(self, matrix: Tensor, role: Role, dtype: torch.dtype) -> Operand:
         """Return an operand."""
         if role == "weight":
-            return self.of_codes(*self.encoded(matrix))
+            return self.of_codes(*self.encoded(matrix)[:2])
         # an input or a gradient is encoded along what a product sums
         return Operand(
             lambda: encode_tiles(matrix, _SUMMED, _CODING), lambda: encode_tiles(matrix.t(), _SUMMED, _CODING)

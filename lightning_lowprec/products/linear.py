@@ -24,12 +24,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_lowprec.numerics.kernel_operands import cut_rows, pad_rows
-from lightning_lowprec.products.arithmetic import Operand, Products, serves
+from lightning_lowprec.products.arithmetic import Codes, Operand, Products, serves
 from lightning_lowprec.products.coded_weight import CodedWeight
 from lightning_lowprec.products.transforms import check_backward, refuse_forward_mode
 
-SavedWeight = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""A weight, its codes and their scale, as far as they live until the backward."""
+SavedWeight = tuple[Tensor | None, ...]
+"""A weight, its codes, their scale and its reciprocal, as far as they live until the backward."""
 
 
 @final
@@ -39,23 +39,35 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, by: Products
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        scale: Tensor | None,
+        bias: Tensor | None,
+        by: Products,
+        hint: Tensor | None,
     ) -> Tensor:
-        ctx.by, ctx.dtype, ctx.has_bias = by, input.dtype, bias is not None
+        ctx.by, ctx.dtype, ctx.has_bias, ctx.laid_out = by, input.dtype, bias is not None, False
         to_input, to_weight = ctx.needs_input_grad[:2]
-        of_weight: SavedWeight = (weight, None, None) if scale is None else (None, weight, scale)
+        of_weight: SavedWeight = (weight, None, None, None) if scale is None else (None, weight, scale, None)
         bias = None if bias is None else bias.to(input.dtype)
         if (how := by.forward) is None:
             output = in_high_precision(input, weight.to(input.dtype), bias, by.in_by_out)
         else:
             x = how.operand(pad_rows(input, how.tokens), "input", input.dtype)
-            keeper = by.keeper_of_weight if scale is None else None
-            if keeper is not None and not isinstance(weight, CodedWeight):
-                of_weight = weight, *keeper.encoded(weight)
-            w = _of_weight(how, of_weight, input.dtype)
-            output = how.multiply(x.rows(), w.columns() if by.in_by_out else w.rows(), input.dtype, "forward")
+            keeper = by.keeper_of_weight if scale is None and not isinstance(weight, CodedWeight) else None
+            both = keeper.both_layouts(weight, hint) if keeper is not None and to_input else None
+            if both is not None:
+                codes, kept = both[::-1] if by.in_by_out else both
+                of_weight, ctx.laid_out = (weight, *kept), True
+            else:
+                if keeper is not None:
+                    of_weight = weight, *keeper.encoded(weight)
+                w = _of_weight(how, of_weight, input.dtype)
+                codes = w.columns() if by.in_by_out else w.rows()
+            output = how.multiply(x.rows(), codes, input.dtype, "forward")
             output = cut_rows(output if bias is None else output + bias, input)
-        ctx.save_for_backward(input if to_weight else None, *(of_weight if to_input else (None, None, None)))
+        ctx.save_for_backward(input if to_weight else None, *(of_weight if to_input else (None,)))
         return output.data  # no view: a model may write to it, as Falcon does
 
     @staticmethod
@@ -79,9 +91,12 @@ class _Linear(torch.autograd.Function):
             grad_input = g @ (w.t() if by.in_by_out else w)
         elif to_input and by_input is not None:
             grad = by_input.operand(pad_rows(g, by_input.tokens), "gradient", g.dtype)
-            w = _of_weight(by_input, of_weight, g.dtype)
-            columns = w.rows() if by.in_by_out else w.columns()
-            grad_input = by_input.multiply(grad.rows(), columns, g.dtype, "grad_input")[: g.shape[0]]
+            if ctx.laid_out:
+                codes = Codes(*of_weight[1:])
+            else:
+                w = _of_weight(by_input, of_weight, g.dtype)
+                codes = w.rows() if by.in_by_out else w.columns()
+            grad_input = by_input.multiply(grad.rows(), codes, g.dtype, "grad_input")[: g.shape[0]]
         if to_weight and by_weight is None:
             x = input.reshape(-1, input.shape[-1])
             grad_weight = x.t() @ g if by.in_by_out else g.t() @ x
@@ -93,22 +108,30 @@ class _Linear(torch.autograd.Function):
             grad_weight = by_weight.multiply(a.columns(), b.columns(), g.dtype, "grad_weight")
         if grad_input is not None:
             grad_input = grad_input.view(*grad_output.shape[:-1], grad_input.shape[-1])
-        return grad_input, grad_weight, None, g.sum(0) if ctx.has_bias and to_bias else None, None
+        return grad_input, grad_weight, None, g.sum(0) if ctx.has_bias and to_bias else None, None, None
 
 
-def linear(input: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, by: Products) -> Tensor:
+def linear(
+    input: Tensor,
+    weight: Tensor,
+    scale: Tensor | None,
+    bias: Tensor | None,
+    by: Products,
+    hint: Tensor | None = None,
+) -> Tensor:
     """[*, K] -> [*, N] in the dtype of ``input``, with gradients of input, weight and bias.
 
     ``input`` is in the dtype of autocast. The weight is [N, K], or [K, N] with ``by.in_by_out``, or codes that FSDP2
-    has gathered; or, with their ``scale``, the codes of a frozen weight, which has no values.
+    has gathered; or, with their ``scale``, the codes of a frozen weight, which has no values. ``hint``, [], is what its
+    largest absolute value probably is.
     """
-    output: Tensor = _Linear.apply(input, weight, scale, bias, by)  # type: ignore[no-untyped-call]
+    output: Tensor = _Linear.apply(input, weight, scale, bias, by, hint)  # type: ignore[no-untyped-call]
     return output
 
 
 def _of_weight(how: Any, saved: SavedWeight, dtype: torch.dtype) -> Operand:
     """Return the operand of a weight, or of its codes, which were kept, or which FSDP2 has gathered."""
-    weight, codes, scale = saved
+    weight, codes, scale, _ = saved
     if isinstance(weight, CodedWeight):
         codes, scale = weight.codes_and_scale()
     operand: Operand = how.operand(weight, "weight", dtype) if codes is None else how.of_codes(codes, scale)

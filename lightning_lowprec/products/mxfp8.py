@@ -43,7 +43,7 @@ class MXFP8(Tiled):
     def operand(self, matrix: Tensor, role: Role, dtype: torch.dtype) -> Operand:
         """Return an operand of the values in the dtype of autocast, which kernels take in bf16, or of a weight."""
         if role == "weight":
-            return self.of_codes(*self.encoded(matrix))
+            return self.of_codes(*self.encoded(matrix)[:2])
         matrix = matrix.to(dtype)
         rounds = self.emulate is not True
         matrix = matrix.to(torch.bfloat16).contiguous() if rounds else matrix  # kernels encode bf16, contiguous

@@ -19,7 +19,7 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from lightning_lowprec.numerics import tensor_cores
+from lightning_lowprec.numerics import fp8_matrices, tensor_cores
 from lightning_lowprec.numerics.formats import E4M3, decode, encode
 from lightning_lowprec.numerics.kernel_operands import check_operands
 from lightning_lowprec.numerics.weight_rounding import WeightRounding
@@ -58,6 +58,13 @@ class Scaled(Transposable):
         codes: Codes = _operand(weight, self.weight).rows()
         return codes
 
+    def both_layouts(self, weight: Tensor, hint: Tensor | None) -> tuple[Codes, Codes] | None:
+        """Return both layouts of a large weight on CUDA whose scale is the kernel's."""
+        if self.weight != Coding(dtype=E4M3.dtype) or not fp8_matrices.is_laid_out(weight):
+            return None
+        rows, columns, *scales = fp8_matrices.both_layouts(weight, hint)
+        return Codes(rows, *scales), Codes(columns, *scales)
+
     def decode(self, codes: Tensor, scale: Tensor, first: int = 0) -> Tensor:
         """Return the values of codes with one scale, float32."""
         return decode(codes) / scale
@@ -69,14 +76,15 @@ class Scaled(Transposable):
 
     def multiply(self, a: Codes, b: Codes, dtype: torch.dtype, product: Product) -> Tensor:
         """Return a product, [M, N] of ``dtype``; with scales per row it is rounded to bf16 on its way."""
-        (rows, scale_a), (others, scale_b) = a, b
+        (rows, scale_a, inverse_a), (others, scale_b, inverse_b) = a, b
         columns, scale_b = others.t(), scale_b.t()
         if self.emulate is True:
             check_operands(rows, columns)
             with torch.autocast(rows.device.type, enabled=False):
                 return torch.mm(decode(rows) / scale_a, decode(columns) / scale_b).to(dtype)
         multiply = partial(tensor_cores.scaled_product, on=self.emulate) if self.emulate else scaled_product
-        inverse_a, inverse_b = scale_a.reciprocal(), scale_b.reciprocal()
+        inverse_a = scale_a.reciprocal() if inverse_a is None else inverse_a
+        inverse_b = scale_b.reciprocal() if inverse_b is None else inverse_b
         if not (scale_a.ndim or scale_b.ndim):
             return multiply(rows, columns, inverse_a, inverse_b, dtype, fast=self.fast)
         if self.fast:

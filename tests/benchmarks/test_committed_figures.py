@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/speed.md"
-FOLDER = ROOT / "benchmarks/results/null-gpu-2026-11-24"
+FOLDER = ROOT / "benchmarks/results/null-gpu-2026-11-29"
 AROUND_TE_LAYERS = (
     MAIN, f"{MAIN}, bf16 between blocks", MAIN_TE, TE_COMPILED, f"{TE_LAYERS} delayed", f"{TE_LAYERS} current",
     f"{TE_LAYERS} delayed, compiled",

@@ -1,14 +1,20 @@
 """The kernels of numerics against torch's own operations: codes of weights and of groups of rows, and a product."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from torchao.float8 import Float8LinearConfig
 from torchao.float8.float8_utils import amax_to_scale
 
 from lightning_lowprec.masters.optimizer import add_masters
 from lightning_lowprec.numerics import fp8_matrices as encode
 from lightning_lowprec.numerics import grouped_fp8, linear_cross_entropy
+from lightning_lowprec.numerics.formats import largest_scale, visible_scale
 from lightning_lowprec.numerics.fp8_matrices import TwoLayouts, asked, largest
 from lightning_lowprec.numerics.grouped_fp8 import encode_columns
+from lightning_lowprec.products.linear import linear
+from lightning_lowprec.torchao.settings import products_of
 
 
 def same_codes(weight, rows, columns, scale):
@@ -19,11 +25,21 @@ def same_codes(weight, rows, columns, scale):
         assert torch.equal(layout.view(torch.uint8)[~numbers.isnan()], wanted.view(torch.uint8)[~numbers.isnan()])
 
 
+def encode_by(weight, codes, amax, mode):
+    """Encode by a largest value that is not the weight's: by "mend" because the hint is another one."""
+    from lightning_lowprec.numerics import kernels
+
+    given = weight, *codes, torch.empty(1), torch.empty(1)
+    grid = kernels.encode_weight[-(-weight.shape[1] // 128), -(-weight.shape[0] // 128)]
+    grid(*given, amax + 1, amax.view(torch.int32), *weight.shape, MODE=mode, VISIBLE=False)
+
+
 @pytest.fixture
 def modes(monkeypatch):
+    """Whether each weight was encoded by a hint; on CPU tensors."""
     seen, launch = [], encode.launch
     monkeypatch.setattr(encode, "DEVICES", {"cpu"})
-    monkeypatch.setattr(encode, "launch", lambda *args: (seen.append(args[-1]), launch(*args))[1])
+    monkeypatch.setattr(encode, "launch", lambda *args: (seen.append(args[1] is not None), launch(*args))[1])
     return seen
 
 
@@ -38,9 +54,12 @@ def test_every_kind_of_value(dtype, rows, columns, scale, modes):
     weight.view(-1)[: len(odd)] = torch.tensor(odd)
     weight = weight.to(dtype)
     assert encode.kernel_encodes(weight)
-    *codes, used = encode.weight_codes(weight, lambda amax: torch.tensor(scale), None)
-    same_codes(weight, *codes, used)
-    assert modes == ["plain"]
+    *codes, _, _ = encode.weight_codes(weight, None, visible=False)
+    same_codes(weight, *codes, torch.tensor(float("nan")))
+    amax = torch.tensor(448 / scale)
+    for mode in ("encode", "mend"):
+        encode_by(weight, codes, amax, mode)
+        same_codes(weight, *codes, largest_scale(amax, torch.float8_e4m3fn, False))
 
 
 def test_a_write_that_nobody_sees_makes_no_wrong_codes(modes):
@@ -63,8 +82,8 @@ def test_a_write_that_nobody_sees_makes_no_wrong_codes(modes):
         torch.testing.assert_close(asked(weight).value, largest_now, rtol=0, atol=0, equal_nan=True)
         change(weight.data)
         hint = largest(weight)
-        *codes, scale = encode.weight_codes(weight.detach(), lambda a: amax_to_scale(a, torch.float8_e4m3fn), hint)
-        assert modes[-2:] == ["check", "mend"]
+        *codes, scale, _ = encode.weight_codes(weight.detach(), hint, visible=False)
+        assert modes[-1]
         expected = amax_to_scale(weight.detach().abs().max(), torch.float8_e4m3fn)
         torch.testing.assert_close(scale, expected, rtol=0, atol=0, equal_nan=True)
         same_codes(weight, *codes, scale)
@@ -81,7 +100,51 @@ def test_the_head_takes_the_note_of_the_optimizers_kernel(modes):
         assert torch.equal(ours.inv_scale, expected.inv_scale)
         weight.grad = torch.ones_like(weight)
         optimizer.step()
-    assert modes == ["plain", "plain", "check", "mend"]
+    assert modes == [False, False, True]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter warns of 0 * inf
+@pytest.mark.parametrize("visible", [False, True])
+def test_scales_of_every_kind_of_largest_value(visible, modes):
+    powers = [2.0**exponent for exponent in (-149, -130, -118, -41, -40, 0, 8, 9, 100, 127)]
+    near = [x * y for x in powers for y in (1.0, 1.5, 1.75, 1.75 + 2**-22, 1.9)]
+    for amax in [0.0, 1e-12, 9.9e-13, float("inf"), float("nan"), *near]:
+        weight = torch.zeros(16, 16)
+        weight[3, 4] = -amax
+        *codes, scale, inverse = encode.weight_codes(weight, None, visible=visible)
+        value = weight.abs().max()
+        expected = visible_scale(value) if visible else largest_scale(value, torch.float8_e4m3fn, False)
+        torch.testing.assert_close((scale, inverse), (expected, 1 / expected), rtol=0, atol=0, equal_nan=True)
+        same_codes(weight, *codes, scale)
+
+
+@pytest.mark.parametrize("in_by_out", [False, True])
+def test_a_layer_reads_the_layouts_that_the_kernel_wrote(in_by_out, modes, monkeypatch):
+    """Outputs and gradients are those of codes that torch writes, with a note of the optimizer that is right or not."""
+    monkeypatch.setattr(encode, "LARGE", 1 << 8)
+    products = replace(products_of(Float8LinearConfig(), True), in_by_out=in_by_out, saves_weight=True)
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.nn.Parameter(torch.randn(48, 144, generator=generator).bfloat16())
+    assert encode.hint_of(weight) is None
+    for step in range(3):
+        x = torch.randn(32, *weight.shape[:: -1 if in_by_out else 1][1:], generator=generator).bfloat16()
+        found = []
+        for devices in ({"cpu"}, set()):
+            monkeypatch.setattr(encode, "DEVICES", devices)
+            rows = x.clone().requires_grad_()
+            weight.grad = None
+            output = linear(rows, weight, None, None, products, encode.hint_of(weight))
+            output.float().square().sum().backward()
+            found.append((output, rows.grad, weight.grad))
+        assert all(torch.equal(ours, expected) for ours, expected in zip(*found, strict=True))
+        if step == 0:
+            encode.ask(weight)
+            optimizer = add_masters(torch.optim.AdamW([weight], lr=1e-2), "remainder")
+        optimizer.step()
+    assert modes == [False, True, True]
+    assert bool(encode.hint_of(weight) == weight.abs().max()), (
+        "noted by the kernel, which makes every step but the first"
+    )
 
 
 def by_hand(rows, ends, power_of_2):
