@@ -171,7 +171,8 @@ class LowPrecision(EitherPrecision, ABC):
         for module, device in self.modules.take_waiting():
             refusals.check_runs(self, device)
             store_float8_right()
-            plain.forget(module)
+            if self._will_train or self.backend is not None:
+                plain.forget(module)  # how a fit before this one rounded weights
             backends.revert_all(module, except_for=self.backend)
             if self.masters is None:
                 self._set_dtypes(module)

@@ -8,7 +8,7 @@ Lightning's own precisions do not look at the layers of a model, so FP8 layers s
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -244,7 +244,10 @@ class AfterFit:
                 Float32Weights().undo_cast(module, kept(module.parameters()), all_cast=False)
             return
         ties_away = plugin.masters is not None and plugin.masters.config.form.startswith("remainder")
-        roundings = [_roundings(module, ties_away=ties_away) for module in modules]
+        if plugin._will_train or plugin.backend is not None:
+            roundings = [_roundings(module, ties_away=ties_away) for module in modules]
+        else:  # those of a fit before this run stay
+            roundings = [_left_roundings(module) for module in modules]
         _make_plain(modules, optimizers, before if self._tunes else ())
         for module, by_fqn in zip(modules, roundings, strict=True):
             layers = dict(module.named_modules())
@@ -261,13 +264,18 @@ def _sharded_by(plugin: LowPrecision) -> str | None:
     return None if plugin.modules.sharded is None else "FSDP2"
 
 
-def _roundings(module: Module, *, ties_away: bool) -> dict[str, dict[str, WeightRounding | None]]:
+def _roundings(module: Module, *, ties_away: bool) -> dict[str, Mapping[str, WeightRounding | None]]:
     """Return how the forward of each converted layer rounds its weights to FP8, by the layer's fqn."""
     return {
         fqn: {name: _of_master(getattr(layer, name), rounding, ties_away) for name, rounding in by_name.items()}
         for fqn, layer in module.named_modules()
         if (by_name := backends.weight_roundings(layer)) is not None
     }
+
+
+def _left_roundings(module: Module) -> dict[str, Mapping[str, WeightRounding | None]]:
+    left = backends.left_roundings
+    return {fqn: left[layer] for fqn, layer in module.named_modules() if layer in left}
 
 
 def _of_master(weight: Tensor, rounding: WeightRounding | None, ties_away: bool) -> WeightRounding | None:

@@ -183,6 +183,35 @@ def test_arguments_that_are_not_valid_raise_and_a_monitor_without_layers_says_so
     ]
 
 
+class TwoSteps(Net):
+    """Two optimizers, and so two steps of the Trainer's count, in each batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            optimizer.step()
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(part.parameters(), 1e-3) for part in (self.blocks, self.head)]
+
+
+@pytest.mark.parametrize(
+    ("net", "micro", "every", "steps", "sampled"),
+    [(Net, 3, 2, 4, [0, 2]), (TwoSteps, 1, 3, 8, [0, 4, 6])],
+    ids=["accumulation", "two steps a batch"],
+)
+def test_each_sampling_is_one_line_and_a_step_within_a_batch_is_sampled_at_the_next(
+    net, micro, every, steps, sampled, tmp_path
+):
+    fit(tmp_path, NumericsMonitor(every), net=net(), micro=micro, steps=steps)
+    assert [json.loads(line)["step"] for line in (tmp_path / "numerics.jsonl").read_text().splitlines()] == sampled
+
+
 NUMBERS = ("amax", "underflow", "scale")
 
 

@@ -182,7 +182,19 @@ def a_monitor_reads_the_whole_weight_from_shards(rank):
     assert found[first].amax == alone[first].amax
 
 
+def early_optimizers_of_several_models_train_each_model(rank):
+    """As of a GAN. In bf16-mixed no layer is converted, so nothing refuses an optimizer without parameters."""
+    fabric = fabric_for("bf16-mixed")
+    alone, _ = trained(fabric, *set_up(fabric), rank)
+    made = [Net(), Net()]
+    early = [adamw(model, 1e-2) for model in made]
+    models = [fabric.setup_module(model) for model in made]
+    for model, optimizer in zip(models, fabric.setup_optimizers(*early), strict=True):
+        assert same(alone, trained(fabric, model, optimizer, rank)[0])
+
+
 PARTS = (
+    early_optimizers_of_several_models_train_each_model,
     optimizers_built_early_late_or_jointly_train_alike,
     inference_mode_changes_nothing,
     a_value_that_is_not_finite_on_one_rank_costs_all_ranks_the_step,

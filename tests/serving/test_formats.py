@@ -18,6 +18,7 @@ from lightning_lowprec.serving.content import of_layers
 from lightning_lowprec.serving.export import Options, write
 from lightning_lowprec.serving.sources import live_model
 from tests.serving.models import FP8_FORMATS, config, converted, decoded, gpt2, llama, mixtral, served, tensors
+from tests.toys import Task, causal_loss
 
 UP = "model.layers.0.mlp.up_proj"
 TOKENS = torch.arange(24).reshape(1, -1) % 96
@@ -69,6 +70,21 @@ def test_a_layer_whose_forward_ran_in_bf16_is_exported_in_high_precision(tmp_pat
     done = export(model, tmp_path / "out", "compressed-tensors")
     assert (done.same, done.other, done.new) == (6, 0, 0)
     assert tensors(tmp_path / "out")[f"{UP}.weight"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("then", ["32-true", "bf16-mixed", "half-auto", "bf16-master", "bf16-sr"])
+def test_an_evaluation_in_another_precision_keeps_the_codes_of_the_fit_before(tmp_path, then):
+    module = Task(llama(), causal_loss)
+    module.validation_step = module.training_step
+    data = torch.utils.data.DataLoader(TOKENS[0][None], batch_size=1)
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
+    quiet |= {"accelerator": "cpu", "enable_progress_bar": False}
+    L.Trainer(precision="fp8-hybrid", max_steps=1, **quiet).fit(module, data)
+    export(module.net, tmp_path / "fit", "compressed-tensors")
+    L.Trainer(precision=then, **quiet).validate(module, data, verbose=False)
+    assert export(module.net, tmp_path / "evaluated", "compressed-tensors").same == 7
+    fit, evaluated = tensors(tmp_path / "fit"), tensors(tmp_path / "evaluated")
+    assert all(same_bits(fit[name], evaluated[name]) for name in fit)
 
 
 @pytest.mark.parametrize("format", FP8_FORMATS)

@@ -148,6 +148,14 @@ def test_what_one_rank_holds_and_sends(tmp_path, capsys):
     assert names[-1] == "bf16-mixed"
 
 
+def test_what_is_in_flight_does_not_grow_with_the_number_of_blocks(tmp_path, capsys):
+    in_flight = []
+    for layers in (2, 12):  # `layers.1` is not a part of the name `layers.10`
+        ranks = run_json(capsys, llama(tmp_path, layers), "--precision", "fp8-hybrid", "--shards", 8)["per_rank"]
+        in_flight.append({rank["precision"]: rank["in_flight"] for rank in ranks})
+    assert in_flight[0] == in_flight[1]
+
+
 def test_what_one_rank_holds_as_text_and_what_is_refused(tmp_path, capsys):
     config = str(llama(tmp_path, 2))
     assert main(["plan", config, "--shards", "8"]) == 0
