@@ -6,7 +6,7 @@ And what inductor is told: options of compiled blocks, and what avoids a fault o
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from types import MethodType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, final
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -135,6 +135,7 @@ def _saves_sums() -> object:
     """
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
+    @final
     class SavesSums(CustomGraphPass):
         def __call__(self, graph: Graph) -> None:
             for node in graph.nodes:

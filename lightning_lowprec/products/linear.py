@@ -47,7 +47,8 @@ class _Linear(torch.autograd.Function):
         by: Products,
         hint: Tensor | None,
     ) -> Tensor:
-        ctx.by, ctx.dtype, ctx.has_bias, ctx.laid_out = by, input.dtype, bias is not None, False
+        ctx.by, ctx.dtype, ctx.has_bias = by, input.dtype, bias is not None
+        ctx.laid_out = False
         to_input, to_weight = ctx.needs_input_grad[:2]
         of_weight: SavedWeight = (weight, None, None, None) if scale is None else (None, weight, scale, None)
         bias = None if bias is None else bias.to(input.dtype)

@@ -95,8 +95,8 @@ FAULTS = [
     ),
     Fault(
         "rows in place of columns for grad_input",
-        "columns = w.rows() if by.in_by_out else w.columns()",
-        "columns = w.columns() if by.in_by_out else w.rows()",
+        "codes = w.rows() if by.in_by_out else w.columns()",
+        "codes = w.columns() if by.in_by_out else w.rows()",
         "tests/torchao/test_fp8_linear.py",
     ),
     Fault(

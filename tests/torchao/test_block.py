@@ -106,8 +106,8 @@ def test_a_named_gpu_adds_up_128_products_and_float32_the_rest(inputs):
     model = layer_of(inputs, 32, emulate="hopper")
     with torch.no_grad():
         model[0].weight.fill_(0.7)
-    codes, scale = encode_tiles(ones, (1, 128), _CODING)
-    others, of_others = encode_tiles(model[0].weight.detach(), (128, 128), _CODING)
+    codes, scale, _ = encode_tiles(ones, (1, 128), _CODING)
+    others, of_others, _ = encode_tiles(model[0].weight.detach(), (128, 128), _CODING)
     sums = accumulate(codes, others, "hopper", False)
     torch.testing.assert_close(model(ones), sums / scale[0, 0] / of_others[0, 0], rtol=1e-6, atol=0)
     assert not torch.equal(model(ones), layer_of(inputs, 32)(ones))
@@ -116,7 +116,7 @@ def test_a_named_gpu_adds_up_128_products_and_float32_the_rest(inputs):
 def test_a_nan_stays_in_its_block():
     values = torch.ones(256, 256)
     values[3, 5], values[200, 10] = torch.nan, torch.inf
-    codes, _ = encode_tiles(values, (128, 128), _CODING)
+    codes, *_ = encode_tiles(values, (128, 128), _CODING)
     is_nan = codes.float().isnan().reshape(2, 128, 2, 128).any(3).any(1)
     assert is_nan.tolist() == [[True, False], [True, False]]
     assert codes[128:, 128:].float().unique().tolist() == [448.0]
