@@ -153,10 +153,8 @@ torch.library.register_fake(_SIMULATED, _empty_codes)
 
 
 def is_laid_out(weight: Tensor) -> bool:
-    """Return whether :func:`both_layouts` takes a weight; what a compiler shows has no address."""
-    if weight.numel() < LARGE or not _is_fit(weight):
-        return False
-    return type(weight) not in (Tensor, Parameter) or kernel_encodes(weight)
+    """Return whether :func:`both_layouts` takes a large weight; what a compiler shows has no address."""
+    return _is_fit(weight) if type(weight) not in (Tensor, Parameter) else kernel_encodes(weight)
 
 
 def both_layouts(weight: Tensor, hint: Tensor | None) -> FourTensors:

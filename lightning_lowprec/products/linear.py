@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_lowprec.numerics.fp8_matrices import LARGE
 from lightning_lowprec.numerics.kernel_operands import cut_rows, pad_rows
 from lightning_lowprec.products.arithmetic import Codes, Operand, Products, serves
 from lightning_lowprec.products.coded_weight import CodedWeight
@@ -57,7 +58,9 @@ class _Linear(torch.autograd.Function):
         else:
             x = how.operand(pad_rows(input, how.tokens), "input", input.dtype)
             keeper = by.keeper_of_weight if scale is None and not isinstance(weight, CodedWeight) else None
-            both = keeper.both_layouts(weight, hint) if keeper is not None and to_input else None
+            both = None
+            if keeper is not None and to_input and weight.numel() >= LARGE:
+                both = keeper.both_layouts(weight, hint)
             if both is not None:
                 codes, kept = both[::-1] if by.in_by_out else both
                 of_weight, ctx.laid_out = (weight, *kept), True

@@ -18,9 +18,9 @@ from lightning_lowprec.conversion import in_place, layer_runs
 from lightning_lowprec.conversion.declared import is_declared
 from lightning_lowprec.conversion.experts import release_experts
 from lightning_lowprec.conversion.matmuls import is_conv1d, sizes_of_conv1d
+from lightning_lowprec.numerics import fp8_matrices
 from lightning_lowprec.numerics.casts import EVALUATES, HIGH, Cast, LayerNumerics
 from lightning_lowprec.numerics.formats import E4M3
-from lightning_lowprec.numerics.fp8_matrices import ask, hint_of
 from lightning_lowprec.numerics.one_pass import compiled_on_cuda
 from lightning_lowprec.numerics.weight_rounding import ScalePer, WeightRounding
 from lightning_lowprec.private.torch import are_transforms_active
@@ -88,7 +88,8 @@ class CodedLayer(StoresCodes):
         scale = None
         if self.values_dtype is not None:
             weight, scale = self.codes_of(weight)
-        return linear(input, weight, scale, self.bias, products, hint_of(weight))
+        hint = fp8_matrices.hint_of(weight) if weight.numel() >= fp8_matrices.LARGE else None
+        return linear(input, weight, scale, self.bias, products, hint)
 
     def _padded(self, input: Tensor, weight: Tensor, products: Products) -> Tensor:
         """[*, K] -> [*, N], with zeros behind K and N."""
@@ -169,7 +170,7 @@ def convert(
         in_place.become(layer, in_place.derived(CodedConv1D, type(layer)) if sizes else cls, attributes)
         assert isinstance(layer, CodedLayer)
         layer.set_products(saves_weight_codes=True)
-        ask(layer.weight)
+        fp8_matrices.ask(layer.weight)
 
 
 def save_no_weight_codes(model: nn.Module) -> None:

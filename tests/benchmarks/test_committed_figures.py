@@ -173,3 +173,21 @@ def test_the_formula_and_the_plan_still_promise_the_same(chosen):
         with torch.device("meta"):
             model = Model(case.size)
         assert promised(case, model) == row["promised"]
+
+
+def test_sentences_with_figures_are_those_of_the_ledger():
+    found = {entry.contender: entry for entry in entries()}
+    blocks = {key: f"{entry.per_block('bytes') / 1e9:.2f}" for key, entry in found.items()}
+    ours, remainder = blocks["ours fp8-hybrid"], blocks["ours fp8-hybrid-remainder"]
+    torchao, te = found["ours fp8-hybrid"], found["ours fp8-hybrid-te"]
+    by_te, by_torchao = (roofline.predict(entry, roofline.assumed()).total for entry in (te, torchao))
+    for page, sentence in {
+        "docs/names.md": f"reads and writes {remainder} GB per step beside its matrix products under"
+        f" `fp8-hybrid-remainder`, and {ours} GB under `fp8-hybrid`",
+        "docs/speed.md": f"{blocks['ours fp8-rowwise']} GB instead of 13.78 (torchao by hand"
+        f" {blocks['torchao rowwise, compiled']}), of `fp8-rowwise-gw-hp` {blocks['ours fp8-rowwise-gw-hp']}"
+        " instead of",
+        "docs/speed.md#": f"to need {1 - by_torchao / by_te:.1%} less time than `fp8-hybrid-te`, and holds"
+        f" {(te.peak - torchao.peak) / 1e9:.1f} GB less.".replace("%", " %"),
+    }.items():
+        assert sentence in " ".join((ROOT / page.rstrip("#")).read_text().split()), page

@@ -20,6 +20,7 @@ from torchao.float8.float8_training_tensor import GemmInputRole, LinearMMConfig
 
 from lightning_lowprec import MSAMP, FP8TorchAO, HalfMixed
 from lightning_lowprec.callbacks import NumericsMonitor
+from lightning_lowprec.callbacks.sampling import _reading
 from lightning_lowprec.msamp import values_of
 from lightning_lowprec.tools.cli import main
 from tests.serving.models import mixtral
@@ -436,3 +437,9 @@ def test_a_sample_counts_every_sixteenth_row(step):
         assert readings[tensor].underflow == pytest.approx(float(lost.sum() / (part != 0).sum()))
         assert readings[tensor].amax == float(x.float().abs().max())
         assert readings[tensor].scale == pytest.approx(float(scale))
+
+
+def test_ranks_of_several_scales_show_the_smallest_and_a_rank_without_tokens_shows_none():
+    first, second, idle = [2.0, 64.0], [8.0, 16.0], [0.0, 0.0]  # amax and scale of each rank
+    reading = _reading([0.0, 0.0, 100.0, 75.0], torch.tensor([first, second, idle]))
+    assert reading == {"amax": 8.0, "underflow": 0.25, "scale": 16.0}

@@ -6,7 +6,7 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
-from lightning_lowprec import HalfMixed, LossScale
+from lightning_lowprec import HalfMixed, LossScale, plain
 from tests.masters.test_float32_accumulation import half
 from tests.precision.weights_left import WIDTH, Net, as_trained, fit
 from tests.toys import ON_CPU
@@ -193,3 +193,17 @@ def test_a_lazy_layer_gets_masters_when_it_has_weights(name):
     assert len(held) == 8
     if name != "bf16-sr":  # which has no masters between steps
         assert any((m != p).any() for m, p in zip(held, module.parameters(), strict=True)), "more than the weights"
+
+
+@pytest.mark.parametrize("name", ["bf16-master", "bf16-remainder", "bf16-8bit", "fp16-master"])
+def test_a_loaded_value_outlives_a_gradient_that_is_dropped(name):
+    fabric = L.Fabric(accelerator="cpu", devices=1, precision=name)
+    layer = nn.Linear(64, 64)
+    model, optimizer = fabric.setup(layer, torch.optim.SGD(layer.parameters(), 0.1))
+    fabric.backward(model(torch.ones(2, 64)).float().sum())
+    optimizer.step()
+    optimizer.zero_grad()
+    loaded = nn.Linear(64, 64).state_dict()
+    model.load_state_dict(loaded)
+    optimizer.zero_grad()
+    assert all(torch.equal(value, loaded[fqn]) for fqn, value in plain(model, copy=True).state_dict().items())

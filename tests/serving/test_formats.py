@@ -73,7 +73,7 @@ def test_a_layer_whose_forward_ran_in_bf16_is_exported_in_high_precision(tmp_pat
 
 
 @pytest.mark.parametrize("then", ["32-true", "bf16-mixed", "half-auto", "bf16-master", "bf16-sr"])
-def test_an_evaluation_in_another_precision_keeps_the_codes_of_the_fit_before(tmp_path, then):
+def test_the_codes_of_a_fit_outlive_an_evaluation_in_another_precision_and_no_fit(tmp_path, then):
     module = Task(llama(), causal_loss)
     module.validation_step = module.training_step
     data = torch.utils.data.DataLoader(TOKENS[0][None], batch_size=1)
@@ -85,6 +85,9 @@ def test_an_evaluation_in_another_precision_keeps_the_codes_of_the_fit_before(tm
     assert export(module.net, tmp_path / "evaluated", "compressed-tensors").same == 7
     fit, evaluated = tensors(tmp_path / "fit"), tensors(tmp_path / "evaluated")
     assert all(same_bits(fit[name], evaluated[name]) for name in fit)
+    L.Trainer(precision=then, max_steps=1, **quiet).fit(module, data)
+    with pytest.raises(ValueError, match="has no layer that runs in FP8"):
+        export(module.net, tmp_path / "out", "compressed-tensors")
 
 
 @pytest.mark.parametrize("format", FP8_FORMATS)
@@ -305,3 +308,10 @@ def test_the_index_says_the_size_of_all_files(tmp_path):
         files.finish()
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == 2 * 4 * 4
+
+
+@pytest.mark.parametrize("width", [1, 64, 11008, content._ELEMENTS // 200])
+def test_parts_begin_with_a_block(width):
+    starts = [start for start, _ in content.spans((1 << 24, width))]
+    assert len(starts) > 1
+    assert all(start % 128 == 0 for start in starts)

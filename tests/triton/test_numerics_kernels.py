@@ -122,6 +122,7 @@ def test_scales_of_every_kind_of_largest_value(visible, modes):
 def test_a_layer_reads_the_layouts_that_the_kernel_wrote(in_by_out, modes, monkeypatch):
     """Outputs and gradients are those of codes that torch writes, with a note of the optimizer that is right or not."""
     monkeypatch.setattr(encode, "LARGE", 1 << 8)
+    monkeypatch.setattr("lightning_lowprec.products.linear.LARGE", 1 << 8)
     products = replace(products_of(Float8LinearConfig(), True), in_by_out=in_by_out, saves_weight=True)
     generator = torch.Generator().manual_seed(0)
     weight = torch.nn.Parameter(torch.randn(48, 144, generator=generator).bfloat16())
