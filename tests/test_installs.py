@@ -66,6 +66,12 @@ def load(folder, *, is_site=False, strict=False):
     return ran.stdout.strip(), ran.stderr
 
 
+def assert_lost(folder, **options):
+    said, warned = load(folder, **options)
+    assert said == "unknown"
+    assert warned.count(LOST) == (not options.get("strict"))
+
+
 @pytest.mark.parametrize("form", ["a wheel", "a zip on the path", "an editable install"])
 def test_a_whole_install_is_known(built, form):
     (wheel,) = (built / "wheel.dist").glob("*.whl")
@@ -77,19 +83,14 @@ def test_a_whole_install_is_known(built, form):
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_an_editable_install_whose_pth_file_nobody_reads(built, strict):
-    """So `python -S` with the folder on the path, or PYTHONPATH of another Python, see it."""
-    said, warned = load(built / "editable", strict=strict)
-    assert said == "unknown"
-    assert warned.count(LOST) == (not strict)
+    assert_lost(built / "editable", strict=strict)
 
 
 def test_an_editable_install_whose_folder_moved(built, tmp_path):
     site = shutil.copytree(built / "editable", tmp_path / "site")
     (finder,) = site.glob("__editable___*_finder.py")
     finder.write_text(finder.read_text().replace(str(built / "clone"), str(tmp_path / "moved")))
-    said, warned = load(site, is_site=True)
-    assert said == "unknown"
-    assert warned.count(LOST) == 1
+    assert_lost(site, is_site=True)
 
 
 def test_a_half_removed_package(built, tmp_path):
@@ -99,9 +100,7 @@ def test_a_half_removed_package(built, tmp_path):
     assert Path(said).parent == site, "who asks for a name is told that the package cannot be imported"
     assert "lowprec" not in warned
     (site / "lightning_lowprec_autoload.py").unlink()
-    said, warned = load(site)
-    assert said == "unknown"
-    assert warned.count(LOST) == 1
+    assert_lost(site)
 
 
 def test_an_editable_install_records_the_file_that_pip_has_to_remove(built):

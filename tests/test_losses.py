@@ -168,6 +168,7 @@ def test_a_second_backward_pass_and_a_second_gradient_raise():
         ({"bias": torch.zeros(3)}, r"`bias` must be \(V,\), here \(1000,\), got \(3,\)"),
         ({"reduction": "avg"}, "`reduction='avg'` is not valid; expected one of: mean, sum, none"),
         ({"rows": 0}, "`rows=0` is not valid"),
+        ({"fp8": True, "emulate": "h100"}, "`emulate='h100'` is not valid; expected one of: True, False, hopper"),
         ({"weight": torch.zeros(V, K).bfloat16()}, "`input` is torch.float32 and `weight` torch.bfloat16; cast"),
         ({"input": torch.zeros(T, 60), "weight": torch.zeros(V, 60), "fp8": True}, "multiple of 16.*got 60; leave"),
     ],
@@ -178,20 +179,13 @@ def test_what_does_not_fit_raises(change, message):
         linear_cross_entropy(**{"input": h, "weight": w, "target": t, **change})
 
 
-def few(scale=1.0):
-    torch.manual_seed(0)
-    hidden, weight = torch.randn(32, 32) * scale, torch.randn(64, 32)
-    return hidden, weight, torch.randint(0, 64, (32,))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan")])
 @pytest.mark.parametrize("where", ["hidden", "weight"])
 def test_the_loss_shows_what_is_not_finite(where, value, dtype):
-    hidden, weight, target = few()
-    hidden, weight = hidden.to(dtype), weight.to(dtype)
-    {"hidden": hidden, "weight": weight}[where][3, 4] = value
-    loss = linear_cross_entropy(hidden.requires_grad_(), weight.requires_grad_(), target, fp8=True)
+    hidden, weight, target, _ = tensors(dtype, ignored=0)
+    {"hidden": hidden, "weight": weight}[where].data[3, 4] = value
+    loss = linear_cross_entropy(hidden, weight, target, fp8=True)
     loss.backward()
     assert loss.isnan()
     assert not weight.grad.isfinite().all()

@@ -44,24 +44,20 @@ def test_lines_have_the_file_that_says_them_and_reach_handlers_of_the_root(caplo
     assert (record.name, record.levelno, record.filename) == ("lightning_lowprec", logging.INFO, "half.py")
 
 
-def test_the_rank_is_that_of_lightning_at_the_moment_of_the_line(monkeypatch, caplog):
+def test_the_rank_is_that_of_lightning_at_the_moment_of_the_line(monkeypatch, caplog, caught):
     for rank in (1, 0, 3):
         monkeypatch.setattr(rank_zero_only, "rank", rank)
         messages.info(f"of rank {rank}")
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            messages.warn(f"of rank {rank}")
-        assert [str(w.message) for w in caught] == ([f"of rank {rank}"] if rank == 0 else [])
+        messages.warn(f"of rank {rank}")
+    assert [str(w.message) for w in caught] == ["of rank 0"]
     assert [record.getMessage() for record in caplog.records if record.name == "lightning_lowprec"] == ["of rank 0"]
 
 
-def test_warnings_of_this_package_can_be_silenced_alone():
+def test_warnings_of_this_package_can_be_silenced_alone(caught):
     assert issubclass(lightning_lowprec.LowPrecisionWarning, UserWarning)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        warnings.simplefilter("ignore", lightning_lowprec.LowPrecisionWarning)
-        messages.warn("ours")
-        warnings.warn("another", UserWarning, stacklevel=1)
+    warnings.simplefilter("ignore", lightning_lowprec.LowPrecisionWarning)
+    messages.warn("ours")
+    warnings.warn("another", UserWarning, stacklevel=1)
     assert [str(w.message) for w in caught] == ["another"]
 
 

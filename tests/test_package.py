@@ -1,7 +1,4 @@
-"""What is published: metadata without addresses of this workplace, one version everywhere, the files of the project.
-
-Every public object pickles, because ``ddp_spawn`` and notebooks send plugins, strategies and callbacks along.
-"""
+"""What is published: metadata without addresses of this workplace, one version everywhere, objects that pickle."""
 
 import inspect
 import pickle
@@ -38,7 +35,6 @@ def test_one_version_everywhere():
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_no_path_and_no_address_of_a_machine(name):
-    """The only addresses are those of well-known sites; nobody has given the project a site yet."""
     text = (ROOT / name).read_text()
     assert not re.findall(r"(?<![\w./-])/(?:work|tmp|root|home|opt|srv)/", text)
     known = ("keepachangelog.com/", "www.apache.org/licenses", "github.com/pytorch/ao", "github.com/NVIDIA/Transformer")

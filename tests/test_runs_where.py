@@ -1,7 +1,6 @@
 """What runs where: every name has an answer for every architecture, and plugins refuse by the table."""
 
 import re
-import warnings
 from pathlib import Path
 
 import pytest
@@ -116,12 +115,10 @@ def test_what_is_not_known_and_what_is_emulated_is_said(monkeypatch, plugin, cap
 
 def test_what_runs_or_is_emulated_by_choice_says_nothing(monkeypatch):
     on_gpu(monkeypatch, (9, 0))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for plugin in (FP8TorchAO(), MSAMP(), HalfMixed("bf16"), HalfMixed()):
-            refusals.check_runs(plugin, CUDA)
-        on_gpu(monkeypatch, (13, 0))
-        refusals.check_runs(FP8TorchAO(emulate=True), CUDA)
+    for plugin in (FP8TorchAO(), MSAMP(), HalfMixed("bf16"), HalfMixed()):
+        refusals.check_runs(plugin, CUDA)  # warnings are errors
+    on_gpu(monkeypatch, (13, 0))
+    refusals.check_runs(FP8TorchAO(emulate=True), CUDA)
 
 
 def test_half_auto_takes_fp16_where_bf16_is_emulated(monkeypatch):
@@ -133,9 +130,7 @@ def test_half_auto_takes_fp16_where_bf16_is_emulated(monkeypatch):
         plugin.decide(CUDA)
         assert plugin.autocast_dtype is torch.float16
         assert plugin.scaler is not None
-    with pytest.raises(
-        RuntimeError, match=r"`master_weights='remainder'` needs bf16, but GPU X .*`master_weights=True`"
-    ):
+    with pytest.raises(RuntimeError, match=r"`master_weights='remainder'` needs bf16, but .*`master_weights=True`"):
         HalfMixed(master_weights="remainder").decide(CUDA)
     on_gpu(monkeypatch, (9, 0), "gfx90a")
     assert hardware.bf16_refusal(CUDA) is None

@@ -97,16 +97,12 @@ def test_a_folder_of_something_else_is_not_replaced(tmp_path):
         write(tmp_path / "run" / "thesis.tex" / "a", "new", True)
 
 
-def test_what_others_put_into_a_checkpoint_stays(tmp_path):
+def test_what_others_put_into_a_checkpoint_stays_and_a_link_is_replaced_and_not_followed(tmp_path):
     write(tmp_path / "a", "old", True)
     (tmp_path / "a" / "notes.txt").write_text("mine")
     write(tmp_path / "a", "new", True)
     assert read(tmp_path / "a") == "new"
     assert (tmp_path / "a" / "notes.txt").read_text() == "mine"
-
-
-def test_a_link_is_replaced_and_not_followed(tmp_path):
-    """ModelCheckpoint(save_last="link") makes one."""
     write(tmp_path / "a", "a", True)
     (tmp_path / "last").symlink_to("a")
     write(tmp_path / "last", "b", True)
@@ -117,7 +113,6 @@ def test_a_link_is_replaced_and_not_followed(tmp_path):
 @pytest.mark.parametrize("error", [TypeError("cannot pickle 'generator' object"), KeyboardInterrupt()])
 @pytest.mark.parametrize("wrapped", [True, False])
 def test_other_errors_keep_their_class(tmp_path, error, wrapped):
-    """A mistake of the caller is no full disk, and an interrupted user wants to stop."""
     write(tmp_path / "a", "old", True)
     interrupted = isinstance(error, KeyboardInterrupt)
     expected = RuntimeError if wrapped and not interrupted else type(error)

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from tests import entry_points  # noqa: F401  # the names
+from tests.toys import ON_CPU
 
 FOLDER = Path(__file__).with_name("gone")
 INSTEAD = {
@@ -57,10 +58,7 @@ class Model(L.LightningModule):
 
 def go_on(name, precision, steps):
     model = Model()
-    trainer = L.Trainer(
-        max_steps=steps, max_epochs=-1, accelerator="cpu", precision=precision, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+    trainer = L.Trainer(max_steps=steps, max_epochs=-1, precision=precision, **ON_CPU)
     trainer.fit(model, ckpt_path=FOLDER / f"{name}.ckpt")
     assert trainer.global_step == steps
     return model

@@ -1,7 +1,4 @@
-"""Pickles in a checkpoint run no code unless the user says so; what cannot be read raises with its path.
-
-Weights are read by rows as they are as a whole, wherever the pieces lie.
-"""
+"""Pickles in a checkpoint run no code unless the user says so; what cannot be read raises with its path."""
 
 import functools
 import json
@@ -361,7 +358,7 @@ def test_safetensors_of_any_shape_and_dtype(tmp_path):
         open_weights(tmp_path)
 
 
-def test_a_file_of_torch_without_weights_is_named(tmp_path):
+def test_a_file_without_weights_or_of_values_that_torch_cannot_read_is_named(tmp_path):
     torch.save({"model": {"a": WHOLE}, "step": 3}, tmp_path / "a.ckpt")
     torch.save([1, 2], tmp_path / "list.pt")
     for name, key, said in (
@@ -371,6 +368,10 @@ def test_a_file_of_torch_without_weights_is_named(tmp_path):
     ):
         with pytest.raises(ValueError, match=f"{name}'.*{said}"):
             open_weights(tmp_path / name, key)
+    file = tmp_path / "four-bits.safetensors"
+    file.write_bytes(safetensors({"a.weight": {"dtype": "F4", "shape": [8, 16], "data_offsets": [0, 64]}}))
+    with pytest.raises(ValueError, match=r"'a\.weight' of '.*four-bits.safetensors' has the format F4"):
+        open_weights(file)
 
 
 def safetensors(entries):
@@ -392,10 +393,3 @@ def test_an_index_reads_files_of_its_folder_or_names_itself(seed, tmp_path):
         (folder / "model.safetensors.index.json").write_text(json.dumps(shown))
         with pytest.raises(ValueError, match=re.escape(str(folder))):
             open_weights(folder)
-
-
-def test_a_file_of_values_that_torch_cannot_read_is_named(tmp_path):
-    file = tmp_path / "four-bits.safetensors"
-    file.write_bytes(safetensors({"a.weight": {"dtype": "F4", "shape": [8, 16], "data_offsets": [0, 64]}}))
-    with pytest.raises(ValueError, match=r"'a\.weight' of '.*four-bits.safetensors' has the format F4"):
-        open_weights(file)

@@ -37,6 +37,12 @@ def with_head(model, head):
     convert(HalfMixed("bf16", head=head, weights="keep"), plain(model))
 
 
+@pytest.fixture
+def model():
+    with_head(model := build(), "chunked")
+    return model
+
+
 def is_lazy(logits):
     return type(logits).__name__ == "LazyLogits"
 
@@ -125,7 +131,6 @@ def test_the_plan_says_the_dtype_of_a_head(head, dtype):
 
 
 def test_logits_that_were_read_and_changed_before_the_loss_are_those_of_the_loss():
-    """Also if they were read without a graph."""
     model = build()
     hidden = torch.randn(2, 20, 32)
     labels = batch()["labels"]
@@ -143,9 +148,7 @@ def test_logits_that_were_read_and_changed_before_the_loss_are_those_of_the_loss
     assert torch.equal(torch.autograd.grad(loss, model.lm_head.weight)[0], gradient)
 
 
-def test_evaluation_generation_and_forwards_without_labels_are_untouched():
-    model = build()
-    with_head(model, "chunked")
+def test_evaluation_generation_and_forwards_without_labels_are_untouched(model):
     with pytest.warns(UserWarning, match="Pass `labels=...` to a model"):
         logits = model(input_ids=batch()["input_ids"]).logits[:, -1]
     logits.sum().backward()
@@ -184,9 +187,7 @@ def test_copies_files_and_checkpointing_keep_the_head(tmp_path):
     assert as_exact(found, gradients, float("inf"))
 
 
-def test_lazy_logits_are_read_as_a_tensor():
-    model = build()
-    with_head(model, "chunked")
+def test_lazy_logits_are_read_as_a_tensor(model):
     lazy = model(**batch()).logits
     assert isinstance(lazy, torch.Tensor)
     assert (lazy.shape, lazy.dtype, lazy.device.type, len(lazy)) == ((2, 20, 300), torch.float32, "cpu", 2)
@@ -214,29 +215,17 @@ def test_lazy_logits_are_read_as_a_tensor():
         assert torch.equal(found, same)
 
 
-def test_logits_of_a_weight_that_has_changed_since_raise():
-    model = build()
-    with_head(model, "chunked")
+def test_logits_of_a_weight_that_has_changed_since_raise_cast_or_not(model):
     read, unread = stepped(model)[0].logits, stepped(model)[0].logits
-    values = read.detach().clone()
+    casts = (torch.Tensor.float, lambda logits: logits.to(torch.bfloat16))
+    values, early = read.detach().clone(), [cast(unread) for cast in casts]
     torch.optim.SGD(model.parameters(), lr=1.0).step()
     assert torch.equal(read, values)
-    with pytest.raises(RuntimeError, match=r"not read before the weight of the head changed.*leave `head` out"):
-        unread.argmax(-1)
-
-
-@pytest.mark.parametrize("cast", [torch.Tensor.float, lambda logits: logits.to(torch.bfloat16)], ids=["float", "to"])
-def test_logits_cast_to_a_dtype_are_those_of_the_weight_of_their_forward(cast):
-    """A cast computes nothing, so it may come after the step too."""
-    model = build()
-    with_head(model, "chunked")
-    logits = stepped(model)[0].logits
-    early = cast(logits)
-    torch.optim.SGD(model.parameters(), lr=1.0).step()
-    for late in (early, cast(logits), cast(early)):
-        assert is_lazy(late)
-        with pytest.raises(RuntimeError, match="not read before the weight of the head changed"):
-            late.argmax(-1)
+    late = [cast(logits) for cast, once in zip(casts, early, strict=True) for logits in (unread, once)]
+    for logits in (unread, *early, *late):
+        assert is_lazy(logits)
+        with pytest.raises(RuntimeError, match=r"not read before the weight of the head changed.*leave `head` out"):
+            logits.argmax(-1)
 
 
 class Doubled(torch.autograd.Function):
@@ -249,9 +238,7 @@ class Doubled(torch.autograd.Function):
         return 2 * grad_output
 
 
-def test_a_function_of_the_user_gets_no_logits_without_a_graph():
-    model = build()
-    with_head(model, "chunked")
+def test_a_function_of_the_user_gets_no_logits_without_a_graph(model):
     out = model(**batch())
     doubled = Doubled.apply(out.logits)
     assert torch.equal(doubled, 2 * out.logits)

@@ -16,7 +16,7 @@ def step(parameters, net):
     optimizer.step()
 
 
-def test_a_forgotten_layer_warns_and_a_replaced_one_raises():
+def test_a_forgotten_layer_warns_a_replaced_one_raises_and_a_second_stage_over_one_backbone_is_neither():
     net = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     with pytest.warns(UserWarning, match=FORGOTTEN):
         step(net[0].parameters(), net)
@@ -24,10 +24,6 @@ def test_a_forgotten_layer_warns_and_a_replaced_one_raises():
     net[1] = nn.Linear(16, 16)  # what other packages' conversions do after the optimizer is built
     with pytest.raises(RuntimeError, match=STALE):
         step(held, net)
-
-
-def test_two_stages_over_one_backbone():
-    """A second model shares a part of the first, which is still alive and no longer trained."""
     backbone = nn.Linear(16, 16)
     for net in [nn.Sequential(backbone, nn.Linear(16, 16)) for _ in range(2)]:
         step(net.parameters(), net)

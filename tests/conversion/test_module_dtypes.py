@@ -1,8 +1,4 @@
-"""On a CPU, norms and LSTMs with half-precision weights take float32 inputs as on CUDA, where autocast casts them.
-Stacked experts may have a forward that was replaced on the instance, as hooks of other libraries do.
-
-Without it torch raises "mixed dtype (CPU)", and "could not create a primitive descriptor for the LSTM".
-"""
+"""Norms and LSTMs with half-precision weights on a CPU, and stacked experts with a replaced forward, run as on CUDA."""
 
 import copy
 import pickle
@@ -90,7 +86,6 @@ def test_it_ends_with_the_precision_and_survives_copies() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_instance_norms_keep_float32_weights(dtype: torch.dtype) -> None:
-    """On CUDA too, torch's instance norm refuses float32 inputs beside half-precision weights."""
     _, model, _ = set_up("bf16-remainder", nn.InstanceNorm1d(4, affine=True))
     norm, x = model.module.part, torch.randn(2, 4, 16).to(dtype)
     assert norm.weight.dtype is torch.float32

@@ -13,10 +13,12 @@ from lightning_lowprec import (
     FabricFSDP2Strategy,
     FP8TorchAO,
     FSDP2Strategy,
+    HalfEval,
     HalfMixed,
     Int8TorchAO,
     LossScale,
     MasterConfig,
+    recipes,
 )
 
 PLUGINS = (FP8TorchAO, FP8TE, Int8TorchAO, MSAMP, HalfMixed)
@@ -97,15 +99,38 @@ def test_a_number_of_blocks_without_the_option_that_reads_it_raises(name):
     FP8TorchAO(first_last_layers_bf16=True, **{name: 2})
 
 
-WRONG = {
-    "opt_level": (lambda: MSAMP(opt_level="O2"), r"'opt_level'\. Write `level=` of `MSAMP`, e\.g\. `MSAMP\('O2'\)`"),
-    "o2": (lambda: MSAMP("o2"), r"`level='o2'` is not valid; expected one of: O1, O2, O3\. Did you mean 'O2'\?"),
-    "kep": (lambda: FP8TorchAO(kep=["lm_head"]), r"keyword argument 'kep'\. Did you mean 'keep'\?"),
-    "not taken": (lambda: FP8TE(emulate=True), "unexpected keyword argument 'emulate'"),
-}
+REFUSED = [
+    (MSAMP, {"opt_level": "O2"}, r"'opt_level'\. Write `level=` of `MSAMP`, e\.g\. `MSAMP\('O2'\)`"),
+    (MSAMP, {"level": "o2"}, r"`level='o2'` is not valid; expected one of: O1, O2, O3\. Did you mean 'O2'\?"),
+    (FP8TorchAO, {"kep": ["lm_head"]}, r"keyword argument 'kep'\. Did you mean 'keep'\?"),
+    *((plugin, {"emulate": "hopper"}, "keyword argument 'emulate'") for plugin in (FP8TE, HalfMixed, Int8TorchAO)),
+    (FP8TorchAO, {"emulate": "hoper"}, r"`emulate='hoper'` is not valid; expected None, True, .* 'hopper'\?"),
+    (FP8TorchAO, {"emulate": "mi300"}, r"'mi300' has left the package\. Write `FP8TorchAO\(emulate=True\)`"),
+    (FP8TorchAO, {"cast_inputs": True}, "`cast_inputs=True` goes with `master_weights`"),
+    (FP8TorchAO, {"recipe": "int8"}, "`recipe='int8'` is not valid; expected"),
+    (Int8TorchAO, {"recipe": "mxfp8"}, "`recipe='mxfp8'` is not valid; expected"),
+    (Int8TorchAO, {"recipe": {"*": "tensorwise"}}, "expected one of: 'int8', 'bf16', 'fp32', or a mapping"),
+    (HalfEval, {"dtype": "bf16-true"}, "`dtype='bf16-true'` is not valid; expected one of: bf16, fp16"),
+    (HalfMixed, {"dtype": "fp16", "master_weights": "remainder"}, "`master_weights='remainder'` is not valid with fp"),
+    (HalfMixed, {"dtype": "bf16", "master_weights": True, "weights": "keep"}, "`weights='keep'` is not valid with `ma"),
+    (HalfMixed, {"dtype": "bf16", "buffer_dtype": torch.float32}, "`buffer_dtype=torch.float32` goes with `master_w"),
+    (HalfMixed, {"dtype": "bf16", "loss_scale": 128.0}, "`loss_scale=128.0` is not valid with bf16, .* or use fp16"),
+    (HalfMixed, {"dtype": "fp16", "loss_scale": None}, "`loss_scale=None` is not valid with fp16, .*; expected 'auto'"),
+    (HalfMixed, {"dtype": "auto", "loss_scale": None}, "`loss_scale=None` is not valid with fp16, .*; expected 'auto'"),
+    *(
+        (HalfMixed, {"dtype": "fp16", "loss_scale": scale}, "`loss_scale=.*; expected None, .* or a LossScale")
+        for scale in ("static", 0, -2.0, math.nan, True, {"initial": 8.0})
+    ),
+    (recipes.bf16_mixed, {"autocast_enabled": False}, "`autocast_enabled=False` is not .* Leave it out: autocast"),
+    (recipes.bf16_mixed, {"params_dtype": torch.half}, "`params_dtype=torch.float16` is not possible in this recipe"),
+    (recipes.bf16_mixed, {"pipeline_dtype": torch.float32}, "There is no pipeline parallelism here"),
+    (recipes.bf16_mixed, {"precision": "16-mixed"}, "`precision='16-mixed'` is not possible"),
+    (recipes.bf16_mixed, {"fp8_margin": 2}, "`fp8_margin=2` goes with the FP8 recipes, such as `bf16_with_fp8_mixed`"),
+    (recipes.bf16_mixed, {"grad_reduce_in_fp32": "yes"}, "`grad_reduce_in_fp32='yes'` is not valid; expected True or"),
+]
 
 
-@pytest.mark.parametrize(("make", "message"), WRONG.values(), ids=WRONG)
-def test_a_wrong_option_is_answered_with_the_right_one(make, message):
+@pytest.mark.parametrize(("make", "options", "message"), REFUSED)
+def test_a_wrong_option_is_answered_with_the_right_one(make, options, message):
     with pytest.raises((TypeError, ValueError), match=message):
-        make()
+        make(**options)

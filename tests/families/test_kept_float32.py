@@ -1,7 +1,4 @@
-"""Which tensors stay float32 where others become half precision, and that the plan says what kept weights run in.
-
-`tests.peers.float32` and `tests.peers.dtypes` look at all of transformers.
-"""
+"""Which tensors stay float32 where others become half precision, and that the plan says what kept weights run in."""
 
 from types import SimpleNamespace
 
@@ -80,15 +77,12 @@ def test_the_list_for_fp16_counts_with_fp16(name):
     assert float32(model) == kept
 
 
-def test_a_name_that_matches_nothing_raises():
+def test_what_keep_fp32_refuses():
     for plugin in (HalfMixed("bf16", keep_fp32=["gat"]), HalfMixed("bf16", master_weights=True, keep_fp32=["gat"])):
         with pytest.raises(ValueError, match=r"`keep_fp32='gat'` matches no .*; the nearest are: '.*gate\.\w+'"):
             L.Fabric(accelerator="cpu", plugins=plugin).setup(Mixture())
     with pytest.raises(TypeError, match="keep_fp32"):
         MSAMP("O2", keep_fp32=["gate"])
-
-
-def test_an_engine_that_casts_everything_refuses():
     plugin = HalfMixed("bf16", master_weights=True, keep_fp32=["gate"])
     engine = SimpleNamespace(name="DeepSpeed")
     with pytest.raises(ValueError, match=r"`keep_fp32=\['gate'\]` is not possible under DeepSpeed"):

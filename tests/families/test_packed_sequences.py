@@ -65,7 +65,6 @@ def test_packed_sequences_do_not_see_each_other_where_transformers_parts_them(ho
 
 
 def test_masks_of_other_models_are_made_as_ever_after_a_call_that_ended_early():
-    """As by Ctrl-C, after which torch runs no hook."""
     model, other = compiled_or_not(), compiled_or_not(compiled=False)
     expected = other(input_ids=IDS, position_ids=PACKED, use_cache=False).logits
 

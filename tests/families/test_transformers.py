@@ -6,15 +6,7 @@ import lightning as L
 import pytest
 import torch
 import transformers
-from transformers import (
-    AutoModelForCausalLM,
-    FalconConfig,
-    GPT2Config,
-    GPTNeoXConfig,
-    LlamaConfig,
-    MixtralConfig,
-    Qwen2Config,
-)
+from transformers import AutoModelForCausalLM
 
 from lightning_lowprec import FP8TorchAO
 
@@ -26,12 +18,14 @@ SMALL = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_atten
 ROTARY = {**SMALL, "num_key_value_heads": 1, "intermediate_size": 64}
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 CONFIGS = {
-    "llama": lambda: LlamaConfig(**ROTARY),
-    "qwen2": lambda: Qwen2Config(**ROTARY, tie_word_embeddings=True),
-    "gpt_neox": lambda: GPTNeoXConfig(**SMALL, intermediate_size=64),
-    "mixtral": lambda: MixtralConfig(**ROTARY, num_local_experts=4, num_experts_per_tok=2),
-    "gpt2": lambda: GPT2Config(vocab_size=96, n_embd=32, n_layer=2, n_head=2, n_positions=64, **NO_DROPOUT),
-    "falcon": lambda: FalconConfig(**SMALL),
+    "llama": lambda: transformers.LlamaConfig(**ROTARY),
+    "qwen2": lambda: transformers.Qwen2Config(**ROTARY, tie_word_embeddings=True),
+    "gpt_neox": lambda: transformers.GPTNeoXConfig(**SMALL, intermediate_size=64),
+    "mixtral": lambda: transformers.MixtralConfig(**ROTARY, num_local_experts=4, num_experts_per_tok=2),
+    "gpt2": lambda: transformers.GPT2Config(
+        vocab_size=96, n_embd=32, n_layer=2, n_head=2, n_positions=64, **NO_DROPOUT
+    ),
+    "falcon": lambda: transformers.FalconConfig(**SMALL),
 }
 CONVERTED = {  # per block: the linears of the architecture; of Mixtral two stacks of experts, too
     "llama": 7, "qwen2": 7, "gpt_neox": 4, "mixtral": 6, "gpt2": 4, "falcon": 4,
@@ -87,13 +81,13 @@ def many_blocks():
     models = []
     for compile in (False, {"backend": backend}):
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(LlamaConfig(**{**ROTARY, "num_hidden_layers": 10}))
+        model = AutoModelForCausalLM.from_config(transformers.LlamaConfig(**{**ROTARY, "num_hidden_layers": 10}))
         plugin = FP8TorchAO(compile=compile)
         models.append(L.Fabric(accelerator="cpu", devices=1, plugins=plugin).setup(model))
     return *models, graphs
 
 
-def test_all_blocks_run_one_graph_though_a_model_makes_a_cache_by_default(many_blocks):
+def test_all_blocks_run_one_graph_and_who_asks_for_a_cache_gets_it(many_blocks):
     eager, compiled, graphs = many_blocks
     for labels in ({"labels": IDS}, {}):
         with torch.no_grad():
@@ -107,10 +101,6 @@ def test_all_blocks_run_one_graph_though_a_model_makes_a_cache_by_default(many_b
     assert torch.equal(*losses)
     gradients = ([p.grad for p in model.parameters()] for model in (eager, compiled))
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
-
-
-def test_who_asks_for_a_cache_gets_it(many_blocks):
-    eager, compiled, graphs = many_blocks
     before = len(graphs)
     assert compiled.train()(input_ids=IDS, use_cache=True).past_key_values is not None
     name = "cache" if "cache" in inspect.signature(compiled.module.forward).parameters else "past_key_values"

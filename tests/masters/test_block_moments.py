@@ -95,7 +95,6 @@ def test_copies_and_pickles_train_on(form, moments):
 
 
 def test_the_codes_of_a_loaded_state_dict_are_not_written_to():
-    """Torch shares its own float32 moments, and the count of steps, with the state dict."""
     model, optimizer = eight_bits()
     train(model, optimizer, range(2))
     state = copy.deepcopy(optimizer.state_dict())
@@ -198,7 +197,6 @@ class OwnSGD(torch.optim.SGD):
 
 
 def test_two_steps_of_a_users_optimizer_round_by_other_random_bits():
-    """An update of half a step of bf16 moves about half of the weights, and not the same ones twice."""
     weight, moved = nn.Parameter(torch.ones(64, 64).bfloat16()), []
     optimizer = add_masters(OwnSGD([weight], lr=1.0), MasterConfig(form="stochastic"))
     for _ in range(2):

@@ -54,16 +54,12 @@ def test_the_sum_is_that_of_float32(form):
     assert torch.equal(summed(half(form), Terms()), torch.full((16,), 2048.0)), "there was nothing to gain"
 
 
-def test_a_copied_module_accumulates_in_float32_after_its_own_set_up():
+def test_a_copied_module_and_one_whose_optimizer_comes_late_accumulate_in_float32():
     first = Terms()
     L.Fabric(accelerator="cpu", devices=1, plugins=half("bf16-master", **FLOAT32)).setup(first)
     second = copy.deepcopy(first)
     assert second.weight.dtype == torch.float32
     assert torch.equal(summed(half("bf16-master", **FLOAT32), second), torch.full((16,), 2052.0))
-
-
-def test_before_any_optimizer_is_seen():
-    """Without the names, Fabric shows the optimizer at its first step; gradients come before."""
     unregister()
     try:
         assert torch.equal(summed(half("bf16-master", **FLOAT32), Terms()), torch.full((16,), 2052.0))
@@ -89,9 +85,7 @@ def test_refusals(make):
     with pytest.raises(ValueError, match=f"`{field}=torch.float32` goes with `master_weights`.*always .* in float32"):
         make(**{field: torch.float32})
     for wrong in (torch.bfloat16, torch.float64, "fp32"):
-        with pytest.raises(
-            ValueError, match=rf"`{field}={wrong!r}` is not valid; expected one of: None.*torch.float32"
-        ):
+        with pytest.raises(ValueError, match=rf"`{field}={wrong!r}` is not valid; expected .*: None.*torch.float32"):
             make(master_weights=True, **{field: wrong})
     for host, options in ((L.Trainer, {"logger": False}), (L.Fabric, {})):
         with pytest.raises(ValueError, match=r"`grad_accumulation_dtype=torch.float32` does not run under .*'fsdp2'"):

@@ -106,9 +106,7 @@ def test_only_wrapped_optimizers():
     with pytest.raises(TypeError, match=r"^LBFGS evaluates its closure where .*`32-true`.*`torch.optim.AdamW`"):
         add_masters(optim.LBFGS([half(4.0)]), "remainder")
     plain = optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
-    with pytest.raises(
-        TypeError, match=r"expected an optimizer with masters, got SGD\. Call `add_masters` on it first"
-    ):
+    with pytest.raises(TypeError, match=r"expected an optimizer with masters, got SGD\. Call `add_masters`"):
         move_grads_to_masters(plain)
     assert list(main_params(plain)) == plain.param_groups[0]["params"]
     assert held_masters(plain) == []
@@ -150,7 +148,6 @@ def test_clipping_by_a_factor_is_clipping_in_place(mesh, form, monkeypatch):
 
 @torchs_warnings
 def test_the_norm_is_that_of_all_meshes(mesh, monkeypatch):
-    """Tensor parallelism shards some parameters over another mesh, and leaves others whole."""
     monkeypatch.setattr(masters_step, "DEVICES", {"cpu"})
     other = dist.device_mesh.init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))["b"]
     plain = [torch.ones(4, 2).bfloat16(), torch.ones(8).bfloat16(), torch.ones(3).bfloat16(), torch.ones(5)]
@@ -192,7 +189,6 @@ def test_one_parameter_at_a_time_gives_the_bits_of_all_at_once(form, make, monke
 
 
 def test_step_hooks_see_all_masters(monkeypatch):
-    """So does an optimizer of the user, unless it says that it need not."""
     monkeypatch.setattr(registry, "BUCKET", 1)
     model = net().bfloat16()
     for members, alone in (({}, False), ({"independent_parameters": True}, True)):
@@ -268,7 +264,6 @@ def test_weights_that_the_masters_do_not_round_to_win(form):
 @pytest.mark.parametrize("second", EXACT)
 @pytest.mark.parametrize("model_first", [True, False])
 def test_masters_carry_over_between_exact_forms_at_ties_too(first, second, model_first):
-    """A master half way between two bf16: the forms round it to different weights, and agree on the master."""
     tie = (
         torch.tensor([0x3F808000, 0x3F818000, -0x407F8000 & 0xFFFFFFFF, 0x3F800001]).to(torch.int32).view(torch.float32)
     )

@@ -78,19 +78,6 @@ def test_a_skipped_step_leaves_nothing_behind_that_model_zero_grad_cannot_reach(
     assert not torch.equal(net.weight, before)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"dtype": "fp16", "master_weights": "remainder"}, r"`master_weights='remainder'` is not valid with fp16"),
-        ({"dtype": "bf16", "master_weights": True, "weights": "keep"}, "`weights='keep'` is not valid with `master_w"),
-        ({"dtype": "bf16", "buffer_dtype": torch.float32}, r"`buffer_dtype=torch.float32` goes with `master_weights`"),
-    ],
-)
-def test_bad_options(options, message):
-    with pytest.raises(ValueError, match=message):
-        HalfMixed(**options)
-
-
 MASTERS = ["bf16-master", "fp16-master", "bf16-remainder", "bf16-sr"]
 MAX_NORM = 1e-4
 

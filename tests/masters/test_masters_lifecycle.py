@@ -182,7 +182,6 @@ def test_skip_by_name_counts_every_name_of_a_tie():
 
 
 def test_metrics_and_float64_and_complex_layers_stay():
-    """torch itself computes the distance; what only the metric holds must give the same bits."""
     model = nn.ModuleDict({"net": nn.Linear(4, 4), "wide": nn.Linear(4, 4).double()})
     model["fourier"] = nn.Linear(4, 4, dtype=torch.complex64)
     model["metric"] = Distance(nn.Linear(4, 4), nn.Linear(4, 4).half())

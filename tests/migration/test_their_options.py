@@ -5,35 +5,27 @@ from enum import Enum
 import lightning as L
 import pytest
 
-from lightning_lowprec import (
-    FP8TE,
-    MSAMP,
-    FabricFSDP2Strategy,
-    FP8TorchAO,
-    FSDP2Strategy,
-    HalfMixed,
-    LossScale,
-    recipes,
-)
+import lightning_lowprec as lp
+from lightning_lowprec import recipes
 
 ASKED = {
-    MSAMP: ["use_te", "opt_level", "pad_inner_dim"],
-    FP8TE: [
+    lp.MSAMP: ["use_te", "opt_level", "pad_inner_dim"],
+    lp.FP8TE: [
         *("interval", "override_linear_precision", "use_autocast_during_eval", "fp8_margin", "fp8_config"),
         *("use_mxfp8_block_scaling", "fp8_recipe", "fp8_param", "fp4", "fp4_format", "fp8_quantizer_factory"),
         *("reuse_grad_buf_for_mxfp8_param_ag", "no_fp8_wgrad", "transformer_impl", "fp8_interval"),
     ],
-    HalfMixed: [
+    lp.HalfMixed: [
         *("bf16", "fp16", "accumulate_allreduce_grads_in_fp32", "grad_reduce_in_bf16", "loss_scale_window"),
         *("min_loss_scale", "initial_loss_scale", "hysteresis", "main_grads_dtype", "exp_avg_dtype"),
         *("use_precision_aware_optimizer", "autocast_enabled", "grad_reduce_in_fp32"),
     ],
-    LossScale: ["init_scale"],
-    FSDP2Strategy: [
+    lp.LossScale: ["init_scale"],
+    lp.FSDP2Strategy: [
         *("offload_params", "cpu_ram_efficient_loading", "auto_wrap_policy", "transformer_layer_cls_to_wrap"),
         *("sharding_strategy", "mixed_precision", "activation_checkpointing_policy"),
     ],
-    FabricFSDP2Strategy: ["auto_wrap_policy"],
+    lp.FabricFSDP2Strategy: ["auto_wrap_policy"],
 }
 
 
@@ -46,9 +38,9 @@ def test_the_answer_says_what_to_write(cls, name):
 
 
 @pytest.mark.parametrize(("make", "answer"), [
-    (lambda: FP8TorchAO(fp8_format=Enum("Format", ["HYBRID"]).HYBRID), "Did you mean 'hybrid'?"),
-    (lambda: FSDP2Strategy(state_dict_type="FULL_STATE_DICT"), "Did you mean 'full'?"),
-    (lambda: FSDP2Strategy(wrap="LlamaDecoderLayer"), "Write the class itself, in a list: `wrap=[LlamaDecoderLayer]`."),
+    (lambda: lp.FP8TorchAO(fp8_format=Enum("Format", ["HYBRID"]).HYBRID), "Did you mean 'hybrid'?"),
+    (lambda: lp.FSDP2Strategy(state_dict_type="FULL_STATE_DICT"), "Did you mean 'full'?"),
+    (lambda: lp.FSDP2Strategy(wrap="LlamaDecoderLayer"), "itself, in a list: `wrap=[LlamaDecoderLayer]`."),
 ], ids=["Format.HYBRID", "FULL_STATE_DICT", "wrap"])  # fmt: skip
 def test_a_value_of_theirs_is_answered_with_ours(make, answer):
     with pytest.raises(ValueError, match=r"is not valid; expected") as raised:
@@ -67,7 +59,6 @@ BRIDGE = {
 
 @pytest.mark.parametrize("name", BRIDGE)
 def test_recipes_of_megatron_bridge_are_answered(name):
-    """As a function of ours, and as a name, with ``_`` or ``-``."""
     with pytest.raises(AttributeError, match="Write ") as raised:
         getattr(recipes, name)
     said = [str(raised.value)]

@@ -165,16 +165,10 @@ def test_the_hook_does_the_arithmetic_on_every_rank(results, case):
     assert all(torch.equal(torch.cat([g.flatten() for g in grads]), expected) for grads in here)
 
 
-def test_what_is_not_finite_on_any_rank_reaches_all(results):
+def test_what_is_not_finite_reaches_all_a_parameter_is_a_byte_and_sparse_gradients_are_refused(results):
     for result in results:
         assert [bool(g.isnan().all()) for g in result["nan"] if g.numel()] == [True, True, True, False, False]
-
-
-def test_one_byte_per_parameter_on_the_wire(results):
     for result in results[:2]:
         assert result["bytes"]["float32"] == pytest.approx(4.0, abs=0.01)
         assert 1.0 <= result["bytes"]["fp8"] <= 1.05
-
-
-def test_sparse_gradients_are_refused(results):
     assert "fp8_gradient_hook got sparse gradients of torch.float32" in results[0]["sparse"]

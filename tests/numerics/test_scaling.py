@@ -53,11 +53,16 @@ def test_the_scale_is_the_largest_power_of_two_that_fits(format):
         assert torch.tensor(scale).reciprocal().isfinite()
 
 
-def test_an_amax_of_zero_or_not_finite_keeps_the_old_scale():
+def test_scales_of_an_amax_of_zero_or_not_finite():
     amax = torch.tensor([0.0, INF, NAN, 1.0])
     old = torch.tensor([2.0, 4.0, 8.0, 16.0])
     assert formats.power_of_two_scale(amax, E4M3, old).tolist() == [2.0, 4.0, 8.0, 256.0]
     assert formats.power_of_two_scale(amax, E4M3).tolist() == [1.0, 1.0, 1.0, 256.0]
+    amax = torch.tensor([0.0, 1e-30, 1.0, 448.0, 3e38, float("inf"), float("nan")])
+    scale = formats.visible_scale(amax)
+    assert torch.equal(scale[:5], formats.power_of_two_scale(amax[:5], E4M3))
+    assert scale[0] == 1
+    assert scale[5:].isnan().all()
 
 
 @every_format
@@ -91,14 +96,6 @@ def test_encoding_saturates():
     torch.testing.assert_close(
         codes, torch.tensor([448.0, 448.0, 448.0, 448.0, -448.0, NAN]), rtol=0, atol=0, equal_nan=True
     )
-
-
-def test_scales_are_nan_only_where_values_are_not_finite():
-    amax = torch.tensor([0.0, 1e-30, 1.0, 448.0, 3e38, float("inf"), float("nan")])
-    scale = formats.visible_scale(amax)
-    assert torch.equal(scale[:5], formats.power_of_two_scale(amax[:5], E4M3))
-    assert scale[0] == 1
-    assert scale[5:].isnan().all()
 
 
 @pytest.mark.skipif(prototype_refusal("mxfp8") is not None, reason=f"{prototype_refusal('mxfp8')}")
@@ -165,7 +162,7 @@ def test_encoding_what_was_decoded_gives_the_same_numbers(format):
 
 
 @BLOCK_FORMATS
-def test_range_beside_the_largest_number(format):
+def test_blocks_at_the_ends_of_their_range(format):
     small = SMALLEST[format]
     assert around(block(1.0, small), format)[1] == small
     below = torch.stack([around(block(1.0, small / 4), format, seed)[1] for seed in range(64)])
@@ -174,6 +171,20 @@ def test_range_beside_the_largest_number(format):
         assert torch.equal(around(block(-1.0, -small), format), block(-1.0, -small))
     else:
         assert set(below.tolist()) == {small}, "Adam divides by its root"
+    assert torch.equal(around(torch.zeros(BLOCK), format), torch.zeros(BLOCK))
+    for lost in (math.nan, math.inf):
+        values = torch.cat([block(1.0, lost), block(2.0)])
+        codes, exponents = block_floats.to_blocks(values, bits_of(2 * BLOCK), BLOCK, format)
+        assert exponents.tolist() == [block_floats.NAN_EXPONENT, 128], "2 is 2**(128 - 127)"
+        found = block_floats.from_blocks(codes, exponents, BLOCK, format)
+        assert found[:BLOCK].isnan().all()
+        assert torch.equal(found[BLOCK:], block(2.0)), "other blocks do not notice"
+    largest = torch.finfo(torch.float32).max
+    found = around(block(largest), format)
+    assert found.isnan().all() or found[0] <= largest
+    assert around(block(2.0**126), format)[0] == 2.0**126
+    assert around(block(2.0**-126), format)[0] == 2.0**-126
+    assert torch.equal(around(block(2.0**-140), format), torch.zeros(BLOCK)), "subnormal numbers are zero"
 
 
 def test_codes_are_torchs_float8_times_a_power_of_two():
@@ -184,29 +195,6 @@ def test_codes_are_torchs_float8_times_a_power_of_two():
     scales = 2.0 ** (exponents.double() - 127) * 2.0**-8
     expected = codes.double().view(-1, BLOCK) * scales[:, None]
     assert torch.equal(block_floats.from_blocks(codes, exponents, BLOCK, block_floats.E4M3).double(), expected.view(-1))
-
-
-@BLOCK_FORMATS
-def test_blocks_of_zeros_and_blocks_with_nan_or_inf(format):
-    assert torch.equal(around(torch.zeros(BLOCK), format), torch.zeros(BLOCK))
-    for lost in (math.nan, math.inf):
-        values = torch.cat([block(1.0, lost), block(2.0)])
-        codes, exponents = block_floats.to_blocks(values, bits_of(2 * BLOCK), BLOCK, format)
-        assert exponents.tolist() == [block_floats.NAN_EXPONENT, 128], "2 is 2**(128 - 127)"
-        found = block_floats.from_blocks(codes, exponents, BLOCK, format)
-        assert found[:BLOCK].isnan().all()
-        assert torch.equal(found[BLOCK:], block(2.0)), "other blocks do not notice"
-
-
-@BLOCK_FORMATS
-def test_the_ends_of_float32(format):
-    """No number is rounded up to a float32 that does not exist, and the least blocks do not become NaN."""
-    largest = torch.finfo(torch.float32).max
-    found = around(block(largest), format)
-    assert found.isnan().all() or found[0] <= largest
-    assert around(block(2.0**126), format)[0] == 2.0**126
-    assert around(block(2.0**-126), format)[0] == 2.0**-126
-    assert torch.equal(around(block(2.0**-140), format), torch.zeros(BLOCK)), "subnormal numbers are zero"
 
 
 @pytest.mark.parametrize(("row", "size"), [(4096, 256), (96, 32), (384, 128), (100, 0), (16, 0)])

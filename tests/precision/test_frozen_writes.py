@@ -57,7 +57,6 @@ def test_a_teacher_averaged_by_hand_is_named_once(name, caught):
 
 @pytest.mark.parametrize("write", WRITES)
 def test_every_way_to_write(write, caught):
-    """In-place changes through `.data` show when one of the compared values has moved."""
     said = fit(Student(WRITES[write]), "bf16-remainder", 40, caught)
     assert len(said) == (write != "nothing")
 

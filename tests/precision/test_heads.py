@@ -10,7 +10,7 @@ from torch import nn
 from lightning_lowprec import MSAMP, FP8TorchAO, HalfMixed
 from tests.conversion.test_head import build
 from tests.precision.weights_left import as_trained
-from tests.toys import ON_CPU, Task, adamw, causal_loss
+from tests.toys import ON_CPU, Task, adamw, causal_loss, on_gpu
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
 PLUGINS = {
@@ -59,11 +59,9 @@ def test_a_run_with_accumulation_clipping_and_resume_follows_that_of_all_logits(
 
 
 def test_a_gpu_without_fp8_refuses_an_fp8_head(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
     plugin = HalfMixed("bf16", head="fp8")
-    plugin.bind_device(torch.device("cuda", 0))
-    with pytest.raises(RuntimeError, match=r"`head='fp8'` cannot run: NVIDIA A100.*Use `head='chunked'`"):
+    plugin.bind_device(on_gpu(monkeypatch, (8, 0)))
+    with pytest.raises(RuntimeError, match=r"`head='fp8'` cannot run: GPU X.*Use `head='chunked'`"):
         plugin.convert_module(build())
 
 

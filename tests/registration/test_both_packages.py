@@ -205,15 +205,9 @@ def said(request, tmp_path_factory):
         return {file.name: file.read_text() for file in folder.glob("*.std*")}
 
 
-def test_names_are_known_without_an_import(said):
+def test_names_are_known_without_an_import_to_trainer_launcher_and_command_line(said):
     assert said["without_import.stdout"].endswith("without an import\nended with 0\n"), said["without_import.stderr"]
-
-
-def test_the_launcher_of_fabric_takes_the_names(said):
     assert said["launcher.stdout"] == "ended with 0\n", said["launcher.stderr"]
-
-
-def test_the_command_line_of_both(said):
     assert said["command_line.stdout"].endswith("fp8-hybrid\nended with 0\n"), said["command_line.stderr"]
     assert said["wrong.stdout"].endswith("ended with 2\n"), said["wrong.stderr"]
     assert "did you mean 'fp8-hybrid'" in said["wrong.stderr"].lower()

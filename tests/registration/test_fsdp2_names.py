@@ -6,30 +6,18 @@ from functools import partial
 
 import lightning as L
 import lightning.fabric.connector as fabric_connector
+import lightning.fabric.plugins as fabric_plugins
+import lightning.pytorch.plugins as trainer_plugins
 import lightning.pytorch.trainer.connectors.accelerator_connector as trainer_connector
 import pytest
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
-from lightning.fabric.plugins.precision import DoublePrecision as FabricDouble
-from lightning.fabric.plugins.precision import FSDPPrecision as FabricFSDPPrecision
-from lightning.fabric.plugins.precision import MixedPrecision as FabricMixed
 from lightning.fabric.strategies import FSDPStrategy as FabricFSDP
 from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallel
-from lightning.pytorch.plugins import TorchCheckpointIO
-from lightning.pytorch.plugins.precision import DoublePrecision
-from lightning.pytorch.plugins.precision import FSDPPrecision as TrainerFSDPPrecision
-from lightning.pytorch.plugins.precision import MixedPrecision as TrainerMixed
 from lightning.pytorch.strategies import FSDPStrategy as TrainerFSDP
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
-from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
-from torch.distributed.fsdp.wrap import (
-    CustomPolicy,
-    ModuleWrapPolicy,
-    lambda_auto_wrap_policy,
-    size_based_auto_wrap_policy,
-    transformer_auto_wrap_policy,
-)
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy, wrap
 
 import lightning_lowprec
 from lightning_lowprec import FabricFSDP2Strategy, FP8TorchAO, FSDP2Strategy, HalfMixed
@@ -58,20 +46,26 @@ def test_fsdp2_is_in_both_registries_and_unregister_removes_it():
         for make in (L.Trainer, L.Fabric):
             with pytest.raises(ValueError, match="fsdp2"):
                 make(strategy="fsdp2", **CPU)
+        with pytest.raises((ValueError, TypeError, L.fabric.utilities.exceptions.MisconfigurationException)):
+            L.Trainer(strategy=TrainerFSDP(), plugins=FP8TorchAO(), **CPU, **QUIET)
     finally:
         lightning_lowprec.register()
     assert all(registry["fsdp2"]["strategy"] is cls for registry, cls in registries())
 
 
-@pytest.mark.parametrize("name", ["fsdp", "fsdp_cpu_offload"])
+@pytest.mark.parametrize("name", ["fsdp", "fsdp_cpu_offload", TrainerFSDP, FabricFSDP])
 @pytest.mark.parametrize("how", [{"precision": "fp8-hybrid"}, {"precision": "bf16-sr"}, {"plugins": "FP8TorchAO"}])
-def test_fsdp_by_name_becomes_fsdp2_under_our_precisions_on_cpu_too(name, how):
+def test_fsdp_by_name_or_as_an_object_becomes_fsdp2_under_our_precisions_on_cpu_too(name, how):
     how = {"plugins": FP8TorchAO()} if "plugins" in how else how
-    (trainer, _), (fabric, _) = both(name, **how)
+    by_name = isinstance(name, str)
+    (trainer, _), (fabric, _) = both(name if by_name else name(auto_wrap_policy={nn.Linear}), **how)
     assert (type(trainer), type(fabric)) == (FSDP2Strategy, FabricFSDP2Strategy)
     offloads = name == "fsdp_cpu_offload"
     assert trainer.sharding.options.cpu_offload is fabric.sharding.options.cpu_offload is offloads
-    assert (trainer.state_dict_type, fabric.state_dict_type) == ("full", "sharded"), "what FSDP saves in each"
+    if by_name:
+        assert (trainer.state_dict_type, fabric.state_dict_type) == ("full", "sharded"), "what FSDP saves in each"
+    else:
+        assert trainer.sharding.options.wrap == fabric.sharding.options.wrap == (nn.Linear,)
 
 
 def test_fsdp_with_lightnings_own_precisions_stays_lightnings():
@@ -108,18 +102,11 @@ def test_the_other_flavour_is_translated_with_all_its_choices():
 REFUSED = r"does not run under 'fsdp2'\. Use `precision=` with '32-true', .*`HalfMixed` in place of"
 
 
-@pytest.mark.parametrize(
-    ("make", "plugin"),
-    [
-        (L.Trainer, DoublePrecision),
-        (L.Trainer, lambda: TrainerMixed("bf16-mixed", "cpu")),
-        (L.Fabric, FabricDouble),
-        (L.Fabric, lambda: FabricMixed("bf16-mixed", "cpu")),
-    ],
-)
-def test_plugins_that_do_not_run_under_fsdp2(make, plugin):
-    with pytest.raises(ValueError, match=REFUSED):
-        make(strategy="fsdp2", plugins=plugin(), **CPU)
+@pytest.mark.parametrize(("make", "plugins"), [(L.Trainer, trainer_plugins), (L.Fabric, fabric_plugins)])
+def test_plugins_that_do_not_run_under_fsdp2(make, plugins):
+    for plugin in (plugins.DoublePrecision(), plugins.MixedPrecision("bf16-mixed", "cpu")):
+        with pytest.raises(ValueError, match=REFUSED):
+            make(strategy="fsdp2", plugins=plugin, **CPU)
 
 
 def test_lightnings_model_parallel_strategy_is_accepted_and_left_alone():
@@ -136,7 +123,7 @@ def test_parallelize_leaves_sizes_to_the_mesh(option):
 
 
 ALL = [(a, b) for a in (TrainerFSDP, FabricFSDP) for b in (FSDP2Strategy, FabricFSDP2Strategy)]
-SIZE_BASED = partial(size_based_auto_wrap_policy, min_num_params=100)
+SIZE_BASED = partial(wrap.size_based_auto_wrap_policy, min_num_params=100)
 HYBRID = {"sharding_strategy": "HYBRID_SHARD", "auto_wrap_policy": {nn.Linear}}
 
 
@@ -190,10 +177,7 @@ def test_every_choice_at_once_in_every_direction(source, target):
     ("choices", "expected"),
     [
         (HYBRID, (None, "nodes", None, None)),
-        (
-            {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "auto_wrap_policy": {Block}},
-            (None, "nodes", None, None),
-        ),
+        ({**HYBRID, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}, (None, "nodes", None, None)),
         ({**HYBRID, "sharding_strategy": "_HYBRID_SHARD_ZERO2"}, (False, "nodes", None, None)),
         ({"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 4)}, (None, 2, 4, None)),
         # gradients are reduced in the parameters' dtype unless it is said otherwise, as in FSDP1
@@ -208,9 +192,9 @@ def test_hybrid_sharding_and_the_dtype_of_the_reduction(choices, expected):
 
 POLICIES = [
     {Block},
-    ModuleWrapPolicy([Block]),
-    partial(transformer_auto_wrap_policy, transformer_layer_cls={Block}),
-    partial(lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, Block)),
+    wrap.ModuleWrapPolicy([Block]),
+    partial(wrap.transformer_auto_wrap_policy, transformer_layer_cls={Block}),
+    partial(wrap.lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, Block)),
 ]
 
 
@@ -223,7 +207,7 @@ def test_policies_by_class(policy):
 @pytest.mark.parametrize(
     ("choices", "message"),
     [
-        ({"auto_wrap_policy": CustomPolicy(bool)}, "no equal of the policy .*a function .* -> bool by `wrap"),
+        ({"auto_wrap_policy": wrap.CustomPolicy(bool)}, "no equal of the policy .*a function .* -> bool by `wrap"),
         ({"activation_checkpointing_policy": SIZE_BASED}, "no equal of the policy .* -> bool by `activation_check"),
         ({"sharding_strategy": "NO_SHARD"}, "shards nothing; use `strategy='ddp'`"),
         ({"device_mesh": (2, 4)}, r"`device_mesh=\(2, 4\)` does not go with `sharding_strategy='FULL_SHARD'`"),
@@ -234,6 +218,11 @@ def test_policies_by_class(policy):
         ({"process_group": object(), **HYBRID}, r"process_group=.*`replicate=`"),
         ({"surprise": 1}, r"surprise=...\)` has no equal in FSDP2: leave it out"),
         ({"parallel_devices": [torch.device("cpu")]}, "pass `devices=` to Trainer or Fabric"),
+        ({"precision_plugin": trainer_plugins.FSDPPrecision("bf16-mixed")}, "pass `precision=` to Trainer or Fabric"),
+        (
+            {"source": FabricFSDP, "precision": fabric_plugins.FSDPPrecision("bf16-mixed")},
+            "pass `precision=` to Trainer or",
+        ),
     ],
 )
 def test_what_has_no_equal_raises_and_names_the_remedy(choices, message):
@@ -241,17 +230,8 @@ def test_what_has_no_equal_raises_and_names_the_remedy(choices, message):
         options(**choices)
 
 
-def test_a_precision_inside_the_strategy_is_refused():
-    for strategy in (
-        TrainerFSDP(precision_plugin=TrainerFSDPPrecision("bf16-mixed")),
-        FabricFSDP(precision=FabricFSDPPrecision("bf16-mixed")),
-    ):
-        with pytest.raises(ValueError, match="pass `precision=` to Trainer or Fabric"):
-            FSDP2Strategy.from_fsdp(strategy)
-
-
 def test_a_checkpoint_io_is_carried_into_the_trainer_and_refused_in_fabric():
-    io = TorchCheckpointIO()
+    io = trainer_plugins.TorchCheckpointIO()
     assert FSDP2Strategy.from_fsdp(TrainerFSDP(checkpoint_io=io)).checkpoint_io is io
     with pytest.raises(ValueError, match=r"`checkpoint_io=.*` is not possible in Fabric.*use the Trainer"):
         FabricFSDP2Strategy.from_fsdp(TrainerFSDP(checkpoint_io=io))
@@ -286,27 +266,5 @@ def test_a_lightning_that_has_moved_a_name(source, own):
     for name in ("_state_dict_type", "cpu_offload", "sharding_strategy", *own):
         strategy = source()
         delattr(strategy, name)
-        with pytest.raises(
-            ImportError, match=rf"has moved .*{name}.* of FSDPStrategy.*write `lightning_lowprec.FSDP2S"
-        ):
+        with pytest.raises(ImportError, match=rf"has moved .*{name}.* of FSDPStrategy.*write `lightning_l"):
             FSDP2Strategy.from_fsdp(strategy)
-
-
-@pytest.mark.parametrize("how", [{"precision": "fp8-hybrid"}, {"plugins": "FP8TorchAO"}, {"precision": "bf16-master"}])
-@pytest.mark.parametrize("source", [TrainerFSDP, FabricFSDP])
-def test_trainer_and_fabric_turn_the_object_into_ours_on_cpu_too(source, how):
-    how = {"plugins": FP8TorchAO()} if "plugins" in how else how
-    trainer = L.Trainer(strategy=source(auto_wrap_policy={Block}), **how, **CPU, **QUIET)
-    assert type(trainer.strategy) is FSDP2Strategy
-    fabric = L.Fabric(strategy=source(auto_wrap_policy={Block}), **how, **CPU)
-    assert type(fabric.strategy) is FabricFSDP2Strategy
-    assert trainer.strategy.sharding.options.wrap == fabric.strategy.sharding.options.wrap == (Block,)
-
-
-def test_unregistered_nothing_is_translated():
-    lightning_lowprec.unregister()
-    try:
-        with pytest.raises((ValueError, TypeError, L.fabric.utilities.exceptions.MisconfigurationException)):
-            L.Trainer(strategy=TrainerFSDP(), plugins=FP8TorchAO(), **CPU, **QUIET)
-    finally:
-        lightning_lowprec.register()

@@ -41,7 +41,6 @@ def test_transformer_engine_is_missing(name):
 @pytest.mark.parametrize("start", [L.Trainer, L.Fabric])
 @pytest.mark.skipif(find_spec("deepspeed") is not None, reason="DeepSpeed is installed")
 def test_deepspeed_is_missing(start):
-    """Lightning's own words name no version that runs; under its own names they stay."""
     said = r"`strategy='deepspeed_stage_2'` needs deepspeed, which is not installed: `pip install 'deepspeed>=0\.19\.8"
     with pytest.raises(ModuleNotFoundError, match=said):
         start(precision="fp8-hybrid", strategy="deepspeed_stage_2", accelerator="cpu")
@@ -123,9 +122,7 @@ def test_unknown_name_is_answered_with_at_most_three_names(make):
         "Precision 'fp8-hybird' is invalid. Did you mean 'fp8-hybrid'?"
         " `lowprec doctor` lists the names of this package."
     )
-    with pytest.raises(
-        ValueError, match=r"'zzz' is invalid\. Try 'bf16-mixed', 'fp8-hybrid' or 'bf16-8bit'\. `lowprec"
-    ):
+    with pytest.raises(ValueError, match=r"'zzz' is invalid\. Try 'bf16-mixed', 'fp8-hybrid' or 'bf16-8bit'\."):
         make(precision="zzz", accelerator="cpu")
     with pytest.raises(ValueError, match=r"Write 'fp8-hybrid': what is not FP8 or int8 is bf16"):
         make(precision="fp8-hybrid-bf16", accelerator="cpu")
@@ -145,11 +142,24 @@ WORDS = {
     "bf16_mixed": "Did you mean 'bf16-mixed'? NeMo's recipe is a plugin: write",
     8: "Write 'fp8-hybrid'",
     "fp8_hybrid": "Did you mean 'fp8-hybrid'?",
+    "fp8-hybrid-fp16-remainder": (
+        "`-fp16` and `-remainder` do not go together: names with `-fp16` keep float32 weights. Write 'fp8-hybrid-"
+        "remainder' for bf16, or `plugins=FP8TorchAO(..., base='fp16', master_weights=True)` for fp16 weights with"
+        " float32 masters."
+    ),
+    "mxfp8-te-remainder": "'mxfp8-te' has no `-remainder`: it needs Blackwell",
+    "mxfp8-fp16": "'mxfp8' has no `-fp16`: its kernels take and return bf16.",
+    "fp8-block-te-fp16": "'fp8-block-te' has no `-fp16`: write `plugins=FP8TE('block', base='fp16')`.",
+    "fp8-rowwise-fp16": "'fp8-rowwise' has no `-fp16`: its kernels round their output through bf16.",
+    "msamp-o3-master": "'msamp-o3' has no `-master`: it keeps its weights as codes",
+    "fp8-hybrid-remainder-sr": "A name has one suffix: write 'fp8-hybrid-remainder'.",
+    "fp8-hybrid-remaindr": "Did you mean 'fp8-hybrid-remainder'?",
+    "fp8-remainder": "Write 'fp8-hybrid-remainder'",
 }
 
 
 @pytest.mark.parametrize("word", WORDS, ids=str)
-def test_words_of_other_stacks_are_answered_at_the_start(word):
+def test_words_of_other_stacks_and_forms_that_do_not_exist_are_answered_at_the_start(word):
     for make in (L.Fabric, L.Trainer):
         with pytest.raises(ValueError, match="lists the names of this package") as caught:
             make(precision=word, accelerator="cpu")
@@ -314,31 +324,6 @@ def test_each_makes_the_plugin_with_bf16_weights_and_its_masters(name):
         assert TABLE[same].options == made.options, "a plugin made by hand is called by a name that means the same"
 
 
-REFUSED = {
-    "fp8-hybrid-fp16-remainder": (
-        "`-fp16` and `-remainder` do not go together: names with `-fp16` keep float32 weights. Write 'fp8-hybrid-"
-        "remainder' for bf16, or `plugins=FP8TorchAO(..., base='fp16', master_weights=True)` for fp16 weights with"
-        " float32 masters."
-    ),
-    "mxfp8-te-remainder": "'mxfp8-te' has no `-remainder`: it needs Blackwell",
-    "mxfp8-fp16": "'mxfp8' has no `-fp16`: its kernels take and return bf16.",
-    "fp8-block-te-fp16": "'fp8-block-te' has no `-fp16`: write `plugins=FP8TE('block', base='fp16')`.",
-    "fp8-rowwise-fp16": "'fp8-rowwise' has no `-fp16`: its kernels round their output through bf16.",
-    "msamp-o3-master": "'msamp-o3' has no `-master`: it keeps its weights as codes",
-    "fp8-hybrid-remainder-sr": "A name has one suffix: write 'fp8-hybrid-remainder'.",
-    "fp8-hybrid-remaindr": "Did you mean 'fp8-hybrid-remainder'?",
-    "fp8-remainder": "Write 'fp8-hybrid-remainder'",
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_form_that_does_not_exist_raises_with_the_reason_and_a_remedy(name):
-    for make in (L.Fabric, L.Trainer):
-        with pytest.raises(ValueError, match=f"^Precision '{name}' is invalid") as caught:
-            make(precision=name, accelerator="cpu")
-        assert str(caught.value).startswith(f"Precision {name!r} is invalid. {REFUSED[name]}")
-
-
 IN_A_CLIENT = """
 import sys
 import lightning_lowprec_autoload as autoload
@@ -355,14 +340,9 @@ print(Config(precision="fp8-hybrid").precision)
 """
 
 
-@pytest.fixture(scope="module")
-def config():
-    """A client that checks `precision` by the type in Lightning's connector."""
+def test_every_name_is_taken_by_a_client_that_checks_by_the_type_in_the_connector():
     made = pytest.importorskip("pydantic").create_model
-    return made("Config", precision=(fabric_connector._PRECISION_INPUT | None, None))
-
-
-def test_every_name_is_taken(config):
+    config = made("Config", precision=(fabric_connector._PRECISION_INPUT | None, None))
     for name in (*TABLE, "bf16-mixed", 16, None):
         assert config(precision=name).precision == name
 

@@ -54,29 +54,9 @@ def test_recipes_take_nemos_arguments_and_the_plugins_options():
         assert getattr(found, field) == getattr(expected, field)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            {"autocast_enabled": False},
-            "`autocast_enabled=False` is not possible .* True. Leave it out: autocast is always on",
-        ),
-        ({"params_dtype": torch.float16}, "`params_dtype=torch.float16` is not possible in this recipe"),
-        ({"pipeline_dtype": torch.float32}, "There is no pipeline parallelism here"),
-        ({"precision": "16-mixed"}, "`precision='16-mixed'` is not possible"),
-        ({"fp8_margin": 2}, "`fp8_margin=2` goes with the FP8 recipes, such as `bf16_with_fp8_mixed`"),
-        ({"grad_reduce_in_fp32": "yes"}, "`grad_reduce_in_fp32='yes'` is not valid; expected True or False"),
-    ],
-)
-def test_arguments_without_an_equal_raise(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        recipes.bf16_mixed(**arguments)
-
-
 @pytest.mark.parametrize("knob", KNOBS)
 @pytest.mark.parametrize("make", [recipes.bf16_mixed, FP8TorchAO, lambda: MSAMP("O2")])
 def test_nemos_attributes_raise_when_they_are_set(make, knob):
-    """NeMo users write `recipe.trainer.plugins.fp8_margin = 2`."""
     plugin = make()
     with pytest.raises(AttributeError, match=knob):
         setattr(plugin, knob, 2)
@@ -96,7 +76,6 @@ def test_nemos_attributes_raise_when_they_are_set(make, knob):
     ],
 )
 def test_fsdp2_reduces_in_the_dtype_in_which_nemo_does(recipe, arguments, dtype):
-    """A recipe reduces in float32 if NeMo says so, else in the dtype of the weights."""
     plugin = getattr(recipes, recipe)(**arguments)
     sharding = FSDP2Strategy().sharding
     sharding.meet(plugin, torch.device("cpu"))

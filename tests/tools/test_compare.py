@@ -188,7 +188,6 @@ def test_what_would_fail_at_the_end_fails_first(tmp_path, no_training, capsys, m
 
 
 def test_a_folder_holds_one_comparison(tmp_path, monkeypatch, capsys):
-    """A second run refuses while the first one trains, and afterwards, unless it is told to write over the report."""
     trained = []
 
     def train(spec, name, seed, progress):

@@ -127,7 +127,7 @@ def test_the_table_and_the_sentence():
     assert "(the whole 95 % confidence interval over 3 seeds)" in page
 
 
-def test_each_seed_has_a_line():
+def test_each_seed_has_a_line_and_values_that_are_not_finite_still_draw(tmp_path):
     comparison = three()
     train, val, gap = picture(comparison.spec, comparison.runs).axes
     assert len(train.lines) == len(val.lines) == len(gap.lines) == 6  # of two precisions
@@ -135,6 +135,10 @@ def test_each_seed_has_a_line():
     assert smooth([1.0, 3.0, 5.0, 7.0], 1) == [2.0, 3.0, 5.0, 6.0]
     ends = sorted(line.get_ydata()[-1] for line in gap.lines[3:])
     assert ends == pytest.approx([0.1, 0.2, 0.3])
+    comparison.results[3].val_losses[0] = math.inf
+    assert len(picture(comparison.spec, comparison.runs).axes[2].lines) == 6
+    report(tmp_path, [trained("a", val_losses=[math.nan, math.inf]), trained("b", train_losses=[math.nan] * 3)])
+    assert (tmp_path / "loss.png").stat().st_size > 10_000
 
 
 def trained(name, offset=0.0, **kwargs):
@@ -186,14 +190,6 @@ def test_failures_are_shown(tmp_path):
     failed = PrecisionResult(name="32-true", error="ValueError: no data")
     page, _ = report(tmp_path, [failed, trained("fp8-hybrid")])
     assert "Nothing was compared: 32-true, the baseline, has no result (failed: ValueError: no data)." in page
-
-
-def test_values_that_are_not_finite_still_draw(tmp_path):
-    comparison = three()
-    comparison.results[3].val_losses[0] = math.inf
-    assert len(picture(comparison.spec, comparison.runs).axes[2].lines) == 6
-    report(tmp_path, [trained("a", val_losses=[math.nan, math.inf]), trained("b", train_losses=[math.nan] * 3)])
-    assert (tmp_path / "loss.png").stat().st_size > 10_000
 
 
 def test_a_table_as_text_and_as_markdown():

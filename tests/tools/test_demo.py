@@ -6,6 +6,7 @@ import torch
 
 from lightning_lowprec.tools import demo
 from lightning_lowprec.tools.demo import ByteGPT, StdlibText
+from tests.toys import ON_CPU
 
 TINY = {"depth": 1, "width": 16, "heads": 2, "block_size": 16}
 
@@ -39,9 +40,8 @@ def test_the_seed_chooses_the_training_windows_and_leaves_validation_alone():
 def test_it_learns_and_logs(tmp_path, caplog):
     L.seed_everything(0, verbose=False)
     trainer = L.Trainer(
-        accelerator="cpu", max_steps=30, limit_val_batches=2, check_val_every_n_epoch=None, val_check_interval=30,
-        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        num_sanity_val_steps=0, default_root_dir=tmp_path,
+        max_steps=30, limit_val_batches=2, check_val_every_n_epoch=None, val_check_interval=30, num_sanity_val_steps=0,
+        default_root_dir=tmp_path, **ON_CPU,
     )  # fmt: skip
     trainer.fit(ByteGPT(**TINY, lr=1e-2), data(batch_size=16))
     assert trainer.callback_metrics["train_loss"] < 4.5

@@ -12,6 +12,7 @@ import lightning_lowprec
 from lightning_lowprec import HalfMixed
 from lightning_lowprec.tools.cli import main
 from tests.representatives import TABLE
+from tests.toys import on_gpu
 
 RUNS = {*TABLE}
 FP8 = {name for name in TABLE if TABLE[name].plugin is not HalfMixed}
@@ -77,8 +78,7 @@ def test_another_device_has_a_column_and_unknown_ones_raise_with_what_is_allowed
 
 
 def test_what_nobody_has_confirmed_is_not_known_and_not_recommended(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (13, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "GPU X")
+    on_gpu(monkeypatch, (13, 0))
     found = lightning_lowprec.doctor("cuda:0")
     verdicts = {verdict.name: verdict for verdict in found.precisions}
     assert all(verdicts[name].runs and verdicts[name].known for name in ("half-auto", "bf16-remainder"))

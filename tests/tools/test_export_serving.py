@@ -115,7 +115,7 @@ def test_a_check_that_is_not_possible_is_refused_before_anything_is_written(trai
     assert {path.name for path in tmp_path.iterdir()} == {"bert"}
 
 
-def test_another_precision_than_the_checkpoints_is_refused(trained, tmp_path, capsys):
+def test_a_checkpoint_of_another_precision_or_another_model_is_refused(trained, tmp_path, capsys):
     for precision, text in (
         (None, "was trained by torchao, and does not say by which recipe. Name the precision of the run"),
         ("msamp-o3", "`precision='msamp-o3'` is not valid: the checkpoint was trained by torchao"),
@@ -126,6 +126,19 @@ def test_another_precision_than_the_checkpoints_is_refused(trained, tmp_path, ca
     assert export(trained, "live", tmp_path / "out") == 2
     assert "the checkpoint holds codes of low precision" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+    config = json.loads((trained / "model" / "config.json").read_text())
+    for change, text in (
+        ({"num_hidden_layers": 2}, "it lacks 9: 'model.layers.1.self_attn.q_proj.weight'"),
+        ({"intermediate_size": 512}, "'model.layers.0.mlp.gate_proj.weight' is (256, 128) in the checkpoint and (512,"),
+        ({"num_hidden_layers": 0}, "it has beside them 9: "),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config | change))
+        options = {"format": "hf", "precision": None}
+        assert export(trained, "trainer.ckpt", tmp_path / "out", f"--model={tmp_path}", **options) == 2
+        said = capsys.readouterr().err
+        assert "the checkpoint is of another model than `--model`" in said
+        assert text in said
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_run_without_fp8_gets_the_formats_own_scales(trained, tmp_path, capsys):
@@ -152,22 +165,6 @@ def test_blocks_of_transformer_engine_have_the_scales_that_it_trained_with(train
 def llama_weight(folder):
     name = "model.layers.0.mlp.up_proj.weight"
     return torch.load(folder / "fabric.ckpt")["model"][name], name
-
-
-def test_a_checkpoint_of_another_model_is_refused(trained, tmp_path, capsys):
-    config = json.loads((trained / "model" / "config.json").read_text())
-    for change, text in (
-        ({"num_hidden_layers": 2}, "it lacks 9: 'model.layers.1.self_attn.q_proj.weight'"),
-        ({"intermediate_size": 512}, "'model.layers.0.mlp.gate_proj.weight' is (256, 128) in the checkpoint and (512,"),
-        ({"num_hidden_layers": 0}, "it has beside them 9: "),
-    ):
-        (tmp_path / "config.json").write_text(json.dumps(config | change))
-        options = {"format": "hf", "precision": None}
-        assert export(trained, "trainer.ckpt", tmp_path / "out", f"--model={tmp_path}", **options) == 2
-        said = capsys.readouterr().err
-        assert "the checkpoint is of another model than `--model`" in said
-        assert text in said
-    assert not (tmp_path / "out").exists()
 
 
 def test_an_adapter_in_a_checkpoint_needs_its_config_and_is_merged(trained, tmp_path, capsys):

@@ -93,14 +93,11 @@ def test_keep_lists_the_layers_beyond_the_limits(tmp_path, capsys, options, expe
     assert not (tmp_path / "monitor.html").exists()
 
 
-def test_the_worst_layer_stands_first(tmp_path, capsys):
+def test_the_worst_layer_stands_first_and_what_is_not_finite_is_beyond_every_limit(tmp_path, capsys):
     write(tmp_path, {1: ("input", 0.0, 19.0), 2: ("input", 0.0, 12.0), 3: ("input", 0.0, None)})
     assert main(["monitor", str(tmp_path)]) == 0
     names = re.findall(r"blocks\.(\d)\.up", capsys.readouterr().out)
     assert names == ["2", "1", "0", "3"]
-
-
-def test_a_number_that_is_not_finite_is_beyond_every_limit(tmp_path, capsys):
     lines = [{"step": step, "layers": {"up": {"input": [None] * 4, "output_db": None}}} for step in range(3)]
     (tmp_path / FILE).write_text("\n".join(map(json.dumps, lines)))
     assert main(["monitor", str(tmp_path), "--keep"]) == 0

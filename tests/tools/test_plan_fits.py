@@ -1,7 +1,4 @@
-"""`lowprec plan --fits`: bytes of a weight by mathematics, verdicts, and what is refused.
-
-tests/ledger/test_simulated_memory.py compares the peaks of whole models with those of torch's allocator.
-"""
+"""`lowprec plan --fits`: verdicts, refusals, the command; tests/ledger/test_simulated_memory.py has the peaks."""
 
 import json
 
@@ -92,9 +89,13 @@ def test_one_rank_of_fsdp2_holds_its_share(shallow):
     assert all(verdict.at.startswith(("forward", "backward", "optimizer")) for verdict in verdicts)
 
 
-def test_sizes_of_gpus():
+def test_a_gpu_is_read_and_simulated_and_its_refusal_is_that_of_a_run():
     sizes = {"141GB": 141e9, "80GiB": 80 * 2**30, "1.5 TB": 1.5e12, "NVIDIA H100": 80e9, "rtx 4090": 24e9}
     assert {text: read_gpu(text).size for text in sizes} == sizes
+    a100, h100 = (fits(Square(), gpu, names=["fp8-hybrid"]).verdicts[0].refused for gpu in ("A100", "H100"))
+    assert a100.startswith("simulated GPU (compute capability 8.0) has no FP8 tensor cores")
+    assert "Use 'bf16-mixed'" in a100
+    assert h100 is None
 
 
 def test_the_command(shallow, config, capsys):
@@ -157,10 +158,3 @@ def test_torch_knows_every_operation_of_autocast_and_nothing_is_left_behind():
     (x @ x).sum().backward()
     assert x.grad.eq(4).all()
     assert torch._C.DispatchKey.AutocastCUDA not in torch.ops.aten.mm.default.py_kernels
-
-
-def test_the_named_gpu_is_simulated_and_its_refusal_is_that_of_a_run():
-    a100, h100 = (fits(Square(), gpu, names=["fp8-hybrid"]).verdicts[0].refused for gpu in ("A100", "H100"))
-    assert a100.startswith("simulated GPU (compute capability 8.0) has no FP8 tensor cores")
-    assert "Use 'bf16-mixed'" in a100
-    assert h100 is None

@@ -135,7 +135,6 @@ def test_without_registration_the_device_is_that_of_the_first_forward(monkeypatc
     ids=["Sequential", "TransformerEncoderLayer"],
 )
 def test_blocks_of_torchs_own_classes_are_compiled_whole(block, operation):
-    """Not in pieces: one graph for the first block, whose input needs no gradient, and one for all others."""
     torch._dynamo.reset()
     graphs = []
 

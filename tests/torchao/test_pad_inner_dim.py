@@ -52,7 +52,6 @@ OPTIONS = {
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("kind", LAYERS)
 def test_values_are_those_of_a_padded_model(kind, options):
-    """Bit for bit, and every product has sizes that the kernels take."""
     torch.manual_seed(0)
     layer, x, gradient = LAYERS[kind](), torch.randn(5, 3, SIZES[0]), torch.linspace(-1, 1, 540).view(5, 3, SIZES[1])
     wide = padded(layer, 12, 12)

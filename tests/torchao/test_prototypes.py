@@ -57,19 +57,6 @@ def test_experts_stay_in_bf16_with_the_reason(capsys):
     assert "FP8" not in shown.split("with AdamW")[0]
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: Int8TorchAO("mxfp8"), r"`recipe='mxfp8'` is not valid; expected"),
-        (lambda: FP8TorchAO("int8"), r"`recipe='int8'` is not valid; expected"),
-        (lambda: Int8TorchAO({"*": "tensorwise"}), r"expected one of: 'int8', 'bf16', 'fp32', or a mapping"),
-    ],
-)
-def test_options_that_are_not_valid_raise(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
 def test_an_older_torchao_is_named_with_the_version_that_has_the_prototype(monkeypatch):
     if NO_MXFP8 is None:
         lacking = dict.fromkeys(("int8", "mxfp8"), ("9.9", ("torchao.float8.TheNewName",)))

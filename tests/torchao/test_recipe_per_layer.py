@@ -90,22 +90,12 @@ def test_a_layer_that_no_pattern_matches_is_kept():
 
 
 @pytest.mark.parametrize(
-    ("recipe", "message"),
-    [
-        ({"*.down": "rowwise", "*": "tensorwise"}, r"`recipe\['\*.down'\]` matches no linear layer.*'blocks.0.o_proj'"),
-        ({"*": "tensorwise", "*.up": "rowwise"}, r"`recipe\['\*.up'\]` matches only layers that earlier patterns take"),
-        ({"lm_head": "rowwise", "*": "tensorwise"}, r"other rules keep \('lm_head': output head \(by name\)\).*`only="),
-        ({"up": "rowwise"}, r"`recipe\['up'\]` matches no linear layer.*A pattern matches a whole fqn"),
-    ],
-)
-def test_a_pattern_that_decides_nothing_raises(recipe, message):
-    with pytest.raises(ValueError, match=message):
-        set_up(recipe=recipe)
-
-
-@pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"recipe": {"*.down": "rowwise", "*": "block"}}, r"`recipe\['\*.down'\]` matches no .*'blocks.0.o_proj'"),
+        ({"recipe": {"*": "block", "*.up": "rowwise"}}, r"`recipe\['\*.up'\]` matches only layers that earlier patt"),
+        ({"recipe": {"lm_head": "block", "*": "rowwise"}}, r"keep \('lm_head': output head \(by name\)\).*`only="),
+        ({"recipe": {"up": "rowwise"}}, r"`recipe\['up'\]` matches no linear layer.*A pattern matches a whole fqn"),
         ({"recipe": {}}, r"`recipe=\{\}` is not valid; expected patterns of fqns with a recipe each"),
         ({"recipe": {"*": "bf16"}}, "computes nothing in FP8"),
         ({"recipe": {"*": "tensorwize"}}, r"`recipe\['\*'\]='tensorwize'` is not valid; expected one of: 'tensorwise'"),
@@ -125,9 +115,9 @@ def test_a_pattern_that_decides_nothing_raises(recipe, message):
         ({"recipe": {"*": {"recipe": "blok", "forward": "bf16"}}}, r"`recipe\['\*'\]\['recipe'\]='blok'` is not valid"),
     ],
 )
-def test_bad_maps_and_options_that_no_format_of_the_map_reads(options, message):
+def test_bad_maps_patterns_that_decide_nothing_and_options_that_no_format_reads(options, message):
     with pytest.raises(ValueError, match=message):
-        FP8TorchAO(**options)
+        set_up(**options)
 
 
 CLASS = """
@@ -184,7 +174,6 @@ def test_the_choice_of_accumulation_reaches_every_kernel(choice, recipe):
 
 
 def test_the_choice_is_torchaos_own_where_torchao_computes():
-    """Under tensor parallelism torchao's function reads its own configuration."""
     for choice, expected in FAST.items():
         _, model = set_up(fast_accum=choice)
         config = model.blocks[0].up.settings.mm_config
