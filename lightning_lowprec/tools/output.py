@@ -59,6 +59,7 @@ class working:  # is used like a function
         """Name the work that begins now, or that goes on."""
         self._words = words
         if time.monotonic() - self._start >= APPEARS:
+            self._timer.cancel()  # it would say the same again
             print(f"{words} ...", file=sys.stderr, flush=True)
 
 
