@@ -26,7 +26,14 @@ from torch.nn import Parameter
 from lightning_lowprec.numerics import tensor_cores
 from lightning_lowprec.numerics.formats import E4M3, decode, encode, visible_scale
 from lightning_lowprec.numerics.kernel_operands import ALIGNMENT, check_operands
-from lightning_lowprec.numerics.one_pass import in_one_pass, is_simulated, kernels_run, on_device, rows_in_one_pass
+from lightning_lowprec.numerics.one_pass import (
+    compiles,
+    in_one_pass,
+    is_simulated,
+    kernels_run,
+    on_device,
+    rows_in_one_pass,
+)
 from lightning_lowprec.private.torch import largest_absolute_values, scaled_product, version_of
 
 DEVICES = {"cuda"}
@@ -140,7 +147,8 @@ def launch(weight: Tensor, hint: Tensor | None, visible: bool) -> FourTensors:
     from lightning_lowprec.numerics import kernels
 
     with on_device(weight.device):
-        return kernels.both_layouts(weight, hint, visible)
+        rows, columns, scale, inverse = kernels.both_layouts(weight, hint, visible)
+    return rows.view(E4M3.dtype), columns.view(E4M3.dtype), scale, inverse
 
 
 # ---- a weight of a layer, in eager and in compiled code
@@ -154,6 +162,8 @@ torch.library.register_fake(_SIMULATED, _empty_codes)
 
 def is_laid_out(weight: Tensor) -> bool:
     """Return whether :func:`both_layouts` takes a large weight; what a compiler shows has no address."""
+    if weight.is_cuda and not compiles(weight.device):  # Triton has no float8_e4m3fn there
+        return False
     return _is_fit(weight) if type(weight) not in (Tensor, Parameter) else kernel_encodes(weight)
 
 

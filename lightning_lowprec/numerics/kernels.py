@@ -180,12 +180,14 @@ def encode_weight(  # type: ignore[no-untyped-def]
 
 
 def both_layouts(
-    weight: Tensor, hint: Tensor | None, visible: bool, kernel: Any = encode_weight
+    weight: Tensor, hint: Tensor | None, visible: bool, kernel: Any = encode_weight, dtype: torch.dtype = torch.int8
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return float8_e4m3fn codes, (N, K), the transposed codes, (K, N), their scale and its reciprocal, () float32."""
+    """Return codes, (N, K), the transposed codes, (K, N), their scale and its reciprocal, () float32.
+
+    ``dtype``: float8_e4m3fn, or int8, which Triton knows on GPUs without FP8 too.
+    """
     (height, width), device = weight.shape, weight.device
-    e4m3 = torch.float8_e4m3fn
-    rows, columns = (torch.empty(shape, dtype=e4m3, device=device) for shape in (weight.shape, (width, height)))
+    rows, columns = (torch.empty(shape, dtype=dtype, device=device) for shape in (weight.shape, (width, height)))
     scale, inverse = torch.empty(1, device=device), torch.empty(1, device=device)
     amax = torch.zeros(1, dtype=torch.int32, device=device)
     launch = kernel[-(-width // SIDE.value), -(-height // SIDE.value)]
@@ -198,7 +200,7 @@ def both_layouts(
 @triton_op("lightning_lowprec::traced_layouts", mutates_args={})
 def traced_layouts(weight: Tensor, hint: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return :func:`both_layouts` by torchao's scale, for compilers, which launch the kernel themselves."""
-    return both_layouts(weight, hint, False, wrap_triton(encode_weight))
+    return both_layouts(weight, hint, False, wrap_triton(encode_weight), torch.float8_e4m3fn)
 
 
 # ---- rows along the rows of each group

@@ -1,6 +1,7 @@
 """The step of an optimizer with masters: bytes per parameter, launches, memory, and no wait for the GPU."""
 
 import gc
+import subprocess
 import sys
 from collections import Counter
 
@@ -136,3 +137,19 @@ def test_the_first_step_and_other_optimizers_take_memory_for_a_bucket(monkeypatc
         optimizer.step()
         # weights, remainders, gradients and moments; of a tenth: master, gradient and torch's own three temporaries
         assert torch.cuda.max_memory_allocated() - before <= (2 + 2 + 2 + 8 + 0.15 * 20) * total
+
+
+LARGE_WEIGHT = """
+import torch
+from lightning_lowprec.numerics import fp8_matrices
+weight = torch.nn.Parameter(torch.empty(2048, 2048, device="cuda", dtype=torch.bfloat16))
+print([str(t.dtype) for t in fp8_matrices.weight_codes(weight.detach(), None, visible=True)])
+print(fp8_matrices.is_laid_out(weight))
+"""
+
+
+@pytest.mark.parametrize(("device", "layers"), [("a100", False), ("rtx4090", True)])
+def test_a_gpu_whose_triton_has_no_float8_encodes_the_weight_of_a_head_alone(device, layers):
+    command = [sys.executable, "-m", "benchmarks.ledger.launch", "--device", device, sys.executable, "-c", LARGE_WEIGHT]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert printed[-2:] == [str(["torch.float8_e4m3fn"] * 2 + ["torch.float32"] * 2), str(layers)]
