@@ -3,7 +3,7 @@
 Modules are made in the order in which they run, after `torch.manual_seed(seed)` where a seed is given.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import lightning as L
@@ -74,6 +74,17 @@ def mean_square(net: nn.Module, batch: Tensor) -> Tensor:
 def causal_loss(net: nn.Module, tokens: Tensor) -> Tensor:
     """Return the loss of a language model of transformers."""
     return net(input_ids=tokens, labels=tokens).loss
+
+
+def stepped(fabric: L.Fabric, optimizer: Any, losses: Iterable[Tensor]) -> list[float]:
+    """Step once for each loss, which is computed when it is asked for; return the values."""
+    values = []
+    for loss in losses:
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        values.append(loss.item())
+    return values
 
 
 def adamw(module: nn.Module, lr: float = 1e-3) -> torch.optim.Optimizer:

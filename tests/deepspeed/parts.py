@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 import lightning_lowprec as lp
 from tests.deepspeed.models import Net, Task, batches, loss_of, optimizer_of
 from tests.fsdp2.models import same
-from tests.toys import ON_CPU
+from tests.toys import ON_CPU, stepped
 
 STEPS = 4
 REFERENCES = {
@@ -45,14 +45,7 @@ def started(fabric):
 
 
 def steps(fabric, model, optimizer, tokens):
-    losses = []
-    for batch in tokens:
-        loss = loss_of(model(batch), batch)
-        fabric.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return stepped(fabric, optimizer, (loss_of(model(batch), batch) for batch in tokens))
 
 
 def weights(module):

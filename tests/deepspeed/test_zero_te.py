@@ -9,6 +9,7 @@ from lightning_lowprec import FP8TE
 from tests.deepspeed import on_cpu
 from tests.te import reference
 from tests.te.reference import Net
+from tests.toys import stepped
 
 
 @pytest.fixture
@@ -29,14 +30,7 @@ def losses(strategy, **how):
     torch.manual_seed(1)
     x = torch.randn(64, 32)
     y = torch.randn(64, 16) * 0.1
-    seen = []
-    for _ in range(8):
-        loss = F.mse_loss(model(x).float(), y)
-        fabric.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        seen.append(loss.item())
-    return seen
+    return stepped(fabric, optimizer, (F.mse_loss(model(x).float(), y) for _ in range(8)))
 
 
 def test_zero_trains_as_one_device_with_float32_masters(on_the_cpu):

@@ -16,6 +16,7 @@ import socket
 import sys
 import time
 import traceback
+import warnings
 from contextlib import nullcontext, suppress
 from datetime import timedelta
 from importlib import import_module
@@ -23,6 +24,7 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import pytest
 import torch
 from torch import distributed as dist
 
@@ -73,6 +75,17 @@ def run(worker, ranks: int, folder: Path, *args):
         if missing:
             launch(_in_group, ranks, results, worker, results, args)
     return [torch.load(results / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
+
+
+def parts(*of_ranks):
+    """Run a test for each part: a function of the rank, alone or before its arguments in a tuple."""
+    cases = [part if isinstance(part, tuple) else (part,) for part in of_ranks]
+    return pytest.mark.parametrize("part", cases, ids=lambda part: "-".join([part[0].__name__, *map(str, part[1:])]))
+
+
+def quietly(rank: int, part, *args) -> None:
+    warnings.simplefilter("ignore")
+    part(rank, *args)
 
 
 def launch(body, ranks: int, folder: Path, *args, seconds: float = SECONDS) -> None:

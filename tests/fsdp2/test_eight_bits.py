@@ -2,7 +2,6 @@
 
 import copy
 
-import lightning as L
 import pytest
 import torch
 from torch import nn
@@ -14,6 +13,7 @@ from tests.fsdp2 import toy
 from tests.fsdp2.ranks import launch
 from tests.fsdp2.test_resume_fabric import saves_and_goes_on, state
 from tests.fsdp2.toy import adamw, assert_same
+from tests.toys import stepped
 
 PRECISIONS = {
     "bf16-8bit": "bf16-8bit",
@@ -48,16 +48,13 @@ def setup(precision, ranks, **options):
 
 def train(fabric, model, optimizer, steps, ranks=1):
     """On batches of each rank's own, or of one rank the same."""
-    losses = []
-    for step in steps:
+
+    def loss(step):
         generator = torch.Generator().manual_seed(10 * step + (fabric.global_rank if ranks > 1 else 0))
         x, y = torch.randn(8, WIDTH, generator=generator), torch.randint(0, 5, (8,), generator=generator)
-        loss = F.cross_entropy(model(x).float(), y)
-        fabric.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+        return F.cross_entropy(model(x).float(), y)
+
+    return stepped(fabric, optimizer, map(loss, steps))
 
 
 def everything(fabric, model, optimizer):
@@ -152,8 +149,7 @@ def test_eight_bits(tmp_path):
     launch(on_two, 2, tmp_path, tmp_path)
     launch(on_four, 4, tmp_path, tmp_path)
     for name, precision in PRECISIONS.items():  # without FSDP2
-        words = {"precision": precision} if isinstance(precision, str) else {"plugins": precision}
-        fabric, model = L.Fabric(accelerator="cpu", devices=1, **words), Net()
+        fabric, model = toy.fabric_for(precision), Net()
         model, optimizer = fabric.setup(model, adamw(model))
         train(fabric, model, optimizer, range(4))
         assert_same(everything(fabric, model, optimizer), torch.load(tmp_path / f"{name}.same_batches"), name)

@@ -5,7 +5,6 @@ order of the sum shows). Without expert parallelism the forward is the same, to 
 not: transformers sums them in float32, and without expert parallelism they are summed in bf16.
 """
 
-import lightning as L
 import pytest
 import torch
 from lightning.fabric.strategies import ModelParallelStrategy
@@ -14,8 +13,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from lightning_lowprec import FabricFSDP2Strategy, FP8TorchAO, HalfMixed
 from tests.fsdp2.models import same
-from tests.fsdp2.ranks import run
-from tests.fsdp2.toy import full
+from tests.fsdp2.ranks import parts, run
+from tests.fsdp2.toy import fabric_for, full
+from tests.toys import causal_loss, stepped
 
 pytestmark = pytest.mark.slow
 
@@ -47,22 +47,12 @@ def cut(model, ranks=2):
     return model
 
 
-def fabric_for(plugin, **options):
-    fabric = L.Fabric(plugins=plugin, accelerator="cpu", **{"devices": 1, **options})
-    fabric.launch()
-    return fabric
-
-
-def step(fabric, model, optimizer):
-    loss = model(input_ids=TOKENS, labels=TOKENS).loss
-    fabric.backward(loss)
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
+def train(fabric, model, optimizer, steps=STEPS):
+    return stepped(fabric, optimizer, (causal_loss(model, TOKENS) for _ in range(steps)))
 
 
 def gradients(fabric, model, wrapped):
-    fabric.backward(wrapped(input_ids=TOKENS, labels=TOKENS).loss)
+    fabric.backward(causal_loss(wrapped, TOKENS))
     return full({fqn: p.grad for fqn, p in model.named_parameters()})
 
 
@@ -77,7 +67,7 @@ def trained(folder, name, order):
     optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-3))
     grads = gradients(fabric, model, wrapped)
     optimizer.zero_grad()
-    losses = [step(fabric, wrapped, optimizer) for _ in range(STEPS)]
+    losses = train(fabric, wrapped, optimizer)
     assert (optimizer.param_groups[0]["foreach"] is False) == (order != "whole"), "on CUDA torch's default would raise"
     return losses, grads
 
@@ -130,25 +120,25 @@ def all_ranks_skip_a_step_if_the_experts_of_one_overflow(rank, folder):
 
 def lightnings_strategy_cuts_saves_and_resumes(rank, folder):
     strategy = ModelParallelStrategy(lambda model, mesh: cut(model), data_parallel_size=1, tensor_parallel_size=2)
-    fabric = fabric_for(PLUGINS["half-auto"](), devices=2, strategy=strategy)
+    fabric = fabric_for(PLUGINS["half-auto"](), 2, strategy=strategy)
     model = fabric.setup(load(folder))  # cut after our set-up
     optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False))
-    first, state = step(fabric, model, optimizer), {"model": model, "optimizer": optimizer}
-    assert first == trained(folder, "half-auto", "whole")[0][0]
+    first, state = train(fabric, model, optimizer, 1), {"model": model, "optimizer": optimizer}
+    assert first == trained(folder, "half-auto", "whole")[0][:1]
     fabric.save(folder / "cut", state)
-    expected = [step(fabric, model, optimizer) for _ in range(2)]
+    expected = train(fabric, model, optimizer, 2)
     fabric.load(folder / "cut", state)
-    assert [step(fabric, model, optimizer) for _ in range(2)] == expected
+    assert train(fabric, model, optimizer, 2) == expected
 
 
 def fsdp2_beside_expert_parallelism(rank, folder):
     """Refused if the experts are cut already, else the strategy cuts them."""
 
     def losses(model, **options):
-        fabric = fabric_for(PLUGINS["rowwise"](), devices=2, strategy=FabricFSDP2Strategy(**options))
+        fabric = fabric_for(PLUGINS["rowwise"](), 2, strategy=FabricFSDP2Strategy(**options))
         wrapped = fabric.setup(model)
         optimizer = fabric.setup_optimizers(torch.optim.AdamW(wrapped.parameters(), lr=1e-3))
-        return [step(fabric, wrapped, optimizer) for _ in range(STEPS)]
+        return train(fabric, wrapped, optimizer)
 
     with pytest.raises(TypeError, match="For FSDP2 and expert parallelism"):
         losses(cut(load(folder)))
@@ -169,7 +159,7 @@ def refusals(rank, folder):
             fabric.setup(model)
 
 
-PARTS = (
+@parts(
     two_ranks_train_as_one_does,
     gradients_are_clipped_by_the_norm_of_all_experts,
     all_ranks_skip_a_step_if_the_experts_of_one_overflow,
@@ -177,9 +167,6 @@ PARTS = (
     fsdp2_beside_expert_parallelism,
     refusals,
 )
-
-
-@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.__name__)
 def test_two_ranks(part, tmp_path):
     save(tmp_path)
-    run(part, 2, tmp_path, tmp_path)
+    run(*part, 2, tmp_path, tmp_path)

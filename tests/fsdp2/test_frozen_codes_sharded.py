@@ -1,6 +1,5 @@
 """A frozen base that is stored as codes, on two ranks: copied by DDP, cut and gathered as codes by FSDP2; refusals."""
 
-import lightning as L
 import pytest
 import torch
 from torch import distributed as dist
@@ -8,27 +7,20 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 from lightning_lowprec import FabricFSDP2Strategy, FP8TorchAO
 from tests.fsdp2.ranks import launch
+from tests.fsdp2.toy import fabric_for
 from tests.torchao.test_frozen_codes import Net, X, frozen_layers, peft_model
-from tests.toys import convert
+from tests.toys import convert, stepped
 
 NEW = torch.__version__ >= "2.13"
 RECIPES = ("tensorwise", "block")
 
 
 def trained(recipe, strategy="auto", ranks=1, seed=0):
-    fabric = L.Fabric(accelerator="cpu", devices=ranks, strategy=strategy, plugins=FP8TorchAO(recipe, frozen="codes"))
-    fabric.launch()
-    net = Net(seed)
+    fabric, net = fabric_for(FP8TorchAO(recipe, frozen="codes"), ranks, strategy=strategy), Net(seed)
     optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-2)
     module, optimizer = fabric.setup(net, optimizer)
-    losses = []
-    for _ in range(3):
-        loss = (module(X).float() - 1).square().mean()
-        fabric.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return fabric, module, optimizer, losses
+    losses = ((module(X).float() - 1).square().mean() for _ in range(3))
+    return fabric, module, optimizer, stepped(fabric, optimizer, losses)
 
 
 def bits(model):
@@ -90,8 +82,7 @@ def test_merging_into_shards(cut_layer):
 
 @pytest.mark.skipif(NEW, reason="FSDP2 takes weights without gradients")
 def test_torch_below_2_13():
-    fabric = L.Fabric(accelerator="cpu", devices=1, strategy=FabricFSDP2Strategy(), plugins=FP8TorchAO(frozen="codes"))
-    fabric.launch()
+    fabric = fabric_for(FP8TorchAO(frozen="codes"), strategy=FabricFSDP2Strategy())
     try:
         with pytest.raises(RuntimeError, match=r"needs torch 2\.13, got .*Use 'ddp', or `frozen='convert'`"):
             fabric.setup_module(Net())

@@ -135,22 +135,12 @@ def load_larger_values_from_a_checkpoint(model, scales):
         value.to_local().detach().mul_(4)
 
 
-WAYS = {
-    "AdamW": torch_optimizer(foreach=False),
-    "AdamW, foreach": torch_optimizer(foreach=True),
-    **{
-        change.__name__: change
-        for change in (
-            copy_into_data,
-            copy_into_local_views,
-            swap_tensors_with_an_average,
-            kernel,
-            negate_the_state_dict,
-            load_larger_values_from_a_checkpoint,
-            multiply_a_shown_state_dict,
-        )
-    },
-}  # fmt: skip
+WRITES = (
+    copy_into_data, copy_into_local_views, swap_tensors_with_an_average, kernel, negate_the_state_dict,
+    load_larger_values_from_a_checkpoint, multiply_a_shown_state_dict,
+)  # fmt: skip
+WAYS = {"AdamW": torch_optimizer(foreach=False), "AdamW, foreach": torch_optimizer(foreach=True)}
+WAYS |= {change.__name__: change for change in WRITES}
 
 
 @pytest.mark.parametrize("change", WAYS.values(), ids=WAYS)

@@ -132,32 +132,60 @@ def test_layers_that_tensor_parallelism_may_not_cut(six, plugin, refused, said):
         model.blocks[0].up(torch.ones(2, 64))
 
 
-def test_wraps_that_match_nothing(alone):
-    with pytest.raises(ValueError, match=r"`wrap=\['Conv2d'\]` matches no module of Net; .* Block, Embedding, "):
-        parallelize(Net(), alone, HalfMixed("bf16"), wrap=[nn.Conv2d])
-    with pytest.raises(ValueError, match=r"`activation_checkpointing=<function .*>` matches no module of Net"):
-        parallelize(Net(), alone, HalfMixed("bf16"), activation_checkpointing=lambda fqn, module: False)
-    with pytest.raises(ValueError, match=r"`activation_checkpointing=True` takes the modules of `wrap`"):
-        parallelize(
-            nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), alone, HalfMixed("bf16"), activation_checkpointing=True
-        )
-
-
-def test_a_wrap_that_would_untie_weights(alone):
+def tied():
     model = Net()
     model.lm_head.weight = model.embedding.weight
-    parallelize(model, alone, HalfMixed("bf16"))  # both in the root
-    tied = Net()
-    tied.lm_head.weight = tied.embedding.weight
-    message = r"lm_head.weight and embedding.weight are one parameter, .* \('the root' and 'lm_head'\)"
-    with pytest.raises(ValueError, match=message):
-        parallelize(tied, alone, HalfMixed("bf16"), wrap=lambda fqn, module: fqn == "lm_head")
+    return model
+
+
+def of_fsdp1():
+    return nn.Sequential(FullyShardedDataParallel(nn.Linear(4, 4), device_id=CPU))
+
+
+def mixed():
+    model = Net()
+    model.lm_head.to("meta")
+    return model
+
+
+def without_reset():
+    scale = type("Scale", (nn.Module,), {})()
+    scale.scale = nn.Parameter(torch.ones(4, device="meta"))
+    return nn.Sequential(scale)
+
+
+def head_alone(fqn, module):
+    return fqn == "lm_head"
+
+
+def nothing(fqn, module):
+    return False
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "error", "message"),
+    [
+        (Net, {"wrap": [nn.Conv2d]}, ValueError,
+         r"`wrap=\['Conv2d'\]` matches no module of Net; .* Block, Embedding, "),
+        (Net, {"activation_checkpointing": nothing}, ValueError,
+         "`activation_checkpointing=<function .*>` matches no module of Net"),
+        (lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), {"activation_checkpointing": True}, ValueError,
+         "`activation_checkpointing=True` takes the modules of `wrap`"),
+        (tied, {"wrap": head_alone}, ValueError,
+         r"lm_head.weight and embedding.weight are one parameter, .* \('the root' and 'lm_head'\)"),
+        (of_fsdp1, {}, TypeError, r"'0' is wrapped by `FullyShardedDataParallel` \(FSDP1\), which does not mix"),
+        (mixed, {}, RuntimeError, r"Net has 2 of 15 parameters and buffers on the meta device here.*mixed"),
+        (without_reset, {}, RuntimeError, r"Scale have parameters or buffers but no `reset_parameters\(\)`"),
+    ],
+    ids=["wrap", "predicate", "recomputed", "tied", "fsdp1", "mixed", "without-reset"],
+)  # fmt: skip
+def test_models_and_options_that_cannot_be_sharded(alone, make, options, error, message):
+    parallelize(tied(), alone, HalfMixed("bf16"))  # both in the root
+    with pytest.raises(error, match=message):
+        parallelize(make(), alone, HalfMixed("bf16"), **options)
 
 
 def test_models_that_are_sharded_already(alone):
-    model = nn.Sequential(FullyShardedDataParallel(nn.Linear(4, 4), device_id=CPU))
-    with pytest.raises(TypeError, match=r"'0' is wrapped by `FullyShardedDataParallel` \(FSDP1\), which does not mix"):
-        parallelize(model, alone, HalfMixed("bf16"))
     by_hand = Net()
     fully_shard(by_hand.blocks[1], mesh=alone)
     with pytest.raises(TypeError, match=r"Net is sharded already \('blocks.1'\).*parallelize\(model, mesh, plugin\)"):
@@ -183,23 +211,6 @@ def test_scalar_parameters_have_a_way_out_that_the_error_names():
     assert model.clip.logit_scale.tolist() == [2.5]
     fabric.setup_module(model)
     dist.destroy_process_group()
-
-
-def test_models_in_part_on_meta(alone):
-    model = Net()
-    model.lm_head.to("meta")
-    with pytest.raises(RuntimeError, match=r"Net has 2 of 15 parameters and buffers on the meta device here.*mixed"):
-        parallelize(model, alone, HalfMixed("bf16"))
-
-    class Scale(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(4))
-
-    with torch.device("meta"):
-        model = nn.Sequential(Scale())
-    with pytest.raises(RuntimeError, match=r"Scale have parameters or buffers but no `reset_parameters\(\)`"):
-        parallelize(model, alone, HalfMixed("bf16"))
 
 
 def test_a_tensor_parallel_plan_that_does_nothing(six):

@@ -12,17 +12,14 @@ from lightning_lowprec import FabricFSDP2Strategy, FP8TorchAO
 from lightning_lowprec.callbacks import NumericsMonitor
 from tests.fsdp2 import toy
 from tests.fsdp2.models import Net, batch, full, loss_of, same
-from tests.fsdp2.ranks import run
-from tests.toys import Block, adamw
+from tests.fsdp2.ranks import parts, run
+from tests.toys import Block, adamw, stepped
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
 
 def fabric_for(precision="fp8-hybrid", **options):
-    words = {"precision": precision} if isinstance(precision, str) else {"plugins": precision}
-    fabric = L.Fabric(accelerator="cpu", devices=2, strategy=FabricFSDP2Strategy(**options), **words)
-    fabric.launch()
-    return fabric
+    return toy.fabric_for(precision, 2, strategy=FabricFSDP2Strategy(**options))
 
 
 def set_up(fabric, model=None):
@@ -30,16 +27,8 @@ def set_up(fabric, model=None):
     return fabric.setup(model, adamw(model, 1e-2))
 
 
-def step(fabric, model, optimizer, number, rank):
-    loss = loss_of(model, batch(number, rank))
-    fabric.backward(loss)
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
-
-
-def trained(fabric, model, optimizer, rank, steps=4):
-    losses = [step(fabric, model, optimizer, number, rank) for number in range(steps)]
+def trained(fabric, model, optimizer, rank, numbers=range(4)):
+    losses = stepped(fabric, optimizer, (loss_of(model, batch(number, rank)) for number in numbers))
     return full(model), losses
 
 
@@ -79,7 +68,7 @@ def inference_mode_changes_nothing(rank):
             with torch.no_grad(), evaluate():
                 losses.append(loss_of(model.eval(), batch(90, rank)).item())
             model.train()
-            losses.append(step(fabric, model, optimizer, number, rank))
+            losses += trained(fabric, model, optimizer, rank, [number])[1]
         results.append((losses, full(model)))
     (plain, weights), (inferred, others) = results
     assert plain == inferred
@@ -193,7 +182,7 @@ def early_optimizers_of_several_models_train_each_model(rank):
         assert same(alone, trained(fabric, model, optimizer, rank)[0])
 
 
-PARTS = (
+@parts(
     early_optimizers_of_several_models_train_each_model,
     optimizers_built_early_late_or_jointly_train_alike,
     inference_mode_changes_nothing,
@@ -202,8 +191,5 @@ PARTS = (
     weights_that_only_rank_0_has_or_nobody,
     a_monitor_reads_the_whole_weight_from_shards,
 )
-
-
-@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.__name__)
 def test_two_ranks(part, tmp_path):
-    run(part, 2, tmp_path)
+    run(part[0], 2, tmp_path)

@@ -1,7 +1,6 @@
 """Manual optimization, GANs, models without blocks, uneven shards, BatchNorm; two gloo ranks."""
 
 import gc
-import warnings
 import weakref
 
 import lightning as L
@@ -11,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import lightning_lowprec  # noqa: F401  (registers the names)
-from tests.fsdp2.ranks import run
+from tests.fsdp2.ranks import parts, quietly, run
 from tests.fsdp2.toy import full as whole
 from tests.toys import ON_CPU, Block, Task
 
@@ -172,19 +171,11 @@ def no_unsharded_weight_stays_in_memory(rank):
     assert sum(p().untyped_storage().nbytes() for p in before if p() is not None) == 0
 
 
-def quietly(rank, part, *args):
-    warnings.simplefilter("ignore")
-    part(rank, *args)
-
-
-PARTS = [
+@parts(
     *((manual_optimization_trains_as_ddp_with_gradients_that_user_code_edits, *case) for case in MANUAL),
     *((a_gan_trains_as_in_one_process, blocks_in) for blocks_in in ("g", "d")),
     *((batch_norm_stays_float32, precision) for precision in ("bf16-mixed", "fp8-hybrid", "bf16-remainder")),
-    (no_unsharded_weight_stays_in_memory,),
-]
-
-
-@pytest.mark.parametrize("part", PARTS, ids=lambda part: "-".join([part[0].__name__, *map(str, part[1:])]))
+    no_unsharded_weight_stays_in_memory,
+)
 def test_two_ranks(part, tmp_path):
     run(quietly, 2, tmp_path, *part)

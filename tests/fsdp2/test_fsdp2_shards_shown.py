@@ -123,17 +123,14 @@ NAMES = ["32-true", "fp8-hybrid", *({"mxfp8"} & set(names_on_cpu())), "bf16-8bit
 
 
 @pytest.mark.parametrize("precision", NAMES)
-def test_a_layer_called_by_hand_says_what_to_do(precision):
+def test_a_layer_called_by_hand_and_a_step_whose_gradients_are_in_no_shard_say_what_to_do(precision):
     said = r"in manual.*outside of the module's own forward: compute by `self\(\.\.\.\)`, call `self\.unshard\(\)`"
     with pytest.raises(RuntimeError, match=said):
         fitted(ByHand(), "fsdp2", precision, devices=1)
-
-
-@pytest.mark.parametrize("precision", NAMES)
-@pytest.mark.parametrize("manual", [True, False])
-def test_a_step_whose_gradients_are_in_no_shard_raises(precision, manual):
-    with pytest.raises(RuntimeError, match=r"is not in the shard that the optimizer updates.*whole loss by `self\("):
-        fitted(ByHand(unshard=True, manual=manual), "fsdp2", precision, devices=1)
+    for manual in (True, False):
+        said = r"is not in the shard that the optimizer updates.*whole loss by `self\("
+        with pytest.raises(RuntimeError, match=said):
+            fitted(ByHand(unshard=True, manual=manual), "fsdp2", precision, devices=1)
 
 
 class TwiceDifferentiated(Steps):

@@ -3,7 +3,7 @@
 import itertools
 import logging
 import tempfile
-import warnings
+from functools import partial
 
 import lightning as L
 import pytest
@@ -12,8 +12,8 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 
 from lightning_lowprec import parallelize
 from tests.fsdp2.models import Net, batch, full, loss_of, same
-from tests.fsdp2.ranks import run
-from tests.toys import QUIET
+from tests.fsdp2.ranks import parts, quietly, run
+from tests.toys import QUIET, Task, adamw
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 STEPS = 4
@@ -27,17 +27,14 @@ class Tokens(torch.utils.data.Dataset):
         return batch(index // 4, 9)[index % 4]
 
 
-class Module(L.LightningModule):
+class Module(Task):
     def __init__(self, early_optimizer=False):
-        super().__init__()
-        self.net = Net()
-        self.losses, self.evaluated = [], []
-        self.optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2) if early_optimizer else None
+        super().__init__(Net(), loss_of, partial(adamw, lr=1e-2))
+        self.evaluated = []
+        self.early = adamw(self, 1e-2) if early_optimizer else None
 
     def training_step(self, tokens, _):
-        loss = loss_of(self.net, tokens)
-        self.losses.append(loss.item())
-        return {"loss": loss, "tokens": tokens}
+        return {"loss": super().training_step(tokens), "tokens": tokens}
 
     def validation_step(self, tokens, _):
         self.evaluated.append(loss_of(self.net, tokens).item())
@@ -45,7 +42,7 @@ class Module(L.LightningModule):
     test_step = predict_step = validation_step
 
     def configure_optimizers(self):
-        return self.optimizer or torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return self.early or super().configure_optimizers()
 
 
 def trainer_for(precision, strategy="fsdp2", **kwargs):
@@ -166,19 +163,11 @@ def the_trainer_clips_by_the_norm_of_all_shards(rank):
             assert moved == pytest.approx(value, rel=1e-4), precision
 
 
-PARTS = (
+@parts(
     the_model_may_be_defined_anywhere,
     a_sharded_model_goes_on_in_its_precision,
     a_model_without_an_optimizer_is_saved_and_resumed,
     the_trainer_clips_by_the_norm_of_all_shards,
 )
-
-
-def quietly(rank, part):
-    warnings.simplefilter("ignore")
-    part(rank)
-
-
-@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.__name__)
 def test_two_ranks(part, tmp_path):
-    run(quietly, 2, tmp_path, part)
+    run(quietly, 2, tmp_path, *part)

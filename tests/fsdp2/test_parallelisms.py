@@ -3,7 +3,6 @@
 import math
 from contextlib import contextmanager
 
-import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,8 +16,8 @@ from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel, Float8R
 
 from lightning_lowprec import FabricFSDP2Strategy, FP8TorchAO, HalfMixed, parallelize
 from tests.fsdp2.models import Net, batch, loss_of
-from tests.fsdp2.ranks import run
-from tests.fsdp2.toy import full
+from tests.fsdp2.ranks import parts, run
+from tests.fsdp2.toy import fabric_for, full
 from tests.toys import convert
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
@@ -61,8 +60,7 @@ def a_sequence_parallel_plan(rank, recipe):
     """The two roundings of FP8, with other scales, are nearer to each other than FP8 is to float32."""
     plan = sequence_plan(ColwiseParallel, RowwiseParallel)
     strategy = FabricFSDP2Strategy(tensor_parallel=plan, tensor_parallel_size=2, param_dtype=torch.float32)
-    fabric = L.Fabric(accelerator="cpu", devices=2, strategy=strategy, plugins=FP8TorchAO(recipe))
-    fabric.launch()
+    fabric = fabric_for(FP8TorchAO(recipe), 2, strategy=strategy)
     model = fabric.setup_module(net := Net())
     loss = loss_of(model, batch(0, 0))
     fabric.backward(loss)
@@ -144,6 +142,6 @@ if torch.ops._c10d_functional._wrap_tensor_autograd.default in float8_ops.FLOAT8
     PARTS.append((activations_gathered_as_float8_by_torchaos_styles,))
 
 
-@pytest.mark.parametrize("part", PARTS, ids=lambda part: "-".join([part[0].__name__, *part[1:]]))
+@parts(*PARTS)
 def test_two_ranks(part, tmp_path):
     run(part[0], 2, tmp_path, *part[1:])

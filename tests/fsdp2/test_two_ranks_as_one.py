@@ -4,7 +4,6 @@ import itertools
 import operator
 from functools import partial
 
-import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,6 +13,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.pytorch_utils import Conv1D
 
 from lightning_lowprec import MSAMP, FabricFSDP2Strategy, FP8TorchAO, HalfMixed
+from tests.fsdp2 import toy
 from tests.fsdp2.gathers import count_gathers
 from tests.fsdp2.ranks import launch
 from tests.representatives import names_on_cpu
@@ -142,13 +142,11 @@ CASES = {
 
 def fabric_for(case, devices, **options):
     precision = CASES[case][0]
-    words = {"precision": precision} if isinstance(precision, str) else {"plugins": precision()}
-    return L.Fabric(accelerator="cpu", devices=devices, **words, **options)
+    return toy.fabric_for(precision if isinstance(precision, str) else precision(), devices, **options)
 
 
 def train(fabric, case):
     """The same batch on every rank, whose average of gradients is exact."""
-    fabric.launch()
     torch.manual_seed(0)
     net = (make := CASES[case][2])()
     micro_batches = 1 if "bf16" in case or "kept" in case else 2  # one process sums gradients of bf16 products as bf16

@@ -2,13 +2,13 @@
 
 import copy
 
-import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import lightning_lowprec  # noqa: F401  (registers the names)
+from tests.fsdp2.toy import fabric_for
 from tests.quality import sqnr
 from tests.toys import Stack
 
@@ -30,8 +30,7 @@ class Model(Stack):
 
 
 def set_up(model, name):
-    fabric = L.Fabric(accelerator="cpu", devices=1, strategy="fsdp2", precision=name)
-    fabric.launch()
+    fabric = fabric_for(name, strategy="fsdp2")
     return fabric, fabric.setup_module(model)
 
 

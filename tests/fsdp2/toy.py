@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from lightning_lowprec import FabricFSDP2Strategy
-from tests.toys import Block
+from tests.toys import Block, stepped
 
 WIDTH = 32
 X = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(1))
@@ -47,31 +47,26 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([{"params": others, "weight_decay": 0.0}, {"params": decayed}], lr=1e-2)
 
 
+def fabric_for(precision, ranks: int = 1, **options) -> L.Fabric:
+    """Return a Fabric that is launched, for a name or a plugin."""
+    words = {"precision": precision} if isinstance(precision, str) else {"plugins": precision}
+    fabric = L.Fabric(accelerator="cpu", devices=ranks, **words, **options)
+    fabric.launch()
+    return fabric
+
+
 def setup(
     precision, ranks: int, seed: int = 0, kind: str = "sharded", make=adamw, width: int = WIDTH, net=Toy, **options
 ):
-    fabric = L.Fabric(
-        accelerator="cpu",
-        devices=ranks,
-        strategy=FabricFSDP2Strategy(state_dict_type=kind, **options),
-        **({"precision": precision} if isinstance(precision, str) else {"plugins": precision}),
-    )
-    fabric.launch()
+    fabric = fabric_for(precision, ranks, strategy=FabricFSDP2Strategy(state_dict_type=kind, **options))
     model = net(seed) if net is not Toy else Toy(seed, width)
     model, optimizer = fabric.setup(model, make(model))
     return fabric, model, optimizer
 
 
 def train(fabric, model, optimizer, steps: range, ranks: int) -> list[float]:
-    losses = []
-    for step in steps:
-        rows = torch.arange(8) + 8 * ((step * ranks + fabric.global_rank) % 8)
-        loss = F.cross_entropy(model(X[rows]).float(), Y[rows])
-        fabric.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    rows = (torch.arange(8) + 8 * ((step * ranks + fabric.global_rank) % 8) for step in steps)
+    return stepped(fabric, optimizer, (F.cross_entropy(model(X[row]).float(), Y[row]) for row in rows))
 
 
 SENT_AS = {torch.float8_e4m3fn: torch.uint8, torch.float8_e5m2: torch.uint8, torch.int16: torch.float16}

@@ -82,29 +82,16 @@ def test_names_train_or_raise_with_the_device_and_a_way_out(outcomes):
         assert "Use " in error, name
 
 
-def test_a_step_waits_for_the_gpu_once_with_loss_scaling_and_never_without(outcomes):
-    """With a loss scale the host reads one number per step, to skip a step with inf."""
-    _, found = outcomes
-    scaled = {name for name in found if "fp16" in name}
-    trained = {name: outcome for name, outcome in found.items() if "error" not in outcome}
-    assert {name: o["waits"] for name, o in trained.items()} == {n: FLAG_READ if n in scaled else 0 for n in trained}
-    assert {name: o["read"] for name, o in trained.items()} == {n: int(n in scaled) for n in trained}
-
-
-def test_the_kernel_of_an_update_gets_addresses_and_numbers_from_pinned_memory(outcomes):
-    """A step launches one kernel per length of blocks."""
-    _, found = outcomes
-    for name, outcome in found.items():
-        if "error" not in outcome:
-            assert outcome["sent"] <= 3 * outcome["updates"], name
-            assert outcome["updates"] <= (3 if "8bit" in name else 1), name
-            assert outcome["sent from pageable memory"] == 0, name
-
-
-def test_nothing_is_refused_or_unknown_and_products_have_the_formats_of_the_name(outcomes):
+def test_what_a_step_waits_for_sends_and_multiplies_is_that_of_its_name(outcomes):
     device, found = outcomes
     for name, outcome in found.items():
         if "error" not in outcome:
+            scaled = "fp16" in name  # the host reads one number per step, to skip a step with inf
+            assert (outcome["waits"], outcome["read"]) == ((FLAG_READ, 1) if scaled else (0, 0)), name
+            # an update launches one kernel per length of blocks, with addresses and numbers from pinned memory
+            assert outcome["sent"] <= 3 * outcome["updates"], name
+            assert outcome["updates"] <= (3 if "8bit" in name else 1), name
+            assert outcome["sent from pageable memory"] == 0, name
             base = "float16" if "fp16" in name else "bfloat16"
             low = "float4_e2m1fn" if name.startswith("nvfp4") else "float8_e4m3fn"
             by_triton = device != "h200" and name == "fp8-block"

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from lightning_lowprec.private.transformers import as_with_values
 from lightning_lowprec.tools.fits.simulation import Setting, Simulator, inputs_of
+from tests.toys import QUIET
 
 BATCH, TOKENS, WIDTH = 2, 2048, 1024
 LLAMA = LlamaConfig(
@@ -22,10 +23,18 @@ LLAMA = LlamaConfig(
 GPT2 = GPT2Config(vocab_size=50257, n_positions=TOKENS, n_embd=1024, n_layer=6, n_head=16)
 
 
-class LanguageModel(L.LightningModule):
-    def __init__(self, config, fused=True, checkpointing=False):
+class Trained(L.LightningModule):
+    def __init__(self, fused):
         super().__init__()
         self.fused = fused
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), fused=self.fused or None)
+
+
+class LanguageModel(Trained):
+    def __init__(self, config, fused=True, checkpointing=False):
+        super().__init__(fused)
         self.model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
         if checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -33,23 +42,16 @@ class LanguageModel(L.LightningModule):
     def training_step(self, batch, index):
         return self.model(input_ids=batch[0], labels=batch[0], use_cache=False).loss
 
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), fused=self.fused or None)
 
-
-class Regressor(L.LightningModule):
+class Regressor(Trained):
     def __init__(self, fused=True):
-        super().__init__()
-        self.fused = fused
+        super().__init__(fused)
         layer = nn.TransformerEncoderLayer(WIDTH, 16, 4 * WIDTH, batch_first=True, norm_first=True)
         self.encoder = nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
         self.head = nn.Linear(WIDTH, 1)
 
     def training_step(self, batch, index):
         return nn.functional.mse_loss(self.head(self.encoder(batch[0])), batch[1])
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), fused=self.fused or None)
 
 
 def tokens():
@@ -79,8 +81,8 @@ def by_trainer(module, precision, batch, folder):
     peaks = Peaks()
     data = DataLoader(TensorDataset(*(t.repeat(3, *[1] * (t.ndim - 1)) for t in batch)), batch_size=len(batch[0]))
     trainer = L.Trainer(
-        accelerator="cuda", devices=1, precision=precision, max_epochs=1, callbacks=[peaks], logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
+        accelerator="cuda", devices=1, precision=precision, max_epochs=1, callbacks=[peaks], default_root_dir=folder,
+        **QUIET,
     )  # fmt: skip
     with as_with_values():  # the null GPU shows zeros, which would say that sequences are packed
         trainer.fit(module, data)

@@ -156,9 +156,8 @@ def test_a_step_waits_no_oftener_than_its_budget(case, tmp_path):
     gc.collect()
     step = LastStep()
     trainer = L.Trainer(
-        accelerator="cuda", devices=1, max_epochs=1, callbacks=[step], default_root_dir=tmp_path, logger=False,
-        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, **precision_of(case),
-        accumulate_grad_batches=2, gradient_clip_val=1.0,
+        accelerator="cuda", devices=1, max_epochs=1, callbacks=[step], default_root_dir=tmp_path,
+        accumulate_grad_batches=2, gradient_clip_val=1.0, **QUIET, **precision_of(case),
     )  # fmt: skip
     task = LanguageModel(checkpoints="checkpoints" in case, adapters="LoRA" in case)
     trainer.fit(task, DataLoader(torch.randint(WORDS, (2 * BATCHES, 64)), batch_size=2))

@@ -1,15 +1,18 @@
 """A small model, its data and its runs, for the tests of MSAMP."""
 
 import lightning as L
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from lightning_lowprec import MSAMP
+from lightning_lowprec.msamp import scale_linears
 from tests.precision.weights_left import as_trained
 from tests.toys import ON_CPU
 
 LEVELS = ["O1", "O2", "O3"]
+every_level = pytest.mark.parametrize("level", LEVELS)
 CHATTER = "ignore:`isinstance\\(treespec, LeafSpec\\)` is deprecated"
 """torch >= 2.11 under lightning <= 2.6."""
 
@@ -42,6 +45,15 @@ class Batches(list):
     def __init__(self, count=4):
         generator = torch.Generator().manual_seed(1)
         super().__init__(torch.randn(8, 16, generator=generator) for _ in range(count))
+
+
+def linear(level, **options):
+    """Return a Linear(32, 48) with a weight of codes, and its values before."""
+    torch.manual_seed(0)
+    module = nn.Linear(32, 48)
+    start = module.weight.detach().clone()
+    scale_linears(module, [""], level, **options)
+    return module, start
 
 
 def coded(module):

@@ -13,11 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_lowprec import MSAMP, plain
 from lightning_lowprec.msamp import ScaledAdamW, scale_linears, values_of
-from tests.msamp.msamp_runs import CHATTER, LEVELS, Batches, Net, coded, fit, in_fabric
+from tests.msamp.msamp_runs import CHATTER, Batches, Net, coded, every_level, fit, in_fabric
 from tests.quality import sqnr
 from tests.toys import in_e4m3
 
-every_level = pytest.mark.parametrize("level", LEVELS)
 pytestmark = pytest.mark.filterwarnings(CHATTER)
 
 

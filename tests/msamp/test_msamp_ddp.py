@@ -11,7 +11,7 @@ import lightning_lowprec
 from lightning_lowprec import MSAMP
 from lightning_lowprec.msamp import values_of
 from tests.fsdp2.ranks import launch
-from tests.fsdp2.toy import QUIET, Toy, X, Y
+from tests.fsdp2.toy import QUIET, Toy, X, Y, fabric_for
 from tests.numerics.test_fp8_average import Sent
 from tests.precision.weights_left import as_trained
 
@@ -56,8 +56,7 @@ def by_trainer(rank, ranks, epochs, path=None, seed=None, **options):
 
 
 def in_fabric(model, ranks, plugin=None):
-    fabric = L.Fabric(accelerator="cpu", devices=ranks, strategy="ddp", plugins=[plugin or MSAMP()])
-    fabric.launch()
+    fabric = fabric_for(plugin or MSAMP(), ranks, strategy="ddp")
     return fabric, *fabric.setup(model, adamw(model))
 
 

@@ -13,12 +13,11 @@ from lightning_lowprec.msamp import ScaledAdamW, scale_weight_, values_of
 from lightning_lowprec.msamp import adamw as msamp_step
 from lightning_lowprec.msamp.gradient import ScaledGradient
 from lightning_lowprec.msamp.plugin import convert_optimizer_
+from tests.msamp.msamp_runs import every_level
 from tests.msamp.scaled_reference import Reference, quantise, value
 
-LEVELS = ["O1", "O2", "O3"]
 SHAPES = [(33, 17), (5,), (64, 8), (1,), (3, 2, 5)]
 OPTIONS = {"lr": 3e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
-every_level = pytest.mark.parametrize("level", LEVELS)
 
 
 def starts(seed=0):

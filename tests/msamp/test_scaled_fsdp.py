@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from lightning_lowprec import MSAMP
 from lightning_lowprec.msamp import set_values_, values_of
 from tests.fsdp2 import toy
-from tests.fsdp2.ranks import run
+from tests.fsdp2.ranks import parts, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
@@ -71,13 +71,10 @@ def options_that_do_not_go_with_weights_of_codes(rank):
         toy.setup("msamp-o3", 2, fp8_all_gather=False)
 
 
-PARTS = (
+@parts(
     what_is_not_finite_on_one_rank_leaves_the_scales_finite_and_equal,
     a_shard_shows_values_and_takes_writes_with_a_common_scale,
     options_that_do_not_go_with_weights_of_codes,
 )
-
-
-@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.__name__)
 def test_two_ranks(part, tmp_path):
-    run(part, 2, tmp_path)
+    run(part[0], 2, tmp_path)

@@ -1,6 +1,5 @@
 """Linears with coded weights: their three GEMMs, where the gradient goes, copies, moves, state, training."""
 
-import copy
 import pickle
 import re
 
@@ -13,18 +12,10 @@ from transformers.pytorch_utils import Conv1D
 
 from lightning_lowprec import MSAMP, plain
 from lightning_lowprec.msamp import scale_linears, values_of
+from tests.msamp.msamp_runs import every_level, linear
 from tests.quality import sqnr
 
-LEVELS = ["O1", "O2", "O3"]
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-every_level = pytest.mark.parametrize("level", LEVELS)
-
-
-def linear(level, bias=True, seed=0, **options):
-    torch.manual_seed(seed)
-    module = nn.Linear(32, 48, bias=bias)
-    scale_linears(module, [""], level, **options)
-    return module
 
 
 def rounded(x, dtype):
@@ -37,7 +28,7 @@ def rounded(x, dtype):
 @pytest.mark.parametrize("rows", [16, 7])
 @pytest.mark.parametrize("emulate", [True, False], ids=["emulated", "kernel"])
 def test_the_three_products_are_those_of_the_rounded_tensors(level, rows, emulate):
-    module = linear(level, emulate=emulate)
+    module, _ = linear(level, emulate=emulate)
     x = torch.randn(2, rows, 32, requires_grad=True)
     grad_output = torch.randn(2, rows, 48)
     output = module(x)
@@ -115,7 +106,7 @@ def test_a_conv1d_computes_what_a_linear_does(level, emulate, float32_gradients)
 
 @pytest.mark.parametrize("change", [nn.utils.parametrizations.weight_norm, nn.utils.spectral_norm])
 def test_a_weight_that_became_a_plain_tensor_raises(change):
-    module = linear("O2")
+    module, _ = linear("O2")
     change(module)
     with pytest.raises(TypeError, match=r"plain \(48, 32\) tensor.* before the conversion"):
         module(torch.randn(16, 32))
@@ -123,7 +114,7 @@ def test_a_weight_that_became_a_plain_tensor_raises(change):
 
 @every_level
 def test_moves_keep_codes_and_take_scales_along(level):
-    module = linear(level)
+    module, _ = linear(level)
     dtype, x = module.weight.dtype, torch.randn(16, 32)
     expected = module(x)
     module.double().float()
@@ -163,7 +154,7 @@ def test_a_private_name_of_torch_that_is_gone_is_reported_at_set_up(monkeypatch)
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # of the layer's check of shapes
 def test_what_does_not_run_through_codes_names_the_way_out():
-    layer = linear("O2")
+    layer, _ = linear("O2")
     x = torch.randn(16, layer.in_features, requires_grad=True)
     with pytest.raises(RuntimeError, match=r"create_graph=True.*ScaledLinear.*keep="):
         torch.autograd.grad(layer(x).sum(), x, create_graph=True)
@@ -176,7 +167,7 @@ def test_what_does_not_run_through_codes_names_the_way_out():
 
 
 def test_pruning_after_the_conversion_names_the_way_out():
-    layer = linear("O2")
+    layer, _ = linear("O2")
     torch.nn.utils.prune.l1_unstructured(layer, "weight", amount=0.5)
     for use in (lambda: layer(torch.randn(16, layer.in_features)), lambda: layer.to("cpu")):
         with pytest.raises(TypeError, match=r"Parametrize, prune or normalize weights before the conversion"):
@@ -188,25 +179,23 @@ def test_pruning_after_the_conversion_names_the_way_out():
 
 VALUES = torch.tensor([[1.0, -2.0, 3.0], [0.5, 0.0, -4.0]])
 """Exact in e4m3 with any power-of-two scale."""
-SQUARE = nn.Linear(16, 16, bias=False)
 
 
-def square():
-    module = copy.deepcopy(SQUARE)
+def scaled(*sizes):
+    module = nn.Linear(*sizes, bias=False)
     scale_linears(module, [""], "O2")
     return module
 
 
 def gradient_of(values):
     """Return the gradient of a weight that gets these values from its layer."""
-    module = nn.Linear(*values.shape[::-1], bias=False)
-    scale_linears(module, [""], "O2")
+    module = scaled(*values.shape[::-1])
     module(torch.eye(len(values.T))).backward(values.T)
     return module.weight.grad
 
 
 def with_gradient():
-    module = square()
+    module = scaled(16, 16)
     module(torch.eye(16)).sum().backward()
     return module
 
@@ -239,13 +228,10 @@ def test_multiplying_by_a_number_changes_only_the_scale(multiply):
     assert torch.allclose(gradient.decode(), VALUES * 0.3, rtol=1e-6)
 
 
-def test_gradients_of_different_scales_are_added():
+def test_other_operations_in_place_encode_anew():
     gradient = gradient_of(VALUES)
     gradient.add_(gradient_of(0.25 * VALUES))
-    assert torch.equal(gradient.decode(), 1.25 * VALUES), "exact in e4m3"
-
-
-def test_other_operations_in_place_encode_anew():
+    assert torch.equal(gradient.decode(), 1.25 * VALUES), "gradients of different scales; exact in e4m3"
     gradient = gradient_of(VALUES)
     gradient.add_(VALUES)
     assert torch.equal(gradient.decode(), 2 * VALUES)
@@ -283,7 +269,7 @@ def test_torch_clips_it(foreach):
 
 
 def test_a_weight_used_twice_gets_the_sum():
-    module = square()
+    module = scaled(16, 16)
     x = torch.eye(16)
     (module(x) + 2 * module(x)).sum().backward()
     assert torch.equal(module.weight.grad.decode(), torch.full((16, 16), 3.0))

@@ -10,18 +10,9 @@ from torch import nn
 
 from lightning_lowprec import MSAMP
 from lightning_lowprec.msamp import ScaledAdamW, scale_linears, set_values_, values_of
+from tests.msamp.msamp_runs import every_level, linear
 from tests.msamp.scaled_reference import quantise, value
 from tests.quality import sqnr
-
-every_level = pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-
-
-def linear(level, **options):
-    torch.manual_seed(0)
-    module = nn.Linear(32, 48)
-    start = module.weight.detach().clone()
-    scale_linears(module, [""], level, **options)
-    return module, start
 
 
 def encoded(values):

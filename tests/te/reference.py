@@ -43,7 +43,7 @@ from transformers import LlamaConfig
 from lightning_lowprec import FP8TE
 from lightning_lowprec.te import layer
 from lightning_lowprec.te.delayed_scaling import restore_scales
-from tests.toys import Stack, Task, gelu_block
+from tests.toys import ON_CPU, Stack, Task, gelu_block
 
 ASKING = (base.__name__, layer.__name__)
 
@@ -137,13 +137,7 @@ def run_on_cpu(monkeypatch) -> None:
 
 # ---- what the tests of the plugin set up
 
-QUIET = {
-    "max_epochs": 1,
-    "logger": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "accelerator": "cpu",
-}
+QUIET = {**ON_CPU, "max_epochs": 1}
 LLAMA = LlamaConfig(
     vocab_size=64,
     hidden_size=32,

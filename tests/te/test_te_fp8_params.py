@@ -33,19 +33,13 @@ def train(fabric, wrapped, optimizer, steps=3, micro_batches=2):
     return losses
 
 
-def test_the_same_training_with_one_quantisation_per_weight_and_step(reference_te):
+def test_weights_are_quantised_once_per_step_kept_for_evaluation_and_freed_by_a_set_up_without(reference_te):
     counts, plain_counts = [], []
     plain = train(*set_up(counting_current_scaling(plain_counts)))
-    kept = train(*set_up(counting_current_scaling(counts), fp8_params=True))
-    assert kept == plain
+    fabric, wrapped, optimizer = set_up(counting_current_scaling(counts), fp8_params=True)
+    assert train(fabric, wrapped, optimizer) == plain
     assert len(plain_counts) == 6 * 3 * 2  # layers, steps, micro-batches
     assert len(counts) == 6 * 3
-
-
-def test_evaluation_uses_what_was_kept(reference_te):
-    counts = []
-    fabric, wrapped, optimizer = set_up(counting_current_scaling(counts), fp8_params=True)
-    train(fabric, wrapped, optimizer)
     counts.clear()
     wrapped.eval()
     with torch.no_grad():
@@ -56,6 +50,11 @@ def test_evaluation_uses_what_was_kept(reference_te):
     fresh.load_state_dict(wrapped.state_dict())
     with torch.no_grad():
         assert torch.equal(outputs[0], fresh.eval()(batches(1)[0]))
+    model = wrapped.module
+    assert all(layer._fp8_workspaces for layer in te_linears(model))
+    fabric_for(FP8TE(current_scaling(), norms=False)).setup(model)
+    assert not any(layer.keep_weights for layer in te_linears(model))
+    assert not any(layer._fp8_workspaces for layer in te_linears(model))
 
 
 def test_an_input_that_needs_a_gradient_later(reference_te):
@@ -102,13 +101,3 @@ def test_sharded_weights_are_refused(gather):
     )
     with pytest.raises(ValueError, match=message):
         L.Fabric(accelerator="cpu", devices=1, strategy=FabricFSDP2Strategy(fp8_all_gather=gather), plugins=plugin)
-
-
-def test_nothing_is_left_of_what_was_kept_when_a_model_is_set_up_without(reference_te):
-    fabric, wrapped, optimizer = set_up(fp8_params=True)
-    train(fabric, wrapped, optimizer)
-    model = wrapped.module
-    assert all(layer._fp8_workspaces for layer in te_linears(model))
-    fabric_for(FP8TE(current_scaling(), norms=False)).setup(model)
-    assert not any(layer.keep_weights for layer in te_linears(model))
-    assert not any(layer._fp8_workspaces for layer in te_linears(model))

@@ -3,14 +3,13 @@
 A scale belongs to a tensor of one rank, so the same batches in one piece are another rounding: near, not equal.
 """
 
-import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
-from tests.fsdp2.ranks import run
-from tests.fsdp2.toy import differences
+from tests.fsdp2.ranks import parts, run
+from tests.fsdp2.toy import differences, fabric_for
 
 pytestmark = [
     pytest.mark.distributed,
@@ -62,9 +61,7 @@ def train(fabric, batches, steps=range(STEPS), keep=None):
 
 
 def launched(strategy, **options):
-    fabric = L.Fabric(accelerator="cpu", devices=2, strategy=strategy, plugins=plugin(**options))
-    fabric.launch()
-    return fabric
+    return fabric_for(plugin(**options), 2, strategy=strategy)
 
 
 def trained(rank, strategy, **where):
@@ -72,8 +69,7 @@ def trained(rank, strategy, **where):
 
 
 def in_one_process():
-    fabric = L.Fabric(accelerator="cpu", devices=1, plugins=plugin())
-    return train(fabric, lambda step: [batch_of(0, step), batch_of(1, step)])
+    return train(fabric_for(plugin()), lambda step: [batch_of(0, step), batch_of(1, step)])
 
 
 def decibels(found, expected):
@@ -143,6 +139,6 @@ def on_cpu(rank, part, folder):
     part(rank, folder)
 
 
-@pytest.mark.parametrize("part", [ddp, fsdp2, delayed_scales_are_saved_and_loaded], ids=lambda part: part.__name__)
+@parts(ddp, fsdp2, delayed_scales_are_saved_and_loaded)
 def test_two_ranks(part, tmp_path):
-    run(on_cpu, 2, tmp_path, part, tmp_path)
+    run(on_cpu, 2, tmp_path, *part, tmp_path)

@@ -30,7 +30,7 @@ def test_kinds(kind, cls):
     assert FP8TE(kind).kind == kind
 
 
-def test_fields_reach_the_recipe():
+def test_fields_mappings_and_objects_reach_the_recipe():
     made = make("delayed", fp8_format="e4m3", margin=2, amax_history_len=16, amax_compute_algo="most_recent")
     assert (made.fp8_format, made.margin, made.amax_history_len) == (te.Format.E4M3, 2, 16)
     assert made.amax_compute_algo == "most_recent"
@@ -38,9 +38,6 @@ def test_fields_reach_the_recipe():
     assert make("delayed", fp8_dpa=True, fp8_mha=True).fp8_mha is True
     assert make("nvfp4", disable_rht=True).disable_rht is True
     assert make("block", fp8_format="hybrid").fp8_format is te.Format.HYBRID
-
-
-def test_mapping_and_object():
     assert make({"recipe": "current", "fp8_format": "E4M3"}).fp8_format is te.Format.E4M3
     assert make({"amax_history_len": 3}).amax_history_len == 3  # delayed
     own = te.DelayedScaling(amax_history_len=7)
