@@ -86,15 +86,12 @@ def test_an_editable_install_whose_pth_file_nobody_reads(built, strict):
     assert_lost(built / "editable", strict=strict)
 
 
-def test_an_editable_install_whose_folder_moved(built, tmp_path):
+def test_an_editable_install_whose_folder_moved_and_a_half_removed_package(built, tmp_path):
     site = shutil.copytree(built / "editable", tmp_path / "site")
     (finder,) = site.glob("__editable___*_finder.py")
     finder.write_text(finder.read_text().replace(str(built / "clone"), str(tmp_path / "moved")))
     assert_lost(site, is_site=True)
-
-
-def test_a_half_removed_package(built, tmp_path):
-    site = shutil.copytree(built / "wheel", tmp_path / "site")
+    site = shutil.copytree(built / "wheel", tmp_path / "wheel")
     shutil.rmtree(site / "lightning_lowprec")
     said, warned = load(site)
     assert Path(said).parent == site, "who asks for a name is told that the package cannot be imported"

@@ -54,14 +54,11 @@ def test_a_plan_is_the_committed_one(executed, mark):
     assert shown(cell_with(executed, mark)) == shown(cell_with(COMMITTED, mark)) != ""
 
 
-def test_the_committed_outputs_are_those_of_the_committed_cells():
+def test_committed_outputs_are_of_the_committed_cells_which_use_public_names_and_links_that_lead_somewhere():
     assert [cell.metadata[tool.EXECUTED] for cell in CODE] == [tool.digest(cell.source) for cell in CODE]
     assert [cell.execution_count for cell in CODE] == list(range(1, len(CODE) + 1))
     silent = [cell.source for cell in CODE[2:] if not cell.outputs]
     assert silent == [], "every cell but the first two shows something"
-
-
-def test_cells_use_public_names_and_their_links_lead_somewhere():
     source = "\n".join(cell.source for cell in CODE)
     assert not re.findall(r"import _(?!_)|\._(?!_)", source)
     assert source.count("\n") <= 100

@@ -50,7 +50,7 @@ def steps_of(*jobs):
     return steps
 
 
-def test_a_release_is_built_without_rights_and_published_without_a_password():
+def test_workflows_have_no_rights_and_a_release_is_published_without_a_password():
     text = (ROOT / ".github" / "workflows" / "release.yml").read_text()
     workflow = yaml.safe_load(text)
     assert workflow["permissions"] == {}, "each job names its own"
@@ -63,9 +63,6 @@ def test_a_release_is_built_without_rights_and_published_without_a_password():
     assert {"actions/attest-build-provenance", "actions/attest-sbom", "pypa/gh-action-pypi-publish"} <= used
     assert "cyclonedx-py" in text
     assert not re.search(r"password|secrets\.", "".join(line for line in text.splitlines() if "#" not in line))
-
-
-def test_pushes_and_pull_requests_run_lint_and_tests_without_rights():
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text())
     assert workflow["permissions"] == {"contents": "read"}
     assert {"push", "pull_request"} <= workflow[True].keys(), "yaml reads `on` as True"

@@ -15,7 +15,7 @@ from tests.toys import on_gpu
 CUDA = torch.device("cuda", 0)
 
 
-def test_every_answer_has_a_source_and_all_but_a_plain_yes_a_reason():
+def test_every_answer_has_a_source_and_plugins_and_names_have_the_same_rows():
     assert {*TABLE} == {*RECIPES} >= {row.hardware_recipe for row in names.TABLE.values()}
     for recipe, row in TABLE.items():
         assert {*row} == {*ARCHITECTURES}, recipe
@@ -23,6 +23,9 @@ def test_every_answer_has_a_source_and_all_but_a_plain_yes_a_reason():
             assert found.source, (recipe, key)
             assert found.reason or (found.runs is True and not found.emulated), (recipe, key)
             assert not (found.emulated and not found.runs), (recipe, key)
+    for name, row in names.TABLE.items():
+        if row.plugin in (HalfMixed, FP8TorchAO, MSAMP):  # tests/te has Transformer Engine's
+            assert names.create(name).hardware_recipe == row.hardware_recipe, name
 
 
 @pytest.mark.parametrize(
@@ -62,12 +65,6 @@ def test_the_names_to_use_instead_run_there():
                     rows.append("fp16" if "'16-mixed'" in words else "bf16")
                 assert rows, (recipe, key)
                 assert all(cell(row, ARCHITECTURES[key]).runs for row in rows), (recipe, key, words)
-
-
-def test_plugins_and_names_have_the_same_rows():
-    for name, row in names.TABLE.items():
-        if row.plugin in (HalfMixed, FP8TorchAO, MSAMP):  # tests/te has Transformer Engine's
-            assert names.create(name).hardware_recipe == row.hardware_recipe, name
 
 
 @pytest.mark.parametrize(

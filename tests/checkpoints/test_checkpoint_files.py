@@ -150,8 +150,11 @@ def names(path):
     return re.escape(str(path))
 
 
-def test_the_files_of_a_folder(saved):
+def test_tools_of_torch_read_our_folders_of_these_files(saved, tmp_path):
     assert sorted(f.name for f in (saved / "sharded.1").iterdir()) == sorted(FILES)
+    dcp_to_torch_save(saved / "sharded.2", tmp_path / "whole")
+    truth = torch.load(saved / "sharded.truth", weights_only=True)
+    assert_same(dict(torch.load(tmp_path / "whole", weights_only=True)["model"]), truth["model"], "torch's tool")
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -256,9 +259,3 @@ def test_a_folder_of_format_2_loads(tmp_path):
     (path / FILES[-1]).unlink()
     with pytest.raises(FileNotFoundError, match=r"lightning_lowprec.json' is missing"):
         open_checkpoint(path)
-
-
-def test_tools_of_torch_read_our_folders(saved, tmp_path):
-    dcp_to_torch_save(saved / "sharded.2", tmp_path / "whole")
-    truth = torch.load(saved / "sharded.truth", weights_only=True)
-    assert_same(dict(torch.load(tmp_path / "whole", weights_only=True)["model"]), truth["model"], "torch's tool")

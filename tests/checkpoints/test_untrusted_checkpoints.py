@@ -122,23 +122,19 @@ def test_getattr_gives_members_of_an_enum_and_nothing_else(folder):
         open_checkpoint(folder)
 
 
-def test_a_piece_of_another_shape_than_the_table_says_is_refused(folder):
+def test_a_piece_of_another_shape_and_a_file_outside_of_the_folder_are_refused(folder):
     metadata = FileSystemReader(folder).read_metadata()
     weight = metadata.state_dict_metadata["model.weight"]
     weight.size = weight.chunks[0].sizes = torch.Size([4, 1])
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(ValueError, match=r"distcp' is damaged.* a piece of 'model.weight' has the shape \(4, 8\)"):
         open_checkpoint(folder).model("model", nn.Linear(1, 4).state_dict())
-
-
-@pytest.mark.parametrize("file", ["../secret", "/etc/passwd", "", "a/../../b"])
-def test_a_table_names_no_file_outside_of_its_folder(folder, file):
-    metadata = FileSystemReader(folder).read_metadata()
-    for info in metadata.storage_data.values():
-        info.relative_path = file
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(ValueError, match=r"is damaged, or is no table of contents: the file .* is not in the folder"):
-        open_checkpoint(folder)
+    for file in ("../secret", "/etc/passwd", "", "a/../../b"):
+        for info in metadata.storage_data.values():
+            info.relative_path = file
+        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+        with pytest.raises(ValueError, match=r"is no table of contents: the file .* is not in the folder"):
+            open_checkpoint(folder)
 
 
 def test_a_damaged_shard_of_a_foreign_folder_is_named(folder):
@@ -297,10 +293,6 @@ def test_pieces_along_both_dimensions(quarters):
     assert torch.equal(open_checkpoint(quarters).model("model", linear.state_dict())["weight"], WHOLE)
 
 
-def resumes(path):
-    open_checkpoint(path).model("model", nn.Linear(5, 7, bias=False).state_dict())
-
-
 CUTS = {
     "a piece is missing": lambda pieces: pieces[1:],
     "a piece is there twice": lambda pieces: [*pieces, pieces[0]],
@@ -315,9 +307,8 @@ CUTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("reader", [resumes, open_weights])
 @pytest.mark.parametrize("cut", CUTS)
-def test_pieces_that_do_not_hold_every_value_once(quarters, cut, reader):
+def test_pieces_that_do_not_hold_every_value_once(quarters, cut):
     table = FileSystemReader(quarters).read_metadata()
     pieces = CUTS[cut](list(QUARTERS.items()))
     place = next(iter(table.storage_data.values()))
@@ -328,7 +319,9 @@ def test_pieces_that_do_not_hold_every_value_once(quarters, cut, reader):
     (quarters / ".metadata").write_bytes(pickle.dumps(table))
     said = r"\.metadata' is damaged, or is no table of contents: the pieces of 'model.weight' do not hold every value"
     with pytest.raises(ValueError, match=said):
-        reader(quarters)
+        open_checkpoint(quarters).model("model", nn.Linear(5, 7, bias=False).state_dict())
+    with pytest.raises(ValueError, match=said):
+        open_weights(quarters)
 
 
 @pytest.mark.parametrize("size", [(), (0, 3), (5,)])

@@ -116,18 +116,13 @@ def replace_forward(experts):
     experts.forward = lambda *args: 2.0 * old(*args)
 
 
-def weight_dtypes(monkeypatch):
-    seen, multiply = [], F.grouped_mm
-    monkeypatch.setattr(F, "grouped_mm", lambda a, b, **kw: (seen.append(b.dtype), multiply(a, b, **kw))[1])
-    return seen
-
-
 def test_autocast_reaches_experts_below_a_replaced_forward(monkeypatch):
     model, x = Layer(), torch.randn(24, 32)
     replace_forward(model.experts)
     expected, config = model(x), model.experts.config
     wrapped = L.Fabric(plugins=HalfMixed("bf16"), accelerator="cpu").setup(model)
-    seen = weight_dtypes(monkeypatch)
+    seen, multiply = [], F.grouped_mm
+    monkeypatch.setattr(F, "grouped_mm", lambda a, b, **kw: (seen.append(b.dtype), multiply(a, b, **kw))[1])
     torch.testing.assert_close(wrapped(x).float(), expected, rtol=0.05, atol=0.05)
     assert seen == [torch.bfloat16, torch.bfloat16]
     assert config._experts_implementation == "grouped_mm", "other models may share the config"

@@ -32,7 +32,7 @@ def reasons(model, **options):
     return {row.fqn: row.kept_because for row in plan(model, **options).rows}
 
 
-def test_stacked_experts_of_an_unknown_class_stay_and_are_listed():
+def test_stacked_experts_routers_gates_beside_experts_and_adapters():
     experts = nn.Module()
     experts.w1 = nn.Parameter(torch.empty(4, 64, 32))
     kept = reasons(nn.ModuleDict({"experts": experts, "up": nn.Linear(32, 64)}))
@@ -40,6 +40,20 @@ def test_stacked_experts_of_an_unknown_class_stay_and_are_listed():
     assert kept["experts.w1"].startswith(
         "stacked experts of an unknown class (Module); autocast leaves grouped products"
     )
+    model = nn.Module()
+    model.moe = nn.ModuleDict({"gate": nn.Linear(16, 16), "experts": nn.ModuleList([nn.Linear(16, 16)])})
+    model.choice = type("TopKRouter", (nn.Module,), {})()
+    model.choice.weight = nn.Parameter(torch.zeros(4, 16))
+    model.router = nn.Sequential(nn.Linear(16, 16))
+    model.mlp = nn.ModuleDict({"gate": nn.Linear(16, 16), "gate_proj": nn.Linear(16, 16)})
+    model.lora_A = nn.ModuleDict({"default": nn.Linear(16, 16)})
+    assert reasons(model) == {
+        "moe.gate": "gate beside experts", "moe.experts.0": None,
+        "router.0": "router (by name)", "mlp.gate": None, "mlp.gate_proj": None, "lora_A.default": "LoRA adapter",
+        "choice": "no Linear (router)",
+    }  # fmt: skip
+    assert reasons(model, only=["router", "mlp"])["router.0"] is None, "`only` overrides the built-in rules"
+    assert reasons(model, only=["router", "mlp"])["moe.experts.0"] == "not in `only`"
 
 
 def test_a_tie_wins_over_a_name_and_a_declared_head_over_both():
@@ -226,23 +240,6 @@ def test_every_option_chooses_from_linears_conv1ds_and_stacked_experts():
         for name, recipe in (
             ("up", "rowwise"), ("down", "tensorwise, forward in bf16"), ("experts.down_proj", "rowwise"))
     }  # fmt: skip
-
-
-def test_routers_gates_beside_experts_and_adapters():
-    model = nn.Module()
-    model.moe = nn.ModuleDict({"gate": nn.Linear(16, 16), "experts": nn.ModuleList([nn.Linear(16, 16)])})
-    model.choice = type("TopKRouter", (nn.Module,), {})()
-    model.choice.weight = nn.Parameter(torch.zeros(4, 16))
-    model.router = nn.Sequential(nn.Linear(16, 16))
-    model.mlp = nn.ModuleDict({"gate": nn.Linear(16, 16), "gate_proj": nn.Linear(16, 16)})
-    model.lora_A = nn.ModuleDict({"default": nn.Linear(16, 16)})
-    assert reasons(model) == {
-        "moe.gate": "gate beside experts", "moe.experts.0": None,
-        "router.0": "router (by name)", "mlp.gate": None, "mlp.gate_proj": None, "lora_A.default": "LoRA adapter",
-        "choice": "no Linear (router)",
-    }  # fmt: skip
-    assert reasons(model, only=["router", "mlp"])["router.0"] is None, "`only` overrides the built-in rules"
-    assert reasons(model, only=["router", "mlp"])["moe.experts.0"] == "not in `only`"
 
 
 def test_first_and_last_blocks():

@@ -43,9 +43,8 @@ def float32(model):
 @pytest.mark.parametrize("form", [True, "remainder", "stochastic"])
 def test_known_names_stay_float32_buffers_too(form):
     model = Mixture()
-    L.Fabric(accelerator="cpu", plugins=HalfMixed("bf16", master_weights=form, buffer_dtype=torch.bfloat16)).setup(
-        model, torch.optim.SGD(model.parameters(), lr=1e-3)
-    )
+    plugin = HalfMixed("bf16", master_weights=form, buffer_dtype=torch.bfloat16)
+    L.Fabric(accelerator="cpu", plugins=plugin).setup(model, torch.optim.SGD(model.parameters(), lr=1e-3))
     assert float32(model) == KEPT
 
 

@@ -50,11 +50,7 @@ def nearest_away(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return ((master.view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(dtype)
 
 
-def nearest_even(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return master.to(dtype)
-
-
-ROUNDING = {"fp32": nearest_even, "remainder": nearest_away}
+ROUNDING = {"fp32": torch.Tensor.to, "remainder": nearest_away}
 
 
 def by_hand(make: Any, form: str, steps: int, dtype: torch.dtype = torch.bfloat16, bias: bool = True):

@@ -167,7 +167,7 @@ def test_what_is_not_known_to_be_an_average_of_gradients_stays_float32_with_a_wa
 
 
 @pytest.mark.parametrize("form", ["fp32", None], ids=["masters", "float32 weights"])
-def test_norms_of_updates_in_the_backward_pass_leave_the_groups_with_a_log_line(form, caplog):
+def test_norms_of_updates_in_the_backward_pass_leave_the_groups_with_a_log_line_and_a_users_option_stays(form, caplog):
     model, optimizer = eight_bits()
     train(model, optimizer, range(2))
     saved = optimizer.state_dict()
@@ -182,9 +182,6 @@ def test_norms_of_updates_in_the_backward_pass_leave_the_groups_with_a_log_line(
     assert "updated weights in the backward pass" in caplog.text
     assert not {"clip_norm", "last_norm"} & other.param_groups[0].keys()
     assert saved["param_groups"][0]["last_norm"] == 3.0, "the caller's"
-
-
-def test_a_users_group_option_stays():
     _, optimizer = eight_bits()
     saved = optimizer.state_dict()
     saved["param_groups"][0]["clip_norm"] = 1.0

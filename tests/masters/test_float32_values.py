@@ -157,7 +157,6 @@ def test_a_run_of_the_trainer_resumes_under_another_name_with_the_same_values(na
 
 @pytest.mark.parametrize("name", ["bf16-remainder", "bf16-master"])
 def test_a_frozen_weight_between_two_numbers_of_bf16_is_that_of_its_file(name, tmp_path):
-    """Masters with a remainder round such weights away from zero; a file that is loaded rounds as torch does."""
     fabric, net = L.Fabric(accelerator="cpu", devices=1, precision=name), layers(0)
     with torch.no_grad():
         net[1].weight.fill_(1 + 2**-8).requires_grad_(False)

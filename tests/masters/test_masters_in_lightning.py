@@ -12,10 +12,6 @@ from tests.precision.weights_left import WIDTH, Net, as_trained, fit
 from tests.toys import ON_CPU
 
 
-def masters_of(trainer):
-    return trainer.precision_plugin.main_params(trainer.optimizers[0])
-
-
 class Constant(L.LightningModule):
     """The gradient of `weight` is 1 at every step; no weight is a bf16 number, and no step reaches the next one."""
 
@@ -47,7 +43,7 @@ def test_small_steps_arrive_from_the_weights_before_the_cast_also_after_an_evalu
     assert trainer.validate(model, verbose=False)[0]["is_half"] == 1.0
     assert torch.equal(model.weight, Constant.START), "an evaluation changes nothing"
     trainer.fit(model)
-    (master,) = masters_of(trainer)
+    (master,) = trainer.precision_plugin.main_params(trainer.optimizers[0])
     torch.testing.assert_close(master, Constant.START - 5e-3, rtol=1e-6, atol=0)
     assert torch.equal(model.weight, master.to(model.weight.dtype))
 

@@ -110,7 +110,6 @@ def test_memory_goes_with_the_optimizer_without_the_garbage_collector(form):
 
 
 def test_parameters_put_into_a_group_by_hand_get_masters():
-    """As a sharding strategy does: the list of the group is changed in place; and go on in another group."""
     first, second = half(1.0), half(1.0)
     optimizer = add_masters(optim.SGD([first], lr=1e-3), "remainder")
     optimizer.param_groups[0]["params"][:] = [second]
@@ -167,15 +166,10 @@ def test_what_a_post_hook_does_to_masters_reaches_the_weights(form):
     assert torch.equal(p, torch.tensor([1.0, 0.5]).bfloat16())
 
 
-def tied():
+def test_skip_by_name_counts_every_name_of_a_tie():
     net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
     net[2].weight = net[0].weight
     net[2].bias.requires_grad_(False)
-    return net
-
-
-def test_skip_by_name_counts_every_name_of_a_tie():
-    net = tied()
     cast_parameters(net, torch.bfloat16, keep=False, skip=["1.weight", "1.bias", "2.weight"])
     float32 = {name for name, p in net.named_parameters() if p.dtype == torch.float32}
     assert float32 == {"0.weight", "1.weight", "1.bias"}
@@ -203,23 +197,20 @@ class Distance(Metric):
         self.register_buffer("mean", torch.randn(3))
 
 
-def edit_in_place(p, value):
-    with torch.no_grad():
-        p.copy_(value)
-
-
-def edit_by_new_data(p, value):
-    p.data = value.bfloat16()
+EDITS = {
+    "in place": torch.no_grad()(lambda p, value: p.copy_(value)),
+    "new data": lambda p, value: setattr(p, "data", value.bfloat16()),
+}
 
 
 @every_form
-@pytest.mark.parametrize("edit", [edit_in_place, edit_by_new_data])
+@pytest.mark.parametrize("edit", EDITS)
 def test_edits_are_noticed(form, edit):
     p = half(1.0, 1.0, 1.0)
     optimizer = add_masters(optim.SGD([p], lr=1e-4), form)
     step(optimizer, p, grad=1.0)
     unedited = masters_of(optimizer)[0][0] if form in EXACT else None
-    edit(p, torch.stack([p[0].detach(), *torch.tensor([3.0, 0.0]).bfloat16()]))
+    EDITS[edit](p, torch.stack([p[0].detach(), *torch.tensor([3.0, 0.0]).bfloat16()]))
     step(optimizer, p)
     assert p[1:].tolist() == [3.0, 0.0]
     if form in EXACT:  # the element that was not edited keeps what its master had beyond the weight

@@ -1,7 +1,4 @@
-"""A model that the Trainer hands back is plain, and everything that goes on from there goes on as if it were not.
-
-A search of the Tuner leaves the model bit for bit as it was, and the training after it as without the search.
-"""
+"""A model is plain after fit, and as it was after a search of the Tuner; what goes on from there goes on as if not."""
 
 import pytest
 import torch

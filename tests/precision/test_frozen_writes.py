@@ -115,7 +115,6 @@ class Averaged(nn.Module):
 
 @pytest.mark.parametrize("name", ["bf16-master", "bf16-remainder", "bf16-8bit", "fp16-master", "fp8-hybrid-remainder"])
 def test_an_average_written_before_the_first_step_of_fabric_keeps_float32(name):
-    """Accumulation comes first: the average of equal float32 weights is these weights, and a cast rounds them."""
     module = Averaged()
     exact = module.net.weight.detach().clone()
     fabric = L.Fabric(accelerator="cpu", devices=1, precision=name)

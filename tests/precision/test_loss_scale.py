@@ -81,15 +81,12 @@ def test_trajectory_is_that_of_grad_scaler(seed: int, growth: float, backoff: fl
     assert ours.skipped_steps == skipped > 3
 
 
-def test_scale_stops_at_the_floor_and_patience_ends_the_run() -> None:
+def test_the_scale_stops_at_the_floor_and_before_it_leaves_float32() -> None:
     scaler = scaler_of(LossScale(initial=8.0, floor=3.0, patience_at_floor=4))
     assert trajectory(scaler, "xxxxx") == [4, 3, 3, 3, 3]
     with pytest.raises(FloatingPointError, match=r"^4 steps in a row .* loss scale \(3\)"):
         trajectory(scaler, "x")
-
-
-def test_scale_stops_growing_before_it_leaves_float32() -> None:
-    """2^128 is inf in float32: torch's scaler stays at 2^127, and every step is a good one."""
+    # 2^128 is inf in float32: torch's scaler stays at 2^127, and every step is a good one
     config = {"growth_interval": 1, "growth_factor": 2.0, "backoff_factor": 0.5}
     ours, theirs = scaler_of(LossScale(initial=2.0**126, **config)), torch.amp.GradScaler("cpu", 2.0**126, **config)
     for scaler in (ours, theirs):
@@ -168,7 +165,6 @@ def test_pending_gradients_of_another_optimizer_follow_the_scale(overflow: bool,
     ids=["finite", "inf", "inf as a sum"],
 )
 def test_sparse_gradients(factors: list[float], finite: bool) -> None:
-    """Row 1 occurs twice, so its gradient is a sum; the reference is the same step with a dense gradient."""
     results = []
     for sparse in (True, False):
         table = nn.Embedding(4, 2, sparse=sparse)

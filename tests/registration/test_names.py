@@ -23,7 +23,7 @@ import lightning_lowprec_autoload as autoload
 from lightning_lowprec import FP8TE, FP8TorchAO, HalfMixed, MasterConfig
 from tests.registration.test_cli import python
 from tests.representatives import TABLE
-from tests.toys import ON_CPU
+from tests.toys import ON_CPU, Task
 
 TE_NAMES = [name for name, entry in TABLE.items() if entry.plugin is FP8TE]
 WITHOUT_TE = find_spec("transformer_engine") is None
@@ -269,7 +269,7 @@ def test_unregister_gives_torch_its_copies_and_averages_back():
         lightning_lowprec.register()
 
 
-def test_throughput_monitors_know_our_precisions():
+def test_throughput_monitors_and_model_summary_know_our_precisions():
     on_cpu = {"fp8-hybrid": torch.bfloat16, "fp8-hybrid-fp16": torch.float16, "half-auto": torch.bfloat16}
     for name, dtype in on_cpu.items():
         plugin = L.Trainer(precision=name, **ON_CPU).precision_plugin
@@ -279,17 +279,8 @@ def test_throughput_monitors_know_our_precisions():
     on_gpu.bind_device(torch.device("cuda", 0))  # Lightning lists the FP8 peaks of its GPUs under int8
     assert trainer_throughput._plugin_to_compute_dtype(on_gpu) is torch.int8
     assert trainer_throughput._plugin_to_compute_dtype(MixedPrecision("bf16-mixed", "cpu")) is torch.bfloat16
-
-
-class Half(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.a = torch.nn.Linear(16, 16, bias=False)  # 256 parameters of 4 bytes
-        self.b = torch.nn.Linear(16, 16, bias=False, dtype=torch.bfloat16)  # 256 of 2
-
-
-def test_model_summary_counts_the_real_bytes_without_a_warning():
-    model = Half()
+    model = Task(torch.nn.Linear(16, 16, bias=False))  # 256 parameters of 4 bytes
+    model.half = torch.nn.Linear(16, 16, bias=False, dtype=torch.bfloat16)  # 256 of 2
     model.trainer = L.Trainer(precision="fp8-hybrid", **ON_CPU)
     assert ModelSummary(model).model_size == pytest.approx((256 * 4 + 256 * 2) * 1e-6)
 

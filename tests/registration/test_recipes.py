@@ -19,19 +19,14 @@ KNOBS = (
 """Of MegatronMixedPrecision, beside `precision`."""
 
 
-def weight_after(plugin):
-    layer = nn.Linear(2, 2)
-    L.Fabric(accelerator="cpu", devices=1, plugins=plugin).setup(layer)
-    return layer.weight
-
-
 def test_the_values_are_those_of_megatron():
     bf16, fp16 = recipes.bf16_mixed(), recipes.fp16_mixed()
     for plugin, name, dtype, accumulation in (
         (bf16, "bf16-master", torch.bfloat16, torch.float32), (fp16, "fp16-master", torch.half, None)
     ):  # fmt: skip
         assert (type(plugin), plugin.precision, plugin.masters.config.form) == (HalfMixed, name, "fp32")
-        assert weight_after(plugin).dtype is dtype
+        L.Fabric(accelerator="cpu", devices=1, plugins=plugin).setup(layer := nn.Linear(2, 2))
+        assert layer.weight.dtype is dtype
         assert plugin.masters.accumulation is accumulation
     assert bf16.scaler is None
     assert recipes.fp16_mixed().scaler.config == LossScale(

@@ -19,7 +19,7 @@ ROOT = Path(lightning_lowprec.__file__).parents[1]
 PAGE = (ROOT / "docs" / "command-line.md").read_text()
 
 
-def test_lowprec_alone_prints_which_command_is_for_what(capsys, monkeypatch):
+def test_lowprec_says_which_command_is_for_what_and_its_exit_codes_as_the_page_does(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["lowprec"])
     assert main() == 0
     said = capsys.readouterr().out
@@ -27,9 +27,6 @@ def test_lowprec_alone_prints_which_command_is_for_what(capsys, monkeypatch):
     assert all(question in said and command in said for question, command in cli.GUIDE)
     assert len(said.splitlines()) <= 16
     assert max(map(len, said.splitlines())) <= 110
-
-
-def test_exit_codes_are_in_the_help_and_on_the_page(capsys):
     assert main(["--help"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     rows = dict(re.findall(r"^\| (\d+) \| (.+?) \|$", PAGE, flags=re.MULTILINE))

@@ -228,7 +228,7 @@ def test_json_is_all_of_stdout_whatever_the_model_prints(tmp_path, monkeypatch, 
     assert capfd.readouterr().out == "back\n"
 
 
-def test_wrong_specs():
+def test_wrong_settings_and_what_another_process_cannot_import_are_refused():
     for kwargs, message in (
         ({"precisions": ["a", "b", "a"]}, "expected each name once: remove the repeated a"),
         ({"max_steps": 0}, "`max_steps=0` is not valid; expected an integer of at least 1"),
@@ -236,6 +236,19 @@ def test_wrong_specs():
     ):
         with pytest.raises(ValueError, match=message):
             CompareSpec(**kwargs)
+
+    class Local(nn.Module):
+        pass
+
+    typed = type("Typed", (nn.Module,), {"__module__": "__main__"})
+    for given in (Local, typed):
+        said = rf"`model=<class .*Write the class into a file, and give 'file.py:{given.__name__}'"
+        with pytest.raises(ValueError, match=said):
+            lightning_lowprec.compare(model=given)
+    with pytest.raises(ValueError, match=r"expected a class or its path.*by `data_args`"):
+        lightning_lowprec.compare(data=StdlibText())
+    with pytest.raises(TypeError, match="unexpected keyword argument 'steps'"):
+        lightning_lowprec.compare(steps=3)
 
 
 @pytest.mark.parametrize(("logged", "names"), [({"score": 1.0, "acc": 2.0}, "acc, score"), ({}, "nothing")])
@@ -277,18 +290,3 @@ def test_classes_become_paths_and_settings_reach_the_command(monkeypatch, tmp_pa
     assert (first.model, first.data) == ("lightning_lowprec.tools.demo.ByteGPT", CompareSpec().data)
     assert (first.out, first.max_steps, shown, also) == (tmp_path, 7, False, True)
     assert second == CompareSpec(model="my.py:Model", precisions=list(CompareSpec().precisions))
-
-
-def test_what_another_process_cannot_import_is_refused():
-    class Local(nn.Module):
-        pass
-
-    typed = type("Typed", (nn.Module,), {"__module__": "__main__"})
-    for given in (Local, typed):
-        said = rf"`model=<class .*Write the class into a file, and give 'file.py:{given.__name__}'"
-        with pytest.raises(ValueError, match=said):
-            lightning_lowprec.compare(model=given)
-    with pytest.raises(ValueError, match=r"expected a class or its path.*by `data_args`"):
-        lightning_lowprec.compare(data=StdlibText())
-    with pytest.raises(TypeError, match="unexpected keyword argument 'steps'"):
-        lightning_lowprec.compare(steps=3)

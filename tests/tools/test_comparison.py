@@ -157,10 +157,6 @@ def report(tmp_path, results, **kwargs):
     return (tmp_path / "report.md").read_text(), comparison
 
 
-def table_of(page):
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line.startswith("|")]
-
-
 def test_it_says_what_was_measured_where_and_how(tmp_path):
     page, comparison = report(
         tmp_path, [trained("32-true"), trained("fp8-hybrid", 0.01, notes=["converted 4 of 5"])], seed=17
@@ -171,7 +167,8 @@ def test_it_says_what_was_measured_where_and_how(tmp_path):
         assert said in page
     assert "http" not in page
     assert page.count("](") == page.count("](loss.png)") == 1
-    head, rule, baseline, fp8, *_ = table_of(page)
+    table = [line.strip("|").split("|") for line in page.splitlines() if line.startswith("|")]
+    head, rule, baseline, fp8, *_ = ([cell.strip() for cell in row] for row in table)
     assert head[:2] == ["precision", "val_loss"]
     assert len(rule) == len(head) == len(fp8)
     assert baseline == ["32-true", "3.0000", "+0.00%", "3.1500", "100.0 ms", "3.15 MB", "baseline"]

@@ -59,11 +59,6 @@ def on_meta(make, *args, **kwargs):
         return make(*args, **kwargs)
 
 
-def peaks_of(make, precision):
-    model = on_meta(make)
-    return simulate(model, inputs_of(model), Setting(precision=precision, batch=ROWS, fused=True))
-
-
 def test_the_largest_batch_fits_and_one_more_does_not(shallow):
     size = 400 * 10**6 + 10**9
     report = fits(on_meta(Stack), f"{size // 10**6}MB", names=["bf16-mixed", "bf16-sr"], batch=64)
@@ -152,7 +147,8 @@ def test_torch_knows_every_operation_of_autocast_and_nothing_is_left_behind():
     names = {name.removeprefix("aten::").partition(".")[0] for name in registered}
     assert names >= fake_gpu._IN_HALF | fake_gpu._IN_WIDEST
     before = torch.nn.functional.linear, torch.cuda.is_available(), torch.compile
-    peaks_of(Square, "fp8-hybrid")
+    model = on_meta(Square)
+    simulate(model, inputs_of(model), Setting(precision="fp8-hybrid", batch=ROWS, fused=True))
     assert (torch.nn.functional.linear, torch.cuda.is_available(), torch.compile) == before
     x = torch.ones(2, 2, requires_grad=True)
     (x @ x).sum().backward()

@@ -86,8 +86,9 @@ def trained(name):
     state = {key.removesuffix("_codes"): value for key, value in state.items()}
     scaled = msamp_state_of(weight)
     held = (
-        _stored_masters(optimizer.optimizer) if scaled is None else [scaled.codes if scaled.e4m3 is not None else None]
+        [scaled.codes if scaled.e4m3 is not None else None] if scaled is not None else buffers_of(optimizer.optimizer)
     )
+    held = [tensor for tensor in held if tensor is None or tensor.untyped_storage().nbytes()]
     seen = dict(
         **products_of(operations.seen),
         samples=alone,
@@ -107,10 +108,6 @@ def samples(model):
     with torch.no_grad():
         one, two = (model(x)[0].clone() for x in (batch, other))
     return "apart" if torch.equal(one, two) else "one scale"
-
-
-def _stored_masters(optimizer):
-    return [tensor for tensor in buffers_of(optimizer) if tensor.untyped_storage().nbytes()]
 
 
 def gathered(name, plugin, layer):

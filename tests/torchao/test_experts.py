@@ -60,8 +60,7 @@ def routed(experts, tokens=40, top_k=2, index=None):
 
 
 def set_up(layer, plugin):
-    fabric = L.Fabric(accelerator="cpu", devices=1, plugins=plugin)
-    return fabric.setup(layer)
+    return L.Fabric(accelerator="cpu", devices=1, plugins=plugin).setup(layer)
 
 
 def gradients(layer, inputs):

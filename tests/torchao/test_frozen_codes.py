@@ -4,6 +4,7 @@ import copy
 import io
 import json
 import math
+from collections import OrderedDict
 
 import lightning as L
 import pytest
@@ -106,9 +107,14 @@ def rounded(weight):
     return (weight.float() * scale).to(torch.float8_e4m3fn).float() / scale
 
 
-def test_values_are_codes_by_scale():
+def test_values_are_codes_by_scale_and_evaluation_in_high_precision_reads_them():
     _, net, _, _ = set_up()
     assert torch.equal(net.state_dict()["first.base.weight"], rounded(Net().first.base.weight).to(torch.bfloat16))
+    _, net, module, _ = set_up(fp8_eval=False)
+    net.eval()
+    expected = lp.plain(net, copy=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(module(X), expected(X))
 
 
 def bits(model):
@@ -224,14 +230,6 @@ def test_a_gradient_of_a_gradient_is_refused():
         torch.autograd.grad(module(x).float().sum(), x, create_graph=True)
 
 
-def test_evaluation_in_high_precision_reads_decoded_values():
-    _, net, module, _ = set_up(fp8_eval=False)
-    net.eval()
-    expected = lp.plain(net, copy=True)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(module(X), expected(X))
-
-
 def peft_model(**options):
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
@@ -262,21 +260,13 @@ def test_an_adapter_of_peft_trains_and_merges(caplog):
     assert type(layer).__module__.startswith("peft")
 
 
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = (nn.Linear(32, 32, bias=False) for _ in range(2))
-        self.second.weight = self.first.weight
-
-    def forward(self, x):
-        return self.second(self.first(x))
-
-
 def test_tied_layers_have_one_scale_through_a_merge_and_a_load():
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=RANK, target_modules=["first", "second"], init_lora_weights=False)
-    model = peft.get_peft_model(Tied(), config)
+    torch.manual_seed(0)
+    tied = nn.Sequential(OrderedDict((name, nn.Linear(32, 32, bias=False)) for name in ("first", "second")))
+    tied.second.weight = tied.first.weight
+    model = peft.get_peft_model(tied, config)
     L.Fabric(accelerator="cpu", plugins=FP8TorchAO(frozen="codes")).setup_module(model)
     adapters = model.base_model.model.first, model.base_model.model.second
     first, second = (adapter.base_layer for adapter in adapters)

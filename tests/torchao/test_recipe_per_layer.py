@@ -60,10 +60,14 @@ def test_the_first_pattern_that_matches_wins_after_the_other_rules(caplog):
     assert plugin.state_dict() == {"backend": "torchao"}
 
 
-def test_a_map_of_fp32_alone_leaves_the_recipe_of_all_other_layers():
+def test_layers_that_no_pattern_matches_are_kept_unless_all_patterns_say_fp32():
     plans = [set_up(recipe={"lm_head": "fp32", **rest})[0].plan for rest in ({}, {"*": "tensorwise"})]
     assert plans[0] == plans[1]
     assert plans[0].converted
+    plugin, _ = set_up(recipe={"*.up": "tensorwise"})
+    kept = {row.fqn: row.kept_because for row in plugin.plan.rows if row.kept_because}
+    assert kept.pop("lm_head") == "output head (by name)"
+    assert kept == {f"blocks.{i}.o_proj": "no pattern of `recipe` matches" for i in range(4)}
 
 
 def test_fp32_runs_a_layer_in_float32_whatever_other_rules_say():
@@ -80,13 +84,6 @@ def test_fp32_runs_a_layer_in_float32_whatever_other_rules_say():
         assert torch.equal(out, nn.functional.linear(x.float(), model.lm_head.weight, model.lm_head.bias))
         assert plain(model) is model
         assert "forward" not in vars(model.lm_head)
-
-
-def test_a_layer_that_no_pattern_matches_is_kept():
-    plugin, _ = set_up(recipe={"*.up": "tensorwise"})
-    kept = {row.fqn: row.kept_because for row in plugin.plan.rows if row.kept_because}
-    assert kept.pop("lm_head") == "output head (by name)"
-    assert kept == {f"blocks.{i}.o_proj": "no pattern of `recipe` matches" for i in range(4)}
 
 
 @pytest.mark.parametrize(
