@@ -56,24 +56,13 @@ def test_two_ranks_train_save_and_load_the_codes(tmp_path):
 # ---- where such a base does not run, one sentence says what does
 
 
-@pytest.fixture
-def cut_layer(alone):
-    model, plugin = peft_model(), FP8TorchAO(frozen="codes")
-    convert(plugin, model)
-    layer = model.base_model.model[0]
-    parallelize_module(layer.base_layer, alone, ColwiseParallel())
-    return model, layer.base_layer
-
-
-def test_tensor_parallelism(cut_layer):
-    _, layer = cut_layer
+def test_a_layer_that_tensor_parallelism_has_cut(alone):
+    model = convert(FP8TorchAO(frozen="codes"), peft_model())
+    layer = model.base_model.model[0].base_layer
+    parallelize_module(layer, alone, ColwiseParallel())
     message = r"stored as codes does not run with tensor parallelism.* Use `frozen='convert'`"
     with pytest.raises(RuntimeError, match=message):
         layer(X)
-
-
-def test_merging_into_shards(cut_layer):
-    model, layer = cut_layer
     codes = layer.weight.to_local().clone()
     with pytest.raises(RuntimeError, match=r"cannot be merged into a sharded weight.*`lowprec export`"):
         model.merge_adapter()

@@ -28,6 +28,7 @@ from lightning_lowprec import (
     parallelize,
     plain,
 )
+from tests.fsdp2 import toy
 from tests.fsdp2.models import Net, batch, loss_of
 
 CPU = torch.device("cpu")
@@ -50,10 +51,8 @@ def fabric_for(precision, strategy="fsdp2"):
     return L.Fabric(accelerator="cpu", devices=1, strategy=strategy, **words)
 
 
-def launched(*args):
-    fabric = fabric_for(*args)
-    fabric.launch()
-    return fabric
+def launched(precision, strategy="fsdp2"):
+    return toy.fabric_for(precision, strategy=strategy)
 
 
 @pytest.mark.parametrize(
@@ -106,9 +105,12 @@ def test_parts_of_gathered_weights_are_kept_in_high_precision_only():
         fabric_for(MSAMP("O3"), FabricFSDP2Strategy(**IN_PARTS))
 
 
-def test_sizes_must_divide_the_world():
+def test_sizes_must_divide_the_world_and_half_shards_accumulate_in_half_precision():
     with pytest.raises(ValueError, match=r"`replicate=2` times `tensor_parallel_size=1` does not divide .* \(1\)"):
         launched("bf16-mixed", FabricFSDP2Strategy(replicate=2))
+    plugin = HalfMixed("bf16", master_weights="remainder", grad_accumulation_dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"`grad_accumulation_dtype=torch.float32` with half-precision shards is not"):
+        launched(plugin)
     assert not dist.is_initialized()
 
 
@@ -274,12 +276,6 @@ def test_dtypes_of_buffers_and_outputs(alone, name):
     model = launched(name, FabricFSDP2Strategy(output_dtype=torch.float64)).setup_module(Rotary())
     assert model.module.table.dtype == torch.float32
     assert model.module(batch(0, 0)[:, 1:]).dtype == torch.float64
-
-
-def test_float32_accumulation_of_half_shards(alone):
-    plugin = HalfMixed("bf16", master_weights="remainder", grad_accumulation_dtype=torch.float32)
-    with pytest.raises(ValueError, match=r"`grad_accumulation_dtype=torch.float32` with half-precision shards is not"):
-        launched(plugin)
 
 
 def test_plain_of_a_sharded_model_names_a_way_out_that_works():

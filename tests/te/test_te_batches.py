@@ -72,9 +72,6 @@ def test_rows_that_are_no_numbers_stay_where_they_are(reference_te):
 # ---- layers that are called where no precision's context is
 
 
-MESSAGE = "outside of its precision's context, and so in high precision"
-
-
 class Steps(nn.Module):
     def __init__(self):
         super().__init__()
@@ -87,17 +84,13 @@ class Steps(nn.Module):
         return self(x).sum()
 
 
-@pytest.fixture
-def fabric(reference_te):
-    return fabric_for(FP8TE(current_scaling()))
-
-
-def test_it_is_said(fabric):
+def test_it_is_said(reference_te):
     model, x = Steps(), torch.randn(16, 32)
-    wrapped = fabric.setup(model)
+    wrapped = fabric_for(FP8TE(current_scaling())).setup(model)
+    said = "outside of its precision's context, and so in high precision"
     wrapped.mark_forward_method("training_step")
     for call in (model, wrapped.training_step):
-        with pytest.warns(UserWarning, match=MESSAGE), pytest.raises(RuntimeError, match="CUDA"):  # its own GEMM
+        with pytest.warns(UserWarning, match=said), pytest.raises(RuntimeError, match="CUDA"):  # its own GEMM
             call(x)
 
 
