@@ -1,7 +1,6 @@
 """Bytes of this package's own Triton kernels, which neither inductor nor torch's dispatcher sees.
 
-`multiply` looks at a number first and mostly finds nothing to do, because a loss's gradient begins with 1: it counts as
-nothing.
+`multiply` counts as nothing: it looks at a number first, and a loss's gradient mostly begins with 1.
 """
 
 from __future__ import annotations
@@ -11,10 +10,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from torch import Tensor
-
-from benchmarks.ledger import triton_bytes
 from benchmarks.ledger.recorder import position
+from benchmarks.ledger.triton_bytes import of_codes
 from lightning_lowprec.masters import kernel_step
 from lightning_lowprec.numerics import fp8_matrices, linear_cross_entropy
 
@@ -27,7 +24,7 @@ def watch(seen: Seen) -> Callable[[], None]:
     """Call ``seen`` after each launch with name, first record, record after the last, bytes; returns how to stop."""
     stops = [
         _watch(kernel_step, "step_parameters", lambda rows, *_: sum(map(of_a_step, rows)), seen),
-        _watch(fp8_matrices, "encode_weight", lambda weight, hint, visible: of_codes(weight, hint), seen),
+        _watch(fp8_matrices, "encode_weight", lambda w, hint, _: of_codes(w, "encode", hint is None), seen),
         _watch(linear_cross_entropy, "multiply", lambda *_: 0, seen),
     ]
 
@@ -51,12 +48,6 @@ def _watch(module: ModuleType, name: str, size: Callable[..., int], seen: Seen) 
 
     module.launch = launch  # type: ignore[attr-defined]
     return lambda: setattr(module, "launch", original)
-
-
-def of_codes(weight: Tensor, hint: Tensor | None) -> int:
-    """Return the bytes of both launches."""
-    modes = ("measure", "encode") if hint is None else ("check", "mend")
-    return sum(triton_bytes.of_codes(weight, mode) for mode in modes)
 
 
 def of_a_step(row: kernel_step.Row) -> int:

@@ -108,12 +108,10 @@ def forget_launches() -> None:
     LAUNCHES.clear()
 
 
-def of_codes(weight: Tensor, mode: str) -> int:
-    """Return what a launch of `encode_weight` reads of a weight, and writes as codes in two layouts.
-
-    "mend" counts as nothing: the optimizer's kernel has noted the largest value.
-    """
-    return 0 if mode == "mend" else weight.numel() * (weight.element_size() + (0 if mode == "measure" else 2))
+def of_codes(weight: Tensor, mode: str, measured: bool = False) -> int:
+    """Return what a launch of `encode_weight` reads and writes, or two if it is ``measured``; "mend" finds no work."""
+    size, written = weight.element_size(), 0 if mode == "measure" else 2
+    return 0 if mode == "mend" else weight.numel() * (size * (1 + measured) + written)
 
 
 def _bytes_of(names: Any, args: Any) -> int:

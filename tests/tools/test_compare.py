@@ -2,6 +2,7 @@
 
 import json
 import math
+import multiprocessing
 import os
 import re
 import sys
@@ -16,6 +17,7 @@ import lightning_lowprec
 from lightning_lowprec.tools.class_path import build, load_class
 from lightning_lowprec.tools.cli import main
 from lightning_lowprec.tools.compare import runner
+from lightning_lowprec.tools.compare.result import PrecisionResult
 from lightning_lowprec.tools.compare.runner import Recorder, train_all
 from lightning_lowprec.tools.demo import NEXT, ByteGPT, StdlibText
 from lightning_lowprec.tools.options import CompareSpec
@@ -70,6 +72,7 @@ import sys
 
 from lightning_lowprec.tools.cli import main
 from lightning_lowprec.tools.compare import runner
+from lightning_lowprec.tools.compare.result import PrecisionResult
 
 runner.START = "fork"
 sys.exit(main(["compare", *sys.argv[1:]]))
@@ -290,3 +293,18 @@ def test_classes_become_paths_and_settings_reach_the_command(monkeypatch, tmp_pa
     assert (first.model, first.data) == ("lightning_lowprec.tools.demo.ByteGPT", CompareSpec().data)
     assert (first.out, first.max_steps, shown, also) == (tmp_path, 7, False, True)
     assert second == CompareSpec(model="my.py:Model", precisions=list(CompareSpec().precisions))
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+@pytest.mark.parametrize("steps", [1, None])
+def test_progress_is_a_bar_or_lines_and_can_be_left_out(capfd, monkeypatch, terminal, steps):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    sender.send({"loss": 1.5, "seconds": 0.1, "step": 1})
+    sender.close()
+    found = PrecisionResult(name="32-true")
+    runner._receive(receiver, found, "32-true", steps)
+    assert found.train_losses == [1.5]
+    shown = capfd.readouterr().err
+    line = "32-true: 100%" if terminal else "32-true: step 1 of 1, loss 1.500\n"
+    assert shown == "" if steps is None else line in shown
