@@ -7,6 +7,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 from benchmarks.ledger.recorder import recording
 from lightning_lowprec import FP8TorchAO, HalfMixed
+from lightning_lowprec.private.transformers import as_with_values
 
 GROUPED = "GemmUniversal"
 """Of the name of CUTLASS's kernels for grouped products; other products here are cuBLAS's."""
@@ -25,7 +26,8 @@ def step_of(plugin, layers, experts=8):
 
     def step():
         model.zero_grad()
-        fabric.backward(wrapped(input_ids=tokens, labels=tokens).loss)
+        with as_with_values():  # transformers would ask the GPU for packed sequences: the answer is a chance
+            fabric.backward(wrapped(input_ids=tokens, labels=tokens).loss)
 
     return step
 
@@ -65,7 +67,7 @@ def test_each_product_runs_where_it_should_and_nothing_waits(name):
     one, two = (counted(plugin(), layers) for layers in (1, 2))
     assert grouped(two) == (2 * in_fp8, 2 * in_bf16)
     assert grouped(one) == (in_fp8, in_bf16)
-    assert len(two.waits()) == len(one.waits())
+    assert two.waits() == []
 
 
 def test_the_number_of_experts_changes_no_launch():
