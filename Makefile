@@ -9,12 +9,10 @@ TE_NEEDS := onnx onnxscript pydantic einops packaging importlib-metadata nvdlfw-
 DEEPSPEED := .site-deepspeed
 DEEPSPEED_NEEDS := deepspeed==0.19.8 hjson py-cpuinfo msgpack einops ninja
 CLIENTS_VENV := .venv-clients
-CLIENTS_NEEDS := chemprop darts 'gluonts[torch]' neuralforecast pytorch-forecasting 'rfdetr[train]' scvi-tools \
-	sentence-transformers timm torchgeo
+CLIENTS_NEEDS := darts pytorch-forecasting 'rfdetr[train]' scvi-tools timm
 # nemo-toolkit asks for lightning 2.4.0 at most, rfdetr for pytorch_lightning 2.6 at least
 NEMO_VENV := .venv-nemo
-CLIENTS ?= chemprop darts gluonts litgpt litgpt-lora nemo-toolkit neuralforecast pytorch-forecasting rfdetr scvi-tools \
-	sentence-transformers timm torchgeo
+CLIENTS ?= darts litgpt litgpt-lora nemo-toolkit pytorch-forecasting rfdetr scvi-tools timm
 NEMO_CLIENTS = $(filter nemo-toolkit,$(CLIENTS))
 OTHER_CLIENTS = $(filter-out nemo-toolkit,$(CLIENTS))
 # the newest releases of some clients ask for Python 3.12; 3.11 gets old ones
@@ -56,11 +54,11 @@ help:
 	@echo "make test-ledger every CUDA path on a GPU that computes nothing: kernels, bytes, waits, memory (needs g++)"
 	@echo "make rehearse    on a GPU that computes nothing: the cases that others stand for in make test-ledger"
 	@echo "make test-gpu    FP8 kernels against their emulation, on a GPU with FP8 (skips by itself elsewhere)"
-	@echo "make test-peers  Lightning's own tests, a probe and models of transformers under our names (PEERS=folder; half an hour)"
+	@echo "make test-peers  Lightning's own tests and a probe of the Trainer under our names (PEERS=folder; half an hour)"
 	@echo "make test-clients  other people's packages of Lightning with only the precision changed (CLIENTS=\"darts timm\"; 14 GB on disk, half an hour)"
 	@echo "make test-generated  500 programs that a seed draws, against a control (60 of them are in make test)"
 	@echo "make test-faults plant the faults of tests/faults/table.jsonl, one at a time, and see that a test catches each (FAULTS=\"--some 30\": fewer)"
-	@echo "make test-dtypes no float32 products in a step of any mixture of transformers; what stays float32 in all of its models"
+	@echo "make test-dtypes what stays float32 in every model of transformers"
 	@echo "make evidence    four small models under every precision of a CPU, 5 seeds, against float32 (some hours; goes on with the next model)"
 	@echo "make docs        build the docs site into site/, without network once its tools are installed (140 MB on disk)"
 	@echo "make docs-test   the same, then look for broken links, and open every page in Chromium where there is one"
@@ -200,7 +198,6 @@ ifndef FAULTS
 endif
 
 test-dtypes: $(VENV)/.installed
-	$(RUN)/python -m tests.peers.dtypes
 	$(RUN)/python -m tests.peers.float32
 
 test-peers: $(VENV)/.installed test-dtypes

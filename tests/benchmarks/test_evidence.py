@@ -1,58 +1,19 @@
-"""`python -m benchmarks.evidence`: names, text, digits, statistics, the committed tables, and a toy run of it all."""
+"""`python -m benchmarks.evidence`: names, statistics, and a toy run of it all."""
 
 import json
 import math
 import re
 import sys
-from pathlib import Path
 
 import pytest
 
 from benchmarks.evidence.__main__ import main
 from benchmarks.evidence.gaps import Interval, gaps_of, holm, overview, t_of
-from benchmarks.evidence.names import BASELINE, OF_LIGHTNING, left_out, on_cpu, without_ending
+from benchmarks.evidence.names import BASELINE, left_out, on_cpu, without_ending
 from lightning_lowprec.conversion import backends
 from tests.representatives import TABLE
 
 pytestmark = pytest.mark.slow
-
-ROOT = Path(__file__).parents[2]
-
-
-TODAY = {"fp8-block-torchao": "fp8-block"} | {f"mxfp8-torchao{end}": f"mxfp8{end}" for end in ("", "-remainder", "-sr")}
-
-
-def rows_of(text):
-    lines = [[cell.strip() for cell in line.strip("| ").split("|")] for line in text.splitlines() if line[:1] == "|"]
-    return [[TODAY.get(row[0], row[0]), *row[1:]] for row in lines]
-
-
-@pytest.mark.parametrize(("folder", "page", "rows"), [("eight-bits", "memory", 2), ("formats", "evidence", 7)])
-def test_a_page_shows_the_gaps_of_a_run_apart(folder, page, rows):
-    (report,) = (ROOT / "benchmarks/results").glob(f"*/{folder}/report.md")
-    table = [row for row in rows_of(report.read_text().split("### The gaps")[1].split("\n#")[0]) if "±" in row[1]]
-    assert len(table) == rows
-    shown = rows_of((ROOT / f"docs/{page}.md").read_text())
-    assert all(row in shown for row in table if "@" not in row[0] and row[0] != "nvfp4-torchao")  # these have left
-
-
-def test_the_page_has_the_gaps_of_the_committed_losses():
-    (file,) = (ROOT / "benchmarks/results").glob("*/convergence/results.json")
-    runs = [
-        {"name": run["precision"], "seed": run["seed"], "final_val": run["val_loss"], "model": run["subject"]}
-        for run in json.loads(file.read_text())["runs"]
-    ]
-    found = {}
-    for model in ("gpt", "llama", "vit", "lora"):
-        of_model = [run for run in runs if run["model"] == model]
-        names = list(dict.fromkeys(run["name"] for run in of_model))
-        found[model] = gaps_of({"spec": {"precisions": names}, "results": of_model})
-    page = rows_of((ROOT / "docs/evidence.md").read_text())
-    rows = rows_of(overview(found))[2:]
-    assert len(rows) == 41
-    shown = [row for row in rows if row[0] in (*TABLE, *OF_LIGHTNING)]
-    assert all(row in page for row in shown)
-    assert not [row for row in rows if row not in shown and row in page], "names that have left"
 
 
 def test_every_name_is_trained_or_has_a_reason():

@@ -6,8 +6,7 @@
 Each run is a process with a time limit: it fits, predicts, saves, reads the file again and predicts again
 (``recipes.py``). A run works if its loss is near that of 32-true, and the file predicts what the fitted client
 predicted. Near means at most ``FACTOR`` times as far as bf16-mixed. A run that does not work is refused by an error of
-ours, which the table shows, or has a reason in ``REASONS``. Anything else is a failure, and so is a reason without a
-difference.
+ours, which the table shows. Anything else is a failure.
 """
 
 import json
@@ -29,8 +28,6 @@ FACTOR: Final = 16.0
 NEAR: Final = 2.0**-5
 """The difference of the loss that is near in any case, since that of bf16-mixed may be almost zero by chance: a value
 that is rounded to float8_e4m3fn is off by at most 2**-4 of itself, and by about half of this on average."""
-REASONS: Final[Mapping[tuple[str, str], str]] = {}
-"""Why a user would accept a difference that is no refusal, by client and name."""
 BEGIN: Final = "<!-- clients: written by `make test-clients` -->"
 END: Final = "<!-- clients: end -->"
 HERE: Final = f"{platform.python_version()}, {version('lightning')}"
@@ -70,12 +67,11 @@ def row(client: str, release: str, outcomes: Mapping[str, Outcome]) -> tuple[str
             fault = f"the loss differs by {gaps[name]:+.2%}, allowed are {bound:.2%}"
         if not fault and ran["differs"] > exact["differs"]:
             fault = f"the file predicts other values: {ran['differs']:.1e} of the largest"
-        reason = REASONS.get((client, name))
         cells.append("refused" if ran.get("refused") else "error" if "error" in ran else f"{gaps[name]:+.2%}")
         if fault:
-            notes.append(f"`{name}`: {_cell(fault)}" + (f" ({reason})" if reason else ""))
-        if bool(fault and not ran.get("refused")) != bool(reason):
-            unexplained.append(f"{client}, {name}: {fault or 'a reason without a difference'}")
+            notes.append(f"`{name}`: {_cell(fault)}")
+            if not ran.get("refused"):
+                unexplained.append(f"{client}, {name}: {fault}")
     return f"| {client} | {release} | {' | '.join(cells)} | {'<br>'.join(notes)} |", unexplained
 
 

@@ -32,23 +32,6 @@ QUIET: Final = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_pro
 SERIES: Final = np.sin(np.arange(240) / 5).astype("float32")
 
 
-def neuralforecast(precision: str, folder: Path) -> Run:
-    """NHITS; ``precision`` is one of the arguments of a model that go to the Trainer."""
-    import pandas as pd
-    from neuralforecast import NeuralForecast
-    from neuralforecast.models import NHITS
-
-    days = pd.date_range("2020", periods=len(SERIES), freq="D")
-    frame = pd.DataFrame({"unique_id": "a", "ds": days, "y": SERIES})
-    model = NHITS(h=16, input_size=32, max_steps=20, precision=precision, **QUIET)
-    client = NeuralForecast(models=[model], freq="D")
-    client.fit(frame)
-    client.save(str(folder))
-    again = NeuralForecast.load(str(folder))
-    loss = client.models[0].train_trajectories[-1][1]
-    return loss, client.predict()["NHITS"], again.predict()["NHITS"]
-
-
 def darts(precision: str, folder: Path) -> Run:
     from darts import TimeSeries
     from darts.models import TSMixerModel
@@ -90,44 +73,6 @@ def pytorch_forecasting(precision: str, folder: Path) -> Run:
     return trainer.callback_metrics["train_loss_step"], before.float(), after.float()
 
 
-def chemprop(precision: str, folder: Path) -> Run:
-    from chemprop import data, models, nn
-
-    molecules = ["C" * (1 + i % 8) + "O" * (i % 3) + "N" * (i // 8) for i in range(32)]
-    points = [data.MoleculeDatapoint.from_smi(text, np.array([len(text) / 10])) for text in molecules]
-    loader = data.build_dataloader(data.MoleculeDataset(points), batch_size=16, shuffle=False)
-    parts = nn.BondMessagePassing(d_h=64), nn.MeanAggregation(), nn.RegressionFFN(input_dim=64, hidden_dim=64)
-    client = models.MPNN(*parts, batch_norm=False)
-    trainer = pl.Trainer(precision=precision, max_epochs=5, **QUIET)
-    trainer.fit(client, loader)
-    loss = trainer.callback_metrics["train_loss"]
-    models.save_model(folder / "model.pt", client)
-    again = models.load_model(folder / "model.pt")
-    return loss, *_predicted(trainer, loader, client, again)
-
-
-def gluonts(precision: str, folder: Path) -> Run:
-    """PatchTST, whose estimator makes the Trainer of ``trainer_kwargs``; it predicts by sampling, without a Trainer."""
-    from gluonts.dataset.common import ListDataset
-    from gluonts.model.predictor import Predictor
-    from gluonts.torch.model.patch_tst import PatchTSTEstimator
-
-    data = ListDataset([{"start": "2020-01-01", "target": SERIES}], freq="D")
-    kwargs = {"precision": precision, "max_epochs": 1, **QUIET}
-    estimator = PatchTSTEstimator(
-        *(16, 16), context_length=64, dropout=0.0, num_batches_per_epoch=5, batch_size=16, trainer_kwargs=kwargs
-    )
-    fitted = estimator.train_model(data)
-    client = fitted.predictor
-    client.serialize(folder)
-
-    def forecast(predictor: Predictor) -> Any:
-        torch.manual_seed(1)
-        return next(iter(predictor.predict(data))).mean
-
-    return fitted.trainer.callback_metrics["train_loss"], forecast(client), forecast(Predictor.deserialize(folder))
-
-
 def scvi_tools(precision: str, folder: Path) -> Run:
     """scVI, whose ``train`` passes ``precision`` to the Trainer; the latent space is computed without a Trainer."""
     import scvi
@@ -159,53 +104,6 @@ def timm(precision: str, folder: Path) -> Run:
     loss = trainer.callback_metrics["train_loss"]
     again = type(client).load_from_checkpoint(folder / "model.ckpt")
     return loss, *_predicted(trainer, loader, client, again)
-
-
-def torchgeo(precision: str, folder: Path) -> Run:
-    """A SegFormer of torchgeo's own task, which labels each pixel by its brightness; fitted by the user's Trainer."""
-    from torchgeo.trainers import SemanticSegmentationTask
-
-    images = torch.rand(16, 3, 64, 64)
-    scenes = [{"image": image, "mask": (image.mean(0) * 16).long()} for image in images]
-    loader = torch.utils.data.DataLoader(scenes, batch_size=8)
-    client = SemanticSegmentationTask(model="segformer", backbone="mit_b0", num_classes=16)
-    trainer = pl.Trainer(precision=precision, max_epochs=3, **QUIET)
-    trainer.fit(client, loader, loader)
-    loss = trainer.callback_metrics["train_loss"]
-    trainer.save_checkpoint(folder / "model.ckpt")
-    again = SemanticSegmentationTask.load_from_checkpoint(folder / "model.ckpt")
-    return loss, *_predicted(trainer, loader, client, again)
-
-
-def sentence_transformers(precision: str, folder: Path) -> Run:
-    """A small BERT with in-batch negatives in a user's LightningModule; it encodes without a Trainer."""
-    from sentence_transformers import SentenceTransformer
-    from sentence_transformers.losses import MultipleNegativesRankingLoss
-    from torch.utils.data import DataLoader
-    from transformers import BertConfig, BertModel, BertTokenizerFast
-
-    words = [f"word{i}" for i in range(59)]
-    (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]))
-    BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder / "bert")
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
-    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    BertModel(BertConfig(vocab_size=64, **sizes, **dropout)).save_pretrained(folder / "bert")
-
-    def make() -> Any:
-        return SentenceTransformer(str(folder / "bert"), device="cpu")
-
-    texts = [" ".join(words[(i * j) % 59] for j in range(1, 9)) for i in range(1, 33)]
-    pairs = [make().tokenize(texts), make().tokenize([text.rpartition(" ")[0] for text in texts])]
-    client, trainer = _in_a_module(
-        make,
-        lambda model, batch: MultipleNegativesRankingLoss(model)(batch, None),
-        DataLoader([pairs], batch_size=None),
-        precision,
-        folder,
-    )
-    client.model.save(str(folder / "model"))
-    again = SentenceTransformer(str(folder / "model"), device="cpu")
-    return trainer.callback_metrics["train_loss"], client.model.encode(texts), again.encode(texts)
 
 
 def litgpt(precision: str, folder: Path) -> Run:
@@ -292,17 +190,12 @@ def _predicted(trainer: Any, loader: Any, *models: Any) -> list[Any]:
 
 
 CLIENTS: Final[Mapping[str, Callable[[str, Path], Run]]] = {
-    "neuralforecast": neuralforecast,
     "darts": darts,
     "pytorch-forecasting": pytorch_forecasting,
-    "chemprop": chemprop,
-    "gluonts": gluonts,
     "scvi-tools": scvi_tools,
     "timm": timm,
-    "torchgeo": torchgeo,
     "rfdetr": rfdetr,
     "nemo-toolkit": nemo_toolkit,
-    "sentence-transformers": sentence_transformers,
     "litgpt": litgpt,
     "litgpt-lora": litgpt_lora,
 }

@@ -1,12 +1,10 @@
 """`make test-clients`: what counts as working, as a refusal and as a failure, and how the table is written."""
 
-import lightning as L
 import pytest
-import torch
 
 import lightning_lowprec  # noqa: F401  # registers the names
 from tests.clients import __main__ as lane
-from tests.clients.recipes import CLIENTS, is_refusal
+from tests.clients.recipes import CLIENTS
 from tools.versions import PAGE, ROOT
 
 FINE = {"loss": 2.0, "differs": 0.0}
@@ -29,25 +27,6 @@ def test_a_run_works_is_refused_or_is_a_failure(ran, cell, note, left):
     shown = f"`fp8-hybrid`: {note}" if note else ""
     assert line == f"| darts | 1.0 | +0.20% | {cell} | {shown} |"
     assert len(unexplained) == left
-
-
-def test_reasons_and_differences_meet(monkeypatch):
-    monkeypatch.setattr(lane, "REASONS", {("darts", "fp8-hybrid"): "because"})
-    line, unexplained = lane.row("darts", "1.0", {"32-true": FINE, "fp8-hybrid": {"error": "e", "refused": False}})
-    assert "`fp8-hybrid`: e (because)" in line
-    assert not unexplained
-    _, unexplained = lane.row("darts", "1.0", {"32-true": FINE, "fp8-hybrid": FINE})
-    assert unexplained == ["darts, fp8-hybrid: a reason without a difference"]
-    assert lane.row("darts", "1.0", {"32-true": {"error": "e", "refused": False}}) == ("", ["darts, 32-true: e"])
-
-
-def test_only_an_error_that_this_package_raises_is_a_refusal():
-    with pytest.raises(ValueError, match="fp8-hybri") as ours:
-        L.Fabric(precision="fp8-hybri", accelerator="cpu")
-    assert is_refusal(ours.value)
-    with pytest.raises(RuntimeError) as raw:
-        torch.ones(2, 3) @ torch.ones(2, 3)
-    assert not is_refusal(raw.value)
 
 
 def test_the_page_has_every_client():

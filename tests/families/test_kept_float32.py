@@ -1,4 +1,4 @@
-"""Which tensors stay float32 where others become half precision, and that the plan says what kept weights run in."""
+"""Which tensors and products stay float32 where others become half precision, and that the plan says so."""
 
 from types import SimpleNamespace
 
@@ -100,6 +100,15 @@ def test_a_later_precision_that_keeps_more_takes_the_masters_over():
             p.grad = torch.zeros_like(p)
         optimizer.step()
         assert all(torch.equal(p, exact[fqn]) for fqn, p in plain(net, copy=True).named_parameters())
+
+
+@pytest.mark.parametrize("name", ["half-auto", "fp8-rowwise", "msamp-o2"])
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "deepseek_v3"])
+def test_a_step_of_a_mixture_has_no_float32_products_that_nobody_asked_for(family, name):
+    products = step(tiny(family), name)
+    assert products.rows
+    assert products.faults() == []
+    assert name != "half-auto" or products.backward_surplus() <= 0
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "gpt2", "bert", "nemotron_h"])

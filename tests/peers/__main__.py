@@ -2,11 +2,11 @@
 
     make test-peers PEERS=FOLDER
 
-FOLDER holds Lightning's own tests with a plugin for pytest that forces a precision or a strategy on every Trainer, a
-probe of features of the Trainer, and small models of transformers. A test that the control passes and one of our names
-does not pass needs a line in ``reasons.txt``: ``name | test | reason``. Names and tests are patterns (``*``). A
-difference without a reason is a failure, and so are a reason without a difference and a file that pytest cannot
-collect. ``--package pytorch_lightning`` runs Lightning's tests over the other package of Lightning.
+FOLDER holds Lightning's own tests with a plugin for pytest that forces a precision or a strategy on every Trainer, and
+a probe of features of the Trainer. A test that the control passes and one of our names does not pass needs a line in
+``reasons.txt``: ``name | test | reason``. Names and tests are patterns (``*``). A difference without a reason is a
+failure, and so are a reason without a difference and a file that pytest cannot collect. ``--package
+pytorch_lightning`` runs Lightning's tests over the other package of Lightning.
 """
 
 import argparse
@@ -59,7 +59,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="make test-peers", description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--names", default=",".join(SWAPS), help="which of: %(default)s")
-    parser.add_argument("--suites", default="lightning,fabric,probe,models", help="which of: %(default)s")
+    parser.add_argument("--suites", default="lightning,fabric,probe", help="which of: %(default)s")
     parser.add_argument("--package", choices=PACKAGES, default="lightning")
     options = parser.parse_args()
     names, suites = options.names.split(","), options.suites.split(",")
@@ -165,7 +165,7 @@ def outcomes_of(
     return outcomes
 
 
-# ---- a probe of the Trainer's features, and models of transformers
+# ---- a probe of the Trainer's features
 
 
 def probe(folder: Path, names: list[str]) -> Suite:
@@ -178,19 +178,6 @@ def probe(folder: Path, names: list[str]) -> Suite:
         return {feature: failed.get(feature, "") for feature in features}
 
     return by_feature("32-true"), ((name, by_feature(name)) for name in names if name in NAMES)
-
-
-def models(folder: Path, names: list[str]) -> Suite:
-    precisions = [name for name in names if name in NAMES]
-    lines = _lines(folder / "hf_models.py", "all", ",".join(precisions))
-    under: dict[str, Outcomes] = {name: {} for name in precisions}
-    for line in lines:
-        if failed := re.match(r"EXC (\S+) (\S+) (.*)", line):
-            under[failed[2]][failed[1]] = failed[3]
-        elif trained := re.match(r"(\S+)\s+(\S+)\s+first .*", line):
-            under[trained[2]][trained[1]] = line if line.endswith("<<<") else ""
-    every = {model for outcomes in under.values() for model in outcomes}
-    return dict.fromkeys(sorted(every), ""), under.items()
 
 
 def _lines(script: Path, *arguments: str) -> list[str]:
@@ -206,7 +193,7 @@ def _one_line(text: str | None) -> str:
     return " ".join((text or "failed").split())
 
 
-SUITES = {"lightning": trainer, "fabric": fabric, "probe": probe, "models": models}
+SUITES = {"lightning": trainer, "fabric": fabric, "probe": probe}
 
 if __name__ == "__main__":
     sys.exit(main())

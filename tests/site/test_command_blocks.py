@@ -28,16 +28,6 @@ def test_the_guide_has_valid_commands_and_every_block_a_language_and_every_comma
     assert all(f"lowprec {command}" in text for command in cli.COMMANDS)
 
 
-@pytest.mark.parametrize(
-    "line",
-    ["lowprec plan llama --fitz H200", "lowprec doctor --for fp9", "make nothing", "python examples/none.py",
-     "pip install '.[none]'", "curl x", "lowprec run --precision=fp9 train.py"],
-)  # fmt: skip
-def test_a_wrong_line_is_found(line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    with pytest.raises((AssertionError, KeyError, SystemExit, ValueError)):
-        check_line(line, monkeypatch)
-
-
 @pytest.mark.parametrize("page", ["README.md", "docs/getting-started.md"])
 def test_the_first_pages_install_what_their_commands_need(page: str):
     text = (ROOT / page).read_text()

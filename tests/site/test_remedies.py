@@ -197,20 +197,6 @@ def refusal(owner: Any, values: dict[str, Any]) -> str:
     return ""
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "FP8TorchAO(kep=[...])",
-        "MasterConfig(forms='fp32')",
-        "plugins=HalfMixed(master_weights=MasterConfig(form='half'))",
-        "lightning_lowprec.plain(modell=model)",
-    ],
-)
-def test_code_that_fails_is_found(code: str):
-    with pytest.raises((TypeError, ValueError)):
-        value(parsed(code.removeprefix("plugins=")))
-
-
 # ---- what the docs quote of errors is a message of the package; a quoted name or number stands for any other
 
 

@@ -25,20 +25,6 @@ def write(folder, bad, layers=4, samplings=5):
             file.write(json.dumps({"step": 100 * sampling, "layers": found}) + "\n")
 
 
-def test_files_with_one_more_number_are_read(tmp_path):
-    """Versions up to 0.2.0 had the share of values beyond the largest number, before the scale."""
-    path = tmp_path / FILE
-    write(tmp_path, {2: ("gradient", 0.75, 12.0)})
-    assert main(["monitor", str(tmp_path)]) == 0
-    expected = (tmp_path / "monitor.html").read_text()
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    for tensor in (layer[name] for line in lines for layer in line["layers"].values() for name in TENSORS):
-        tensor.insert(2, 0.25)
-    path.write_text("\n".join(map(json.dumps, lines)))
-    assert main(["monitor", str(tmp_path)]) == 0
-    assert (tmp_path / "monitor.html").read_text() == expected
-
-
 def content_of(page):
     return json.loads(re.search(r"const content = (\{.*\});", page).group(1))
 

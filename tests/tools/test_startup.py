@@ -94,13 +94,6 @@ def test_help_and_wrong_options_import_neither_torch_nor_lightning(light, argume
     assert imported == []
 
 
-def test_this_test_can_fail(tmp_path):
-    (tmp_path / "torch.py").write_text("")
-    status, said, imported = answers([["doctor"]], tmp_path, path=f"{tmp_path}:{ROOT}")["doctor"]
-    assert status != 0, said
-    assert "torch" in imported
-
-
 FOLDER = ("export", "a.ckpt", "out", "--model=llama")
 
 
