@@ -93,17 +93,32 @@ def timm(precision: str, folder: Path) -> Run:
 
     sizes = {"embed_dim": 64, "depth": 2, "num_heads": 4, "img_size": 32, "patch_size": 8, "num_classes": 16}
     images, labels = torch.randn(32, 3, 32, 32), torch.arange(32) % 16
-
-    def loss_of(model: Any, batch: Any) -> Any:
-        return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
-
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(images, labels), batch_size=16)
-    client, trainer = _in_a_module(
-        lambda: timm.create_model("vit_tiny_patch16_224", **sizes), loss_of, loader, precision, folder
-    )
+
+    class User(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = timm.create_model("vit_tiny_patch16_224", **sizes)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = torch.nn.functional.cross_entropy(self.model(batch[0]), batch[1])
+            self.log("train_loss", loss)
+            return loss
+
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.model(batch[0])
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    client = User()
+    trainer = pl.Trainer(precision=precision, max_epochs=5, **QUIET)
+    trainer.fit(client, loader)
     loss = trainer.callback_metrics["train_loss"]
-    again = type(client).load_from_checkpoint(folder / "model.ckpt")
-    return loss, *_predicted(trainer, loader, client, again)
+    trainer.save_checkpoint(folder / "model.ckpt")
+    again = User.load_from_checkpoint(folder / "model.ckpt")
+    before, after = (torch.cat(trainer.predict(model, loader)).float() for model in (client, again))
+    return loss, before, after
 
 
 def litgpt(precision: str, folder: Path) -> Run:
@@ -151,42 +166,6 @@ def _in_fabric(make: Callable[[], Any], precision: str, folder: Path) -> Run:
     with torch.no_grad():
         before, after = (model.eval()(tokens[:, :-1]).float() for model in (client, again))
     return loss.item(), before, after
-
-
-def _in_a_module(
-    make: Callable[[], Any], loss_of: Callable[[Any, Any], Any], loader: Any, precision: str, folder: Path
-) -> tuple[Any, Any]:
-    """Fit a model as a user does, and write ``model.ckpt``; return the LightningModule and the Trainer."""
-
-    class User(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = make()
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = loss_of(self.model, batch)
-            self.log("train_loss", loss, batch_size=16)
-            return loss
-
-        def predict_step(self, batch: Any, batch_idx: int) -> Any:
-            return self.model(batch[0])
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
-    client = User()
-    trainer = pl.Trainer(precision=precision, max_epochs=5, **QUIET)
-    trainer.fit(client, loader)
-    trainer.save_checkpoint(folder / "model.ckpt")
-    return client, trainer
-
-
-def _predicted(trainer: Any, loader: Any, *models: Any) -> list[Any]:
-    outputs = [trainer.predict(model, loader) for model in models]
-    return [
-        torch.cat([part["probabilities"] if isinstance(part, dict) else part for part in output]).float()
-        for output in outputs
-    ]
 
 
 CLIENTS: Final[Mapping[str, Callable[[str, Path], Run]]] = {

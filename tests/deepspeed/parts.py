@@ -195,8 +195,7 @@ class CutFromTheStart(Task):
         self.net = None
 
     def configure_model(self) -> None:
-        if self.net is None:
-            self.net = Net()
+        self.net = self.net or Net()
 
 
 def trainer_of(stage, epochs, precision="fp8-hybrid", **how):

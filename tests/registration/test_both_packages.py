@@ -1,12 +1,11 @@
 """Both packages of Lightning, in one process too; names that are known without an import."""
 
 import pytest
-import tomllib
 
 import lightning_lowprec_autoload as autoload
 from lightning_lowprec.callbacks import NumericsMonitor
 from tests.once import once
-from tests.registration.test_cli import ROOT, python
+from tests.registration.test_cli import python
 
 pytestmark = pytest.mark.slow
 
@@ -239,14 +238,3 @@ def test_the_variable_of_the_monitor(monkeypatch):
         monkeypatch.setenv("LOWPREC_MONITOR", wrong)
         with pytest.raises(ValueError, match=r"LOWPREC_MONITOR=.* expected a number of optimizer steps, such as 100"):
             autoload.monitor()
-
-
-def test_torch_and_lightning_find_the_entry_points():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    monitor = {"lightning_lowprec": "lightning_lowprec_entry:monitor"}
-    assert project["project"]["entry-points"] == {
-        "torch.backends": {"lightning_lowprec": "lightning_lowprec_entry:install"},
-        "lightning.pytorch.callbacks_factory": monitor,
-        "pytorch_lightning.callbacks_factory": monitor,
-    }
-    assert project["tool"]["setuptools"]["py-modules"] == ["lightning_lowprec_autoload", "lightning_lowprec_entry"]
