@@ -83,7 +83,7 @@ class Store(ABC):
         """Return tensors like ``masters`` on another flat tensor of the same size."""
         made = []
         for layout, like in zip(self._layout, self.params, strict=True):
-            made.append(with_local_tensor(flat.as_strided(*layout), like).detach())
+            made.append(with_local_tensor(flat.as_strided(*layout), like))
         return made
 
     def views_on(self, flat: Tensor) -> list[Tensor]:

@@ -284,6 +284,12 @@ def dtensor(
     ``DTensor.from_local`` copies shards in CPU memory (``cpu_offload``) to the device of the mesh.
     """
     shape = torch.Size(shape)
+    if type(local) is Tensor and local.storage_offset():
+        # copy.deepcopy of a DTensor takes one whose memory has an offset for one with memory of its own (torch 2.13)
+        first = local.detach().as_strided(local.shape, local.stride(), 0)
+        made = dtensor(first, mesh, placements, shape, stride)
+        made._local_tensor = local.detach()
+        return made
     if local.device.type == mesh.device_type or local.is_meta:
         return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=tuple(stride))
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta

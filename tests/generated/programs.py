@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from random import Random
 from types import SimpleNamespace as Program
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import lightning as L
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -21,7 +23,7 @@ CODES = (
     "fp8-hybrid-remainder", "fp8-hybrid-8bit", "fp8-rowwise-sr", "fp8-block-remainder",
 )  # fmt: skip
 MSAMP = ("msamp-o1", "msamp-o2", "msamp-o3")
-BATCHES, VOCABULARY, FILE = 6, 32, "generated.ckpt"  # batches of an epoch, of which there are two
+BATCHES, VOCABULARY = 6, 32  # batches of an epoch, of which there are two
 OPTIMIZERS: dict[str, Callable[[Any, float], torch.optim.Optimizer]] = {
     "AdamW": lambda groups, lr: torch.optim.AdamW(groups, lr, weight_decay=0.1),
     "Adam": lambda groups, lr: torch.optim.Adam(groups, lr),
@@ -56,6 +58,10 @@ def draw(seed: int) -> Program:
         manual=two or r.random() < 0.25,
         penalty=r.random() < 0.25,  # whether a part of the loss is computed with autocast switched off
         schedule=r.random() < 0.3,
+        between=lambda **running: None,  # called after every batch, with what the program works on
+        world={"devices": 1},  # options of the Trainer and of Fabric
+        rank=0,
+        file=f"{seed}.ckpt",
     )
 
 
@@ -107,13 +113,14 @@ class Task(L.LightningModule):
         if p.two_optimizers:
             optimizers = [make(first, lr), make(last, 2 * lr)]
         else:
-            optimizers = [make([{"params": first}, {"params": last, "lr": lr}] if p.two_groups else first + last, lr)]
+            optimizers = [make([{"params": first}, {"params": last}] if p.two_groups else first + last, lr)]
+            optimizers[0].param_groups[-1]["lr"] *= 2 if p.two_groups else 1
         step = [torch.optim.lr_scheduler.StepLR(o, 2, 0.5) for o in optimizers if p.schedule and not p.manual]
         return optimizers, [{"scheduler": s, "interval": "step"} for s in step]
 
-    def training_step(self, batch: list[Tensor], i: int) -> Tensor | None:
+    def training_step(self, batch: list[Tensor], i: int | None, only_loss: bool = False) -> Tensor | None:
         loss = self(batch)
-        if self.p.manual:
+        if self.p.manual and not only_loss:
             optimizers: Any = self.optimizers()
             optimizers = optimizers if self.p.two_optimizers else [optimizers]
             self.manual_backward(loss / self.p.accumulate)
@@ -125,9 +132,18 @@ class Task(L.LightningModule):
                     optimizer.zero_grad()
         return loss
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(self, outputs: Any, batch: Any, i: int) -> None:
         if self.average is not None:
             self.average.update_parameters(self.net)
+        if self.p.host == "trainer":
+            trainer, strategy = self.trainer, self.trainer.strategy
+            running = {"i": i, "batch": batch, "task": self, "optimizers": trainer.optimizers}
+            self.p.between(
+                **running,
+                model=lambda batch: strategy.training_step(batch, None, only_loss=True),
+                backward=lambda loss: strategy.backward(loss, None),
+                save=lambda: trainer.save_checkpoint("between.ckpt"),
+            )
 
     def on_train_epoch_start(self) -> None:
         if self.p.again and self.current_epoch == 1:
@@ -138,7 +154,7 @@ class Task(L.LightningModule):
 
 
 def batches(p: Program) -> list[list[Tensor]]:
-    g, size = torch.Generator().manual_seed(p.seed + 1), (p.batch, 5)
+    g, size = torch.Generator().manual_seed(p.seed + 1 + 1000 * p.rank), (p.batch, 5)
     tokens = [torch.randint(VOCABULARY, (2, *size), generator=g) for _ in range(BATCHES)]
     if p.model == "tokens":
         return [list(pair) for pair in tokens]
@@ -148,20 +164,25 @@ def batches(p: Program) -> list[list[Tensor]]:
 def trained(p: Program, precision: str, prepare: Callable[[nn.Module], None] = lambda net: None) -> dict[str, Tensor]:
     """Return the float32 weights that a program ends with under a precision; ``prepare`` changes the model before."""
     task = (_in_trainer if p.host == "trainer" else _in_fabric)(p, precision, prepare)
-    return {name: value.detach().float().clone() for name, value in task.state_dict().items()}
+    return {name: _of_this_rank(value.detach()).float().clone() for name, value in task.state_dict().items()}
+
+
+def _of_this_rank(value: Tensor) -> Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def _in_trainer(p: Program, precision: str, prepare: Callable[[nn.Module], None]) -> Task:
     clip = {"gradient_clip_val": 0.02, "gradient_clip_algorithm": p.clip} if p.clip else {}
     steps = {} if p.manual else {"accumulate_grad_batches": p.accumulate, **clip}
+    options: Any = {**ON_CPU, **p.world, **steps, "use_distributed_sampler": False, "precision": precision}
     path = None
     for epochs in (1, 2) if p.resume else (2,):
         task = Task(p)
         prepare(task.net)
-        trainer = L.Trainer(precision=precision, max_epochs=epochs, **ON_CPU, **steps)  # type: ignore[arg-type]
+        trainer = L.Trainer(max_epochs=epochs, **options)
         trainer.fit(task, ckpt_path=path)
         if epochs == 1:
-            path = FILE
+            path = p.file
             trainer.save_checkpoint(path)
     return task
 
@@ -170,31 +191,37 @@ def _in_fabric(p: Program, precision: str, prepare: Callable[[nn.Module], None])
     for epochs in ((0,), (1,)) if p.resume else ((0, 1),):
         task = Task(p)
         prepare(task.net)
-        fabric = L.Fabric(accelerator="cpu", devices=1, precision=precision)  # type: ignore[arg-type]
+        fabric = L.Fabric(accelerator="cpu", precision=precision, **p.world)  # type: ignore[arg-type]
+        fabric.launch()
         made, schedules = task.configure_optimizers()
         model, *optimizers = fabric.setup(task, *made)
-        state = {"model": model, **dict(zip("ab", optimizers, strict=False)), "precision": fabric.strategy.precision}
+        schedules = [each["scheduler"] for each in schedules]
+        states = dict(zip("abcd", [*optimizers, *schedules], strict=False))
+        state = {"model": model, **states, "precision": fabric.strategy.precision}
         if epochs == (1,):
-            fabric.load(FILE, state)
+            fabric.load(p.file, state)
         for epoch in epochs:
             if p.again and epoch == 1:
                 made, schedules = task.configure_optimizers()
+                schedules = [each["scheduler"] for each in schedules]
                 optimizers = [fabric.setup_optimizers(o) for o in made]
-            _loop(p, fabric, model, task, optimizers, [each["scheduler"] for each in schedules])
+            for i, batch in enumerate(batches(p)):
+                fabric.backward(model(copy.copy(batch)) / p.accumulate)
+                if (i + 1) % p.accumulate == 0:
+                    _step(p, fabric, model, optimizers, schedules)
+                task.on_train_batch_end(None, batch, i)
+                running = {"i": i, "batch": batch, "task": task, "model": model, "optimizers": optimizers}
+                p.between(**running, backward=fabric.backward, save=partial(fabric.save, "between.ckpt", state))
         if epochs == (0,):
-            fabric.save(FILE, state)
-    return plain(model)  # type: ignore[return-value]
+            fabric.save(p.file, state)
+    return plain(model) if p.world["devices"] == 1 else task  # type: ignore[return-value]
 
 
-def _loop(p: Program, fabric: Any, model: Any, task: Task, optimizers: list[Any], schedules: list[Any]) -> None:
-    for i, batch in enumerate(batches(p)):
-        fabric.backward(model(copy.copy(batch)) / p.accumulate)
-        if (i + 1) % p.accumulate == 0:
-            for optimizer in optimizers:
-                if p.clip:
-                    fabric.clip_gradients(model, optimizer, **{"max_norm" if p.clip == "norm" else "clip_val": 0.02})
-                optimizer.step()
-                optimizer.zero_grad()
-            for schedule in schedules:
-                schedule.step()
-        task.on_train_batch_end()
+def _step(p: Program, fabric: Any, model: Any, optimizers: list[Any], schedules: list[Any]) -> None:
+    for optimizer in optimizers:
+        if p.clip:
+            fabric.clip_gradients(model, optimizer, **{"max_norm" if p.clip == "norm" else "clip_val": 0.02})
+        optimizer.step()
+        optimizer.zero_grad()
+    for schedule in schedules:
+        schedule.step()
