@@ -6,9 +6,12 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
+import torch
 
-from benchmarks.ledger import roofline, score
+from benchmarks.ledger import __main__ as command
+from benchmarks.ledger import report, roofline, score
 from benchmarks.ledger.entry import Entry
+from benchmarks.ledger.world_case import Case, Model, promised
 from benchmarks.ledger.worlds_report import expected, markdown, summary
 from benchmarks.rivals.contenders import MAIN, MAIN_TE, TE_COMPILED, TE_LAYERS
 from tests.ledger.budgets import TRAINED
@@ -45,6 +48,7 @@ def figures(entry):
     ]
 
 
+BEST = "ours fp8-hybrid-8bit, fp8 head"
 SPEED = {
     "Lightning's `bf16-mixed`, compiled": "lightning bf16-mixed, compiled",
     "Lightning's `bf16-true`, compiled": "lightning bf16-true, compiled",
@@ -80,6 +84,25 @@ def test_the_page_on_speed_shows_the_ledger():
         assert list(map(float, ahead)) == by_hand
 
 
+def test_the_page_on_speed_says_what_is_of_what_and_how_far_predictions_are_off():
+    """FP8 alone, then bf16 weights and 8-bit moments, then the head; the range is that of the published figures."""
+    found = {entry.contender: roofline.predict(entry, roofline.assumed()) for entry in entries()}
+    mixed, fp8, best = found["lightning bf16-mixed, compiled"], found["ours fp8-hybrid"], found[BEST]
+    remainder, its_head = found["ours fp8-hybrid-remainder"], found["ours fp8-hybrid-remainder, fp8 head"]
+    saved = its_head.total - best.total  # by the optimizer alone: weights and products are the same
+    assert saved == pytest.approx(its_head.of("optimizer") - best.of("optimizer"), abs=0.5)
+    alone, moments, head = (f"{mixed.total / time:.2f}" for time in (fp8.total, remainder.total - saved, best.total))
+    page = PAGE.read_text()
+    text = " ".join(page.split())
+    assert f"the best row is predicted at {head}. Of that, FP8 products alone make {alone} (`fp8-hybrid`);" in text
+    assert f"bf16 weights with 8-bit moments bring it to {moments}, and the FP8 head to {head}." in text
+    (off,) = re.findall(r"\| steps \| \d+ \| fixed constants \| ([\d.]+) \|", page)
+    (least, most) = re.findall(r'\| `fp8-hybrid-8bit`, `head="fp8"` \| [\d.]+ \| ([\d.]+) to ([\d.]+) \|', page)[0]
+    torchao = (ROOT / "docs/torchao.md").read_text()
+    assert all(f"miss published steps by {off} % in the mean" in page for page in (text, torchao))
+    assert f"the best row is {least} to {most} ahead of `bf16-mixed`" in text
+
+
 def test_the_page_on_speed_shows_the_budgets_of_models_under_the_trainer():
     rows = {model: {} for model, _ in TRAINED}
     for (model, name), b in TRAINED.items():
@@ -90,6 +113,15 @@ def test_the_page_on_speed_shows_the_budgets_of_models_under_the_trainer():
         assert cells[2:] == counted
     said = f"Llama of 16 blocks then needs {TRAINED['llama', 'fp8-hybrid'].kernels:,} kernels"
     assert said in " ".join((ROOT / "docs/torchao.md").read_text().split())
+
+
+@pytest.mark.parametrize(("file", "options"), [("ledger", []), ("ledger-124m", ["--shape", "124m", "--batch", "32"])])
+def test_the_committed_report_is_made_from_the_committed_figures(file, options):
+    data = json.loads((FOLDER / f"{file}.json").read_text())
+    keys = [entry["contender"] for entry in data["entries"]] + list(data["missing"])
+    chosen = command.parsed([*options, "--contenders", *keys] if options else [])
+    text = report.markdown(entries(file), data["missing"], roofline.assumed(), command.command(chosen))
+    assert (FOLDER / f"{file}.md").read_text() == text
 
 
 # ---- predictions against published figures
@@ -127,3 +159,35 @@ def test_every_count_equals_the_formula_and_every_state_the_plan_and_the_pages_s
             # every weight has its own tensor of remainders, whose size the allocator rounds up
             most = 1.03 if row["precision"] == "bf16-remainder" else 1.02
             assert 1 <= row["memory"]["state"] / row["promised"]["state"] <= most
+
+
+@pytest.mark.parametrize(
+    "chosen", [{"world": 8, "shape": "8b"}, {"world": 512, "copies": 1, "tensor": 1, "shape": "8b"}]
+)
+def test_the_formula_and_the_plan_still_promise_the_same(chosen):
+    rows = [row for row in COUNTED_WORLDS["rows"] if row["layers"] == 4 and chosen.items() <= row.items()]
+    assert len(rows) >= 8
+    for row in rows:
+        sizes = {name: row[name] for name in ("shape", "world", "precision", "layers", "copies", "tensor", "tokens")}
+        case = Case(**sizes)
+        with torch.device("meta"):
+            model = Model(case.size)
+        assert promised(case, model) == row["promised"]
+
+
+def test_sentences_with_figures_are_those_of_the_ledger():
+    found = {entry.contender: entry for entry in entries()}
+    blocks = {key: f"{entry.per_block('bytes') / 1e9:.2f}" for key, entry in found.items()}
+    ours, remainder = blocks["ours fp8-hybrid"], blocks["ours fp8-hybrid-remainder"]
+    torchao, te = found["ours fp8-hybrid"], found["ours fp8-hybrid-te"]
+    by_te, by_torchao = (roofline.predict(entry, roofline.assumed()).total for entry in (te, torchao))
+    for page, sentence in {
+        "docs/names.md": f"reads and writes {remainder} GB per step beside its matrix products under"
+        f" `fp8-hybrid-remainder`, and {ours} GB under `fp8-hybrid`",
+        "docs/speed.md": f"{blocks['ours fp8-rowwise']} GB instead of 13.78 (torchao by hand"
+        f" {blocks['torchao rowwise, compiled']}), of `fp8-rowwise-gw-hp` {blocks['ours fp8-rowwise-gw-hp']}"
+        " instead of",
+        "docs/speed.md#": f"to need {1 - by_torchao / by_te:.1%} less time than `fp8-hybrid-te`, and holds"
+        f" {(te.peak - torchao.peak) / 1e9:.1f} GB less.".replace("%", " %"),
+    }.items():
+        assert sentence in " ".join((ROOT / page.rstrip("#")).read_text().split()), page
