@@ -123,8 +123,8 @@ class MSAMP(Converting):
         keep_e4m3 = {required_state_of(layer.weight).e4m3 is not None for layer in layers.values()}
         if not layers or layers.keys() != set(plan.converted) or keep_e4m3 != {self.level == "O3"}:
             revert(module)
-            converted = [module.get_submodule(fqn) for fqn in plan.converted]
-            for p in {p for part in converted for fqn, p in part.named_parameters(recurse=False) if fqn == "weight"}:
+            converted: list[Any] = [module.get_submodule(fqn) for fqn in plan.converted]
+            for p in {part.weight for part in converted}:
                 if not (self._will_train and p.requires_grad) and p.dtype not in HALF_DTYPES:
                     keep(p, p, on_host=True)
             with unchanged(module, may_change="the dtype"):

@@ -108,7 +108,7 @@ class Modules:
         empty: dict[str, object] = {
             "sharded": None,
             "groups_seen": WeakNumbers(),
-            "ready": self.device is not None,
+            "ready": False,
             "need_check": False,
             "unsettled": False,
         }

@@ -50,10 +50,14 @@ class DelayedScales:
         self._may_skip = may_skip
         self._loaded: Mapping[str, LayerScales] = {}
         self._is_new = False
-        self._count = -1  # of the scales in this process, when the layers were last looked at
         self._tensors: list[Tensor] = []
         self._amaxes: dict[str, list[Tensor]] = {}
         self._copies: tuple[list[Tensor], list[Tensor]] = [], []  # the tensors that were copied, and their copies
+        self._forget()
+
+    def _forget(self) -> None:
+        """Look at the layers again in the next forward: their scales may be other tensors."""
+        self._count = -1  # of the scales in this process, when the layers were last looked at
         self._is_copied = False
 
     def expect(self) -> None:
@@ -117,11 +121,6 @@ class DelayedScales:
         if left:
             info(f"No layer for {len(left)} of the checkpoint's delayed scales ({left[0]!r}, ...).")
         self._loaded = {}
-
-    def _forget(self) -> None:
-        """Look at the layers again in the next forward: their scales may be other tensors."""
-        self._count = -1
-        self._is_copied = False
 
     def _look(self) -> None:
         """Find the scales and histories, if layers got theirs since the last look."""

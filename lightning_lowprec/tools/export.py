@@ -75,7 +75,7 @@ def run(args: Namespace) -> int:
         print(dumps({**written, **report(options, done), "check": of_check}))
     elif result is not None:
         print(result.text(failures, args.check_text or "tokens at random"))
-    return int(bool(failures))
+    return bool(failures)
 
 
 def _choice(args: Namespace, model: nn.Module, trained_by: str | None) -> RoundedWeights:

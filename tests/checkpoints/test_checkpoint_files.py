@@ -8,8 +8,10 @@ import re
 import resource
 import shutil
 import signal
+import time
 from pathlib import Path
 from pickle import UnpicklingError
+from unittest.mock import patch
 
 import lightning as L
 import pytest
@@ -17,6 +19,7 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from lightning_lowprec import FSDP2Strategy
+from lightning_lowprec.checkpoints import save
 from lightning_lowprec.checkpoints.load import open_checkpoint
 from lightning_lowprec.checkpoints.weights import open_weights
 from tests.fsdp2.ranks import launch
@@ -64,6 +67,14 @@ def mixed_on_two_ranks(fabric, model, optimizer, rank, folder):
     assert_same(everything(model, optimizer, fabric.strategy.precision), before, "after a refused checkpoint")
 
 
+CLEAN_UP = save._clean_up
+
+
+def late(path):
+    time.sleep(0.3)
+    return CLEAN_UP(path)
+
+
 def fails(rank, ranks, folder, kind):
     """A full disk, on one rank: all ranks raise an OSError, nothing is left, the old checkpoint stays."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -75,7 +86,8 @@ def fails(rank, ranks, folder, kind):
         limit = SPACE if name != "rest" else 2 * SPACE
         if rank == full_rank:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, free[1]))
-        with pytest.raises(OSError, match=rf"last.ckpt' was not saved: rank {full_rank}: .*File too large") as caught:
+        why = rf"last.ckpt' was not saved: rank {full_rank}: .*File too large"
+        with patch.object(save, "_clean_up", late if rank else CLEAN_UP), pytest.raises(OSError, match=why) as caught:
             fabric.save(path, state(model, optimizer, **more))
         resource.setrlimit(resource.RLIMIT_FSIZE, free)
         assert caught.value.errno == errno.EFBIG
@@ -83,8 +95,11 @@ def fails(rank, ranks, folder, kind):
             "there is no earlier one of this name." if name == "first" else "earlier checkpoint of this name is whole."
         )
         assert str(caught.value).endswith(whole)
-        assert sorted(f.name for f in path.parent.iterdir()) == ([] if name == "first" else ["last.ckpt"])
+        if rank == 0:
+            assert sorted(f.name for f in path.parent.iterdir()) == ([] if name == "first" else ["last.ckpt"])
+            save.aside(path).mkdir()  # the next save begins
         fabric.barrier()
+        assert save.aside(path).exists()
         if name == "first":
             train(fabric, model, optimizer, range(1), ranks)
             fabric.save(path, state(model, optimizer, 1))

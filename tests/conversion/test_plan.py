@@ -35,8 +35,8 @@ def reasons(model, **options):
 def test_stacked_experts_routers_gates_beside_experts_and_adapters():
     experts = nn.Module()
     experts.w1 = nn.Parameter(torch.empty(4, 64, 32))
-    kept = reasons(nn.ModuleDict({"experts": experts, "up": nn.Linear(32, 64)}))
-    assert kept["up"] is None
+    kept = reasons(nn.ModuleDict({"experts": experts, "up": nn.Linear(32, 64), "audio": nn.Conv1d(32, 64, 3)}))
+    assert (kept.keys(), kept["up"]) == ({"experts.w1", "up"}, None)
     assert kept["experts.w1"].startswith(
         "stacked experts of an unknown class (Module); autocast leaves grouped products"
     )

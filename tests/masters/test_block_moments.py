@@ -101,6 +101,7 @@ def test_the_codes_of_a_loaded_state_dict_are_not_written_to():
     kept = copy.deepcopy(state)
     other, loaded = eight_bits()
     loaded.load_state_dict(state)
+    assert equal(loaded.state[other[0].weight], optimizer.state[model[0].weight]), "codes, not float32 values"
     train(other, loaded, range(2, 4))
     assert "exp_avg_codes" in state["state"][0]
     for name in ("exp_avg_codes", "exp_avg_exponents", "exp_avg_sq_codes", "exp_avg_sq_exponents"):

@@ -76,6 +76,7 @@ def test_tied_layers_share_their_codes(level):
     optimizer.step()
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert twin[0].weight is twin[1].weight
+        assert twin[0].weight.requires_grad
         assert torch.equal(twin(x), model(x))
     plain.load_state_dict(model.state_dict())
     assert torch.equal(plain[1].weight, values_of(model[0].weight))

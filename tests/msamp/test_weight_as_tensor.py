@@ -1,5 +1,6 @@
 """A weight of codes in the hands of code that does not know codes: reads, writes, views, copies, gradients."""
 
+import copy
 import weakref
 
 import lightning as L
@@ -138,6 +139,9 @@ def test_a_write_encodes_the_values_anew(level, write):
         assert bool(((values_of(weight) - rounded).abs() <= rounded.abs() * 2.0**-10).all())
     else:
         assert torch.equal(values_of(weight), rounded)
+    before = values_of(weight)
+    assert not copy.deepcopy(weight.detach()[:2]).zero_().any()
+    assert torch.equal(values_of(weight), before), "a copy of a part is a tensor by itself"
     assert module.weight is weight
     x = torch.randn(16, 32)
     other, _ = linear(level)

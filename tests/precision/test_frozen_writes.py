@@ -15,7 +15,7 @@ from tests.toys import ON_CPU
 WRITES = {
     "in place": lambda t, s: t.mul_(0.999).add_(s, alpha=0.001),
     "foreach": lambda t, s: torch._foreach_lerp_([t], [s.to(t.dtype)], 0.001),
-    "data": lambda t, s: t.data.mul_(0.999).add_(s.data, alpha=0.001),
+    "data": lambda t, s: t.data[-1:].mul_(0.9).add_(s.data[-1:], alpha=0.1),
     "new data": lambda t, s: setattr(t, "data", t.data * 0.999 + s.data.to(t.dtype) * 0.001),
     "nothing": lambda t, s: None,
 }

@@ -95,3 +95,11 @@ def test_half_eval_under_fsdp2_is_refused():
     fabric = L.Fabric(accelerator="cpu", devices=1, strategy=FabricFSDP2Strategy(), plugins=HalfEval())
     with pytest.raises(ValueError, match=r"does not run under FSDP2, which gathers weights in one dtype\. Use '32-tr"):
         fabric.launch()
+
+
+@pytest.mark.parametrize("model", [nn.ReLU(), nn.Linear(16, 16, device="meta")], ids=["no parameters", "meta"])
+def test_a_plugin_by_hand_takes_lightnings_device_where_parameters_have_none(model):
+    plugin = HalfMixed("bf16")
+    plugin.convert_module(model)
+    with plugin.forward_context():
+        assert torch.is_autocast_enabled("cpu")

@@ -154,9 +154,10 @@ def test_lowprec_run_refuses_before_it_launches(project):
 
 
 def test_a_precision_that_nothing_used_is_said(project):
-    (project / "plain.py").write_text("import torch")
+    (project / "tools").mkdir()
+    (project / "tools" / "plain.py").write_text("import torch, modules")  # of the working folder
     launcher = str(ROOT / "lightning_lowprec" / "tools" / "launcher.py")
-    ran = python(launcher, "plain.py", cwd=project, LOWPREC_RUN_PRECISION="fp8-hybrid")
+    ran = python(launcher, "tools/plain.py", cwd=project, LOWPREC_RUN_PRECISION="fp8-hybrid", PYTHONPATH=str(ROOT))
     assert (
         "lowprec run: `--precision=fp8-hybrid` had no effect: the command made no Trainer and no Fabric" in ran.stderr
     )

@@ -1,6 +1,8 @@
 """Exported folders: the codes of the run, what transformers loads, and what stays in high precision."""
 
 import json
+import shutil
+from types import SimpleNamespace
 
 import lightning as L
 import peft
@@ -234,7 +236,7 @@ def test_fp8_state_reads_a_module_that_fabric_has_wrapped():
     assert found.keys() == {f"{i}.{part}" for i in (0, 2) for part in ("weight", "weight_scale", "bias")}
 
 
-def test_a_weight_without_a_value_no_space_and_ctrl_c_leave_nothing(tmp_path):
+def test_a_weight_without_a_value_no_space_and_ctrl_c_leave_nothing(tmp_path, monkeypatch):
     model = converted(llama(), "fp8-rowwise")
     for value in ("nan", "inf"):
         with torch.no_grad():
@@ -243,6 +245,7 @@ def test_a_weight_without_a_value_no_space_and_ctrl_c_leave_nothing(tmp_path):
             export(model, tmp_path / "out", "compressed-tensors")
     with pytest.raises(OSError, match=r"needs 1e\+06 TB, and its disk has"):
         safetensors_files.new_folder(tmp_path / "out", 10**18).__enter__()
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1))
     folder = safetensors_files.new_folder(tmp_path / "out", 1)
     (folder.__enter__() / "half").write_text("written")
     assert not folder.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None), "the interrupt goes on"

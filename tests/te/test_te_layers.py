@@ -112,7 +112,8 @@ def test_conversion_keeps_what_it_must(pretend_gpu):
 )
 def test_copies(pretend_gpu, onnx_forward, how):
     net = converted()
-    restore_scales([("2", net[2])], {"2": some_scales(4)}, DelayedScaling(amax_history_len=4))
+    saved = {"2": some_scales(4), "of no layer": some_scales(4)}
+    assert restore_scales([("2", net[2])], saved, DelayedScaling(amax_history_len=4)) == ["of no layer"]
     before = set(net[2].fp8_meta)
     net[2].fp8_meta |= {"recipe": DelayedScaling(amax_history_len=4), "num_gemms": 1}
     FP8GlobalStateManager.copy_forward_fp8_meta_tensors_for_recompute(net[2].fp8_meta)

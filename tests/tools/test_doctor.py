@@ -85,6 +85,9 @@ def test_what_nobody_has_confirmed_is_not_known_and_not_recommended(monkeypatch)
     assert (verdicts["fp8-hybrid"].runs, verdicts["fp8-hybrid"].known) == (True, False)
     assert "newer than this table" in verdicts["fp8-hybrid"].reason
     assert [row.name for row in found.recommended] == ["half-auto", "bf16-remainder", "bf16-8bit"]
+    on_gpu(monkeypatch, (8, 0))
+    verdicts = {verdict.name: verdict.runs for verdict in lightning_lowprec.doctor("cuda:0").precisions}
+    assert (verdicts["bf16-8bit"], verdicts["fp8-hybrid"], verdicts["int8-mixed"]) == (True, False, True)
 
 
 def test_doctor_answers_for_every_name_and_is_short(capsys):

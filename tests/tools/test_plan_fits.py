@@ -148,7 +148,9 @@ def test_torch_knows_every_operation_of_autocast_and_nothing_is_left_behind():
     assert names >= fake_gpu._IN_HALF | fake_gpu._IN_WIDEST
     before = torch.nn.functional.linear, torch.cuda.is_available(), torch.compile
     model = on_meta(Square)
-    simulate(model, inputs_of(model), Setting(precision="fp8-hybrid", batch=ROWS, fused=True))
+    setting = Setting(precision="fp8-hybrid", batch=ROWS, fused=True)
+    rows = torch.zeros(4, SIDE)  # as many bytes as the example has
+    assert simulate(model, inputs_of(model, rows), setting) == simulate(model, inputs_of(model), setting)
     assert (torch.nn.functional.linear, torch.cuda.is_available(), torch.compile) == before
     x = torch.ones(2, 2, requires_grad=True)
     (x @ x).sum().backward()

@@ -155,6 +155,8 @@ def test_a_loss_scale_that_is_no_power_of_two_is_taken_out_in_float32():
     optimizer.step()
     (master,) = main_params(optimizer)
     torch.testing.assert_close(master, torch.full((16,), -1.0))
+    optimizer.zero_grad()
+    assert masters_step.unscale(optimizer, 1 / 3) == 0, "no gradient, and so none that is not finite"
 
 
 def in_fabric():
@@ -312,7 +314,7 @@ def train_blocks(make, steps=3, **config):
     optimizer = add_masters(make(params), MasterConfig(**config))
     for step in range(steps):
         generator = torch.Generator().manual_seed(100 + step)
-        grads = [torch.randn(shape, generator=generator) * 10.0 ** (-i) for i, shape in enumerate(SHAPES)]
+        grads = [torch.randn(shape, generator=generator).pow(3) * 10.0 ** (-i) for i, shape in enumerate(SHAPES)]
         sum((p.float() * g).sum() for p, g in zip(params, grads, strict=True)).backward()
         optimizer.step()
         optimizer.zero_grad()
