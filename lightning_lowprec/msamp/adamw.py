@@ -52,7 +52,7 @@ from lightning_lowprec.numerics.formats import (
 )
 from lightning_lowprec.numerics.one_pass import compiles, tensor_on
 from lightning_lowprec.private.torch import copy_all_, local_tensor, with_local_tensor
-from lightning_lowprec.private.torch_modules import compiled
+from lightning_lowprec.private.torch_inductor import compiled
 from lightning_lowprec.private.torch_optimizers import STEPPED, known_to_schedulers
 
 MOMENTS: Final[Mapping[str, Format]] = {"exp_avg": E4M3, "exp_avg_sq": FP16}

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lightning_lowprec.hardware import architecture
 from lightning_lowprec.messages import warn
-from lightning_lowprec.private.torch_modules import compiled
+from lightning_lowprec.private.torch_inductor import compiled
 
 R = TypeVar("R")
 

@@ -37,7 +37,7 @@ from lightning_lowprec.precision.loss_scale import LossScaler
 from lightning_lowprec.precision.options import BASE_DTYPES, Base, RunOptions, TrainingOptions
 from lightning_lowprec.private import either
 from lightning_lowprec.private.lightning import EitherPrecision
-from lightning_lowprec.private.torch_modules import store_float8_right
+from lightning_lowprec.private.torch_inductor import store_float8_right
 from lightning_lowprec.runs_where import RecipeKey
 
 

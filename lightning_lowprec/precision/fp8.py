@@ -22,7 +22,8 @@ from lightning_lowprec.messages import info
 from lightning_lowprec.numerics.tensor_cores import UNITS, Emulation
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.private.lightning import is_compiled_whole
-from lightning_lowprec.private.torch_modules import block_options, compile_in_place, is_compiled
+from lightning_lowprec.private.torch_inductor import block_options
+from lightning_lowprec.private.torch_modules import compile_in_place, is_compiled
 from lightning_lowprec.private.transformers import has_cache, train_without_cache
 from lightning_lowprec.runs_where import RecipeKey
 

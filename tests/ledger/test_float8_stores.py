@@ -3,7 +3,7 @@
     python -m benchmarks.ledger.launch python -m tests.ledger.test_float8_stores NAME ...
 
 prints, for each name, how many compiled kernels of two steps store float8, and in how many the store may go wrong:
-beside a minimum or maximum that keeps NaN by an instruction of its own (`lightning_lowprec.private.torch_modules`).
+beside a minimum or maximum that keeps NaN by an instruction of its own (`lightning_lowprec.private.torch_inductor`).
 The sources are those that torch's inductor writes for CUDA.
 """
 
