@@ -14,12 +14,15 @@ from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnect
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import _dtensor_spec
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from lightning_lowprec import FabricFSDP2Strategy, FSDP2Strategy
 from lightning_lowprec.extras import missing
 from lightning_lowprec.names import OF_LIGHTNING
 from lightning_lowprec.private import lightning as of_lightning
 from lightning_lowprec.private import torch as of_torch
+from lightning_lowprec.private import torch_inductor as of_inductor
 from lightning_lowprec.private import torchao as of_torchao
 from lightning_lowprec.private import transformers as of_transformers
 from lightning_lowprec.private.either import MAIN
@@ -161,3 +164,39 @@ def test_a_sigterm_is_noted_once_and_passed_on():
     connector._sigterm_notifier_fn(15, None)
     assert connector.received_sigterm
     assert killed == [15]
+
+
+def test_a_largest_value_is_found_with_the_sum_of_a_bias_and_before_a_rotation_with_the_same_bits():
+    def codes_of(x, turn):
+        """What a backward does with the gradient of a rotated query: (T, D), (T, 1) -> codes, scale, bias."""
+        a, b = x.chunk(2, -1)
+        y = torch.cat([a * turn - b, b * turn + a], -1).permute(1, 0).clone().permute(1, 0)
+        scale = y.abs().max()
+        return (y / scale).to(torch.float8_e5m2).float(), scale, y.sum([0]), y.sum([1])
+
+    x, turn = torch.randn(6, 16).bfloat16(), torch.randn(6, 1).bfloat16()
+    for value in (1.0, float("nan"), float("inf")):
+        x[4, 5] = value
+        graph = make_fx(codes_of, tracing_mode="real")(x, turn)
+        before = graph(x, turn)
+        of_inductor._find_largest(graph.graph)
+        graph.recompile()
+        found = [str(node.target) for node in graph.graph.nodes]
+        assert (found.count("aten.cat.default"), found.count("aten.amax.default")) == (3, 2)
+        assert "aten.max.default" not in found
+        for ours, expected in zip(graph(x, turn), before, strict=True):
+            torch.testing.assert_close(ours, expected, rtol=0, atol=0, equal_nan=True)
+    wide = make_fx(lambda x, y: codes_of(x * y + x / y, x[:, :1]))(x, x)  # made of three times as many bytes
+    of_inductor._find_largest(wide.graph)
+    assert [str(node.target) for node in wide.graph.nodes].count("aten.cat.default") == 1
+
+
+def test_a_residual_sum_of_a_product_is_kept_and_no_other():
+    def block(x, w, bias):
+        first = x + (x @ w + bias).view(x.shape)
+        return first.relu(), first.exp(), (x + x.exp()).relu(), x + x @ w
+
+    graph = make_fx(block)(*(torch.randn(4, 4) for _ in range(2)), torch.randn(4))
+    of_inductor._save_sums(graph.graph)
+    kept = [node for node in graph.graph.nodes if node.meta.get("recompute") == CheckpointPolicy.MUST_SAVE]
+    assert [[str(user.target) for user in node.users] for node in kept] == [["aten.relu.default", "aten.exp.default"]]
