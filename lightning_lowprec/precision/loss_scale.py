@@ -241,13 +241,13 @@ class LossScaler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the scale and the counts; factors and intervals stay those of :class:`LossScale`."""
+        """Restore the scale and the counts; a scale that never changes, factors and intervals stay as they are."""
+        self.skipped_steps = int(state.get("skipped_steps", 0))
         if self.config.growth_factor == self.config.backoff_factor == 1.0:
             return
         self.scale = max(float(state["scale"]), self.config.floor)
         self._good_steps = int(state["_growth_tracker"])
         self._overflows_left = int(state.get("_overflows_left", self.config.hysteresis))
-        self.skipped_steps = int(state.get("skipped_steps", 0))
         self._skipped_at_floor = 0
 
     def __getstate__(self) -> dict[str, object]:

@@ -143,8 +143,13 @@ def weights_that_only_rank_0_has_or_nobody(rank):
     assert weights["blocks.0.up.weight"].std() > 0.01, "initialised by the modules themselves"
     assert same(weights, fabric.broadcast(weights))
     for asked in (True, False):
-        sent = full(fabric_for(sync_module_states=asked).setup_module(Net(seed=rank)))
-        assert same(sent, Net().state_dict()) == asked
+        model = Net(seed=rank)
+        for persistent in (True, False):
+            model.register_buffer(f"drawn_{persistent}", torch.randn(3), persistent=persistent)
+        drawn = [fabric.broadcast(buffer) for buffer in model.buffers()]
+        sent = fabric_for(sync_module_states=asked).setup_module(model)
+        assert same({name: t for name, t in full(sent).items() if "drawn" not in name}, Net().state_dict()) == asked
+        assert all(map(torch.equal, sent.buffers(), drawn)) == (asked or rank == 0)
 
 
 def read_first_step(fabric, tokens):

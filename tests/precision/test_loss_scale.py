@@ -143,6 +143,13 @@ def test_the_first_overflows_are_forgiven(hysteresis: int, overflows: str, expec
         assert second.skipped_steps == overflows.count("x")
 
 
+def test_a_scale_that_never_changes_resumes_with_the_count_of_skipped_steps() -> None:
+    first, second = (scaler_of(LossScale(initial=128.0, growth_factor=1.0, backoff_factor=1.0)) for _ in range(2))
+    trajectory(first, "xx.")
+    second.load_state_dict(first.state_dict())
+    assert (second.skipped_steps, second.get_scale()) == (2, 128.0)
+
+
 @pytest.mark.parametrize(("overflow", "factor"), [(False, 4.0), (True, 0.25)])
 def test_pending_gradients_of_another_optimizer_follow_the_scale(overflow: bool, factor: float) -> None:
     scaler = scaler_of(LossScale(initial=16.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=1))
