@@ -34,6 +34,7 @@ PRODUCTS = (
     "_scaled_grouped_mm",
     "linear",
     "torchao::scaled_int8_mm",
+    "lightning_lowprec::block_product",
 )
 ATTENTION = "scaled_dot_product"
 

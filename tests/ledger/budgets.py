@@ -12,6 +12,7 @@ BLOCK_GB = {
     "ours fp8-hybrid-remainder": 6.7,
     "ours fp8-rowwise": 12.3,
     "ours fp8-rowwise-gw-hp": 10.7,
+    "ours fp8-block": 13.5,
     "ours fp8-hybrid-te": 14.6,
     "ours fp8-hybrid-te, blocks compiled": 12.1,
     "ours msamp-o2": 10.5,
