@@ -119,6 +119,12 @@ class WithoutAdapter(Source):
             self._check()
         elif merge:
             raise ValueError("`merge_adapters=True` is not valid: the model has no LoRA adapter. Leave it out.")
+        if merge and (elsewhere := self._matrices.keys() - self._weights.shapes.keys()):
+            raise ValueError(
+                f"`merge_adapters=True` is not valid: the adapter of {min(elsewhere).removesuffix('.weight')!r} belongs"
+                " to a Parameter of its own (PEFT's `target_parameters`), and only those of layers are merged here."
+                " Merge the adapter by PEFT before, or leave the argument out: the adapter is then exported beside it."
+            )
         self.layers = len(self._matrices)
         """The number of layers with an adapter."""
         self.merged = frozenset(self._matrices if merge else ())

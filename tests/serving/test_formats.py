@@ -268,12 +268,15 @@ def test_of_two_that_write_one_folder_the_first_wins_and_the_other_raises(tmp_pa
 
 def test_what_cannot_be_served_is_refused_and_conv1d_is_exported_in_high_precision(tmp_path):
     plain, conv1d = llama(), converted(gpt2(), "fp8-rowwise")
+    lora = peft.LoraConfig(r=4, target_modules=[], target_parameters=["mlp.experts.gate_up_proj"])
+    of_experts = peft.get_peft_model(mixtral(), lora)
     for model, format, options, message in (
         (plain, "gguf", {}, "`format='gguf'` is not valid; expected one of: hf, hf-fp8-block"),
         (plain, "compressed-tensors", {}, "no layer that runs in FP8"),
         (torch.nn.Linear(16, 16), "hf", {}, "holds 0 models of transformers"),
         (plain, "hf", {"merge_adapters": True}, "`merge_adapters=True` is not valid: the model has no LoRA adapter"),
         (conv1d, "compressed-tensors", {}, "Conv1D.*Use `format='hf'`"),
+        (of_experts, "hf", {"merge_adapters": True}, "'model.layers.0.mlp.experts' belongs to a Parameter of its own"),
         (
             converted(llama(), "fp8-rowwise"), "hf-fp8-block", {"weights_only": True},
             "`weights_only=True` is not valid with `format='hf-fp8-block'`",
@@ -318,3 +321,13 @@ def test_parts_begin_with_a_block(width):
     starts = [start for start, _ in content.spans((1 << 24, width))]
     assert len(starts) > 1
     assert all(start % 128 == 0 for start in starts)
+
+
+def test_an_adapter_in_bf16_is_merged_in_float32_and_rounded_once(tmp_path):
+    lora = peft.LoraConfig(r=4, lora_alpha=12, target_modules=["up_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(llama(), lora).bfloat16()
+    export(model, tmp_path / "out", "hf", merge_adapters=True)
+    layer = model.base_model.model.model.layers[0].mlp.up_proj
+    a, b = layer.lora_A["default"].weight.float(), layer.lora_B["default"].weight.float()
+    merged = (layer.base_layer.weight.float() + 3 * (b @ a)).bfloat16()
+    assert torch.equal(tensors(tmp_path / "out")[f"{UP}.weight"], merged.float())

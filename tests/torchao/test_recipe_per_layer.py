@@ -218,3 +218,11 @@ def test_a_layer_whose_device_cannot_run_its_format_is_named():
 def test_gathered_codes_have_one_kind_of_scale():
     plugin, _ = set_up(layers("a", "b"), recipe={"a": "block", "*": "tensorwise"})
     assert plugin.gathers(None) == "'block' and 'tensorwise' in `recipe` have different scales"
+
+
+@pytest.mark.parametrize("recipe", [{"lm_head": "fp32", "*": "tensorwise"}, {"*.up": "tensorwise", "*": "rowwise"}])
+def test_keep_fp32_counts_beside_the_fp32_layers_of_a_map(recipe):
+    _, model = set_up(recipe=recipe, master_weights="remainder", keep_fp32=["blocks.0.up", "blocks.1.up.bias"])
+    wide = {fqn for fqn, p in model.named_parameters() if p.dtype == torch.float32}
+    head = {"lm_head.weight", "lm_head.bias"} if "lm_head" in recipe else set()
+    assert wide == {"blocks.0.up.weight", "blocks.0.up.bias", "blocks.1.up.bias"} | head
