@@ -29,7 +29,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from functools import partial, wraps
 from types import ModuleType
-from typing import Any, Final, Literal, Union
+from typing import Any, Final, Literal, Union, final
 
 from torch import Tensor
 from torch.nn import Module
@@ -286,10 +286,19 @@ def _say_names(original: Callable[..., None], self: Any, message: str, *args: ob
     original(self, message, *args, **kwargs)
 
 
+@final
+class _NamespacesToDicts(ast.NodeTransformer):
+    """Write ``{'a': 1}`` for ``Namespace(a=1)``, as a parser prints the entries that it has accepted."""
+
+    def visit_Call(self, node: ast.Call) -> ast.Dict:
+        self.generic_visit(node)
+        return ast.Dict([ast.Constant(word.arg) for word in node.keywords], [word.value for word in node.keywords])
+
+
 def _refusal_of_class(value: str) -> Exception | None:
     """Return what the constructor of one of our classes says of its arguments in ``value``, a printed config."""
     try:
-        given = ast.literal_eval(value)
+        given = ast.literal_eval(_NamespacesToDicts().visit(ast.parse(value, mode="eval")))
     except (ValueError, SyntaxError):
         return None
     public = sys.modules[__name__.partition(".")[0]]

@@ -10,14 +10,8 @@ from lightning_lowprec.names import TABLE
 from lightning_lowprec.private.torchao import prototype_refusal
 
 WITH_MASTERS = {
-    "fp8-rowwise-remainder",
-    "fp8-hybrid-remainder",
-    "fp8-e4m3-8bit",
-    "fp8-rowwise-gw-hp-sr",
-    "fp8-block-te-remainder",
-    "fp8-hybrid-te-remainder",
-    "fp8-e4m3-te-8bit",
-    "fp8-current-te-sr",
+    *("fp8-rowwise-remainder", "fp8-hybrid-remainder", "fp8-e4m3-8bit", "fp8-rowwise-gw-hp-sr"),
+    *("fp8-block-te-remainder", "fp8-hybrid-te-remainder", "fp8-e4m3-te-8bit", "fp8-current-te-sr"),
 }
 """Of FP8TorchAO and of FP8TE, each form of masters once, and each over another recipe."""
 

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import re
 from pathlib import Path
 from statistics import median
 
@@ -11,17 +12,8 @@ PACKAGE = Path(__file__).parents[1] / "lightning_lowprec"
 OWN = "lightning_lowprec"
 FLOORS = [
     {
-        "numerics",
-        "hardware",
-        "runs_where",
-        "extras",
-        "checks",
-        "other_stacks",
-        "gone",
-        "losses",
-        "messages",
-        "version",
-        "private",
+        *("numerics", "hardware", "runs_where", "extras", "checks", "other_stacks", "gone", "losses", "messages"),
+        *("version", "private"),
     },
     {"products"},
     {"conversion"},
@@ -224,3 +216,27 @@ def classes_without_final() -> set[str]:
 
 def test_concrete_classes_are_final():
     assert classes_without_final() == MEANT_TO_BE_EXTENDED
+
+
+# ---- docs/architecture.md names files that are there, and every floor
+
+TEXT = (PACKAGE.parent / "docs" / "architecture.md").read_text()
+
+
+def test_every_path_and_every_name_in_the_diagrams_is_there():
+    paths = set(re.findall(r"`([\w/]+(?:\.py|/))`", TEXT))
+    assert len(paths) > 30
+    assert [
+        path for path in sorted(paths) if not (PACKAGE / path).exists() and not (PACKAGE.parent / path).exists()
+    ] == []
+    code = "\n".join(path.read_text() for path in PACKAGE.rglob("*.py"))
+    for name in ("Fp8GatherShard", "MsampWeight", "LowPrecision", "Transposable", "wire_format"):
+        assert name in TEXT
+        assert re.search(rf"\b{name}\b", code), name
+
+
+def test_every_room_stands_on_its_floor():
+    drawn = TEXT.split("```")[1]
+    floors = re.split(r"floor \d", drawn)[1:]
+    rooms = [set(re.findall(r"(?:^|\s)(\w+)(?:/|\.py)(?=\s|$)", floor)) for floor in floors]
+    assert rooms == FLOORS

@@ -43,9 +43,6 @@ def test_every_answer_has_a_source_and_plugins_and_names_have_the_same_rows():
 )  # fmt: skip
 def test_devices_have_architectures(described, key):
     assert classify(*described).key == key
-
-
-def test_names_of_architectures():
     keys = {"sm_86": "sm_80", "sm_103a": "sm_100", "sm90": "sm_90", "gfx1201": "gfx1200", "xpu": "xpu"}
     assert {name: named(name).key for name in keys} == keys
 

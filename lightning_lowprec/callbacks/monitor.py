@@ -100,10 +100,6 @@ class NumericsMonitor(Callback):
     # ---- Trainer
 
     @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._last = None
-
-    @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         self._begin(pl_module, pl_module, trainer.global_step, trainer.strategy.root_device)
 

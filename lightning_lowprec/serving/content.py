@@ -93,7 +93,7 @@ Rows = Callable[[int, int], Tensor]
 _ELEMENTS: Final = 1 << 23  # rounded at a time: 32 MB of float32
 _IN_BY_OUT = "it is a Conv1D, and no server reads codes of weights that are stored as [in, out]"
 _STACKED = "its model publishes the experts as one tensor, of which no server of this format reads codes"
-_TIED = "tied to an embedding"
+_TIED = "another layer has the same weight"
 
 
 @dataclass
@@ -163,7 +163,9 @@ class Content:
         if any(tensor.dim() != 2 or not name.endswith(".weight") for name, tensor in published.items()):
             return _STACKED
         weight = None if module is None else module._parameters.get("weight")
-        if weight is not None and sum(m._parameters.get("weight") is weight for m in self.model.modules()) > 1:
+        tied = [fqn for fqn, m in self._modules.items() if weight is not None and m._parameters.get("weight") is weight]
+        if len(tied) > 1:
+            self.kept.update(dict.fromkeys(tied, _TIED))
             return _TIED
         return next(filter(None, (self.format.kept_because(tuple(t.shape)) for t in published.values())), None)
 

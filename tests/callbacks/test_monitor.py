@@ -5,6 +5,7 @@ Its numbers are those of the casts of torchao and MS-AMP, computed here from cap
 
 import json
 import math
+import pickle
 from functools import partial
 
 import lightning as L
@@ -221,15 +222,14 @@ def test_a_resumed_run_samples_the_same_steps_and_continues_its_file(tmp_path, c
         assert main(["monitor", str(tmp_path), "--json"]) == 0
         return json.loads(capsys.readouterr().out)["steps"]
 
-    for total, ckpt, expected in ((2, None, [0, 1]), (4, tmp_path / "last.ckpt", [0, 1, 2])):
-        monitor = NumericsMonitor(every=2, folder=tmp_path)
-        monitor.every = 2 if ckpt else 1  # the first run has sampled step 1, too
+    for every, total, ckpt, expected in ((1, 3, None, [0, 1, 2]), (2, 5, tmp_path / "last.ckpt", [0, 1, 2, 4])):
+        monitor = NumericsMonitor(every, folder=tmp_path)
         _, trainer = fit(tmp_path, monitor, steps=total, ckpt=ckpt)
         trainer.save_checkpoint(tmp_path / "last.ckpt")
         assert steps() == expected
     with (tmp_path / "numerics.jsonl").open("a") as file:
-        file.write('{"step": 3, "la')  # killed while it wrote
-    assert steps() == [0, 1, 2]
+        file.write('{"step": 5, "la')  # killed while it wrote
+    assert steps() == [0, 1, 2, 4]
     fit(tmp_path, NumericsMonitor(every=2), steps=2)
     assert steps() == [0]  # a new run in the same folder
 
@@ -260,30 +260,47 @@ def looked_at(net, every=1):
 def test_a_layer_that_does_not_run_has_no_reading():
     net = nn.ModuleDict({"used": nn.Linear(WIDTH, WIDTH), "frozen": nn.Linear(WIDTH, WIDTH), "not": relu_block()})
     net["frozen"].requires_grad_(False)
-    net.forward = lambda x: net["used"](net["frozen"](x))
+    net.forward = lambda x: net["used"](input=net["frozen"](x))
     model, monitor = looked_at(net)
     x = torch.randn(16, WIDTH).bfloat16().float()
     with torch.no_grad():
         model.eval()(1000 * x)
     for batch in (x[:0], x, 1000 * x):  # neither evaluation nor an empty or a second micro-batch counts
-        model.train()(batch).sum().backward()
+        model.train()
+        net["frozen"].eval()
+        model(batch).sum().backward()
     readings = {(r.fqn, r.tensor): r for r in monitor.finish()}
     assert [*readings] == [
         *(("used", tensor) for tensor in ("input", "weight", "gradient")), ("frozen", "input"), ("frozen", "weight")
     ]  # fmt: skip
     assert readings["frozen", "input"].amax == x.abs().max()
     assert monitor.finish() == [*readings.values()], "nothing is read twice"
+    assert monitor.missing == dict.fromkeys(("not.up", "not.down"), "it was not called, or in compiled code alone")
 
 
-def test_the_share_of_an_infinite_tensor_is_not_known():
+def test_the_share_of_an_infinite_tensor_is_not_known_and_another_model_is_looked_at_next(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     model, monitor = looked_at(nn.Sequential(nn.Linear(WIDTH, WIDTH)))
+    assert len(pickle.dumps(monitor)) < 2000, "without the model"
     model(torch.full((16, WIDTH), math.inf)).sum().backward()
-    reading = next(r for r in monitor.finish() if r.tensor == "input")
+    other, idle = looked_at(nn.ModuleDict({"other": nn.Linear(WIDTH, WIDTH), "not": nn.Linear(WIDTH, WIDTH)}))
+    idle.finish()
+    monitor.step(other, 1)
+    reading = next(r for r in monitor.readings if r.tensor == "input")
     assert math.isnan(reading.amax)
     assert (reading.underflow, reading.scale) == (None, None)
+    for step, seen in enumerate((["other"], ["not", "other"]), 1):
+        for name in seen:
+            other.module[name](torch.randn(16, WIDTH)).sum().backward()
+        monitor.step(other, step + 1)
+        assert sorted({r.fqn for r in monitor.readings}) == seen
+        assert sorted([*seen, *monitor.missing]) == ["not", "other"]
+    monitor.finish()
+    assert list(tmp_path.iterdir()) == [], "Fabric has no folder"
+    assert not any(module._forward_hooks for module in (*model.modules(), *other.modules()))
 
 
-def test_the_step_of_an_optimizer_is_compiled_while_a_monitor_looks():
+def test_the_step_of_an_optimizer_is_compiled_while_a_monitor_looks(tmp_path):
     calls = []
 
     def backend(graph, inputs):
@@ -293,6 +310,8 @@ def test_the_step_of_an_optimizer_is_compiled_while_a_monitor_looks():
         step_of = staticmethod(torch.compile(lambda p: p * 2, backend=backend))
 
         def step(self, closure=None):
+            if closure is not None:
+                closure()
             return self.step_of(self.param_groups[0]["params"][0].detach())
 
     net = nn.Sequential(nn.Linear(WIDTH, WIDTH))
@@ -303,6 +322,10 @@ def test_the_step_of_an_optimizer_is_compiled_while_a_monitor_looks():
     optimizer.step_of(net[0].weight.detach())  # as a forward would
     monitor.finish()
     assert calls == ["compiled"] * 2
+    task = Task(torch.compile(nn.Linear(WIDTH, WIDTH), backend="eager"))
+    task.optimizer = lambda task: Doubling(task.parameters(), lr=1.0)
+    fit(tmp_path, NumericsMonitor(every=1), net=task, steps=3)
+    assert calls == ["compiled"] * 5
 
 
 def test_a_layer_that_cannot_be_looked_at_is_named_with_the_reason(tmp_path):
@@ -311,21 +334,6 @@ def test_a_layer_that_cannot_be_looked_at_is_named_with_the_reason(tmp_path):
     fit(tmp_path, monitor, net=task, steps=1)
     assert monitor.missing == {experts: "its products are inside of the module"}
     assert {r.fqn.rpartition(".")[2] for r in monitor.readings} == {"q_proj", "k_proj", "v_proj", "o_proj"}
-
-
-@pytest.mark.filterwarnings("ignore:.*were not called in the first training forward")
-def test_a_layer_that_is_never_called_is_named(tmp_path):
-    class Reader(Net):
-        def __init__(self):
-            super().__init__()
-            self.read = nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x):
-            return super().forward(nn.functional.linear(x, self.read.weight))
-
-    monitor = NumericsMonitor()
-    fit(tmp_path, monitor, net=Reader(), steps=1)
-    assert monitor.missing == {"read": "it was not called, or in compiled code alone"}
 
 
 def test_a_checkpoint_says_which_layers_ran_in_bf16(tmp_path):
@@ -363,7 +371,7 @@ def sampled(plugin, step=0, **options):
     fabric = L.Fabric(accelerator="cpu", plugins=plugin)
     model = Captured()
     wrapped, _ = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
-    monitor = NumericsMonitor(every=1, **options)
+    monitor = NumericsMonitor(**{"every": 1, **options})
     monitor.step(wrapped, step)
     x = torch.randn(4, 32, 64) * torch.exp(3 * torch.randn(4, 32, 64))
     fabric.backward(wrapped(x).float().square().mean())
@@ -400,46 +408,62 @@ RECIPES = {
 }
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_the_numbers_are_those_of_the_casts(recipe):
+CASES = {recipe: (recipe, 0, {"rows": 1.0}, slice(None)) for recipe in RECIPES}
+"""By recipe: of all rows. The others begin at another row at each sampling."""
+CASES |= {str(step): ("tensorwise", step, {}, slice(step, None, 16)) for step in (0, 5)}
+CASES |= {"10": ("rowwise", 10, {"every": 2, "rows": 1 / 4}, slice(5 % 4, None, 4))}
+
+
+@pytest.mark.parametrize(("recipe", "step", "options", "seen"), CASES.values(), ids=CASES)
+def test_the_numbers_are_those_of_the_casts(recipe, step, options, seen):
+    """Largest values, and the scale of a tensor, are those of all rows."""
     plugin, encode, gradients, by_row, power_of_2 = RECIPES[recipe]
-    model, weight, readings = sampled(plugin(), rows=1.0)
+    model, weight, readings = sampled(plugin(), step=step, **options)
     rows = model.input.reshape(-1, 64).bfloat16()
     gradient = model.output.grad.reshape(-1, 96)
-    seen = {"input": (rows, E4M3), "weight": (weight, E4M3), "gradient": (gradient, gradients)}
     shares = {}
-    for tensor, (x, dtype) in seen.items():
+    for tensor, x, dtype in (("input", rows, E4M3), ("weight", weight, E4M3), ("gradient", gradient, gradients)):
         codes, scale = encode(x, dtype, bool(by_row), power_of_2)
+        codes, scale = codes[seen], scale[seen] if by_row else scale
         reading = readings[tensor]
         assert reading.amax == float(x.float().abs().max())
         assert reading.scale == pytest.approx(float(scale.min()), rel=1e-6)
-        lost = (codes.float() == 0) & (x != 0)
+        lost = (codes.float() == 0) & (x[seen] != 0)
         shares[tensor] = reading.underflow
-        assert reading.underflow == pytest.approx(int(lost.sum()) / int((x != 0).sum()), abs=1e-9)
+        assert reading.underflow == pytest.approx(int(lost.sum()) / int((x[seen] != 0).sum()), abs=1e-9)
     if not by_row:
         assert min(shares.values()) > 0.01, "the case must have values that become 0"
-    exact = rows @ weight.bfloat16().t()
-    error = model.output.detach().reshape(-1, 96).float() - exact.float() - model.layer.bias.detach().bfloat16().float()
-    db = 10 * math.log10(float(exact.float().square().sum()) / float(error.square().sum()))
+    exact = (rows[seen] @ weight.bfloat16().t()).float()
+    error = model.output.detach().reshape(-1, 96)[seen].float() - exact - model.layer.bias.detach().bfloat16().float()
+    db = 10 * math.log10(float(exact.square().sum()) / float(error.square().sum()))
     assert {round(r.output_db, 3) for r in readings.values()} == {round(db, 3)}
     assert 15 < db < 45
-
-
-@pytest.mark.parametrize("step", [0, 5])
-def test_a_sample_counts_every_sixteenth_row(step):
-    """From another row at each sampling; scales and largest values are those of all rows."""
-    model, weight, readings = sampled(FP8TorchAO(), step=step)
-    rows = model.input.reshape(-1, 64).bfloat16()
-    for tensor, x in {"input": rows, "weight": weight}.items():
-        codes, scale = codes_of(x, E4M3, False, False)
-        codes, part = codes[step::16].float(), x[step::16]
-        lost = (codes == 0) & (part != 0)
-        assert readings[tensor].underflow == pytest.approx(float(lost.sum() / (part != 0).sum()))
-        assert readings[tensor].amax == float(x.float().abs().max())
-        assert readings[tensor].scale == pytest.approx(float(scale))
 
 
 def test_ranks_of_several_scales_show_the_smallest_and_a_rank_without_tokens_shows_none():
     first, second, idle = [2.0, 64.0], [8.0, 16.0], [0.0, 0.0]  # amax and scale of each rank
     reading = _reading([0.0, 0.0, 100.0, 75.0], torch.tensor([first, second, idle]))
     assert reading == {"amax": 8.0, "underflow": 0.25, "scale": 16.0}
+
+
+def test_the_mean_of_the_output_counts_a_layer_with_two_readings_as_one_with_three(tmp_path):
+    class Finetuned(Net):
+        factor = 1.0
+
+        def training_step(self, batch, batch_idx):  # no gradient reaches the frozen layers below
+            return self(self.factor * batch).float().square().mean()
+
+    net, monitor = Finetuned(), NumericsMonitor(every=1)
+    net.blocks[0].requires_grad_(False)
+    _, trainer = fit(tmp_path, monitor, net, steps=1)
+    decibels = {reading.fqn: reading.output_db for reading in monitor.readings}
+    assert [r.tensor for r in monitor.readings] == ["input", "weight"] * 2 + ["input", "weight", "gradient"] * 2
+    assert decibels.keys() == LAYERS
+    assert trainer.callback_metrics["lowprec/mean/output_db"].item() == pytest.approx(sum(decibels.values()) / 4)
+    net.factor = math.inf
+    _, trainer = fit(tmp_path, monitor, net, steps=1)
+    assert trainer.callback_metrics["lowprec/worst/input/amax"].isnan(), "nothing is worse"
+    net.training_step = lambda *_: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        fit(tmp_path, monitor, net)
+    assert not any(module._forward_hooks for module in net.modules())

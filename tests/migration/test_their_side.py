@@ -12,6 +12,7 @@ from accelerate.utils import AORecipeKwargs
 from torch import nn
 
 from lightning_lowprec import FP8TorchAO
+from tests.serving.models import llama
 from tests.toys import ON_CPU, Task
 
 QUIET = {**ON_CPU, "max_steps": 2}
@@ -33,15 +34,6 @@ def stack() -> nn.Module:
 def distance(one: nn.Module, other: nn.Module) -> float:
     pairs = zip(one.parameters(), other.parameters(), strict=True)
     return sum((a - b).square().sum().item() for a, b in pairs) ** 0.5
-
-
-def llama() -> nn.Module:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=2, max_position_embeddings=16,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")

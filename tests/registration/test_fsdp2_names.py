@@ -1,6 +1,7 @@
 """`strategy="fsdp2"`, `"fsdp"` and Lightning's FSDPStrategy, every choice carried over or refused. One process."""
 
 import logging
+import pickle
 from datetime import timedelta
 from functools import partial
 
@@ -93,7 +94,7 @@ def test_the_other_flavour_is_translated_with_all_its_choices():
     choices = {"wrap": [torch.nn.Linear], "cpu_offload": True, "state_dict_type": "full"}
     for precision in ("fp8-hybrid", "32-true", "bf16-mixed"):
         for one in (FSDP2Strategy(**choices), FabricFSDP2Strategy(**choices)):
-            (trainer, _), (fabric, _) = both(one, precision=precision)
+            (trainer, _), (fabric, _) = both(pickle.loads(pickle.dumps(one)), precision=precision)
             assert (type(trainer), type(fabric)) == (FSDP2Strategy, FabricFSDP2Strategy)
             assert trainer.sharding.options == fabric.sharding.options == one.sharding.options
             assert trainer.arguments == fabric.arguments == one.arguments

@@ -10,6 +10,7 @@ import lightning.pytorch.callbacks.throughput_monitor as trainer_throughput
 import lightning.pytorch.trainer.connectors.accelerator_connector as trainer_connector
 import pytest
 import torch
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
@@ -70,6 +71,7 @@ def test_name_in_fabric_and_trainer(name):
     ):
         assert type(plugin) is TABLE[name].plugin
         assert plugin.precision == name
+        assert TABLE[name].plan.format == plugin.format
     assert L.Trainer(precision=name, **ON_CPU).precision == name
 
 
@@ -111,6 +113,9 @@ def test_the_precision_of_lowprec_run_wins_over_the_scripts(lowprec_run, caplog)
         replaced = "lowprec run: `--precision=fp8-rowwise` wins over `precision='bf16-true'` of the script."
         assert (replaced in said) == (given == {"precision": "bf16-true"})
     assert lightning_lowprec.registration.launched_precision_is_used()
+    environment = LightningEnvironment()
+    strategy = L.Fabric(plugins=[FP8TorchAO(), environment], strategy="ddp", devices=1, accelerator="cpu").strategy
+    assert (strategy.precision.precision, strategy.cluster_environment) == ("fp8-rowwise", environment)
 
 
 @pytest.mark.parametrize("make", [L.Fabric, L.Trainer])
@@ -177,7 +182,7 @@ def test_words_of_other_stacks_and_forms_that_do_not_exist_are_answered_at_the_s
 )
 @pytest.mark.parametrize("make", [L.Fabric, L.Trainer])
 def test_a_string_in_plugins_is_sent_to_precision(make, word, remedy):
-    for plugins in (word, [word]):
+    for plugins in (word, [word], [LightningEnvironment(), word]):
         with pytest.raises(ValueError, match=f"^`plugins='{word}'` is a string, expected a plugin") as caught:
             make(plugins=plugins, accelerator="cpu")
         assert remedy in str(caught.value)
@@ -193,12 +198,13 @@ def test_a_name_and_a_plugin_together_raise_lightnings_error(make, other):
 
 
 def test_a_name_beside_other_plugins():
-    from lightning.fabric.plugins.environments import LightningEnvironment
-
     environment = LightningEnvironment()
     for plugins in (environment, [environment], (environment,), iter([environment])):
-        trainer = L.Trainer(precision="fp8-hybrid", plugins=plugins, **ON_CPU)
+        trainer = L.Trainer(precision="fp8-hybrid", plugins=plugins, strategy="ddp", devices=1, **ON_CPU)
         assert isinstance(trainer.precision_plugin, FP8TorchAO)
+        assert trainer.strategy.cluster_environment is environment
+    strategy = L.Fabric(precision="bf16-mixed", plugins=environment, strategy="fsdp2", accelerator="cpu").strategy
+    assert (type(strategy.precision), strategy.cluster_environment) == (HalfMixed, environment)
     inside = L.Trainer(strategy=DDPStrategy(precision_plugin=FP8TorchAO()), **ON_CPU)
     assert isinstance(inside.precision_plugin, FP8TorchAO)
 
@@ -285,12 +291,6 @@ def test_throughput_monitors_and_model_summary_know_our_precisions():
     assert ModelSummary(model).model_size == pytest.approx((256 * 4 + 256 * 2) * 1e-6)
 
 
-def test_the_table_and_the_plugin_agree_on_the_format():
-    for name, row in TABLE.items():
-        plugin = L.Fabric(accelerator="cpu", precision=name)._precision if row.backend == "torchao" else row.plugin
-        assert row.plan.format == plugin.format, name
-
-
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn", "ddp_find_unused_parameters_true", "ddp_notebook"])
 def test_supported_strategies(strategy):
     assert L.Trainer(strategy=strategy, precision="fp8-hybrid", devices=1, **ON_CPU).precision == "fp8-hybrid"
@@ -329,13 +329,6 @@ print(Config(precision="bf16-true").precision, Config(precision=16).precision)
 assert "lightning_lowprec" not in sys.modules, "nobody asked for it"
 print(Config(precision="fp8-hybrid").precision)
 """
-
-
-def test_every_name_is_taken_by_a_client_that_checks_by_the_type_in_the_connector():
-    made = pytest.importorskip("pydantic").create_model
-    config = made("Config", precision=(fabric_connector._PRECISION_INPUT | None, None))
-    for name in (*TABLE, "bf16-mixed", 16, None):
-        assert config(precision=name).precision == name
 
 
 @pytest.mark.parametrize("fabric", ["lightning.fabric", "lightning_fabric"])

@@ -87,4 +87,4 @@ def test_an_object_of_accelerate_is_refused_with_the_plugin_to_write():
     accelerate = pytest.importorskip("accelerate.utils")
     for make in (L.Trainer, L.Fabric):
         with pytest.raises(TypeError, match=r"`plugins=AORecipeKwargs\(...\)` is .*Write `FP8TorchAO\(recipe="):
-            make(plugins=accelerate.AORecipeKwargs(), accelerator="cpu")
+            make(plugins=[FP8TorchAO(), accelerate.AORecipeKwargs()], accelerator="cpu")

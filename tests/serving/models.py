@@ -4,16 +4,8 @@ import json
 
 import lightning as L
 import torch
+import transformers
 from safetensors import safe_open
-from transformers import (
-    AutoModelForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-)
 
 from tests.toys import Task, causal_loss
 
@@ -54,17 +46,25 @@ def spread_rows(model):
 
 def llama(**options):
     torch.manual_seed(0)
-    return spread_rows(LlamaForCausalLM(LlamaConfig(**{**SIZES, **options})))
+    return spread_rows(transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SIZES, **options})))
 
 
 def mixtral():
     torch.manual_seed(0)
-    return spread_rows(MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=3, num_experts_per_tok=2)))
+    config = transformers.MixtralConfig(**SIZES, num_local_experts=3, num_experts_per_tok=2)
+    return spread_rows(transformers.MixtralForCausalLM(config))
+
+
+def gpt_oss():
+    torch.manual_seed(0)
+    config = transformers.GptOssConfig(**SIZES, num_local_experts=3, num_experts_per_tok=2, head_dim=32)
+    return spread_rows(transformers.GptOssForCausalLM(config))
 
 
 def gpt2():
     torch.manual_seed(0)
-    return spread_rows(GPT2LMHeadModel(GPT2Config(vocab_size=96, n_positions=64, n_embd=64, n_layer=1, n_head=4)))
+    config = transformers.GPT2Config(vocab_size=96, n_positions=64, n_embd=64, n_layer=1, n_head=4)
+    return spread_rows(transformers.GPT2LMHeadModel(config))
 
 
 def converted(model, precision):
@@ -102,4 +102,4 @@ def config(folder):
 
 
 def served(folder):
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

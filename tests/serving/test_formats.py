@@ -13,13 +13,14 @@ from torch import nn
 from torchao.float8.config import ScalingGranularity
 from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
 from torchao.float8.float8_training_tensor import LinearMMConfig
+from transformers import LlamaForCausalLM
 
 import lightning_lowprec
 from lightning_lowprec.serving import content, safetensors_files
 from lightning_lowprec.serving.content import of_layers
 from lightning_lowprec.serving.export import Options, write
 from lightning_lowprec.serving.sources import live_model
-from tests.serving.models import FP8_FORMATS, config, converted, decoded, gpt2, llama, mixtral, served, tensors
+from tests.serving.models import FP8_FORMATS, config, converted, decoded, gpt2, gpt_oss, llama, mixtral, served, tensors
 from tests.toys import Task, causal_loss
 
 UP = "model.layers.0.mlp.up_proj"
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own, about CP
 
 
 def export(model, out, format, **options):
-    return lightning_lowprec.export(model, out, format=format, dtype="fp32", progress=False, **options)
+    return lightning_lowprec.export(model, out, format=format, progress=False, **{"dtype": "fp32", **options})
 
 
 def same_bits(a, b):
@@ -41,37 +42,52 @@ def with_one_scale(weight):
     return hp_tensor_to_float8_dynamic(weight.detach(), torch.float8_e4m3fn, LinearMMConfig())
 
 
-def test_rowwise_codes_are_those_of_torchaos_own_cast(tmp_path):
-    model = converted(llama(), "fp8-rowwise")
-    done = export(model, tmp_path / "out", "compressed-tensors")
+CASTS = {
+    "fp8-hybrid": {},
+    "fp8-rowwise": {
+        "scaling_granularity": ScalingGranularity.AXISWISE, "axiswise_dim": -1, "round_scales_to_power_of_2": True
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ["fp8-hybrid hf-fp8-block", *(f"{name} compressed-tensors" for name in CASTS)])
+def test_codes_are_those_of_torchaos_own_cast(tmp_path, case):
+    precision, format = case.split()
+    model = converted(llama(), precision).train()
+    done = export(model, tmp_path / "out", format)
     weight = model.get_submodule(UP).weight.detach()
-    cast = hp_tensor_to_float8_dynamic(
-        weight.t(), torch.float8_e4m3fn, LinearMMConfig(), scaling_granularity=ScalingGranularity.AXISWISE,
-        axiswise_dim=0, round_scales_to_power_of_2=True,
-    )  # fmt: skip
-    assert same_bits(tensors(tmp_path / "out")[f"{UP}.weight"], cast._data.t().contiguous())
-    values = decoded(tmp_path / "out", "compressed-tensors")[f"{UP}.weight"]
-    assert torch.equal(values, (cast._data.float() / cast._scale).t())
-    assert (done.same, done.other, done.new) == (7, 0, 0)
-
-
-@pytest.mark.parametrize("format", FP8_FORMATS)
-def test_tensorwise_codes_are_those_of_torchaos_own_cast_in_every_format(tmp_path, format):
-    model = converted(llama(), "fp8-hybrid").train()
-    export(model, tmp_path / "out", format)
-    cast = with_one_scale(model.get_submodule(UP).weight)
+    cast = hp_tensor_to_float8_dynamic(weight, torch.float8_e4m3fn, LinearMMConfig(), **CASTS[precision])
     assert same_bits(tensors(tmp_path / "out")[f"{UP}.weight"], cast._data)
     values = decoded(tmp_path / "out", format)[f"{UP}.weight"]
     assert torch.equal(values, cast._data.float() * cast._scale.reciprocal())
+    assert (done.same, done.other, done.new) == (7, 0, 0)
 
 
-def test_a_layer_whose_forward_ran_in_bf16_is_exported_in_high_precision(tmp_path):
-    model = llama()
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_a_layer_whose_forward_ran_in_bf16_is_exported_in_high_precision(tmp_path, weights_only):
+    """The folder's files say so, of a user's own class too."""
+    model = type("Mine", (LlamaForCausalLM,), {})(llama().config)
+    model.generation_config.max_new_tokens = 7
     plugin = lightning_lowprec.FP8TorchAO({"*.up_proj": {"forward": "bf16"}, "*": "tensorwise"})
     L.Fabric(accelerator="cpu", devices=1, plugins=plugin).setup(model)
-    done = export(model, tmp_path / "out", "compressed-tensors")
+    tokenizer = SimpleNamespace(save_pretrained=lambda folder: (folder / "tokenizer.json").write_text("of the run"))
+    options = {"dtype": "fp16", "weights_only": weights_only, "tokenizer": tokenizer}
+    done = export(model, tmp_path / "out", "compressed-tensors", **options)
     assert (done.same, done.other, done.new) == (6, 0, 0)
-    assert tensors(tmp_path / "out")[f"{UP}.weight"].dtype == torch.float32
+    assert "6 weights in FP8, 2 linear layers kept in high precision" in done.text()
+    stored = tensors(tmp_path / "out")
+    coded = dict.fromkeys(done.coded, torch.float8_e4m3fn) | {f"{name}_scale": torch.float32 for name in done.coded}
+    assert {name: t.dtype for name, t in stored.items() if t.dtype is not torch.float16} == coded
+    assert torch.equal(stored[f"{UP}.weight"], model.get_submodule(UP).weight.half())
+    said = config(tmp_path / "out")
+    assert (said["dtype"], said["architectures"]) == ("float16", ["LlamaForCausalLM"])
+    scheme = said["quantization_config"]
+    assert sorted(scheme["ignore"]) == ["lm_head", UP]
+    assert scheme["format"] == ("naive-quantized" if weights_only else "float-quantized")
+    activations = scheme["config_groups"]["group_0"]["input_activations"]
+    assert activations is None if weights_only else (activations["strategy"], activations["dynamic"]) == ("token", True)
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "of the run"
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["max_new_tokens"] == 7
 
 
 @pytest.mark.parametrize("then", ["32-true", "bf16-mixed", "half-auto", "bf16-master", "bf16-sr"])
@@ -132,6 +148,14 @@ def test_scales_of_blocks_follow_the_rule_of_the_run(tmp_path):
     assert torch.equal(decoded(tmp_path / "out", "hf-fp8-block")[f"{UP}.weight"] * scale, codes.float())
     assert (done.same, done.other) == (0, 7)
     assert "7 weights: rounded again, since the format needs other scales than the run had" in done.text()
+    of_others = export(converted(llama(intermediate_size=192), "fp8-rowwise"), tmp_path / "others", "hf-fp8-block")
+    assert {name for name, why in of_others.kept.items() if why == "features are no multiples of 128"} == {
+        f"model.layers.0.mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")
+    }  # [192, 128] and [128, 192]; k_proj, [64, 128], is a part of a block
+    report = json.loads((tmp_path / "others" / "lowprec_export.json").read_text())
+    assert report["kept"] == of_others.kept
+    counts = ("weights_in_fp8", "codes_of_the_last_step", "codes_with_other_scales", "codes_rounded_for_the_first_time")
+    assert [report[name] for name in counts] == [4, 0, 4, 0]
 
 
 def test_weights_of_int8_get_the_scales_of_the_format(tmp_path):
@@ -149,11 +173,13 @@ def test_weights_of_int8_get_the_scales_of_the_format(tmp_path):
 @pytest.mark.parametrize("format", ["hf", *FP8_FORMATS])
 def test_transformers_loads_the_stored_values(tmp_path, format):
     model = converted(llama(tie_word_embeddings=True), "fp8-rowwise").eval()
+    model.config.quantization_config = {"quant_method": "mxfp4"}  # of the checkpoint that was trained further
     export(model, tmp_path / "out", format, weights_only=format == "compressed-tensors")
     values = decoded(tmp_path / "out", format)
     assert "lm_head.weight" not in values  # tied
     loaded = served(tmp_path / "out")
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    assert ("quantization_config" in config(tmp_path / "out")) == (format != "hf")
     with torch.no_grad():
         loaded(TOKENS)  # compressed-tensors decodes weights at the first forward
     state = loaded.state_dict()
@@ -183,11 +209,30 @@ def test_experts_are_published_one_by_one_with_the_codes_of_the_stack(tmp_path, 
     assert torch.equal(loaded.gate_up_proj, cast._data.float() * cast._scale.reciprocal())
 
 
+def test_a_weight_of_two_layers_stays_in_high_precision_and_both_layers_are_said(tmp_path):
+    model, names = llama(), [f"model.layers.0.mlp.{name}" for name in ("gate_proj", "up_proj")]
+    model.get_submodule(names[0]).weight = model.get_submodule(names[1]).weight
+    done = export(converted(model, "fp8-hybrid"), tmp_path / "out", "compressed-tensors")
+    assert done.same == 5
+    assert sorted(config(tmp_path / "out")["quantization_config"]["ignore"]) == ["lm_head", *names]
+    assert {done.kept[name] for name in names} == {"another layer has the same weight"}
+
+
+def test_experts_that_a_model_publishes_as_one_tensor_stay_in_high_precision(tmp_path):
+    model = converted(gpt_oss(), "fp8-hybrid").train()
+    done = export(model, tmp_path / "out", "compressed-tensors")
+    stacked = {f"model.layers.0.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")}
+    assert {name for name, why in done.kept.items() if "publishes the experts as one tensor" in why} == stacked
+    stored, own = tensors(tmp_path / "out"), dict(model.named_parameters())
+    assert all(torch.equal(stored[name], own[name]) for name in stacked)
+    assert done.same == 4, "the products of attention"
+
+
 def test_a_lora_adapter_is_kept_beside_codes_of_the_last_step(tmp_path):
     lora = peft.LoraConfig(r=4, lora_alpha=12, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
     model = converted(peft.get_peft_model(llama(), lora), "fp8-rowwise")
     done = export(model, tmp_path / "out", "compressed-tensors", weights_only=True)
-    assert (done.same, done.adapter_layers) == (7, 2)
+    assert (done.same, done.adapter_layers, done.kept.keys()) == (7, 2, {"lm_head"})
     loaded = served(tmp_path / "out")
     with torch.no_grad():
         loaded(TOKENS)
@@ -196,6 +241,10 @@ def test_a_lora_adapter_is_kept_beside_codes_of_the_last_step(tmp_path):
     other = plain.base_model.model.model.layers[0].mlp.up_proj
     assert torch.equal(own.lora_A["default"].weight, other.lora_A["default"].weight)
     assert own.scaling == other.scaling == {"default": 3.0}
+    export(model, tmp_path / "half", "hf", dtype="bf16")
+    adapter = tmp_path / "half" / "adapter"
+    assert {t.dtype for t in load_file(adapter / "adapter_model.safetensors").values()} == {torch.bfloat16}
+    assert json.loads((adapter / "adapter_config.json").read_text())["inference_mode"]
 
 
 @pytest.mark.parametrize("format", FP8_FORMATS)
@@ -204,8 +253,10 @@ def test_fp8_state_merges_an_adapter_as_an_export_does(tmp_path, precision, form
     lora = peft.LoraConfig(r=4, lora_alpha=12, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
     model = converted(peft.get_peft_model(llama(), lora), precision)
     assert export(model, tmp_path / "out", format, merge_adapters=True).new == 2
-    state = dict(lightning_lowprec.fp8_state(model, format=format, dtype="fp32", merge_adapters=True))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        state = dict(lightning_lowprec.fp8_state(model, format=format, dtype="fp32", merge_adapters=True))
     written = tensors(tmp_path / "out")
+    assert not (tmp_path / "out" / "adapter").exists()
     assert state.keys() == written.keys()
     assert [name for name in written if not same_bits(state[name], written[name])] == []
 
@@ -230,10 +281,14 @@ def test_several_files_written_in_parts_hold_what_one_holds(tmp_path, monkeypatc
 
 def test_fp8_state_reads_a_module_that_fabric_has_wrapped():
     fabric = L.Fabric(accelerator="cpu", devices=1, precision="fp8-rowwise")
-    model = fabric.setup_module(nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)))
-    found = dict(lightning_lowprec.fp8_state(model))
-    assert {name for name, tensor in found.items() if tensor.dtype == torch.float8_e4m3fn} == {"0.weight", "2.weight"}
-    assert found.keys() == {f"{i}.{part}" for i in (0, 2) for part in ("weight", "weight_scale", "bias")}
+    model = fabric.setup_module(nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.Linear(64, 32)))
+    for dtype, of_others in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        found = dict(lightning_lowprec.fp8_state(model, dtype=dtype))
+        others = ("0.bias", "2.bias", "1.weight", "1.bias", "1.running_mean", "1.running_var")
+        expected = dict.fromkeys(others, of_others) | {"1.num_batches_tracked": torch.int64}
+        for name in ("0.weight", "2.weight"):
+            expected |= {name: torch.float8_e4m3fn, f"{name}_scale": torch.float32}
+        assert {name: tensor.dtype for name, tensor in found.items()} == expected
 
 
 def test_a_weight_without_a_value_no_space_and_ctrl_c_leave_nothing(tmp_path, monkeypatch):
@@ -243,6 +298,7 @@ def test_a_weight_without_a_value_no_space_and_ctrl_c_leave_nothing(tmp_path, mo
             model.get_submodule(UP).weight[3, 5] = float(value)
         with pytest.raises(ValueError, match=rf"'{UP}.weight' cannot be rounded to FP8: it holds NaN or inf"):
             export(model, tmp_path / "out", "compressed-tensors")
+        assert len(dict(lightning_lowprec.fp8_state(model))) == 19, "without a wait for the device"
     with pytest.raises(OSError, match=r"needs 1e\+06 TB, and its disk has"):
         safetensors_files.new_folder(tmp_path / "out", 10**18).__enter__()
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1))
@@ -270,10 +326,21 @@ def test_what_cannot_be_served_is_refused_and_conv1d_is_exported_in_high_precisi
     plain, conv1d = llama(), converted(gpt2(), "fp8-rowwise")
     lora = peft.LoraConfig(r=4, target_modules=[], target_parameters=["mlp.experts.gate_up_proj"])
     of_experts = peft.get_peft_model(mixtral(), lora)
+    dora, extra, scaled = (
+        peft.get_peft_model(llama(), peft.LoraConfig(r=4, target_modules=["q_proj"], **more))
+        for more in ({"use_dora": True}, {"modules_to_save": ["lm_head"]}, {"alpha_pattern": {"q_proj": 2}})
+    )
+    several = peft.get_peft_model(llama(), peft.LoraConfig(r=4, target_modules=["q_proj"]))
+    several.add_adapter("second", peft.LoraConfig(r=4, target_modules=["q_proj"]))
     for model, format, options, message in (
         (plain, "gguf", {}, "`format='gguf'` is not valid; expected one of: hf, hf-fp8-block"),
         (plain, "compressed-tensors", {}, "no layer that runs in FP8"),
         (torch.nn.Linear(16, 16), "hf", {}, "holds 0 models of transformers"),
+        (nn.ModuleList([plain, llama()]), "hf", {}, "holds 2 models of transformers; .* Pass the model itself"),
+        (dora, "hf", {}, "lora_magnitude_vector.*; expected one plain LoRA adapter"),
+        (extra, "hf", {}, "modules_to_save.*; expected one plain LoRA adapter"),
+        (scaled, "hf", {}, "`alpha_pattern={'q_proj': 2}`, which is not supported here. Merge the adapter by PEFT"),
+        (several, "hf", {}, "the adapters default, second; expected one plain LoRA adapter"),
         (plain, "hf", {"merge_adapters": True}, "`merge_adapters=True` is not valid: the model has no LoRA adapter"),
         (conv1d, "compressed-tensors", {}, "Conv1D.*Use `format='hf'`"),
         (of_experts, "hf", {"merge_adapters": True}, "'model.layers.0.mlp.experts' belongs to a Parameter of its own"),
@@ -295,25 +362,28 @@ def test_what_cannot_be_served_is_refused_and_conv1d_is_exported_in_high_precisi
 @pytest.mark.parametrize("shard_bytes", [1 << 20, 16])
 def test_a_tensor_without_values_is_a_part_of_its_file(tmp_path, shard_bytes):
     """Also as the last one, and alone in a file: behind a tensor that is larger than a file may be."""
-    values = {"a": torch.arange(2.0), "b": torch.arange(8.0), "c": torch.empty(0, 3)}
+    values = {"a": torch.arange(3, dtype=torch.int8), "b": torch.arange(8.0), "c": torch.empty(0, 3)}
     stored = [safetensors_files.Stored(name, tuple(t.shape), t.dtype) for name, t in values.items()]
     with safetensors_files.ShardFiles(tmp_path, stored, shard_bytes, lambda count: None) as files:
         for name, tensor in values.items():
             files.write(name, tensor)
         files.finish()
-    found = {name: t for path in tmp_path.glob("*.safetensors") for name, t in load_file(path).items()}
+    found, file_of = {}, {}
+    for path in tmp_path.glob("*.safetensors"):
+        found |= load_file(path)
+        content = path.read_bytes()
+        begin = 8 + int.from_bytes(content[:8], "little")
+        head = json.loads(content[8:begin])
+        del head["__metadata__"]
+        file_of |= dict.fromkeys(head, path.name)
+        starts = {name: begin + said["data_offsets"][0] for name, said in head.items()}
+        assert not any(start % values[name].element_size() for name, start in starts.items()), "all are aligned"
     assert found.keys() == values.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in values.items())
-
-
-def test_the_index_says_the_size_of_all_files(tmp_path):
-    stored = [safetensors_files.Stored(name, (4,), torch.float32) for name in "ab"]
-    with safetensors_files.ShardFiles(tmp_path, stored, 16, lambda count: None) as files:
-        for tensor in stored:
-            files.write(tensor.name, torch.zeros(4))
-        files.finish()
-    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-    assert index["metadata"]["total_size"] == 2 * 4 * 4
+    index = tmp_path / "model.safetensors.index.json"
+    said = json.loads(index.read_text()) if index.exists() else None
+    assert said == ({"metadata": {"total_size": 3 + 8 * 4}, "weight_map": file_of} if shard_bytes == 16 else None)
+    assert len(set(file_of.values())) == (3 if shard_bytes == 16 else 1)
 
 
 @pytest.mark.parametrize("width", [1, 64, 11008, content._ELEMENTS // 200])
@@ -323,11 +393,17 @@ def test_parts_begin_with_a_block(width):
     assert all(start % 128 == 0 for start in starts)
 
 
-def test_an_adapter_in_bf16_is_merged_in_float32_and_rounded_once(tmp_path):
-    lora = peft.LoraConfig(r=4, lora_alpha=12, target_modules=["up_proj"], init_lora_weights=False)
-    model = peft.get_peft_model(llama(), lora).bfloat16()
+@pytest.mark.parametrize("of_rows", [False, True], ids=["Linear", "Conv1D"])
+def test_an_adapter_in_bf16_is_merged_in_float32_and_rounded_once(tmp_path, monkeypatch, of_rows):
+    monkeypatch.setattr(content, "_ELEMENTS", 1)  # 128 rows at a time, of 256
+    name = "c_proj" if of_rows else "up_proj"  # Conv1D's weight is [in, out]
+    options = {"target_modules": [f"mlp.{name}"], "use_rslora": of_rows, "fan_in_fan_out": of_rows}
+    lora = peft.LoraConfig(r=4, lora_alpha=12, init_lora_weights=False, **options)
+    model = peft.get_peft_model(gpt2() if of_rows else llama(), lora).bfloat16()
     export(model, tmp_path / "out", "hf", merge_adapters=True)
-    layer = model.base_model.model.model.layers[0].mlp.up_proj
+    (layer,) = (module for fqn, module in model.named_modules() if fqn.endswith(f"mlp.{name}"))
     a, b = layer.lora_A["default"].weight.float(), layer.lora_B["default"].weight.float()
-    merged = (layer.base_layer.weight.float() + 3 * (b @ a)).bfloat16()
-    assert torch.equal(tensors(tmp_path / "out")[f"{UP}.weight"], merged.float())
+    part = 12 / 4**0.5 * (b @ a).t() if of_rows else 12 / 4 * (b @ a)
+    merged = (layer.base_layer.weight.float() + part).bfloat16()
+    (found,) = (t for fqn, t in tensors(tmp_path / "out").items() if fqn.endswith(f"mlp.{name}.weight"))
+    assert torch.equal(found, merged.float())

@@ -72,11 +72,10 @@ WITH_JSON = {
     "doctor --device": ["sm_80", "--for=fp8-rowwise"],
     "plan": ["chatty.py:Model"],
     "plan --fits": ["80GB", "small/config.json", "--precisions=bf16-mixed", "--seq=16"],
-    "monitor": ["."],
     "monitor --keep": ["."],
     "export --format": ["hf", "small/model.safetensors", "served", "--model=small", "--check", "--min_snr=1000"],
 }
-"""Every form of a command that prints results, but for `compare`, which test_compare.py runs; and its arguments."""
+"""Every form of a command that prints results, but for those in the files of `compare` and `monitor`; its arguments."""
 ANSWERS_NO = {"doctor --device", "export --format"}
 
 

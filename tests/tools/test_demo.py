@@ -1,7 +1,5 @@
 """ByteGPT and StdlibText: what `lowprec compare` trains by default."""
 
-import math
-
 import lightning as L
 import pytest
 import torch
@@ -11,12 +9,6 @@ from lightning_lowprec.tools.demo import ByteGPT, StdlibText
 from tests.toys import ON_CPU
 
 TINY = {"depth": 1, "width": 16, "heads": 2, "block_size": 16}
-
-
-def test_positions_turn_pairs_of_features_by_their_frequencies():
-    angles = [3, 3 / demo.ROPE_BASE**0.5]  # of position 3 in 4 features (arXiv 2104.09864, sec. 3.2.2)
-    turn = ByteGPT(**TINY | {"width": 8}).turn[:, 3]
-    assert torch.allclose(turn, torch.tensor([[*map(math.cos, angles)], [*map(math.sin, angles)]]))
 
 
 def data(**kwargs):

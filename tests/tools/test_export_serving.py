@@ -12,8 +12,11 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 
 import lightning_lowprec
 from lightning_lowprec.tools.cli import main
@@ -41,6 +44,10 @@ def trained(tmp_path_factory):
     torch.save({"model": net.state_dict(), "step": 2}, folder / "fabric.ckpt")
     save_file({n: t.contiguous() for n, t in net.state_dict().items()}, folder / "plain.safetensors")
     torch.save(net.state_dict(), folder / "old.pt", _use_new_zipfile_serialization=False)
+    averaged = {f"ema.{name}": tensor / 3 for name, tensor in net.state_dict().items()}
+    buffers = {"model.rotary_emb.inv_freq": torch.ones(16)}  # which older versions have saved
+    of_net = {f"net.{name}": tensor for name, tensor in (net.state_dict() | buffers).items()}
+    torch.save({"model": averaged, "weights": averaged | of_net}, folder / "two.ckpt")
     (folder / "model").mkdir()
     net.config.save_pretrained(folder / "model")
     net.generation_config.save_pretrained(folder / "model")
@@ -58,7 +65,8 @@ def export(folder, checkpoint, out, *options, format="compressed-tensors", preci
 
 @pytest.mark.parametrize("checkpoint", ["trainer.ckpt", "fabric.ckpt", "plain.safetensors", "old.pt"])
 def test_every_form_of_a_checkpoint_becomes_what_the_live_model_becomes(trained, tmp_path, capsys, checkpoint):
-    assert export(trained, checkpoint, tmp_path / "out") == 0, capsys.readouterr().err
+    model = trained / "model" / ("config.json" if checkpoint == "old.pt" else "")
+    assert export(trained, checkpoint, tmp_path / "out", f"--model={model}") == 0, capsys.readouterr().err
     said = capsys.readouterr().out
     assert "7 weights: the codes are those of the last step, bit for bit" in said
     assert ("2 tensors of the checkpoint belong to other modules" in said) == (checkpoint == "trainer.ckpt")
@@ -71,15 +79,34 @@ def test_every_form_of_a_checkpoint_becomes_what_the_live_model_becomes(trained,
     assert json.loads((tmp_path / "out" / "lowprec_export.json").read_text())["codes_of_the_last_step"] == 7
 
 
-def measured_by_hand(folder, out):
-    """SNR of the logits, equal greedy tokens and perplexities of 128 tokens, by transformers' own `generate`."""
-    tokens = torch.randint(0, 96, (1, 128), generator=torch.Generator().manual_seed(0))
-    reference = LlamaForCausalLM(LlamaConfig.from_pretrained(folder / "model")).eval()
+def test_the_options_of_a_run_choose_the_layers_and_those_of_the_checkpoint_its_weights(trained, tmp_path, capsys):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "tokenizer.json").write_text("of another folder")
+    options = ["--key=weights", "--strip_prefix=net.", "--keep", "*.up_proj", f"--tokenizer={tmp_path / 'other'}"]
+    assert export(trained, "two.ckpt", tmp_path / "out", *options, "--weights_only", "--dtype=fp16", "--json") == 0
+    said = json.loads(capsys.readouterr().out)
+    live, read = tensors(trained / "live"), tensors(tmp_path / "out")
+    kept = "model.layers.0.mlp.up_proj"
+    assert live.keys() - read.keys() == {f"{kept}.weight_scale"}
+    codes = [name for name, tensor in read.items() if tensor.dtype is torch.float8_e4m3fn]
+    assert all(torch.equal(live[name].view(torch.uint8), read[name].view(torch.uint8)) for name in codes)
+    assert read[f"{kept}.weight"].dtype is torch.float16
+    assert {name for name, why in said["kept"].items() if "up_proj" in why} == {kept}
+    assert (said["dtype"], said["weights_only"], said["weights_in_fp8"]) == ("fp16", True, len(codes))
+    written = {"tensors_written": len(read), "tensors_left_out": 12, "adapter_layers": 0, "check": None}
+    written |= {"out": str(tmp_path / "out"), "bytes": sum(tensor.nbytes for tensor in read.values())}
+    assert said == written | json.loads((tmp_path / "out" / "lowprec_export.json").read_text())
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "of another folder"
+
+
+def measured_by_hand(folder, out, tokens, new):
+    """SNR of the logits, equal greedy tokens and perplexities of some tokens, by transformers' own `generate`."""
+    reference = transformers.LlamaForCausalLM(transformers.LlamaConfig.from_pretrained(folder / "model")).eval()
     reference.load_state_dict(torch.load(folder / "fabric.ckpt")["model"])
-    served = AutoModelForCausalLM.from_pretrained(out, dtype="auto").eval()
+    served = transformers.AutoModelForCausalLM.from_pretrained(out, dtype="auto").eval()
     with torch.no_grad():
         texts = [model(tokens).logits[0].float() for model in (reference, served)]
-        greedy = reference.generate(tokens[:, :32], max_new_tokens=256, min_new_tokens=256, do_sample=False)
+        greedy = reference.generate(tokens[:, :32], max_new_tokens=new, min_new_tokens=new, do_sample=False)
         chosen = served(greedy).logits[0].argmax(-1)
     noise, signal = (texts[1] - texts[0]).square().sum(), texts[0].square().sum()
     losses = [torch.nn.functional.cross_entropy(text[:-1], tokens[0, 1:]).item() for text in texts]
@@ -89,21 +116,36 @@ def measured_by_hand(folder, out):
 def test_check_prints_three_numbers_and_ends_with_1_beyond_a_bound(trained, tmp_path, capsys):
     assert export(trained, "trainer.ckpt", tmp_path / "out", "--check", format="hf-fp8-block") == 0
     said = capsys.readouterr().out
-    snr, same, (before, after) = measured_by_hand(trained, tmp_path / "out")
-    assert f"logits {snr:.1f} dB from the checkpoint's" in said
+    random = torch.randint(0, 96, (1, 128), generator=torch.Generator().manual_seed(0))
+    snr_of_all, same, (before, after) = measured_by_hand(trained, tmp_path / "out", random, 256)
+    assert f"logits {snr_of_all:.1f} dB from the checkpoint's" in said
     assert f"{same} of 256 greedy tokens are the same" in said
     found = re.search(r"perplexity ([\d.e+]+), the checkpoint's ([\d.e+]+) \(", said).groups()
     assert [float(value) for value in found] == pytest.approx([math.exp(after), math.exp(before)], rel=1e-3)
-    bounds = ["--check", f"--min_snr={snr + 1}", "--max_perplexity=1e-9"]
-    assert export(trained, "trainer.ckpt", tmp_path / "strict", *bounds, format="hf-fp8-block") == 1
-    said = capsys.readouterr().out
-    assert "check failed: the logits' SNR is below" in said
-    assert "check failed: the perplexity differs" in said
+    words = torch.arange(1, 300) % 7
+    (tmp_path / "text").write_text(" ".join(f"w{word}" for word in words))
+    vocabulary = {f"w{word}": 10 + word for word in range(7)} | {"?": 0}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="?"))
+    tokenizer.pre_tokenizer = Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / "model")
+    config = json.loads((trained / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 200}))
+    bounds = ["--check", f"--min_snr={snr_of_all + 9}", "--min_agreement=1", "--max_perplexity=1e-9", "--json"]
+    options = (f"--model={tmp_path / 'model'}", f"--check_text={tmp_path / 'text'}", *bounds)
+    assert export(trained, "trainer.ckpt", tmp_path / "strict", *options, format="hf-fp8-block") == 1
+    found = json.loads(capsys.readouterr().out)["check"]
+    snr, same, (before, after) = measured_by_hand(trained, tmp_path / "strict", 10 + words[None, :200], 168)
+    bounds = [re.findall(r"--\w+ \S+", failure) for failure in found["failures"]]
+    assert bounds == [[f"--min_snr {snr_of_all + 9:g}"], ["--min_agreement 1"], ["--max_perplexity 1e-09"]]
+    assert found["greedy_tokens"] == 168, "as many as the model has places for"
+    assert found["greedy_agreement"] == pytest.approx(same / 168)
+    assert found["snr_db"] == pytest.approx(snr)
+    assert found["perplexity_change"] == pytest.approx(math.exp(after - before) - 1)
 
 
 def test_a_check_that_is_not_possible_is_refused_before_anything_is_written(trained, tmp_path, capsys, monkeypatch):
-    bert = BertConfig(vocab_size=96, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
-    BertModel(bert).save_pretrained(tmp_path / "bert")
+    bert = transformers.BertConfig(vocab_size=96, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+    transformers.BertModel(bert).save_pretrained(tmp_path / "bert")
     options = (f"--model={tmp_path / 'bert'}", "--check")
     assert export(tmp_path, "bert", tmp_path / "out", *options, format="hf", precision=None) == 2
     assert "`--check` takes causal language models, and Bert" in capsys.readouterr().err
@@ -138,6 +180,9 @@ def test_a_checkpoint_of_another_precision_or_another_model_is_refused(trained, 
         said = capsys.readouterr().err
         assert "the checkpoint is of another model than `--model`" in said
         assert text in said
+    torch.save({"other": torch.ones(2)}, tmp_path / "other.pt")
+    assert export(tmp_path, "other.pt", tmp_path / "out", f"--model={trained / 'model'}", **options) == 2
+    assert "it lacks 12: 'model.embed_tokens.weight'" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
@@ -178,7 +223,7 @@ def test_an_adapter_in_a_checkpoint_needs_its_config_and_is_merged(trained, tmp_
     options = [f"--model={trained / 'model'}", "--dtype=fp32"]
     assert export(tmp_path, "lora.ckpt", tmp_path / "out", *options, format="hf", precision=None) == 2
     assert "Give PEFT's `adapter_config.json`, or its folder, with `--adapter_config`" in capsys.readouterr().err
-    options += [f"--adapter_config={tmp_path}", "--merge_adapters"]
+    options += [f"--adapter_config={tmp_path}", "--merge_adapters", "--check"]
     assert export(tmp_path, "lora.ckpt", tmp_path / "out", *options, format="hf", precision=None) == 0
     merged, values = model.merge_and_unload().state_dict(), tensors(tmp_path / "out")
     for name, value in merged.items():
@@ -188,10 +233,11 @@ def test_an_adapter_in_a_checkpoint_needs_its_config_and_is_merged(trained, tmp_
 @pytest.mark.slow
 def test_memory_is_that_of_some_rows_and_not_of_a_tensor(tmp_path):
     """The largest tensor has 410 MB; its file has holes in place of zeros."""
-    config = LlamaConfig(**{**SIZES, "vocab_size": 100_000, "hidden_size": 1024, "tie_word_embeddings": True})
+    large = {"vocab_size": 100_000, "hidden_size": 1024, "tie_word_embeddings": True}
+    config = transformers.LlamaConfig(**SIZES | large)
     config.save_pretrained(tmp_path / "model")
     with torch.device("meta"):
-        sizes = {name: [*p.shape] for name, p in LlamaForCausalLM(config).named_parameters()}
+        sizes = {name: [*p.shape] for name, p in transformers.LlamaForCausalLM(config).named_parameters()}
     begins = [0, *accumulate(4 * math.prod(size) for size in sizes.values())]
     head = json.dumps({
         name: {"dtype": "F32", "shape": size, "data_offsets": begins[i : i + 2]}

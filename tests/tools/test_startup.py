@@ -104,6 +104,8 @@ FOLDER = ("export", "a.ckpt", "out", "--model=llama")
         (["plan", "llama", "--fit", "80"], "Did you mean '--fits'?"),
         (["doctor", "--fro", "fp8-hybrid"], "Did you mean '--for'?"),
         (["export", "a.ckpt", "out", "--fromat", "hf"], "Did you mean '--format'?"),
+        (["run", "--precision=fp8", "train.py"], "bf16 elsewhere. `lowprec doctor` lists the names of this package."),
+        (["run", "gone.py"], "of a Python script, or a command that a package installs, such as 'litgpt'."),
         ([*FOLDER, "--format=hf-fp8-blok"], "'compressed-tensors'. Did you mean 'hf-fp8-block'?"),
         ([*FOLDER, "--format=hf", "--dtype=fp8"], "'fp8'` is not valid; expected one of: 'bf16', 'fp32', 'fp16'"),
     ],
@@ -111,7 +113,7 @@ FOLDER = ("export", "a.ckpt", "out", "--model=llama")
 def test_a_misspelt_command_or_option_names_the_right_one(words, hint, capsys):
     with pytest.raises(SystemExit, match="2"):
         sys.exit(main(words))
-    assert capsys.readouterr().err.rstrip().endswith(hint)
+    assert capsys.readouterr().err.partition("\n`lowprec --debug")[0].rstrip().endswith(hint)
 
 
 def test_without_lightning_a_command_says_what_to_install(tmp_path):
