@@ -130,7 +130,7 @@ test-gpu: $(VENV)/.installed
 	$(VENV)/bin/python -m pytest tests/gpu -W default
 
 test-floor: $(FLOOR)/.installed
-	OMP_NUM_THREADS=1 $(FLOOR)/bin/python -m pytest -n $(WORKERS) --dist loadfile --tier 1 tests/registration tests/contract tests/masters tests/numerics tests/conversion/test_membership.py tests/torchao/test_fp8_linear.py tests/torchao/test_prototypes.py tests/precision/test_loss_scale*.py tests/msamp/test_scaled_[acgs]*.py tests/fsdp2/test_fsdp2_shards_shown.py
+	OMP_NUM_THREADS=1 $(FLOOR)/bin/python -m pytest -n $(WORKERS) --dist loadfile --tier 1 tests/registration tests/contract tests/masters tests/numerics tests/precision/test_set_up_again.py tests/torchao/test_fp8_linear.py tests/torchao/test_prototypes.py tests/precision/test_loss_scale*.py tests/msamp/test_scaled_[acgs]*.py tests/fsdp2/test_fsdp2_shards_shown.py
 
 # the newest of constraints.txt with another torch
 .venv-2.%/.installed: pyproject.toml constraints.txt

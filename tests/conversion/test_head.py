@@ -22,6 +22,7 @@ GPT2 = {"vocab_size": 300, "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions
 )
 KNOWN = {
     "llama": ROTARY, "gemma3_text": ROTARY, "gpt2": GPT2, "gpt_neox": {**COMMON, "intermediate_size": 64},
+    "phi": {**COMMON, "intermediate_size": 64},  # its head has a bias
 }  # fmt: skip
 READERS = ("gemma2", "granite", "cohere")
 """Families whose forward computes with the logits."""
@@ -30,7 +31,10 @@ READERS = ("gemma2", "granite", "cohere")
 def build(family="llama", **changes):
     config = transformers.AutoConfig.for_model(family, **{**KNOWN.get(family, ROTARY), **changes})
     torch.manual_seed(0)
-    return transformers.AutoModelForCausalLM.from_config(config).train()
+    model = transformers.AutoModelForCausalLM.from_config(config).train()
+    if (bias := model.get_output_embeddings().bias) is not None:
+        nn.init.normal_(bias)  # transformers begins with zeros
+    return model
 
 
 def with_head(model, head):
@@ -57,7 +61,7 @@ def batch():
 def stepped(model, *, dtype=None, **options):
     model.zero_grad()
     with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
-        out = model(**batch(), **options)
+        out = model(**{**batch(), **options})
     out.loss.backward()
     return out, [p.grad.clone() for p in model.parameters()]
 
@@ -69,10 +73,12 @@ def as_exact(ours, true, least):
 @pytest.mark.parametrize("family", KNOWN)
 def test_loss_and_gradients_are_those_of_the_model(family):
     model = build(family)
-    runs = [{}, {"dtype": torch.bfloat16}, {"num_items_in_batch": torch.tensor(50)}]
+    labels = batch()["labels"]
+    runs = [{}, {"dtype": torch.bfloat16}, {"num_items_in_batch": torch.tensor(50)}, {"shift_labels": labels.flip(1)}]
+    runs.append({"labels": labels.clamp(min=0), "ignore_index": 0, "num_items_in_batch": 50})
     stock = [stepped(model, **run) for run in runs]
     keys = list(model.state_dict())
-    with_head(model, "chunked")
+    with_head(nn.ModuleDict({"other": build(), "model": model}), "chunked")
     for run, (out, gradients) in zip(runs, stock, strict=True):
         ours, found = stepped(model, **run)
         torch.testing.assert_close(ours.loss, out.loss, rtol=1e-6, atol=0)
@@ -83,6 +89,7 @@ def test_loss_and_gradients_are_those_of_the_model(family):
     with_head(model, "fp32")
     out, found = stepped(model, dtype=torch.bfloat16)
     assert (out.logits + 0).dtype == torch.float32
+    torch.testing.assert_close(out.loss, stock[0][0].loss, rtol=2e-3, atol=0)
     assert sqnr(stock[0][1][-1], found[-1]) > sqnr(stock[0][1][-1], stock[1][1][-1]) - 1
     with_head(model, "fp8")
     _, found = stepped(model)
@@ -119,8 +126,10 @@ def test_other_models_and_widths_are_refused_with_the_reason():
         (nn.Sequential(nn.Linear(16, 16)), "chunked", r"holds none.*lightning_lowprec\.losses\.linear_cross_entropy"),
         (build("gpt2", n_embd=24), "fp8", r"multiple of 16 hidden features.*has 24; use `head='chunked'`"),
     ):
+        others = {} if isinstance(model, nn.Sequential) else {"first": build()}
         with pytest.raises(ValueError, match=reason):
-            with_head(nn.ModuleDict({"lm": model}), head)
+            with_head(nn.ModuleDict({**others, "lm": model}), head)
+        assert all(type(other.lm_head) is nn.Linear for other in others.values())
 
 
 @pytest.mark.parametrize(("head", "dtype"), [("bf16", "bf16"), ("chunked", "bf16"), ("fp8", None), ("fp32", "fp32")])

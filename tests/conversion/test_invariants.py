@@ -43,20 +43,6 @@ class Own(nn.Linear):
 CONVERTED = (nn.Linear, Own, Conv1D, FalconLinear)
 
 
-class Node(nn.Module):
-    """Children of any kind, one after the other; every child maps [*, 16] to [*, 16]."""
-
-    def __init__(self, children):
-        super().__init__()
-        for i, child in enumerate(children):
-            self.add_module(f"child{i}", child)
-
-    def forward(self, x):
-        for child in self.children():
-            x = child(x)
-        return x
-
-
 def leaf(kind: str) -> nn.Module:
     if kind == "subclass":
         return Scaled(16, 16)
@@ -90,7 +76,8 @@ TREES = st.recursive(st.sampled_from(KINDS), lambda child: st.lists(child, min_s
 
 
 def build(tree) -> nn.Module:
-    return leaf(tree) if isinstance(tree, str) else Node([build(child) for child in tree])
+    """Children of any kind, one after the other; every child maps [*, 16] to [*, 16]."""
+    return leaf(tree) if isinstance(tree, str) else nn.Sequential(*map(build, tree))
 
 
 def tie(model: nn.Module, share_module: bool, share_weight: bool) -> None:
@@ -104,7 +91,7 @@ def tie(model: nn.Module, share_module: bool, share_weight: bool) -> None:
 @settings(max_examples=60, deadline=None)
 @given(tree=TREES, share_module=st.booleans(), share_weight=st.booleans(), meta=st.booleans())
 def test_conversion_keeps_everything(tree, share_module, share_weight, meta):
-    model = Node([build(tree), nn.Linear(16, 16)])
+    model = nn.Sequential(build(tree), nn.Linear(16, 16))
     tie(model, share_module, share_weight)
     if meta:
         model = model.to("meta")

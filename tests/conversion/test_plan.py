@@ -1,6 +1,7 @@
 """The plan: what converts, what is kept and why."""
 
 import re
+from collections import Counter
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.pytorch_utils import Conv1D as HfConv1D
 
 from lightning_lowprec import plan
+from tests.toys import gelu_block
 
 
 class Decoder(nn.Module):
@@ -42,14 +44,16 @@ def test_stacked_experts_routers_gates_beside_experts_and_adapters():
     )
     model = nn.Module()
     model.moe = nn.ModuleDict({"gate": nn.Linear(16, 16), "experts": nn.ModuleList([nn.Linear(16, 16)])})
+    model.moe["shared_gate"], model.my_router = nn.Linear(16, 16), nn.Sequential(nn.Linear(16, 16))
     model.choice = type("TopKRouter", (nn.Module,), {})()
     model.choice.weight = nn.Parameter(torch.zeros(4, 16))
     model.router = nn.Sequential(nn.Linear(16, 16))
     model.mlp = nn.ModuleDict({"gate": nn.Linear(16, 16), "gate_proj": nn.Linear(16, 16)})
     model.lora_A = nn.ModuleDict({"default": nn.Linear(16, 16)})
     assert reasons(model) == {
-        "moe.gate": "gate beside experts", "moe.experts.0": None,
-        "router.0": "router (by name)", "mlp.gate": None, "mlp.gate_proj": None, "lora_A.default": "LoRA adapter",
+        "moe.gate": "gate beside experts", "moe.experts.0": None, "moe.shared_gate": "gate beside experts",
+        "my_router.0": "router (by name)", "router.0": "router (by name)",
+        "mlp.gate": None, "mlp.gate_proj": None, "lora_A.default": "LoRA adapter",
         "choice": "no Linear (router)",
     }  # fmt: skip
     assert reasons(model, only=["router", "mlp"])["router.0"] is None, "`only` overrides the built-in rules"
@@ -192,8 +196,8 @@ def test_a_conv1d_of_transformers_converts():
     made = {name: HfConv1D(*sizes.get(name, (32, 16))) for name in names}
     model = nn.ModuleDict({**made, "copied": Conv1D(), "own": OwnConv1D(32, 16)})
     model.replaced.forward = lambda x: x
-    assert [(row.kind, row.in_features, row.out_features) for row in plan(model).rows][:2] == [
-        ("Conv1D", 16, 48), ("Conv1D", 16, 32),
+    assert [(row.kind, row.in_features, row.out_features, row.parts) for row in plan(model).rows][:2] == [
+        ("Conv1D", 16, 48, 16), ("Conv1D", 16, 32, 16),
     ]  # fmt: skip
     assert reasons(model, keep=["c_fc"]) == {
         "c_attn": None,
@@ -245,8 +249,16 @@ def test_every_option_chooses_from_linears_conv1ds_and_stacked_experts():
 def test_first_and_last_blocks():
     kept = reasons(Decoder(), first_last_layers_bf16=True)
     assert kept["blocks.0.up"] == kept["blocks.1.down"] == "first or last block (first_last_layers_bf16)"
-    kept = reasons(Decoder(), first_last_layers_bf16=True, num_layers_at_end_in_bf16=0)
-    assert (kept["blocks.0.up"] is None, kept["blocks.1.up"] is None) == (False, True)
+    stacks = nn.ModuleDict({  # the children of "encoder" are lists themselves
+        "encoder": nn.ModuleList(nn.ModuleList(nn.Linear(16, 16) for _ in range(3)) for _ in range(5)),
+        "decoder": nn.ModuleList(gelu_block(16, norm=False) for _ in range(3)),
+    })  # fmt: skip
+    for start, end, encoder, decoder in ((1, 1, {1, 2, 3}, {1}), (2, 1, {2, 3}, set()), (0, 4, {0}, set())):
+        options = {"num_layers_at_start_in_bf16": start, "num_layers_at_end_in_bf16": end}
+        names = [fqn.split(".") for fqn in plan(stacks, first_last_layers_bf16=True, **options).converted]
+        assert Counter((stack, int(block)) for stack, block, *_ in names) == {
+            **{("encoder", block): 3 for block in encoder}, **{("decoder", block): 2 for block in decoder},
+        }  # fmt: skip
     with pytest.raises(ValueError, match=r"`first_last_layers_bf16=True` needs a stack of blocks.*`keep=\[\.\.\.\]`"):
         reasons(nn.Sequential(nn.Linear(16, 16)), first_last_layers_bf16=True)
 
@@ -270,7 +282,27 @@ def test_summary_and_table():
     assert lines[1].split() == ["blocks.0.up", "32", "->", "64", "FP8"]
     assert lines[6].endswith("kept: output head (by name), bf16")
     assert lines[7].endswith("kept: no Linear (in_proj of a MultiheadAttention), bf16")
-    assert plan(nn.Linear(16, 16)).summary() == "converted 1 of 1 linear layers"
+    assert "), kept 3 in fp16: " in plan(Decoder(), "fp8-hybrid-fp16", recipe={"*": "tensorwise"}).summary()
+    mixed = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 10), nn.Linear(16, 16).double(), nn.LSTM(16, 16, 2))
+    assert plan(mixed).summary() == (
+        "converted 1 of 3 linear layers, kept 2, 1 of them in bf16: features are no multiples of 16 ('1');"
+        " weights of torch.float64 ('2'); 1 LSTM do not run in FP8"
+    )
+
+
+H100 = [  # torchao's figures, of the nearest shape by the logarithms of its sizes; None below their break-even
+    (1024, 8192, 1.43, None), (8192, 7168, 1.73, 1.73), (3584, 8192, 1.71, 1.71),
+    (8192, 2560, 1.73, 1.73), (1536, 16384, 1.43, 1.43), (8192, 1024, 1.73, None), (4096, 1024, None, None),
+    (2048, 4096, 1.71, None), (2560, 4096, 1.71, 1.71), (8192, 2048, 1.73, None),
+]  # fmt: skip
+
+
+def test_the_gain_of_a_layer_is_that_of_its_recipe():
+    with torch.device("meta"):
+        model = nn.ModuleList(nn.Linear(k, n) for k, n, *_ in (*H100, *H100))
+    by_row = {f"{number}": "rowwise" for number in range(len(H100), 2 * len(H100))}
+    rows = plan(model, recipe={**by_row, "*": "tensorwise"}).rows
+    assert [row.gain for row in rows] == [row[2] for row in H100] + [row[3] for row in H100]
 
 
 def attention(package, name, **attributes):
@@ -282,7 +314,9 @@ def test_known_classes_that_read_a_weight_themselves():
     """Transformers' Mamba is the real class; torchvision's and timm's are known by name and by `q_bias`."""
     said = "reads its weight and never calls it"
     swin = attention("torchvision", "ShiftedWindowAttention")
-    assert set(reasons(swin).values()) == {f"ShiftedWindowAttention {said}"}
+    for _ in range(2):
+        assert set(reasons(swin).values()) == {f"ShiftedWindowAttention {said}"}
+        swin.__class__ = type("Mine", (type(swin),), {})  # a user's subclass
     assert set(reasons(attention("mine", "ShiftedWindowAttention")).values()) == {None}
     bias = nn.Parameter(torch.zeros(16))
     for attributes, reason in (
@@ -297,13 +331,21 @@ def test_known_classes_that_read_a_weight_themselves():
     assert reasons(MambaMixer(config, layer_idx=0))["dt_proj"] == f"MambaMixer {said}"
 
 
-def test_a_thousand_layers_are_three_rows():
+def test_a_thousand_layers_are_as_many_rows_as_differ():
     with torch.device("meta"):
-        layers = [nn.ModuleDict({"up": nn.Linear(64, 128), "down": nn.Linear(128, 64)}) for _ in range(500)]
-        planned = plan(nn.ModuleDict({"blocks": nn.ModuleList(layers), "lm_head": nn.Linear(64, 256)}))
+        sizes = [64] * 480 + [256] * 20
+        layers = [nn.ModuleDict({"up": nn.Linear(64, size), "down": nn.Linear(size, 64)}) for size in sizes]
+        model = nn.ModuleDict({"blocks": nn.ModuleList(layers), "lm_head": nn.Linear(64, 256)})
+    for layer in layers[490:]:
+        layer.requires_grad_(False)
+    planned = plan(model, recipe={"blocks.[0-9].up": "rowwise", "*": "tensorwise"})
     assert len(planned.rows) == 1001
     summary, *lines = repr(planned).splitlines()
     assert summary == planned.summary()
-    assert [line.split("  ")[0] for line in lines] == ["500 x blocks.*.up", "500 x blocks.*.down", "lm_head"]
-    assert ["64 -> 128" in lines[0], "128 -> 64" in lines[1], "64 -> 256" in lines[2]] == [True] * 3
-    assert [line.split("  ")[-1] for line in lines] == ["FP8", "FP8", "kept: output head (by name), bf16"]
+    assert [line.split("  ")[0] for line in lines] == [
+        "10 x blocks.*.up", "480 x blocks.*.down", "470 x blocks.*.up", "10 x blocks.*.up", "10 x blocks.*.down",
+        "10 x blocks.*.up", "10 x blocks.*.down", "lm_head",
+    ]  # fmt: skip
+    assert ["64 -> 64" in lines[0], "256 -> 64" in lines[4], "64 -> 256" in lines[7]] == [True] * 3
+    said = ["FP8 (rowwise)", *["FP8 (tensorwise)"] * 6, "kept: output head (by name), bf16"]
+    assert [line.split("  ")[-1] for line in lines] == said

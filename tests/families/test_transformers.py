@@ -9,6 +9,7 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from lightning_lowprec import FP8TorchAO
+from tests.toys import causal_loss, stepped
 
 pytestmark = pytest.mark.slow
 
@@ -37,17 +38,6 @@ def build(name):
     return AutoModelForCausalLM.from_config(CONFIGS[name]())
 
 
-def twenty_steps(model, optimizer, tokens):
-    losses = []
-    for _ in range(20):
-        loss = model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
 @pytest.mark.parametrize("name", CONFIGS)
 def test_trains_saves_and_loads_into_the_plain_class(name, tmp_path):
     model = build(name)
@@ -55,7 +45,7 @@ def test_trains_saves_and_loads_into_the_plain_class(name, tmp_path):
     wrapped, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=5e-3))
     assert len(fabric.strategy.precision.plan.converted) == 2 * CONVERTED[name]
     tokens = torch.randint(0, 96, (3, 21), generator=torch.Generator().manual_seed(1))  # 63 tokens: no multiple of 16
-    losses = twenty_steps(wrapped, optimizer, tokens)
+    losses = stepped(fabric, optimizer, (causal_loss(wrapped, tokens) for _ in range(20)))
     assert losses[-1] < losses[0] - 1.0
     model.save_pretrained(tmp_path)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)

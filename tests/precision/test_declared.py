@@ -38,7 +38,7 @@ def set_up(name, net, **options):
     return fabric._precision
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("name", NAMES)
 def test_output_and_gradients_are_those_of_torch(name, checkpointed, dtype):
@@ -50,6 +50,8 @@ def test_output_and_gradients_are_those_of_torch(name, checkpointed, dtype):
     y = F.linear(x, weight, bias)
     grads = torch.autograd.grad(y.float().square().sum(), (x, weight, bias))
     with plugin.forward_context():
+        with plugin.forward_context():
+            net.first(x)  # as another module's forward, inside of this one's
         coded, output = net(x)
     output.float().square().sum().backward()
     assert output.dtype == dtype
@@ -66,8 +68,10 @@ def test_half_weights_are_refused_or_kept_float32(name):
     with set_up(name, net).forward_context():
         assert net(x.bfloat16())[1].dtype == torch.bfloat16
     said = rf"same dtype.*\. Under `precision='{name}'` weights are .*`keep_fp32="
-    with pytest.raises(RuntimeError, match=said), set_up(name, net).forward_context():
+    plugin = set_up(name, net)
+    with pytest.raises(RuntimeError, match=said) as raised, plugin.forward_context(), plugin.forward_context():
         net(x)
+    assert str(raised.value).count("Under `precision=") == 1
     net = Net()
     make = lightning_lowprec.HalfMixed if name == "bf16-8bit" else lightning_lowprec.FP8TorchAO
     options = ("bf16",) if name == "bf16-8bit" else ()

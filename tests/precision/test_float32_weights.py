@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_lowprec import MSAMP, FP8TorchAO, HalfMixed
 from tests.precision.weights_left import Net, as_trained, exact_weights, fit, same_bits
+from tests.torchao.test_frozen_codes import Unfreezes
 
 FLOAT32 = ["half-auto", "fp8-hybrid", "fp8-rowwise", "msamp-o2", "msamp-o3"]
 
@@ -38,6 +39,12 @@ def test_a_bf16_model_trains_as_the_float32_model_with_its_values(name, early_op
     assert same_bits(exact_weights(given), exact_weights(same))
     assert given.head.weight.dtype is torch.bfloat16, "frozen weights stay as they are"
     assert all(a is b for a, b in zip(given.parameters(), parameters, strict=True))
+
+
+def test_frozen_weights_that_a_callback_may_unfreeze_become_float32_too():
+    module = Net(torch.bfloat16, frozen_head=True)
+    fit("half-auto", module, callbacks=[L.Callback(), Unfreezes()])
+    assert module.head.weight.dtype is torch.float32
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_lowprec import FP8TorchAO
+
 WIDTH, TOKENS = 64, 32
 
 
@@ -25,14 +27,16 @@ class Reader(nn.Module):
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
-        self.attention, self.mlp = Reader(), nn.Linear(WIDTH, WIDTH)
+        self.attention, self.mlp, self.calls = Reader(), nn.Linear(WIDTH, WIDTH), 0
 
     def forward(self, x):
-        return self.mlp(self.attention(x))
+        self.calls += 1
+        return self.mlp(x if self.calls == 1 else self.attention(x))
 
 
 def train(model, caught, precision="fp8-hybrid"):
-    fabric = L.Fabric(accelerator="cpu", precision=precision)
+    how = {"precision": precision} if isinstance(precision, str) else {"plugins": precision}
+    fabric = L.Fabric(accelerator="cpu", **how)
     wrapped, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), 1e-3))
     for _ in range(3):
         fabric.backward(wrapped(torch.randn(TOKENS, WIDTH)).square().mean())
@@ -41,7 +45,10 @@ def train(model, caught, precision="fp8-hybrid"):
     return [said for w in caught if "first training forward" in (said := str(w.message))], fabric.strategy.precision
 
 
-@pytest.mark.parametrize("name", ["fp8-hybrid", "fp8-rowwise", "msamp-o2", "int8-mixed", "mxfp8"])
+PER_LAYER = FP8TorchAO({"*.qkv": "rowwise", "*": "tensorwise"})
+
+
+@pytest.mark.parametrize("name", ["fp8-hybrid", "fp8-rowwise", "msamp-o2", "int8-mixed", "mxfp8", PER_LAYER])
 def test_a_layer_whose_weight_is_read_is_named_once_and_counts_as_kept(name, caught):
     (message,), plugin = train(model := Model(), caught, name)
     assert all(not module._forward_pre_hooks for module in model.modules())
@@ -49,7 +56,11 @@ def test_a_layer_whose_weight_is_read_is_named_once_and_counts_as_kept(name, cau
     assert "'attention.qkv'" in message
     assert "`keep=['qkv']`" in message
     assert plugin.plan.converted == ("attention.proj", "mlp")
+    assert plugin.plan.recipes.keys() == (set(plugin.plan.converted) if name is PER_LAYER else set())
     assert "not called in the first training forward ('attention.qkv')" in plugin.plan.summary()
+    again, plugin = train(model, caught, name)
+    assert again == [message], "once, though the model is set up again"
+    assert plugin.plan.converted == ("attention.proj", "mlp")
 
 
 class Mixture(nn.Module):

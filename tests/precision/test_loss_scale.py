@@ -141,6 +141,9 @@ def test_the_first_overflows_are_forgiven(hysteresis: int, overflows: str, expec
         second.load_state_dict(first.state_dict())
         assert scales + trajectory(second, overflows[saved:]) == expected
         assert second.skipped_steps == overflows.count("x")
+    of_torch = {**second.state_dict(), **torch.amp.GradScaler("cpu", 64.0, growth_interval=3).state_dict()}
+    second.load_state_dict({key: of_torch[key] for key in torch.amp.GradScaler("cpu").state_dict()})
+    assert trajectory(second, overflows) == expected
 
 
 def test_a_scale_that_never_changes_resumes_with_the_count_of_skipped_steps() -> None:

@@ -99,3 +99,51 @@ def test_a_weight_that_is_pruned_through_data_trains_on_in_a_new_optimizer(name:
         assert torch.equal(master.to(p.dtype), p)
         assert (master != p).any() or name == "fp16-master", "the second step, which fp16 skips, has moved the master"
     assert torch.equal(whole, bias)
+
+
+FORGOTTEN = r"'(net\.)?[01]\.weight' \(and 1 more\) is trainable and in no optimizer.*`requires_grad_\(False\)`"
+STALE = r"'(net\.)?1\.weight' \(and 1 more\) is in no optimizer, but an optimizer holds a parameter of its shape"
+
+
+def two_layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+
+
+def step(net: nn.Module, *groups: list[nn.Parameter], fabric: L.Fabric | None = None) -> list[object]:
+    fabric = fabric or L.Fabric(precision="fp8-hybrid", accelerator="cpu")
+    net, *optimizers = fabric.setup(net, *(torch.optim.SGD(group, lr=0.1) for group in groups))
+    net(torch.ones(4, 16)).sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    return optimizers
+
+
+def test_a_forgotten_layer_warns_a_replaced_one_raises_and_a_second_stage_over_one_backbone_is_neither() -> None:
+    fabric, (net, other) = L.Fabric(precision="fp8-hybrid", accelerator="cpu"), (two_layers() for _ in range(2))
+    of_other = step(other, [*other[0].parameters()], [*other[1].parameters()], fabric=fabric)
+    for own in ([], [nn.Parameter(torch.zeros(3))]):  # of a loss, for example
+        with pytest.warns(UserWarning, match=FORGOTTEN):
+            step(net, [*net[0].parameters(), *own], fabric=fabric)
+    assert of_other, "whose weights have the shape of the forgotten one, and are no stale ones"
+    held = [*net.parameters()]
+    net[1] = nn.Linear(16, 16)  # what other packages' conversions do after the optimizer is built
+    with pytest.raises(RuntimeError, match=STALE):
+        step(net, held)
+    backbone = nn.Linear(16, 16)
+    for net in [nn.Sequential(backbone, nn.Linear(16, 16)) for _ in range(2)]:
+        step(net, [*net.parameters()])
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.parametrize("name", ["fp8-hybrid", "msamp-o3", "int8-mixed", "fp8-hybrid-8bit"])
+def test_modules_of_torchscript_stay_and_train(name: str) -> None:
+    fabric = L.Fabric(accelerator="cpu", devices=1, precision=name)  # type: ignore[arg-type]
+    model = nn.Sequential(torch.jit.script(nn.Linear(32, 32)), nn.Linear(32, 32))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    wrapped, optimizer = fabric.setup(model, optimizer)
+    before = [p.detach().float().clone() for p in model.parameters()]
+    fabric.backward(wrapped(torch.randn(16, 32)).square().sum())
+    optimizer.step()
+    assert type(model[0]) is torch.jit.RecursiveScriptModule
+    assert type(model[1]) is not nn.Linear
+    assert all((p.detach().float() != b).any() for p, b in zip(model.parameters(), before, strict=True))

@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_lowprec import FP8TE, HalfMixed
+from tests.precision.weights_left import same_bits
 from tests.te.reference import Net, current_scaling, fabric_for
 
 
@@ -17,12 +18,6 @@ def plugin(**options):
 
 def gradients(model):
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def assert_equal(found, expected):
-    assert found.keys() == expected.keys()
-    for name in found:
-        assert torch.equal(found[name], expected[name]), name
 
 
 class Checkpointed(Net):
@@ -48,7 +43,7 @@ def test_checkpointed_blocks(reference_te, reentrant, fp8_params):
             fabric.backward(wrapped(x).square().mean())
         found.append(gradients(model))
     assert len(found[0]) == len(list(model.parameters()))
-    assert_equal(*found)
+    assert same_bits(*found)
 
 
 def test_evaluation(reference_te):

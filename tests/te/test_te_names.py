@@ -1,5 +1,9 @@
 """Names of precisions, and private names of Transformer Engine: what they say where they cannot run or are lost."""
 
+import os
+import subprocess
+import sys
+
 import lightning as L
 import pytest
 import torch
@@ -71,3 +75,15 @@ def test_a_name_that_is_gone(monkeypatch, unchecked, owner, name, lost):
     verdict = availability("fp8-hybrid-te", torch.device("cuda", 0))
     assert not verdict.runs
     assert "Install a version that has" in verdict.reason
+
+
+def test_fits_simulates_with_the_cuda_build_of_torch_and_without_a_driver():
+    """Here torch is CUDA's build, and no null GPU."""
+    command = ["-m", "lightning_lowprec.tools.cli", "plan", "lightning_lowprec.tools.demo.ByteGPT", "--fits", "H200"]
+    command += ["--seq", "32", "--batch", "2", "--precisions", "bf16-mixed,bf16-8bit"]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run([sys.executable, *command], env=environ, capture_output=True, text=True, timeout=240)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    assert "not simulated" not in ran.stdout + ran.stderr
+    assert "Traceback" not in ran.stderr
+    assert sum("  yes  " in line for line in (ran.stdout + ran.stderr).splitlines()) == 2

@@ -5,16 +5,10 @@ import torch
 from torch import nn
 
 from lightning_lowprec import FP8TE, plain
-from tests.precision.weights_left import exact_weights, same_bits
+from tests.precision.weights_left import exact_weights, same_bits, seen
 from tests.te.reference import Net, current_scaling, fabric_for, te_linears
 
 X = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
-
-
-def seen(model):
-    return [(type(m), vars(m).keys()) for m in model.modules()], [
-        (id(p), type(p.data), p.dtype, p.requires_grad, vars(p).keys()) for p in model.parameters()
-    ]
 
 
 @pytest.mark.parametrize("options", [{}, {"master_weights": "remainder"}], ids=["float32", "remainder"])

@@ -6,7 +6,6 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 from torchao.float8.float8_training_tensor import GemmInputRole, hp_tensor_and_scale_to_float8
-from torchao.float8.float8_utils import amax_to_scale
 
 from lightning_lowprec.conversion.recipe_map import LayerRecipe
 from lightning_lowprec.numerics import formats
@@ -146,11 +145,3 @@ def test_a_weight_is_encoded_for_the_wire_as_torchao_does(recipe, dtype):
         assert torch.equal(wire.encode(values, factor).view(torch.uint8), expected)
         assert torch.equal(compiled(values, factor, wire.dtype).view(torch.uint8), expected)
     assert counters["stats"]["unique_graphs"] == 1
-
-
-@pytest.mark.parametrize("power_of_two", [False, True])
-def test_the_scales_of_the_wire_are_those_of_the_layer(power_of_two):
-    wire = linear(power_of_two=power_of_two).wire_format
-    amax = torch.tensor([0.0, 1e-30, 0.7, 3.0, 448.0, 1e30])
-    expected = [amax_to_scale(part, wire.dtype, power_of_two) for part in amax]
-    assert torch.equal(wire.scales(amax), torch.stack(expected))

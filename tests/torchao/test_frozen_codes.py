@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.callbacks import BaseFinetuning
 from torch import nn
 from torch.nn import functional as F
+from transformers.pytorch_utils import Conv1D
 
 import lightning_lowprec as lp
 from lightning_lowprec import FP8TorchAO, Int8TorchAO
@@ -56,9 +57,15 @@ def frozen_layers(model):
     return [part.base for part in model.modules() if isinstance(part, Adapted)]
 
 
-def set_up(frozen="codes", seed=0, **options):
-    fabric = L.Fabric(accelerator="cpu", devices=1, plugins=FP8TorchAO(frozen=frozen, **options))
+def with_conv1d(seed):
     net = Net(seed)
+    net.last.base = Conv1D(WIDTH, INNER).to(torch.bfloat16).requires_grad_(False)
+    return net
+
+
+def set_up(frozen="codes", seed=0, make=Net, **options):
+    fabric = L.Fabric(accelerator="cpu", devices=1, plugins=FP8TorchAO(frozen=frozen, **options))
+    net = make(seed)
     module, optimizer = fabric.setup(net, net.configure_optimizers())
     return fabric, net, module, optimizer
 
@@ -82,6 +89,7 @@ def run(frozen, seed=0, steps=3, **options):
 OPTIONS = [
     {"weight_codes": "per_gemm"}, {"fp8_format": "e4m3"}, {"round_scales_to_power_of_2": True}, {"base": "fp16"},
     {"emulate": "hopper"}, {"recipe": {"last.*": "block", "*": "tensorwise"}}, {"master_weights": "remainder"},
+    {"make": with_conv1d},
 ]  # fmt: skip
 
 
@@ -110,7 +118,7 @@ def rounded(weight):
 def test_values_are_codes_by_scale_and_evaluation_in_high_precision_reads_them():
     _, net, _, _ = set_up()
     assert torch.equal(net.state_dict()["first.base.weight"], rounded(Net().first.base.weight).to(torch.bfloat16))
-    _, net, module, _ = set_up(fp8_eval=False)
+    _, net, module, _ = set_up(fp8_eval=False, make=with_conv1d)
     net.eval()
     expected = lp.plain(net, copy=True)
     with torch.autocast("cpu", torch.bfloat16):
@@ -136,7 +144,9 @@ def test_a_checkpoint_has_plain_keys_and_gives_the_same_codes_back(recipe, assig
     assert all(map(torch.equal, bits(other), bits(net)))
     assert all(map(torch.equal, bits(copy.deepcopy(net)), bits(net)))
     assert all(map(torch.equal, bits(net.to(torch.bfloat16)), bits(other))), "a cast leaves the codes"
-    assert torch.equal(lp.plain(other).first.base.weight, state["first.base.weight"])
+    with pytest.raises(RuntimeError, match=r"size mismatch for first\.base\.weight"):
+        other.load_state_dict({**state, "first.base.weight": 3 * state["first.base.weight"][:-1]}, assign=assign)
+    assert torch.equal(lp.plain(other).first.base.weight, state["first.base.weight"]), "nothing of it was loaded"
 
 
 @pytest.mark.parametrize(("recipe", "format"), [("tensorwise", "compressed-tensors"), ("block", "hf-fp8-block")])
@@ -254,36 +264,41 @@ def test_an_adapter_of_peft_trains_and_merges(caplog):
     assert torch.equal(layer.base_layer.weight, layer.base_layer.encoded(merged)[0])
     assert caplog.text.count("decoded, changed and encoded again") == 1
     model.unmerge_adapter()
+    torch.nn.init.constant_(layer.lora_B["default"].weight, math.nan)
+    with pytest.raises(ValueError, match="NaNs detected"):
+        layer.merge(safe_merge=True)
     assert layer.base_layer.weight.dtype is torch.uint8
     whole = lp.plain(model).merge_and_unload()
     assert whole[0].weight.dtype is torch.bfloat16
     assert type(layer).__module__.startswith("peft")
 
 
-def test_tied_layers_have_one_scale_through_a_merge_and_a_load():
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=RANK, target_modules=["first", "second"], init_lora_weights=False)
+def test_tied_layers_have_one_scale_through_a_merge_and_a_load(caplog):
+    peft, names = pytest.importorskip("peft"), ("first", "second", "third")
+    config = peft.LoraConfig(r=RANK, target_modules=list(names), init_lora_weights=False)
     torch.manual_seed(0)
-    tied = nn.Sequential(OrderedDict((name, nn.Linear(32, 32, bias=False)) for name in ("first", "second")))
-    tied.second.weight = tied.first.weight
+    tied = nn.Sequential(OrderedDict((name, nn.Linear(32, 32, bias=False)) for name in names))
+    tied.second.weight = tied.third.weight = tied.first.weight
     model = peft.get_peft_model(tied, config)
     L.Fabric(accelerator="cpu", plugins=FP8TorchAO(frozen="codes")).setup_module(model)
-    adapters = model.base_model.model.first, model.base_model.model.second
-    first, second = (adapter.base_layer for adapter in adapters)
-    second.weight_scale = first.weight_scale.clone()  # as after a move to a device
+    assert "1 frozen weights are stored as codes (frozen='codes'), 1024 bytes" in caplog.text
+    adapters = list(model.base_model.model)
+    layers = first, second, third = [adapter.base_layer for adapter in adapters]
+    second.weight_scale, third.weight_scale = first.weight_scale.clone(), first.weight_scale.clone()  # as after a move
     expected = first.values()
     for adapter in adapters:
         expected = rounded(expected + adapter.get_delta_weight("default").detach())
     model.merge_adapter()
-    assert all(torch.equal(layer.values(), expected) for layer in (first, second))
-    second.weight_scale = first.weight_scale.clone()
-    key = "base_model.model.first.base_layer.weight"
-    model.load_state_dict({key: 3 * expected}, strict=False)
-    assert all(torch.equal(layer.values(), rounded(3 * expected)) for layer in (first, second))
+    assert all(torch.equal(layer.values(), expected) for layer in layers)
+    second.weight_scale, third.weight_scale = first.weight_scale.clone(), first.weight_scale.clone()
+    key = "base_model.model.{}.base_layer.weight".format
+    model.load_state_dict({key("first"): 3 * expected}, strict=False)
+    assert all(torch.equal(layer.values(), rounded(3 * expected)) for layer in layers)
     apart = copy.deepcopy(model)
-    apart.load_state_dict({key: 7 * expected}, strict=False, assign=True)  # torch gives the one of this name a weight
-    assert torch.equal(apart.base_model.model.first.base_layer.values(), rounded(7 * expected))
-    assert torch.equal(apart.base_model.model.second.base_layer.values(), rounded(3 * expected))
+    apart.load_state_dict({key("first"): 7 * expected}, strict=False, assign=True)  # torch gives this one a weight
+    apart.load_state_dict({key("third"): 5 * expected}, strict=False)
+    for adapter, factor in zip(apart.base_model.model, (7, 5, 5), strict=True):
+        assert torch.equal(adapter.base_layer.values(), rounded(factor * expected))
     lp.plain(model)
     assert second.weight is first.weight
     assert second.weight.dtype is torch.float32

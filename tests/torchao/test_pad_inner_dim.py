@@ -1,5 +1,7 @@
 """`pad_inner_dim=True`: layers whose features are no multiples of 16 run in FP8, padded with zeros."""
 
+import re
+
 import lightning as L
 import pytest
 import torch
@@ -10,7 +12,6 @@ from lightning_lowprec import FP8TorchAO, plan
 from tests.toys import Operations
 
 ATEN = torch.ops.aten
-SIZES = (20, 36)  # padded to 32 and 48
 
 
 def run(layer, plugin, x, gradient):
@@ -19,6 +20,8 @@ def run(layer, plugin, x, gradient):
     with Operations() as operations:
         output = wrapped(x)
         output.backward(gradient.to(output.dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(x).is_contiguous(), "a model may call `view`"
     products = [args for func, args, _ in operations.seen if func in (ATEN.mm.default, ATEN._scaled_mm.default)]
     sizes = [size for args in products for size in (*args[0].shape, *args[1].shape)]
     return (output.detach(), x.grad, *(p.grad for p in layer.parameters())), sizes
@@ -36,10 +39,12 @@ def padded(layer, more_in, more_out):
     return wide
 
 
-LAYERS = {
-    "Linear": lambda: nn.Linear(*SIZES),
-    "no bias": lambda: nn.Linear(*SIZES, bias=False),
-    "Conv1D": lambda: Conv1D(SIZES[1], SIZES[0]),
+LAYERS = {  # 20 and 36 are padded to 32 and 48
+    "Linear": lambda: nn.Linear(20, 36),
+    "no bias": lambda: nn.Linear(20, 36, bias=False),
+    "Conv1D": lambda: Conv1D(36, 20),
+    "in": lambda: nn.Linear(20, 48),
+    "out": lambda: nn.Linear(32, 36),
 }
 OPTIONS = {
     "tensorwise": {},
@@ -53,10 +58,12 @@ OPTIONS = {
 @pytest.mark.parametrize("kind", LAYERS)
 def test_values_are_those_of_a_padded_model(kind, options):
     torch.manual_seed(0)
-    layer, x, gradient = LAYERS[kind](), torch.randn(5, 3, SIZES[0]), torch.linspace(-1, 1, 540).view(5, 3, SIZES[1])
-    wide = padded(layer, 12, 12)
+    layer = LAYERS[kind]()
+    k, n = layer.weight.shape if kind == "Conv1D" else layer.weight.shape[::-1]
+    x, gradient, more = torch.randn(5, 3, k), torch.linspace(-1, 1, 15 * n).view(5, 3, n), (-k % 16, -n % 16)
+    wide = padded(layer, *more)
     found, sizes = run(layer, FP8TorchAO(pad_inner_dim=True, **OPTIONS[options]), x, gradient)
-    behind = [nn.functional.pad(tensor, (0, 12)) for tensor in (x, gradient)]
+    behind = [nn.functional.pad(tensor, (0, size)) for tensor, size in zip((x, gradient), more, strict=True)]
     for ours, theirs in zip(found, run(wide, FP8TorchAO(**OPTIONS[options]), *behind)[0], strict=True):
         assert torch.equal(ours, theirs[tuple(map(slice, ours.shape))])
     if options != "forward in bf16":
@@ -82,22 +89,21 @@ def test_a_layer_that_is_pruned_to_50_rows_in_the_run_computes_as_one_with_zeros
     assert torch.equal(layer.weight.grad, wide.weight.grad[:50])
 
 
-@pytest.mark.parametrize("pad", [True, False])
+@pytest.mark.parametrize("pad", [True, "beside", False])
 def test_the_plan_says_what_it_costs_and_names_the_option(pad):
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
-            self.odd, self.even = nn.Linear(300, 300), nn.Linear(304, 304)
+            self.odd, self.even, self.small = nn.Linear(300, 300), nn.Linear(304, 304), nn.Linear(20, 16)
 
-    plugin = FP8TorchAO(pad_inner_dim=pad)
+    plugin = FP8TorchAO({"even": "block", "*": "rowwise"} if pad == "beside" else "tensorwise", pad_inner_dim=bool(pad))
     L.Fabric(accelerator="cpu", plugins=plugin).setup(Net())
     cost = "padded to 304 -> 304, 2.7% more FLOPs"
     if pad:
-        assert plugin.plan.converted == ("odd", "even")
-        assert f"FP8, {cost}" in str(plugin.plan)
-        assert plugin.plan.summary() == (
-            "converted 2 of 2 linear layers (1 of them padded with zeros: 2.7% more FLOPs in these)"
-        )
+        assert plugin.plan.converted == ("odd", "even", "small")
+        assert re.search(f"FP8( .rowwise.)?, {cost}", str(plugin.plan))
+        said = "converted 3 of 3 linear layers (2 of them padded with zeros: 2.9% more FLOPs in these)"
+        assert plugin.plan.summary() == said + " (2 rowwise; 1 block)" * (pad == "beside")
     else:
         assert plugin.plan.converted == ("even",)
         assert f"kept: features are no multiples of 16, bf16 (`pad_inner_dim=True`: {cost})" in str(plugin.plan)
@@ -108,7 +114,7 @@ def test_the_plan_says_what_it_costs_and_names_the_option(pad):
 def test_what_the_option_does_not_change_does_not_name_it():
     heads = str(plan(nn.ModuleDict({"body": nn.Linear(64, 64), "head": nn.Linear(64, 10)})))
     assert "kept: features are no multiples of 16" in heads
-    with pytest.raises(ValueError, match="features are no multiples of 32") as error:
+    with pytest.raises(ValueError, match=r"(?s)no multiples of 32.* features are multiples of 32") as error:
         L.Fabric(accelerator="cpu", precision="mxfp8").setup(nn.Linear(48, 48))
     assert not any("pad_inner_dim" in said for said in (heads, str(error.value)))
     with pytest.raises(ValueError, match=r"`pad_inner_dim=True`: padded to 304 -> 304, 2.7% more FLOPs"):

@@ -3,6 +3,7 @@
 import copy
 import json
 import logging
+from functools import partial
 
 import lightning as L
 import pytest
@@ -11,23 +12,14 @@ from torch import nn
 
 from lightning_lowprec import FP8TorchAO, plain
 from lightning_lowprec.tools.cli import main
-from tests.toys import Operations, Stack, convert
+from tests.toys import Block, Operations, Stack, convert
 
-MIXED = {"blocks.[0-1].*": "bf16", "*.o_proj": "rowwise", "blocks.2.up": {"forward": "bf16"}, "*": "tensorwise"}
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.o_proj = nn.Linear(32, 64), nn.Linear(64, 32)
-
-    def forward(self, x):
-        return x + self.o_proj(self.up(x).relu())
+MIXED = {"blocks.[0-1].*": "bf16", "*.down": "rowwise", "blocks.2.up": {"forward": "bf16"}, "*": "tensorwise"}
 
 
 class Net(Stack):
     def __init__(self, depth=4):
-        super().__init__(Block, depth, head=("lm_head", 32, 16), seed=0)
+        super().__init__(partial(Block, norm=False, activation=torch.relu), depth, head=("lm_head", 32, 16), seed=0)
 
 
 def set_up(model=None, **options):
@@ -38,16 +30,16 @@ def set_up(model=None, **options):
 
 def test_the_first_pattern_that_matches_wins_after_the_other_rules(caplog):
     caplog.set_level(logging.INFO)
-    plugin, model = set_up(recipe=MIXED, keep=["blocks.3.o_proj"])
+    plugin, model = set_up(recipe=MIXED, keep=["blocks.3.down"])
     assert {row.fqn: row.recipe or row.kept_because for row in plugin.plan.rows} == {
         "blocks.0.up": "'bf16' in `recipe` ('blocks.[0-1].*')",
-        "blocks.0.o_proj": "'bf16' in `recipe` ('blocks.[0-1].*')",
+        "blocks.0.down": "'bf16' in `recipe` ('blocks.[0-1].*')",
         "blocks.1.up": "'bf16' in `recipe` ('blocks.[0-1].*')",
-        "blocks.1.o_proj": "'bf16' in `recipe` ('blocks.[0-1].*')",
+        "blocks.1.down": "'bf16' in `recipe` ('blocks.[0-1].*')",
         "blocks.2.up": "tensorwise, forward in bf16",
-        "blocks.2.o_proj": "rowwise",
+        "blocks.2.down": "rowwise",
         "blocks.3.up": "tensorwise",
-        "blocks.3.o_proj": "kept by 'blocks.3.o_proj'",
+        "blocks.3.down": "kept by 'blocks.3.down'",
         "lm_head": "output head (by name)",
     }
     coded = [name for name, layer in model.named_modules() if type(layer).__name__ == "FP8Linear"]
@@ -67,7 +59,7 @@ def test_layers_that_no_pattern_matches_are_kept_unless_all_patterns_say_fp32():
     plugin, _ = set_up(recipe={"*.up": "tensorwise"})
     kept = {row.fqn: row.kept_because for row in plugin.plan.rows if row.kept_because}
     assert kept.pop("lm_head") == "output head (by name)"
-    assert kept == {f"blocks.{i}.o_proj": "no pattern of `recipe` matches" for i in range(4)}
+    assert kept == {f"blocks.{i}.down": "no pattern of `recipe` matches" for i in range(4)}
 
 
 def test_fp32_runs_a_layer_in_float32_whatever_other_rules_say():
@@ -80,7 +72,7 @@ def test_fp32_runs_a_layer_in_float32_whatever_other_rules_say():
         assert model.lm_head.weight.dtype == model.blocks[0].up.bias.dtype == torch.float32
         x = torch.randn(4, 32).bfloat16()
         with plugin.forward_context():
-            out = copy.deepcopy(model).lm_head(x)
+            out = copy.deepcopy(model).lm_head(input=x) if masters else copy.deepcopy(model).lm_head(x)
         assert torch.equal(out, nn.functional.linear(x.float(), model.lm_head.weight, model.lm_head.bias))
         assert plain(model) is model
         assert "forward" not in vars(model.lm_head)
@@ -89,8 +81,11 @@ def test_fp32_runs_a_layer_in_float32_whatever_other_rules_say():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"recipe": {"*.down": "rowwise", "*": "block"}}, r"`recipe\['\*.down'\]` matches no .*'blocks.0.o_proj'"),
-        ({"recipe": {"*": "block", "*.up": "rowwise"}}, r"`recipe\['\*.up'\]` matches only layers that earlier patt"),
+        ({"recipe": {"*.gone": "rowwise", "*": "block"}}, r"`recipe\['\*.gone'\]` matches no .*'blocks.0.down'"),
+        (
+            {"recipe": {"*.up": "block", "*.down": "rowwise", "*.0.up": "block"}},
+            r"\.up'\]` matches only layers that ea",
+        ),
         ({"recipe": {"lm_head": "block", "*": "rowwise"}}, r"keep \('lm_head': output head \(by name\)\).*`only="),
         ({"recipe": {"up": "rowwise"}}, r"`recipe\['up'\]` matches no linear layer.*A pattern matches a whole fqn"),
         ({"recipe": {}}, r"`recipe=\{\}` is not valid; expected patterns of fqns with a recipe each"),
@@ -105,7 +100,7 @@ def test_fp32_runs_a_layer_in_float32_whatever_other_rules_say():
         ({"recipe": {"*": "rowwise"}, "weight_codes": "per_forward"}, "`weight_codes='per_forward'` is not valid with"),
         ({"recipe": {"*": "rowwise"}, "fp8_format": "hybrid"}, "`fp8_format='hybrid'` is not valid with"),
         ({"recipe": "mxfp8", "base": "fp16"}, "`base='fp16'` is not valid with `recipe='mxfp8'`: its kernels take"),
-        ({"recipe": {"a": "block", "*": "tensorwise"}, "base": "fp16"}, "with `recipe='block'`: its kernels return"),
+        ({"recipe": {"a": "tensorwise", "*": "block"}, "base": "fp16"}, "with `recipe='block'`: its kernels return"),
         ({"recipe": "block", "fast_accum": "all"}, "`fast_accum='all'` is not valid with `recipe='block'`"),
         ({"recipe": "mxfp8", "experts": "fp8"}, "`experts='fp8'` is not valid with `recipe='mxfp8'`"),
         ({"recipe": "block", "experts": "bf16"}, "`experts='bf16'` is not valid with `recipe='block'`"),
@@ -201,8 +196,13 @@ def results(layer):
 
 
 def test_each_layer_has_the_bits_of_its_own_format():
-    plugin, mixed = set_up(layers(*FORMATS), recipe={name: name for name in FORMATS})
-    assert plugin.plan.converted == tuple(FORMATS)
+    mixed, recipe = layers(*FORMATS), {"slim": FORMATS[-1], **{name: name for name in reversed(FORMATS)}}
+    mixed["fits"], mixed["slim"] = nn.Linear(48, 48), nn.Linear(48, 48)
+    plugin, _ = set_up(mixed, recipe={**recipe, "fits": "tensorwise"})
+    kept = {row.fqn: row.kept_because for row in plugin.plan.rows if row.kept_because}
+    assert kept == ({"slim": "features are no multiples of 32"} if "mxfp8" in FORMATS else {})
+    assert plugin.plan.converted[: len(FORMATS)] == tuple(FORMATS)
+    assert (plugin.weight_codes, plugin.plan.format) == ("per_forward", "FP8"), "whichever comes first"
     for name in FORMATS:
         _, alone = set_up(layers(*FORMATS), recipe=name)
         found, expected = results(mixed[name]), results(alone[name])
@@ -211,13 +211,15 @@ def test_each_layer_has_the_bits_of_its_own_format():
 
 @pytest.mark.skipif("mxfp8" not in FORMATS, reason="torchao has no MXFP8")
 def test_a_layer_whose_device_cannot_run_its_format_is_named():
-    with pytest.raises(RuntimeError, match=r"`recipe='mxfp8'` of layer 'up' cannot run: .*'hopper'` is not valid"):
-        set_up(layers("up", "down"), recipe={"up": "mxfp8", "*": "tensorwise"}, emulate="hopper")
+    with pytest.raises(RuntimeError, match=r"`recipe='mxfp8'` of layer 'down' cannot run: .*'hopper'` is not valid"):
+        set_up(layers("up", "down"), recipe={"up": "tensorwise", "*": "mxfp8"}, emulate="hopper")
 
 
-def test_gathered_codes_have_one_kind_of_scale():
-    plugin, _ = set_up(layers("a", "b"), recipe={"a": "block", "*": "tensorwise"})
+def test_gathered_codes_have_one_kind_of_scale_and_serve_evaluation_too():
+    plugin = FP8TorchAO({"a": "block", "*": "tensorwise"})
     assert plugin.gathers(None) == "'block' and 'tensorwise' in `recipe` have different scales"
+    assert FP8TorchAO(fp8_eval=False).gathers(None).startswith("`fp8_eval=False` evaluates with the weights in high")
+    assert FP8TorchAO({"a": "rowwise", "*": "block"}).gathers(None) is None
 
 
 @pytest.mark.parametrize("recipe", [{"lm_head": "fp32", "*": "tensorwise"}, {"*.up": "tensorwise", "*": "rowwise"}])

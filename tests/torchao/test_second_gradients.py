@@ -77,6 +77,8 @@ def test_export_says_the_way_out_which_works():
     linear, x, _ = layer()
     with pytest.raises(RuntimeError, match=r"`torch.export` .* cannot export FP8Linear.*fp8_eval=False"):
         torch.export.export(in_fp8(linear, precision="fp8-hybrid").module, (x,))
+    with pytest.raises(RuntimeError, match=r"`torch.jit.trace` cannot trace FP8Linear.*fp8_eval=False"):
+        torch.jit.trace(linear.eval(), x)
     plain, _, _ = layer()
     model = in_fp8(linear, plugins=FP8TorchAO(fp8_eval=False)).module.eval()
     torch.testing.assert_close(torch.export.export(model, (x,)).module()(x), plain(x))
