@@ -173,11 +173,13 @@ def no_training(monkeypatch):
 
 def test_what_would_fail_at_the_end_fails_first(tmp_path, no_training, capsys, monkeypatch):
     (tmp_path / "file").write_text("")
-    (tmp_path / "my_task.py").write_text("import lightning as L\nclass Task(L.LightningModule):\n    pass\n")
+    (tmp_path / "my_task.py").write_text("import lightning as L\nclass Task(L.LightningModule):\n    pass\n"
+                                         "class Data(L.LightningDataModule):\n    pass\n")  # fmt: skip
     below_a_file, out, task = str(tmp_path / "file" / "out"), str(tmp_path / "out"), f"{tmp_path}/my_task.py:Task"
     for words, message in (
         (["--precisions=32-true,fp8-hybird", f"--out={out}"], "'fp8-hybird' is invalid.*Did you mean 'fp8-hybrid'"),
         ([f"--out={below_a_file}"], f"^lowprec compare: error: .*{re.escape(below_a_file)}"),
+        ([f"--data={tmp_path}/my_task.py:Data", f"--out={out}"], "Data has no `val_dataloader`"),
         ([f"--model={task}", f"--out={out}"], "Task has no `validation_step`: `lowprec compare` judges by the loss"),
     ):
         assert main(["compare", *words]) == 2
@@ -278,6 +280,9 @@ def test_classes_load_from_modules_and_files(tmp_path, monkeypatch):
     assert build("collections.Counter", {"a": 2}, seed=3) == {"a": 2}
     with pytest.raises(ImportError, match=r"my_classes has no 'Thin'; its classes are: Thing\."):
         load_class(f"{file}:Thin")
+    (tmp_path / "of_a_missing_one.py").write_text("import not_there")
+    with pytest.raises(ModuleNotFoundError, match=r"^No module named 'not_there'$"):
+        load_class(f"{tmp_path}/of_a_missing_one.py:Thing")
     with pytest.raises(ValueError, match=r"'Model' is not a class path; expected package\.module\.Class or path"):
         load_class("Model")
     for name in ("my_classes", "neighbour_of_mine"):

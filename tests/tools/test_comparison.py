@@ -1,5 +1,6 @@
 """What `lowprec compare` makes of its runs: verdicts, intervals over seeds, the report as page and as text."""
 
+import json
 import math
 
 import pytest
@@ -25,6 +26,7 @@ def test_the_verdict_is_relative_and_has_two_sides(last, ok):
 
 def test_the_gap_is_relative():
     assert judge(result("x", val_losses=[3.0]), result(), 0.01).gap == 0.5
+    assert judge(result("x", val_losses=[-3.0]), result(val_losses=[-2.0]), 0.01).gap == -0.5
     zero = result(val_losses=[0.0])
     assert judge(result("x", val_losses=[0.0]), zero, 0.01).ok
     assert not judge(result("x", val_losses=[1e-9]), zero, 0.01).ok
@@ -35,7 +37,7 @@ def test_the_gap_is_relative():
 def test_losses_are_those_of_the_last_tenth_and_times_those_behind_the_warm_up():
     assert result(train_losses=[9.0] * 9 + [1.0]).final_train == 1.0
     assert result(train_losses=[9.0] * 18 + [1.0, 2.0]).final_train == 1.5
-    assert result(step_seconds=[9, 9, 9, 9, 9, 1, 2, 3, 2, 2]).step_time == 2
+    assert result(step_seconds=[9] * 5 + [1, 1, 1, 3, 3, 3]).step_time == 2
     assert result(step_seconds=[9.0, 1.0]).step_time == 1
     assert result().step_time is None
 
@@ -107,7 +109,8 @@ def three(gaps=(0.001, 0.002, 0.003)):
     for i, (final, gap) in enumerate(zip(BASELINE, gaps, strict=True)):
         for name, value in (("32-true", final), ("bf16-mixed", final * (1 + gap))):
             results.append(PrecisionResult(name=name, seed=i, train_losses=[5.0, value] * 200, val_steps=[200, 400],
-                                           val_losses=[2 * value, value]))  # fmt: skip
+                                           val_losses=[2 * value, value], step_seconds=[0.1 * (i + 1)] * 20,
+                                           peak_memory=2**20 * (3 - i)))  # fmt: skip
     return Comparison(spec=CompareSpec(precisions=["32-true", "bf16-mixed"], seeds=3), results=results)
 
 
@@ -116,10 +119,16 @@ def test_the_table_and_the_sentence():
     shown = str(three(gaps=(0.004, 0.005, 0.006)))
     assert "bf16-mixed costs 0.50% ± 0.25% of val_loss." in shown
     row = next(line for line in shown.splitlines() if line.startswith("bf16-mixed  "))
-    for cell in ("+0.50% ± 0.25%", "within 1%"):
+    for cell in ("+0.50% ± 0.25%", "within 1%", " 200.0 ms ", " 3.15 MB "):
         assert cell in row
     baseline = next(line for line in shown.splitlines() if line.startswith("32-true"))
     assert "2.8333 ± 1.0408" in baseline, "mean and standard deviation of 2, 4 and 2.5"
+    assert "bf16-mixed saves 0.50% ± 0.25% of val_loss." in str(three(gaps=(-0.004, -0.005, -0.006)))
+    verdicts = json.loads(three().to_json())["precisions"]
+    assert [(verdict["name"], verdict["ok"]) for verdict in verdicts] == [("32-true", True), ("bf16-mixed", True)]
+    failed = three()
+    failed.results[3].error = "ValueError: no data"
+    assert "## bf16-mixed failed with seed 1\n\n    ValueError: no data" in markdown(failed)
     assert "bf16-mixed cannot be told apart from the baseline: +0.20% ± 0.25% of val_loss." in str(three())
     page = markdown(three())
     assert "\n| 1    |  4.0000 |     4.0080 |\n" in page
@@ -184,6 +193,9 @@ def test_failures_are_shown(tmp_path):
     assert "\\<b>bad\\</b> \\| worse |" in page, "in the table"
     assert "off by more than 1%" in page
     assert "failed: ValueError" in str(comparison)
+    page, _ = report(tmp_path, [trained("32-true")])
+    assert "Only one precision was asked for" in page
+    assert "emulated" not in page
     failed = PrecisionResult(name="32-true", error="ValueError: no data")
     page, _ = report(tmp_path, [failed, trained("fp8-hybrid")])
     assert "Nothing was compared: 32-true, the baseline, has no result (failed: ValueError: no data)." in page

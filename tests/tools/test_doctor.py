@@ -67,6 +67,8 @@ def test_another_device_is_answered_for(capsys, name, device, status, words):
 def test_another_device_has_a_column_and_unknown_ones_raise_with_what_is_allowed(capsys):
     assert main(["doctor", "--device", "sm_100"]) == 0
     assert capsys.readouterr().out.startswith("Recipes on sm_100, NVIDIA 10.x")
+    assert main(["doctor", "--for", "bf16-true"]) == 0
+    assert "Its weights have no masters: small updates are rounded away." in capsys.readouterr().out
     assert main(["doctor", "--device", "sm_100", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["te-mxfp8"]["runs"] is True
     for words, message in (

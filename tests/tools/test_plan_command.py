@@ -39,6 +39,18 @@ class Frozen(nn.Sequential):
 FROZEN = f"{__name__}.Frozen"
 
 
+class Uneven(nn.Module):
+    """Three blocks, of which the second is the largest and trains half, and a head that is the embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(50, 32), nn.Linear(32, 50, bias=False)
+        self.head.weight = self.table.weight
+        self.blocks = nn.ModuleList(Frozen([(32, 64 * width), (64 * width, 32)]) for width in (1, 2, 1))
+        for block in (self.blocks[0], self.blocks[2]):
+            block.requires_grad_()
+
+
 def state(row):
     return row["weights"] + row["gradients"] + row["optimizer"]
 
@@ -48,8 +60,13 @@ def test_flops_and_bytes_by_hand(tmp_path, capsys):
     counted, by_name = data["flops_per_token"], {row["precision"]: row for row in data["bytes"]}
     assert counted["fp8"] == 6 * 32 * 64 + 4 * 64 * 16, "a frozen weight has no weight gradient"
     assert (counted["high_precision"], counted["attention"]) == (6 * 16 * 3, 0)
-    of_llama = run_json(capsys, llama(tmp_path, 2), "--sequence_length", 7)["flops_per_token"]
-    assert of_llama["attention"] == 6 * 7 * 2 * 4096
+    other_heads = "--args", '{"head_dim": 64, "num_hidden_layers": 3}'
+    of_llama = run_json(capsys, llama(tmp_path, 2), *other_heads, "--sequence_length", 7)["flops_per_token"]
+    assert of_llama["attention"] == 6 * 7 * 3 * 32 * 64
+    share = of_llama["fp8"] / (of_llama["fp8"] + of_llama["high_precision"] + of_llama["attention"])
+    assert of_llama["fp8_share"] == pytest.approx(share)
+    codes = run_json(capsys, FROZEN, "--frozen=codes")["bytes"][-1]
+    assert codes["weights"] == 4 * (2048 + 1024 + 48) - 3 * 1024 + 4, "a byte per value, and a scale"
     total, trained, converted = 2048 + 1024 + 48, 2048 + 48, 2048 + 1024
     assert state(by_name["32-true"]) == 4 * total + 12 * trained
     assert state(by_name["bf16-true"]) == 2 * total + 6 * trained
@@ -69,6 +86,9 @@ def test_flops_and_bytes_by_hand(tmp_path, capsys):
 
     frozen = last_of_two_ranks("msamp-o3", [[32, 64], [64, 32]])
     assert frozen["state"] * 2 == 10 * 2048 + 2048, "gradients in float32; codes alone where nothing trains"
+    stored = ("--args", json.dumps({"sizes": [[32, 64], [64, 32]]}), "--shards", 2, "--frozen=codes")
+    of_codes = run_json(capsys, FROZEN, *stored)["per_rank"][-1]["state"]
+    assert of_codes * 2 == 16 * 2048 + 2048 + (2048 + 4), "codes of the other weight are kept from gather to gather"
     tiles = last_of_two_ranks("fp8-block", [[208, 304], [304, 208]])["sent"]
     assert tiles["scales"] == 2 * 1 / 2 * 4 * 2 * (3 * 2), "parts of tiles have scales"
 
@@ -103,9 +123,11 @@ def test_the_all_gather_column_knows_which_recipes_gather_float8(tmp_path, capsy
     assert gathered["fp8-rowwise"] - gathered["fp8-hybrid"] == linears
     assert gathered["fp8-hybrid-te"] == gathered["fp8-block-te"] == gathered["fp8-rowwise"], "in bf16"
     assert gathered["fp8-block"] == gathered["fp8-hybrid"]
-    recipes = ["--recipe", "*.o_proj=rowwise", '*.q_proj={"grad_input": "bf16"}', "*=tensorwise"]
+    in_bf16 = ('*.q_proj={"grad_input": "bf16"}', '*.k_proj={"grad_weight": "bf16"}')
+    recipes = ["--recipe", "*.o_proj=rowwise", *in_bf16, "*=tensorwise"]
     data = run_json(capsys, config, "--precision", "fp8-hybrid", *recipes, "--shards", 8)
     assert data["bytes"][-1]["gathered"] - gathered["fp8-hybrid"] == 2 * 4096 * 4096, "bf16 takes a byte more"
+    assert data["flops_per_token"]["fp8"] == 6 * linears - 2 * 4096 * (4096 + 1024), "two products are not in FP8"
     two_scales = ["--recipe", "*.o_proj=block", "*=tensorwise"]
     mixed = run_json(capsys, config, "--precision", "fp8-hybrid", *two_scales, "--shards", 8)
     assert mixed["bytes"][-1]["gathered"] == gathered["fp8-rowwise"], "two kinds of scales are gathered in bf16"
@@ -140,6 +162,16 @@ def test_what_one_rank_holds_and_sends(tmp_path, capsys):
     for name, tile in (("fp8-block", 128), ("mxfp8", 32)):
         of_tiles = run_json(capsys, config, "--precision", name, "--shards", 8)["per_rank"][-1]["sent"]
         assert of_tiles["scales"] == 2 * 7 / 8 * 4 * 2 * linears / tile**2
+    uneven = run_json(capsys, f"{__name__}.Uneven", "--shards", 4)
+    assert uneven["bytes"][0]["weights"] == 4 * (16384 + 50 * 32)
+    root, frozen, of_one = 52 * 32, 32 * 128, uneven["per_rank"][-1]  # 13 rows on each rank
+    assert of_one["in_flight"] == 4 * root + 2 * frozen + 6 * frozen, "the second block, of which a half trains"
+    assert of_one["sent"] == {
+        "all_gather_forward": (16384 + 2 * root) * 3 / 4, "all_gather_backward": 16384 * 3 / 4,
+        "reduce_scatter": 4 * (16384 - frozen + root) * 3 / 4, "scales": 2 * 3 / 4 * 4 * 6,
+    }  # fmt: skip
+    of_msamp = run_json(capsys, f"{__name__}.Uneven", "--shards", 4, "--precision=msamp-o3")["per_rank"][-1]
+    assert of_msamp["sent"]["scales"] == 3 * of_one["sent"]["scales"], "of two moments too"
     # MS-AMP under FSDP2: codes are gathered, gradients are float32; O2 does not run there
     data = run_json(capsys, config, "--precision", "msamp-o3", "--shards", 8)
     o3 = data["per_rank"][-1]
@@ -198,6 +230,9 @@ def test_text_collapses_blocks_and_all_shows_each(tmp_path, capsys):
     assert main(["plan", f"{__name__}.Narrow"]) == 0
     assert "1 of 1 converted layers are expected to be slower than in bf16; `bf16-mixed` is" in capsys.readouterr().out
     assert {*MADE_ON} == {"meta"}, "without weights"
+    assert main(["plan", f"{__name__}.Narrow", "--keep", "*"]) == 1, "nothing converts"
+    assert main(["plan", f"{__name__}.Narrow", "--precision=int8-mixed"]) == 0
+    assert "gains per layer: not known for int8" in capsys.readouterr().out
 
 
 MADE_ON = []
@@ -216,6 +251,7 @@ class Narrow(nn.Linear):
         (["llama", "--precision=half-auto"], "`precision='half-auto'` converts no layers; expected one of: fp8-hybrid"),
         (["llama", "--keep", "q_projx"], "`keep='q_projx'` matches no Linear of the model; the nearest are: '"),
         (["llama", "--num-layers-at-start-in-bf16=-2"], "`num_layers_at_start_in_bf16=-2` is not valid"),
+        (["llama", "--recipe", '*={"forward"'], "is no JSON (Expecting ':' delimiter"),
         (["no.such.Model"], "No module named 'no', neither in the working folder"),
         (["gone.py:Model"], "'gone.py' is not a file"),
         (["tests"], "'tests' is no model; expected a class path"),
@@ -235,6 +271,8 @@ def test_files_that_are_no_models(tmp_path, capsys):
         ("config.json", "[1]", "holds a list; expected a config.json"),
         ("config.json", "{", "is no JSON file: Expecting property"),
         ("config.json", "{}", "has no `model_type`"),
+        ("config.json", '{"model_type": "llama", "attn_implementation": "a/b"}', "has attn_implementation='a/b'"),
+        ("config.json", '{"model_type": "llava", "text_config": {"experts_implementation": "a/b"}}', "='a/b'"),
         ("last.ckpt", "a pickle", "is no model; expected a class path"),
     ):
         (tmp_path / name).write_text(content)
