@@ -76,7 +76,8 @@ class HalfWeights:
         known = existing_masters(half)
         # a master is rounded once, not from one half precision to the other
         _make_float32([p for p in half if id(p) in known and p.dtype != dtype], known)
-        widened = [p for fqn, p in module.named_parameters() if fqn in named.keys() - with_buffers]
+        every_name = module.named_parameters(remove_duplicate=False)
+        widened = [p for fqn, p in every_name if fqn in named.keys() - with_buffers]
         # loaded in half precision, or an earlier precision has cast them
         _make_float32([p for p in widened if p.dtype in HALF_DTYPES], known)
         skip = with_buffers | named.keys()

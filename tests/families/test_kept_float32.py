@@ -51,10 +51,12 @@ def test_known_names_stay_float32_buffers_too(form):
 def test_named_tensors_stay_float32_and_become_it():
     model = Mixture()
     model.up.to(torch.bfloat16)
-    plugin = HalfMixed("bf16", master_weights="remainder", keep_fp32=["up", "experts.[01]"])
+    model.tied, options = nn.Linear(16, 16), {"buffer_dtype": torch.bfloat16}
+    model.tied.weight = model.up.weight
+    plugin = HalfMixed("bf16", master_weights="remainder", keep_fp32=["tied", "experts.[01]", "mask"], **options)
     L.Fabric(accelerator="cpu", plugins=plugin).setup(model, torch.optim.SGD(model.parameters(), lr=1e-3))
-    named = {f"{layer}.{name}" for layer in ("up", "experts.0", "experts.1") for name in ("weight", "bias")}
-    assert float32(model) == KEPT | named | {"mask"}
+    named = {f"{layer}.{name}" for layer in ("tied", "experts.0", "experts.1") for name in ("weight", "bias")}
+    assert float32(model) == KEPT | named | {"up.weight", "mask"}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -69,15 +71,18 @@ def test_a_family_of_transformers(family):
 
 @pytest.mark.parametrize("name", ["fp16-master", "bf16-master"])
 def test_the_list_for_fp16_counts_with_fp16(name):
-    model = tiny("t5")
+    model = nn.ModuleDict({"other": tiny("mamba"), "wo": tiny("t5")})  # names of its own, as declared
     L.Fabric(accelerator="cpu", precision=name).setup(model, torch.optim.SGD(model.parameters(), lr=1e-3))
-    kept = {fqn for fqn in float32(model) if ".wo." in fqn}
+    kept = {fqn for fqn in float32(model["wo"]) if ".wo." in fqn}
     assert bool(kept) == (name == "fp16-master")
-    assert float32(model) == kept
+    assert float32(model["wo"]) == kept
 
 
 def test_what_keep_fp32_refuses():
-    for plugin in (HalfMixed("bf16", keep_fp32=["gat"]), HalfMixed("bf16", master_weights=True, keep_fp32=["gat"])):
+    for plugin in (
+        HalfMixed("bf16", keep_fp32=["gat"]),
+        HalfMixed("bf16", master_weights=True, keep_fp32=["gate", "gat"]),
+    ):
         with pytest.raises(ValueError, match=r"`keep_fp32='gat'` matches no .*; the nearest are: '.*gate\.\w+'"):
             L.Fabric(accelerator="cpu", plugins=plugin).setup(Mixture())
     with pytest.raises(TypeError, match="keep_fp32"):

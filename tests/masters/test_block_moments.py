@@ -194,16 +194,19 @@ class OwnSGD(torch.optim.SGD):
     """An optimizer of a user."""
 
 
-def test_two_steps_of_a_users_optimizer_round_by_other_random_bits():
-    weight, moved = nn.Parameter(torch.ones(64, 64).bfloat16()), []
-    optimizer = add_masters(OwnSGD([weight], lr=1.0), MasterConfig(form="stochastic"))
+@pytest.mark.parametrize("config", [{"form": "stochastic"}, {"form": "remainder", "moments": "8bit"}], ids=str)
+def test_two_steps_of_a_users_optimizer_round_by_other_random_bits(config):
+    weight, larger = nn.Parameter(torch.ones(64, 64).bfloat16()), []
+    optimizer = add_masters(OwnSGD([weight], lr=1.0, momentum=0.5), MasterConfig(**config))
     for _ in range(2):
+        optimizer.state.clear()
         weight.data.fill_(1.0)
-        weight.grad = torch.full_like(weight, -(2.0**-8))
+        weight.grad = torch.full_like(weight, -17 * 2.0**-12)  # about half way between two weights, and two codes
         optimizer.step()
-        moved.append(weight.detach() > 1)
-    assert not torch.equal(*moved)
-    assert all(0.4 < some.float().mean() < 0.6 for some in moved)
+        rounded = optimizer.state[weight].get("momentum_buffer_codes", weight.detach()).float().abs()
+        larger.append(rounded > rounded.mean())
+    assert not torch.equal(*larger)
+    assert all(0.4 < some.float().mean() < 0.6 for some in larger)
 
 
 def test_an_edit_before_the_optimizer_is_loaded_outlives_loaded_masters():

@@ -10,6 +10,7 @@ import lightning as L
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from lightning_lowprec import plain
 from tests.toys import ON_CPU, Task, adamw
@@ -159,10 +160,54 @@ def test_a_run_of_the_trainer_resumes_under_another_name_with_the_same_values(na
 def test_a_frozen_weight_between_two_numbers_of_bf16_is_that_of_its_file(name, tmp_path):
     fabric, net = L.Fabric(accelerator="cpu", devices=1, precision=name), layers(0)
     with torch.no_grad():
+        net[0].weight.fill_(1 + 2**-8)
         net[1].weight.fill_(1 + 2**-8).requires_grad_(False)
     model, _ = fabric.setup(net, torch.optim.AdamW(net[0].parameters()))
+    assert net[0].weight[0, 0].item() == (1.0 if name == "bf16-master" else 1 + 2**-7), "as its steps round"
     fabric.save(tmp_path / "file", {"model": model})
     other = layers(1).requires_grad_(False)
     fabric.load(tmp_path / "file", {"model": fabric.setup(other)})
     assert float(net[1].weight[0, 0]) == float(other[1].weight[0, 0]) == 1.0
     assert float(model.state_dict()["1.weight"][0, 0]) == 1 + 2**-8
+
+
+@pytest.mark.parametrize("name", ["bf16-master", "bf16-remainder", "bf16-8bit", "fp16-master"])
+def test_what_programs_read_write_and_load_between_steps_changes_no_other_value(name):
+    net, fabric = layers(0), L.Fabric(accelerator="cpu", devices=1, precision=name)
+    net.register_buffer("count", torch.zeros(1))
+    net[1].requires_grad_(False)
+    expected = [p.detach().clone() for p in net.parameters()]
+    fabric.setup(net)
+    dtype, frozen = net[0].weight.dtype, net[1].weight
+    assert [net.state_dict()[fqn].dtype for fqn in ("0.weight", "1.weight")] == [dtype, torch.float32]
+    assert net.state_dict(keep_vars=True)["1.weight"] is frozen
+    with torch.no_grad():
+        expected[2][0] = frozen[0] = 3.0
+    average, optimizers = AveragedModel(net), []
+    for _ in range(3):  # of one weight; the last one counts
+        optimizers.append(fabric.setup_optimizers(torch.optim.SGD(net[0].parameters(), lr=2.0**-14)))
+        for p, value in zip(net[0].parameters(), expected, strict=False):
+            p.grad = torch.ones_like(p)
+            value.sub_(2.0**-14)
+        optimizers[-1].optimizer.step()  # without a loss, which fp16 would scale
+        net.load_state_dict({fqn: value.to(dtype) for fqn, value in net.state_dict().items()})
+        assert all(map(torch.equal, values(net), expected))
+    net.load_state_dict(loaded := layers(5).state_dict(), strict=False)
+    optimizers[-1].zero_grad()
+    assert all(map(torch.equal, values(net), loaded.values())), "dropped gradients take no value along"
+    net.count.fill_(5.0)
+    average.update_parameters(net)
+    assert average.module.count == 5.0
+    net.to(torch.float16 if dtype == torch.bfloat16 else torch.bfloat16)  # by the program, which then copies as torch
+    assert copy.deepcopy(net)[0].weight.dtype == net[0].weight.dtype
+
+
+@pytest.mark.parametrize(("name", "other"), [("bf16-remainder", "fp16-master"), ("fp16-master", "bf16-master")])
+def test_masters_that_are_loaded_wait_for_weights_of_another_half_precision(name, other):
+    expected = [p.detach().clone() for p in layers(3).parameters()]
+    _, saved, masters = set_up(other, layers(3), "set-up")
+    fabric, model, optimizer = set_up(name, layers(4), "set-up")
+    optimizer.load_state_dict(masters.state_dict())
+    model.load_state_dict(saved.state_dict())
+    step(fabric, model, optimizer)
+    assert all(map(torch.equal, values(model), expected))

@@ -239,27 +239,6 @@ def test_the_state_of_an_optimizer_on_bf16_weights_becomes_float32_for_good(form
     assert {entry["exp_avg_sq"].dtype for entry in saved.state.values()} == {torch.float32}
 
 
-@every_form
-def test_hooks_of_state_dicts(form):
-    _, optimizer = trained(form)
-    calls = []
-    optimizer.register_state_dict_post_hook(lambda o, state: {**state, "mine": calls.append("saved")})
-    optimizer.register_load_state_dict_post_hook(lambda o: calls.append("loaded"))
-    state = optimizer.state_dict()
-    assert "mine" in state
-    optimizer.load_state_dict(state)
-    assert calls == ["saved", "loaded"]
-
-
-@every_exact_form
-def test_weights_that_the_masters_do_not_round_to_win(form):
-    _, optimizer = trained(form)
-    other_model, other = wrapped(ADAMW, form, seed=3)
-    weights = [p.detach().float() for p in other_model.parameters()]
-    other.load_state_dict(optimizer.state_dict())
-    assert equal(masters_of(other), weights)
-
-
 @pytest.mark.parametrize("first", EXACT)
 @pytest.mark.parametrize("second", EXACT)
 @pytest.mark.parametrize("model_first", [True, False])

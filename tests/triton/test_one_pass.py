@@ -18,7 +18,9 @@ FORMS = ("fp32", "remainder", "stochastic")
 OPTIMIZERS = {
     "adamw": lambda p: optim.AdamW(p, lr=1e-2),
     "adam": lambda p: optim.Adam(p, lr=1e-2, weight_decay=0.1, betas=(0.4, 0.9), maximize=True),
-    "adamw-tensor-lr": lambda p: optim.AdamW(p, lr=torch.tensor(1e-2)),
+    "adam-decoupled-tensor-lr": lambda p: optim.Adam(
+        p, lr=torch.tensor(1e-2), weight_decay=0.1, decoupled_weight_decay=True
+    ),
     "adamw-capturable": lambda p: optim.AdamW(p, lr=1e-2, foreach=True),
     "sgd": lambda p: optim.SGD(p, lr=1e-2, weight_decay=0.1),
     "momentum": lambda p: optim.SGD(p, lr=1e-2, momentum=0.9, dampening=0.1),
@@ -140,7 +142,10 @@ def test_an_overflow_skips_the_step_and_the_next_step_is_sound(launches):
     optimizer.zero_grad()
     plugin.scaler.scale = 8.0
     fabric.backward((model(X) - 1).float().square().mean())
-    fabric.clip_gradients(model, optimizer, max_norm=1e9)
+    norm = fabric.clip_gradients(model, optimizer, max_norm=1e9)
+    assert norm.item() == pytest.approx(
+        nn.utils.get_total_norm([p.grad.float() / 8 for p in module.parameters()]).item()
+    )
     optimizer.step()
     assert launches
     assert all(p.isfinite().all() for p in module.parameters())
