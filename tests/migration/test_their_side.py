@@ -14,14 +14,6 @@ from tests.toys import ON_CPU, Task
 QUIET = {**ON_CPU, "max_steps": 2}
 
 
-def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
-    return model(**batch).loss if isinstance(batch, dict) else model(batch).square().mean()
-
-
-def task(model: nn.Module) -> Task:
-    return Task(model, loss_of, lambda task: torch.optim.AdamW(task.parameters(), lr=1e-3, weight_decay=0.0))
-
-
 def distance(one: nn.Module, other: nn.Module) -> float:
     pairs = zip(one.parameters(), other.parameters(), strict=True)
     return sum((a - b).square().sum().item() for a, b in pairs) ** 0.5
@@ -45,7 +37,8 @@ def test_the_trainer_of_transformers_and_ours_give_the_same_weights(tmp_path):
     theirs = llama()
     InOrder(theirs, given, train_dataset=rows).train()
 
-    ours = task(llama())
+    ours = Task(llama(), lambda net, batch: net(**batch).loss)
+    ours.optimizer = lambda task: torch.optim.AdamW(task.parameters(), lr=1e-3, weight_decay=0.0)
     trainer = L.Trainer(precision="half-auto", accumulate_grad_batches=4, gradient_clip_val=1.0, **QUIET)
     trainer.fit(ours, torch.utils.data.DataLoader(rows, batch_size=2))
     assert distance(theirs, ours.net) == 0

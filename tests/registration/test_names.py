@@ -93,15 +93,11 @@ def test_lightnings_own_names_mean_the_same(name):
         assert {**vars(a), "scaler": None} == {**vars(b), "scaler": None}
 
 
-@pytest.fixture
-def lowprec_run(monkeypatch):
+def test_the_precision_of_lowprec_run_wins_over_the_scripts(monkeypatch, caplog):
     monkeypatch.setenv("LT_CLI_USED", "1")  # as `lowprec run --precision=fp8-rowwise` sets them
     monkeypatch.setenv("PL_TRAINER_PRECISION", "fp8-rowwise")
     monkeypatch.setenv("LOWPREC_RUN_PRECISION", "fp8-rowwise")
     monkeypatch.setattr("lightning_lowprec.registration._said", set())
-
-
-def test_the_precision_of_lowprec_run_wins_over_the_scripts(lowprec_run, caplog):
     asked = [{"precision": "32-true"}, {"precision": "bf16-true"}, {"plugins": HalfMixed("bf16")}, {"precision": "fp8"}]
     for given in (*asked, {}, {"precision": "fp8-rowwise"}):
         caplog.clear()
@@ -236,7 +232,7 @@ def seam_objects():
     ]
 
 
-def test_register_is_idempotent_and_unregister_restores_everything():
+def test_register_is_idempotent_and_unregister_restores_everything(monkeypatch):
     registered = seam_objects()
     lightning_lowprec.register()
     assert all(a is b for a, b in zip(registered, seam_objects(), strict=True))
@@ -249,7 +245,14 @@ def test_register_is_idempotent_and_unregister_restores_everything():
         assert not hasattr(stock[0], "__wrapped__")
         lightning_lowprec.unregister()
         assert all(a is b for a, b in zip(stock, seam_objects(), strict=True))
+        lightning_lowprec.register()
+        ours = fabric_connector._Connector._lazy_init_strategy
+        monkeypatch.setattr(fabric_connector._Connector, "_lazy_init_strategy", wrapped := lambda self: ours(self))
+        lightning_lowprec.unregister()
+        assert fabric_connector._Connector._lazy_init_strategy is wrapped, "of another package"
+        L.Fabric(plugins=FP8TorchAO(), accelerator="cpu")  # ours does nothing within
     finally:
+        monkeypatch.undo()
         lightning_lowprec.register()
     assert L.Fabric(precision="fp8-hybrid", accelerator="cpu").strategy.precision.precision == "fp8-hybrid"
 
@@ -286,7 +289,7 @@ def test_throughput_monitors_and_model_summary_know_our_precisions():
     assert trainer_throughput._plugin_to_compute_dtype(on_gpu) is torch.int8
     assert trainer_throughput._plugin_to_compute_dtype(MixedPrecision("bf16-mixed", "cpu")) is torch.bfloat16
     model = Task(torch.nn.Linear(16, 16, bias=False))  # 256 parameters of 4 bytes
-    model.half = torch.nn.Linear(16, 16, bias=False, dtype=torch.bfloat16)  # 256 of 2
+    model.lower = torch.nn.Linear(16, 16, bias=False, dtype=torch.bfloat16).requires_grad_(False)  # 256 of 2
     model.trainer = L.Trainer(precision="fp8-hybrid", **ON_CPU)
     assert ModelSummary(model).model_size == pytest.approx((256 * 4 + 256 * 2) * 1e-6)
 
@@ -298,13 +301,12 @@ def test_supported_strategies(strategy):
         L.Fabric(strategy=strategy, precision="fp8-hybrid", accelerator="cpu", devices=1)
 
 
-FORMS = {"-remainder": "remainder", "-8bit": "8bit", "-sr": "stochastic"}
+FORMS = {"-remainder": ("remainder", "fp32"), "-8bit": ("remainder", "8bit"), "-sr": ("stochastic", "fp32")}
 
 
 @pytest.mark.parametrize("name", OURS if WITHOUT_TE else (*OURS, *TES))
 def test_each_makes_the_plugin_with_bf16_weights_and_its_masters(name):
-    configs = (("remainder", "fp32"), ("remainder", "8bit"), ("stochastic", "fp32"))
-    for suffix, (form, moments) in zip(FORMS, configs, strict=True):
+    for suffix, (form, moments) in FORMS.items():
         plugin = L.Fabric(accelerator="cpu", precision=f"{name}{suffix}")._precision
         assert plugin.precision == f"{name}{suffix}"
         assert plugin.masters.config == MasterConfig(form=form, moments=moments)

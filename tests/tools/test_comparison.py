@@ -110,7 +110,7 @@ def three(gaps=(0.001, 0.002, 0.003)):
         for name, value in (("32-true", final), ("bf16-mixed", final * (1 + gap))):
             results.append(PrecisionResult(name=name, seed=i, train_losses=[5.0, value] * 200, val_steps=[200, 400],
                                            val_losses=[2 * value, value], step_seconds=[0.1 * (i + 1)] * 20,
-                                           peak_memory=2**20 * (3 - i)))  # fmt: skip
+                                           peak_memory=2**20 * (i + 1)))  # fmt: skip
     return Comparison(spec=CompareSpec(precisions=["32-true", "bf16-mixed"], seeds=3), results=results)
 
 
