@@ -173,6 +173,7 @@ def test_numbers_reach_loggers_the_file_and_the_attribute(tmp_path):
 def test_arguments_that_are_not_valid_raise_and_a_monitor_without_layers_says_so_once(tmp_path, caplog):
     for argument, value, allowed in (
         ("every", 0, "an integer of at least 1"),
+        ("every", True, "an integer of at least 1"),
         ("rows", 16, "a number above 0 and at most 1"),
         ("log", "yes", "True, False or 'layers'"),
     ):
