@@ -27,11 +27,11 @@ def tensors(dtype, *, tokens=T, bias=False, ignored=7):
     return h, w, t, b
 
 
-def expected(h, w, t, b=None, *, reduction="mean", label_smoothing=0.0, factors=1.0):
+def expected(h, w, t, b=None, *, reduction, label_smoothing, ignore_index, factors):
     leaves = [None if x is None else x.detach().double().requires_grad_() for x in (h, w, b)]
     logits = F.linear(*leaves)
-    losses = F.cross_entropy(logits, t, reduction="none", label_smoothing=label_smoothing)
-    counts = t != -100
+    losses = F.cross_entropy(logits, t, None, None, ignore_index, reduction="none", label_smoothing=label_smoothing)
+    counts = t != ignore_index
     loss = {"none": losses, "sum": losses.sum(), "mean": losses.sum() / counts.sum()}[reduction]
     (loss * factors).sum().backward()
     return loss.detach(), [leaf.grad for leaf in leaves if leaf is not None]
@@ -40,10 +40,13 @@ def expected(h, w, t, b=None, *, reduction="mean", label_smoothing=0.0, factors=
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, "fp8"])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize(("label_smoothing", "bias"), [(0.0, False), (0.1, True)])
-def test_losses_and_gradients_are_those_of_all_logits(dtype, reduction, label_smoothing, bias):
+def test_losses_and_gradients_are_those_of_all_logits(dtype, reduction, label_smoothing, bias, monkeypatch):
     fp8 = dtype == "fp8"
-    h, w, t, b = tensors(torch.bfloat16 if fp8 else dtype, bias=bias)
-    options = {"reduction": reduction, "label_smoothing": label_smoothing}
+    h, w, t, b = tensors(dtype if not fp8 else torch.float16 if bias else torch.bfloat16, bias=bias)
+    options = {"reduction": reduction, "label_smoothing": label_smoothing, "ignore_index": 3 if bias else -100}
+    t = t.masked_fill(t == -100, options["ignore_index"])
+    if bias:
+        monkeypatch.setattr(numerics, "SPAN_BYTES", 32 * V)  # the gradient of an FP8 weight in three products
     factors = torch.linspace(-1, 3, T) if reduction == "none" else torch.tensor(1.7)
     loss = linear_cross_entropy(h, w, t, bias=b, fp8=fp8, rows=17, **options)
     (loss * factors).sum().backward()
@@ -55,14 +58,19 @@ def test_losses_and_gradients_are_those_of_all_logits(dtype, reduction, label_sm
         assert sqnr(gradient, leaf.grad) >= least
     if not fp8:  # the same rounding of logits as by a Linear
         logits = F.linear(h, w, b).float()
-        same = F.cross_entropy(logits, t, reduction=reduction, label_smoothing=label_smoothing)
+        same = F.cross_entropy(logits, t, **options)
         torch.testing.assert_close(loss, same, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(loss.double(), true, rtol=2e-2 if reduction == "none" else 2e-3, atol=2e-2)
 
 
-def test_sequences_of_a_batch_are_rows():
-    h, w, t, _ = tensors(torch.float32)
-    assert torch.equal(linear_cross_entropy(h.view(7, 10, K), w, t.view(7, 10)), linear_cross_entropy(h, w, t))
+@pytest.mark.parametrize("fp8", [False, True])
+def test_sequences_of_a_batch_are_rows_and_autocast_decides_the_dtype(fp8):
+    h, w, t, b = tensors(torch.bfloat16, bias=True)
+    for options in ({"fp8": fp8}, {"fp8": fp8, "reduction": "none"}):
+        rows = linear_cross_entropy(h, w, t, bias=b, **options)
+        with torch.autocast("cpu", torch.bfloat16):
+            found = linear_cross_entropy(h.view(7, 10, K), w.float(), t.view(7, 10), bias=b.float(), **options)
+        assert torch.equal(found, rows.view(7, 10) if "reduction" in options else rows)
 
 
 @pytest.mark.parametrize("fp8", [False, True])

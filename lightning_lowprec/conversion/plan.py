@@ -202,7 +202,7 @@ def make_plan(model: nn.Module, options: LayerOptions | None = None, request: Pl
         multiple = 1 if request.pads and matmul.kind != STACKED else request.alignment
         reason = selection.unsupported(matmul, module, multiple, request.converted_class, request.experts)
         reason = IN_METRIC if module in in_metrics else reason
-        chosen = reasons.get(matmul.fqn) or _kept_by(options, module, request)
+        chosen = reasons.get(matmul.fqn) or _kept_by(options, matmul, module, request)
         products.append((matmul, module, reason or chosen, chosen is None))
     if recipes is not None:
         recipes.check({matmul.fqn: reason for matmul, _, reason, _ in products})
@@ -221,7 +221,7 @@ def make_plan(model: nn.Module, options: LayerOptions | None = None, request: Pl
             **asdict(matmul),
             kept_because=reason,
             gain=expected_gain(name, matmul.in_features, matmul.out_features),
-            trains=_trains(module),
+            trains=_trains(matmul, module),
             stored_as_codes=reason is None and _stores_codes(options, matmul, module),
             recipe=str(recipe) if recipe is not None and (reason is None or in_float32) else None,
             padded_to=_padded(matmul, reason, request.alignment) if may_pad else None,
@@ -232,7 +232,8 @@ def make_plan(model: nn.Module, options: LayerOptions | None = None, request: Pl
     for matmul, module in other_products(model):
         reason = IN_METRIC if module in in_metrics else f"no Linear ({matmul.kind})"
         dtype = None if module in in_metrics else _dtype(module, request)
-        others.append(PlanRow(**asdict(matmul), trains=_trains(module), kept_because=reason, gain=None, runs_in=dtype))
+        trains = _trains(matmul, module)
+        others.append(PlanRow(**asdict(matmul), trains=trains, kept_because=reason, gain=None, runs_in=dtype))
     return Plan(tuple(rows), tuple(others), recipe_of, request.format)
 
 
@@ -244,16 +245,18 @@ def _padded(matmul: Matmul, reason: str | None, alignment: int) -> tuple[int, in
     return None if other or padded == sizes else padded
 
 
-def _kept_by(options: LayerOptions, module: nn.Module, request: PlanRequest) -> str | None:
+def _kept_by(options: LayerOptions, matmul: Matmul, module: nn.Module, request: PlanRequest) -> str | None:
     if is_conv1d(module) and not request.conv1d:
         return "no Linear (Conv1D)"
     if request.stores_codes and is_linear(module) and "weight" not in module._parameters:
         return "its weight is computed at each forward (weight_norm, spectral_norm, pruning)"
-    return "frozen" if options.frozen == "keep" and not _trains(module) else None
+    return "frozen" if options.frozen == "keep" and not _trains(matmul, module) else None
 
 
-def _trains(module: nn.Module) -> bool:
-    return any(p.requires_grad for p in module.parameters(recurse=False))
+def _trains(matmul: Matmul, module: nn.Module) -> bool:
+    """Return whether a weight has a gradient, or a parameter from which it is computed at each forward."""
+    weight = module._parameters.get(matmul.fqn.rpartition(".")[2], module._parameters.get("weight"))
+    return any(p.requires_grad for p in (module.parameters() if weight is None else (weight,)))
 
 
 def _stores_codes(options: LayerOptions, matmul: Matmul, module: nn.Module) -> bool:

@@ -29,7 +29,7 @@ READERS = ("gemma2", "granite", "cohere")
 
 
 def build(family="llama", **changes):
-    config = transformers.AutoConfig.for_model(family, **{**KNOWN.get(family, ROTARY), **changes})
+    config = transformers.AutoConfig.for_model(family, **{**{"falcon": COMMON, **KNOWN}.get(family, ROTARY), **changes})
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).train()
     if (bias := model.get_output_embeddings().bias) is not None:

@@ -237,6 +237,11 @@ def test_every_option_chooses_from_linears_conv1ds_and_stacked_experts():
     assert converted(first_last_layers_bf16=True).converted == fqns(names, [1])
     assert converted(keep=["down", "*.gate_up_proj"]).converted == fqns(["up", "experts.down_proj"])
     assert converted(only=["down", "*.gate_up_proj"]).converted == fqns(["down", "experts.gate_up_proj"])
+    model.blocks[1].up.weight.requires_grad_(False)  # its bias trains
+    model.blocks[1].experts.down_proj.requires_grad_(False)
+    frozen = ("blocks.1.up", "blocks.1.experts.down_proj")
+    assert tuple(row.fqn for row in converted().rows if not row.trains) == frozen
+    assert converted(frozen="keep").converted == tuple(fqn for fqn in fqns(names) if fqn not in frozen)
     given = {"blocks.0.*": "bf16", "*.down": {"forward": "bf16"}, "*.experts.down_proj": "rowwise", "*.up": "rowwise"}
     assert {fqn: str(recipe) for fqn, recipe in converted(recipe=given).recipes.items()} == {
         f"blocks.{n}.{name}": recipe
@@ -339,7 +344,6 @@ def test_a_thousand_layers_are_as_many_rows_as_differ():
     for layer in layers[490:]:
         layer.requires_grad_(False)
     planned = plan(model, recipe={"blocks.[0-9].up": "rowwise", "*": "tensorwise"})
-    assert len(planned.rows) == 1001
     summary, *lines = repr(planned).splitlines()
     assert summary == planned.summary()
     assert [line.split("  ")[0] for line in lines] == [

@@ -104,10 +104,9 @@ class Sent(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def with_hook(model, group=None, hook=fp8_gradient_hook, **options):
+def with_hook(model, group=None, **options):
     ddp = DistributedDataParallel(model, process_group=group, **options)
-    if hook is not None:
-        ddp.register_comm_hook(group, hook)
+    ddp.register_comm_hook(group, fp8_gradient_hook)
     return ddp
 
 
@@ -117,8 +116,8 @@ def grads_of(model, x, group=None, **options):
     return [p.grad.clone() for p in model.parameters()]
 
 
-def wide_bytes(group, hook):
-    ddp = with_hook(nn.Linear(256, 256), group, hook)
+def wide_bytes(group):
+    ddp = with_hook(nn.Linear(256, 256), group)
     loss = ddp(torch.randn(4, 256)).square().mean()
     with Sent(2) as sent:
         loss.backward()
@@ -141,7 +140,7 @@ def worker(rank):
         result["sparse"] = str(error)
     pair = dist.new_group([0, 1])
     if rank < 2:
-        result["bytes"] = {"fp8": wide_bytes(pair, fp8_gradient_hook), "float32": wide_bytes(pair, None)}
+        result["bytes"] = wide_bytes(pair)
         result["pair"] = grads_of(Net(), batch(rank), pair)
     return result
 
@@ -168,7 +167,5 @@ def test_the_hook_does_the_arithmetic_on_every_rank(results, case):
 def test_what_is_not_finite_reaches_all_a_parameter_is_a_byte_and_sparse_gradients_are_refused(results):
     for result in results:
         assert [bool(g.isnan().all()) for g in result["nan"] if g.numel()] == [True, True, True, False, False]
-    for result in results[:2]:
-        assert result["bytes"]["float32"] == pytest.approx(4.0, abs=0.01)
-        assert 1.0 <= result["bytes"]["fp8"] <= 1.05
+    assert all(1.0 <= result["bytes"] <= 1.05 for result in results[:2]), "float32 has 4"
     assert "fp8_gradient_hook got sparse gradients of torch.float32" in results[0]["sparse"]

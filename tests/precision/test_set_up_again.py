@@ -105,10 +105,6 @@ FORGOTTEN = r"'(net\.)?[01]\.weight' \(and 1 more\) is trainable and in no optim
 STALE = r"'(net\.)?1\.weight' \(and 1 more\) is in no optimizer, but an optimizer holds a parameter of its shape"
 
 
-def two_layers() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
-
-
 def step(net: nn.Module, *groups: list[nn.Parameter], fabric: L.Fabric | None = None) -> list[object]:
     fabric = fabric or L.Fabric(precision="fp8-hybrid", accelerator="cpu")
     net, *optimizers = fabric.setup(net, *(torch.optim.SGD(group, lr=0.1) for group in groups))
@@ -119,7 +115,8 @@ def step(net: nn.Module, *groups: list[nn.Parameter], fabric: L.Fabric | None = 
 
 
 def test_a_forgotten_layer_warns_a_replaced_one_raises_and_a_second_stage_over_one_backbone_is_neither() -> None:
-    fabric, (net, other) = L.Fabric(precision="fp8-hybrid", accelerator="cpu"), (two_layers() for _ in range(2))
+    fabric = L.Fabric(precision="fp8-hybrid", accelerator="cpu")
+    net, other = (nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)) for _ in range(2))
     of_other = step(other, [*other[0].parameters()], [*other[1].parameters()], fabric=fabric)
     for own in ([], [nn.Parameter(torch.zeros(3))]):  # of a loss, for example
         with pytest.warns(UserWarning, match=FORGOTTEN):

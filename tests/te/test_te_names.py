@@ -47,6 +47,7 @@ def test_rows_of_the_plan_have_the_formats_and_the_hardware_of_the_recipe(name):
     assert row["fsdp2"] == plugin.base
     plain = {"recipe": "nvfp4", "disable_rht": True, "disable_stochastic_rounding": True}
     assert FP8TE(plain).hardware_recipe == "te-nvfp4-plain"
+    assert FP8TE({**plain, "disable_rht": False}).hardware_recipe == "te-nvfp4"
 
 
 @pytest.fixture

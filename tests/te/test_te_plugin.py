@@ -47,7 +47,7 @@ def test_what_converts(pretend_gpu, caplog):
     ("options", "model", "message"),
     [
         ({}, nn.Sequential(nn.Linear(20, 20)), "would convert none of the 1 linear layers"),
-        ({"recipe": "mxfp8"}, nn.Sequential(nn.Linear(48, 48)), "multiples of 32"),
+        ({"recipe": "mxfp8"}, nn.Sequential(nn.Linear(48, 48)), "(?s)no multiples of 32.* are multiples of 32"),
         ({"keep": ["gone"]}, Net(), "matches no Linear"),
         ({"fp8_dpa": True}, Net(), "Transformer Engine's own attention"),
         ({"recipe": "current", "first_last_layers_bf16": True}, nn.Sequential(nn.Linear(32, 32)), "stack of blocks"),
@@ -60,7 +60,7 @@ def test_options_and_models_that_do_not_fit(pretend_gpu, options, model, message
         fabric_for(FP8TE(**options)).setup(model)
 
 
-def test_delayed_scales_wait_while_the_model_is_plain(pretend_gpu):
+def test_delayed_scales_wait_while_the_model_is_plain(pretend_gpu, caplog):
     plugin, model, given = FP8TE(amax_history_len=4), Lit(), {}
 
     class Sets(Callback):
@@ -80,6 +80,9 @@ def test_delayed_scales_wait_while_the_model_is_plain(pretend_gpu):
         assert all(
             torch.equal(tensors[f"{mode}.scale"], given[name][f"{mode}.scale"]) for mode in ("forward", "backward")
         )
+    plugin.load_state_dict({"scales": {"0.gone": some_scales(4)}})
+    assert plugin.state_dict()["scales"].keys() == given.keys()
+    assert "No layer for 1 of the checkpoint's delayed scales ('0.gone', ...)" in caplog.text
 
 
 def test_a_model_with_its_own_layers_of_transformer_engine(pretend_gpu):
@@ -136,6 +139,7 @@ def test_scales_have_no_use_with_another_recipe(pretend_gpu, caplog):
     fabric_for(plugin).setup(Net())
     plugin.load_state_dict({"backend": "transformer_engine", "scales": {"0.blocks.0.1": some_scales(4)}})
     assert plugin.state_dict() == {"backend": "transformer_engine"}
+    assert "Dropped the delayed scales of the checkpoint: `precision='fp8-current-te'` needs none." in caplog.text
 
 
 @pytest.fixture

@@ -4,7 +4,8 @@ import pytest
 import torch
 from transformer_engine.common import recipe as te
 
-from lightning_lowprec import FP8TE, recipes
+from lightning_lowprec import FP8TE, fp8_state, recipes
+from tests.te.reference import Net, fabric_for
 
 
 def make(recipe, **options):
@@ -35,7 +36,7 @@ def test_fields_mappings_and_objects_reach_the_recipe():
     assert (made.fp8_format, made.margin, made.amax_history_len) == (te.Format.E4M3, 2, 16)
     assert made.amax_compute_algo == "most_recent"
     assert make("delayed", reduce_amax=False).reduce_amax is False
-    assert make("delayed", fp8_dpa=True, fp8_mha=True).fp8_mha is True
+    assert [getattr(FP8TE(fp8_mha=True).recipe, name) for name in ("fp8_dpa", "fp8_mha")] == [False, True]
     assert make("nvfp4", disable_rht=True).disable_rht is True
     assert make("block", fp8_format="hybrid").fp8_format is te.Format.HYBRID
     assert make({"recipe": "current", "fp8_format": "E4M3"}).fp8_format is te.Format.E4M3
@@ -77,8 +78,11 @@ def test_what_a_recipe_does_not_have_raises(recipe, options, message):
         ({"recipe": "block", "use_f32_scales": True}, False),
     ],
 )
-def test_flags_of_scales_count(recipe, powers_of_two):
+def test_flags_of_scales_count(recipe, powers_of_two, pretend_gpu):
     made = make(recipe)
+    fabric_for(FP8TE(made)).setup(model := Net())
+    fractions = {bool(value.log2().frac().any()) for key, value in fp8_state(model) if "scale" in key}
+    assert fractions == {not powers_of_two}
     for of_what in (made.fp8_quant_fwd_inp, made.fp8_quant_fwd_weight, made.fp8_quant_bwd_grad):
         assert of_what.power_2_scale is powers_of_two
     assert make("current").fp8_quant_fwd_weight.power_2_scale is False  # the classes stay as they are

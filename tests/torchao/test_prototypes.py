@@ -45,6 +45,14 @@ def test_results_are_those_of_torchaos_module_bit_for_bit(kind, bias, dtype):
     assert repr(ours.products) in repr(ours)
 
 
+def test_sums_of_int8_products_do_not_overflow_fp16():
+    layer, x = plain(bias=False), torch.ones(32, IN)
+    torch.nn.init.uniform_(layer.weight, 0.5, 1.0)  # 127 * 127 * 128 * 0.75 is far above 65504
+    expected = layer(x)
+    with torch.autocast("cpu", torch.float16):
+        torch.testing.assert_close(converted("int8", layer, base="fp16")(x).float(), expected, rtol=0.01, atol=0)
+
+
 @needs_transformers
 def test_experts_stay_in_bf16_with_the_reason(capsys):
     assert main(["plan", "mixtral", "--precision=int8-mixed"]) == 0
