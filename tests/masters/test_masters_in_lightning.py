@@ -118,8 +118,7 @@ def test_what_is_done_to_the_gradient_that_is_shown_reaches_the_step(name):
         return  # the weights round, so that the changes are right on average only
     for single, in_place, assigned, again, *dropped in zip(*changes.values(), strict=True):
         torch.testing.assert_close(in_place, 2 * single, rtol=1e-3, atol=3e-7)  # the weights' own resolution
-        assert torch.equal(assigned, in_place)
-        assert torch.equal(again, in_place)
+        assert all(torch.equal(each, in_place) for each in (assigned, again))
         assert not any(change.any() for change in dropped)
 
 

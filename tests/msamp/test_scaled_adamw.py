@@ -17,6 +17,7 @@ from tests.msamp.scaled_reference import Reference, quantise, value
 
 SHAPES = [(33, 17), (5,), (64, 8), (1,), (3, 2, 5)]
 OPTIONS = {"lr": 3e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
+SECOND = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.0}
 
 
 def starts(seed=0):
@@ -37,6 +38,10 @@ def scaled_params(level, values=None):
     return params
 
 
+def in_two_groups(params):
+    return [{"params": params[:3]}, {"params": params[3:], **SECOND}]
+
+
 def give(params, step, coded=True):
     for p, g in zip(params, gradients(step), strict=True):
         p.grad = ScaledGradient.of(g) if coded else g
@@ -53,14 +58,14 @@ def converted(kind, params, level="O2", **options):
 @pytest.mark.parametrize("kind", [Adam, AdamW])
 def test_ten_steps_are_those_of_the_specification(level, coded, kind):
     params = scaled_params(level)
-    optimizer = converted(kind, params, level)
+    optimizer = converted(kind, in_two_groups(params), level)
     references = [Reference(v, level) for v in starts()]
     for step in range(10):
         give(params, step, coded)
         for i, (p, reference, g) in enumerate(zip(params, references, gradients(step), strict=True)):
             if (step + i) % 4:
                 g = value(quantise(g, torch.float8_e4m3fn)) if coded else g
-                reference.step(g, **OPTIONS, coupled=kind is Adam)
+                reference.step(g, **(OPTIONS if i < 3 else SECOND), coupled=kind is Adam)
             else:
                 p.grad = None  # it stays, and counts its own steps
         optimizer.step()
@@ -73,8 +78,7 @@ def test_ten_steps_are_those_of_the_specification(level, coded, kind):
             assert torch.equal(state["exp_avg"], reference.m)
             assert torch.equal(state["exp_avg_sq"], reference.v)
             continue
-        assert state["exp_avg"].dtype == torch.float8_e4m3fn
-        assert state["exp_avg_sq"].dtype == torch.float16
+        assert (state["exp_avg"].dtype, state["exp_avg_sq"].dtype) == (torch.float8_e4m3fn, torch.float16)
         for key, coded_state in {"exp_avg": reference.m, "exp_avg_sq": reference.v}.items():
             assert torch.equal(state[key].float(), coded_state[0].float())
             assert state[f"{key}_scale"].item() == coded_state[1]
@@ -95,7 +99,8 @@ def test_plain_parameters_get_torchs_step(dtype, implementation, kind):
     ours = [nn.Parameter((v * digits).to(dtype)) for v in starts()]
     theirs = [nn.Parameter(p.detach().to(wide)) for p in ours]
     options = {**OPTIONS, **implementation}
-    optimizer, reference = converted(kind, [*ours, *scaled_params("O2")], **options), kind(theirs, **options)
+    groups = [*in_two_groups(ours), {"params": scaled_params("O2")}]
+    optimizer, reference = converted(kind, groups, **options), kind(in_two_groups(theirs), **options)
     for step in range(5):
         for p, q, g in zip(ours, theirs, gradients(step), strict=True):
             p.grad = (g * digits).to(dtype)

@@ -9,6 +9,7 @@ from lightning_lowprec.zero import SCALE_FIELDS, ZeroOptions, scale_fields, tran
 
 BF16 = ZeroOptions.of(lp.HalfMixed("bf16", master_weights=True))
 FP16 = ZeroOptions.of(lp.HalfMixed("fp16", master_weights=True))
+MASTERS = "bf16_master_weights_and_grads"
 
 
 def test_bf16():
@@ -19,6 +20,9 @@ def test_fp16_with_the_default_scale_takes_what_the_strategy_was_given():
     given = {**SCALE_FIELDS, "loss_scale_window": 500}
     assert translated({}, FP16, given) == {"fp16": {"enabled": True, **given}}
     assert translated({"fp16": {"hysteresis": 7}}, FP16, given)["fp16"]["hysteresis"] == 7
+    other = ZeroOptions.of(lp.HalfMixed("fp16", loss_scale=lp.LossScale(growth_interval=100)))
+    with pytest.raises(ValueError, match=r"`fp16.loss_scale_window=100`, and the strategy has `loss_scale_window=500`"):
+        translated({}, other, given)
 
 
 @pytest.mark.parametrize(
@@ -46,18 +50,15 @@ def test_loss_scales(scale, expected):
     ],
 )
 def test_scales_that_deepspeed_does_not_have(field, value, expected):
-    with pytest.raises(
-        ValueError, match=rf"`LossScale\({field}=.*\)` is not possible under DeepSpeed.* expected {expected}"
-    ):
+    said = rf"`LossScale\({field}=.*\)` is not possible under DeepSpeed.* expected {expected}"
+    with pytest.raises(ValueError, match=said):
         scale_fields(lp.LossScale(**{field: value}), "16-mixed")
 
 
 def test_skipped_steps():
     plugin = lp.HalfMixed("bf16", skip_nonfinite=True)
-    assert translated({}, ZeroOptions.of(plugin), SCALE_FIELDS)["bf16"] == {
-        "enabled": True,
-        "check_grad_overflow": True,
-    }
+    section = translated({}, ZeroOptions.of(plugin), SCALE_FIELDS)["bf16"]
+    assert section == {"enabled": True, "check_grad_overflow": True}
     with pytest.raises(ValueError, match=r"`bf16.check_grad_overflow=True`, and the DeepSpeed config has `.*=False`"):
         translated({"bf16": {"check_grad_overflow": False}}, ZeroOptions.of(plugin), SCALE_FIELDS)
 
@@ -78,14 +79,10 @@ def test_dtypes_of_gradients_and_buffers():
     ("config", "means", "has"),
     [
         ({"fp16": {"enabled": True}}, "fp16.enabled=False", "fp16.enabled=True"),
-        ({"bf16": {"enabled": False}}, "bf16.enabled=True", "bf16.enabled=False"),
+        ({"bf16": {"enabled": False}, "bfloat16": {"enabled": True}}, "bf16.enabled=True", "bf16.enabled=False"),
         ({"bfloat16": {"enabled": False}}, "bf16.enabled=True", "bf16.enabled=False"),
         ({"torch_autocast": {"enabled": True}}, "torch_autocast.enabled=False", "torch_autocast.enabled=True"),
-        (
-            {"bf16": {"bf16_master_weights_and_grads": True}},
-            "bf16.bf16_master_weights_and_grads=False",
-            "bf16.bf16_master_weights_and_grads=True",
-        ),
+        ({"bf16": {MASTERS: True}}, f"bf16.{MASTERS}=False", f"bf16.{MASTERS}=True"),
     ],
     ids=["fp16", "bf16", "bfloat16", "autocast", "masters"],
 )
