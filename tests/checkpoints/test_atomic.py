@@ -108,6 +108,11 @@ def test_what_others_put_into_a_checkpoint_stays_and_a_link_is_replaced_and_not_
     write(tmp_path / "last", "b", True)
     assert (read(tmp_path / "a"), read(tmp_path / "last")) == ("a", "b")
     assert sorted(f.name for f in tmp_path.iterdir()) == ["a", "last"]
+    for leftover in (save.aside(tmp_path / "a"), save.completed(tmp_path / "a")):
+        leftover.mkdir()
+    for _ in range(2):
+        save.remove(tmp_path / "a")
+        assert [f.name for f in tmp_path.iterdir()] == ["last"], "leftovers are removed too"
 
 
 @pytest.mark.parametrize("error", [TypeError("cannot pickle 'generator' object"), KeyboardInterrupt()])
@@ -125,11 +130,3 @@ def test_other_errors_keep_their_class(tmp_path, error, wrapped):
         assert said.endswith(f"{why}; the earlier checkpoint of this name is whole.")
     assert read(tmp_path / "a") == "old"
     assert interrupted or [f.name for f in tmp_path.iterdir()] == ["a"]
-
-
-def test_remove_takes_the_leftovers_along(tmp_path):
-    for path in (tmp_path / "a", save.aside(tmp_path / "a"), save.completed(tmp_path / "a")):
-        path.mkdir()
-    save.remove(tmp_path / "a")
-    assert list(tmp_path.iterdir()) == []
-    save.remove(tmp_path / "a")

@@ -9,6 +9,8 @@ import re
 import resource
 import shutil
 import struct
+import zipfile
+from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 
@@ -234,6 +236,19 @@ def test_a_damaged_file_is_named(tmp_path, capsys):
         if name != "flipped.ckpt":  # a plan reads shapes, not values
             assert main(["plan", str(path)]) == 2
             assert str(path) in capsys.readouterr().err
+
+
+def test_one_of_several_ranks_compares_each_record_of_a_file(tmp_path):
+    torch.save({name: torch.ones(8) for name in "abcd"}, tmp_path / "a.ckpt")
+    for record in zipfile.ZipFile(tmp_path / "a.ckpt").infolist():
+        damaged = bytearray((tmp_path / "a.ckpt").read_bytes())
+        damaged[record.header_offset + 30 + sum(struct.unpack_from("<HH", damaged, record.header_offset + 26))] ^= 1
+        (tmp_path / "damaged").write_bytes(damaged)
+        seen = []
+        for part in range(3):
+            with suppress(ValueError):
+                seen.append(files.check_records(tmp_path / "damaged", part, 3))
+        assert seen == [True, True], record.filename
 
 
 def test_a_file_that_is_larger_than_the_memory_is_not_called_damaged(tmp_path):

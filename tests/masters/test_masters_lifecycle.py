@@ -158,8 +158,7 @@ def test_step_hooks_fire_once(form, loaded):
         optimizer.register_load_state_dict_post_hook(lambda o: calls.append("loaded")),
     ]
     if loaded:
-        state = optimizer.state_dict()
-        assert "mine" in state
+        assert "mine" in (state := optimizer.state_dict())
         optimizer.load_state_dict(state)
     train(model, optimizer, range(1))
     for handle in handles:
