@@ -158,8 +158,8 @@ def test_step_hooks_fire_once(form, loaded):
         optimizer.register_load_state_dict_post_hook(lambda o: calls.append("loaded")),
     ]
     if loaded:
-        assert "mine" in (state := optimizer.state_dict())
-        optimizer.load_state_dict(state)
+        optimizer.load_state_dict(state := optimizer.state_dict())
+        assert "mine" in state
     train(model, optimizer, range(1))
     for handle in handles:
         handle.remove()
