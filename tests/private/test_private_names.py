@@ -1,5 +1,6 @@
 """Private names of other libraries are there, or listed as lost, and set-up fails without those of 'fsdp2'."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import get_args
 
@@ -191,12 +192,58 @@ def test_a_largest_value_is_found_with_the_sum_of_a_bias_and_before_a_rotation_w
     assert [str(node.target) for node in wide.graph.nodes].count("aten.cat.default") == 1
 
 
-def test_a_residual_sum_of_a_product_is_kept_and_no_other():
+@pytest.mark.parametrize(
+    ("residual", "scales", "is_kept"),
+    [
+        (torch.bfloat16, None, True),  # of a product in bf16
+        (torch.float32, None, False),
+        (torch.float32, ((), ()), True),
+        (torch.float32, ((16, 1), (1, 16)), False),
+        (torch.bfloat16, ((16, 1), (1, 16)), True),
+    ],
+)
+def test_a_residual_sum_of_a_product_is_kept_and_no_other(residual, scales, is_kept):
     def block(x, w, bias):
-        first = x + (x @ w + bias).view(x.shape)
-        return first.relu(), first.exp(), (x + x.exp()).relu(), x + x @ w
+        def product():
+            if scales is None:
+                return x.bfloat16() @ w
+            codes = x.to(torch.float8_e4m3fn), w.to(torch.float8_e4m3fn).t()
+            return torch._scaled_mm(*codes, *map(torch.ones, scales), out_dtype=torch.bfloat16)
 
-    graph = make_fx(block)(*(torch.randn(4, 4) for _ in range(2)), torch.randn(4))
+        first = x + (product() + bias).view(x.shape)
+        return first.relu(), first.exp(), (x + x.exp()).relu(), x + product()
+
+    graph = make_fx(block)(torch.randn(16, 16, dtype=residual), *(torch.randn(s).bfloat16() for s in ((16, 16), 16)))
     of_inductor._save_sums(graph.graph)
     kept = [node for node in graph.graph.nodes if node.meta.get("recompute") == CheckpointPolicy.MUST_SAVE]
-    assert [[str(user.target) for user in node.users] for node in kept] == [["aten.relu.default", "aten.exp.default"]]
+    expected = [["aten.relu.default", "aten.exp.default"]] if is_kept else []
+    assert [[str(user.target) for user in node.users] for node in kept] == expected
+
+
+def test_products_in_fp8_add_a_bias_and_end_in_float32_where_that_saves_a_kernel():
+    def step(a, b, one, rows, columns, bias, eye):
+        def product(*scales):
+            return torch._scaled_mm(a, b, *scales, out_dtype=torch.bfloat16)
+
+        read = [(product(one, one).view(2, 8, 32) + bias).view(16, 32) @ eye, (product(rows, columns) + bias) @ eye]
+        cast = partial(torch.ops.prims.convert_element_type.default, dtype=torch.float32)  # as inductor writes it
+        computed_from = [(product(one, one) + bias).relu(), cast(product(one, one)) + 1]
+        return *read, *computed_from, cast(product(one, one)), cast(product(rows, columns))
+
+    a, b = (torch.randint(-15, 16, shape).to(torch.float8_e4m3fn) for shape in ((16, 16), (32, 16)))
+    rows, columns = (2.0 ** torch.randint(-2, 3, shape) for shape in ((16, 1), (1, 32)))
+    bias, one = torch.randn(32).bfloat16(), torch.tensor(0.5)
+    given = a, b.t(), one, rows, columns, bias, torch.eye(32).bfloat16()
+    graph = make_fx(step)(*given)
+    of_inductor._add_in_products(graph.graph)
+    of_inductor._end_in_float32(graph.graph)
+    graph.graph.lint()
+    graph.recompile()
+    sums = a.double() @ b.double().t()
+    exact, by_row = sums * 0.25, sums * rows * columns
+    twice = exact.bfloat16() + bias
+    once = [(values + bias.double()).bfloat16() for values in (exact, by_row)]
+    assert not twice.equal(once[0])
+    expected = *once, twice.relu(), exact.bfloat16().float() + 1, exact.float(), by_row.bfloat16().float()
+    for ours, value in zip(graph(*given), expected, strict=True):
+        torch.testing.assert_close(ours, value, rtol=0, atol=0)
