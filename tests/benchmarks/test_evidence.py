@@ -1,4 +1,4 @@
-"""`python -m benchmarks.evidence`: names, statistics, and a toy run of it all."""
+"""`python -m benchmarks.evidence`: statistics, and a toy run of it all."""
 
 import json
 import math
@@ -9,22 +9,10 @@ import pytest
 
 from benchmarks.evidence.__main__ import main
 from benchmarks.evidence.gaps import Interval, gaps_of, holm, overview, t_of
-from benchmarks.evidence.names import BASELINE, left_out, on_cpu, without_ending
+from benchmarks.evidence.names import BASELINE, left_out
 from lightning_lowprec.conversion import backends
-from tests.representatives import TABLE
 
 pytestmark = pytest.mark.slow
-
-
-def test_every_name_is_trained_or_has_a_reason():
-    trained = on_cpu()
-    assert {*TABLE} <= {*trained, *left_out()}
-    assert not {*trained} & {*left_out()}
-    assert trained[0] == BASELINE
-    assert {"bf16-mixed", "bf16-true", "16-true", "fp8-hybrid", "int8-mixed-sr", "msamp-o3"} <= {*trained}
-    some = {*without_ending(trained)}
-    assert {"fp8-hybrid", "fp8-rowwise", "bf16-remainder", "bf16-sr", "int8-mixed", "msamp-o2"} <= some
-    assert not {"fp8-hybrid-sr", "fp8-rowwise-remainder", "mxfp8-sr"} & some
 
 
 def with_t(t: float) -> list[float]:
