@@ -93,7 +93,7 @@ OPTIONS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=[*map(" ".join, OPTIONS)])
 def test_losses_gradients_and_outputs_are_those_of_converted_layers(options):
     assert all(map(torch.equal, run("codes", **options), run("convert", **options)))
 
