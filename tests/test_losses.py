@@ -95,6 +95,9 @@ def test_every_token_ignored_is_nan_without_gradients_as_in_torch(fp8):
     assert not h.grad.any()
     assert not w.grad.any()
     assert linear_cross_entropy(h[:0], w, t[:0], reduction="sum", fp8=fp8) == 0
+    (0 * linear_cross_entropy(h, w, t.clamp(min=0), reduction="none", fp8=fp8)).sum().backward()  # by a mask
+    assert not h.grad.any()
+    assert not w.grad.any()
 
 
 def test_fp16_gradients_of_wrong_predictions_stay_finite_with_weights_of_250():

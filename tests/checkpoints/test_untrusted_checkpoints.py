@@ -341,9 +341,12 @@ def test_pieces_that_do_not_hold_every_value_once(quarters, cut):
 
 @pytest.mark.parametrize("size", [(), (0, 3), (5,)])
 def test_tensors_without_dimensions_or_values(size, tmp_path):
-    save({"model": {"a": torch.ones(size)}}, checkpoint_id=tmp_path / "c")
-    torch.save({}, tmp_path / "c" / "meta.pt")
-    assert torch.equal(open_weights(tmp_path / "c").whole("a"), torch.ones(size))
+    for name, value in (("c", 1.0), ("c.complete-while-saving", 2.0)):  # as a run leaves them that is killed in a save
+        save({"model": {"a": torch.full(size, value)}}, checkpoint_id=tmp_path / name)
+        torch.save({}, tmp_path / name / "meta.pt")
+        assert torch.equal(open_weights(tmp_path / "c").whole("a"), torch.full(size, value))
+    shutil.rmtree(tmp_path / "c")
+    assert torch.equal(open_weights(tmp_path / "c").whole("a"), torch.full(size, 2.0))
 
 
 def test_safetensors_of_any_shape_and_dtype(tmp_path):
