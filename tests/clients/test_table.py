@@ -9,5 +9,4 @@ from tools.versions import PAGE, ROOT
 def test_the_page_has_every_client():
     page = (ROOT / PAGE).read_text(encoding="utf-8")
     assert lane.written(page, {}) == page
-    for client in CLIENTS:
-        assert f"\n| {client} | " in page, client
+    assert [client for client in CLIENTS if f"\n| {client} | " not in page] == []

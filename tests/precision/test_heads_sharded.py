@@ -3,6 +3,7 @@
 import lightning as L
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lightning_lowprec import FabricFSDP2Strategy, HalfMixed
@@ -56,8 +57,9 @@ def full(tensor):
 def by_hand(rank):
     """Gradients where the user shards, and computes the loss outside of the layer that holds the weight."""
     model = build()
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("copies", "shards"))
     for part in (*model.model.layers, model.model, model.lm_head):
-        fully_shard(part)
+        fully_shard(part, mesh=mesh)
     data = batch(rank, 0)
     hidden = model.model(data["input_ids"]).last_hidden_state
     linear_cross_entropy(hidden[:, :-1], model.lm_head.weight, data["labels"][:, 1:]).backward()
