@@ -50,8 +50,6 @@ WEIGHTS = {"forward": 5, "backward": 3}
 """Bytes per bf16 weight: read for the largest value, read and written; read and written again in the backward."""
 FORMATS = {"bf16": "bfloat16", "mxfp8": "mxfp8", "nvfp4": "float4", "block": "float8 block"}
 """The format of a recipe's products by its first word; others are float8."""
-FACTORS = [2 ** (step / 20) for step in range(-40, 41)]
-"""What the fit may multiply the rate of bytes by: a quarter to four times."""
 OURS = {
     '`fp8-hybrid-remainder`, `head="fp8"`': f"ours fp8-hybrid-remainder, {FP8_HEAD}",
     '`fp8-hybrid-8bit`, `head="fp8"`': f"ours fp8-hybrid-8bit, {FP8_HEAD}",
@@ -150,24 +148,37 @@ def multiply(amount: Amount, recipe: str, times: float, flops: float) -> None:
             amount.product_flops[name] = amount.product_flops.get(name, 0) + int(flops * share)
 
 
-def rates(device: str, factor: float = 1.0) -> Rates:
+def rates(device: str) -> Rates:
     """Return a device's rates: products as published; attention and bytes by the shares assumed of an H200."""
     found = DATA["devices"][device]
     values = {name: 1e12 * rate for name, rate in found["rates"].items()}
     for name in ("attention forward", "attention backward"):
         values[name] = values["bfloat16"] * COMMON[name] / H200["middle"]["bfloat16"]
-    values["bandwidth"] = found["bandwidth"] * COMMON["bandwidth"] / 4.8 * factor
+    values["bandwidth"] = found["bandwidth"] * COMMON["bandwidth"] / 4.8
     return Rates(device, {**values, "gap": 0.0})
 
 
-def seconds(figure: Figure, low: bool, factor: float = 1.0) -> float:
-    """Return the predicted time of a step; ``factor`` multiplies the rate of bytes."""
-    return predict(step(figure, low), rates(figure["device"], factor)).total / 1e3
+def seconds(figure: Figure, low: bool) -> float:
+    """Return the predicted time of a step."""
+    return predict(step(figure, low), rates(figure["device"])).total / 1e3
 
 
-def ratio(figure: Figure, factor: float = 1.0) -> float:
-    """Return how many times faster than bf16 the model predicts a recipe to be."""
-    return seconds(figure, False, factor) / seconds(figure, True, factor)
+def ratio(figure: Figure, times: float = 1.0) -> float:
+    """Return how many times faster than bf16 a recipe is predicted to be, where bf16 takes ``times`` its prediction.
+
+    What bf16 takes above its prediction stays as it is: the recipe saves the predicted seconds.
+    """
+    return gain(seconds(figure, False), seconds(figure, True), times)
+
+
+def gain(base: float, low: float, times: float) -> float:
+    """Return the ratio of two steps, the first of which takes ``times`` the prediction ``base``."""
+    return times * base / (times * base - (base - low))
+
+
+def longer(figure: Figure) -> float:
+    """Return how many times its predicted time a published step in bf16 took."""
+    return float(figure["batch"] * figure["sequence"] / figure["published"][0] / seconds(figure, False))
 
 
 def measured(figure: Figure) -> float:
@@ -191,32 +202,29 @@ def spearman(a: Sequence[float], b: Sequence[float]) -> float:
     return correlation(ranks(a), ranks(b))
 
 
-def left_out(grid: Sequence[Sequence[float]], truth: Sequence[float]) -> list[int]:
-    """Return by figure the column of its row that has the smallest error over all other rows."""
-    found = []
-    for left in range(len(truth)):
-        others = [row for row in range(len(truth)) if row != left]
-        errors = [error([grid[r][c] for r in others], [truth[r] for r in others]) for c in range(len(grid[0]))]
-        found.append(errors.index(min(errors)))
-    return found
+def with_ratio(steps: bool) -> list[Figure]:
+    """Return the published figures that have a ratio; ``steps``: of whole steps only."""
+    found = [figure for figure in DATA["figures"] if figure["published"][0] is not None]
+    return [figure for figure in found if figure.get("kind") is None] if steps else found
 
 
 def missed() -> float:
     """Return the mean absolute error, in percent, of the predicted ratios of whole published steps."""
-    whole = [figure for figure in DATA["figures"] if figure["published"][0] is not None and figure.get("kind") is None]
-    return 100 * error([ratio(figure) for figure in whole], [measured(figure) for figure in whole])
+    return 100 * error(list(map(ratio, with_ratio(True))), list(map(measured, with_ratio(True))))
 
 
-def row(figure: Figure, fitted: float | None) -> list[str]:
-    """Return a figure's row of the page; ``fitted`` is None where no ratio was published."""
+def row(figure: Figure) -> list[str]:
+    """Return a figure's row of the page."""
     setting = f"{figure['batch']} x {figure['sequence']:,}, {figure['gpus']}"
-    speed = figure["batch"] * figure["sequence"] / seconds(figure, True) / figure["published"][1]
-    ratios = ["", "", "", ""]
-    if fitted is not None:
+    ratios, speed = ["", "", "", ""], ""
+    if figure["published"][0] is not None:
         truth, predicted = measured(figure), ratio(figure)
-        ratios = [f"{truth:.2f}", f"{predicted:.2f}", f"{100 * (predicted / truth - 1):+.0f}", f"{fitted:.2f}"]
-    link = f"[{figure['name']}]({figure['address']})"
-    return [link, setting, *ratios, f"{speed:.2f}" if figure["unit"] == "tokens/s" else "", figure["silent"]]
+        ratios = [f"{truth:.2f}", f"{predicted:.2f}", f"{100 * (predicted / truth - 1):+.0f}", ""]
+    if figure["unit"] == "tokens/s":
+        speed = f"{figure['batch'] * figure['sequence'] / seconds(figure, True) / figure['published'][1]:.2f}"
+        if figure["published"][0] is not None:
+            ratios[3] = f"{ratio(figure, longer(figure)):.2f}"
+    return [f"[{figure['name']}]({figure['address']})", setting, *ratios, speed, figure["silent"]]
 
 
 def table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
@@ -225,57 +233,49 @@ def table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
     return "\n".join([f"| {' | '.join(map(str, head))} |", "|" + "---|" * len(head), *lines]) if lines else ""
 
 
-def scores(figures: Sequence[Figure], fixed: Sequence[float], fitted: Sequence[float]) -> str:
+def scores() -> str:
     """Return the table of errors and rank correlations, of all figures and of kinds of them."""
-    groups = {
-        "all": lambda figure: True,
-        "steps": lambda figure: figure.get("kind") is None,
-        "layers and products alone": lambda figure: figure.get("kind") is not None,
-    }
+    every, steps = with_ratio(False), with_ratio(True)
+    parts = [figure for figure in every if figure not in steps]
+    known = [ratio(figure, longer(figure)) for figure in steps]
     rows = []
-    for words, wanted in groups.items():
-        chosen = [index for index, figure in enumerate(figures) if wanted(figure)]
-        t = [measured(figures[index]) for index in chosen]
-        for name, predicted in (("fixed constants", fixed), ("leave-one-out", fitted)):
-            p = [predicted[index] for index in chosen]
-            signed = f"{100 * fmean(a / b - 1 for a, b in zip(p, t, strict=True)):+.1f}"
-            rows.append([words, str(len(t)), name, f"{100 * error(p, t):.1f}", signed, f"{spearman(p, t):.2f}"])
-    return table(["figures", "", "constants", "mean absolute error, %", "mean error, %", "rank correlation"], rows)
+    for words, figures, predicted in (
+        ("all", every, list(map(ratio, every))),
+        ("steps", steps, list(map(ratio, steps))),
+        ("steps whose time in bf16 is known", steps, known),
+        ("layers and products alone", parts, list(map(ratio, parts))),
+    ):
+        truth = list(map(measured, figures))
+        signed = f"{100 * fmean(a / b - 1 for a, b in zip(predicted, truth, strict=True)):+.1f}"
+        found = [f"{100 * error(predicted, truth):.1f}", signed, f"{spearman(predicted, truth):.2f}"]
+        rows.append([words, len(figures), *found])
+    return table(["figures", "", "mean absolute error, %", "mean error, %", "rank correlation"], rows)
 
 
-def ours(off: float, fitted_off: float, factor: float) -> str:
-    """Return the table of our own predictions with the errors of the published steps, without and with the factor."""
-    slower = {**assumed().values, "bandwidth": assumed().values["bandwidth"] * factor}
+def ours() -> str:
+    """Return the table of our own predictions with the errors of the published steps."""
+    steps = with_ratio(True)
+    times = [longer(figure) for figure in steps]
+    truth, off = list(map(measured, steps)), missed() / 100
+    known = error([ratio(figure, longer(figure)) for figure in steps], truth)
+    base = predict(LEDGER[f"{BASELINE}, {CHUNKED}"], assumed()).total
     rows = []
     for words, contender in OURS.items():
-        cells = [words]
-        for rates, error_of in ((assumed(), off), (Rates("fitted", slower), fitted_off)):
-            base = predict(LEDGER[f"{BASELINE}, {CHUNKED}"], rates).total
-            own = base / predict(LEDGER[contender], rates).total
+        cells, low = [words], predict(LEDGER[contender], assumed()).total
+        for own, error_of in ((base / low, off), (gain(base, low, median(times)), known)):
             cells += [f"{own:.2f}", f"{own / (1 + error_of):.2f} to {own / (1 - error_of):.2f}"]
         rows.append(cells)
     head = ["our prediction", "over bf16-mixed, same loss", "by the error of steps"]
-    return table([*head, f"with {factor:.2f} times the rate of bytes", "by the error of steps, leave-one-out"], rows)
+    slower = f"where bf16 takes {median(times):.2f} times its prediction"
+    return table([*head, slower, "by the error of such steps"], rows)
 
 
 def report() -> tuple[str, str]:
     """Return what stands between the markers of the page, and the page with a row for every figure."""
-    figures = [figure for figure in DATA["figures"] if figure["published"][0] is not None]
-    truth, fixed = [measured(figure) for figure in figures], [ratio(figure) for figure in figures]
-    grid = [[ratio(figure, factor) for factor in FACTORS] for figure in figures]
-    columns = left_out(grid, truth)
-    fitted = {figure["name"]: line[column] for figure, line, column in zip(figures, grid, columns, strict=True)}
-    steps = [figure for figure in figures if figure.get("kind") is None]
-    off = error([ratio(figure) for figure in steps], [measured(figure) for figure in steps])
-    fitted_off = error([fitted[figure["name"]] for figure in steps], [measured(figure) for figure in steps])
-    used = [FACTORS[column] for column in columns]
-    factor = f"The factor that was fitted to the others lies between {min(used):.2f} and {max(used):.2f}."
-    own = ours(off, fitted_off, median(used))
-    summary = "\n\n".join((scores(figures, fixed, list(fitted.values())), factor, own))
-    return summary, single(fitted)
+    return f"{scores()}\n\n{ours()}", single()
 
 
-def single(fitted: Mapping[str, float]) -> str:
+def single() -> str:
     """Return the page with a row for every published figure, device and figure that was left out."""
     formats = ("bfloat16", "float8", "float8 block", "mxfp8", "float4")
     devices = [
@@ -285,9 +285,8 @@ def single(fitted: Mapping[str, float]) -> str:
     ]  # fmt: skip
     return "\n\n".join((
         "# Published figures beside predictions\n\nWritten by `make ledger-score`. How to read this: docs/speed.md.",
-        table(["figure", "sequences x tokens, GPUs", "published", "predicted", "error, %", "leave-one-out",
-               "tokens/s, predicted over published", "not said"],
-              [row(figure, fitted.get(figure["name"])) for figure in DATA["figures"]]),
+        table(["figure", "sequences x tokens, GPUs", "published", "predicted", "error, %", "time of bf16 known",
+               "tokens/s, predicted over published", "not said"], map(row, DATA["figures"])),
         table(["TFLOP/s", "bf16", "FP8", "FP8, block scales", "MXFP8", "NVFP4", "TB/s, data sheet", "source"], devices),
         table(["left out", "why"], [[f"[{x['what']}]({x['address']})", x["why"]] for x in DATA["left_out"]]),
     )) + "\n"  # fmt: skip
