@@ -11,7 +11,7 @@ products, and nothing is computed twice. See :mod:`~lightning_lowprec.numerics.l
 
 import functools
 from collections.abc import Callable
-from typing import Any, Final, Literal, Never, final, get_args
+from typing import Any, Final, Literal, NamedTuple, Never, cast, final, get_args
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 from lightning_lowprec.checks import check_choice
 from lightning_lowprec.hardware import refusal
+from lightning_lowprec.numerics.fp8_matrices import FastAccum
 from lightning_lowprec.numerics.kernel_operands import ALIGNMENT
 from lightning_lowprec.numerics.linear_cross_entropy import (
     Results,
@@ -81,18 +82,32 @@ def linear_cross_entropy(
     """
     for name in left:
         raise unknown_option("linear_cross_entropy", name, ())
+    options = Options(reduction, ignore_index, label_smoothing, fp8, emulate, rows)
+    return computed(input, weight, target, bias, options)
+
+
+class Options(NamedTuple):
+    """Options of :func:`linear_cross_entropy`, and which products in FP8 may add up with fewer bits than float32."""
+
+    reduction: Reduction = "mean"
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    fp8: bool = False
+    emulate: Emulation | None = None
+    rows: int | None = None
+    fast_accum: FastAccum = "forward"
+
+
+def computed(input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: Options) -> Tensor:
+    """Return :func:`linear_cross_entropy`."""
+    reduction, ignore_index, label_smoothing, fp8, emulate, rows, fast_accum = options
     dtype = _checked(input, weight, target, bias, reduction, label_smoothing, fp8, rows)
-    if not torch.compiler.is_compiling() and _have_tangents(input, weight):
-        raise RuntimeError(
-            "linear_cross_entropy has no derivative in forward mode (`torch.autograd.forward_ad`). Use"
-            " `cross_entropy(linear(input, weight), target)` there."
-        )
     flat = input.reshape(-1, input.shape[-1]).to(dtype)
     terms = ignore_index, float(label_smoothing)
     if emulate is None:
         emulate = input.device.type == "cpu"
     check_choice("emulate", emulate, (True, False, *UNITS))
-    settings = fp8, rows or 0, _SPELLED.get(emulate, emulate)
+    settings = fp8, rows or 0, _SPELLED.get(emulate, emulate), fast_accum
     whole = _whole(weight), None if bias is None else _whole(bias)
     arguments = flat, *whole, target.reshape(-1), reduction, terms, settings
     losses: Tensor = _LinearCrossEntropy.apply(*arguments)  # type: ignore[no-untyped-call]
@@ -112,12 +127,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         target: Tensor,
         reduction: str,
         terms: tuple[int, float],
-        settings: tuple[bool, int, str],
+        settings: tuple[bool, int, str, str],
     ) -> Tensor:
         """Return the losses (T,), their sum or their mean, float32."""
         ctx.terms, ctx.settings, ctx.reduction, ctx.used = terms, settings, reduction, False
         ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
-        fp8, rows, emulate = settings
+        fp8, rows, *kernels = settings
         single = reduction == "none"
         wanted = [False] * 3 if single else list(ctx.needs_input_grad[:3])
         one = torch.ones((), device=hidden.device)
@@ -125,7 +140,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         share = torch.where(count > 0, 1 / count, 0)
         after = share if fp8 else one
         compute = _computation()
-        losses, *gradients = compute(hidden, weight, bias, fp8, rows, wanted, target, one, after, *terms, emulate)
+        losses, *gradients = compute(hidden, weight, bias, fp8, rows, wanted, target, one, after, *terms, *kernels)
         if single:
             ctx.save_for_backward(hidden, weight, bias, target)
             return losses
@@ -147,8 +162,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             factors = grad_output / torch.where(top > 0, top, 1)  # between -1 and 1, as small formats need it
             wanted = list(ctx.needs_input_grad[:3])
             one = torch.ones((), device=hidden.device)
-            fp8, rows, emulate = ctx.settings
-            others = target, factors, one, *ctx.terms, emulate
+            fp8, rows, *kernels = ctx.settings
+            others = target, factors, one, *ctx.terms, *kernels
             _, *gradients = _computation()(hidden, weight, bias, fp8, rows, wanted, *others)
         else:
             if ctx.used:
@@ -192,6 +207,7 @@ def _run(
     ignore_index: int,
     label_smoothing: float,
     emulate: str,
+    fast_accum: str,
 ) -> list[Tensor]:
     """Return losses and the gradients of hidden states, weight and bias; empty tensors for those not wanted."""
     arguments = hidden, weight, bias, target, factors, (ignore_index, label_smoothing), of, rows or None
@@ -202,7 +218,7 @@ def _run(
             return _listed(in_half(*arguments), hidden)
         emulation: Any = {spelling: value for value, spelling in _SPELLED.items()}.get(emulate, emulate)
         _check_device(hidden.device, emulation)
-        return _listed(in_fp8(*arguments, after, emulate=emulation), hidden)
+        return _listed(in_fp8(*arguments, after, emulate=emulation, fast_accum=cast(FastAccum, fast_accum)), hidden)
 
 
 def _listed(results: Results, like: Tensor) -> list[Tensor]:
@@ -285,6 +301,11 @@ def _checked(
     if fp8 and weight.shape[1] % ALIGNMENT:
         raise ValueError(
             f"`fp8=True` needs a multiple of {ALIGNMENT} hidden features, got {weight.shape[1]}; leave `fp8` out."
+        )
+    if not torch.compiler.is_compiling() and _have_tangents(input, weight):
+        raise RuntimeError(
+            "linear_cross_entropy has no derivative in forward mode (`torch.autograd.forward_ad`). Use"
+            " `cross_entropy(linear(input, weight), target)` there."
         )
     device = input.device.type
     if torch.is_autocast_enabled(device):

@@ -151,7 +151,7 @@ def test_a_compiler_sees_one_operation(fp8):
     eager = torch.autograd.grad(f(h, w, t), (h, w))
     compiled = torch.compile(f, fullgraph=True, backend="aot_eager")(h, w, t)
     torch.testing.assert_close(torch.autograd.grad(compiled, (h, w)), eager, rtol=0, atol=0)
-    settings = (-100, 0.0, "float32")
+    settings = (-100, 0.0, "float32", "forward")
     operation = torch.ops.lightning_lowprec.linear_cross_entropy
     one = torch.ones(())
     arguments = (h.detach(), w.detach(), None, fp8, 32, [True, True, False], t, one, one, *settings)

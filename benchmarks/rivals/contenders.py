@@ -205,18 +205,21 @@ def _ours() -> list[Contender]:
 def _with_losses(torchao: str) -> list[Contender]:
     """The head and the loss of ours, under bf16 too: any user of bf16 may have it."""
     main, remainder = _named(MAIN, torchao), _named(REMAINDER, torchao, options={"master_weights": "remainder"})
-    fast = {"fast_accum": "all", "master_weights": "8bit"}
+    fast = [_named(FAST_BACKWARD, torchao, options={"fast_accum": "all", "master_weights": "8bit"})]
     fp8 = [
         main,
         _named(BF16_WEIGHTS, torchao, options={"weights": "keep"}),
         remainder,
         _named(EIGHT_BITS, torchao, options={"master_weights": "8bit"}),
-        _named(FAST_BACKWARD, torchao, options=fast),
     ]
     chunked = [_lightning("bf16-mixed", compiled=True), _lightning("bf16-true", compiled=True), main, remainder]
     return [
         replace(c, key=f"{c.key}, {words}", setup=partial(setups.with_loss, setup=c.setup, loss=loss))
-        for words, loss, contenders in ((CHUNKED, "chunked", chunked), (FP8_HEAD, "fp8", fp8))
+        for words, loss, contenders in (
+            (CHUNKED, "chunked", chunked),
+            (FP8_HEAD, "fp8", fp8),
+            (FP8_HEAD, "fp8 fast", fast),
+        )
         for c in contenders
     ]
 

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_lowprec.losses import linear_cross_entropy
+from lightning_lowprec.losses import Options, computed
 
-Loss = Literal["logits", "chunked", "fp8"]
+Loss = Literal["logits", "chunked", "fp8", "fp8 fast"]
 """All logits and torch's cross-entropy, or ours from hidden states, with a bf16 or FP8 head."""
 ROPE_BASE = 500_000.0  # Llama 3's
 INIT_STD = 0.02
@@ -173,7 +173,8 @@ class Llama(nn.Module):
             x = block(x, turn)
         if self.loss != "logits":
             hidden, head = self.norm(x), self.lm_head.weight
-            return linear_cross_entropy(hidden, head, targets, fp8=self.loss == "fp8")
+            fast = "all" if self.loss == "fp8 fast" else "forward"
+            return computed(hidden, head, targets, None, Options(fp8=self.loss != "chunked", fast_accum=fast))
         logits = self.lm_head(self.norm(x))
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 

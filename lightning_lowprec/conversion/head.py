@@ -19,15 +19,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Final, Literal, final
+from typing import Any, Final, Literal, TypedDict, Unpack, final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_lowprec.conversion import in_place
-from lightning_lowprec.losses import linear_cross_entropy
+from lightning_lowprec.losses import Options, computed
 from lightning_lowprec.messages import warn
+from lightning_lowprec.numerics.fp8_matrices import FastAccum
 from lightning_lowprec.numerics.kernel_operands import ALIGNMENT
 from lightning_lowprec.numerics.tensor_cores import Emulation
 from lightning_lowprec.private import transformers
@@ -50,8 +51,15 @@ TOO_LATE: Final = (
     "These logits were not read before the weight of the head changed, so their values are gone. Read or detach them in"
     " the step that computes them, before the optimizer runs; or leave `head` out."
 )
-Task = Literal["logits"] | dict[str, Any] | None
-"""To compute logits, or a loss from these arguments of ``linear_cross_entropy``; None: the mode of the head decides."""
+Task = Literal["logits"] | tuple[Tensor, dict[str, Any]] | None
+"""To compute logits, or a loss from this target and these options; None: the mode of the head decides."""
+
+
+class Kernels(TypedDict):
+    """How products in FP8 run: options of the loss."""
+
+    emulate: Emulation | None
+    fast_accum: FastAccum
 
 
 @final
@@ -59,11 +67,11 @@ class LossHead(nn.Linear):
     """A Linear that computes the loss of its model from hidden states, some tokens at a time."""
 
     kind: HeadKind
-    emulate: Emulation | None
+    kernels: Kernels
     has_warned: bool
 
     def forward(self, input: Tensor, task: Task = None) -> Tensor:
-        """[*, K] -> [*, V]; in training without a task LazyLogits, with the arguments of a loss the loss."""
+        """[*, K] -> [*, V]; in training without a task LazyLogits, with the target of a loss the loss."""
         if self.kind != "fp32":
             return self._compute(input, task)
         with torch.autocast(input.device.type, enabled=False):
@@ -78,10 +86,11 @@ class LossHead(nn.Linear):
         bias: Tensor | None = self.bias
         if self.kind == "fp32":
             weight, bias = weight.float(), None if bias is None else bias.float()
-        if not isinstance(task, dict):
+        if not isinstance(task, tuple):
             return F.linear(input, weight, bias)
-        options: dict[str, Any] = {"bias": bias, "fp8": self.kind == "fp8", "emulate": self.emulate}
-        return linear_cross_entropy(input.reshape(-1, input.shape[-1]), weight, **options, **task)
+        target, terms = task
+        options = Options(fp8=self.kind == "fp8", **self.kernels, **terms)
+        return computed(input.reshape(-1, input.shape[-1]), weight, target, bias, options)
 
 
 def _causal_loss(
@@ -105,18 +114,15 @@ def _causal_loss(
         assert labels is not None
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     logits.has_loss = True
-    task = {
-        "target": shift_labels.reshape(-1).to(logits.hidden.device),
-        "reduction": "mean" if num_items_in_batch is None else "sum",
-        "ignore_index": ignore_index,
-    }
-    loss: Tensor = head(logits.hidden, task=task)
+    target = shift_labels.reshape(-1).to(logits.hidden.device)
+    terms = {"reduction": "mean" if num_items_in_batch is None else "sum", "ignore_index": ignore_index}
+    loss: Tensor = head(logits.hidden, task=(target, terms))
     if isinstance(num_items_in_batch, Tensor):
         num_items_in_batch = num_items_in_batch.to(loss.device)
     return loss if num_items_in_batch is None else loss / num_items_in_batch
 
 
-def replace_heads(model: nn.Module, kind: HeadKind, *, emulate: Emulation | None) -> list[str]:
+def replace_heads(model: nn.Module, kind: HeadKind, **kernels: Unpack[Kernels]) -> list[str]:
     """Replace heads and losses of the causal models in ``model``, in place; return the fqns of these models."""
     models = causal_models(model)
     for fqn, causal, head in models:
@@ -126,7 +132,7 @@ def replace_heads(model: nn.Module, kind: HeadKind, *, emulate: Emulation | None
                 f" has {head.in_features}; use `head='chunked'`."
             )
     for _, causal, head in models:
-        in_place.become(head, LossHead, {"kind": kind, "emulate": emulate, "has_warned": False})
+        in_place.become(head, LossHead, {"kind": kind, "kernels": kernels, "has_warned": False})
         transformers.set_loss(causal, partial(_causal_loss, head))  # type: ignore[arg-type]
     return [fqn for fqn, *_ in models]
 

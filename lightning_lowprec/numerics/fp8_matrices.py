@@ -16,7 +16,7 @@ the 8B-shaped stack it counts 10.83 in place of 11.70, and with noted values 7.1
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Final, final
+from typing import ClassVar, Final, Literal, final
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +37,8 @@ from lightning_lowprec.numerics.one_pass import (
 from lightning_lowprec.private.torch import largest_absolute_values, scaled_product, version_of
 
 DEVICES = {"cuda"}
+FastAccum = Literal["forward", "all", "none"]
+"""The GEMMs that may add up with fewer bits than float32."""
 _NOTE: Final = "lowprec_largest"
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 FourTensors = tuple[Tensor, Tensor, Tensor, Tensor]

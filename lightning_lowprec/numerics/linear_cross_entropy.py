@@ -35,7 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_lowprec.numerics.formats import E5M2, encode
-from lightning_lowprec.numerics.fp8_matrices import TwoLayouts, padded, product, transposed
+from lightning_lowprec.numerics.fp8_matrices import FastAccum, TwoLayouts, padded, product, transposed
 from lightning_lowprec.numerics.kernel_operands import ALIGNMENT
 from lightning_lowprec.numerics.one_pass import is_simulated, kernels_run, on_device, rows_in_one_pass
 from lightning_lowprec.numerics.tensor_cores import Emulation
@@ -133,12 +133,13 @@ def in_fp8(
     after: Tensor,
     *,
     emulate: Emulation,
+    fast_accum: FastAccum,
 ) -> Results:
     """Compute with products of float8 codes: e4m3 for ``hidden`` and ``weight``, e5m2 for the gradient of the logits.
 
     K must be a multiple of 16. ``after``, () float32, multiplies the finished gradients: a mean divides by the number
-    of tokens. ``emulate`` multiplies decoded codes in float32, or as a GPU. The other arguments are those of
-    :func:`in_half`.
+    of tokens. ``emulate`` multiplies decoded codes in float32, or as a GPU. ``fast_accum``: the products that add up
+    with fewer bits. The other arguments are those of :func:`in_half`.
     """
     losses, of_hidden, _, of_bias = empty_results(hidden, weight, (wanted[0], False, wanted[2]), fp8=True)
     dtype = dtype_of_grad_weight(len(hidden), weight, hidden.dtype, rows)
@@ -146,7 +147,7 @@ def in_fp8(
     if (missing := len(coded.rows) - len(target)) > 0:
         target = F.pad(target, (0, missing), value=terms[0])
         factors = F.pad(factors, (0, missing)) if factors.ndim else factors
-    run = _Fp8Run(hidden.dtype, coded, TwoLayouts.of(weight), len(weight), after, emulate)
+    run = _Fp8Run(hidden.dtype, coded, TwoLayouts.of(weight), len(weight), after, emulate, fast_accum)
     spread, span = _spread_and_span(weight, hidden.dtype, rows)
     of_weight = None
     for outer in _parts(len(target), span):
@@ -190,20 +191,22 @@ class _Fp8Run:
         vocabulary: int,
         after: Tensor,
         emulate: Emulation,
+        fast_accum: FastAccum,
     ) -> None:
         self.dtype, self.hidden, self.weight, self.vocabulary = dtype, hidden, weight, vocabulary
         self.of_codes = after / CODE_SCALE
-        self._product = functools.partial(product, emulate=emulate)
+        self._forward = functools.partial(product, emulate=emulate, fast=fast_accum != "none")
+        self._backward = functools.partial(product, emulate=emulate, fast=fast_accum == "all")
 
     def logits(self, part: slice, bias: Tensor | None) -> Tensor:
         scales = self.hidden.inv_scale, self.weight.inv_scale
         rows, weight = self.hidden.rows[part], self.weight.rows.t()
-        logits = self._product(rows, weight, scales, self.dtype, fast=True)[:, : self.vocabulary]
+        logits = self._forward(rows, weight, scales, self.dtype)[:, : self.vocabulary]
         return logits if bias is None else logits + bias.to(logits.dtype)
 
     def grad_hidden(self, codes: Tensor) -> Tensor:
         scales = self.of_codes, self.weight.inv_scale
-        return self._product(codes, self.weight.columns.t(), scales, _range_of(self.dtype), fast=False)
+        return self._backward(codes, self.weight.columns.t(), scales, _range_of(self.dtype))
 
     def add_grad_weight(self, total: Tensor | None, columns: Tensor, part: slice, dtype: torch.dtype) -> Tensor:
         """Return ``total``, of ``dtype``, with the gradient of the weight from some tokens added."""
@@ -211,9 +214,9 @@ class _Fp8Run:
         hidden = self.hidden.columns if whole else self.hidden.columns[:, part].contiguous()
         scales = self.of_codes, self.hidden.inv_scale
         if total is None:
-            return self._product(columns, hidden.t(), scales, dtype, fast=False)
+            return self._backward(columns, hidden.t(), scales, dtype)
         for block in _parts(len(columns), _BLOCK):
-            total[block] += self._product(columns[block], hidden.t(), scales, dtype, fast=False)
+            total[block] += self._backward(columns[block], hidden.t(), scales, dtype)
         return total
 
 

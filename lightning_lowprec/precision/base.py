@@ -28,6 +28,7 @@ from lightning_lowprec.masters.kept_float32 import kept_float32
 from lightning_lowprec.masters.optimizer import main_params
 from lightning_lowprec.masters.weights import HalfWeights
 from lightning_lowprec.messages import info
+from lightning_lowprec.numerics.fp8_matrices import FastAccum
 from lightning_lowprec.numerics.parameters import WeakList, disable_foreach
 from lightning_lowprec.numerics.tensor_cores import Emulation
 from lightning_lowprec.other_stacks import NEMO, refuse_foreign
@@ -58,6 +59,7 @@ class LowPrecision(EitherPrecision, ABC):
     emulate: Emulation | None = False  # the user's choice; None: on a CPU only
     keeps_codes: bool = False  # whether weights become codes with scales (MS-AMP), which other precisions do not know
     keeps_float32_shards: bool = False  # whether FSDP2's float32 shards take the place of masters
+    fast_accum: FastAccum = "forward"  # the GEMMs in FP8 that may add up with fewer bits
     shards_codes: bool = False  # whether FSDP2 can shard these codes
     engine: Engine | None = None
     """Runs backward passes and steps, and has the masters and the loss scale, in place of the plugin (DeepSpeed)."""

@@ -10,7 +10,6 @@ from lightning_lowprec.products.formats import FORMATS
 
 NAME: Final = "torchao"
 FP8Format = Literal["hybrid", "e4m3"]
-FastAccum = Literal["forward", "all", "none"]
 Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "block", "mxfp8"]
 
 

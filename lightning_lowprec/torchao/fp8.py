@@ -17,10 +17,11 @@ from lightning_lowprec.conversion.plan import Plan
 from lightning_lowprec.conversion.recipe_map import GemmChoices
 from lightning_lowprec.hardware import emulation_refusal, refusal
 from lightning_lowprec.messages import info, warn
+from lightning_lowprec.numerics.fp8_matrices import FastAccum
 from lightning_lowprec.precision.options import EmulationOptions
 from lightning_lowprec.products.formats import FORMATS
 from lightning_lowprec.runs_where import RecipeKey
-from lightning_lowprec.torchao.backend import FastAccum, FP8Format, Recipe
+from lightning_lowprec.torchao.backend import FP8Format, Recipe
 from lightning_lowprec.torchao.plugin import EXPERTS_IN_BF16, Experts, SharedOptions, TorchAO
 
 if TYPE_CHECKING:
@@ -68,10 +69,10 @@ class FP8TorchAO(TorchAO):
             written to). ``"per_gemm"`` encodes again in the backward, as torchao does, and under FSDP2 at every
             all-gather: same results, fewer bytes kept, more bytes moved. ``"auto"`` is ``"per_forward"`` where one
             scale per weight allows it (``recipe="tensorwise"``; with recipes per layer, the tensorwise layers).
-        fast_accum: the GEMMs that may add up with fewer bits than float32, which is faster on Hopper and Ada; other
-            GPUs have one way to add. ``"forward"`` is torchao's choice and Transformer Engine's. ``"all"`` is faster,
-            and the gradients lose bits. ``"none"`` keeps most bits; models with stacked experts, whose kernels always
-            accumulate fast, then need ``experts="bf16"``.
+        fast_accum: the GEMMs, those of ``head="fp8"`` too, that may add up with fewer bits than float32, which is
+            faster on Hopper and Ada; other GPUs have one way to add. ``"forward"`` is torchao's choice and Transformer
+            Engine's. ``"all"`` is faster, and the gradients lose bits. ``"none"`` keeps most bits; models with stacked
+            experts, whose kernels always accumulate fast, then need ``experts="bf16"``.
         experts: the stacked experts of mixtures. ``"auto"`` runs their grouped products in FP8: e4m3, one scale per
             row; weights have one scale per Parameter with ``recipe="tensorwise"``. Where kernels or the base dtype do
             not allow it, experts run in the base dtype. ``"fp8"`` raises there. ``"bf16"`` keeps experts in the base
@@ -101,7 +102,7 @@ class FP8TorchAO(TorchAO):
         self.round_scales_to_power_of_2 = options.round_scales_to_power_of_2
         one_scale = "tensorwise" in self.kinds
         self.weight_codes = "per_forward" if one_scale and options.weight_codes != "per_gemm" else "per_gemm"
-        self.fast_accum: FastAccum = options.fast_accum
+        self.fast_accum = options.fast_accum
         self.experts: Experts = options.experts
         self.pad_inner_dim = options.pad_inner_dim
         if isinstance(self.recipe, Mapping):

@@ -15,10 +15,11 @@ from torchao.float8.float8_training_tensor import LinearMMConfig
 
 from lightning_lowprec.conversion.matmuls import Published
 from lightning_lowprec.conversion.recipe_map import NO_GEMM, InBF16, LayerRecipe
+from lightning_lowprec.numerics.fp8_matrices import FastAccum
 from lightning_lowprec.numerics.tensor_cores import Emulation
 from lightning_lowprec.products.arithmetic import Arithmetic, Coding, Products, Transposable, serves
 from lightning_lowprec.products.scaled import Scaled
-from lightning_lowprec.torchao.backend import FastAccum, FP8Format
+from lightning_lowprec.torchao.backend import FP8Format
 from lightning_lowprec.torchao.wire_format import TorchAOWire
 
 

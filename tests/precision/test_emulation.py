@@ -10,11 +10,13 @@ from torch import nn
 from torch.testing import assert_close
 
 from lightning_lowprec import MSAMP, FP8TorchAO
-from lightning_lowprec.losses import linear_cross_entropy
 from lightning_lowprec.numerics import grouped_fp8, tensor_cores
 from lightning_lowprec.numerics.fp8_matrices import TwoLayouts
+from tests.conversion.test_head import build
 from tests.numerics.tensor_core_judges import E4M3, E5M2, mma_sim
 from tests.torchao.test_prototypes import needs_mxfp8
+from tests.torchao.test_recipe_per_layer import FAST
+from tests.toys import convert
 
 pytest.importorskip("mmasim")
 CPU = torch.device("cpu")
@@ -115,14 +117,25 @@ def test_groups_of_rows():
     assert not output[1].any()
 
 
-def test_the_loss_of_an_fp8_head():
-    torch.manual_seed(0)
-    hidden, weight, target = torch.rand(32, 512), torch.rand(64, 512), torch.arange(32)
-    loss = linear_cross_entropy(hidden, weight, target, fp8=True, emulate="hopper")
-    x, w = TwoLayouts.of(hidden), TwoLayouts.of(weight)
-    logits = mma_sim("hopper", x.rows, w.rows) * (x.inv_scale * w.inv_scale)
+@pytest.mark.parametrize("choice", FAST)
+def test_an_fp8_head_adds_up_as_the_plugin_says(choice):
+    model = build(hidden_size=160, vocab_size=144)
+    head = model.lm_head.weight
+    nn.init.uniform_(head)
+    convert(FP8TorchAO(emulate="hopper", fast_accum=choice, head="fp8"), model)
+    hidden, target = torch.rand(144, 160, requires_grad=True), torch.arange(144)
+    loss = model.loss_function(model.lm_head(hidden), None, 144, shift_labels=target)
+    loss.backward()
+    x, w = TwoLayouts.of(hidden.detach()), TwoLayouts.of(head.detach())
+    forward, backward = (0 if fast else 128 for fast in FAST[choice][:2])
+    logits = mma_sim("hopper", x.rows, w.rows, promoted=forward) * (x.inv_scale * w.inv_scale)
     assert_close(loss, nn.functional.cross_entropy(logits, target))
-    assert not torch.equal(loss, linear_cross_entropy(hidden, weight, target, fp8=True))
+    codes = (2**14 * (logits.softmax(1) - nn.functional.one_hot(target, 144))).to(E5M2)
+    for gradient, product, scale in (
+        (hidden.grad, (codes, w.columns), w.inv_scale), (head.grad, (codes.t(), x.columns), x.inv_scale)
+    ):  # fmt: skip
+        expected = mma_sim("hopper", *product, promoted=backward) * scale / (2**14 * 144)
+        assert (gradient - expected).norm() < 1e-5 * expected.norm()
 
 
 def test_a_compiler_keeps_the_bits():
