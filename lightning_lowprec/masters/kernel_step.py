@@ -108,7 +108,13 @@ class Table:
         self.columns = numbers.unbind(1)
         starts = itertools.accumulate(map(len, launches), initial=0)
         self.launches = [
-            (same, tuple([local_tensor(row.param).numel() for row in same]), addresses[start:], numbers[start:])
+            (
+                same,
+                tuple([local_tensor(row.param).numel() for row in same]),
+                any(row.largest is not None for row in same),
+                addresses[start:],
+                numbers[start:],
+            )
             for same, start in zip(launches, starts, strict=False)
         ]
         for line, row, weight in zip(self.addresses, self.rows, weights, strict=True):
@@ -222,7 +228,10 @@ def _seen(
     rule: Rule, group: Group, state: Any, grads: Sequence[Any], addresses: Sequence[int], moved: Sequence[int]
 ) -> Seen:
     """Return everything that rows are made of, in a form that is compared fast."""
-    entries = map(state.get, group.params, itertools.repeat(_NO_STATE))
+    # a Tensor is hashed by Python code: the state of all groups is read faster than looked up
+    entries = (
+        map(state.get, group.params, itertools.repeat(_NO_STATE)) if len(state) > len(group.params) else state.values()
+    )
     held: Sequence[object] = [*itertools.chain.from_iterable(map(dict.values, entries))]
     weights: Sequence[Tensor] = group.params
     if group.sharded:
@@ -286,9 +295,9 @@ def _step_table(
         copy_all_([hint.value for hint, _ in table.hints], [_constant(device, 0.0)] * len(table.hints))
     if not is_simulated():
         table.send(gradients, numbers_of(rule, registry.plain, options, table.steps))
-        for same, sizes, addresses, numbers in table.launches:
+        for same, sizes, measures, addresses, numbers in table.launches:
             factor = _scalar(device, 1.0 if same[0].moved or registry.factor is None else registry.factor)
-            launch(same, sizes, addresses, numbers, factor, registry.config.seed, steps)
+            launch(same, sizes, measures, addresses, numbers, factor, registry.config.seed, steps)
     for weight in table.noting:
         weight.note_written()
     torch.autograd.graph.increment_version(table.written)
@@ -307,20 +316,26 @@ def _joined(steps: Sequence[Tensor]) -> Tensor:
 
 
 def launch(
-    rows: Sequence[Row], sizes: tuple[int, ...], table: Tensor, numbers: Tensor, factor: Tensor, seed: int, step: int
+    rows: Sequence[Row],
+    sizes: tuple[int, ...],
+    measures: bool,
+    table: Tensor,
+    numbers: Tensor,
+    factor: Tensor,
+    seed: int,
+    step: int,
 ) -> None:
     """Run the kernel once for all ``rows``, of one variant and device, with their addresses and :func:`numbers_of`.
 
-    ``sizes`` are their numbers of elements. ``factor``, a float32 scalar, multiplies the gradients; ``step`` counts the
-    steps before this one.
+    ``sizes`` are their numbers of elements. ``measures``: whether a largest absolute value is wanted. ``factor``, a
+    float32 scalar, multiplies the gradients; ``step`` counts the steps before this one.
     """
     from lightning_lowprec.masters import kernel
 
     tiles = _tiles(sizes, numbers.device, kernel.TILE.value)
-    measure = any(row.largest is not None for row in rows)
     with on_device(numbers.device):
         kernel.step_parameters[(len(tiles),)](
-            tiles, table, numbers, factor, seed, step, *rows[0].variant, measure, num_warps=8
+            tiles, table, numbers, factor, seed, step, *rows[0].variant, measures, num_warps=8
         )
 
 
