@@ -28,7 +28,10 @@ class GradientNotes(Probe):
 
 @every_plugin
 def test_trainer_scales_once_and_unscales_before_the_step(name: str) -> None:
-    plugin, probe = make(name), GradientNotes()
+    scales_once(make(name), GradientNotes())
+
+
+def scales_once(plugin: Any, probe: GradientNotes) -> None:
     scale = scale_of(plugin)
     trainer_with(plugin).fit(probe, Batches(X))
     assert same(torch.stack(probe.after_backward), X[None] * scale)
@@ -202,12 +205,7 @@ def test_manual_backward_scales_once(name: str) -> None:
         probe.manual_backward(probe(batch))
         optimizer.step()
 
-    plugin, probe = make(name), ManualProbe(train)
-    scale = scale_of(plugin)
-    trainer_with(plugin).fit(probe, Batches(X))
-    assert same(torch.stack(probe.after_backward), X[None] * scale)
-    assert same(torch.stack(probe.before_step), X[None])
-    assert same(probe.w, -X)
+    scales_once(make(name), ManualProbe(train))
 
 
 @every_plugin

@@ -80,6 +80,7 @@ def test_the_table_says_what_is_known_of_each_fault():
     for row in ROWS:
         assert row["state"] in ("untried", "seen", "struck", "unseen"), row
         assert row["state"] != "seen" or row["seen_by"], row
+        assert all(map(table.exists, row.get("seen_by", []))), row
         assert row["state"] not in ("struck", "finding") or row["why"], row
     names = [table.name(row) for row in ROWS]
     assert len(set(names)) == len(names)

@@ -4,11 +4,14 @@ The tests run in a process on the null GPU (benchmarks/ledger); elsewhere they a
 nothing there, so no test reads a value that a kernel should have written.
 """
 
+import gc
 import os
 import sys
 
 import pytest
 import torch
+from torch import distributed as dist
+from torch._dynamo.utils import counters
 
 from benchmarks.ledger import triton_bytes
 from benchmarks.ledger.recorder import on_null_gpu
@@ -37,6 +40,17 @@ def no_scales_of_other_files():
         from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
         FP8GlobalStateManager.reset()
+
+
+@pytest.fixture
+def fresh():
+    torch._dynamo.reset()
+    counters.clear()
+    gc.collect()
+    torch.cuda.empty_cache()  # memory of other tests is not zero, and sizes are read from memory
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -1,6 +1,5 @@
 """What the null GPU showed once and must not show again: counted on the null GPU, where CUDA tensors have no values."""
 
-import gc
 from dataclasses import replace
 
 import lightning as L
@@ -22,20 +21,10 @@ from lightning_lowprec.private.torch import local_tensor
 from tests.ledger.counted import fake_world
 from tests.torchao.test_fp8_linear import linear
 
+pytestmark = pytest.mark.usefixtures("fresh")
 DEVICE = torch.device("cuda")
 NOT_SWITCHED = torch.Size([64, 64]), (64, 1), torch.nn.Linear(1, 1), MixedPrecisionPolicy()
 """What FSDP2 says of a weight: shape and strides of the whole, its module, and the policy."""
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
-    counters.clear()
-    gc.collect()
-    torch.cuda.empty_cache()  # memory of other tests is not zero, and sizes are read from memory
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def toy_step(fabric):

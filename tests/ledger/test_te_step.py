@@ -1,7 +1,5 @@
 """Steps through Transformer Engine on CUDA tensors: norms in one graph, masters, the host's work."""
 
-import gc
-
 import lightning as L
 import pytest
 import torch
@@ -19,20 +17,13 @@ from benchmarks.rivals.running import Job, Running
 from benchmarks.rivals.te_layers import use_te_layers
 from lightning_lowprec import FP8TE
 
+pytestmark = pytest.mark.usefixtures("fresh")
 DEVICE = torch.device("cuda")
 JOB = Job(shape=models.TOY, device=DEVICE, compile=False)
 NORMS = {
     "LayerNorm": (lambda: nn.LayerNorm(64), te.LayerNorm),
     "RMSNorm": (lambda: nn.RMSNorm(64, eps=1e-5), te.RMSNorm),
 }
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
-    counters.clear()
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 def converted(norm):
