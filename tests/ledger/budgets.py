@@ -45,13 +45,13 @@ PEAK_GB = {
 PYTHON_CALLS = {"lightning bf16-mixed, compiled": 6_500, "ours fp8-hybrid": 11_700}
 """Python functions that the host calls in a step; the same torchao code by hand calls 12,736."""
 
-OPTIMIZER_CALLS = {"fp32": 260, "remainder": 250, "stochastic": 250, "8bit": 300}
+OPTIMIZER_CALLS = {"fp32": 130, "remainder": 115, "stochastic": 115, "8bit": 170}
 """Python functions that the host calls in an AdamW step of 64 half-precision parameters, by what is kept between steps.
 
 torch's fused AdamW of float32 parameters calls 195.
 """
 
-OPTIMIZER_CALLS_IN_C = {"fp32": 830, "remainder": 555, "stochastic": 555, "8bit": 670}
+OPTIMIZER_CALLS_IN_C = {"fp32": 640, "remainder": 365, "stochastic": 365, "8bit": 480}
 """The same with functions of C; torch's fused AdamW calls 811."""
 
 HEAD_PEAK_GB = {
