@@ -37,6 +37,7 @@ GRADIENT: Final = 2  # the column of the gradients, which are new in each step
 NUMBERS: Final = 9  # numbers of a parameter for the kernel, see `numbers_of`
 _VECTOR: Final = 16  # bytes; the kernel reads aligned tensors in pieces of this size
 _grad_of: Final = attrgetter("grad")
+_dtype_of: Final = attrgetter("dtype")
 _NO_STATE: Final[dict[str, object]] = {}
 Rule = Literal["adam", "sgd", "momentum", "nesterov"]
 """The update rules of the kernel."""
@@ -236,7 +237,8 @@ def _seen(
     weights: Sequence[Tensor] = group.params
     if group.sharded:
         held, weights = [local_tensor(x) if isinstance(x, Tensor) else x for x in held], [*map(local_tensor, weights)]
-    kinds = [at and (grad.dtype, grad.stride(), at % _VECTOR) for grad, at in zip(grads, addresses, strict=True)]
+    given = grads if all(addresses) else [grad for grad, at in zip(grads, addresses, strict=True) if at]
+    kinds = [*map(_dtype_of, given)], [*map(Tensor.stride, given)], [at and 1 + at % _VECTOR for at in addresses]
     companions = itertools.chain.from_iterable([store.companions for store in group.stores])
     strides = [*map(Tensor.stride, weights)]
     return rule, kinds, moved, Largest.made, [*map(id, companions)], [*map(id, held)], [*map(id, weights)], strides
