@@ -44,9 +44,12 @@ def test_losses_and_gradients_are_those_of_all_logits(dtype, reduction, label_sm
     fp8 = dtype == "fp8"
     h, w, t, b = tensors(dtype if not fp8 else torch.float16 if bias else torch.bfloat16, bias=bias)
     options = {"reduction": reduction, "label_smoothing": label_smoothing, "ignore_index": 3 if bias else -100}
+    if not fp8:
+        h.data[t == -100] = torch.finfo(dtype).max  # no logit of an ignored row is finite
     t = t.masked_fill(t == -100, options["ignore_index"])
     if bias:
         monkeypatch.setattr(numerics, "SPAN_BYTES", 32 * V)  # the gradient of an FP8 weight in three products
+        monkeypatch.setattr(numerics, "_BLOCK", 300)
     factors = torch.linspace(-1, 3, T) if reduction == "none" else torch.tensor(1.7)
     loss = linear_cross_entropy(h, w, t, bias=b, fp8=fp8, rows=17, **options)
     (loss * factors).sum().backward()
@@ -63,14 +66,18 @@ def test_losses_and_gradients_are_those_of_all_logits(dtype, reduction, label_sm
     torch.testing.assert_close(loss.double(), true, rtol=2e-2 if reduction == "none" else 2e-3, atol=2e-2)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("fp8", [False, True])
-def test_sequences_of_a_batch_are_rows_and_autocast_decides_the_dtype(fp8):
-    h, w, t, b = tensors(torch.bfloat16, bias=True)
-    for options in ({"fp8": fp8}, {"fp8": fp8, "reduction": "none"}):
-        rows = linear_cross_entropy(h, w, t, bias=b, **options)
-        with torch.autocast("cpu", torch.bfloat16):
-            found = linear_cross_entropy(h.view(7, 10, K), w.float(), t.view(7, 10), bias=b.float(), **options)
+def test_sequences_of_a_batch_are_rows_and_autocast_decides_the_dtype(fp8, dtype):
+    h, w, t, b = tensors(dtype, bias=True)
+    wide = [x.detach().float().requires_grad_() for x in (w, b)]  # whose gradients are not rounded
+    for options in ({"fp8": fp8, "label_smoothing": 1.0}, {"fp8": fp8, "reduction": "none"}):
+        rows = linear_cross_entropy(h, w, t, bias=b, rows=32, **options)
+        with torch.autocast("cpu", dtype):
+            found = linear_cross_entropy(h.view(7, 10, K), wide[0], t.view(7, 10), bias=wide[1], rows=32, **options)
         assert torch.equal(found, rows.view(7, 10) if "reduction" in options else rows)
+        exact = torch.autograd.grad(found.sum(), wide)
+        assert all(map(torch.equal, torch.autograd.grad(rows.sum(), (w, b)), [x.to(dtype) for x in exact]))
 
 
 @pytest.mark.parametrize("fp8", [False, True])
@@ -94,8 +101,10 @@ def test_every_token_ignored_is_nan_without_gradients_as_in_torch(fp8):
     assert F.cross_entropy(F.linear(h, w).float(), t).isnan()
     assert not h.grad.any()
     assert not w.grad.any()
-    assert linear_cross_entropy(h[:0], w, t[:0], reduction="sum", fp8=fp8) == 0
-    (0 * linear_cross_entropy(h, w, t.clamp(min=0), reduction="none", fp8=fp8)).sum().backward()  # by a mask
+    for some, reduction in ((0, "sum"), (0, "none"), (T, "none")):  # of no token; of all, by a mask
+        losses = linear_cross_entropy(h[:some], w, t[:some].clamp(min=0), reduction=reduction, fp8=fp8)
+        assert some or losses.sum() == 0
+        (0 * losses).sum().backward()
     assert not h.grad.any()
     assert not w.grad.any()
 
@@ -105,6 +114,10 @@ def test_fp16_gradients_of_wrong_predictions_stay_finite_with_weights_of_250():
     h = torch.ones(1, 1).half().requires_grad_()
     linear_cross_entropy(h, torch.tensor([[250.0], [-250.0]]).half(), torch.tensor([1])).backward()
     assert h.grad.item() == 500
+    w, t = torch.cat([torch.full((16, 16), sign * 2.0**-10) for sign in (1, -1)]).half(), torch.full((2048,), 31)
+    h = torch.zeros(2048, 16).half().requires_grad_()
+    (linear_cross_entropy(h, w, t, fp8=True) * 2.0**16).backward()  # of 2**-21 times the loss scale
+    assert torch.equal(h.grad, torch.full_like(h, 33 * 2.0**-10)), "31 / 32 is 1 in e5m2"
 
 
 def test_frozen_parts_get_no_gradient_and_cost_no_product():
@@ -176,9 +189,9 @@ def test_a_second_backward_pass_and_a_second_gradient_raise():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"target": torch.zeros(3, dtype=torch.int64)}, r"do not fit: got \(70, 64\), \(1000, 64\) and \(3,\)"),
+        ({"target": torch.zeros(1, T, dtype=torch.int64)}, r"do not fit: got \(70, 64\), \(1000, 64\) and \(1, 70\)"),
         ({"target": torch.zeros(T)}, "`target` must be int64.*float32"),
-        ({"bias": torch.zeros(3)}, r"`bias` must be \(V,\), here \(1000,\), got \(3,\)"),
+        ({"bias": torch.zeros(V, 1)}, r"`bias` must be \(V,\), here \(1000,\), got \(1000, 1\)"),
         ({"reduction": "avg"}, "`reduction='avg'` is not valid; expected one of: mean, sum, none"),
         ({"rows": 0}, "`rows=0` is not valid"),
         ({"fp8": True, "emulate": "h100"}, "`emulate='h100'` is not valid; expected one of: True, False, hopper"),
@@ -210,11 +223,7 @@ def test_a_head_that_is_stored_transposed(vocabulary):
     torch.manual_seed(0)
     stored, hidden = torch.randn(K, vocabulary), torch.randn(8, K)
     target = torch.randint(0, vocabulary, (8,))
-    losses = []
-    for weight in (stored.t(), stored.t().contiguous()):
-        weight = weight.detach().requires_grad_()
-        loss = linear_cross_entropy(hidden, weight, target, fp8=True)
-        loss.backward()
-        losses.append((loss, weight.grad))
-    assert torch.equal(losses[0][0], losses[1][0])
-    assert torch.equal(losses[0][1], losses[1][1])
+    weights = [weight.requires_grad_() for weight in (stored.t(), stored.t().contiguous())]
+    losses = [linear_cross_entropy(hidden, weight, target, fp8=True) for weight in weights]
+    assert torch.equal(*losses)
+    assert torch.equal(*torch.autograd.grad(sum(losses), weights))

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_lowprec import MSAMP, FP8TorchAO, HalfMixed, Int8TorchAO, hardware, names
+from lightning_lowprec import MSAMP, FP8TorchAO, HalfMixed, Int8TorchAO, LossScale, hardware, names
 from lightning_lowprec.precision import refusals
 from lightning_lowprec.runs_where import ARCHITECTURES, OTHER, RECIPES, TABLE, cell, classify, instead, named
 from lightning_lowprec.tools.doctor import word
@@ -119,11 +119,16 @@ def test_half_auto_takes_fp16_where_bf16_is_emulated(monkeypatch):
     on_gpu(monkeypatch, (7, 5))
     assert hardware.bf16_refusal(CUDA).startswith("GPU X (compute capability 7.5) has no bf16 tensor cores")
     for masters in (False, True):
-        plugin = HalfMixed(master_weights=masters)
+        plugin = HalfMixed(master_weights=masters, loss_scale=LossScale(initial=8.0, growth_interval=1))
         plugin.bind_device(CUDA)
+        first, second = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
+        plugin.see_optimizer(waits := torch.optim.SGD([second], lr=1.0))
         plugin.decide(CUDA)
         assert plugin.autocast_dtype is torch.float16
-        assert plugin.scaler is not None
+        plugin.scaler.scale_loss((first + second).sum()).backward()
+        for optimizer in (torch.optim.SGD([first], lr=1.0), waits):  # whose gradient follows the scale, which grows
+            plugin.scaler.step(optimizer)
+        assert second.tolist() == [-1.0, -1.0]
     with pytest.raises(RuntimeError, match=r"`master_weights='remainder'` needs bf16, but .*`master_weights=True`"):
         HalfMixed(master_weights="remainder").decide(CUDA)
     on_gpu(monkeypatch, (9, 0), "gfx90a")

@@ -57,6 +57,8 @@ def test_named_tensors_stay_float32_and_become_it():
     L.Fabric(accelerator="cpu", plugins=plugin).setup(model, torch.optim.SGD(model.parameters(), lr=1e-3))
     named = {f"{layer}.{name}" for layer in ("tied", "experts.0", "experts.1") for name in ("weight", "bias")}
     assert float32(model) == KEPT | named | {"up.weight", "mask"}
+    model.load_state_dict({**model.state_dict(), "up.bias": torch.full((16,), 1.001)})  # beside a float32 weight
+    assert torch.equal(plain(model).up.bias, torch.full((16,), 1.001))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -87,7 +87,8 @@ def train(model: nn.Module, optimizer: Any, steps: range, closure: bool = False)
             return loss
 
         if closure:
-            optimizer.step(evaluate)
+            with torch.no_grad():  # which the step lifts for its closure, as torch's does
+                optimizer.step(evaluate)
         else:
             evaluate()
             optimizer.step()

@@ -1,5 +1,6 @@
 """Gradients on their way to the masters, and stores: memory, rounding on which replicas agree, state dicts."""
 
+import math
 from functools import partial
 
 import pytest
@@ -69,6 +70,8 @@ def test_float32_gradients_are_handed_over(form):
     assert p.grad_dtype is torch.float32
     assert p.item() == 0.25
     p.grad = torch.ones(1)
+    optimizer.zero_grad(set_to_none=False)
+    assert p.grad.item() == 0.0
     move_grads_to_masters(optimizer)
     optimizer.zero_grad()  # a skipped step leaves no float32 behind
     held = [store.flat.untyped_storage().nbytes() for store in optimizer._masters.stores]
@@ -147,7 +150,8 @@ def test_clipping_by_a_factor_is_clipping_in_place(mesh, form, monkeypatch):
 
 
 @torchs_warnings
-def test_the_norm_is_that_of_all_meshes(mesh, monkeypatch):
+@pytest.mark.parametrize(("order", "expected"), [(2.0, 96**0.5), (math.inf, 2.0)])
+def test_the_norm_is_that_of_all_meshes(mesh, order, expected, monkeypatch):
     monkeypatch.setattr(masters_step, "DEVICES", {"cpu"})
     other = dist.device_mesh.init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))["b"]
     plain = [torch.ones(4, 2).bfloat16(), torch.ones(8).bfloat16(), torch.ones(3).bfloat16(), torch.ones(5)]
@@ -157,12 +161,14 @@ def test_the_norm_is_that_of_all_meshes(mesh, monkeypatch):
     for p in params:
         p.grad = torch.full_like(p, 2.0)
     assert masters_step.defers(optimizer)
-    norm = masters_step.clip_by_norm(optimizer, 1.0)
-    assert norm.item() == pytest.approx((4 * 24) ** 0.5)
+    norm = masters_step.clip_by_norm(optimizer, 0.5, order)
+    assert norm.item() == pytest.approx(expected)
+    params[2].grad = torch.full_like(params[2], 2.0)  # a new gradient, which nobody has clipped
     optimizer.step()
     for p in params:
         whole = p.full_tensor() if hasattr(p, "full_tensor") else p
-        assert whole.float().flatten().tolist() == pytest.approx([1 - 2 / 96**0.5] * p.numel(), rel=2**-8)
+        left = -1.0 if p is params[2] else 1 - 1 / expected
+        assert whole.float().flatten().tolist() == pytest.approx([left] * p.numel(), rel=2**-8)
 
 
 OPTIMIZERS = {

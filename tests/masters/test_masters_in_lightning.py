@@ -53,11 +53,11 @@ def test_the_loss_scale_reaches_the_users_logger(tmp_path):
     plugin = HalfMixed("fp16", master_weights=True, loss_scale=LossScale(initial=16.0, growth_interval=4))
     net = Net()
     net.batch_size = 3
-    fit(plugin, net, logger=logger, log_every_n_steps=1)
+    fit(plugin, net, logger=logger, log_every_n_steps=2)
     rows = (tmp_path / "lightning_logs" / "version_0" / "metrics.csv").read_text().splitlines()
     header, *cells = (row.split(",") for row in rows)
     scales = [row[header.index("lowprec/loss_scale")] for row in cells]
-    assert [float(scale) for scale in scales if scale] == [16.0, 16.0, 16.0, 32.0, 32.0, 32.0, 32.0, 64.0]
+    assert [float(scale) for scale in scales if scale] == [16.0, 32.0, 32.0, 64.0]
     assert "lowprec/skipped_steps" in header
 
 

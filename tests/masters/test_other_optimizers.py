@@ -53,6 +53,8 @@ def one_step(fabric, model, optimizer, step):
 def schedule_free_step(fabric, model, optimizer, step):
     optimizer.train()
     fabric.backward(loss_of(model, 2 * step))
+    if step == 1:
+        optimizer.optimizer.register_step_pre_hook(lambda each, *_: each.train())  # within a step: to be sure
     if step % 3 == 0:
         fabric.clip_gradients(model, optimizer, max_norm=1e9)  # moved gradients outlive a move of the weights
         optimizer.eval()
@@ -126,6 +128,7 @@ def test_an_optimizer_that_was_not_set_up_is_refused(name):
     fabric = L.Fabric(accelerator="cpu", devices=1, precision=name)
     model = fabric.setup(nn.Linear(16, 16))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    optimizer.step()  # without gradients
     fabric.backward(loss_of(model, 0))
     with pytest.raises(RuntimeError, match=r"^SGD steps half-precision weights without.*`fabric\.setup`.*plain\(model"):
         optimizer.step()

@@ -79,6 +79,7 @@ def test_reconcile_keeps_the_master_where_it_rounds_to_the_weight(dtype):
     weight = torch.tensor([1.0001, 2.0, 1.0, -0.0, 3e-5, 1.0, NAN]).to(dtype)
     merged = reconcile(master, weight)
     assert torch.equal(merged[:6], torch.tensor([1.0001, 2.0, 1.0, 0.0, 3e-5, 1.0]))
+    assert torch.equal(reconcile(master, weight.float())[:6], merged[:6]), "a rounding to either, in float32"
     assert merged[6].isnan()
 
 

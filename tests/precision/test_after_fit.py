@@ -125,11 +125,12 @@ def test_a_search_restores_the_model_and_the_training_after_it(name, search, tmp
 
 def test_a_bf16_model_is_bf16_again_after_a_search(tmp_path):
     module = Net(torch.bfloat16)
+    module.unused = torch.nn.BatchNorm1d(WIDTH, dtype=torch.bfloat16)  # whose buffers become float32 too
     before = state(module)
     trainer = Trainer(precision="half-auto", **ON_CPU, max_epochs=1, limit_val_batches=0, default_root_dir=tmp_path)
     Tuner(trainer).lr_find(module, num_training=3, update_attr=False)
     assert same_bits(state(module), before)
-    assert module.norm.weight.dtype is torch.bfloat16
+    assert module.norm.weight.dtype is module.unused.running_var.dtype is torch.bfloat16
     trainer.fit(module)
     assert {p.dtype for p in trainer.precision_plugin.main_params(trainer.optimizers[0])} == {torch.float32}
 

@@ -136,8 +136,7 @@ def test_a_forgotten_layer_warns_a_replaced_one_raises_and_a_second_stage_over_o
 def test_modules_of_torchscript_stay_and_train(name: str) -> None:
     fabric = L.Fabric(accelerator="cpu", devices=1, precision=name)  # type: ignore[arg-type]
     model = nn.Sequential(torch.jit.script(nn.Linear(32, 32)), nn.Linear(32, 32))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    wrapped, optimizer = fabric.setup(model, optimizer)
+    wrapped, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=0.1))
     before = [p.detach().float().clone() for p in model.parameters()]
     fabric.backward(wrapped(torch.randn(16, 32)).square().sum())
     optimizer.step()

@@ -138,7 +138,7 @@ WORDS = {
     "bf16: full": "Write `plugins=HalfEval('bf16')`",
     "fp16-mixed": "Write '16-mixed' (float32 weights, as in torch and Accelerate) or 'fp16-master'",
     torch.bfloat16: "Write 'bf16-mixed' (float32 weights, as in torch and Accelerate) or 'bf16-master'",
-    "O2": "Write 'msamp-o2' for MS-AMP's level, or 'fp16-master' for apex's.",
+    " O2": "Write 'msamp-o2' for MS-AMP's level, or 'fp16-master' for apex's.",
     "bf16_with_fp8_mixed": "NeMo's recipe is a plugin: write `plugins=lightning_lowprec.recipes.bf16_with_fp8_mixed()`",
     "bf16_mixed": "Did you mean 'bf16-mixed'? NeMo's recipe is a plugin: write",
     8: "Write 'fp8-hybrid'",
@@ -292,6 +292,8 @@ def test_throughput_monitors_and_model_summary_know_our_precisions():
     model.lower = torch.nn.Linear(16, 16, bias=False, dtype=torch.bfloat16).requires_grad_(False)  # 256 of 2
     model.trainer = L.Trainer(precision="fp8-hybrid", **ON_CPU)
     assert ModelSummary(model).model_size == pytest.approx((256 * 4 + 256 * 2) * 1e-6)
+    model.net = model.lower = torch.nn.ReLU()
+    assert ModelSummary(model).model_size == 0
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn", "ddp_find_unused_parameters_true", "ddp_notebook"])

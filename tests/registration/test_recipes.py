@@ -1,6 +1,7 @@
 """NeMo's recipes: values of MegatronMixedPrecision in our plugin, and what is refused."""
 
 import pickle
+from contextlib import nullcontext
 
 import lightning as L
 import pytest
@@ -17,6 +18,7 @@ KNOBS = (
     "fp16_min_loss_scale", "fp16_loss_scale_window", "fp16_hysteresis",
 )  # fmt: skip
 """Of MegatronMixedPrecision, beside `precision`."""
+UNDER_DDP = r"does not run under `strategy='DDPStrategy'`.*`grad_reduce_in_fp32=False`"
 
 
 def test_the_values_are_those_of_megatron():
@@ -74,19 +76,16 @@ def test_nemos_attributes_raise_when_they_are_set(make, knob):
         ("bf16_mixed", {}, torch.float32),
         ("bf16_mixed", {"grad_reduce_in_fp32": False}, torch.bfloat16),
         ("fp16_mixed", {"grad_reduce_in_fp32": True}, torch.float32),
+        ("fp16_mixed", {}, torch.float16),
     ],
 )
 def test_fsdp2_reduces_in_the_dtype_in_which_nemo_does(recipe, arguments, dtype):
     plugin = getattr(recipes, recipe)(**arguments)
+    with nullcontext() if plugin.masters.accumulation is None else pytest.raises(ValueError, match=UNDER_DDP):
+        L.Fabric(accelerator="cpu", devices=2, plugins=plugin)
     sharding = FSDP2Strategy().sharding
     sharding.meet(plugin, torch.device("cpu"))
     assert sharding.options.reduce_dtype is dtype
-
-
-def test_ddp_runs_without_float32_gradients_only():
-    with pytest.raises(ValueError, match=r"does not run under `strategy='DDPStrategy'`.*`grad_reduce_in_fp32=False`"):
-        L.Fabric(accelerator="cpu", devices=2, plugins=recipes.bf16_mixed())
-    L.Fabric(accelerator="cpu", devices=2, plugins=recipes.bf16_mixed(grad_reduce_in_fp32=False))
 
 
 def test_an_object_of_accelerate_is_refused_with_the_plugin_to_write():
