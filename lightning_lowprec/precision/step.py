@@ -69,7 +69,7 @@ def unscale(scaler: LossScaler | None, optimizer: Optimizer) -> None:
     _refuse_copies(optimizer)
     if scaler is not None:
         scaler.unscale(optimizer)
-    elif (registry := registry_of(optimizer)) is not None:
+    if (registry := registry_of(optimizer)) is not None:  # those that were assigned since an earlier call too
         masters_step.move_grads(registry)
     show_master_grads(optimizer)
 

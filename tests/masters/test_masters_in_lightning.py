@@ -122,6 +122,33 @@ def test_what_is_done_to_the_gradient_that_is_shown_reaches_the_step(name):
         assert not any(change.any() for change in dropped)
 
 
+@pytest.mark.parametrize("name", ["bf16-master", "bf16-remainder", "fp16-master"])
+def test_clipping_by_a_factor_is_clipping_in_place(name, monkeypatch):
+    """On GPUs gradients stay at the parameters, and the step multiplies them; what is assigned or comes later, not."""
+    found = []
+    for devices in (set(), {"cpu"}):
+        monkeypatch.setattr("lightning_lowprec.masters.step.DEVICES", devices)
+        fabric, model, optimizer = in_fabric(name, Net())
+        norms = []
+        for backwards in (2, 1):
+            for _ in range(backwards):
+                backward(fabric, model)
+                norms.append(fabric.clip_gradients(model, optimizer, max_norm=MAX_NORM))
+                model.head.bias.grad = torch.full_like(model.head.bias, MAX_NORM)
+                norms.append(fabric.clip_gradients(model, optimizer, max_norm=MAX_NORM / 2, norm_type=torch.inf))
+            optimizer.step()
+            optimizer.zero_grad()
+        masters = zip(fabric.strategy.precision.main_params(optimizer.optimizer), Net().parameters(), strict=True)
+        found.append([*norms, *(after.detach() - before for after, before in masters)])
+        for p in model.parameters():
+            p.grad = torch.full_like(p, torch.nan)
+        if name != "fp16-master":  # which would skip the step
+            with pytest.raises(RuntimeError, match=r"not finite, so .*cannot be clipped|non-finite"):
+                fabric.clip_gradients(model, optimizer, max_norm=1.0)
+            assert fabric.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=False).isnan()
+    torch.testing.assert_close(*found, rtol=1e-3, atol=2.0**-22)  # two steps of the norm's weights, which are 1
+
+
 @pytest.mark.parametrize("name", MASTERS)
 def test_no_optimizer_is_no_error(name):
     module, same = Net(), exact_weights(Net())

@@ -27,7 +27,7 @@ class Reader(nn.Module):
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
-        self.attention, self.mlp, self.calls = Reader(), nn.Linear(WIDTH, WIDTH), 0
+        self.attention, self.mlp, self.calls = nn.Sequential(Reader(), Reader()), nn.Linear(WIDTH, WIDTH), 0
 
     def forward(self, x):
         self.calls += 1
@@ -53,14 +53,14 @@ def test_a_layer_whose_weight_is_read_is_named_once_and_counts_as_kept(name, cau
     (message,), plugin = train(model := Model(), caught, name)
     assert all(not module._forward_pre_hooks for module in model.modules())
     assert f"`precision='{plugin.precision}'`: converted layers were not called" in message
-    assert "'attention.qkv'" in message
+    assert "'attention.0.qkv', 'attention.1.qkv'. The module" in message
     assert "`keep=['qkv']`" in message
-    assert plugin.plan.converted == ("attention.proj", "mlp")
+    assert plugin.plan.converted == ("attention.0.proj", "attention.1.proj", "mlp")
     assert plugin.plan.recipes.keys() == (set(plugin.plan.converted) if name is PER_LAYER else set())
-    assert "not called in the first training forward ('attention.qkv')" in plugin.plan.summary()
+    assert "not called in the first training forward ('attention.0.qkv'" in plugin.plan.summary()
     again, plugin = train(model, caught, name)
     assert again == [message], "once, though the model is set up again"
-    assert plugin.plan.converted == ("attention.proj", "mlp")
+    assert plugin.plan.converted == ("attention.0.proj", "attention.1.proj", "mlp")
 
 
 class Mixture(nn.Module):
