@@ -137,7 +137,6 @@ def test_frozen_parts_get_no_gradient_and_cost_no_product():
 
 def test_fp8_multiplies_codes_with_scales_of_powers_of_two():
     h, w, t, _ = tensors(torch.float32, ignored=0)
-
     hq, wq = in_e4m3(h.detach()), in_e4m3(w.detach())
     logits = hq @ wq.t()
     same = F.cross_entropy(logits, t)

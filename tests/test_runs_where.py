@@ -120,7 +120,6 @@ def test_half_auto_takes_fp16_where_bf16_is_emulated(monkeypatch):
     assert hardware.bf16_refusal(CUDA).startswith("GPU X (compute capability 7.5) has no bf16 tensor cores")
     for masters in (False, True):
         plugin = HalfMixed(master_weights=masters, loss_scale=LossScale(initial=8.0, growth_interval=1))
-        plugin.bind_device(CUDA)
         first, second = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
         plugin.see_optimizer(waits := torch.optim.SGD([second], lr=1.0))
         plugin.decide(CUDA)

@@ -1,7 +1,6 @@
 """Half-precision weights under names that promise float32 weights, and models that another precision has left."""
 
 import copy
-import logging
 
 import lightning as L
 import pytest
@@ -15,20 +14,15 @@ from tests.torchao.test_frozen_codes import Unfreezes
 FLOAT32 = ["half-auto", "fp8-hybrid", "fp8-rowwise", "msamp-o2", "msamp-o3"]
 
 
-@pytest.fixture
-def lines(caplog):
-    caplog.set_level(logging.INFO)
-    return lambda: [record.getMessage() for record in caplog.records]
-
-
 @pytest.mark.parametrize("early_optimizer", [False, True])
 @pytest.mark.parametrize("name", FLOAT32)
-def test_a_bf16_model_trains_as_the_float32_model_with_its_values(name, early_optimizer, lines):
+def test_a_bf16_model_trains_as_the_float32_model_with_its_values(name, early_optimizer, caplog):
+    caplog.set_level("INFO")
     given = Net(torch.bfloat16, frozen_head=True, early_optimizer=early_optimizer)
     same = Net(torch.bfloat16, frozen_head=True).float()
     parameters = list(given.parameters())
     trainer = fit(name, given)
-    said = [line for line in lines() if "became float32" in line]
+    said = [line for line in caplog.messages if "became float32" in line]
     # 2 Linears of 64x64 and a LayerNorm with their biases train: 8448 elements, 2 bytes more each: 16896
     assert said == [
         f"{trainer.precision_plugin.precision}: 6 trainable half-precision parameters became float32, 16.9 kB more,"
@@ -50,22 +44,24 @@ def test_frozen_weights_that_a_callback_may_unfreeze_become_float32_too():
 @pytest.mark.parametrize(
     "make", [lambda **o: HalfMixed("bf16", **o), lambda **o: FP8TorchAO(**o), lambda **o: MSAMP("O2", **o)]
 )
-def test_weights_keep_leaves_them(make, lines):
+def test_weights_keep_leaves_them(make, caplog):
+    caplog.set_level("INFO")
     module = Net(torch.bfloat16)
     fit(make(weights="keep"), module)
     assert module.norm.weight.dtype is torch.bfloat16
-    assert not any("became float32" in line for line in lines())
+    assert not any("became float32" in line for line in caplog.messages)
 
 
 @pytest.mark.parametrize("name", ["fp16-master", "bf16-sr"])
-def test_names_with_masters_take_half_weights_as_they_are_and_say_so(name, lines):
+def test_names_with_masters_take_half_weights_as_they_are_and_say_so(name, caplog):
+    caplog.set_level("INFO")
     module = Net(torch.float16 if name == "fp16-master" else torch.bfloat16, frozen_head=True)
     same = Net(frozen_head=True)  # a float32 model with these values
     same.load_state_dict(exact_weights(module))
     fit(name, module)
     fit(name, same)
     assert same_bits(exact_weights(module), exact_weights(same))
-    said = [line for line in lines() if "half precision already" in line]
+    said = [line for line in caplog.messages if "half precision already" in line]
     assert len(said) == 1, "for one of the two models, once"
     assert said[0].startswith(f"{name}: 6 trainable parameters of Net were half precision already")
     assert "dtype=torch.float32" in said[0]

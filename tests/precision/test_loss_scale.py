@@ -50,8 +50,7 @@ def test_of_takes_dynamic_a_number_or_a_loss_scale() -> None:
     given = LossScale(growth_interval=7)
     assert LossScale.of(given) is given
     assert LossScale.of("dynamic") == LossScale()
-    assert LossScale.of(128) == LossScale.of(128.0)
-    assert LossScale.of(128).initial == 128.0
+    assert LossScale.of(128).initial == LossScale.of(128.0).initial == 128.0
     assert LossScale.of(0.125).initial == 0.125  # a static scale may be below the default floor
 
 
