@@ -12,14 +12,15 @@ import functools
 import os
 import shutil
 import types
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from typing import Any, TypeVar, final
 
 import torch
 from torch import Tensor
 
+from lightning_lowprec.extras import replaced
 from lightning_lowprec.hardware import architecture
 from lightning_lowprec.messages import warn
 from lightning_lowprec.private.torch_inductor import compiled
@@ -127,14 +128,9 @@ class _Simulated:
     now = False
 
 
-@contextmanager
-def simulated() -> Iterator[None]:
+def simulated() -> AbstractContextManager[None]:
     """Choose kernels as on a GPU, and launch none: to count the memory of a step."""
-    _Simulated.now = True
-    try:
-        yield
-    finally:
-        _Simulated.now = False
+    return replaced(_Simulated, "now", True)
 
 
 def is_simulated() -> bool:

@@ -1,14 +1,13 @@
 """Private names of torch's FSDP2, its checkpoints and process groups; `torch.py` has the list of these names."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from lightning_lowprec.extras import missing
+from lightning_lowprec.extras import missing, replaced
 from lightning_lowprec.private.torch import EXPORT, FSDP, PARAM_GROUPS, check
 
 
@@ -17,19 +16,13 @@ def reset_shards(module: nn.Module) -> None:
     module._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]
 
 
-@contextmanager
-def without_root_hooks(module: nn.Module) -> Iterator[None]:
+def without_root_hooks(module: nn.Module) -> AbstractContextManager[None]:
     """Let FSDP2 take the forward of the root ``module`` for a part of a forward pass that is under way.
 
     FSDP2 gathers the root's weights if they are not gathered, as if a checkpoint recomputed the forward.
     """
     state = cast(FSDPModule, module)._get_fsdp_state()
-    before = state._training_state
-    state._training_state = type(before).PRE_BACKWARD
-    try:
-        yield
-    finally:
-        state._training_state = before
+    return replaced(state, "_training_state", type(state._training_state).PRE_BACKWARD)
 
 
 def gathered_parameters(module: nn.Module) -> list[Any]:
