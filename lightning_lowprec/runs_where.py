@@ -15,6 +15,7 @@ that an answer for a device needs no such device.
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, Literal, get_args
 
 FP8Format = Literal["e4m3fn", "e4m3fnuz"]
@@ -108,7 +109,7 @@ RecipeKey = Literal[
 RECIPES: Final[tuple[RecipeKey, ...]] = get_args(RecipeKey)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Cell:
     """Whether one recipe runs on one architecture."""
 
@@ -130,18 +131,7 @@ def _yes(source: str, reason: str = "") -> Cell:
     return Cell(runs=True, reason=reason, source=source)
 
 
-def _no(reason: str, source: str) -> Cell:
-    return Cell(runs=False, reason=reason, source=source)
-
-
-def _unknown(reason: str, source: str) -> Cell:
-    return Cell(runs=None, reason=reason, source=source)
-
-
-def _emulated(reason: str, source: str) -> Cell:
-    return Cell(runs=True, emulated=True, reason=reason, source=source)
-
-
+_no, _unknown, _emulated = partial(Cell, False, False), partial(Cell, None, False), partial(Cell, True, True)
 _GATE: Final = "pytorch ScaledBlasDeviceUtils.cpp"
 """The file of torch that says which architectures multiply float8."""
 _OLD: Final = ("sm_60", "sm_70", "sm_75")
