@@ -10,7 +10,8 @@
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final, final
+from types import SimpleNamespace
+from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 import torch
@@ -94,7 +95,11 @@ def _patch() -> None:
 
     @functools.wraps(averaged)
     def update_parameters(self: AveragedModel, model: nn.Module) -> None:
-        averaged(self, _Exact(model, self.module))  # type: ignore[arg-type]
+        def parameters() -> Iterator[Tensor]:
+            for p, own in zip(model.parameters(), self.module.parameters(), strict=False):
+                yield p.to(own.dtype) if own.dtype in HALF_DTYPES else float32_value(p)
+
+        averaged(self, SimpleNamespace(buffers=model.buffers, parameters=parameters))  # type: ignore[arg-type]
 
     _patches.extend([(Parameter, copied, deepcopy), (AveragedModel, averaged, update_parameters)])
     for owner, original, replacement in _patches:
@@ -107,15 +112,3 @@ def unpatch() -> None:
         owner, original, replacement = _patches.pop()
         if getattr(owner, original.__name__) is replacement:  # else another package wrapped the patch
             setattr(owner, original.__name__, original)
-
-
-@final
-class _Exact:
-    """What an average reads of a model: buffers, and parameters in the dtype of the average."""
-
-    def __init__(self, model: nn.Module, average: nn.Module) -> None:
-        self.buffers, self._model, self._average = model.buffers, model, average
-
-    def parameters(self) -> Iterator[Tensor]:
-        for p, own in zip(self._model.parameters(), self._average.parameters(), strict=False):
-            yield p.to(own.dtype) if own.dtype in HALF_DTYPES else float32_value(p)

@@ -203,8 +203,12 @@ class LowPrecision(EitherPrecision, ABC):
     def _cast_to_half(self, module: Module) -> None:
         assert self.masters is not None
         rounded = self.masters.cast(module, self.autocast_dtype, trains=self._will_train)
-        if self._will_train:
-            refusals.note_rounded(rounded, module, self.precision)
+        if self._will_train and rounded:
+            info(
+                f"{self.precision}: {rounded} trainable parameters of {type(module).__name__} were half precision"
+                " already, so their float32 values start from rounded values. Load the model in float32"
+                " (`dtype=torch.float32` of transformers' `from_pretrained`) to keep them exact."
+            )
 
     def _known_device(self) -> torch.device:
         if not self.modules.ready:

@@ -247,7 +247,8 @@ class AfterFit:
         if plugin._will_train or plugin.backend is not None:
             roundings = [_roundings(module, ties_away=ties_away) for module in modules]
         else:  # those of a fit before this run stay
-            roundings = [_left_roundings(module) for module in modules]
+            left = backends.left_roundings
+            roundings = [{fqn: left[m] for fqn, m in module.named_modules() if m in left} for module in modules]
         _make_plain(modules, optimizers, before if self._tunes else ())
         for module, by_fqn in zip(modules, roundings, strict=True):
             layers = dict(module.named_modules())
@@ -271,11 +272,6 @@ def _roundings(module: Module, *, ties_away: bool) -> dict[str, Mapping[str, Wei
         for fqn, layer in module.named_modules()
         if (by_name := backends.weight_roundings(layer)) is not None
     }
-
-
-def _left_roundings(module: Module) -> dict[str, Mapping[str, WeightRounding | None]]:
-    left = backends.left_roundings
-    return {fqn: left[layer] for fqn, layer in module.named_modules() if layer in left}
 
 
 def _of_master(weight: Tensor, rounding: WeightRounding | None, ties_away: bool) -> WeightRounding | None:

@@ -11,7 +11,7 @@ from torch.nn import Module
 
 from lightning_lowprec.conversion.experts import cut_by_expert
 from lightning_lowprec.hardware import caution
-from lightning_lowprec.messages import info, warn
+from lightning_lowprec.messages import warn
 from lightning_lowprec.precision.host import callbacks_of, trainer_of
 from lightning_lowprec.private.either import MisconfigurationException, both, trainer_callbacks
 from lightning_lowprec.private.lightning import traces
@@ -30,16 +30,6 @@ def check_runs(plugin: LowPrecision, device: torch.device) -> None:
     recipe = plugin.hardware_recipe
     if recipe is not None and not plugin.emulate and (doubt := caution(recipe, device)) is not None:
         warn(f"`precision={plugin.precision!r}`: {doubt}.")
-
-
-def note_rounded(number: int, module: Module, precision: str) -> None:
-    """Log the number of trainable parameters, if there are any, whose masters start from half-precision values."""
-    if number:
-        info(
-            f"{precision}: {number} trainable parameters of {type(module).__name__} were half precision already, so"
-            " their float32 values start from rounded values. Load the model in float32 (`dtype=torch.float32` of"
-            " transformers' `from_pretrained`) to keep them exact."
-        )
 
 
 @functools.cache  # asked in every forward
