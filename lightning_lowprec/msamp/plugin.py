@@ -29,7 +29,6 @@ from lightning_lowprec.numerics.parameters import WeakList, parameters_of
 from lightning_lowprec.precision import fp8
 from lightning_lowprec.precision.fp8 import BlockOptions, Converting, compile_blocks
 from lightning_lowprec.precision.host import callbacks_of
-from lightning_lowprec.precision.loss_scale import BACKEND_STATE
 from lightning_lowprec.precision.options import (
     EmulationOptions,
     FP8Options,
@@ -226,10 +225,6 @@ class MSAMP(Converting):
         if clip_val > 0:
             self._average_gradients(optimizer)
         super().clip_gradients(optimizer, clip_val, *args, **kwargs)
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), BACKEND_STATE: NAME}
 
 
 # ---- optimizers

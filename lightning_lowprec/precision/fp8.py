@@ -5,7 +5,7 @@ FP8 is slow without a compiler: casting and scaling are many small kernels, whic
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch.nn import Module
@@ -21,6 +21,7 @@ from lightning_lowprec.hardware import architecture, default_device, describe, e
 from lightning_lowprec.messages import info
 from lightning_lowprec.numerics.tensor_cores import UNITS, Emulation
 from lightning_lowprec.precision.base import LowPrecision
+from lightning_lowprec.precision.loss_scale import BACKEND_STATE
 from lightning_lowprec.private.lightning import is_compiled_whole
 from lightning_lowprec.private.torch_inductor import block_options
 from lightning_lowprec.private.torch_modules import compile_in_place, is_compiled
@@ -64,6 +65,10 @@ class Converting(LowPrecision):
             codes = f"codes, scales and sums as on {UNITS[emulation].title}"
         emulated = f"{self.format} is emulated on {describe(device)}"
         return f"{emulated}: {codes}; slow, for tests"
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), BACKEND_STATE: self.backend}
 
 
 def kernel_refusal(recipe: RecipeKey, emulate: Emulation | None, device: torch.device, constructor: str) -> str | None:

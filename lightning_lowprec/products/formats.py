@@ -1,19 +1,15 @@
 """The formats in which layers compute: one row for each recipe, which plugins, plans, names and ``lowprec`` read.
 
-"To add a format" in docs/architecture.md shows a new row. This module imports no format: a row names its arithmetic.
+"To add a format" in docs/architecture.md shows a new row. This module imports no format, and no torch, as the command
+``lowprec`` reads rows first: a row names its arithmetic.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, Literal, final
+from typing import Final, Literal, final
 
 from lightning_lowprec.runs_where import RecipeKey
-
-if TYPE_CHECKING:  # the command `lowprec` reads rows before it imports torch
-    from lightning_lowprec.numerics.tensor_cores import Emulation
-    from lightning_lowprec.products.arithmetic import Arithmetic
 
 
 @final
@@ -45,31 +41,13 @@ class FormatSpec:
     """When a CPU has kernels."""
     hardware: RecipeKey | None = None
     """The row of :mod:`~lightning_lowprec.runs_where`."""
-    arithmetic: Callable[[Emulation], Arithmetic] | None = None
-    """Returns how all products are computed, and may import torchao; None: torchao's own configuration says how."""
+    arithmetic: str | None = None
+    """The class of this package that computes all products, and may import torchao; None: torchao's configuration."""
 
     @property
     def stores_codes(self) -> bool:
         """Whether frozen weights can be codes alone: the products read one set of codes, and servers read them too."""
         return self.one_code and self.scale_per is not None
-
-
-def _block(emulate: Emulation) -> Arithmetic:
-    from lightning_lowprec.products.block import Block
-
-    return Block(emulate=emulate)
-
-
-def _mxfp8(emulate: Emulation) -> Arithmetic:
-    from lightning_lowprec.products.mxfp8 import MXFP8
-
-    return MXFP8(emulate=emulate)
-
-
-def _int8(emulate: Emulation) -> Arithmetic:
-    from lightning_lowprec.products.int8 import Int8
-
-    return Int8()
 
 
 _OF_TORCHAO: Final = frozenset({"fp8_format", "round_scales_to_power_of_2", "fast_accum", "experts", "pad_inner_dim"})
@@ -101,7 +79,7 @@ FORMATS: Final[dict[str, FormatSpec]] = {
         one_code=True,
         not_fp16="its kernels return bf16",
         hardware="torchao-block",
-        arithmetic=_block,
+        arithmetic=".products.block:Block",
     ),
     "mxfp8": FormatSpec(
         precision="mxfp8",
@@ -111,7 +89,7 @@ FORMATS: Final[dict[str, FormatSpec]] = {
         one_code=True,
         not_fp16="its kernels take and return bf16",
         hardware="torchao-mxfp8",
-        arithmetic=_mxfp8,
+        arithmetic=".products.mxfp8:MXFP8",
     ),
     "int8": FormatSpec(
         precision="int8-mixed",
@@ -119,7 +97,7 @@ FORMATS: Final[dict[str, FormatSpec]] = {
         emulates=False,
         cpu="always",
         hardware="int8",
-        arithmetic=_int8,
+        arithmetic=".products.int8:Int8",
     ),
 }
 """By recipe."""

@@ -22,7 +22,6 @@ from lightning_lowprec.messages import info
 from lightning_lowprec.precision import fp8
 from lightning_lowprec.precision.fp8 import Converting
 from lightning_lowprec.precision.host import Engine
-from lightning_lowprec.precision.loss_scale import BACKEND_STATE
 from lightning_lowprec.precision.options import FP8Options, MasterOptions, TrainingOptions
 from lightning_lowprec.private.transformer_engine import check_names
 from lightning_lowprec.runs_where import RecipeKey
@@ -256,7 +255,7 @@ class FP8TE(Converting):
     def state_dict(self) -> dict[str, Any]:
         """The loss scale if there is one, the backend, and with delayed scaling its scales, as plain tensors."""
         delayed = {} if self.scales is None else self.scales.state()
-        return {**super().state_dict(), BACKEND_STATE: NAME, **delayed}
+        return {**super().state_dict(), **delayed}
 
     @override
     def load_state_dict(self, state_dict: dict[str, object]) -> None:

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lightning_lowprec.checks import Rule, abstract
 from lightning_lowprec.conversion import module_dtypes
-from lightning_lowprec.conversion.backends import PlanRequest
+from lightning_lowprec.conversion.backends import PlanRequest, imported
 from lightning_lowprec.conversion.in_place import unchanged
 from lightning_lowprec.conversion.name_formats import of_options
 from lightning_lowprec.conversion.options import LayerOptions, take
@@ -27,7 +27,6 @@ from lightning_lowprec.messages import info
 from lightning_lowprec.precision import fp8, refusals
 from lightning_lowprec.precision.fp8 import BlockOptions, Converting
 from lightning_lowprec.precision.host import Engine
-from lightning_lowprec.precision.loss_scale import BACKEND_STATE
 from lightning_lowprec.precision.options import EmulationOptions, FP8Options, MasterOptions, TrainingOptions
 from lightning_lowprec.private.torchao import prototype_refusal
 from lightning_lowprec.products.arithmetic import Arithmetic
@@ -101,8 +100,9 @@ class TorchAO(Converting):
 
     def arithmetic(self, kind: str, device: torch.device) -> Arithmetic | None:
         """Return how a recipe computes; None: as torchao's configuration says."""
-        make = FORMATS[kind].arithmetic
-        return None if make is None else make(self.emulates(device))
+        spec = FORMATS[kind]
+        options = {"emulate": self.emulates(device)} if spec.emulates else {}
+        return None if spec.arithmetic is None else imported(spec.arithmetic)(**options)
 
     def plan_options(self, device: torch.device) -> dict[str, Any]:
         """Return the fields of the ``PlanRequest`` that an option decides."""
@@ -232,7 +232,3 @@ class TorchAO(Converting):
     def say(self, plan: Plan, device: torch.device) -> None:
         """Log a new plan's device."""
         info(f"{self.precision}: {self.how(device)}.")
-
-    @override
-    def state_dict(self) -> dict[str, object]:
-        return {**super().state_dict(), BACKEND_STATE: NAME}
