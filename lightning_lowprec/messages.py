@@ -1,4 +1,4 @@
-"""Every log line and every warning of this package, on rank 0; and how a number of bytes is printed.
+"""Every log line and every warning of this package, on rank 0; and how a number of bytes and a dtype are printed.
 
 Log lines go through ``logging.getLogger("lightning_lowprec")``, warnings have the class :class:`LowPrecisionWarning`:
 both can be silenced without those of Lightning and torch.
@@ -9,7 +9,7 @@ from typing import final
 
 from lightning_lowprec_autoload import info, is_rank_zero
 
-__all__ = ["LowPrecisionWarning", "in_units", "info", "warn"]
+__all__ = ["LowPrecisionWarning", "dtype_name", "in_units", "info", "warn"]
 
 
 @final
@@ -28,3 +28,8 @@ def in_units(count: float) -> str:
     units = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
     unit, scale = next((row for row in units if count >= 0.9995 * row[1]), ("bytes", 1.0))
     return f"{count / scale:.3g} {unit}"
+
+
+def dtype_name(dtype: object) -> str:
+    """Return the name of a dtype of torch: ``"bfloat16"``."""
+    return str(dtype).removeprefix("torch.")

@@ -23,7 +23,7 @@ from lightning_lowprec.fsdp2.meshes import data_ranks, make_mesh, shard_mesh, sh
 from lightning_lowprec.fsdp2.options import ShardOptions
 from lightning_lowprec.fsdp2.shard import shard
 from lightning_lowprec.masters.kept_float32 import kept_float32
-from lightning_lowprec.messages import in_units, info, warn
+from lightning_lowprec.messages import dtype_name, in_units, info, warn
 from lightning_lowprec.numerics.parameters import disable_foreach
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.host import trainer_of
@@ -395,9 +395,11 @@ def gathered_line(model: nn.Module, shards: int) -> str | None:
     gathered = {fqn: group for fqn, group in records.items() if any(one.all_gather_outputs for one in group)}
     if shards == 1 or not gathered:
         return None
-    codes = [(fqn, one) for fqn, group in gathered.items() for one in group if _sends_codes(one.sharded_param)]
+    sent_as = "fsdp_pre_all_gather"  # the method of shards that send codes
+    every = [(fqn, one) for fqn, group in gathered.items() for one in group]
+    codes = [(fqn, one) for fqn, one in every if hasattr(local_tensor(one.sharded_param), sent_as)]
     for fqn, record in codes:
-        wide = next((_name(sent.dtype) for sent in record.all_gather_outputs if sent.dtype.itemsize > 1), None)
+        wide = next((dtype_name(sent.dtype) for sent in record.all_gather_outputs if sent.dtype.itemsize > 1), None)
         if wide is not None:
             raise RuntimeError(
                 f"the weights of {fqn or 'the root'!r} were to be gathered as float8, but {wide} was sent. Use"
@@ -409,14 +411,6 @@ def gathered_line(model: nn.Module, shards: int) -> str | None:
     sent = [tensor for group in blocks for one in group for tensor in one.all_gather_outputs]
     size = sum(tensor.nbytes for tensor in sent) / shards
     in_bf16 = sum(2 * local_tensor(one.sharded_param).numel() for group in blocks for one in group)
-    dtype = "float8" if codes else " and ".join(sorted({_name(tensor.dtype) for tensor in sent}))
+    dtype = "float8" if codes else " and ".join(sorted({dtype_name(tensor.dtype) for tensor in sent}))
     of_bf16 = size / max(in_bf16, 1)  # a rank that has nothing of a group sends padding only
     return f"all-gather: {dtype}, {in_units(size / len(blocks))} per {unit} and rank, {of_bf16:.2f}x of bf16"
-
-
-def _sends_codes(shard: Tensor) -> bool:
-    return hasattr(local_tensor(shard), "fsdp_pre_all_gather")
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -13,7 +13,7 @@ from typing_extensions import override
 from lightning_lowprec.conversion.name_formats import of_options
 from lightning_lowprec.conversion.options import shows, takes
 from lightning_lowprec.hardware import bf16_refusal, default_device, refusal_and_remedy
-from lightning_lowprec.messages import info
+from lightning_lowprec.messages import dtype_name, info
 from lightning_lowprec.precision.base import LowPrecision
 from lightning_lowprec.precision.loss_scale import LossScaler
 from lightning_lowprec.precision.options import BASE_DTYPES, Base, MasterOptions, TrainingOptions
@@ -86,7 +86,7 @@ class HalfMixed(LowPrecision):
     def how(self, device: torch.device) -> str:
         if self._dtype is not None:
             emulated = f", emulated, since {bf16_refusal(device)}" if self.emulates(device) else ""
-            return f"{str(self._dtype).removeprefix('torch.')} autocast{emulated}"
+            return f"{dtype_name(self._dtype)} autocast{emulated}"
         refusal = bf16_refusal(device)
         if refusal is None:
             return f"bf16 autocast, since {device.type} has bf16"
@@ -144,7 +144,7 @@ class HalfEval(LowPrecision):
 
     @override
     def how(self, device: torch.device) -> str:
-        return f"float32 in training, {str(self.autocast_dtype).removeprefix('torch.')} autocast in evaluation"
+        return f"float32 in training, {dtype_name(self.autocast_dtype)} autocast in evaluation"
 
     @override
     def bind_shards(self, reshard: Callable[[Module], None]) -> None:

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from lightning_lowprec.checkpoints.weights import Source
 from lightning_lowprec.checks import check_choice
-from lightning_lowprec.messages import in_units
+from lightning_lowprec.messages import dtype_name, in_units
 from lightning_lowprec.precision.plain import unwrapped
 from lightning_lowprec.private.deepspeed import refuse_zero
 from lightning_lowprec.private.transformers import is_model
@@ -54,11 +54,6 @@ class Options:
     def __post_init__(self) -> None:
         find_format(self.format)
         check_choice("dtype", self.dtype, DTYPES)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype in configs: ``"bfloat16"``."""
-    return str(dtype).removeprefix("torch.")
 
 
 @final

@@ -14,9 +14,10 @@ from lightning_lowprec.checkpoints.optimizer_state import clean
 from lightning_lowprec.checkpoints.weights import Shape, Source, open_weights
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.plan import make_plan
+from lightning_lowprec.messages import dtype_name
 from lightning_lowprec.precision.loss_scale import BACKEND_STATE
 from lightning_lowprec.serving.content import NOTHING, WITHOUT_FP8, RoundedWeights, of_plan
-from lightning_lowprec.serving.export import Options, dtype_name, report, served_model, write
+from lightning_lowprec.serving.export import Options, report, served_model, write
 from lightning_lowprec.serving.formats import find_format
 from lightning_lowprec.serving.safetensors_files import check_out
 from lightning_lowprec.serving.sources import WithoutAdapter, is_of_adapter, live_model, model_name, renamed

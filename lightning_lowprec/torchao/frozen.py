@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from lightning_lowprec.conversion.declared import PlainFirst
 from lightning_lowprec.conversion.in_place import RoleModule, become, derived, revert
 from lightning_lowprec.conversion.matmuls import is_conv1d
-from lightning_lowprec.messages import info
+from lightning_lowprec.messages import dtype_name, info
 from lightning_lowprec.numerics.tiles import largest_of_rows
 from lightning_lowprec.private.torch import local_tensor, with_local_tensor
 from lightning_lowprec.products.linear import in_high_precision
@@ -255,7 +255,7 @@ def store(model: nn.Module) -> str:
         become(module, derived(MergesIntoCodes, type(module)), {})
     for fqns in shared.values():
         layers[fqns[0]].store_codes([layers[fqn] for fqn in fqns[1:]])
-    dtypes = " and ".join(sorted({str(layer.values_dtype).removeprefix("torch.") for layer in stored}))
+    dtypes = " and ".join(sorted({dtype_name(layer.values_dtype) for layer in stored}))
     size = sum(layers[fqns[0]].weight.numel() for fqns in shared.values())
     return (
         f"{len(shared)} frozen weights are stored as codes (frozen='codes'), {size} bytes; state dicts, and the model"
