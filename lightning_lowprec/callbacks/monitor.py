@@ -148,7 +148,9 @@ class NumericsMonitor(Callback):
             self._sampler = Sampler(model, every=max(1, round(1 / self.rows)), device=device)
         self._sampler.arm(turn=step // self.every)
         self._sampled = step
-        if self._compiles or may_compile(called):
+        # calls of the model, of a module in it, or of a LightningModule's methods may be compiled
+        marks = (is_compiled(module) or getattr(module, COMPILED_NAME, None) is not None for module in called.modules())
+        if self._compiles or any(marks):
             self._compiler.pause()
 
     def _end(self, folder: Path | None) -> bool:
@@ -218,11 +220,6 @@ def _device_of(model: nn.Module) -> torch.device:
         return device
     parameter = next(model.parameters(), None)
     return torch.device("cpu") if parameter is None else parameter.device
-
-
-def may_compile(model: nn.Module) -> bool:
-    """Return whether calls of ``model`` may be compiled: the model, a module in it, or a LightningModule's methods."""
-    return any(is_compiled(module) or getattr(module, COMPILED_NAME, None) is not None for module in model.modules())
 
 
 @final

@@ -82,8 +82,11 @@ class Sampler:
         """Look at the next forward and its backward; ``turn`` chooses the rows."""
         self.disarm()
         self._offset = turn
-        owners = [(fqn, layer, backends.owner(layer)) for fqn, layer in named_layers(self.model)]
-        self.sites = [Site(fqn, m, owner, m._parameters.get("weight")) for fqn, m, owner in owners if owner is not None]
+        self.sites = []
+        for fqn, layer in self.model.named_modules():
+            if (owner := backends.owner(layer)) is not None:
+                name = clean(f"{fqn}.").removesuffix(".")  # that the layer has without compilation and checkpointing
+                self.sites.append(Site(name, layer, owner, layer._parameters.get("weight")))
         with torch.inference_mode(False):
             self._numbers = torch.zeros(len(self.sites), _WIDTH, device=self.device)
         for index, site in enumerate(self.sites):
@@ -221,9 +224,3 @@ def _aside(device_type: str) -> Iterator[None]:
     """Surround operations that autograd, autocast and selective checkpoints must not see."""
     with torch.no_grad(), torch.autocast(device_type, enabled=False), outside_of_checkpoints():
         yield
-
-
-def named_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield all modules by the name that they have without compilation and checkpointing."""
-    for fqn, module in model.named_modules():
-        yield clean(f"{fqn}.").removesuffix("."), module

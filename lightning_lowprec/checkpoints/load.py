@@ -115,15 +115,13 @@ class StoredFolder(StoredCheckpoint):
         for entry, (root, *path) in paths.items():
             like = params.get(clean(str(path[1]))) if root == key and path[0] == "state" else None
             if root == key and (path[0] != "state" or like is not None):
-                wanted[entry] = self._memory(entry, like) if entry in self._folder.tensors else 0
+                wanted[entry] = 0
+                if (stored := self._folder.tensors.get(entry)) is not None:
+                    name = entry.rpartition(".")[2]
+                    placements = None if like is None else optimizer_state.placements_of(name, stored.size, like)
+                    wanted[entry] = optimizer_state.empty(stored.size, stored.properties.dtype, like, placements)
         nested = _nested({paths[entry][1:]: value for entry, value in self._folder.fill(wanted).items()})
         return by_fqn({"state": {}, **nested}, model, optimizer, key)
-
-    def _memory(self, entry: str, like: Tensor | None) -> Tensor:
-        stored = self._folder.tensors[entry]
-        name = entry.rpartition(".")[2]
-        placements = None if like is None else optimizer_state.placements_of(name, stored.size, like)
-        return optimizer_state.empty(stored.size, stored.properties.dtype, like, placements)
 
 
 def open_checkpoint(path: Path, weights_only: bool | None = None, *, verify: bool = True) -> StoredCheckpoint:

@@ -113,7 +113,8 @@ def in_metrics(model: nn.Module) -> dict[str, nn.Module]:
     waiting = [model]
     while waiting:
         module = waiting.pop()
-        if id(module) not in outside and not _is_metric(module):
+        classes = {(cls.__module__, cls.__name__) for cls in type(module).__mro__}
+        if id(module) not in outside and ("torchmetrics.metric", "Metric") not in classes:
             outside.add(id(module))
             waiting += module.children()
     return {fqn: module for fqn, module in model.named_modules() if id(module) not in outside}
@@ -125,10 +126,6 @@ def left_alone(model: nn.Module) -> set[str]:
     left = {f"{fqn}.{name}" for fqn, module in inside for name in (*module._parameters, *module._buffers)}
     tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     return left.union(fqn for fqn, tensor in tensors if tensor.dtype is torch.float64 or tensor.is_complex())
-
-
-def _is_metric(module: nn.Module) -> bool:
-    return any((cls.__module__, cls.__name__) == ("torchmetrics.metric", "Metric") for cls in type(module).__mro__)
 
 
 def built_in(model: nn.Module) -> dict[str, str]:

@@ -146,7 +146,7 @@ class MasterRegistry:
         for store in self.stores:
             store.settle(steps_of(self.live()))
             if isinstance(store, RemainderStore):
-                remainders |= {id(p): t for p, t in zip(store.params, store.remainders(), strict=True)}
+                remainders |= {id(p): t for p, t in zip(store.params, store.tensors_on(store.remainder), strict=True)}
         return moments.MASTER_REMAINDER, remainders
 
     def take(self, values: Mapping[int, Tensor], remainders: Mapping[int, Tensor]) -> None:

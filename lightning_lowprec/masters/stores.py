@@ -276,10 +276,6 @@ class RemainderStore(Store):
             self._unsaved = False
             self.release()
 
-    def remainders(self) -> list[Tensor]:
-        """Return the remainders, sharded as the parameters."""
-        return self.tensors_on(self.remainder)
-
     @torch.no_grad()
     def take_remainder(self, index: int, remainder: Tensor) -> None:
         """Take the remainder of one parameter, of its shape, int16."""
