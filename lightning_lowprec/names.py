@@ -4,8 +4,6 @@ The rows have two sources: half precision, which converts no layers, and the reg
 endings (:mod:`~lightning_lowprec.conversion.name_formats`). A word means the same computation on every machine.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, cast
@@ -61,7 +59,7 @@ TABLE: dict[str, PrecisionName] = {}
 """Every name, in the order of the docs."""
 
 
-def create(name: str) -> LowPrecision:
+def create(name: str) -> "LowPrecision":
     """Return a new plugin for a name of the table; raise ImportError if a package that it needs does not import."""
     row = TABLE[name]
     plugin: LowPrecision = row.plugin(**row.options)

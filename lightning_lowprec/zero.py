@@ -13,8 +13,6 @@ The options of the plugin become fields of the config (:func:`translated`; docs/
 that the user has set already must have the same value, or be ``"auto"``.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import weakref
@@ -66,7 +64,7 @@ class ZeroOptions:
     masters: HalfWeights | None
 
     @classmethod
-    def of(cls, plugin: LowPrecision) -> ZeroOptions:
+    def of(cls, plugin: LowPrecision) -> "ZeroOptions":
         """Return the options of a plugin whose device is known."""
         return cls(plugin.precision, plugin.autocast_dtype, plugin.scaler, plugin.masters)
 

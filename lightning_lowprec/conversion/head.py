@@ -15,8 +15,6 @@ The class of the head changes, so that the layer, its weight, ties and names sta
 layer's own forward, where FSDP2 has gathered it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Final, Literal, TypedDict, Unpack, final

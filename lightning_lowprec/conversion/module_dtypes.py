@@ -12,8 +12,6 @@ CPU's autocast casts nothing for norms and LSTMs, which refuse float32 inputs be
 get what CUDA's autocast gives them: the norms run in float32, the LSTMs in half precision.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -42,7 +40,7 @@ def release(model: nn.Module) -> None:
             del module.forward
 
 
-def run_in_float32(model: nn.Module, plan: Plan) -> None:
+def run_in_float32(model: nn.Module, plan: "Plan") -> None:
     """Let the modules that ``plan`` runs in float32 do so, in place; their class, parameters and hooks stay."""
     rows = (row for row in plan.rows if row.recipe == FLOAT32)
     fqns = {row.fqn.rpartition(".")[0] if row.kind == STACKED else row.fqn for row in rows}

@@ -3,8 +3,6 @@
 A test trains a layer under every precision that runs on a CPU and compares what it sees with these rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Final, final
@@ -171,7 +169,7 @@ def in_words(names: Collection[str]) -> str:
     return "; ".join(parts)
 
 
-def suffix_refusal(name: str, table: Mapping[str, PrecisionName]) -> str:
+def suffix_refusal(name: str, table: "Mapping[str, PrecisionName]") -> str:
     """Return why a name of a backend does not exist with these suffixes, and what to write; ``""`` for other names."""
     if name.endswith("-bf16") and (plain := name.removesuffix("-bf16")) in table:
         return f"Write {plain!r}: what is not FP8 or int8 is bf16."

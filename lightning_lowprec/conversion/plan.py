@@ -5,8 +5,6 @@ model on the meta device works. A plugin applies exactly its plan. Rows that dif
 of a table, so that a model of 1,000 layers stays readable.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter
@@ -124,7 +122,7 @@ class Plan:
         """All rows, linear layers first."""
         return self.rows + self.others
 
-    def without(self, fqns: Collection[str]) -> Plan:
+    def without(self, fqns: Collection[str]) -> "Plan":
         """Return a plan in which these converted layers, which the model does not call, count as kept."""
         rows = [
             replace(row, kept_because=NOT_CALLED, recipe=None) if row.fqn in fqns and not row.kept_because else row

@@ -14,8 +14,6 @@ it has the backend's first recipe. A recipe may leave some of a Linear's three p
 High precision is written ``"bf16"``, and is the dtype of autocast: bf16, or fp16 with ``base="fp16"``.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -71,7 +69,7 @@ class LayerRecipe:
     in_bf16: InBF16 = NO_GEMM
 
     @classmethod
-    def of(cls, value: Any, *, names: Sequence[str], base: str, field: str) -> LayerRecipe:
+    def of(cls, value: Any, *, names: Sequence[str], base: str, field: str) -> "LayerRecipe":
         """Return the recipe that a user has written: of ``names``, "bf16", "fp32", or products of ``base``."""
         if value == HIGH:
             return cls(base, ALL_GEMMS)
@@ -105,7 +103,7 @@ class RecipeMap:
     entries: tuple[tuple[str, LayerRecipe], ...]
 
     @classmethod
-    def of(cls, patterns: Mapping[str, object], *, names: Sequence[str], base: str) -> RecipeMap:
+    def of(cls, patterns: Mapping[str, object], *, names: Sequence[str], base: str) -> "RecipeMap":
         """Return the map of what a user has written, patterns and values for :meth:`LayerRecipe.of`."""
         if not patterns or not all(isinstance(pattern, str) and pattern for pattern in patterns):
             raise ValueError(

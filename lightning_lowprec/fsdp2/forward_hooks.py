@@ -12,8 +12,6 @@ under Lightning's ModelParallelStrategy: its calls of the module itself are, and
 weights are freed after each step and at the end of ``training_step``.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -74,7 +72,7 @@ def _followed_by(method: Callable[..., None], function: Callable[..., None]) -> 
     return with_function
 
 
-def _with_hooks(method: Callable[..., object], hooks: ForwardHooks) -> Callable[..., object]:
+def _with_hooks(method: Callable[..., object], hooks: "ForwardHooks") -> Callable[..., object]:
     def with_hooks(*args: object, **kwargs: object) -> object:
         hooks.begin()
         try:

@@ -35,8 +35,6 @@ A weight that a product in high precision reads (recipes per layer) is none of t
 backend defines the arithmetic and the tensor that its layers get (:class:`WireFormat`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -225,7 +223,7 @@ class Fp8GatherShard(Tensor):
     """The codes that were sent last, and memory for the next codes; None if codes are not kept."""
 
     @staticmethod
-    def __new__(cls, tensor: Tensor, scales: GatherScales) -> Fp8GatherShard:
+    def __new__(cls, tensor: Tensor, scales: GatherScales) -> "Fp8GatherShard":
         """Return a tensor without memory, shaped and strided like ``tensor``."""
         same = {name: getattr(tensor, name) for name in ("dtype", "layout", "device", "requires_grad")}
         made: Fp8GatherShard = private.make_wrapper_subclass(
@@ -263,7 +261,7 @@ class Fp8GatherShard(Tensor):
         kwargs = kwargs or {}
         scales: list[GatherScales] = []
 
-        def unwrap(weight: Fp8GatherShard) -> Tensor:
+        def unwrap(weight: "Fp8GatherShard") -> Tensor:
             scales.append(weight._scales)
             return weight._tensor
 
@@ -332,10 +330,10 @@ class Fp8GatherShard(Tensor):
         return ["_tensor"], self._scales
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], scales: GatherScales, *size: object) -> Fp8GatherShard:
+    def __tensor_unflatten__(inner: dict[str, Tensor], scales: GatherScales, *size: object) -> "Fp8GatherShard":
         return Fp8GatherShard(inner["_tensor"], scales)
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Fp8GatherShard:
+    def __deepcopy__(self, memo: dict[int, object]) -> "Fp8GatherShard":
         """Return a shard with memory of its own, which keeps no codes."""
         copied: Fp8GatherShard = self.detach().clone().requires_grad_(self.requires_grad)  # type: ignore[assignment]
         memo[id(self)] = copied

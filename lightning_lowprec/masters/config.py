@@ -1,7 +1,5 @@
 """Where float32 masters and optimizer moments are stored between steps."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 
@@ -53,7 +51,7 @@ class MasterConfig:
         return masters[self.form] + (", moments of 8 bits" if self.moments == "8bit" else "")
 
     @classmethod
-    def of(cls, value: Kept | MasterConfig) -> MasterConfig:
+    def of(cls, value: "Kept | MasterConfig") -> "MasterConfig":
         """Return a config as given, and a word for what is kept as a config."""
         if isinstance(value, MasterConfig):
             return value

@@ -1,7 +1,5 @@
 """The masters of one optimizer: their stores, and the exchange of parameters and masters."""
 
-from __future__ import annotations
-
 import itertools
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,7 +20,7 @@ from lightning_lowprec.numerics.parameters import WeakList, chunks, grouped, par
 
 BUCKET: Final = 64 * 2**20
 """Masters that a step loads at a time where no kernel steps: 256 MB of float32. A larger parameter is loaded alone."""
-registries: WeakList[MasterRegistry] = WeakList()
+registries: "WeakList[MasterRegistry]" = WeakList()
 """Every registry that still exists, in the order in which they were made."""
 
 

@@ -9,8 +9,6 @@ bytes per parameter more, and the copies take 4 bytes of memory per parameter. T
 gradient of the backward, not the clipped one. So gradients stay on GPUs only; on CPUs every step shows what it clips.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections import defaultdict

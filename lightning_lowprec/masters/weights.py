@@ -4,8 +4,6 @@
 model. A precision with float32 weights would train both without masters, and lose updates.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final, final
 
@@ -109,7 +107,7 @@ class HalfWeights:
         kept = {fqn for fqn, p in module.named_parameters() if id(p) in ids}
         return kept | left_alone(module)
 
-    def under_fsdp2(self) -> HalfWeights | None:
+    def under_fsdp2(self) -> "HalfWeights | None":
         """Return the half weights of FSDP2's shards, whose gradients it reduces in float32; None for float32 shards."""
         if self.config.form == "fp32":
             if self.config.moments != "fp32":

@@ -5,8 +5,6 @@ optimizers, and loggers of norms work on it. Multiplying by a number changes onl
 decoded values; operations in place encode their result with a fresh amax.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Any, Final, final
@@ -45,7 +43,7 @@ class ScaledGradient(Tensor):
     stage: Stage
 
     @staticmethod
-    def __new__(cls, codes: Tensor, inv_scale: Tensor, stage: Stage = Stage.OWN) -> ScaledGradient:
+    def __new__(cls, codes: Tensor, inv_scale: Tensor, stage: Stage = Stage.OWN) -> "ScaledGradient":
         """Make a tensor without memory for float32 values."""
         gradient: ScaledGradient = private.make_wrapper_subclass(
             cls, codes.shape, strides=codes.stride(), dtype=torch.float32, device=codes.device
@@ -57,12 +55,12 @@ class ScaledGradient(Tensor):
         return ["codes", "inv_scale"], self.stage
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], stage: Stage, size: object, stride: object) -> ScaledGradient:
+    def __tensor_unflatten__(inner: dict[str, Tensor], stage: Stage, size: object, stride: object) -> "ScaledGradient":
         return ScaledGradient(inner["codes"], inner["inv_scale"], stage)
 
     @classmethod
     @torch.no_grad()
-    def of(cls, values: Tensor, stage: Stage = Stage.OWN) -> ScaledGradient:
+    def of(cls, values: Tensor, stage: Stage = Stage.OWN) -> "ScaledGradient":
         """Encode (...) any float with the scale of its amax; one value that is not finite makes all values NaN."""
         return cls(*_encode(values.float()), stage)
 

@@ -18,8 +18,6 @@ Between forward and backward a layer keeps the codes of the input, one byte per 
 The gradient of the weight is a ``ScaledGradient``, also one byte per element.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, ClassVar, final
 
@@ -107,7 +105,7 @@ class ScaledLayer(PlainFirst):
         finally:
             state.loading = False
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ScaledLayer:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ScaledLayer":
         """Move the codes to another device together with their scales; never change their dtype."""
         required_state_of(self.weight)  # raises where pruning has put another tensor in its place
         weight: Any = self._parameters.pop("weight")

@@ -10,8 +10,6 @@ The same on one device, under DDP, and under FSDP2 as a shard and as a gathered 
 life of a weight. :class:`~lightning_lowprec.msamp.weight_state.MsampWeightState` has the arithmetic.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Final, final
 
@@ -41,7 +39,7 @@ class MsampWeight(CodedWeight):
     msamp_state: MsampWeightState
 
     @staticmethod
-    def __new__(cls, state: MsampWeightState, dtype: torch.dtype = torch.float32) -> MsampWeight:
+    def __new__(cls, state: MsampWeightState, dtype: torch.dtype = torch.float32) -> "MsampWeight":
         """Make a tensor without memory for values, shaped and strided like the codes."""
         weight = cls.showing(state.codes, dtype)
         weight.msamp_state = state
@@ -103,7 +101,7 @@ class MsampWeight(CodedWeight):
             return targets[0]
         changed: dict[int, tuple[MsampWeightState, Tensor]] = {}
 
-        def plain(weight: MsampWeight) -> Tensor:
+        def plain(weight: "MsampWeight") -> Tensor:
             if not any(weight is target for target in targets):
                 return weight.decode()
             part = weight.msamp_state
@@ -178,7 +176,7 @@ class MsampWeight(CodedWeight):
         return names, self.dtype
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Any], dtype: torch.dtype, size: object, stride: object) -> MsampWeight:
+    def __tensor_unflatten__(inner: dict[str, Any], dtype: torch.dtype, size: object, stride: object) -> "MsampWeight":
         return MsampWeight(MsampWeightState(**inner), dtype)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

@@ -4,8 +4,6 @@ With tensor parallelism some parameters are sharded twice and the others once; w
 are DTensors. torch's multi-tensor operations take the DTensors of one mesh at a time.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Generic, TypeVar, final
@@ -144,7 +142,7 @@ class WeakList(Generic[T]):
     def __len__(self) -> int:
         return len(list(iter(self)))
 
-    def __reduce__(self) -> tuple[type[WeakList[T]], tuple[()]]:
+    def __reduce__(self) -> "tuple[type[WeakList[T]], tuple[()]]":
         return type(self), ()
 
 
@@ -152,5 +150,5 @@ class WeakList(Generic[T]):
 class WeakNumbers(weakref.WeakKeyDictionary[T, int]):
     """A number for each object that somebody else keeps alive; a pickle of it is empty."""
 
-    def __reduce__(self) -> tuple[type[WeakNumbers[T]], tuple[()]]:
+    def __reduce__(self) -> "tuple[type[WeakNumbers[T]], tuple[()]]":
         return type(self), ()

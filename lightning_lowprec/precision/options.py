@@ -1,7 +1,5 @@
 """Options that precision plugins share; :mod:`lightning_lowprec.conversion.options` makes parameters of them."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from typing import Annotated, Final, Literal, cast

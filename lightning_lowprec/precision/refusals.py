@@ -1,7 +1,5 @@
 """Errors for models that a precision would train wrongly, raised at set-up."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
@@ -22,7 +20,7 @@ if TYPE_CHECKING:
 AVERAGING: Final = ("StochasticWeightAveraging", "WeightAveraging")  # lightning 2.6 added the second one
 
 
-def check_runs(plugin: LowPrecision, device: torch.device) -> None:
+def check_runs(plugin: "LowPrecision", device: torch.device) -> None:
     """Raise if the precision cannot run on ``device``; warn if in doubt."""
     refusal = plugin.refusal(device)
     if refusal is not None:

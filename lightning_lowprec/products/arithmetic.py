@@ -16,8 +16,6 @@ A number format is a class with the methods of :class:`Arithmetic`, and nothing 
 `scaled.py` (float8 with a scale per matrix or row), `block.py`, `int8.py` and `mxfp8.py` beside this file.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -132,7 +130,7 @@ class Products:
     """Whether the backward reads the codes of the weight that the forward made, where they serve both."""
     keeper_of_weight: ClassVar[Transposable | None]
 
-    def without(self, products: Iterable[str]) -> Products | None:
+    def without(self, products: Iterable[str]) -> "Products | None":
         """Return the same with these products in high precision; None if no other is left."""
         high: dict[str, Any] = dict.fromkeys(products)
         changed = replace(self, **high)

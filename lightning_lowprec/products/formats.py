@@ -4,8 +4,6 @@
 ``lowprec`` reads rows first: a row names its arithmetic.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Final, Literal, final
 

@@ -4,8 +4,6 @@ To add a format, write its :class:`Format` at the end of this file, and its name
 e4m3, and all stored scales are float32, by which codes are multiplied.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, final, get_args
@@ -26,7 +24,7 @@ FormatName = Literal["hf", "hf-fp8-block", "compressed-tensors"]
 class Format:
     """A format of a folder, for ``format=``."""
 
-    scale_per: ScalePer | None
+    scale_per: "ScalePer | None"
     """What has a scale of its own; None: the format has no codes."""
     scales: str = "_scale"
     """What the name of the reciprocal scales has behind that of the codes, the weight's."""

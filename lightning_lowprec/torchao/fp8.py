@@ -1,7 +1,5 @@
 """FP8 training through torchao: scales are computed from each tensor, so there is no state."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, final, get_args
@@ -169,7 +167,7 @@ class FP8TorchAO(TorchAO):
         return reason
 
     @override
-    def layer_recipes(self, device: torch.device) -> Settings:
+    def layer_recipes(self, device: torch.device) -> "Settings":
         return replace(
             super().layer_recipes(device),
             fp8_format=self.fp8_format,

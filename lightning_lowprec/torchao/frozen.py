@@ -12,8 +12,6 @@ The values of bfloat16 encode to the same codes and scales again: rounding moves
 between codes, and moves the largest value, which decides the scale, back to where it was.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -49,7 +47,7 @@ class Bytes(nn.Parameter):
     def requires_grad(self, wanted: bool) -> None:
         self.requires_grad_(wanted)
 
-    def requires_grad_(self, requires_grad: bool = True) -> Bytes:
+    def requires_grad_(self, requires_grad: bool = True) -> "Bytes":
         """Refuse True."""
         if requires_grad:
             raise RuntimeError(
@@ -68,7 +66,7 @@ class StoresCodes(PlainFirst):
     settings: LayerSettings
     values_dtype: torch.dtype | None
     """The dtype of the weight whose codes are stored; None: the weight holds values."""
-    tied: Sequence[StoresCodes]
+    tied: "Sequence[StoresCodes]"
     """The other layers with the same weight of codes: each has the scale, since a device moves buffers one by one."""
 
     def codes_of(self, weight: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -103,7 +101,7 @@ class StoresCodes(PlainFirst):
         codes = wire.encode(local, scale, first=first).contiguous()
         return with_local_tensor(codes.view(torch.uint8), values), scale.contiguous().view(torch.int32)
 
-    def store_codes(self, tied: Sequence[StoresCodes]) -> None:
+    def store_codes(self, tied: "Sequence[StoresCodes]") -> None:
         """Put codes in the place of the values; ``tied``: the other layers with the same Parameter."""
         dtype, weight = self.weight.dtype, self.weight
         codes, scale = self.encoded(weight)

@@ -3,8 +3,6 @@
 The plugins are in `fp8.py` and `int8.py`: options and names. The rows of `products/formats.py` say the rest.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
@@ -90,7 +88,7 @@ class TorchAO(Converting):
         """The end of the precision's name: the base dtype, or what is kept beside bf16 weights."""
         return of_options(self.base, None if self.masters is None else self.masters.config.kept)
 
-    def layer_recipes(self, device: torch.device) -> Settings:
+    def layer_recipes(self, device: torch.device) -> "Settings":
         """Return what gives each recipe its settings; this imports torchao."""
         from lightning_lowprec.torchao.settings import Settings
 

@@ -1,7 +1,5 @@
 """What a recipe of torchao means for the products of one layer. Importing this module imports torchao."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

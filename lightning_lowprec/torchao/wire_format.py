@@ -4,8 +4,6 @@ A layer multiplies by the codes, and all other code reads the values. torchao's 
 layers and fails at others, such as a model's ``F.linear(x, layer.weight.t())``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, final
@@ -59,7 +57,7 @@ class GatheredWeight(CodedWeight, Float8TrainingTensor):
         return tree_map_only(Float8TrainingTensor, cls._of, by_torchao(func, types, args, kwargs))
 
     @classmethod
-    def _of(cls, tensor: Tensor) -> GatheredWeight:
+    def _of(cls, tensor: Tensor) -> "GatheredWeight":
         codes, *rest = constructor_arguments(tensor)
         with inference_mode_of(codes):
             return cls(codes, *rest)
@@ -67,7 +65,7 @@ class GatheredWeight(CodedWeight, Float8TrainingTensor):
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, Tensor], metadata: object, size: object, stride: object
-    ) -> GatheredWeight:
+    ) -> "GatheredWeight":
         return GatheredWeight._of(Float8TrainingTensor.__tensor_unflatten__(inner, metadata, size, stride))
 
 
@@ -80,7 +78,7 @@ class GatheredTiles(CodedWeight):
     by: Tiled
 
     @staticmethod
-    def __new__(cls, codes: Tensor, scale: Tensor, by: Tiled, dtype: torch.dtype) -> GatheredTiles:
+    def __new__(cls, codes: Tensor, scale: Tensor, by: Tiled, dtype: torch.dtype) -> "GatheredTiles":
         """Make a tensor without memory, and hang codes and scales at it."""
         weight = cls.showing(codes, dtype)
         weight.codes, weight.scale, weight.by = codes, scale, by
@@ -108,7 +106,7 @@ class GatheredTiles(CodedWeight):
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, Tensor], metadata: tuple[Tiled, torch.dtype], size: object, stride: object
-    ) -> GatheredTiles:
+    ) -> "GatheredTiles":
         return GatheredTiles(inner["codes"], inner["scale"], *metadata)
 
 

@@ -4,8 +4,6 @@ docs/fsdp2.md has the formulas of the collectives, which are rings. A dimension 
 padded, which is counted. Not counted: buffers, copies (HSDP), tensor parallelism, gradient accumulation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Final
@@ -190,7 +188,7 @@ class Weights:
         """Those that have gradients."""
         return self.total - self.frozen
 
-    def __add__(self, other: Weights) -> Weights:
+    def __add__(self, other: "Weights") -> "Weights":
         return Weights(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
 
 
