@@ -20,16 +20,9 @@ from torch.distributed.tensor import DTensor, Partial
 
 from lightning_lowprec.checks import check_choice
 from lightning_lowprec.hardware import refusal
+from lightning_lowprec.numerics import linear_cross_entropy as chunked
 from lightning_lowprec.numerics.fp8_matrices import FastAccum
 from lightning_lowprec.numerics.kernel_operands import ALIGNMENT
-from lightning_lowprec.numerics.linear_cross_entropy import (
-    Results,
-    empty_results,
-    gradient_scale,
-    in_fp8,
-    in_half,
-    multiply_,
-)
 from lightning_lowprec.numerics.tensor_cores import UNITS, Emulation
 from lightning_lowprec.other_stacks import unknown_option
 
@@ -174,7 +167,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             ctx.used = not torch.compiler.is_compiling()
             *gradients, share = ctx.saved_tensors
             top = grad_output * share
-        top = top / gradient_scale(ctx.dtypes[0], fp8=ctx.settings[0])
+        top = top / chunked.gradient_scale(ctx.dtypes[0], fp8=ctx.settings[0])
         of_inputs = (
             _times(gradient, top, dtype) if needed else None
             for gradient, dtype, needed in zip(gradients, ctx.dtypes, ctx.needs_input_grad, strict=False)
@@ -185,7 +178,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _times(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``gradient * factor``, computed in float32 and rounded once; in the memory of ``gradient`` if it fits."""
     if gradient.dtype == dtype:
-        return multiply_(gradient, factor)
+        return chunked.multiply_(gradient, factor)
     return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
 
 
@@ -215,20 +208,22 @@ def _run(
         if not len(hidden):
             return [torch.zeros_like(result) for result in _fake(hidden, weight, bias, fp8, rows, of)]
         if not fp8:
-            return _listed(in_half(*arguments), hidden)
+            return _listed(chunked.in_half(*arguments), hidden)
         emulation: Any = {spelling: value for value, spelling in _SPELLED.items()}.get(emulate, emulate)
         _check_device(hidden.device, emulation)
-        return _listed(in_fp8(*arguments, after, emulate=emulation, fast_accum=cast(FastAccum, fast_accum)), hidden)
+        return _listed(
+            chunked.in_fp8(*arguments, after, emulate=emulation, fast_accum=cast(FastAccum, fast_accum)), hidden
+        )
 
 
-def _listed(results: Results, like: Tensor) -> list[Tensor]:
+def _listed(results: chunked.Results, like: Tensor) -> list[Tensor]:
     return [like.new_empty(0) if result is None else result for result in results]
 
 
 def _fake(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, fp8: bool, rows: int, of: list[bool], *_: object
 ) -> list[Tensor]:
-    return _listed(empty_results(hidden, weight, of, rows or None, fp8=fp8), hidden)
+    return _listed(chunked.empty_results(hidden, weight, of, rows or None, fp8=fp8), hidden)
 
 
 _OPERATION: Final = torch.library.custom_op("lightning_lowprec::linear_cross_entropy", _run, mutates_args=())

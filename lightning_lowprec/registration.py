@@ -37,7 +37,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 import lightning_lowprec_autoload as autoload
-from lightning_lowprec import names
+from lightning_lowprec import names, strategies
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.extras import require
 from lightning_lowprec.fsdp2.forward_hooks import reshard
@@ -51,14 +51,6 @@ from lightning_lowprec.precision.host import trainer_of
 from lightning_lowprec.precision.step import clip_by_norm
 from lightning_lowprec.private import lightning as private
 from lightning_lowprec.private.either import PACKAGES, FabricPrecision, Package, TrainerFn, both, share_bases
-from lightning_lowprec.strategies import (
-    SHARDED,
-    check_strategy,
-    fsdp2_class,
-    half_under_fsdp2,
-    is_fsdp2,
-    resolve_strategy,
-)
 from lightning_lowprec.zero import DEEPSPEED, bind
 
 LAUNCHED_PRECISION: Final = "LOWPREC_RUN_PRECISION"
@@ -109,7 +101,7 @@ def _register_at(package: Package, for_trainer: bool) -> None:
     _patch(connector, private.CHECK_CONFIG, _resolve_name, package=package, for_trainer=for_trainer)
     _patch(connector, private.LAZY_INIT, _meet_strategy, for_trainer=for_trainer)
     registry = private.strategy_registry(package, for_trainer=for_trainer)
-    strategy = fsdp2_class(package, for_trainer=for_trainer)
+    strategy = strategies.fsdp2_class(package, for_trainer=for_trainer)
     registry.register("fsdp2", strategy, "FSDP2, in every precision, with FP8 all-gather", override=True)
     _widen_annotations()
     for precision in _stock_precisions(part.__name__):
@@ -184,12 +176,12 @@ def _resolve_name(
         given, precision = [*given, ours], None
     elif precision is not None:
         names.validate_name(precision)
-    if is_fsdp2(strategy) and ours is None and (ours := half_under_fsdp2(precision)) is not None:
+    if strategies.is_fsdp2(strategy) and ours is None and (ours := strategies.half_under_fsdp2(precision)) is not None:
         given, precision = [*given, ours], None
-    if ours is not None or is_fsdp2(strategy):
-        strategy = resolve_strategy(strategy, package, for_trainer)
+    if ours is not None or strategies.is_fsdp2(strategy):
+        strategy = strategies.resolve_strategy(strategy, package, for_trainer)
     if ours is not None:
-        check_strategy(ours, strategy, private.strategy_registry(package, for_trainer=for_trainer))
+        strategies.check_strategy(ours, strategy, private.strategy_registry(package, for_trainer=for_trainer))
         if isinstance(strategy, str) and strategy.startswith("deepspeed"):  # Lightning's error names no version
             require("deepspeed", f"`strategy={strategy!r}`")
     original(self, precision=precision, plugins=given or None, strategy=strategy, **kwargs)
@@ -218,18 +210,18 @@ def launched_precision_is_used() -> bool:
 def _meet_strategy(original: Callable[..., None], self: Any, *, for_trainer: bool) -> None:
     original(self)
     plugin = getattr(self, "precision_plugin", None) or getattr(self, "precision", None)
-    if is_fsdp2(self.strategy):  # checks early, before any process starts
+    if strategies.is_fsdp2(self.strategy):  # checks early, before any process starts
         self.strategy.sharding.check(plugin)
     if not isinstance(plugin, LowPrecision):
         return
-    check_strategy(plugin, self.strategy, {})
+    strategies.check_strategy(plugin, self.strategy, {})
     plugin.bind_device(self.strategy.root_device)
     if isinstance(self.strategy, both(*DEEPSPEED)):
         bind(plugin, self.strategy)
         return
-    if is_fsdp2(self.strategy):  # this strategy gives the optimizers to the plugin itself
+    if strategies.is_fsdp2(self.strategy):  # this strategy gives the optimizers to the plugin itself
         return
-    if isinstance(self.strategy, both(*SHARDED)):
+    if isinstance(self.strategy, both(*strategies.SHARDED)):
         plugin.bind_shards(reshard)
     if not for_trainer:
         self.strategy.setup_module = partial(_show_module, plugin, self.strategy.setup_module)

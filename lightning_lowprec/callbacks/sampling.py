@@ -26,19 +26,11 @@ from lightning_lowprec.callbacks.readings import TENSORS, Reading, Tensor3
 from lightning_lowprec.checkpoints.optimizer_state import clean
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.backends import Backend
-from lightning_lowprec.numerics.casts import (
-    FIELDS,
-    UNKNOWN,
-    Cast,
-    LayerNumerics,
-    measure,
-    output_error,
-    sampled,
-)
+from lightning_lowprec.numerics import casts
 from lightning_lowprec.private.torch import local_tensor, outside_of_checkpoints
 from lightning_lowprec.private.torch_modules import whole
 
-_PER_TENSOR: Final = len(FIELDS)
+_PER_TENSOR: Final = len(casts.FIELDS)
 _OUTPUT: Final = len(TENSORS) * _PER_TENSOR
 """The column where the norms of the exact output and of its error stand."""
 _WIDTH: Final = _OUTPUT + 2
@@ -118,43 +110,45 @@ class Sampler:
         if output.requires_grad and not site.gradient_seen and site.missing is None:
             site.gradient_seen = True
             numerics = site.backend.numerics(layer)
-            if isinstance(numerics, LayerNumerics):
+            if isinstance(numerics, casts.LayerNumerics):
                 register: Any = whole(output).register_hook  # `output` may be a part of padded rows
                 register(partial(self._on_gradient, numbers[index], numerics))
 
     def _look(self, site: Site, numbers: Tensor, input: Tensor, output: Tensor) -> None:
         numerics, layer = site.backend.numerics(site.layer), site.layer
-        if not isinstance(numerics, LayerNumerics):
+        if not isinstance(numerics, casts.LayerNumerics):
             site.missing = numerics or ""
             return
         if isinstance(input, DTensor) or isinstance(numerics.values, DTensor):
             site.missing = _CUT
             return
-        rows = sampled(input, self.every, self._offset).to(output.dtype)
+        rows = casts.sampled(input, self.every, self._offset).to(output.dtype)
         self._write(numbers, "input", input, rows, numerics.input, output.dtype)
         values, first = _values(site, numerics)
         if values is None or not values.numel():
             return
         values = values.to(output.device)
-        self._write(numbers, "weight", values, sampled(values, self.every, self._offset), numerics.weight, values.dtype)
+        self._write(
+            numbers, "weight", values, casts.sampled(values, self.every, self._offset), numerics.weight, values.dtype
+        )
         bias = layer._parameters.get("bias")
         last = first + len(values)
-        of_rows = sampled(output, self.every, self._offset)[:, first:last]
+        of_rows = casts.sampled(output, self.every, self._offset)[:, first:last]
         own_bias = None if bias is None else local_tensor(bias.detach())[first:last]
-        numbers[_OUTPUT:].copy_(output_error(of_rows, rows, values, own_bias))
+        numbers[_OUTPUT:].copy_(casts.output_error(of_rows, rows, values, own_bias))
 
-    def _on_gradient(self, numbers: Tensor, numerics: LayerNumerics, gradient: Tensor) -> None:
+    def _on_gradient(self, numbers: Tensor, numerics: casts.LayerNumerics, gradient: Tensor) -> None:
         if not gradient.numel() or isinstance(gradient, DTensor):
             return
         with _aside(gradient.device.type):
-            rows = sampled(gradient, self.every, self._offset)
+            rows = casts.sampled(gradient, self.every, self._offset)
             self._write(numbers, "gradient", gradient, rows, numerics.gradient, gradient.dtype)
 
     def _write(
-        self, numbers: Tensor, tensor: Tensor3, x: Tensor, rows: Tensor, cast: Cast | str, dtype: torch.dtype
+        self, numbers: Tensor, tensor: Tensor3, x: Tensor, rows: Tensor, cast: casts.Cast | str, dtype: torch.dtype
     ) -> None:
         start = TENSORS.index(tensor) * _PER_TENSOR
-        values = measure(x, rows, cast if isinstance(cast, Cast) else None, dtype)
+        values = casts.measure(x, rows, cast if isinstance(cast, casts.Cast) else None, dtype)
         numbers[start : start + _PER_TENSOR].copy_(values)
 
     # ---- the numbers
@@ -192,7 +186,7 @@ def _decibels(signal: float, noise: float) -> float | None:
     return 10 * math.log10(signal / noise) if 0 < noise < math.inf and 0 < signal < math.inf else None
 
 
-def _values(site: Site, numerics: LayerNumerics) -> tuple[Tensor | None, int]:
+def _values(site: Site, numerics: casts.LayerNumerics) -> tuple[Tensor | None, int]:
     """Return rows of the weight in high precision, and the index of the first of them in the whole weight."""
     if numerics.values is not None:
         return numerics.values.detach(), 0
@@ -211,7 +205,7 @@ def _reading(counted: list[float], peaks: Tensor) -> dict[str, Any] | None:
     seen = scales[peaks.any(dim=1)]  # the scale of an infinite amax is 0
     if not len(seen):  # no rank has called the layer, or no backward has reached it
         return None
-    is_known = math.isfinite(amax) and float(seen.amin()) != UNKNOWN
+    is_known = math.isfinite(amax) and float(seen.amin()) != casts.UNKNOWN
     return {
         "amax": amax if math.isfinite(amax) else math.nan,
         "underflow": (values - codes) / max(values, 1.0) if is_known else None,

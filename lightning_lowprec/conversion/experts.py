@@ -25,14 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from lightning_lowprec.conversion import in_place
 from lightning_lowprec.conversion.in_place import RoleModule
 from lightning_lowprec.numerics.groups import Groups, collect, group, per_row, spread
-from lightning_lowprec.private.transformers import (
-    activate,
-    experts_implementation,
-    is_expert_parallel,
-    own_implementation,
-    redirect,
-    undo_redirect,
-)
+from lightning_lowprec.private import transformers
 
 _FLAGS = frozenset({"has_gate", "has_bias", "is_transposed", "is_concatenated"})
 """What ``use_experts_implementation`` of transformers (5.0 and later) sets on a module."""
@@ -81,16 +74,16 @@ class RoutedExperts(RoleModule):
             output: Tensor = type(experts).forward(experts, hidden_states, top_k_index, top_k_weights)
             return output
         if hidden_states.numel() == 0 or not self.takes(hidden_states):
-            with own_implementation(self):
+            with transformers.own_implementation(self):
                 output = super().forward(hidden_states, top_k_index, top_k_weights)
             return output
         first, second = weight_names(self)
         weight = self.weight(first)
-        absent = is_expert_parallel(self) or weight is not getattr(self, first)
+        absent = transformers.is_expert_parallel(self) or weight is not getattr(self, first)
         groups = group(top_k_index, weight.shape[0], self.alignment, some_absent=absent)
         rows = spread(hidden_states.to(compute_dtype(hidden_states)), groups)
         inner = self._product(rows, first, groups)
-        inner = activate(self, inner) if self.has_gate else self.act_fn(inner)
+        inner = transformers.activate(self, inner) if self.has_gate else self.act_fn(inner)
         pairs = collect(self._product(inner, second, groups), groups)
         if getattr(self, "has_post_expert_norm", False):
             pairs = self.post_expert_norm(pairs)
@@ -112,12 +105,12 @@ class RoutedExperts(RoleModule):
 def take_experts(experts: nn.Module, role: type[RoutedExperts], attributes: Mapping[str, object]) -> None:
     """Give stacked experts a role in place, also where expert parallelism has replaced their forward."""
     in_place.become(experts, in_place.derived(role, type(experts)), attributes)
-    redirect(experts)
+    transformers.redirect(experts)
 
 
 def release_experts(experts: RoutedExperts) -> None:
     """Undo :func:`take_experts`."""
-    undo_redirect(experts)
+    transformers.undo_redirect(experts)
     in_place.revert(experts)
 
 
@@ -159,7 +152,7 @@ class CastExperts(RoutedExperts):
     def takes(self, hidden_states: Tensor) -> bool:
         """Whether autocast is on, and the model would multiply in the dtype of its weights."""
         on = torch.is_autocast_enabled(hidden_states.device.type)
-        return on and experts_implementation(self) == "grouped_mm"
+        return on and transformers.experts_implementation(self) == "grouped_mm"
 
     def multiply(self, rows: Tensor, name: str, groups: Groups) -> Tensor:
         """[P, K] -> [P, N]."""

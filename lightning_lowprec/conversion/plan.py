@@ -15,20 +15,10 @@ from typing import Final
 import torch
 from torch import nn
 
-from lightning_lowprec.conversion import selection
+from lightning_lowprec.conversion import matmuls, selection
 from lightning_lowprec.conversion.backends import PlanRequest
 from lightning_lowprec.conversion.experts import is_stack
 from lightning_lowprec.conversion.in_place import own_class
-from lightning_lowprec.conversion.matmuls import (
-    CONV1D,
-    STACKED,
-    Matmul,
-    expected_gain,
-    is_conv1d,
-    is_linear,
-    matmuls,
-    other_products,
-)
 from lightning_lowprec.conversion.name_formats import NO_GROUPED_PRODUCT
 from lightning_lowprec.conversion.options import LayerOptions
 from lightning_lowprec.conversion.recipe_map import FLOAT32, NO_PATTERN, LayerRecipe, RecipeMap
@@ -44,7 +34,7 @@ _MAYBE_FLOAT32: Final = ("router", "gate beside experts")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanRow(Matmul):
+class PlanRow(matmuls.Matmul):
     """One weight of the model, and whether the weight converts."""
 
     kept_because: str | None
@@ -106,12 +96,12 @@ class Plan:
     @property
     def linears(self) -> tuple[str, ...]:
         """The fqns of the layers that convert."""
-        return tuple(row.fqn for row in self.rows if row.kept_because is None and row.kind != STACKED)
+        return tuple(row.fqn for row in self.rows if row.kept_because is None and row.kind != matmuls.STACKED)
 
     @property
     def stacked(self) -> tuple[str, ...]:
         """The fqns of the Parameters of stacked experts that convert."""
-        return tuple(row.fqn for row in self.rows if row.kept_because is None and row.kind == STACKED)
+        return tuple(row.fqn for row in self.rows if row.kept_because is None and row.kind == matmuls.STACKED)
 
     def below_break_even(self) -> tuple[PlanRow, ...]:
         """Return the converted rows that FP8 is expected to slow down."""
@@ -196,8 +186,8 @@ def make_plan(model: nn.Module, options: LayerOptions | None = None, request: Pl
     reasons = (built_in if options.only is None else {}) | by_user | dict(selection.uncalled(model))
     products = []
     in_metrics = set(selection.in_metrics(model).values())
-    for matmul, module in matmuls(model):
-        multiple = 1 if request.pads and matmul.kind != STACKED else request.alignment
+    for matmul, module in matmuls.matmuls(model):
+        multiple = 1 if request.pads and matmul.kind != matmuls.STACKED else request.alignment
         reason = selection.unsupported(matmul, module, multiple, request.converted_class, request.experts)
         reason = IN_METRIC if module in in_metrics else reason
         chosen = reasons.get(matmul.fqn) or _kept_by(options, matmul, module, request)
@@ -218,7 +208,7 @@ def make_plan(model: nn.Module, options: LayerOptions | None = None, request: Pl
         row = PlanRow(
             **asdict(matmul),
             kept_because=reason,
-            gain=expected_gain(name, matmul.in_features, matmul.out_features),
+            gain=matmuls.expected_gain(name, matmul.in_features, matmul.out_features),
             trains=_trains(matmul, module),
             stored_as_codes=reason is None and _stores_codes(options, matmul, module),
             recipe=str(recipe) if recipe is not None and (reason is None or in_float32) else None,
@@ -227,7 +217,7 @@ def make_plan(model: nn.Module, options: LayerOptions | None = None, request: Pl
         )
         rows.append(row)
     others = []
-    for matmul, module in other_products(model):
+    for matmul, module in matmuls.other_products(model):
         reason = IN_METRIC if module in in_metrics else f"no Linear ({matmul.kind})"
         dtype = None if module in in_metrics else _dtype(module, request)
         trains = _trains(matmul, module)
@@ -235,35 +225,35 @@ def make_plan(model: nn.Module, options: LayerOptions | None = None, request: Pl
     return Plan(tuple(rows), tuple(others), recipe_of, request.format)
 
 
-def _padded(matmul: Matmul, reason: str | None, alignment: int) -> tuple[int, int] | None:
+def _padded(matmul: matmuls.Matmul, reason: str | None, alignment: int) -> tuple[int, int] | None:
     """Return the sizes to which a layer is padded, or could be; None: its sizes fit, or another reason keeps it."""
     sizes = matmul.in_features, matmul.out_features
     padded = sizes[0] + -sizes[0] % alignment, sizes[1] + -sizes[1] % alignment
-    other = matmul.kind == STACKED or reason not in (None, no_multiple(alignment))
+    other = matmul.kind == matmuls.STACKED or reason not in (None, no_multiple(alignment))
     return None if other or padded == sizes else padded
 
 
-def _kept_by(options: LayerOptions, matmul: Matmul, module: nn.Module, request: PlanRequest) -> str | None:
-    if is_conv1d(module) and not request.conv1d:
+def _kept_by(options: LayerOptions, matmul: matmuls.Matmul, module: nn.Module, request: PlanRequest) -> str | None:
+    if matmuls.is_conv1d(module) and not request.conv1d:
         return "no Linear (Conv1D)"
-    if request.stores_codes and is_linear(module) and "weight" not in module._parameters:
+    if request.stores_codes and matmuls.is_linear(module) and "weight" not in module._parameters:
         return "its weight is computed at each forward (weight_norm, spectral_norm, pruning)"
     return "frozen" if options.frozen == "keep" and not _trains(matmul, module) else None
 
 
-def _trains(matmul: Matmul, module: nn.Module) -> bool:
+def _trains(matmul: matmuls.Matmul, module: nn.Module) -> bool:
     """Return whether a weight has a gradient, or a parameter from which it is computed at each forward."""
     weight = module._parameters.get(matmul.fqn.rpartition(".")[2], module._parameters.get("weight"))
     return any(p.requires_grad for p in (module.parameters() if weight is None else (weight,)))
 
 
-def _stores_codes(options: LayerOptions, matmul: Matmul, module: nn.Module) -> bool:
-    weight = module._parameters.get("weight")
-    return options.frozen == "codes" and matmul.kind != STACKED and weight is not None and not weight.requires_grad
+def _stores_codes(options: LayerOptions, matmul: matmuls.Matmul, module: nn.Module) -> bool:
+    weight = None if matmul.kind == matmuls.STACKED else module._parameters.get("weight")
+    return options.frozen == "codes" and weight is not None and not weight.requires_grad
 
 
 def _of_map(
-    recipes: RecipeMap, matmul: Matmul, reason: str | None, request: PlanRequest
+    recipes: RecipeMap, matmul: matmuls.Matmul, reason: str | None, request: PlanRequest
 ) -> tuple[LayerRecipe | None, str | None]:
     """Return the recipe of a weight, if the map has one that counts, and the reason if the weight is kept."""
     pattern, recipe = recipes.of_layer(matmul.fqn) or ("", None)
@@ -276,7 +266,7 @@ def _of_map(
     if recipe.is_kept:
         return None, f"'bf16' in `recipe` ({pattern!r})"
     spec = FORMATS.get(recipe.name or "")
-    if spec is not None and matmul.kind == STACKED and not spec.experts:
+    if spec is not None and matmul.kind == matmuls.STACKED and not spec.experts:
         return None, NO_GROUPED_PRODUCT
     features = selection.FEATURE_ALIGNMENT if spec is None else spec.features
     multiple = features if features > selection.FEATURE_ALIGNMENT else 1 if request.pads else request.alignment
@@ -285,7 +275,7 @@ def _of_map(
 
 
 def _runs_in(
-    matmul: Matmul, module: nn.Module, reason: str | None, built_in: Mapping[str, str], request: PlanRequest
+    matmul: matmuls.Matmul, module: nn.Module, reason: str | None, built_in: Mapping[str, str], request: PlanRequest
 ) -> str | None:
     """Return ``PlanRow.runs_in``. With ``head="fp8"`` the products of a head differ between training and evaluation."""
     if reason in (None, IN_METRIC):
@@ -298,7 +288,7 @@ def _runs_in(
     if matmul.kind == "Linear":
         follows = own_class(module).forward is nn.Linear.forward and "forward" not in vars(module)
     else:
-        follows = is_stack(module) if matmul.kind == STACKED else matmul.kind == CONV1D
+        follows = is_stack(module) if matmul.kind == matmuls.STACKED else matmul.kind == matmuls.CONV1D
     return _dtype(module, request) if follows else None
 
 

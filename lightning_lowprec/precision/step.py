@@ -22,14 +22,8 @@ from lightning_lowprec.masters.optimizer import main_params, show_master_grads
 from lightning_lowprec.masters.registry import registry_of
 from lightning_lowprec.numerics.parameters import clip_grad_norm, on_several_meshes
 from lightning_lowprec.precision.loss_scale import LossScaler
+from lightning_lowprec.private import lightning as private
 from lightning_lowprec.private.either import GradClipAlgorithmType, LightningModule, MisconfigurationException
-from lightning_lowprec.private.lightning import (
-    EitherPrecision,
-    after_closure,
-    log_metrics,
-    logs_this_step,
-    sees_gradients,
-)
 from lightning_lowprec.private.torch_optimizers import refuse_copies
 
 
@@ -85,7 +79,7 @@ def unscale_or_zero(scaler: LossScaler | None, optimizer: Optimizer) -> None:
 
 
 def scaled_step(
-    plugin: EitherPrecision,
+    plugin: private.EitherPrecision,
     scaler: LossScaler,
     optimizer: Any,
     model: LightningModule | None,
@@ -107,14 +101,14 @@ def scaled_step(
         return result
     no_gradients = result is None and model.automatic_optimization  # training_step returned None
     if not no_gradients:
-        scaler.unscale(optimizer, defer=not sees_gradients(model))
+        scaler.unscale(optimizer, defer=not private.sees_gradients(model))
     show_master_grads(optimizer)
-    after_closure(plugin, model, optimizer)  # the Trainer's hooks and clipping
+    private.after_closure(plugin, model, optimizer)  # the Trainer's hooks and clipping
     if no_gradients:
         return result
     output = scaler.step(optimizer, **kwargs)
     trainer = model.trainer
     scale = {"lowprec/loss_scale": scaler.scale} if scaler.scales_loss else {}
-    if logs_this_step(trainer):
-        log_metrics(trainer, {**scale, "lowprec/skipped_steps": float(scaler.skipped_steps)})
+    if private.logs_this_step(trainer):
+        private.log_metrics(trainer, {**scale, "lowprec/skipped_steps": float(scaler.skipped_steps)})
     return output

@@ -25,13 +25,7 @@ from lightning_lowprec.checkpoints.weights import Source, rows_of
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.conversion.matmuls import STACKED, matmuls
 from lightning_lowprec.conversion.plan import Plan
-from lightning_lowprec.numerics.weight_rounding import (
-    BLOCK,
-    WeightRounding,
-    amax_grid,
-    codes,
-    nearest_scale,
-)
+from lightning_lowprec.numerics import weight_rounding
 from lightning_lowprec.private.transformers import Group, as_published, published_groups
 from lightning_lowprec.serving.formats import Format
 from lightning_lowprec.serving.safetensors_files import Stored
@@ -46,7 +40,7 @@ WITHOUT_FP8: Final = "fp8-rowwise"
 class RoundedWeights:
     """The weights that ran in FP8."""
 
-    roundings: Mapping[str, WeightRounding | None]
+    roundings: Mapping[str, weight_rounding.WeightRounding | None]
     """By name of the tensor; None: the forward's scales have no place in any format, or there was no such forward."""
     kept: Mapping[str, str] = field(default_factory=dict)
 
@@ -56,7 +50,7 @@ NOTHING: Final = RoundedWeights(roundings={})
 
 def of_layers(model: nn.Module) -> RoundedWeights:
     """Choose the weights of a live model that its converted layers multiply, or multiplied, in FP8."""
-    roundings: dict[str, WeightRounding | None] = {}
+    roundings: dict[str, weight_rounding.WeightRounding | None] = {}
     kept: dict[str, str] = {}
     for matmul, module in matmuls(model):
         fqn = model_name(matmul.fqn)
@@ -74,7 +68,7 @@ def of_layers(model: nn.Module) -> RoundedWeights:
     return RoundedWeights(roundings=roundings, kept=kept)
 
 
-def of_plan(plan: Plan, rounding: WeightRounding | None) -> RoundedWeights:
+def of_plan(plan: Plan, rounding: weight_rounding.WeightRounding | None) -> RoundedWeights:
     """Choose the weights that a plan converts; they are rounded one way."""
     rows = [(model_name(row.fqn), row) for row in plan.rows]
     roundings = {weight_name(fqn, row.kind): rounding for fqn, row in rows if row.kept_because is None}
@@ -246,16 +240,16 @@ class Content:
             amax = largest(rows, target.shape)
         for start, stop in spans(target.shape):
             values = rows(start, stop)
-            largest_values = amax_grid(values, scale_per)
+            largest_values = weight_rounding.amax_grid(values, scale_per)
             if self.checks and not largest_values.isfinite().all():
                 raise ValueError("it holds NaN or inf")
             if rounding is None:
-                grid = nearest_scale(largest_values)
+                grid = weight_rounding.nearest_scale(largest_values)
             elif amax is not None:
                 grid = rounding.scale_of(amax).expand(largest_values.shape)
             else:
                 grid = rounding.scale_of(largest_values)
-            yield target.name, codes(values, grid)
+            yield target.name, weight_rounding.codes(values, grid)
             yield target.name + self.format.scales, grid.reciprocal()
         same = rounding is not None and rounding.scale_per in ("tensor", scale_per)
         self.tally.same += same
@@ -288,7 +282,7 @@ def _layer(name: str) -> str:
 def spans(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
     """Yield first row and end of the rows of a tensor that are handled at a time: multiples of a block's rows."""
     width = max(1, math.prod(shape[1:]))
-    step = max(BLOCK, _ELEMENTS // width // BLOCK * BLOCK)
+    step = max(weight_rounding.BLOCK, _ELEMENTS // width // weight_rounding.BLOCK * weight_rounding.BLOCK)
     for start in range(0, shape[0], step):
         yield start, min(start + step, shape[0])
 

@@ -19,18 +19,11 @@ from lightning_lowprec.conversion.plan import make_plan
 from lightning_lowprec.extras import require
 from lightning_lowprec.messages import dtype_name
 from lightning_lowprec.precision.loss_scale import BACKEND_STATE
+from lightning_lowprec.serving import sources
 from lightning_lowprec.serving.content import NOTHING, WITHOUT_FP8, RoundedWeights, of_plan, spans
 from lightning_lowprec.serving.export import Options, report, served_model, write
 from lightning_lowprec.serving.formats import FormatName, find_format
 from lightning_lowprec.serving.safetensors_files import check_out
-from lightning_lowprec.serving.sources import (
-    WithoutAdapter,
-    is_of_adapter,
-    live_model,
-    model_name,
-    named_tensors,
-    renamed,
-)
 from lightning_lowprec.tools.output import dumps, prints_to_stderr, working
 from lightning_lowprec.tools.planning.source import load, read_json
 
@@ -56,7 +49,7 @@ def run(args: Namespace) -> int:
             model.tie_weights()
             stored = open_weights(Path(args.checkpoint), args.key)
             known = {*model.state_dict(), *(name for name, _ in model.named_buffers())}
-            source, left_out = tensors_of_model(stored, live_model(model).shapes, known, args.strip_prefix)
+            source, left_out = tensors_of_model(stored, sources.live_model(model).shapes, known, args.strip_prefix)
             adapter = None if args.adapter_config is None else read_config(Path(args.adapter_config))
         if args.check:
             refuse_unchecked(model, args.format, args.check_text)
@@ -69,7 +62,7 @@ def run(args: Namespace) -> int:
                 print(f"{left_out} tensors of the checkpoint belong to other modules, and were left out")
         result, failures = None, list[str]()
         if args.check:
-            adapted = WithoutAdapter(source, adapter, merge=args.merge_adapters)
+            adapted = sources.WithoutAdapter(source, adapter, merge=args.merge_adapters)
             with working("checking") as shown:
                 result = check(model, adapted, out, args.check_text, shown.say)
             failures = result.failures(args)
@@ -150,10 +143,10 @@ def tensors_of_model(
     _check_high_precision(source)
     prefix = _prefix(names, wanted) if prefix is None else prefix
     inside = {name.removeprefix(prefix): stored for name, stored in names.items() if name.startswith(prefix)}
-    chosen = {n: stored for n, stored in inside.items() if model_name(n) in wanted or is_of_adapter(n)}
-    present = {model_name(name): source.shapes[stored].size for name, stored in chosen.items()}
+    chosen = {n: stored for n, stored in inside.items() if sources.model_name(n) in wanted or sources.is_of_adapter(n)}
+    present = {sources.model_name(name): source.shapes[stored].size for name, stored in chosen.items()}
     missing = [name for name in wanted if name not in present]
-    strange = [name for name in inside if name not in chosen and model_name(name) not in known]
+    strange = [name for name in inside if name not in chosen and sources.model_name(name) not in known]
     wrong = [
         f"{name!r} is {tuple(size)} in the checkpoint and {tuple(wanted[name].size)} in the model"
         for name, size in present.items()
@@ -161,12 +154,12 @@ def tensors_of_model(
     ]
     if missing or wrong or strange:
         raise ValueError(_another_model(missing, strange, wrong))
-    return renamed(source, chosen), len(names) - len(inside)
+    return sources.renamed(source, chosen), len(names) - len(inside)
 
 
 def _prefix(names: Mapping[str, str], wanted: Mapping[str, Shape]) -> str:
     """Return the prefix with which most names of the model are in the checkpoint."""
-    plain = {model_name(name) for name in names}
+    plain = {sources.model_name(name) for name in names}
     candidates = {""} | {name.removesuffix(last) for last in list(wanted)[-4:] for name in plain if name.endswith(last)}
     return max(sorted(candidates), key=lambda prefix: sum(prefix + name in plain for name in wanted))
 
@@ -298,7 +291,7 @@ def tokens_of(out: Path, text: str | None, config: Any) -> Tensor:
 def build(skeleton: Any, source: Source) -> Any:
     """Return the model with the values of the checkpoint, in float32 on CPU."""
     model = type(skeleton)(skeleton.config)
-    for name, tensor in named_tensors(model).items():
+    for name, tensor in sources.named_tensors(model).items():
         target = tensor if tensor.dim() else tensor.view(1)
         for start, stop in spans(tuple(target.shape)):
             target[start:stop] = source.rows(name, start, stop)
