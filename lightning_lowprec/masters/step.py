@@ -26,26 +26,11 @@ from lightning_lowprec.masters import kernel_step, moments
 from lightning_lowprec.masters.float32_values import NO_PLAIN_STEP
 from lightning_lowprec.masters.registry import MasterRegistry, registry_of
 from lightning_lowprec.masters.stores import ROUNDING_STEP, Group, Store, steps_of
+from lightning_lowprec.numerics import parameters
 from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.numerics.one_pass import kernels_run
-from lightning_lowprec.numerics.parameters import (
-    grouped,
-    is_one,
-    mesh_of,
-    multiply,
-    over_ranks,
-    parameters_of,
-    together,
-)
+from lightning_lowprec.private import torch_optimizers
 from lightning_lowprec.private.torch import copy_all_, float32_norms, local_tensor
-from lightning_lowprec.private.torch_optimizers import (
-    STEPPED,
-    Steps,
-    brings_masters,
-    replaces_step,
-    sees_no_masters,
-    steps_alone,
-)
 
 DEVICES = {"cuda"}
 """Where gradients stay at the parameters until the step."""
@@ -60,7 +45,7 @@ waiting: WeakSet[MasterRegistry] = WeakSet()
 def defers(optimizer: Optimizer) -> bool:
     """Return whether gradients may stay at the parameters until the step: on GPUs, if none was moved before."""
     registry = registry_of(optimizer)
-    if registry is None or not steps_alone(optimizer, registry.plain):
+    if registry is None or not torch_optimizers.steps_alone(optimizer, registry.plain):
         return False
     follow(registry, optimizer)
     if not registry.stores or any(store.device.type not in DEVICES for store in registry.stores):
@@ -76,7 +61,7 @@ def unscale(optimizer: Optimizer, inv_scale: float) -> Tensor:
     _fold(registry, inv_scale, grads)
     if not grads:
         return torch.zeros(())
-    return (~together(norms(grads, math.inf), math.inf).isfinite()).float()
+    return (~parameters.together(norms(grads, math.inf), math.inf).isfinite()).float()
 
 
 @torch.no_grad()
@@ -88,22 +73,26 @@ def clip_by_norm(optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) 
     if not deferred and not others:
         return torch.tensor(0.0)
     before = 1.0 if registry.factor is None else registry.factor
-    total = together([norm * before for norm in norms(deferred, norm_type)] + norms(others, norm_type), norm_type)
+    total = parameters.together(
+        [norm * before for norm in norms(deferred, norm_type)] + norms(others, norm_type), norm_type
+    )
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     _fold(registry, factor, deferred)
-    multiply(others, factor)
+    parameters.multiply(others, factor)
     return total
 
 
 def norms(grads: Sequence[Tensor], order: float) -> list[Tensor]:
     """Return the norms of gradients by device, mesh and placements: tensor parallelism shards over one mesh more."""
-    groups = grouped(grads, lambda grad: (grad.device, mesh_of(grad), getattr(grad, "placements", None)))
-    return over_ranks([torch.linalg.vector_norm(float32_norms(group, order), order) for group in groups])
+    groups = parameters.grouped(
+        grads, lambda grad: (grad.device, parameters.mesh_of(grad), getattr(grad, "placements", None))
+    )
+    return parameters.over_ranks([torch.linalg.vector_norm(float32_norms(group, order), order) for group in groups])
 
 
 def _fold(registry: MasterRegistry, factor: float | Tensor, grads: Iterable[Tensor]) -> None:
     """Multiply ``grads``, all gradients that stay at the parameters, by ``factor`` when the step reads them."""
-    if is_one(factor):
+    if parameters.is_one(factor):
         return
     registry.factor = factor if registry.factor is None else registry.factor * factor
     waiting.add(registry)
@@ -121,7 +110,7 @@ def _waiting_grads(registry: MasterRegistry) -> list[Tensor]:
         return grads
     folded = [grad for grad in grads if hasattr(grad, _FOLDED)]
     if len(folded) < len(grads):
-        multiply(folded, registry.factor)
+        parameters.multiply(folded, registry.factor)
         for grad in folded:
             delattr(grad, _FOLDED)
         registry.factor = None
@@ -166,7 +155,7 @@ def _move(registry: MasterRegistry, store: Store) -> None:
             p.grad = None
     grads = _as_float32(store, grads)
     if registry.factor is not None:
-        multiply(grads, registry.factor)
+        parameters.multiply(grads, registry.factor)
     for master, grad in zip(masters, grads, strict=True):
         master.grad = grad if master.grad is None else master.grad + grad
 
@@ -218,14 +207,14 @@ def drop_grads(registry: MasterRegistry) -> None:
 # ---- the step: the functions here are methods of the optimizer's class
 
 
-@replaces_step
+@torch_optimizers.replaces_step
 def step(self: Any, closure: Callable[[], Any] | None = None, *args: object, **kwargs: object) -> Any:
     """Step group by group: in one pass, or by the optimizer's own code on some masters at a time; or on all."""
     registry: MasterRegistry = self._masters
-    vars(self)[STEPPED] = True
+    vars(self)[torch_optimizers.STEPPED] = True
     with torch.enable_grad():  # before any master is loaded: activations need the memory
         first = None if closure is None else closure()
-    if args or kwargs or not steps_alone(self, registry.plain):
+    if args or kwargs or not torch_optimizers.steps_alone(self, registry.plain):
         return self._step_together(None if closure is None else (first,), args, kwargs)
     if registry.shown:
         hide_grads(registry)
@@ -239,7 +228,7 @@ def step(self: Any, closure: Callable[[], Any] | None = None, *args: object, **k
         drop_grads(registry)
         if registry.rounds:
             self.param_groups[0][ROUNDING_STEP] = steps_of(self) + 1
-        Steps.count += 1
+        torch_optimizers.Steps.count += 1
     return first
 
 
@@ -352,11 +341,11 @@ def loaded(registry: MasterRegistry, optimizer: Optimizer, stores: Sequence[Stor
 def refuse_plain_steps() -> None:
     """Let optimizers without masters raise RuntimeError from now on where they would step weights that were cast."""
 
-    @sees_no_masters
+    @torch_optimizers.sees_no_masters
     def check(optimizer: Optimizer, *_: object) -> None:
-        if hasattr(optimizer, "_masters") or brings_masters(optimizer):
+        if hasattr(optimizer, "_masters") or torch_optimizers.brings_masters(optimizer):
             return
-        for p in parameters_of(optimizer):
+        for p in parameters.parameters_of(optimizer):
             if NO_PLAIN_STEP in vars(p) and p.dtype in HALF_DTYPES and p.grad is not None:
                 raise RuntimeError(
                     f"{type(optimizer).__name__} steps half-precision weights without their masters. Give it to"

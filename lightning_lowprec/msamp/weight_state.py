@@ -17,15 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_lowprec.numerics.formats import (
-    E4M3,
-    FP16,
-    HALF_DTYPES,
-    Format,
-    amax,
-    power_of_two_scale,
-    saturating_cast,
-)
+from lightning_lowprec.numerics import formats
 from lightning_lowprec.numerics.rounding import upper_half
 from lightning_lowprec.private.torch import increment_versions
 
@@ -60,8 +52,8 @@ class MsampWeightState:
     @classmethod
     def of(cls, values: Tensor, level: Level, shards: dist.ProcessGroup | None = None) -> MsampWeightState:
         """Encode values, (...) float32; of a sharded weight a collective."""
-        codes, scale = encode(values, FP16, shards)
-        return cls(codes, scale, *(encode(codes.float() / scale, E4M3, shards) if level == "O3" else ()))
+        codes, scale = encode(values, formats.FP16, shards)
+        return cls(codes, scale, *(encode(codes.float() / scale, formats.E4M3, shards) if level == "O3" else ()))
 
     def part(self, codes: Tensor, e4m3: Tensor | None) -> MsampWeightState:
         """Return the state of a view of the codes."""
@@ -132,8 +124,8 @@ class MsampWeightState:
 
     def _is_rounding(self, state: MsampWeightState, values: Tensor) -> bool:
         """Return whether ``state`` holds ``values``, or their rounding to e4m3 or half precision, as programs save."""
-        codes, scale = encode(self._encoded(values).values(), E4M3, self.shards)
-        roundings = (values, codes.float() / scale, upper_half(values), *map(values.to, HALF_DTYPES))
+        codes, scale = encode(self._encoded(values).values(), formats.E4M3, self.shards)
+        roundings = (values, codes.float() / scale, upper_half(values), *map(values.to, formats.HALF_DTYPES))
         return any(self._are_equal(self._encoded(rounded.float()), state) for rounded in roundings)
 
     def _are_equal(self, state: MsampWeightState, other: MsampWeightState) -> bool:
@@ -188,7 +180,7 @@ def maximum(values: Tensor, shards: dist.ProcessGroup | None) -> Tensor:
     return largest
 
 
-def encode(values: Tensor, format: Format, shards: dist.ProcessGroup | None = None) -> tuple[Tensor, Tensor]:
+def encode(values: Tensor, format: formats.Format, shards: dist.ProcessGroup | None = None) -> tuple[Tensor, Tensor]:
     """Return codes and their scale: (...) float32 -> (...) of the format, scalar float32; all shards have one scale."""
-    scale = power_of_two_scale(maximum(amax(values), shards), format)
-    return saturating_cast(values * scale, format), scale
+    scale = formats.power_of_two_scale(maximum(formats.amax(values), shards), format)
+    return formats.saturating_cast(values * scale, format), scale
