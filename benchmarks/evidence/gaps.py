@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning_lowprec.tools.compare.result import CONFIDENCE, Interval, relative_gap, student_t
+from lightning_lowprec.tools.compare.comparison import CONFIDENCE, Interval, relative_gap, student_t
 from lightning_lowprec.tools.output import format_table
 
 Gaps = Sequence[float]

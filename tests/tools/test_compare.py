@@ -17,7 +17,7 @@ import lightning_lowprec
 from lightning_lowprec.tools.class_path import build, load_class
 from lightning_lowprec.tools.cli import main
 from lightning_lowprec.tools.compare import runner
-from lightning_lowprec.tools.compare.result import PrecisionResult
+from lightning_lowprec.tools.compare.comparison import PrecisionResult
 from lightning_lowprec.tools.compare.runner import Recorder, train_all
 from lightning_lowprec.tools.demo import NEXT, ByteGPT, StdlibText
 from lightning_lowprec.tools.options import CompareSpec
@@ -72,7 +72,7 @@ import sys
 
 from lightning_lowprec.tools.cli import main
 from lightning_lowprec.tools.compare import runner
-from lightning_lowprec.tools.compare.result import PrecisionResult
+from lightning_lowprec.tools.compare.comparison import PrecisionResult
 
 runner.START = "fork"
 sys.exit(main(["compare", *sys.argv[1:]]))

@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
-from lightning_lowprec.tools.compare.comparison import Comparison, markdown, picture, smooth, write_report
-from lightning_lowprec.tools.compare.result import PrecisionResult, judge, judge_seeds, student_t
+from lightning_lowprec.tools.compare import comparison as shown
+from lightning_lowprec.tools.compare.comparison import Comparison, PrecisionResult, judge, judge_seeds, markdown
 from lightning_lowprec.tools.options import CompareSpec
 from lightning_lowprec.tools.output import format_table
 
@@ -44,10 +44,10 @@ def test_losses_are_those_of_the_last_tenth_and_times_those_behind_the_warm_up()
 
 def test_student_t_is_that_of_the_printed_table_and_of_the_closed_forms_for_one_and_two_degrees():
     of_95_percent = {3: 3.182, 4: 2.776, 9: 2.262, 120: 1.980}  # by degrees of freedom
-    assert {degrees: student_t(degrees) for degrees in of_95_percent} == pytest.approx(of_95_percent, abs=5.1e-4)
+    assert {degrees: shown.student_t(degrees) for degrees in of_95_percent} == pytest.approx(of_95_percent, abs=5.1e-4)
     for share in (0.5, 0.95, 0.999):
-        assert student_t(1, share) == pytest.approx(math.tan(math.pi * share / 2), rel=1e-9)
-        assert student_t(2, share) == pytest.approx(share * math.sqrt(2 / (1 - share**2)), rel=1e-9)
+        assert shown.student_t(1, share) == pytest.approx(math.tan(math.pi * share / 2), rel=1e-9)
+        assert shown.student_t(2, share) == pytest.approx(share * math.sqrt(2 / (1 - share**2)), rel=1e-9)
 
 
 BASELINE = (2.0, 4.0, 2.5)
@@ -138,14 +138,14 @@ def test_the_table_and_the_sentence():
 
 def test_each_seed_has_a_line_and_values_that_are_not_finite_still_draw(tmp_path):
     comparison = three()
-    train, val, gap = picture(comparison.spec, comparison.runs).axes
+    train, val, gap = shown.picture(comparison.spec, comparison.runs).axes
     assert len(train.lines) == len(val.lines) == len(gap.lines) == 6  # of two precisions
     assert train.get_title() == "Training loss (mean of 21 steps)"  # a twentieth of 400, on both sides of a step
-    assert smooth([1.0, 3.0, 5.0, 7.0], 1) == [2.0, 3.0, 5.0, 6.0]
+    assert shown.smooth([1.0, 3.0, 5.0, 7.0], 1) == [2.0, 3.0, 5.0, 6.0]
     ends = sorted(line.get_ydata()[-1] for line in gap.lines[3:])
     assert ends == pytest.approx([0.1, 0.2, 0.3])
     comparison.results[3].val_losses[0] = math.inf
-    assert len(picture(comparison.spec, comparison.runs).axes[2].lines) == 6
+    assert len(shown.picture(comparison.spec, comparison.runs).axes[2].lines) == 6
     report(tmp_path, [trained("a", val_losses=[math.nan, math.inf]), trained("b", train_losses=[math.nan] * 3)])
     assert (tmp_path / "loss.png").stat().st_size > 10_000
 
@@ -162,7 +162,7 @@ def trained(name, offset=0.0, **kwargs):
 def report(tmp_path, results, **kwargs):
     names = [result.name for result in results]
     comparison = Comparison(spec=CompareSpec(precisions=names, out=tmp_path, **kwargs), results=results)
-    write_report(comparison)
+    shown.write_report(comparison)
     return (tmp_path / "report.md").read_text(), comparison
 
 

@@ -28,8 +28,7 @@ from lightning_lowprec.other_stacks import unknown_option
 from lightning_lowprec.private import either
 from lightning_lowprec.private.either import Callback, LightningModule, Trainer, seed_everything
 from lightning_lowprec.tools.class_path import build, load_class
-from lightning_lowprec.tools.compare.comparison import REPORT, Comparison, verdict_on_all, write_report
-from lightning_lowprec.tools.compare.result import PrecisionResult
+from lightning_lowprec.tools.compare.comparison import REPORT, Comparison, PrecisionResult, write_report
 from lightning_lowprec.tools.options import DEFAULT_PRECISIONS, CompareSpec
 from lightning_lowprec.tools.output import prints_to_stderr, working
 
@@ -51,7 +50,7 @@ def run(args: Namespace) -> int:
     else:
         print(comparison)
         print(comparison.spec.out / REPORT)
-        print(f"{verdict_on_all(comparison)} The exit status is {status}.")
+        print(f"{comparison.sentence} The exit status is {status}.")
         if comparison.spec.model.startswith(DEMO):
             from lightning_lowprec.tools.demo import NEXT
 
