@@ -81,7 +81,9 @@ class RoutedExperts(RoleModule):
         weight = self.weight(first)
         absent = transformers.is_expert_parallel(self) or weight is not getattr(self, first)
         groups = group(top_k_index, weight.shape[0], self.alignment, some_absent=absent)
-        rows = spread(hidden_states.to(compute_dtype(hidden_states)), groups)
+        device = hidden_states.device.type
+        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        rows = spread(hidden_states.to(autocast or hidden_states.dtype), groups)
         inner = self._product(rows, first, groups)
         inner = transformers.activate(self, inner) if self.has_gate else self.act_fn(inner)
         pairs = collect(self._product(inner, second, groups), groups)
@@ -121,11 +123,6 @@ def cut_by_expert(model: nn.Module) -> Iterator[nn.Parameter]:
             placements = parameter.placements if isinstance(parameter, DTensor) else ()
             if placements and all(type(p) is Replicate or p == Shard(0) for p in placements):
                 yield parameter
-
-
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype in which autocast multiplies ``x``; without autocast the dtype of ``x``."""
-    return torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
 
 
 def grouped_product(rows: Tensor, weight: Tensor, groups: Groups) -> Tensor:

@@ -50,12 +50,6 @@ class LayerNumerics:
     """The weight in high precision, (N, K); None: FSDP2 has gathered codes, and the shards have the values."""
 
 
-def zero_below(dtype: torch.dtype) -> float:
-    """Return the largest number that rounds to 0."""
-    info = torch.finfo(dtype)
-    return info.smallest_normal * info.eps / 2
-
-
 def sampled(x: Tensor, every: int, offset: int) -> Tensor:
     """Return every ``every``-th row of ``x`` from a row that ``offset`` chooses: (*, K) -> (m, K), m >= 1, a view."""
     rows = x.reshape(-1, x.shape[-1])
@@ -72,8 +66,9 @@ def measure(x: Tensor, rows: Tensor, cast: Cast | None, dtype: torch.dtype) -> T
     if cast is None:
         return torch.nn.functional.pad(amax.float().view(1), (0, len(FIELDS) - 1), value=UNKNOWN)
     largest = torch.linalg.vector_norm(rows, ord=math.inf, dim=-1, keepdim=True) if cast.by_row else amax
-    scale = cast.scale_of(largest)
-    return _numbers(rows, amax, scale, zero_below(cast.dtype))
+    info = torch.finfo(cast.dtype)
+    rounds_to_zero = info.smallest_normal * info.eps / 2  # the largest number that does
+    return _numbers(rows, amax, cast.scale_of(largest), rounds_to_zero)
 
 
 @compiled_on_cuda

@@ -125,8 +125,6 @@ class Content:
     format: Format
     dtype: torch.dtype
     """Of floating-point tensors without codes."""
-    weights_only: bool = False
-    """Whether the server reads weights only in FP8."""
     checks: bool = False
     """Whether NaN and inf raise; the device is waited for."""
     tally: Tally = field(default_factory=Tally)

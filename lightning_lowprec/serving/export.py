@@ -196,7 +196,6 @@ def write(
         weights=_after_merge(weights, adapted),
         format=find_format(options.format),
         dtype=DTYPES[options.dtype],
-        weights_only=options.weights_only,
         checks=True,
     )
     if weights.roundings and not content.coded:
@@ -260,7 +259,7 @@ def _config(model: Any, content: Content, options: Options) -> dict[str, object]
     name = next(cls.__name__ for cls in type(model).__mro__ if cls.__module__.startswith("transformers."))
     config.update(dtype=dtype_name(DTYPES[options.dtype]), architectures=[name])
     config.pop("quantization_config", None)
-    quantization = content.format.config(content.ignored, content.weights_only)
+    quantization = content.format.config(content.ignored, options.weights_only)
     if quantization is not None:
         config["quantization_config"] = quantization
     return config
