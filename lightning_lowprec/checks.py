@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 from functools import cache
 from numbers import Integral, Real
 from types import NoneType, UnionType
-from typing import Annotated, Any, Final, Literal, TypeVar, Union, final, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Final, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from lightning_lowprec.gone import VALUES, gone
 from lightning_lowprec.other_stacks import nearest
@@ -29,7 +29,6 @@ def abstract(cls: C) -> C:
     return cls
 
 
-@final
 @dataclass(frozen=True)
 class Rule:
     """A rule for values of an annotated type: ``Annotated[int, Rule("an even number", lambda n: n % 2 == 0)]``."""

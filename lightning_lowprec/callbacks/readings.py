@@ -26,7 +26,6 @@ NUMBERS: Final = ("amax", "underflow", "scale")
 _DIGITS: Final = 5
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class Reading:
     """What one sampling saw of one tensor of one layer; the same numbers on all ranks."""

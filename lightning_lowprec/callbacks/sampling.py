@@ -40,7 +40,6 @@ _NOT_CALLED: Final = "it was not called, or in compiled code alone"
 _CUT: Final = "tensor parallelism cuts the weight"
 
 
-@final
 @dataclass
 class Site:
     """One layer that is looked at."""

@@ -5,7 +5,7 @@ A test trains a layer under every precision that runs on a CPU and compares what
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Final, final
+from typing import TYPE_CHECKING, Final
 
 from lightning_lowprec.gone import ENDINGS
 
@@ -19,7 +19,6 @@ STATE: Final = ("weight", "gradient", "master", "moments", "ddp")
 """The fields that a suffix of half-precision weights changes."""
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class Formats:
     """Formats of a Linear that the precision converts; "-": there is none; two where two tensors differ."""

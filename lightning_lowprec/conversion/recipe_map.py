@@ -18,7 +18,7 @@ import difflib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Annotated, Any, Final, Literal, final, get_args
+from typing import Annotated, Any, Final, Literal, get_args
 
 from lightning_lowprec.checks import Rule, check_choice
 from lightning_lowprec.gone import VALUES, gone
@@ -59,7 +59,6 @@ def words(gemms: InBF16) -> str:
     return f"{' and '.join(gemm for gemm in GEMMS if gemm in gemms)} in bf16" if gemms else ""
 
 
-@final
 @dataclass(frozen=True)
 class LayerRecipe:
     """The precision of one layer: a recipe, and the products that run in high precision instead."""
@@ -95,7 +94,6 @@ class LayerRecipe:
         return ", ".join(filter(None, [self.name, words(self.in_bf16)]))
 
 
-@final
 @dataclass(frozen=True)
 class RecipeMap:
     """Patterns and their recipes, in the order in which they are tried."""

@@ -83,7 +83,6 @@ class WireFormat(Protocol):
         """Give a tensor that ``whole`` returned earlier other codes."""
 
 
-@final
 @dataclass(frozen=True)
 class WiredWeight:
     """A weight that can be gathered in float8."""

@@ -29,11 +29,7 @@ from lightning_lowprec.numerics.parameters import WeakList, parameters_of
 from lightning_lowprec.precision import fp8
 from lightning_lowprec.precision.fp8 import BlockOptions, Converting, compile_blocks
 from lightning_lowprec.precision.host import callbacks_of
-from lightning_lowprec.precision.options import (
-    EmulationOptions,
-    FP8Options,
-    RunOptions,
-)
+from lightning_lowprec.precision.options import EmulationOptions, FP8Options, RunOptions
 from lightning_lowprec.precision.refusals import refuse_averaging
 from lightning_lowprec.private import torch as private
 from lightning_lowprec.private.either import LightningOptimizer, both

@@ -11,7 +11,7 @@ All tensors are changed in place, so that every alias of a weight sees a write.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal, final, get_args
+from typing import Any, Final, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,6 @@ Level = Literal["O1", "O2", "O3"]
 LEVELS: Final[tuple[Level, ...]] = get_args(Level)
 
 
-@final
 @dataclass(eq=False)
 class MsampWeightState:
     """The tensors of one weight of codes, or of a part of one weight."""

@@ -19,7 +19,7 @@ Encoding what was decoded gives the same numbers. Inf and NaN make a block NaN.
 
 from dataclasses import dataclass
 from math import gcd
-from typing import Final, final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -32,7 +32,6 @@ _BIAS: Final = 127  # of float32's exponents
 _MANTISSA: Final = 23  # bits of float32's mantissa
 
 
-@final
 @dataclass(frozen=True)
 class BlockFormat:
     """A format of codes; see the table above."""

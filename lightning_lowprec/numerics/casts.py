@@ -7,7 +7,7 @@ smallest number of the format (OCP FP8, arXiv 2209.05433, table 1; a tie rounds 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -24,7 +24,6 @@ HIGH: Final = "runs in high precision"
 EVALUATES: Final = "evaluation runs in high precision"
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class Cast:
     """How one tensor of a product is rounded to float8."""
@@ -37,7 +36,6 @@ class Cast:
     """Whether every row of the tensor has a scale, or the tensor has one."""
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class LayerNumerics:
     """How a layer rounds the three tensors of its products; a string is the reason why a cast is not known."""

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class Groups:
     """Where the rows of each expert are."""

@@ -33,7 +33,6 @@ Emulation = bool | TensorCores
 """False: kernels multiply; True: decoded codes are multiplied in float32, in `products/`; a name: this GPU's sums."""
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class Unit:
     """The arithmetic of one GPU's products of float8 codes."""

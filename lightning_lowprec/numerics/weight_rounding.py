@@ -10,7 +10,7 @@ at a time.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Literal, final
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
@@ -23,7 +23,6 @@ BLOCK: Final = 128
 """Rows and columns of a block."""
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class WeightRounding:
     """How the forward of a layer rounds its weight to e4m3."""

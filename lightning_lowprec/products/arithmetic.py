@@ -19,7 +19,7 @@ A number format is a class with the methods of :class:`Arithmetic`, and nothing 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, NamedTuple, final
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,7 +70,6 @@ class Codes(NamedTuple):
     """The reciprocal of the scale, where a kernel has written it."""
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class Coding:
     """How a matrix becomes codes: format, a scale per row or one, and whether scales become powers of two, downward."""
@@ -116,7 +115,6 @@ class Transposable(Arithmetic):
         return Operand(lambda: Codes(codes, scale), lambda: Codes(codes.t().contiguous(), scale.t()))
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class Products:
     """The three products of a layer: the arithmetic of each, or None for high precision, the dtype of autocast."""

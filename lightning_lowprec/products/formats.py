@@ -5,12 +5,11 @@
 """
 
 from dataclasses import dataclass, replace
-from typing import Final, Literal, final
+from typing import Final, Literal
 
 from lightning_lowprec.runs_where import RecipeKey
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class FormatSpec:
     """What a recipe is, beside its arithmetic."""

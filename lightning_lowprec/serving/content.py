@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, final
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,6 @@ WITHOUT_FP8: Final = "fp8-rowwise"
 """The precision whose plan says which layers become codes, where the run had no FP8."""
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class RoundedWeights:
     """The weights that ran in FP8."""
@@ -102,7 +101,6 @@ class Tally:
     """Weights that no forward rounded before."""
 
 
-@final
 @dataclass(frozen=True)
 class Target:
     """One tensor of the published model."""
@@ -112,7 +110,6 @@ class Target:
     is_coded: bool
 
 
-@final
 @dataclass
 class Content:
     """Everything that a folder or a server gets."""

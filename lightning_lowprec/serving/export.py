@@ -37,7 +37,6 @@ BESIDE: Final = (
 REPORT: Final = "lowprec_export.json"
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """How a model is written; see :func:`export`."""

@@ -6,7 +6,7 @@ e4m3, and all stored scales are float32, by which codes are multiplied.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal, final, get_args
+from typing import TYPE_CHECKING, Final, Literal, get_args
 
 from lightning_lowprec.checks import check_choice
 
@@ -19,7 +19,6 @@ DtypeName = Literal["bf16", "fp32", "fp16"]
 FormatName = Literal["hf", "hf-fp8-block", "compressed-tensors"]
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class Format:
     """A format of a folder, for ``format=``."""

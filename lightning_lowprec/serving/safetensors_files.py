@@ -47,7 +47,6 @@ _HEADER_ALIGNMENT: Final = 8
 _calls: Counter[str] = Counter()
 
 
-@final
 @dataclass(frozen=True)
 class Stored:
     """A tensor of a file."""

@@ -8,7 +8,7 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -78,7 +78,6 @@ class Recommended(NamedTuple):
     why: str
 
 
-@final
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Diagnosis:
     """What runs on one device."""

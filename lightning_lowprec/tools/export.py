@@ -5,7 +5,7 @@ from argparse import Namespace
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
@@ -196,7 +196,6 @@ _TEXT_TOKENS: Final = 512
 _LOADERS: Final[Mapping[FormatName, str]] = {"hf-fp8-block": "accelerate", "compressed-tensors": "compressed_tensors"}
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class Result:
     """What was measured."""

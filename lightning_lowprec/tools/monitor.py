@@ -11,7 +11,7 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.resources import files
-from typing import Final, final
+from typing import Final
 
 from lightning_lowprec.callbacks.readings import FILE, TENSORS, Limits, Reading, by_layer, read
 from lightning_lowprec.tools.output import dumps, format_table, working
@@ -19,7 +19,6 @@ from lightning_lowprec.tools.output import dumps, format_table, working
 Samplings = Mapping[int, Sequence[Reading]]
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class Worst:
     """What a run has seen of one layer at its last reading, and since when the layer is beyond a limit."""
@@ -108,7 +107,6 @@ def _cells(layer: Worst) -> tuple[str, ...]:
 _LEVELS: Final = 254
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class Statistic:
     """One kind of number, and how it is drawn."""

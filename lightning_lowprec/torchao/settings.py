@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, cast, final
+from typing import Any, cast
 
 import torch
 from torchao.float8 import CastConfig, Float8LinearConfig
@@ -21,7 +21,6 @@ from lightning_lowprec.torchao.backend import FP8Format
 from lightning_lowprec.torchao.wire_format import TorchAOWire
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class LayerSettings:
     """Everything that makes one layer compute as the layer does."""
@@ -63,7 +62,6 @@ def example(config: Float8LinearConfig) -> Float8Linear:
         return Float8Linear(1, 1, bias=False, config=config)  # type: ignore[no-untyped-call]
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """The options of a plugin that all its layers share; the arguments are those of ``FP8TorchAO``."""

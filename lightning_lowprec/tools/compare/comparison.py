@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from textwrap import indent
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any
 
 from lightning_lowprec.messages import in_units
 from lightning_lowprec.names import TABLE
@@ -140,7 +140,6 @@ def relative_gap(value: float, reference: float) -> float:
 # ---- over several seeds
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class Cost:
     """The cost of one precision against the baseline, over seeds."""
@@ -181,7 +180,6 @@ def _words(cost: Cost, bound: float) -> str:
     return f"{'worse' if gap.mean > 0 else 'better'} by {gap.percent(sign=False)}"
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class Interval:
     """The values between ``mean - half_width`` and ``mean + half_width``."""
@@ -232,7 +230,6 @@ def _probability(degrees: int, angle: float) -> float:
 # ---- all results
 
 
-@final
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Comparison:
     """All results of one comparison, in the order of ``spec.runs``."""
