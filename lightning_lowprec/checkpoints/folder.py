@@ -211,9 +211,8 @@ def _check_files(folder: Path, records: Mapping[str, FileRecord]) -> None:
                 f"{str(path)!r} is missing: the manifest of the checkpoint lists the file. Copy the whole folder, or"
                 " load another checkpoint."
             )
-        stored = FileRecord(path.stat().st_size, record.crc32)
-        if stored.size == record.size:
-            stored = FileRecord(stored.size, files.crc32_of(path))
+        size = path.stat().st_size
+        stored = FileRecord(size, files.crc32_of(path) if size == record.size else record.crc32)
         if stored != record:
             raise ValueError(
                 f"{str(path)!r} is damaged, or belongs to another save: it has {stored.size} bytes with the CRC-32"

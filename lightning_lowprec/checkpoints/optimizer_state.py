@@ -5,6 +5,7 @@ has effects: on stochastic rounding, on schedulers and hooks, and with optimizer
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -112,15 +113,12 @@ def by_fqn(stored: Mapping[str, Any], model: nn.Module, optimizer: Optimizer, ke
 def placed(state: Mapping[str, Mapping[str, object]], params: Mapping[str, Tensor]) -> StateDict:
     """Shard whole state tensors like their parameters."""
 
-    def placed_like(name: str, value: object, like: Tensor) -> object:
-        def one(tensor: Tensor) -> Tensor:
-            placements = placements_of(name, tensor.shape, like)
-            return tensor.detach().clone() if placements is None else place(tensor, like, placements)
-
-        return tree_map_only(Tensor, one, value)
+    def placed_like(name: str, like: Tensor, tensor: Tensor) -> Tensor:
+        placements = placements_of(name, tensor.shape, like)
+        return tensor.detach().clone() if placements is None else place(tensor, like, placements)
 
     return {
-        fqn: {name: placed_like(name, value, params[fqn]) for name, value in entry.items()}
+        fqn: {name: tree_map_only(Tensor, partial(placed_like, name, params[fqn]), v) for name, v in entry.items()}
         for fqn, entry in state.items()
     }
 

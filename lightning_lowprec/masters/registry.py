@@ -17,6 +17,7 @@ from lightning_lowprec.masters.stores import ROUNDING_STEP, STORES, Group, Remai
 from lightning_lowprec.numerics.formats import HALF_DTYPES
 from lightning_lowprec.numerics.fp8_matrices import answer
 from lightning_lowprec.numerics.parameters import WeakList, chunks, grouped, parameters_of
+from lightning_lowprec.private.torch import local_tensor
 
 BUCKET: Final = 64 * 2**20
 """Masters that a step loads at a time where no kernel steps: 256 MB of float32. A larger parameter is loaded alone."""
@@ -167,7 +168,8 @@ class MasterRegistry:
         for key, remainder in remainders.items():
             store, index = self.place_of.get(key, (None, 0))
             if isinstance(store, RemainderStore) and _is_whole(remainder):
-                store.take_remainder(index, remainder)
+                store.companions[index].copy_(local_tensor(remainder))
+                store.follow_edits()
 
     def take_moments(self, param: Tensor, coded: Mapping[str, Tensor]) -> None:
         """Take codes of a state dict: as they are if they are of this optimizer's format, else as float32 values."""

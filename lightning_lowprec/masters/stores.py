@@ -277,12 +277,6 @@ class RemainderStore(Store):
             self.release()
 
     @torch.no_grad()
-    def take_remainder(self, index: int, remainder: Tensor) -> None:
-        """Take the remainder of one parameter, of its shape, int16."""
-        self.companions[index].copy_(local_tensor(remainder))
-        self.follow_edits()
-
-    @torch.no_grad()
     def value(self, index: int) -> Tensor:
         """Return a copy of the float32 value of one parameter, without loading the others."""
         if self.allocated:

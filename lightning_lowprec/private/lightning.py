@@ -141,11 +141,10 @@ _CONFIG_ARGUMENTS: Final = {"strategy", "accelerator", "precision", "plugins"}
 
 def connector(package: Package, *, for_trainer: bool) -> Any:
     """Return the class that reads the arguments of the Trainer or of Fabric; None if it is gone."""
+    module, name = "fabric.connector", "_Connector"
     if for_trainer:
-        return getattr(
-            package.module("pytorch.trainer.connectors.accelerator_connector"), "_AcceleratorConnector", None
-        )
-    return getattr(package.module("fabric.connector"), "_Connector", None)
+        module, name = "pytorch.trainer.connectors.accelerator_connector", "_AcceleratorConnector"
+    return getattr(package.module(module), name, None)
 
 
 def moved_connectors(package: Package) -> list[str]:

@@ -61,12 +61,9 @@ class Inputs:
 def inputs_of(model: nn.Module, data: object = None) -> Inputs:
     """Return the batch and the loss that fit a model; ``data``: a batch of the user's, on CPU, rows first."""
     if data is not None:
+        words = "shapes and dtypes of the first batch of the data, with as many rows as --batch says"
         loss = _training_step if isinstance(model, LightningModule) else _mean_of_output
-        return Inputs(
-            words="shapes and dtypes of the first batch of the data, with as many rows as --batch says",
-            batch=partial(_rows_like, data),
-            loss=loss,
-        )
+        return Inputs(words=words, batch=partial(_rows_like, data), loss=loss)
     mean = "the mean of the output as loss"
     example = getattr(model, "example_input_array", None)
     if example is not None:

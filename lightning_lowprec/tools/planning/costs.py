@@ -317,14 +317,12 @@ def per_rank(model: nn.Module, plan: Plan, sizes: Sequence[Bytes], *, shards: in
         if name is not None and (name.keeps_codes or name.options.get("weight_codes") == "per_gemm"):
             keeps = 0
         largest = max(below, key=lambda weights: weights.total, default=Weights())
-        flying = in_flight(largest, root, param_dtype=param_dtype)
-        sent = step(together, root, shards=shards, param_dtype=param_dtype)
         ranks.append(
             Rank(
                 precision=row.precision,
                 state=(_state(row, plan) * (together.total + root.total) / elements + keeps) / shards,
-                in_flight=flying,
-                sent=sent,
+                in_flight=in_flight(largest, root, param_dtype=param_dtype),
+                sent=step(together, root, shards=shards, param_dtype=param_dtype),
             )
         )
     return ranks
