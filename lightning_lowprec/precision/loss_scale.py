@@ -11,8 +11,6 @@ bf16 needs no scale. With ``skip_nonfinite=True`` its steps are skipped by the s
 then 1 and never changes.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -65,7 +63,7 @@ class LossScale:
             raise ValueError(f"`initial={self.initial!r}` is not valid; expected at least floor={self.floor!r}.")
 
     @classmethod
-    def of(cls, value: Literal["dynamic"] | float | LossScale) -> LossScale:
+    def of(cls, value: 'Literal["dynamic"] | float | LossScale') -> "LossScale":
         """Return ``"dynamic"``, a number (a static scale) or a LossScale as a LossScale."""
         if isinstance(value, LossScale):
             return value

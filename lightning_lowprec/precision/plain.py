@@ -6,8 +6,6 @@
 Lightning's own precisions do not look at the layers of a model, so FP8 layers stay FP8 there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import replace
@@ -205,7 +203,7 @@ class AfterFit:
         self._before: list[tuple[Tensor, Tensor]] = []
         self._tunes = False
 
-    def begin(self, plugin: LowPrecision, module: Module, trainer: Trainer | None) -> None:
+    def begin(self, plugin: "LowPrecision", module: Module, trainer: Trainer | None) -> None:
         """Note that ``plugin`` will set ``module`` up, if a Trainer runs ``module``."""
         if trainer is None:
             return
@@ -220,7 +218,7 @@ class AfterFit:
             (t, data.cpu()) for t, data in self._before if (t.dtype, type(t.data)) != (data.dtype, type(data))
         ]
 
-    def end(self, plugin: LowPrecision) -> None:
+    def end(self, plugin: "LowPrecision") -> None:
         """Hand the modules back, and by ``plain_after_fit`` or after a search make them and their optimizers plain.
 
         The layers note how they rounded weights, for :func:`lightning_lowprec.export`. A model that the strategy leaves
@@ -254,11 +252,11 @@ class AfterFit:
             layers = dict(module.named_modules())
             backends.left_roundings.update((layers[fqn], by_name) for fqn, by_name in by_fqn.items() if fqn in layers)
 
-    def __reduce__(self) -> tuple[type[AfterFit], tuple[()]]:
+    def __reduce__(self) -> "tuple[type[AfterFit], tuple[()]]":
         return type(self), ()  # tensors and optimizers stay in their process
 
 
-def _sharded_by(plugin: LowPrecision) -> str | None:
+def _sharded_by(plugin: "LowPrecision") -> str | None:
     """Return the strategy that leaves the model of ``plugin`` sharded; None: the model stays whole."""
     if plugin.engine is not None:
         return str(plugin.engine.name)

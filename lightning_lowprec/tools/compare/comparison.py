@@ -6,8 +6,6 @@ interval over the pairs (Student's t) tells smaller differences apart. matplotli
 global state.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import platform
@@ -109,7 +107,7 @@ class Verdict:
     ok: bool
     text: str
     gap: float | None = None
-    cost: Cost | None = None
+    cost: "Cost | None" = None
     """Over several seeds, unless a run failed, and not of the baseline."""
 
 
@@ -146,7 +144,7 @@ class Cost:
 
     gaps: list[float]
     """For each seed, the relative difference of the final metric from the baseline's."""
-    gap: Interval
+    gap: "Interval"
 
 
 def judge_seeds(runs: Sequence[PrecisionResult], baseline: Sequence[PrecisionResult], max_loss_gap: float) -> Verdict:
@@ -188,7 +186,7 @@ class Interval:
     half_width: float
 
     @classmethod
-    def of(cls, differences: Sequence[float]) -> Interval:
+    def of(cls, differences: Sequence[float]) -> "Interval":
         """Return the 95 % confidence interval of the mean of at least two independent differences."""
         error = statistics.stdev(differences) / math.sqrt(len(differences))
         return cls(mean=statistics.fmean(differences), half_width=student_t(len(differences) - 1) * error)
@@ -391,7 +389,7 @@ def _spread(values: Sequence[float | None]) -> str:
 # ---- the picture
 
 
-def picture(spec: CompareSpec, runs: Mapping[str, Sequence[PrecisionResult]]) -> Figure:
+def picture(spec: CompareSpec, runs: Mapping[str, Sequence[PrecisionResult]]) -> "Figure":
     """Return the training loss, the validation metric and its distance from the baseline, with a line for each seed."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
