@@ -13,8 +13,6 @@ float32 weights, and 12.4 GB with compiled casts in place of this kernel; with b
 the 8B-shaped stack it counts 10.83 in place of 11.70, and with noted values 7.14 in place of 8.01.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar, Final, Literal, final
 
@@ -54,7 +52,7 @@ class TwoLayouts:
     inv_scale: Tensor
 
     @classmethod
-    def of(cls, values: Tensor) -> TwoLayouts:
+    def of(cls, values: Tensor) -> "TwoLayouts":
         """Encode a matrix to e4m3 by the scale of its amax; rows and columns of zeros fill it up to multiples of 16.
 
         values: (M, N) any float, with any strides. With inf or NaN among them the scale is NaN, and so are products.

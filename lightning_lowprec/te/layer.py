@@ -5,8 +5,6 @@ Nothing is added to the state dict, because Transformer Engine's ``_extra_state`
 scaling are in the plugin's state (`delayed_scaling.py`). docs/architecture.md draws the life of a weight.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any, final
@@ -139,7 +137,7 @@ class TELinear(PlainFirst, te.Linear, nn.Linear):  # type: ignore[misc]
             return [self.weight.to(self.activation_dtype)]
         return [self.weight]
 
-    def train(self, mode: bool = True) -> TELinear:
+    def train(self, mode: bool = True) -> "TELinear":
         """Set the mode; ``eval()`` has the weight quantised anew, since ``weight.data`` may have been written to."""
         if not mode:
             self.weight_seen = None

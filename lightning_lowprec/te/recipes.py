@@ -3,8 +3,6 @@
 Transformer Engine ignores unknown fields silently.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
@@ -128,7 +126,7 @@ def alignment_of(recipe: object) -> int:
     return ALIGNMENT.get(kind_of(recipe), 16)
 
 
-def rounding_of(kind: str) -> WeightRounding | None:
+def rounding_of(kind: str) -> "WeightRounding | None":
     """Return how the forward of a recipe rounds weights; None: not per tensor and not per block."""
     from lightning_lowprec.numerics.formats import power_of_two_scale
     from lightning_lowprec.numerics.weight_rounding import WeightRounding, nearest_scale
