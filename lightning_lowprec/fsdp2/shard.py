@@ -36,7 +36,12 @@ from lightning_lowprec.fsdp2.meshes import shard_mesh, tensor_mesh
 from lightning_lowprec.fsdp2.options import ShardOptions, chosen
 from lightning_lowprec.messages import warn
 from lightning_lowprec.private.fsdp2 import add_group, has_several_groups
-from lightning_lowprec.private.torch_modules import compile_in_place, is_batch_or_instance_norm
+from lightning_lowprec.private.torch_modules import (
+    compile_in_place,
+    is_batch_or_instance_norm,
+    is_compiled,
+    is_of_torch,
+)
 from lightning_lowprec.private.transformers import has_cache, train_without_cache
 
 Origin = Literal["every rank", "rank 0", "nowhere"]
@@ -84,6 +89,9 @@ def shard(
         unless = has_cache if train_without_cache(model) else None
         for module in wrapped.values() or [model]:
             compile_in_place(module, options.compile if isinstance(options.compile, Mapping) else {}, unless=unless)
+    for module in [m for m in model.modules() if is_compiled(m) and is_of_torch(m)]:
+        # FSDP2's hooks end a graph, and the compiler begins the next one at no function of torch: let it begin at ours
+        module.forward = partial(_run, module.forward)
     _fully_shard(model, wrapped, data_mesh, options, param_dtype, device, float32)
     fill(model, torch.device("cpu") if options.cpu_offload else device, source, values)
     if options.buffer_dtype is not None:
@@ -171,6 +179,10 @@ def _checkpoint(model: nn.Module, wrapped: Mapping[str, nn.Module], options: Sha
         recompute = functions[0]() if functions else checkpoint  # a backend's function may restore state
         # an attribute of the instance keeps every fqn; a wrapping module would not
         module.forward = partial(_recomputed, recompute, module.forward)
+
+
+def _run(forward: Any, *args: object, **kwargs: object) -> Any:
+    return forward(*args, **kwargs)
 
 
 def _recomputed(recompute: Any, forward: Any, *args: object, **kwargs: object) -> Any:

@@ -216,6 +216,8 @@ class Sharding:
             if self.options.reduce_dtype is None:
                 self.options = replace(self.options, reduce_dtype=plugin.reduce_dtype)
             plugin.bind_shards(reshard)
+            if plugin.masters is not None:  # of half-precision shards, with which buffers are cast too
+                plugin.masters.buffer_dtype = self.options.buffer_dtype
 
     def knows(self, model: Module, plugin: either.FabricPrecision) -> bool:
         """Return whether ``model`` was sharded for this precision before, in another fit or by another Trainer."""

@@ -13,6 +13,12 @@ def is_compiled(module: nn.Module) -> bool:
     return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
 
 
+def is_of_torch(module: nn.Module) -> bool:
+    """Return whether the forward of ``module`` is torch's own, such as that of ``nn.TransformerEncoderLayer``."""
+    written_in: str | None = getattr(getattr(type(module), "forward", None), "__module__", None)
+    return written_in is not None and written_in.startswith("torch.")
+
+
 _compiled_here: WeakKeyDictionary[nn.Module, ref[object]] = WeakKeyDictionary()
 """Modules that :func:`compile_in_place` has compiled, and their compiled calls; a call holds its module."""
 
@@ -27,8 +33,7 @@ def compile_in_place(
     The compiler begins at no function of torch itself, and so takes only pieces of torch's own classes, such as
     ``nn.Sequential`` and ``nn.TransformerEncoderLayer``. For them it begins here.
     """
-    written_in: str | None = getattr(getattr(type(module), "forward", None), "__module__", None)
-    if written_in is not None and written_in.startswith("torch."):
+    if is_of_torch(module):
         vars(module)["_call_impl"] = MethodType(_call_of_torch, module)
     module.compile(**options)
     vars(module).pop("_call_impl", None)

@@ -22,6 +22,7 @@ from lightning_lowprec import FSDP2Strategy
 from lightning_lowprec.checkpoints import save
 from lightning_lowprec.checkpoints.load import open_checkpoint
 from lightning_lowprec.checkpoints.weights import open_weights
+from tests.checkpoints.test_untrusted_checkpoints import UNSAFE, Config
 from tests.fsdp2.ranks import launch
 from tests.fsdp2.test_resume_trainer import fit
 from tests.fsdp2.toy import assert_same, everything, setup, train
@@ -31,7 +32,6 @@ pytestmark = pytest.mark.distributed
 SHARDS = ("__0_0.distcp", "__1_0.distcp")
 FILES = (*SHARDS, "meta.pt", ".metadata", "lightning_lowprec.json")
 OLD = Path(__file__).with_name("gone")
-UNSAFE = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 SPACE = 20_000
 """Bytes that a file may have where the disk is full; a shard of the toy has more."""
 
@@ -109,10 +109,6 @@ def fails(rank, ranks, folder, kind):
     fabric.load(path, received)
     assert received["step"] == 1
     assert_same(everything(model, optimizer, fabric.strategy.precision), saved, kind)
-
-
-class Config:
-    """What users put into checkpoints: an object of their own class."""
 
 
 class AddsConfig(L.Callback):

@@ -159,7 +159,15 @@ def says_what_is_wrong(rank, ranks, folder):
     ):  # fmt: skip
         with pytest.raises(error, match=message):
             fabric.load(given, received)
-    _, other, _ = setup("32-true", ranks)
+    assert fabric.load(path, {"model": model, "adam": optimizer, "epoch": 7}, strict=False) == {"step": 3}
+    whole, other, _ = setup("32-true", ranks, kind="full")
+    parts = {"model": lambda name, _: name == "head.bias", "notes": lambda _, value: value > 1}
+    whole.save(folder / "part.ckpt", {"model": other, "notes": {"a": 1, "b": 2}}, filter=parts)
+    saved = torch.load(whole.broadcast(folder / "part.ckpt"), weights_only=True)
+    assert (list(saved["model"]), saved["notes"]) == (["head.bias"], {"b": 2})
+    with pytest.raises(KeyError, match=r"Missing in the checkpoint: \['blocks\.0\..*Pass `strict=False`"):
+        fabric.load(folder / "part.ckpt", {"model": other})
+    assert fabric.load(folder / "part.ckpt", {"model": other}, strict=False) == {"notes": {"b": 2}}
     with pytest.raises(ValueError, match=r"2 sharded models \(a, b\)"):
         fabric.save(folder / "two.ckpt", {"a": model, "b": other})
     with pytest.raises(NotImplementedError, match="state_dict_type='full'"):

@@ -51,7 +51,7 @@ NEARLY = [
     (FP8TorchAO, "round_scales_to_power_of_2", 1, "None, True or False"),
     (FP8TE, "margin", True, "None or an integer"),
     *((FP8TE, "amax_history_len", length, "None or an integer of at least 1") for length in (0, 16.0)),
-    (MSAMP, "grad_accumulation_dtype", "fp32", "None or a dtype"),
+    (MSAMP, "grad_accumulation_dtype", torch.bfloat16, "one of: None, torch.float32"),
     (MasterConfig, "seed", True, "an integer"),
     (FSDP2Strategy, "wrap", torch.nn.Linear, "'auto', a collection of nn.Module classes or a function"),
     (FSDP2Strategy, "replicate", True, "an integer of at least 1 or 'nodes'"),

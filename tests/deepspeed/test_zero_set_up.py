@@ -1,6 +1,7 @@
 """What Trainer and Fabric refuse, and what they tell DeepSpeed, before any process starts."""
 
 import pytest
+import torch
 from lightning import Fabric, Trainer
 from lightning.fabric.strategies import DeepSpeedStrategy as FabricStrategy
 from lightning.pytorch.strategies import DeepSpeedStrategy
@@ -50,12 +51,13 @@ def test_a_base_that_is_stored_as_codes_is_refused():
 
 
 def test_a_plugin_of_an_engine_is_refused_elsewhere():
-    plugin = lp.FP8TorchAO()
+    plugin = lp.FP8TorchAO(master_weights=True, buffer_dtype=torch.float32)
     Fabric(strategy="deepspeed_stage_2", plugins=plugin, **ON_CPU)
     with pytest.raises(ValueError, match=r"has left its options to DeepSpeed ZeRO-2, .* Make a new plugin"):
         Fabric(strategy="ddp", plugins=plugin, **ON_CPU)
     again = Fabric(strategy="deepspeed_stage_3", plugins=plugin, **ON_CPU)
     assert again.strategy.config["bf16"]["enabled"] is True
+    assert again.strategy.config["data_types"] == {"buffer_dtype": "fp32"}
 
 
 def test_an_old_deepspeed_is_refused(monkeypatch):

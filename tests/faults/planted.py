@@ -301,7 +301,7 @@ FAULTS = [
         "a scale of this rank's shard alone",
         "dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=mesh.get_group())\n            scale",
         "scale",
-        "tests/fsdp2/test_fsdp2_numerics.py",
+        "tests/fsdp2/test_fsdp2_codes.py",
     ),
     Fault(
         "a sum of a tensor core that keeps one bit more",

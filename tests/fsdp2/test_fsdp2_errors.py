@@ -11,7 +11,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchao import optim
@@ -31,7 +31,6 @@ from lightning_lowprec import (
 from tests.fsdp2 import toy
 from tests.fsdp2.models import Net, batch, loss_of
 
-CPU = torch.device("cpu")
 SMALL = MixtralConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_local_experts=4, vocab_size=64)
 pytestmark = [
     pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning"),  # torch's advice
@@ -59,18 +58,9 @@ def launched(precision, strategy="fsdp2"):
     ("options", "message"),
     [
         ({"replicate": 0}, r"`replicate=0` is not valid; expected an integer of at least 1"),
-        ({"replicate": "node"}, r"`replicate='node'` is not valid; expected an integer of at least 1 or 'nodes'"),
-        ({"shards": 0}, r"`shards=0` is not valid; expected None or an integer of at least 1"),
-        ({"wrap": "blocks"}, r"`wrap='blocks'` is not valid; expected 'auto', a collection of nn.Module classes"),
-        ({"wrap": nn.Linear}, r"`wrap=<class .*Linear'>` is not valid"),
         ({"wrap": [int]}, r"is not valid; expected 'auto', a collection"),
-        ({"activation_checkpointing": "yes"}, r"`activation_checkpointing='yes'` is not valid; expected True, False"),
-        ({"compile": "auto"}, r"`compile='auto'` is not valid; expected True, False or a mapping"),
-        ({"fp8_all_gather": None}, r"`fp8_all_gather=None` is not valid; expected 'auto', True or False"),
-        ({"param_dtype": "bf16"}, r"`param_dtype='bf16'` is not valid; expected None or a floating-point torch.dtype"),
         ({"tensor_parallel_size": 2}, r"`tensor_parallel_size=2` with `tensor_parallel=None`: .* needs both"),
         ({"tensor_parallel": {"up": 1}}, r"`tensor_parallel_size=1` with .* needs both"),
-        ({"state_dict_type": "half"}, r"`state_dict_type='half'` is not valid; expected one of: sharded, full"),
     ],
 )
 def test_options_are_checked_when_given(options, message):
@@ -99,15 +89,15 @@ def test_fp8_all_gather_that_cannot_be(plugin, options, reason):
     assert not dist.is_initialized()
 
 
-def test_parts_of_gathered_weights_are_kept_in_high_precision_only():
+def test_what_the_strategy_cannot_do_with_sizes_parts_and_half_shards():
     fabric_for(FP8TorchAO(), FabricFSDP2Strategy(**IN_PARTS))
     with pytest.raises(ValueError, match=r"gathers its weights as codes, and `reshard_after_forward=2`"):
         fabric_for(MSAMP("O3"), FabricFSDP2Strategy(**IN_PARTS))
-
-
-def test_sizes_must_divide_the_world_and_half_shards_accumulate_in_half_precision():
     with pytest.raises(ValueError, match=r"`replicate=2` times `tensor_parallel_size=1` does not divide .* \(1\)"):
         launched("bf16-mixed", FabricFSDP2Strategy(replicate=2))
+    strategy = FabricFSDP2Strategy(replicate="nodes", shards=4, tensor_parallel=print, tensor_parallel_size=2)
+    with pytest.raises(ValueError, match=r"`shards=4` with `replicate=3` .* needs 24 processes, and there are 6\."):
+        L.Fabric(accelerator="cpu", strategy=strategy, devices=2, num_nodes=3).strategy.setup_environment()
     plugin = HalfMixed("bf16", master_weights="remainder", grad_accumulation_dtype=torch.float32)
     with pytest.raises(ValueError, match=r"`grad_accumulation_dtype=torch.float32` with half-precision shards is not"):
         launched(plugin)
@@ -137,16 +127,17 @@ def test_layers_that_tensor_parallelism_may_not_cut(six, plugin, refused, said):
 def tied():
     model = Net()
     model.lm_head.weight = model.embedding.weight
+    model.blocks[1].up.weight = model.blocks[0].up.weight
     return model
 
 
-def of_fsdp1():
-    return nn.Sequential(FullyShardedDataParallel(nn.Linear(4, 4), device_id=CPU))
+def pairs(count=2):
+    return nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(count)])
 
 
 def mixed():
     model = Net()
-    model.lm_head.to("meta")
+    model.register_buffer("table", torch.ones(4, device="meta"))
     return model
 
 
@@ -156,33 +147,27 @@ def without_reset():
     return nn.Sequential(scale)
 
 
-def head_alone(fqn, module):
-    return fqn == "lm_head"
-
-
-def nothing(fqn, module):
-    return False
-
-
 @pytest.mark.parametrize(
     ("make", "options", "error", "message"),
     [
         (Net, {"wrap": [nn.Conv2d]}, ValueError,
          r"`wrap=\['Conv2d'\]` matches no module of Net; .* Block, Embedding, "),
-        (Net, {"activation_checkpointing": nothing}, ValueError,
+        (Net, {"activation_checkpointing": lambda fqn, module: False}, ValueError,
          "`activation_checkpointing=<function .*>` matches no module of Net"),
-        (lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), {"activation_checkpointing": True}, ValueError,
+        (lambda: pairs(1)[0], {"activation_checkpointing": True}, ValueError,
          "`activation_checkpointing=True` takes the modules of `wrap`"),
-        (tied, {"wrap": head_alone}, ValueError,
+        (tied, {"wrap": lambda fqn, module: fqn == "lm_head"}, ValueError,
          r"lm_head.weight and embedding.weight are one parameter, .* \('the root' and 'lm_head'\)"),
-        (of_fsdp1, {}, TypeError, r"'0' is wrapped by `FullyShardedDataParallel` \(FSDP1\), which does not mix"),
-        (mixed, {}, RuntimeError, r"Net has 2 of 15 parameters and buffers on the meta device here.*mixed"),
+        (lambda: nn.Sequential(FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))), {}, TypeError,
+         r"'0' is wrapped by `FullyShardedDataParallel` \(FSDP1\), which does not mix"),
+        (mixed, {}, RuntimeError, r"Net has 1 of 16 parameters and buffers on the meta device here.*mixed"),
         (without_reset, {}, RuntimeError, r"Scale have parameters or buffers but no `reset_parameters\(\)`"),
     ],
     ids=["wrap", "predicate", "recomputed", "tied", "fsdp1", "mixed", "without-reset"],
 )  # fmt: skip
 def test_models_and_options_that_cannot_be_sharded(alone, make, options, error, message):
-    parallelize(tied(), alone, HalfMixed("bf16"))  # both in the root
+    model = parallelize(tied(), alone, FP8TorchAO(), wrap=[nn.LayerNorm])  # all in the root
+    assert model.blocks[1].up.weight is model.blocks[0].up.weight
     with pytest.raises(error, match=message):
         parallelize(make(), alone, HalfMixed("bf16"), **options)
 
@@ -251,12 +236,33 @@ def test_a_model_that_parallelize_has_sharded_is_set_up_by_one_fabric_and_by_the
 def test_a_sharded_model_goes_on_only_with_the_choices_it_was_built_for(alone):
     model = parallelize(Net(), alone, FP8TorchAO())
     assert parallelize(model, alone, FP8TorchAO()) is model, "a second call changes nothing"
-    for options in ({"keep": ["up"]}, {"fp8_eval": False}, {"fp8_format": "e4m3"}, {"weight_codes": "per_gemm"}):
+    others = {"keep": ["up"], "keep_fp32": ["norm"], "head": "fp8", "fp8_eval": False, "fp8_format": "e4m3"}
+    for name, value in {**others, "weight_codes": "per_gemm"}.items():
         with pytest.raises(TypeError, match="sharded already"):
-            parallelize(model, alone, FP8TorchAO(**options))
+            parallelize(model, alone, FP8TorchAO(**{name: value}))
+
+
+def test_what_is_gathered_and_compiled_as_one(alone):
+    """Also blocks of torch's own classes."""
+    leaves, activations = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [nn.Sequential(nn.GELU()) for _ in range(2)]
+    of_many_kinds = nn.Sequential(nn.Sequential(pairs(), pairs()), pairs(1), leaves, nn.Sequential(*activations))
+    graphs = []
+    for model, wrap, groups in (
+        (of_many_kinds, "auto", ["", "0.0", "0.1"]),
+        (pairs(1), [nn.Sequential], ["", "0"]),
+        (pairs(1)[0], "auto", [""]),
+    ):
+        strategy = FabricFSDP2Strategy(wrap=wrap, compile={"backend": lambda *made: graphs.append(made) or made[0]})
+        launched("32-true", strategy).setup_module(model)
+        assert [fqn for fqn, module in model.named_modules() if isinstance(module, FSDPModule)] == groups
+        model(torch.ones(2, 4))
+        assert graphs
+        graphs.clear()
 
 
 def test_a_mesh_without_a_dimension_for_data(alone):
+    parallelize(model := Net(), init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b")), FP8TorchAO())
+    assert model.lm_head.weight.device_mesh.ndim == 2, "copies and shards"
     three = init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("a", "b", "c"))
     with pytest.raises(ValueError, match=r"the dimensions \('a', 'b', 'c'\) has none named 'data_parallel'"):
         parallelize(Net(), three, FP8TorchAO())
@@ -268,11 +274,19 @@ def test_dtypes_of_buffers_and_outputs(alone, name):
         def __init__(self):
             super().__init__()
             self.register_buffer("table", torch.ones(64))
+            self.register_buffer("exact", torch.ones(64, dtype=torch.float64))
+            self.register_buffer("count", torch.ones(64, dtype=torch.int32))
 
     form = True if name == "bf16-master" else "remainder"
-    plugin = HalfMixed("bf16", master_weights=form, buffer_dtype=torch.float16)
-    model = launched(plugin).setup_module(Rotary())
-    assert model.module.table.dtype == torch.float16
+    for kept, asked, dtype in (
+        ((), None, torch.float16),
+        ((), torch.bfloat16, torch.bfloat16),
+        (["table"], None, None),
+    ):
+        plugin = HalfMixed("bf16", master_weights=form, buffer_dtype=torch.float16, keep_fp32=kept)
+        model = launched(plugin, FabricFSDP2Strategy(buffer_dtype=asked)).setup_module(Rotary())
+        dtypes = [buffer.dtype for buffer in model.module.buffers()]
+        assert dtypes == [dtype or torch.float32, torch.float64, torch.int32]
     model = launched(name, FabricFSDP2Strategy(output_dtype=torch.float64)).setup_module(Rotary())
     assert model.module.table.dtype == torch.float32
     assert model.module(batch(0, 0)[:, 1:]).dtype == torch.float64

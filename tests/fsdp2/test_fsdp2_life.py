@@ -6,12 +6,13 @@ import lightning as L
 import pytest
 import torch
 from torch import distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_lowprec import FabricFSDP2Strategy, FP8TorchAO
 from lightning_lowprec.callbacks import NumericsMonitor
 from tests.fsdp2 import toy
-from tests.fsdp2.models import Net, batch, full, loss_of, same
+from tests.fsdp2.models import WIDTH, Net, batch, full, loss_of, same
 from tests.fsdp2.ranks import parts, run
 from tests.toys import Block, adamw, stepped
 
@@ -57,24 +58,6 @@ def optimizers_built_early_late_or_jointly_train_alike(rank):
             assert isinstance(after, DTensor) == (value.ndim > 0)
 
 
-def inference_mode_changes_nothing(rank):
-    """Before and between training steps, as Lightning enters it under nccl."""
-    fabric = fabric_for()
-    results = []
-    for evaluate in (nullcontext, torch.inference_mode):
-        model, optimizer = set_up(fabric)
-        losses = []
-        for number in range(3):
-            with torch.no_grad(), evaluate():
-                losses.append(loss_of(model.eval(), batch(90, rank)).item())
-            model.train()
-            losses += trained(fabric, model, optimizer, rank, [number])[1]
-        results.append((losses, full(model)))
-    (plain, weights), (inferred, others) = results
-    assert plain == inferred
-    assert same(weights, others)
-
-
 SKIPPING = (
     lambda: FP8TorchAO(skip_nonfinite=True),
     lambda: FP8TorchAO(master_weights="remainder", skip_nonfinite=True),
@@ -110,7 +93,7 @@ def options_change_where_not_what(rank):
         "kept after forward": {"reshard_after_forward": False},
         "offloaded": {"cpu_offload": True},
         "the whole model compiled": {},
-        "by predicate": {"wrap": lambda fqn, module: fqn.endswith(("up", "down"))},
+        "by predicate": {"wrap": lambda fqn, module: fqn.endswith(("blocks.1", "up", "down"))},
     }.items():
         fabric = fabric_for(**options)
         model = Net()
@@ -121,6 +104,13 @@ def options_change_where_not_what(rank):
         assert losses[name] == losses["plain"], name
 
 
+class Drawn(Net):
+    def __init__(self, seed=0):
+        super().__init__(seed)
+        self.register_buffer("drawn", torch.randn(3))
+        self.register_buffer("outside", torch.randn(3), persistent=False)
+
+
 def weights_that_only_rank_0_has_or_nobody(rank):
     """Or rank 1 in part, which all ranks refuse, or each rank its own."""
     fabric = fabric_for()
@@ -129,27 +119,26 @@ def weights_that_only_rank_0_has_or_nobody(rank):
         model.lm_head.to("meta")
     with pytest.raises(RuntimeError, match="the ranks have: real, mixed"):
         fabric.setup_module(model)
-    real = full(fabric.setup_module(Net()))
     with nullcontext() if rank == 0 else torch.device("meta"):
-        model = Net()
-    assert same(real, full(fabric.setup_module(model)))
+        model = Drawn(seed=rank)
+    sent = fabric_for(sync_module_states=True).setup_module(model)
+    assert same(Drawn().state_dict(), full(sent))
+    assert all(map(torch.equal, sent.buffers(), Drawn().buffers())), "those that no state dict holds, too"
     with torch.device("meta"):
         model = Net()
+        model.statistics = nn.BatchNorm1d(WIDTH, affine=False)
     torch.manual_seed(3)
     made = fabric.setup_module(model)
+    assert made.statistics.running_var.tolist() == [1.0] * WIDTH, "of a module that has buffers alone"
     assert loss_of(made, batch(0, rank)).item() < 10
     dist.barrier()
     weights = full(made)
     assert weights["blocks.0.up.weight"].std() > 0.01, "initialised by the modules themselves"
     assert same(weights, fabric.broadcast(weights))
     for asked in (True, False):
-        model = Net(seed=rank)
-        for persistent in (True, False):
-            model.register_buffer(f"drawn_{persistent}", torch.randn(3), persistent=persistent)
-        drawn = [fabric.broadcast(buffer) for buffer in model.buffers()]
-        sent = fabric_for(sync_module_states=asked).setup_module(model)
-        assert same({name: t for name, t in full(sent).items() if "drawn" not in name}, Net().state_dict()) == asked
-        assert all(map(torch.equal, sent.buffers(), drawn)) == (asked or rank == 0)
+        sent = fabric_for(sync_module_states=asked).setup_module(Drawn(seed=rank))
+        assert same(full(sent), {**Drawn().state_dict(), "drawn": sent.drawn}) == asked
+        assert all(map(torch.equal, sent.buffers(), Drawn().buffers())) == (asked or rank == 0)
 
 
 def read_first_step(fabric, tokens):
@@ -182,15 +171,16 @@ def early_optimizers_of_several_models_train_each_model(rank):
     alone, _ = trained(fabric, *set_up(fabric), rank)
     made = [Net(), Net()]
     early = [adamw(model, 1e-2) for model in made]
+    held = early[1].param_groups[0]["params"]
     models = [fabric.setup_module(model) for model in made]
     for model, optimizer in zip(models, fabric.setup_optimizers(*early), strict=True):
         assert same(alone, trained(fabric, model, optimizer, rank)[0])
+    assert early[1].param_groups[0]["params"] is held, "LBFGS keeps the list"
 
 
 @parts(
     early_optimizers_of_several_models_train_each_model,
     optimizers_built_early_late_or_jointly_train_alike,
-    inference_mode_changes_nothing,
     a_value_that_is_not_finite_on_one_rank_costs_all_ranks_the_step,
     options_change_where_not_what,
     weights_that_only_rank_0_has_or_nobody,

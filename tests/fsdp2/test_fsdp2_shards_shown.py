@@ -21,6 +21,7 @@ class Steps(L.LightningModule):
         self.kinds = {}
 
     def forward(self, x, blocks=True):
+        self.dtype_given = x.dtype
         for block in self.blocks if blocks else ():
             x = block(x)
         return self.net(x)
@@ -29,7 +30,7 @@ class Steps(L.LightningModule):
         self.kinds[where] = {type(p).__name__ for p in self.parameters()}
 
     def training_step(self, batch):
-        optimizer = self.optimizers()
+        optimizer, shards = self.optimizers(), list(self.parameters())
         self.look("begin")
         output = self(batch[0])
         self.dtype_inside = output.dtype
@@ -38,8 +39,11 @@ class Steps(L.LightningModule):
         self.manual_backward(loss)
         self.look("after backward")
         first = self.net[0].weight.grad.full_tensor().clone()
-        optimizer.zero_grad()
         self(batch[0])  # no backward follows
+        self.zero_grad(set_to_none=False)
+        self.zeros = not any(shard.grad.full_tensor().any() for shard in shards)
+        self.zero_grad()
+        self.none = not any(shard.grad is not None for shard in shards)
         self.manual_backward(self(batch[0], blocks=False).pow(2).mean())
         self.changed = bool((self.net[0].weight.grad.full_tensor() != first).any())
         before = self.net[0].weight.full_tensor().clone()
@@ -60,19 +64,25 @@ class Steps(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def test_shards_are_shown_except_between_a_forward_and_its_backward():
-    model = fitted(Steps(), "fsdp2", devices=1)
-    assert model.kinds.pop("after forward") == {"DTensor", "Parameter"}, "blocks, and what the root gathers"
+# by option: the root keeps what it has gathered, all is freed, nothing is
+RESHARDED = {None: {"DTensor", "Parameter"}, True: {"DTensor"}, False: {"Parameter"}}
+
+
+@pytest.mark.parametrize("reshard", RESHARDED)
+def test_shards_are_shown_except_between_a_forward_and_its_backward(reshard):
+    model = fitted(Steps(), FSDP2Strategy(reshard_after_forward=reshard), devices=1)
+    assert model.kinds.pop("after forward") == RESHARDED[reshard]
     assert list(model.kinds) == ["begin", "after backward", "after step", "after training_step"]
     assert all(kinds == {"DTensor"} for kinds in model.kinds.values())
-    assert model.changed
+    assert (model.zeros, model.none, model.changed) == (True, True, True)
     assert model.moved > 1e-4
     assert model.off < 1e-6
 
 
 def test_the_output_dtype_holds_inside_a_step_too():
     strategy = FSDP2Strategy(output_dtype=torch.float64)
-    assert fitted(Steps(), strategy, "bf16-mixed", devices=1).dtype_inside == torch.float64
+    model = fitted(Steps(), strategy, "bf16-mixed", devices=1)
+    assert (model.dtype_given, model.dtype_inside) == (torch.float32, torch.float64)
 
 
 class Penalised(Steps):

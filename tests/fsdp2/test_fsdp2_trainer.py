@@ -9,8 +9,9 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from lightning_lowprec import parallelize
+from lightning_lowprec import FSDP2Strategy, parallelize
 from tests.fsdp2.models import Net, batch, full, loss_of, same
 from tests.fsdp2.ranks import parts, quietly, run
 from tests.toys import QUIET, Task, adamw
@@ -116,6 +117,7 @@ def a_sharded_model_goes_on_in_its_precision(rank):
     if rank == 0:
         (line,) = [line for line in said if "the model keeps its low-precision layers and weights after `fit`" in line]
         assert "because FSDP2 has sharded it" in line
+        assert sum("all-gather: " in line for line in said) == 1, "after the first of the steps"
     assert "master_param" in trainer.optimizers[0].state_dict()["state"][0], "also after an evaluation"
     assert len(model.losses) == 8
     trainer.test(model, loader(), verbose=False)
@@ -150,11 +152,15 @@ class Clipped(Module):
         return torch.optim.SGD(self.parameters(), lr=1.0)  # moves the weights by the gradient
 
 
+CUT = {"net.blocks.0.up": ColwiseParallel(), "net.blocks.0.down": RowwiseParallel()}
+
+
 def the_trainer_clips_by_the_norm_of_all_shards(rank):
-    for precision, value in itertools.product(("32-true", "fp8-hybrid"), (0.1, None)):
+    for precision, value, cut in itertools.product(("32-true", "fp8-hybrid"), (0.1, None), (False, True)):
+        strategy = FSDP2Strategy(tensor_parallel=CUT, tensor_parallel_size=2) if cut else "fsdp2"
         model = Clipped()
         before = {name: p.detach().clone() for name, p in model.net.named_parameters()}
-        trainer_for(precision, max_steps=1, gradient_clip_val=value).fit(model, loader())
+        trainer_for(precision, strategy, max_steps=1, gradient_clip_val=value).fit(model, loader())
         after = full(model.net)
         moved = sum((after[n] - before[n]).double().square().sum().item() for n in before) ** 0.5
         if value is None:

@@ -69,6 +69,11 @@ def a_sequence_parallel_plan(rank, recipe):
     exact, (expected_loss, expected) = gradients(in_float32), one_step(FP8TorchAO(recipe))
     assert loss.item() == pytest.approx(expected_loss, rel=1e-3)
     assert snr(grads, expected) > max(30, snr(expected, exact))
+    optimizer = fabric.setup_optimizers(torch.optim.SGD(net.parameters(), lr=1.0))
+    norm = torch.cat([grad.flatten() for grad in grads.values()]).norm(1).item()
+    clipped = fabric.clip_gradients(model, optimizer, max_norm=norm / 2, norm_type=1)
+    assert clipped.item() == pytest.approx(norm, rel=1e-4)
+    assert all(torch.allclose(grad, grads[name] / 2, rtol=1e-3) for name, grad in gradients(net).items())
 
 
 @contextmanager

@@ -70,6 +70,9 @@ def keeps_two_folders(rank, ranks, folder):
         assert names == ["epoch=2-step=12.ckpt", "last.ckpt"], names
         _, resumed, _ = fit("bf16-mixed", ranks, 4, kind, path=place / "last.ckpt")
         assert len(resumed.losses) == 4
+        trainer.save_checkpoint(place / "weights", weights_only=True)
+        with pytest.raises(KeyError, match=r"weights' holds the model alone .*was asked to resume"):
+            fit("bf16-mixed", ranks, 4, kind, path=place / "weights")
 
 
 def resumes_from_elsewhere(rank, ranks, folder):

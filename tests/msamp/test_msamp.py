@@ -20,21 +20,6 @@ from tests.toys import in_e4m3
 pytestmark = pytest.mark.filterwarnings(CHATTER)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"level": "O4"}, r"`level='O4'` is not valid; expected one of: O1, O2, O3\."),
-        ({"base": "fp32"}, r"`base='fp32'` is not valid; expected one of: bf16, fp16\."),
-        ({"grad_accumulation_dtype": torch.bfloat16}, r"`grad_accumulation_dtype=torch.bfloat16` is not valid"),
-        ({"loss_scale": 2.0}, r"`loss_scale=2.0` is not valid with bf16"),
-        ({"frozen": "drop"}, r"`frozen='drop'` is not valid; expected one of: convert, keep, codes\."),
-    ],
-)
-def test_bad_options(options, message):
-    with pytest.raises(ValueError, match=message):
-        MSAMP(**options)
-
-
 def test_a_gpu_without_fp8_is_refused_unless_told_to_emulate(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "GPU X")
@@ -123,6 +108,8 @@ def test_what_shards_is_refused_with_what_works(strategy):
 def test_callbacks_that_average_weights_are_refused(callback):
     with pytest.raises(MisconfigurationException, match=r"`\w+Averaging` averages the weights.*average state dicts"):
         fit(MSAMP(), callbacks=callback)
+    with pytest.raises(MisconfigurationException, match=r"`\w+Averaging` copies the model.*not run under 'fsdp2'"):
+        fit("bf16-mixed", strategy="fsdp2", callbacks=callback)
 
 
 def test_masters_in_older_checkpoints_of_o3_count_and_a_stale_one_is_ignored(tmp_path):

@@ -14,9 +14,7 @@ import pytest
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.strategies import FSDPStrategy as FabricFSDP
-from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallel
 from lightning.pytorch.strategies import FSDPStrategy as TrainerFSDP
-from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy, wrap
 
@@ -54,14 +52,14 @@ def test_fsdp2_is_in_both_registries_and_unregister_removes_it():
     assert all(registry["fsdp2"]["strategy"] is cls for registry, cls in registries())
 
 
-@pytest.mark.parametrize("name", ["fsdp", "fsdp_cpu_offload", TrainerFSDP, FabricFSDP])
+@pytest.mark.parametrize("name", ["fsdp", "FSDP_CPU_offload", TrainerFSDP, FabricFSDP])
 @pytest.mark.parametrize("how", [{"precision": "fp8-hybrid"}, {"precision": "bf16-sr"}, {"plugins": "FP8TorchAO"}])
 def test_fsdp_by_name_or_as_an_object_becomes_fsdp2_under_our_precisions_on_cpu_too(name, how):
     how = {"plugins": FP8TorchAO()} if "plugins" in how else how
     by_name = isinstance(name, str)
     (trainer, _), (fabric, _) = both(name if by_name else name(auto_wrap_policy={nn.Linear}), **how)
     assert (type(trainer), type(fabric)) == (FSDP2Strategy, FabricFSDP2Strategy)
-    offloads = name == "fsdp_cpu_offload"
+    offloads = name == "FSDP_CPU_offload"
     assert trainer.sharding.options.cpu_offload is fabric.sharding.options.cpu_offload is offloads
     if by_name:
         assert (trainer.state_dict_type, fabric.state_dict_type) == ("full", "sharded"), "what FSDP saves in each"
@@ -77,16 +75,19 @@ def test_fsdp_with_lightnings_own_precisions_stays_lightnings():
 
 @pytest.mark.parametrize(
     ("precision", "dtype"),
-    [("16-mixed", torch.float16), (16, torch.float16), ("bf16-mixed", torch.bfloat16), ("bf16", torch.bfloat16)],
+    [
+        (name, torch.float16 if str(name)[:2] == "16" else torch.bfloat16)
+        for name in ("16-mixed", "16", 16, "bf16-mixed", "bf16")
+    ],
 )
-@pytest.mark.parametrize("strategy", ["fsdp2", "object"])
+@pytest.mark.parametrize("strategy", ["FSDP2", "object"])
 def test_lightnings_mixed_precisions_become_our_half_mixed(strategy, precision, dtype):
     for made in ("trainer", "fabric"):
         ours = {"trainer": FSDP2Strategy, "fabric": FabricFSDP2Strategy}[made]
         one = ours() if strategy == "object" else strategy
         for _, plugin in both(one, precision=precision):  # either flavour of the object in either of the two
             assert type(plugin) is HalfMixed
-            assert plugin.autocast_dtype is dtype
+            assert (plugin.autocast_dtype, plugin.weights) == (dtype, None), "the weights stay as they are"
             assert (plugin.scaler is not None) == (dtype is torch.float16)
 
 
@@ -108,13 +109,6 @@ def test_plugins_that_do_not_run_under_fsdp2(make, plugins):
     for plugin in (plugins.DoublePrecision(), plugins.MixedPrecision("bf16-mixed", "cpu")):
         with pytest.raises(ValueError, match=REFUSED):
             make(strategy="fsdp2", plugins=plugin, **CPU)
-
-
-def test_lightnings_model_parallel_strategy_is_accepted_and_left_alone():
-    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
-    assert L.Trainer(strategy=strategy, precision="fp8-hybrid", **CPU, **QUIET).strategy is strategy
-    strategy = FabricModelParallel(lambda model, mesh: model, data_parallel_size=2, tensor_parallel_size=1)
-    assert L.Fabric(strategy=strategy, precision="fp8-hybrid", **CPU).strategy is strategy
 
 
 @pytest.mark.parametrize("option", [{"replicate": 2}, {"shards": 2}])

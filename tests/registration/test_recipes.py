@@ -45,7 +45,6 @@ def test_recipes_take_nemos_arguments_and_the_plugins_options():
     assert recipes.fp16_mixed(**of_one).scaler.config == LossScale.of(128.0), "a constant wins, as in NeMo"
     for wrong, said in (
         ({"fp8": "hybrid"}, "`fp8='hybrid'` goes with the FP8 recipes, such as `bf16_with_fp8_mixed`"),
-        ({"grad_reduce_in_fp32": 1}, "`grad_reduce_in_fp32=1` is not valid; expected True or False"),
         ({"fp8_wgrad": False}, r"`fp8_wgrad=False` is not possible in this recipe; expected True\. For weight grad"),
     ):
         with pytest.raises(ValueError, match=said):

@@ -43,7 +43,7 @@ def test_loss_scales(scale, expected):
     ("field", "value", "expected"),
     [
         ("initial", 1000.0, "a power of two"),
-        ("growth_factor", 4.0, "2.0"),
+        ("growth_factor", 1.0, "2.0"),
         ("backoff_factor", 0.25, "0.5"),
         ("floor", 1.5, "an integer from 1"),
         ("patience_at_floor", 7, "the default"),
@@ -64,13 +64,11 @@ def test_skipped_steps():
 
 
 def test_dtypes_of_gradients_and_buffers():
-    plugin = lp.HalfMixed(
-        "bf16", master_weights=True, grad_accumulation_dtype=torch.float32, buffer_dtype=torch.bfloat16
-    )
-    assert translated({}, ZeroOptions.of(plugin), SCALE_FIELDS) == {
-        "bf16": {"enabled": True},
-        "data_types": {"grad_accum_dtype": "fp32", "buffer_dtype": "bf16"},
-    }
+    dtypes = {"grad_accumulation_dtype": torch.float32, "buffer_dtype": torch.bfloat16}
+    for base in ("bf16", "fp16"):
+        plugin = lp.HalfMixed(base, master_weights=True, **dtypes)
+        section = translated({}, ZeroOptions.of(plugin), SCALE_FIELDS)["data_types"]
+        assert section == {"grad_accum_dtype": "fp32", "buffer_dtype": "bf16"}
     with pytest.raises(ValueError, match=r"`.*grad_accum_dtype='fp32'`, and the DeepSpeed config has `.*='bf16'`"):
         translated({"data_types": {"grad_accum_dtype": "bf16"}}, ZeroOptions.of(plugin), SCALE_FIELDS)
 
@@ -92,9 +90,10 @@ def test_contradictions_raise_with_both_values(config, means, has):
 
 
 def test_auto_and_equal_values_pass_and_the_given_config_stays():
-    config = {"bf16": {"enabled": "auto"}, "fp16": {"enabled": False}}
-    assert translated(config, BF16, SCALE_FIELDS) == {"bf16": {"enabled": True}, "fp16": {"enabled": False}}
-    assert config == {"bf16": {"enabled": "auto"}, "fp16": {"enabled": False}}
+    config = {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}, "torch_autocast": {"enabled": False}}
+    expected = {"bf16": {"enabled": True}, "fp16": {"enabled": False}, "torch_autocast": {"enabled": False}}
+    assert translated(config, BF16, SCALE_FIELDS) == expected
+    assert config["bf16"] == config["fp16"] == {"enabled": "auto"}
 
 
 # ---- refused by the name of the strategy, before DeepSpeed is imported
@@ -109,15 +108,16 @@ def test_auto_and_equal_values_pass_and_the_given_config_stays():
         ({"precision": "bf16-sr"}, r"has no `form='stochastic'`\. Use `precision='bf16-master'`"),
         ({"plugins": "8bit"}, r"has no `moments='8bit'`\. Use `precision='bf16-master'`"),
         ({"plugins": "keep"}, r"`weights='keep'` trains .* ZeRO always has float32 masters\. Leave `weights` out"),
-        ({"plugins": "head"}, r"`head='chunked'` reads the weight of the output head .* Leave `head` out"),
+        ({"plugins": "chunked"}, r"`head='chunked'` reads the weight of the output head .* Leave `head` out"),
+        ({"plugins": "fp8"}, r"`head='fp8'` reads the weight of the output head .* Leave `head` out"),
     ],
-    ids=["remainder", "fp8", "sr", "8bit", "keep", "head"],
+    ids=["remainder", "fp8", "sr", "8bit", "keep", "head", "fp8 head"],
 )
 def test_refused_with_reason_and_way_out(make, how, reason):
     plugins = {
         "8bit": lambda: lp.HalfMixed("bf16", master_weights=lp.MasterConfig(moments="8bit")),
         "keep": lambda: lp.HalfMixed("bf16", weights="keep"),
-        "head": lambda: lp.FP8TorchAO(head="chunked"),
+        **{head: lambda head=head: lp.FP8TorchAO(head=head) for head in ("chunked", "fp8")},
     }
     how = {"plugins": plugins[how["plugins"]]()} if "plugins" in how else how
     with pytest.raises(ValueError, match=rf"does not run under `strategy='deepspeed_stage_2'`: .*{reason}"):
@@ -125,5 +125,7 @@ def test_refused_with_reason_and_way_out(make, how, reason):
 
 
 def test_msamp():
-    with pytest.raises(ValueError, match=r"does not run under `strategy='deepspeed_stage_3'` yet\. It runs under one"):
-        L.Fabric(strategy="deepspeed_stage_3", accelerator="cpu", devices=1, precision="msamp-o2")
+    with pytest.raises(
+        ValueError, match=r"strategy='deepspeed_stage_3'` yet\. It runs under one .*, 'fsdp2', .* becomes 'fsdp2'\.$"
+    ):
+        L.Fabric(strategy="DeepSpeed_stage_3", accelerator="cpu", devices=1, precision="msamp-o3")
