@@ -104,7 +104,7 @@ REFUSED = [
     (Int8TorchAO, {"recipe": "mxfp8"}, "`recipe='mxfp8'` is not valid; expected"),
     (Int8TorchAO, {"recipe": {"*": "tensorwise"}}, "expected one of: 'int8', 'bf16', 'fp32', or a mapping"),
     (HalfEval, {"dtype": "bf16-true"}, "`dtype='bf16-true'` is not valid; expected one of: bf16, fp16"),
-    (HalfMixed, {"dtype": "fp16", "master_weights": "remainder"}, "`master_weights='remainder'` is not valid with fp"),
+    (HalfMixed, {"dtype": "fp16", "master_weights": MasterConfig(form="remainder")}, "master_weights=Mast.* with fp16"),
     (HalfMixed, {"dtype": "bf16", "master_weights": True, "weights": "keep"}, "`weights='keep'` is not valid with `ma"),
     (HalfMixed, {"dtype": "bf16", "buffer_dtype": torch.float32}, "`buffer_dtype=torch.float32` goes with `master_w"),
     (HalfMixed, {"dtype": "bf16", "loss_scale": 128.0}, "`loss_scale=128.0` is not valid with bf16, .* or use fp16"),

@@ -47,8 +47,7 @@ def trajectory(scaler: Any, steps: str) -> list[float]:
 
 
 def test_of_takes_dynamic_a_number_or_a_loss_scale() -> None:
-    given = LossScale(growth_interval=7)
-    assert LossScale.of(given) is given
+    assert LossScale.of(given := LossScale(growth_interval=7)) is given
     assert LossScale.of("dynamic") == LossScale()
     assert LossScale.of(128).initial == LossScale.of(128.0).initial == 128.0
     assert LossScale.of(0.125).initial == 0.125  # a static scale may be below the default floor
@@ -119,8 +118,7 @@ def test_scaled_loss_of_fp16_is_float32() -> None:
 def test_a_loaded_state_obeys_the_configuration(config: LossScale, loaded: dict[str, float], scale: float) -> None:
     scaler = scaler_of(config)
     scaler.load_state_dict({**scaler.state_dict(), **loaded, "skipped_steps": 2})
-    assert trajectory(scaler, ".") == [scale]
-    assert scaler.skipped_steps == 2
+    assert (trajectory(scaler, "."), scaler.skipped_steps) == ([scale], 2)
 
 
 @pytest.mark.parametrize(
