@@ -67,7 +67,7 @@ def test_lstms_run_in_half_precision(packed: bool) -> None:
     given = pack_padded_sequence(x, torch.tensor([5, 3]), batch_first=True) if packed else x
     half = given.to(torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16):
-        out, _ = lstm(hx=state, input=given)
+        out, _ = lstm(given, state) if packed else lstm(hx=state, input=given)
         expected, _ = nn.LSTM.forward(lstm, half, tuple(s.bfloat16() for s in state))
     values = [(part.data if isinstance(part, PackedSequence) else part) for part in (out, expected)]
     assert values[0].dtype is torch.bfloat16
@@ -84,13 +84,16 @@ def test_it_ends_with_the_precision_and_survives_copies() -> None:
     assert "forward" not in vars(plain(model).part)
 
 
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_instance_norms_keep_float32_weights(dtype: torch.dtype) -> None:
+def test_norms_keep_float32_weights(dtype: torch.dtype) -> None:
     _, model, _ = set_up("bf16-remainder", nn.InstanceNorm1d(4, affine=True))
     norm, x = model.module.part, torch.randn(2, 4, 16).to(dtype)
     assert norm.weight.dtype is torch.float32
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(norm(x), F.instance_norm(x, weight=norm.weight, bias=norm.bias))
+        norm = set_up("bf16-remainder", nn.RMSNorm(16))[1].module.part.float()  # as `keep_fp32` has it
+        assert torch.equal(norm(x), F.rms_norm(x, (16,), norm.weight)), "float32, for x of bf16 too"
 
 
 class Layer(torch.nn.Module):

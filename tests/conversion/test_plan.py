@@ -56,6 +56,7 @@ def test_stacked_experts_routers_gates_beside_experts_and_adapters():
         "mlp.gate": None, "mlp.gate_proj": None, "lora_A.default": "LoRA adapter",
         "choice": "no Linear (router)",
     }  # fmt: skip
+    assert {row.fqn for row in plan(model).rows if row.runs_in} == {"lora_A.default"}, "routers may run in float32"
     assert reasons(model, only=["router", "mlp"])["router.0"] is None, "`only` overrides the built-in rules"
     assert reasons(model, only=["router", "mlp"])["moe.experts.0"] == "not in `only`"
 
@@ -188,6 +189,8 @@ def test_other_reasons():
         "attention.in_proj_weight": "no Linear (in_proj of a MultiheadAttention), bf16",
         "convolution.weight": "no Linear (Conv1d)",
     }
+    model["normed"].bias.requires_grad_(False)
+    assert all(row.trains for row in plan(model).all_rows)
 
 
 def test_a_conv1d_of_transformers_converts():

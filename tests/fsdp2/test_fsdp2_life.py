@@ -1,6 +1,8 @@
 """What happens to a sharded model in its life: optimizers early and late, evaluation, accumulation, loading."""
 
+import tempfile
 from contextlib import nullcontext
+from pathlib import Path
 
 import lightning as L
 import pytest
@@ -141,9 +143,9 @@ def weights_that_only_rank_0_has_or_nobody(rank):
         assert all(map(torch.equal, sent.buffers(), Drawn().buffers())) == (asked or rank == 0)
 
 
-def read_first_step(fabric, tokens):
+def read_first_step(fabric, tokens, **options):
     model, optimizer = set_up(fabric)
-    monitor = NumericsMonitor(every=1, rows=1.0)
+    monitor = NumericsMonitor(every=1, rows=1.0, **options)
     monitor.step(model, 0)
     fabric.backward(loss_of(model, tokens))
     optimizer.step()
@@ -153,12 +155,16 @@ def read_first_step(fabric, tokens):
 def a_monitor_reads_the_whole_weight_from_shards(rank):
     """What one process reads, of the tokens of both ranks."""
     fabric = fabric_for()
-    found = read_first_step(fabric, batch(0, rank))
+    folder = Path(fabric.broadcast(tempfile.mkdtemp()))
+    found = read_first_step(fabric, batch(0, rank), folder=folder)
     assert repr(found) == fabric.broadcast(repr(found))
+    fabric.barrier()
+    assert (folder / "numerics.jsonl").read_text().count("\n") == 1, "one rank writes"
     both = torch.cat([batch(0, rank) for rank in range(2)])
     alone = read_first_step(L.Fabric(accelerator="cpu", devices=1, precision="fp8-hybrid"), both)
     assert found.keys() == alone.keys()
     for key, one in alone.items():
+        assert abs(found[key].output_db - one.output_db) < 1.5
         if key[1] == "weight":
             assert (found[key].amax, found[key].scale, found[key].underflow) == (one.amax, one.scale, one.underflow)
     first = ("blocks.0.up", "input")

@@ -1,6 +1,7 @@
 """`lowprec doctor`: names by family, three names to try first, and none of the noise of other libraries."""
 
 import json
+import os
 import re
 from dataclasses import replace
 from functools import cache
@@ -67,8 +68,10 @@ def test_another_device_is_answered_for(capsys, name, device, status, words):
 def test_another_device_has_a_column_and_unknown_ones_raise_with_what_is_allowed(capsys):
     assert main(["doctor", "--device", "sm_100"]) == 0
     assert capsys.readouterr().out.startswith("Recipes on sm_100, NVIDIA 10.x")
-    assert main(["doctor", "--for", "bf16-true"]) == 0
-    assert "Its weights have no masters: small updates are rounded away." in capsys.readouterr().out
+    for name in ("bf16-true", "32-true"):
+        assert main(["doctor", "--for", name]) == 0
+        without = "Its weights have no masters: small updates are rounded away." in capsys.readouterr().out
+        assert without == (name == "bf16-true")
     assert main(["doctor", "--device", "sm_100", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["te-mxfp8"]["runs"] is True
     for words, message in (
@@ -79,9 +82,13 @@ def test_another_device_has_a_column_and_unknown_ones_raise_with_what_is_allowed
         assert re.search(message, capsys.readouterr().err)
 
 
-def test_what_nobody_has_confirmed_is_not_known_and_not_recommended(monkeypatch):
+def test_what_nobody_has_confirmed_is_not_known_and_not_recommended(monkeypatch, tmp_path):
     on_gpu(monkeypatch, (13, 0))
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 575.51\necho 575.51")  # of two GPUs
+    (tmp_path / "nvidia-smi").chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     found = lightning_lowprec.doctor("cuda:0")
+    assert found.facts["driver"] == "575.51"
     verdicts = {verdict.name: verdict for verdict in found.precisions}
     assert all(verdicts[name].runs and verdicts[name].known for name in ("half-auto", "bf16-remainder"))
     assert (verdicts["fp8-hybrid"].runs, verdicts["fp8-hybrid"].known) == (True, False)

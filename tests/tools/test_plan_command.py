@@ -44,7 +44,11 @@ class Uneven(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.table, self.head = nn.Embedding(50, 32), nn.Linear(32, 50, bias=False)
+        self.table, self.head, self.scale = (
+            nn.Embedding(50, 32),
+            nn.Linear(32, 50, bias=False),
+            nn.Parameter(torch.ones(())),
+        )
         self.head.weight = self.table.weight
         self.blocks = nn.ModuleList(Frozen([(32, 64 * width), (64 * width, 32)]) for width in (1, 2, 1))
         for block in (self.blocks[0], self.blocks[2]):
@@ -63,10 +67,14 @@ def test_flops_and_bytes_by_hand(tmp_path, capsys):
     other_heads = "--args", '{"head_dim": 64, "num_hidden_layers": 3}'
     of_llama = run_json(capsys, llama(tmp_path, 2), *other_heads, "--sequence_length", 7)["flops_per_token"]
     assert of_llama["attention"] == 6 * 7 * 3 * 32 * 64
+    of_gpt2 = run_json(capsys, "gpt2")["flops_per_token"]["attention"]
+    assert of_gpt2 == 6 * 4096 * 12 * 768, "no head_dim in the config; the length of the default"
     share = of_llama["fp8"] / (of_llama["fp8"] + of_llama["high_precision"] + of_llama["attention"])
     assert of_llama["fp8_share"] == pytest.approx(share)
-    codes = run_json(capsys, FROZEN, "--frozen=codes")["bytes"][-1]
-    assert codes["weights"] == 4 * (2048 + 1024 + 48) - 3 * 1024 + 4, "a byte per value, and a scale"
+    for name, scales in (("fp8-hybrid", 1), ("fp8-block", 2 * 3)):
+        sizes = "--args", json.dumps({"sizes": [[32, 64], [208, 304], [16, 3]]}), "--precision", name
+        codes = run_json(capsys, FROZEN, "--frozen=codes", *sizes)["bytes"][-1]
+        assert codes["weights"] == 4 * (2048 + 48) + 208 * 304 + 4 * scales, "a byte per value, and a scale or several"
     total, trained, converted = 2048 + 1024 + 48, 2048 + 48, 2048 + 1024
     assert state(by_name["32-true"]) == 4 * total + 12 * trained
     assert state(by_name["bf16-true"]) == 2 * total + 6 * trained
@@ -113,6 +121,7 @@ class HalfFrozen(nn.Sequential):
     def __init__(self, dtype):
         frozen = nn.Linear(64, 32).requires_grad_(False).to(getattr(torch, dtype))
         super().__init__(nn.Linear(64, 64), frozen)
+        self.A_log = nn.Parameter(torch.ones(99), requires_grad=False)  # stays float32, by its name
 
 
 def test_the_all_gather_column_knows_which_recipes_gather_float8(tmp_path, capsys):
@@ -163,8 +172,8 @@ def test_what_one_rank_holds_and_sends(tmp_path, capsys):
         of_tiles = run_json(capsys, config, "--precision", name, "--shards", 8)["per_rank"][-1]["sent"]
         assert of_tiles["scales"] == 2 * 7 / 8 * 4 * 2 * linears / tile**2
     uneven = run_json(capsys, f"{__name__}.Uneven", "--shards", 4)
-    assert uneven["bytes"][0]["weights"] == 4 * (16384 + 50 * 32)
-    root, frozen, of_one = 52 * 32, 32 * 128, uneven["per_rank"][-1]  # 13 rows on each rank
+    assert uneven["bytes"][0]["weights"] == 4 * (16384 + 50 * 32 + 1)
+    root, frozen, of_one = 52 * 32 + 4, 32 * 128, uneven["per_rank"][-1]  # 13 rows on each rank
     assert of_one["in_flight"] == 4 * root + 2 * frozen + 6 * frozen, "the second block, of which a half trains"
     assert of_one["sent"] == {
         "all_gather_forward": (16384 + 2 * root) * 3 / 4, "all_gather_backward": 16384 * 3 / 4,
@@ -189,11 +198,21 @@ def test_what_one_rank_holds_as_text_and_what_is_refused(tmp_path, capsys):
     assert "one rank" in text
     assert "in flight: at most so much more" in text
     assert max(map(len, text.partition("one rank")[2].splitlines())) <= 100
-    for words, message in (
-        (["--shards", "0"], "`shards=0` is not valid; expected an integer of at least 1"),
-        (["--shards", "3"], "4096 output features, which do not divide into equal shards"),
+    data = run_json(capsys, config, "--shards", 8)
+    whole, rank = data["bytes"][-1], data["per_rank"][-1]
+    sent = [sum(size for name, size in rank["sent"].items() if kind in name) for kind in ("gather", "reduce")]
+    columns = *(whole[name] for name in ("weights", "gradients", "optimizer")), state(whole), whole["gathered"]
+    shown = [line.split()[1::2] for line in text.splitlines() if line.startswith("fp8-hybrid ")]
+    assert shown == [
+        [f"{size / 1e9:.3g}" for size in row] for row in (columns, (rank["state"], rank["in_flight"], *sent))
+    ]
+    for *words, message in (
+        (config, "0", "`shards=0` is not valid; expected an integer of at least 1"),
+        (config, "3", "4096 output features, which do not divide into equal shards"),
+        ("mixtral", "16", "'model.layers.0.mlp.experts.gate_up_proj' has 8 experts, which do not divide into equal"),
+        ("gpt2", "5", "'transformer.h.0.attn.c_attn' has 768 input features, which do not divide into equal shards"),
     ):
-        assert main(["plan", config, *words]) != 0
+        assert main(["plan", words[0], "--shards", words[1]]) != 0
         assert message in capsys.readouterr().err
 
 
@@ -228,7 +247,9 @@ def test_text_collapses_blocks_and_all_shows_each(tmp_path, capsys):
     for said in ("\n32-true ", "matrix FLOPs per token", slow, "gains per layer", "all-gather:"):
         assert said in text
     assert main(["plan", f"{__name__}.Narrow"]) == 0
-    assert "1 of 1 converted layers are expected to be slower than in bf16; `bf16-mixed` is" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "\n(the model) " in said
+    assert "1 of 1 converted layers are expected to be slower than in bf16; `bf16-mixed` is" in said
     assert {*MADE_ON} == {"meta"}, "without weights"
     assert main(["plan", f"{__name__}.Narrow", "--keep", "*"]) == 1, "nothing converts"
     assert main(["plan", f"{__name__}.Narrow", "--precision=int8-mixed"]) == 0
@@ -313,13 +334,18 @@ def test_convolutions_count_as_kept(tmp_path, capsys, monkeypatch):
 
 class Recurrent(nn.ModuleList):
     def __init__(self):
-        super().__init__([nn.LSTM(64, 64), nn.MultiheadAttention(64, 1), nn.Linear(64, 64)])
+        recurrent, apart = [nn.LSTM(64, 64), nn.GRUCell(64, 64)], nn.MultiheadAttention(64, 1, kdim=64, vdim=32)
+        super().__init__(
+            [*recurrent, apart, nn.MultiheadAttention(64, 1), nn.Linear(64, 64), nn.ConvTranspose1d(9, 9, 9)]
+        )
 
 
 def test_recurrent_layers_and_in_proj_count_as_kept(capsys):
-    """By hand: a step of an LSTM is 4 x (64 x 64 + 64 x 64); in_proj has 3 x 64 x 64."""
-    counted = run_json(capsys, f"{__name__}.Recurrent")["flops_per_token"]
-    assert (counted["fp8"], counted["high_precision"]) == (6 * 64 * 64, 6 * 64 * 64 * (8 + 3 + 1))
+    """By hand: a step of an LSTM is 4 x (64 x 64 + 64 x 64), of a GRU 3; in_proj has 3 x 64 x 64, or 2.5."""
+    data = run_json(capsys, f"{__name__}.Recurrent")
+    counted = data["flops_per_token"]
+    assert data["plan"][-1]["kind"] == "ConvTranspose1d"
+    assert (counted["fp8"], counted["high_precision"]) == (6 * 64 * 64, 6 * 64 * 64 * (8 + 6 + 2.5 + 1 + 3 + 1))
 
 
 @pytest.mark.parametrize("model", ["lightning_lowprec.tools.demo.ByteGPT", ByteGPT()], ids=["path", "model"])
