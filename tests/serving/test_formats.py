@@ -75,6 +75,8 @@ def test_a_layer_whose_forward_ran_in_bf16_is_exported_in_high_precision(tmp_pat
     done = export(model, tmp_path / "out", "compressed-tensors", **options)
     assert (done.same, done.other, done.new) == (6, 0, 0)
     assert "6 weights in FP8, 2 linear layers kept in high precision" in done.text()
+    without = "the forward of its layer has no codes of a scale per weight, row or block"
+    assert done.kept == {"lm_head": "not converted", UP: without}
     stored = tensors(tmp_path / "out")
     coded = dict.fromkeys(done.coded, torch.float8_e4m3fn) | {f"{name}_scale": torch.float32 for name in done.coded}
     assert {name: t.dtype for name, t in stored.items() if t.dtype is not torch.float16} == coded
@@ -233,6 +235,7 @@ def test_a_lora_adapter_is_kept_beside_codes_of_the_last_step(tmp_path):
     model = converted(peft.get_peft_model(llama(), lora), "fp8-rowwise")
     done = export(model, tmp_path / "out", "compressed-tensors", weights_only=True)
     assert (done.same, done.adapter_layers, done.kept.keys()) == (7, 2, {"lm_head"})
+    assert done.text().endswith(f"the LoRA adapter of 2 layers is in {tmp_path / 'out' / 'adapter'}, not merged")
     loaded = served(tmp_path / "out")
     with torch.no_grad():
         loaded(TOKENS)
@@ -271,6 +274,7 @@ def test_several_files_written_in_parts_hold_what_one_holds(tmp_path, monkeypatc
     parts = write(live_model(model), model, of_layers(model), tmp_path / "more", options)
     files = sorted((tmp_path / "more").glob("*.safetensors"))
     assert len(files) > 2
+    assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
     assert all(file.stat().st_size < 130_000 for file in files)
     one, more = tensors(tmp_path / "one"), tensors(tmp_path / "more")
     assert one.keys() == more.keys()
@@ -326,10 +330,13 @@ def test_what_cannot_be_served_is_refused_and_conv1d_is_exported_in_high_precisi
     plain, conv1d = llama(), converted(gpt2(), "fp8-rowwise")
     lora = peft.LoraConfig(r=4, target_modules=[], target_parameters=["mlp.experts.gate_up_proj"])
     of_experts = peft.get_peft_model(mixtral(), lora)
-    dora, extra, scaled = (
+    dora, extra, scaled, ranked, indices = (
         peft.get_peft_model(llama(), peft.LoraConfig(r=4, target_modules=["q_proj"], **more))
-        for more in ({"use_dora": True}, {"modules_to_save": ["lm_head"]}, {"alpha_pattern": {"q_proj": 2}})
-    )
+        for more in (
+            {"use_dora": True}, {"modules_to_save": ["lm_head"]}, {"alpha_pattern": {"q_proj": 2}},
+            {"rank_pattern": {"q_proj": 2}}, {"trainable_token_indices": [1]},
+        )
+    )  # fmt: skip
     several = peft.get_peft_model(llama(), peft.LoraConfig(r=4, target_modules=["q_proj"]))
     several.add_adapter("second", peft.LoraConfig(r=4, target_modules=["q_proj"]))
     for model, format, options, message in (
@@ -340,6 +347,8 @@ def test_what_cannot_be_served_is_refused_and_conv1d_is_exported_in_high_precisi
         (dora, "hf", {}, "lora_magnitude_vector.*; expected one plain LoRA adapter"),
         (extra, "hf", {}, "modules_to_save.*; expected one plain LoRA adapter"),
         (scaled, "hf", {}, "`alpha_pattern={'q_proj': 2}`, which is not supported here. Merge the adapter by PEFT"),
+        (ranked, "hf", {}, "`rank_pattern={'q_proj': 2}`, which is not supported here"),
+        (indices, "hf", {}, r"`trainable_token_indices=\[1\]`, which is not supported here"),
         (several, "hf", {}, "the adapters default, second; expected one plain LoRA adapter"),
         (plain, "hf", {"merge_adapters": True}, "`merge_adapters=True` is not valid: the model has no LoRA adapter"),
         (conv1d, "compressed-tensors", {}, "Conv1D.*Use `format='hf'`"),
@@ -352,6 +361,8 @@ def test_what_cannot_be_served_is_refused_and_conv1d_is_exported_in_high_precisi
         with pytest.raises(ValueError, match=message):
             export(model, tmp_path / "out", format, **options)
     assert list(tmp_path.iterdir()) == []
+    plain.model.norm.inside = nn.Sequential(llama().model)  # as a vision model has a language model with a model inside
+    assert export(plain, tmp_path / "nested", "hf").tensors == 12 + 11
     export(conv1d, tmp_path / "out", "hf")
     loaded = served(tmp_path / "out")
     assert torch.equal(loaded.transformer.h[0].attn.c_attn.weight, conv1d.transformer.h[0].attn.c_attn.weight)
@@ -364,10 +375,12 @@ def test_a_tensor_without_values_is_a_part_of_its_file(tmp_path, shard_bytes):
     """Also as the last one, and alone in a file: behind a tensor that is larger than a file may be."""
     values = {"a": torch.arange(3, dtype=torch.int8), "b": torch.arange(8.0), "c": torch.empty(0, 3)}
     stored = [safetensors_files.Stored(name, tuple(t.shape), t.dtype) for name, t in values.items()]
-    with safetensors_files.ShardFiles(tmp_path, stored, shard_bytes, lambda count: None) as files:
+    progress = []
+    with safetensors_files.ShardFiles(tmp_path, stored, shard_bytes, progress.append) as files:
         for name, tensor in values.items():
             files.write(name, tensor)
         files.finish()
+    assert sum(progress) == 3 + 8 * 4
     found, file_of = {}, {}
     for path in tmp_path.glob("*.safetensors"):
         found |= load_file(path)
