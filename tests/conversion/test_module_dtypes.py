@@ -84,16 +84,22 @@ def test_it_ends_with_the_precision_and_survives_copies() -> None:
     assert "forward" not in vars(plain(model).part)
 
 
-@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_norms_keep_float32_weights(dtype: torch.dtype) -> None:
+def test_instance_norms_keep_float32_weights(dtype: torch.dtype) -> None:
     _, model, _ = set_up("bf16-remainder", nn.InstanceNorm1d(4, affine=True))
     norm, x = model.module.part, torch.randn(2, 4, 16).to(dtype)
     assert norm.weight.dtype is torch.float32
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(norm(x), F.instance_norm(x, weight=norm.weight, bias=norm.bias))
-        norm = set_up("bf16-remainder", nn.RMSNorm(16))[1].module.part.float()  # as `keep_fp32` has it
-        assert torch.equal(norm(x), F.rms_norm(x, (16,), norm.weight)), "float32, for x of bf16 too"
+
+
+def test_a_norm_that_returns_float32_as_on_cuda_returns_half_precision_where_input_and_weight_are() -> None:
+    norm, x = nn.LayerNorm(16), torch.randn(4, 16)
+    norm.register_forward_hook(lambda norm, args, output: output.float())
+    norm = set_up("fp8-hybrid-remainder", norm)[1].module.part
+    with torch.autocast("cpu", torch.bfloat16):
+        found = [norm(x.bfloat16()).dtype, norm(x).dtype, norm.float()(x.bfloat16()).dtype]
+    assert found == [torch.bfloat16, torch.float32, torch.float32]
 
 
 class Layer(torch.nn.Module):

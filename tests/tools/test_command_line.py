@@ -49,8 +49,9 @@ def test_ctrl_c_and_a_reader_that_has_ended_are_no_tracebacks(monkeypatch, capsy
     monkeypatch.setattr("lightning_lowprec.tools.doctor.run", interrupted)
     assert main(["doctor"]) == 130
     assert capsys.readouterr().err == "\nlowprec doctor: stopped\n"
-    with pytest.raises(KeyboardInterrupt):
-        main(["--debug", "doctor"])
+    for words in (["--debug", "doctor"], ["doctor", "--debug"]):
+        with pytest.raises(KeyboardInterrupt):
+            main(words)
 
 
 CHATTY = """

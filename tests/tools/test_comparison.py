@@ -110,7 +110,7 @@ def three(gaps=(0.001, 0.002, 0.003)):
         for name, value in (("32-true", final), ("bf16-mixed", final * (1 + gap))):
             results.append(PrecisionResult(name=name, seed=i, train_losses=[5.0, value] * 200, val_steps=[200, 400],
                                            val_losses=[2 * value, value], step_seconds=[0.1 * (i + 1)] * 20,
-                                           peak_memory=2**20 * (i + 1)))  # fmt: skip
+                                           peak_memory=2**20 * (i + 1), notes=["converted 4 of 5"]))  # fmt: skip
     return Comparison(spec=CompareSpec(precisions=["32-true", "bf16-mixed"], seeds=3), results=results)
 
 
@@ -132,6 +132,7 @@ def test_the_table_and_the_sentence():
     assert "bf16-mixed cannot be told apart from the baseline: +0.20% ± 0.25% of val_loss." in str(three())
     page = markdown(three())
     assert "\n| 1    |  4.0000 |     4.0080 |\n" in page
+    assert page.count("- bf16-mixed: converted 4 of 5\n") == 1, "once for all seeds"
     assert "Every precision trained" in page
     assert "(the whole 95 % confidence interval over 3 seeds)" in page
 

@@ -30,6 +30,19 @@ def test_batches_are_bytes_and_the_bytes_after_them_and_the_seed_chooses_those_o
     assert all(map(torch.equal, first.train_set.tensors, again.train_set.tensors))
     assert not any(map(torch.equal, first.train_set.tensors, other.train_set.tensors))
     assert all(map(torch.equal, first.val_set.tensors, other.val_set.tensors))
+    train_files, val_files = demo.split(demo.STDLIB)
+    assert not {*train_files} & {*val_files}
+    text = b"".join(file.read_bytes() for file in val_files[:99])[: 20_000 // demo.VAL_SHARE]
+    windows = [text[start : start + 16] for start in (i * (len(text) - 16) // 8 for i in range(8))]
+    assert [bytes(window.tolist()) for window in first.val_set.tensors[0]] == windows, "evenly spaced"
+
+
+def test_a_byte_sees_those_before_it_and_the_residual_stream_does_not_grow_with_depth():
+    model, x = ByteGPT(depth=8, width=64, heads=2, block_size=16), torch.randint(256, (2, 16))
+    torch.testing.assert_close(model(x)[:, :9], model(x[:, :9]))
+    for block in model.blocks:
+        for last, first in ((block.proj, block.qkv), (block.fc_out, block.fc_in)):
+            assert (last.weight.std() / first.weight.std()).item() == pytest.approx((2 * 8) ** -0.5, rel=0.1)
 
 
 @pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers")

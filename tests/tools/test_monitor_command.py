@@ -47,6 +47,7 @@ def test_the_page_has_every_number_and_loads_nothing(tmp_path, capsys):
     assert [m["title"] for m in content["maps"]] == ["output dB"] + [f"{n} of {t}" for n in names for t in TENSORS]
     maps = {m["title"]: m for m in content["maps"]}
     assert [title for title, m in maps.items() if m["lowIsBad"]] == ["output dB"]
+    assert [(m["fixed"], m["unit"]) for m in maps.values()] == [(True, " dB"), *[(True, "")] * 3, *[(False, "")] * 6]
 
     def at(title, layer, sampling):
         cells, chosen = base64.b64decode(maps[title]["cells"]), maps[title]
