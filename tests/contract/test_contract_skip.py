@@ -128,10 +128,10 @@ def test_skipped_steps_are_counted_and_logged(caplog: pytest.LogCaptureFixture) 
     plugin, logger = make("bf16"), Kept()
     batches = [X, *[OVERFLOW] * 10, X, *[OVERFLOW] * 2, X]
     with caplog.at_level("INFO"):
-        trainer_with(plugin, logger=logger, log_every_n_steps=1).fit(Probe(), Batches(*batches))
+        trainer_with(plugin, logger=logger, log_every_n_steps=2).fit(Probe(), Batches(*batches))
     assert plugin.skipped_steps == 12
     counts = [metrics["lowprec/skipped_steps"] for metrics in logger.metrics if "lowprec/skipped_steps" in metrics]
-    assert counts == [0, *range(1, 11), 10, 11, 12, 12]
+    assert counts == [0, *range(1, 11), 10, 11, 12, 12][1::2]
     assert not any("lowprec/loss_scale" in metrics for metrics in logger.metrics)
     assert [r.message for r in caplog.records if "skip_nonfinite" in r.message] == [
         "skip_nonfinite: 1 step skipped so far, because a gradient was NaN or inf.",

@@ -11,16 +11,14 @@ from torch import nn
 from lightning_lowprec import FP8TorchAO
 from lightning_lowprec.conversion.recipe_map import GEMMS
 from lightning_lowprec.numerics.tensor_cores import accumulate
-from lightning_lowprec.private.torchao import prototype_refusal
 from lightning_lowprec.products.arithmetic import encode_tiles
 from lightning_lowprec.products.block import _CODING
 from tests.torchao.fp8_reference import E4M3, dequantise
 from tests.torchao.fp8_reference import codes as codes_of
+from tests.torchao.test_mixed_gemms import needs_mxfp8
 from tests.toys import convert, on_gpu
 
 CPU = torch.device("cpu")
-NO_MXFP8 = prototype_refusal("mxfp8")
-needs_mxfp8 = pytest.mark.skipif(NO_MXFP8 is not None, reason=f"{NO_MXFP8}")
 CASES = {"whole": (128, 256, 384), "tails": (40, 272, 144), "small": (16, 48, 32)}
 
 

@@ -1,18 +1,12 @@
 """int8 and MXFP8 layers: bit for bit torchao's own modules, in place, with each product of three in bf16 or not."""
 
-import re
-from importlib.util import find_spec
-
 import pytest
 import torch
 
 from lightning_lowprec import FP8TorchAO, Int8TorchAO
-from lightning_lowprec.tools.cli import main
 from tests.torchao.test_mixed_gemms import IN, NO_MXFP8, OUT, converted, needs_mxfp8, plain, results
 from tests.toys import convert
 
-WITHOUT_TRANSFORMERS = find_spec("transformers") is None  # the oldest versions are tested without
-needs_transformers = pytest.mark.skipif(WITHOUT_TRANSFORMERS, reason="transformers is not installed")
 KINDS = ["int8", pytest.param("mxfp8", marks=needs_mxfp8)]
 
 
@@ -54,18 +48,6 @@ def test_sums_of_int8_products_do_not_overflow_fp16():
     expected = layer(x)
     with torch.autocast("cpu", torch.float16):
         torch.testing.assert_close(converted("int8", layer, base="fp16")(x).float(), expected, rtol=0.01, atol=0)
-
-
-@needs_transformers
-def test_experts_stay_in_bf16_with_the_reason(capsys):
-    assert main(["plan", "mixtral", "--precision=int8-mixed"]) == 0
-    shown = capsys.readouterr().out
-    assert "kept: no Linear (stacked experts), bf16" in shown
-    assert re.search(r"self_attn.q_proj .* int8\n", shown)
-    assert "in int8 (" in shown
-    assert re.search(r"with AdamW +weights +gradients +moments \+ masters +together", shown)
-    assert "gains per layer: not known for int8" in shown
-    assert "FP8" not in shown.split("with AdamW")[0]
 
 
 def test_an_older_torchao_is_named_with_the_version_that_has_the_prototype(monkeypatch):
