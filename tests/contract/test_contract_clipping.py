@@ -17,7 +17,6 @@ from contract_models import (
     scale_of,
     trainer_with,
 )
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from plugins_under_test import every_name, every_plugin, every_scaled, make
 from torch import Tensor, nn
@@ -32,31 +31,19 @@ CASES = [("norm", NORM, BY_NORM), ("value", VALUE, BY_VALUE)]
 every_algorithm = pytest.mark.parametrize(("algorithm", "limit", "clipped"), CASES, ids=["norm", "value"])
 
 
-class ClipNotes(Probe):
-    """Notes the gradient that the clipping hook sees."""
+class StepNotes(Probe):
+    """Notes the gradient that ``on_before_optimizer_step`` and the clipping hook see."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[tuple[str, list[float]]] = []
 
-    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        self.seen.append(("clip hook", self.w.grad.tolist()))
-        super().configure_gradient_clipping(optimizer, *args, **kwargs)
-
-
-class StepNotes(ClipNotes):
-    """Notes the gradient that ``on_before_optimizer_step`` sees too."""
-
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.seen.append(("step hook", self.w.grad.tolist()))
 
-
-class Notes(Callback):
-    def __init__(self) -> None:
-        self.seen: list[list[float]] = []
-
-    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
-        self.seen.append(module.w.grad.tolist())
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        self.seen.append(("clip hook", self.w.grad.tolist()))
+        super().configure_gradient_clipping(optimizer, *args, **kwargs)
 
 
 @every_plugin
@@ -64,20 +51,19 @@ class Notes(Callback):
 def test_trainer_clips_unscaled_gradients_after_the_step_hook(
     name: str, algorithm: str, limit: float, clipped: Tensor
 ) -> None:
-    probe, hooks = (StepNotes(), ["step hook", "clip hook"]) if algorithm == "norm" else (ClipNotes(), ["clip hook"])
+    probe = StepNotes()
     options = {"gradient_clip_val": limit, "gradient_clip_algorithm": algorithm}
     trainer_with(as_trained(make(name)), **options).fit(probe, Batches(X))
-    assert probe.seen == [(hook, [3.0, 4.0]) for hook in hooks]
+    assert probe.seen == [("step hook", [3.0, 4.0]), ("clip hook", [3.0, 4.0])]
     assert_same(probe.w.detach(), -clipped, rtol=1e-6, atol=0)
 
 
 @every_plugin
 def test_trainer_clips_accumulated_gradients_once(name: str) -> None:
     """Two batches of X average to X."""
-    probe, notes = Probe(), Notes()
-    options = {"gradient_clip_val": NORM, "accumulate_grad_batches": 2, "callbacks": [notes]}
-    trainer_with(as_trained(make(name)), **options).fit(probe, Batches(X, X))
-    assert notes.seen == [[3.0, 4.0]]
+    probe = StepNotes()
+    trainer_with(as_trained(make(name)), gradient_clip_val=NORM, accumulate_grad_batches=2).fit(probe, Batches(X, X))
+    assert probe.seen == [("step hook", [3.0, 4.0]), ("clip hook", [3.0, 4.0])]
     assert_same(probe.w.detach(), -BY_NORM, rtol=1e-6, atol=0)
 
 

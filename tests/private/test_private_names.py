@@ -8,7 +8,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.fabric.plugins import Precision as FabricPrecision
-from lightning.pytorch import strategies
+from lightning.pytorch import Callback, strategies
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
@@ -18,7 +18,7 @@ from torch.distributed.tensor import _dtensor_spec
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from lightning_lowprec import FabricFSDP2Strategy, FSDP2Strategy
+from lightning_lowprec import FabricFSDP2Strategy, FSDP2Strategy, HalfMixed
 from lightning_lowprec.extras import missing
 from lightning_lowprec.names import OF_LIGHTNING
 from lightning_lowprec.private import lightning as of_lightning
@@ -110,6 +110,27 @@ def test_in_the_trainer(compiled):
     trainer = L.Trainer(plugins=plugin, max_steps=0, **ON_CPU)
     trainer.fit(torch.compile(model, backend="eager") if compiled else model)
     assert plugin.seen == compiled
+
+
+@pytest.mark.parametrize(
+    ("owner", "hook", "place"),
+    [
+        (BoringModel, "on_before_optimizer_step", 0),
+        (BoringModel, "configure_gradient_clipping", 0),
+        (Callback, "on_before_optimizer_step", 2),
+    ],
+)
+def test_a_hook_that_looks_at_gradients_sees_none_that_wait_for_the_step(owner, hook, place, monkeypatch):
+    """On a GPU they are multiplied by the step alone, where nobody looks."""
+    monkeypatch.setattr("lightning_lowprec.masters.step.DEVICES", {"cpu"})
+    seen = []
+    for scale in (1.0, 2.0**10):
+        noting = type("Noting", (owner,), {hook: lambda *args, **_: seen.append(args[place].layer.weight.grad)})()
+        model, callbacks = (noting, []) if owner is BoringModel else (BoringModel(), [noting])
+        model.layer.load_state_dict({"weight": torch.ones(2, 32), "bias": torch.ones(2)})
+        plugin = HalfMixed("fp16", master_weights=True, loss_scale=scale)
+        L.Trainer(plugins=plugin, callbacks=callbacks, max_steps=1, **ON_CPU).fit(model, torch.ones(1, 1, 32))
+    assert torch.equal(*seen)
 
 
 def test_a_lost_variable_is_listed(monkeypatch):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_lowprec import FP8TorchAO, plain
+from lightning_lowprec import FP8TorchAO, Int8TorchAO, plain
 from lightning_lowprec.tools.cli import main
 from tests.toys import Block, Operations, Stack, convert
 
@@ -45,6 +45,7 @@ def test_the_first_pattern_that_matches_wins_after_the_other_rules(caplog):
     coded = [name for name, layer in model.named_modules() if type(layer).__name__ == "FP8Linear"]
     assert coded == list(plugin.plan.converted)
     assert plugin.precision == "fp8-torchao-per-layer"
+    assert Int8TorchAO({"*": {"forward": "bf16"}}, base="fp16").precision == "int8-mixed-per-layer-fp16"
     assert (
         "fp8-torchao-per-layer: converted 3 of 9 linear layers (1 tensorwise, forward in bf16; 1 rowwise; 1 tensorwise)"
         in caplog.text
