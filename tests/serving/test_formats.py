@@ -99,12 +99,15 @@ def test_the_codes_of_a_fit_outlive_an_evaluation_in_another_precision_and_no_fi
     data = torch.utils.data.DataLoader(TOKENS[0][None], batch_size=1)
     quiet = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
     quiet |= {"accelerator": "cpu", "enable_progress_bar": False}
-    L.Trainer(precision="fp8-hybrid", max_steps=1, **quiet).fit(module, data)
+    L.Trainer(precision="fp8-hybrid-remainder", max_steps=1, **quiet).fit(module, data)
     export(module.net, tmp_path / "fit", "compressed-tensors")
+    weight = module.net.get_submodule(UP).weight
+    assert not torch.equal(weight, weight.bfloat16()), "float32 again; the run has multiplied by codes of bf16"
     L.Trainer(precision=then, **quiet).validate(module, data, verbose=False)
     assert export(module.net, tmp_path / "evaluated", "compressed-tensors").same == 7
     fit, evaluated = tensors(tmp_path / "fit"), tensors(tmp_path / "evaluated")
     assert all(same_bits(fit[name], evaluated[name]) for name in fit)
+    assert same_bits(fit[f"{UP}.weight"], with_one_scale(weight.bfloat16())._data)
     L.Trainer(precision=then, max_steps=1, **quiet).fit(module, data)
     with pytest.raises(ValueError, match="has no layer that runs in FP8"):
         export(module.net, tmp_path / "out", "compressed-tensors")
