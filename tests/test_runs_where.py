@@ -111,7 +111,9 @@ def test_what_is_not_known_or_not_emulated_by_choice_is_said(monkeypatch, plugin
         refusals.check_runs(plugin, CUDA)
 
 
-def test_half_auto_takes_fp16_where_bf16_is_emulated(monkeypatch):
+def test_half_auto_takes_fp16_where_bf16_is_emulated_and_the_device_of_an_apple_is_lightnings(monkeypatch):
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert hardware.default_device() == torch.device("mps", 0)
     on_gpu(monkeypatch, (7, 5))
     assert hardware.bf16_refusal(CUDA).startswith("GPU X (compute capability 7.5) has no bf16 tensor cores")
     for masters in (False, True):
@@ -128,11 +130,6 @@ def test_half_auto_takes_fp16_where_bf16_is_emulated(monkeypatch):
         HalfMixed(master_weights="remainder").decide(CUDA)
     on_gpu(monkeypatch, (9, 0), "gfx90a")
     assert hardware.bf16_refusal(CUDA) is None
-
-
-def test_the_default_device_of_an_apple_is_lightnings(monkeypatch):
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    assert hardware.default_device() == torch.device("mps", 0)
 
 
 def test_the_page_has_every_answer_and_every_name():

@@ -10,10 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
-from transformers import MixtralConfig
-from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from lightning_lowprec import FP8TorchAO, HalfMixed, plain, plan
+from tests.torchao import test_experts
 
 NAMES = ["bf16-remainder", "bf16-8bit", "fp16-master", "fp8-hybrid-remainder", "int8-mixed-remainder"]
 NORMS = {  # with an epsilon that is none of torch's defaults
@@ -107,13 +106,7 @@ class Layer(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        torch.manual_seed(0)
-        config = MixtralConfig(hidden_size=32, intermediate_size=64, num_local_experts=4)
-        config._experts_implementation = "grouped_mm"
-        self.linear = torch.nn.Linear(32, 32)
-        self.experts = MixtralExperts(config)
-        for weight in self.experts.parameters():
-            torch.nn.init.normal_(weight, std=0.1)
+        self.experts, self.linear = test_experts.Layer("mixtral").experts, torch.nn.Linear(64, 64)
 
     def forward(self, x):
         index = torch.arange(len(x)).unsqueeze(1) % torch.tensor([2, 4])
@@ -126,7 +119,7 @@ def replace_forward(experts):
 
 
 def test_autocast_reaches_experts_below_a_replaced_forward(monkeypatch):
-    model, x = Layer(), torch.randn(24, 32)
+    model, x = Layer(), torch.randn(24, 64)
     replace_forward(model.experts)
     expected, config = model(x), model.experts.config
     wrapped = L.Fabric(plugins=HalfMixed("bf16"), accelerator="cpu").setup(model)
@@ -135,7 +128,7 @@ def test_autocast_reaches_experts_below_a_replaced_forward(monkeypatch):
     torch.testing.assert_close(wrapped(x).float(), expected, rtol=0.05, atol=0.05)
     assert seen == [torch.bfloat16, torch.bfloat16]
     assert config._experts_implementation == "grouped_mm", "other models may share the config"
-    assert model.experts.config.hidden_size == 32
+    assert model.experts.config.hidden_size == 64
     plain(model)
     assert model.experts.config is config
     assert torch.equal(model(x), expected)
@@ -149,7 +142,7 @@ def test_fp8_keeps_experts_whose_forward_was_replaced():
     replaced = "its forward is replaced on the instance"
     assert reasons == {"linear": None, "experts.gate_up_proj": replaced, "experts.down_proj": replaced}
     fabric = L.Fabric(plugins=FP8TorchAO(recipe="rowwise"), accelerator="cpu")
-    assert fabric.setup(model)(torch.randn(24, 32)).isfinite().all()
+    assert fabric.setup(model)(torch.randn(24, 64)).isfinite().all()
 
 
 def test_copies_of_a_config_that_leads_to_our_forward():
@@ -163,4 +156,4 @@ def test_copies_of_a_config_that_leads_to_our_forward():
     plain = Layer()
     plain.experts.config._experts_implementation = "lightning_lowprec"
     with pytest.raises(ValueError, match=r"experts_implementation='lightning_lowprec'` is not valid.*'grouped_mm'"):
-        plain(torch.randn(24, 32))
+        plain(torch.randn(24, 64))

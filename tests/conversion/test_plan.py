@@ -199,9 +199,12 @@ def test_a_conv1d_of_transformers_converts():
     made = {name: HfConv1D(*sizes.get(name, (32, 16))) for name in names}
     model = nn.ModuleDict({**made, "copied": Conv1D(), "own": OwnConv1D(32, 16)})
     model.replaced.forward = lambda x: x
-    assert [(row.kind, row.in_features, row.out_features, row.parts) for row in plan(model).rows][:2] == [
-        ("Conv1D", 16, 48, 16), ("Conv1D", 16, 32, 16),
-    ]  # fmt: skip
+    rows = {row.fqn: (row.kind, row.in_features, row.out_features, row.parts) for row in plan(model).rows}
+    assert (
+        (rows["c_attn"], rows["c_fc"])
+        == (("Conv1D", 16, 48, 16), ("Conv1D", 16, 32, 16))
+        == (rows["c_attn"], rows["copied"])
+    )
     assert reasons(model, keep=["c_fc"]) == {
         "c_attn": None,
         "c_fc": "kept by 'c_fc'",

@@ -133,13 +133,10 @@ def test_a_hook_that_looks_at_gradients_sees_none_that_wait_for_the_step(owner, 
     assert torch.equal(*seen)
 
 
-def test_a_lost_variable_is_listed(monkeypatch):
+def test_this_torch_and_this_lightning_have_them_and_a_lost_variable_is_listed(monkeypatch):
+    assert of_torch.moved() == of_lightning.moved() == []
     monkeypatch.setattr(of_lightning, "UNWRAPPED_NAME", "renamed")
     assert of_lightning.moved() == ["Fabric.setup, variable renamed", "Fabric.setup_module, variable renamed"]
-
-
-def test_this_torch_and_this_lightning_have_them():
-    assert of_torch.moved() == of_lightning.moved() == []
     connector = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)._signal_connector
     assert all(hasattr(connector, name) for name in of_lightning.SIGNAL_NAMES)
 
@@ -153,9 +150,7 @@ def test_a_torch_without_a_name_fails_at_set_up(monkeypatch, owner, name):
     for build, strategy in ((L.Fabric, FabricFSDP2Strategy()), (L.Trainer, FSDP2Strategy())):
         with pytest.raises(ImportError, match=rf"torch {torch.__version__[:4]}.* no longer has .*{name}"):
             build(accelerator="cpu", devices=1, strategy=strategy, precision="fp8-hybrid")
-
-
-def test_a_torch_that_keeps_its_parameter_groups_elsewhere(monkeypatch):
+    monkeypatch.undo()
     monkeypatch.setattr(of_torch, "PARAM_GROUPS", ("_groups_of_old", "_groups_of_today"))
     name = "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState()._groups_of_old"
     assert of_torch.moved() == [f"{name}, needed for 'fsdp2'"]
@@ -171,13 +166,10 @@ def test_a_lightning_without_a_name_fails_at_set_up(monkeypatch, name):
         FSDP2Strategy()
 
 
-def test_moved_signal_names_leave_lightnings_own_handler(monkeypatch):
+def test_a_sigterm_is_noted_once_and_passed_on_and_moved_names_leave_lightnings_own_handler(monkeypatch):
     of_lightning.note_sigterm(SimpleNamespace(_signal_connector=SimpleNamespace()))
     monkeypatch.delattr(_SignalConnector, "_sigterm_notifier_fn")
     assert of_lightning.moved() == ["_SignalConnector._sigterm_notifier_fn"]
-
-
-def test_a_sigterm_is_noted_once_and_passed_on():
     killed = []
     connector = SimpleNamespace(received_sigterm=False, _sigterm_notifier_fn=None)
     launcher = SimpleNamespace(kill=killed.append)

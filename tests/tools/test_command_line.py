@@ -33,6 +33,9 @@ def test_lowprec_says_which_command_is_for_what_and_its_exit_codes_as_the_page_d
     assert {int(code): meaning for code, meaning in rows.items()} == cli.EXIT_CODES
     for code, meaning in cli.EXIT_CODES.items():
         assert f"{code} {meaning}" in said
+    for command in cli.COMMANDS.keys() - {"fit"}:
+        for cls in cli.COMMANDS[command][1:]:
+            assert not re.search("Annotated|Rule|``|<function", cli.parser_of(command, cls).format_help()), command
 
 
 def test_ctrl_c_and_a_reader_that_has_ended_are_no_tracebacks(monkeypatch, capsys):
@@ -95,9 +98,3 @@ def test_json_is_all_of_stdout(form, tmp_path, monkeypatch, capfd):
     said = capfd.readouterr()
     assert json.loads(said.out, parse_constant=pytest.fail), said.err
     assert status == (form in ANSWERS_NO)
-
-
-def test_help_names_types_that_a_user_can_read():
-    for command in cli.COMMANDS.keys() - {"fit"}:
-        for cls in cli.COMMANDS[command][1:]:
-            assert not re.search("Annotated|Rule|``|<function", cli.parser_of(command, cls).format_help()), command

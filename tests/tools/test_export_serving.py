@@ -186,30 +186,24 @@ def test_a_checkpoint_of_another_precision_or_another_model_is_refused(trained, 
     assert not (tmp_path / "out").exists()
 
 
-def test_a_run_without_fp8_gets_the_formats_own_scales(trained, tmp_path, capsys):
+def test_a_run_without_fp8_gets_the_formats_own_scales_and_one_of_transformer_engine_those_it_had(
+    trained, tmp_path, capsys
+):
     assert export(trained, "fabric.ckpt", tmp_path / "out", precision="bf16-mixed") == 0
     assert "7 weights: rounded for the first time, by the format's own scales" in capsys.readouterr().out
-    weight, name = llama_weight(trained)
+    name = "model.layers.0.mlp.up_proj.weight"
+    weight = torch.load(trained / "fabric.ckpt")["model"][name]
     scale = (448 / weight.abs().amax(1, keepdim=True).double()).float()
     assert torch.equal(tensors(tmp_path / "out")[f"{name}_scale"], scale.reciprocal())
-
-
-def test_blocks_of_transformer_engine_have_the_scales_that_it_trained_with(trained, tmp_path, capsys):
-    options = (trained, "plain.safetensors", tmp_path / "out")
+    options = (trained, "plain.safetensors", tmp_path / "blocks")
     assert export(*options, format="hf-fp8-block", precision="fp8-block-te") == 0, capsys.readouterr().err
     assert "7 weights: the codes are those of the last step" in capsys.readouterr().out
-    weight, name = llama_weight(trained)  # [256, 128]: two blocks
     amax = weight.reshape(2, 128, 128).abs().amax((1, 2)).double()
     scale = torch.exp2(torch.floor(torch.log2(448 / amax))).float()  # Float8BlockScaling: powers of two
-    stored = tensors(tmp_path / "out")
+    stored = tensors(tmp_path / "blocks")
     assert torch.equal(stored[f"{name}_scale_inv"], scale.reciprocal().reshape(2, 1))
     codes = (weight * scale.repeat_interleave(128)[:, None]).to(torch.float8_e4m3fn)
     assert torch.equal(stored[name].view(torch.uint8), codes.view(torch.uint8))
-
-
-def llama_weight(folder):
-    name = "model.layers.0.mlp.up_proj.weight"
-    return torch.load(folder / "fabric.ckpt")["model"][name], name
 
 
 def test_an_adapter_in_a_checkpoint_needs_its_config_and_is_merged(trained, tmp_path, capsys):

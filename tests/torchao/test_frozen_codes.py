@@ -181,8 +181,11 @@ def test_after_fit_the_decoded_values_stand_in_the_same_parameters(caplog):
     lambda net: setattr(net.first.base.weight, "requires_grad", True),
     lambda net: net.unfreeze(),
 ], ids=["module", "attribute", "lightning"])  # fmt: skip
-def test_unfreezing_names_the_way_out(unfreeze):
-    _, net, _, _ = set_up()
+def test_unfreezing_and_a_gradient_of_a_gradient_name_the_way_out(unfreeze):
+    _, net, module, _ = set_up()
+    x = X.clone().requires_grad_()
+    with pytest.raises(RuntimeError, match=r"stored as codes\. Use `frozen='convert'`"):
+        torch.autograd.grad(module(x).float().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match=r"cannot train\. .*frozen='convert'"):
         unfreeze(net)
     assert lp.plain(net).requires_grad_(True).first.base.weight.requires_grad
@@ -231,13 +234,6 @@ def test_what_has_no_codes_or_needs_the_values_is_refused(cls, options, model, m
         L.Fabric(accelerator="cpu", plugins=cls(**options, frozen="codes")).setup_module(model())
 
 
-def test_a_gradient_of_a_gradient_is_refused():
-    _, _, module, _ = set_up()
-    x = X.clone().requires_grad_()
-    with pytest.raises(RuntimeError, match=r"stored as codes\. Use `frozen='convert'`"):
-        torch.autograd.grad(module(x).float().sum(), x, create_graph=True)
-
-
 def peft_model(**options):
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
@@ -250,6 +246,8 @@ def test_an_adapter_of_peft_trains_and_merges(caplog):
     fabric = L.Fabric(accelerator="cpu", plugins=FP8TorchAO(frozen="codes"))
     model = peft_model()
     keys = list(model.state_dict())
+    stored = [row.fqn for row in lp.plan(model, "fp8-hybrid", frozen="codes").rows if row.stored_as_codes]
+    assert stored == ["base_model.model.0.base_layer", "base_model.model.2.base_layer"]
     module, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     fabric.backward(module(X).float().square().mean())
     optimizer.step()
@@ -266,6 +264,11 @@ def test_an_adapter_of_peft_trains_and_merges(caplog):
     with pytest.raises(ValueError, match="NaNs detected"):
         layer.merge(safe_merge=True)
     assert layer.base_layer.weight.dtype is torch.uint8
+    lora = type(model.peft_config["default"])
+    model.add_adapter("plain", lora(r=RANK, target_modules=["0", "2"]))
+    with pytest.raises(ValueError, match=r"frozen='codes'` is not possible for 'second': .*DoRA"):
+        model.add_adapter("second", lora(r=RANK, target_modules=["0"], use_dora=True))
+    model.delete_adapter("plain")
     whole = lp.plain(model).merge_and_unload()
     assert whole[0].weight.dtype is torch.bfloat16
     assert type(layer).__module__.startswith("peft")
@@ -300,20 +303,3 @@ def test_tied_layers_have_one_scale_through_a_merge_and_a_load(caplog):
     lp.plain(model)
     assert second.weight is first.weight
     assert second.weight.dtype is torch.float32
-
-
-def test_an_adapter_that_reads_the_base_is_refused_after_the_set_up_too():
-    model = peft_model()
-    L.Fabric(accelerator="cpu", plugins=FP8TorchAO(frozen="codes")).setup_module(model)
-    import peft
-
-    model.add_adapter("plain", peft.LoraConfig(r=RANK, target_modules=["0", "2"]))
-    with pytest.raises(ValueError, match=r"frozen='codes'` is not possible for 'second': .*DoRA"):
-        model.add_adapter("second", peft.LoraConfig(r=RANK, target_modules=["0"], use_dora=True))
-
-
-def test_the_plan_says_which_weights_are_stored_as_codes():
-    model = peft_model()
-    plan = lp.plan(model, "fp8-hybrid", frozen="codes")
-    stored = [row for row in plan.rows if row.stored_as_codes]
-    assert [row.fqn for row in stored] == ["base_model.model.0.base_layer", "base_model.model.2.base_layer"]
