@@ -8,7 +8,7 @@ from functools import partial
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers.logger import DummyLogger
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.data import DataLoader
@@ -66,19 +66,6 @@ class Net(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-class Seen(Logger):
-    name, version = "seen", 0
-
-    def __init__(self, monitor):
-        super().__init__()
-        self.monitor, self.lines = monitor, []
-
-    def log_metrics(self, metrics, step=None):
-        self.lines.append((step, metrics, self.monitor.readings))
-
-    def log_hyperparams(self, *args, **kwargs): ...
-
-
 def data(batches, rows):
     generator = torch.Generator().manual_seed(2)
     return DataLoader([torch.randn(WIDTH, generator=generator) for _ in range(rows * batches)], batch_size=rows)
@@ -132,18 +119,20 @@ def test_a_monitor_changes_no_weight_and_sees_every_layer(run, tmp_path):
     assert not any(module._forward_hooks for module in made[1].modules())
 
 
-def test_numbers_reach_loggers_the_file_and_the_attribute(tmp_path):
+def test_numbers_reach_loggers_the_file_and_the_attribute(tmp_path, monkeypatch):
+    lines = []
+    noting = staticmethod(lambda metrics, step: lines.append((step, metrics, monitor.readings)))
+    monkeypatch.setattr(DummyLogger, "log_metrics", noting)
     monitor = NumericsMonitor(every=3, folder=tmp_path / "run", log="layers")
-    logger = Seen(monitor)
-    fit(tmp_path, monitor, logger=logger, log_every_n_steps=1)
-    assert [step for step, *_ in logger.lines] == [0, 3]
+    fit(tmp_path, monitor, logger=DummyLogger(), log_every_n_steps=1)
+    assert [step for step, *_ in lines] == [0, 3]
     names = {f"{tensor}/{n}" for tensor in ("input", "weight", "gradient") for n in NUMBERS} | {"output_db"}
     kinds = {f"{tensor}/{n}" for tensor in ("input", "weight", "gradient") for n in NUMBERS[:2]} | {"output_db"}
     summary = {f"lowprec/{kind}/{name}" for kind in ("worst", "mean") for name in kinds}
-    assert logger.lines[0][1].keys() == {f"lowprec/{fqn}/{name}" for fqn in LAYERS for name in names} | summary
+    assert lines[0][1].keys() == {f"lowprec/{fqn}/{name}" for fqn in LAYERS for name in names} | summary
     kept = lines_of(tmp_path / "run")
     assert [line["step"] for line in kept] == [0, 3]
-    for (step, metrics, readings), line in zip(logger.lines, kept, strict=True):
+    for (step, metrics, readings), line in zip(lines, kept, strict=True):
         for reading in readings:
             assert reading.step == step
             stored = line["layers"][reading.fqn]
@@ -158,9 +147,9 @@ def test_numbers_reach_loggers_the_file_and_the_attribute(tmp_path):
         assert metrics["lowprec/worst/output_db"] == pytest.approx(min(decibels))
         assert metrics["lowprec/mean/output_db"] == pytest.approx(sum(decibels) / len(decibels))
     for log, expected in ((True, summary), (False, set())):
-        logger = Seen(monitor := NumericsMonitor(every=3, log=log))
-        fit(tmp_path, monitor, logger=logger, log_every_n_steps=1)
-        assert {n for _, metrics, _ in logger.lines for n in metrics if n.startswith("lowprec/")} == expected
+        lines.clear()
+        fit(tmp_path, monitor := NumericsMonitor(every=3, log=log), logger=DummyLogger(), log_every_n_steps=1)
+        assert {n for _, metrics, _ in lines for n in metrics if n.startswith("lowprec/")} == expected
 
 
 def test_arguments_that_are_not_valid_raise_and_a_monitor_without_layers_says_so_once(tmp_path, caplog):

@@ -22,7 +22,7 @@ from contract_models import (
     same,
     trainer_with,
 )
-from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from plugins_under_test import fp8_te
 from torch import Tensor
@@ -110,29 +110,19 @@ def test_without_the_option_the_nan_stays() -> None:
 # ---- counts, patience, state
 
 
-class Kept(Logger):
-    """Keeps what it is given."""
-
-    name, version = "kept", 0
-
-    def __init__(self) -> None:
-        self.metrics: list[dict[str, float]] = []
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        self.metrics.append(metrics)
-
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None: ...
-
-
-def test_skipped_steps_are_counted_and_logged(caplog: pytest.LogCaptureFixture) -> None:
-    plugin, logger = make("bf16"), Kept()
+def test_skipped_steps_are_counted_and_logged(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logged: list[dict[str, float]] = []
+    monkeypatch.setattr(DummyLogger, "log_metrics", staticmethod(lambda metrics, step: logged.append(metrics)))
+    plugin, logger = make("bf16"), DummyLogger()
     batches = [X, *[OVERFLOW] * 10, X, *[OVERFLOW] * 2, X]
     with caplog.at_level("INFO"):
         trainer_with(plugin, logger=logger, log_every_n_steps=2).fit(Probe(), Batches(*batches))
     assert plugin.skipped_steps == 12
-    counts = [metrics["lowprec/skipped_steps"] for metrics in logger.metrics if "lowprec/skipped_steps" in metrics]
+    counts = [metrics["lowprec/skipped_steps"] for metrics in logged if "lowprec/skipped_steps" in metrics]
     assert counts == [0, *range(1, 11), 10, 11, 12, 12][1::2]
-    assert not any("lowprec/loss_scale" in metrics for metrics in logger.metrics)
+    assert not any("lowprec/loss_scale" in metrics for metrics in logged)
     assert [r.message for r in caplog.records if "skip_nonfinite" in r.message] == [
         "skip_nonfinite: 1 step skipped so far, because a gradient was NaN or inf.",
         "skip_nonfinite: 10 steps skipped so far, because a gradient was NaN or inf.",

@@ -115,7 +115,6 @@ def test_in_the_trainer(compiled):
 @pytest.mark.parametrize(
     ("owner", "hook", "place"),
     [
-        (BoringModel, "on_before_optimizer_step", 0),
         (BoringModel, "configure_gradient_clipping", 0),
         (Callback, "on_before_optimizer_step", 2),
     ],
