@@ -86,6 +86,7 @@ def lines_of(folder):
     return [json.loads(line) for line in (folder / "numerics.jsonl").read_text().splitlines()]
 
 
+NUMBERS = ("amax", "underflow", "scale")
 LAYERS = {f"blocks.{i}.{name}" for i in range(2) for name in ("up", "down")}
 RUNS = {
     **{f"checkpointing: {kind}": {"net": partial(Net, kind)} for kind in CHECKPOINTS},
@@ -195,9 +196,6 @@ def test_each_sampling_is_one_line_and_a_step_within_a_batch_is_sampled_at_the_n
 ):
     fit(tmp_path, NumericsMonitor(every), net=net(), micro=micro, steps=steps)
     assert [json.loads(line)["step"] for line in (tmp_path / "numerics.jsonl").read_text().splitlines()] == sampled
-
-
-NUMBERS = ("amax", "underflow", "scale")
 
 
 def test_a_resumed_run_samples_the_same_steps_and_continues_its_file(tmp_path, capsys):

@@ -23,11 +23,6 @@ RECIPES = {
 FORMATS = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
 
 
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    torch._dynamo.reset()
-
-
 def linear(recipe="tensorwise", k=32, n=48, bias=True, fp8_eval=True, dtype=torch.float32, power_of_two=None):
     torch.manual_seed(0)
     layer = nn.Linear(k, n, bias=bias, dtype=dtype)
@@ -133,6 +128,7 @@ def test_every_gemm_of_any_batch_has_aligned_dimensions_and_the_value_of_padding
 def test_a_weight_is_encoded_for_the_wire_as_torchao_does(recipe, dtype):
     """To the bit; compiled, as on CUDA, too: by one graph for all sizes."""
     wire = linear(recipe).wire_format
+    torch._dynamo.reset()
     counters.clear()
     compiled = torch.compile(formats.encode, backend="aot_eager", fullgraph=True, dynamic=True)
     generator = torch.Generator().manual_seed(0)
