@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from dataclasses import replace
 
 import lightning as L
 import pytest
@@ -48,6 +49,8 @@ def test_the_name_is_there_while_the_backend_is_registered():
 def test_what_is_registered_twice_or_never_raises():
     with pytest.raises(ValueError, match="`name='toy'` is a registered backend already"):
         backends.register(BACKEND)
+    with pytest.raises(ValueError, match="`names` has 'fp8-toy', which the backend 'toy' has registered; choose"):
+        backends.register(replace(BACKEND, name="other"))
     with pytest.raises(ValueError, match=r"`backend='mine'` is not registered; expected one of: torchao, .*, toy"):
         backends.unregister("mine")
 

@@ -4,6 +4,7 @@ import math
 import re
 from inspect import signature
 
+import numpy as np
 import pytest
 import torch
 
@@ -53,7 +54,10 @@ NEARLY = [
     *((FP8TE, "amax_history_len", length, "None or an integer of at least 1") for length in (0, 16.0)),
     (MSAMP, "grad_accumulation_dtype", torch.bfloat16, "one of: None, torch.float32"),
     (MasterConfig, "seed", True, "an integer"),
-    (FSDP2Strategy, "wrap", torch.nn.Linear, "'auto', a collection of nn.Module classes or a function"),
+    *(
+        (FSDP2Strategy, "wrap", w, "'auto', a collection of nn.Module classes or a fu")
+        for w in (torch.nn.Linear, [int])
+    ),
     (FSDP2Strategy, "replicate", True, "an integer of at least 1 or 'nodes'"),
     (FSDP2Strategy, "shards", 2.0, "None or an integer of at least 1"),
     (FSDP2Strategy, "tensor_parallel", 3, "None, a function or a mapping"),
@@ -89,7 +93,7 @@ def test_a_number_of_blocks_without_the_option_that_reads_it_raises(name):
     with pytest.raises(ValueError, match=f"`{name}=2` keeps no block without `first_last_layers_bf16=True`"):
         FP8TorchAO(**{name: 2})
     FP8TorchAO(**{name: 0})
-    FP8TorchAO(first_last_layers_bf16=True, **{name: 2})
+    FP8TorchAO(first_last_layers_bf16=True, **{name: np.int64(2)})
 
 
 REFUSED = [

@@ -56,7 +56,9 @@ def test_stacked_experts_routers_gates_beside_experts_and_adapters():
         "mlp.gate": None, "mlp.gate_proj": None, "lora_A.default": "LoRA adapter",
         "choice": "no Linear (router)",
     }  # fmt: skip
-    assert {row.fqn for row in plan(model).rows if row.runs_in} == {"lora_A.default"}, "routers may run in float32"
+    rows = {row.fqn: (row.runs_in, row.shape) for row in plan(model).rows}
+    assert [fqn for fqn, (dtype, _) in rows.items() if dtype] == ["lora_A.default"], "routers may run in float32"
+    assert rows["choice"] == (None, "16 -> 4")
     assert reasons(model, only=["router", "mlp"])["router.0"] is None, "`only` overrides the built-in rules"
     assert reasons(model, only=["router", "mlp"])["moe.experts.0"] == "not in `only`"
 
@@ -66,9 +68,9 @@ def test_a_tie_wins_over_a_name_and_a_declared_head_over_both():
         def get_output_embeddings(self):
             return self.blocks[0]["up"]
 
-    kept = reasons(Declared(tie=True))
-    assert kept["blocks.0.up"] == "output head (get_output_embeddings())"
-    assert kept["lm_head"] is None
+    kept = reasons(nn.ModuleDict({"net": Declared(tie=True)}))
+    assert kept["net.blocks.0.up"] == "output head (get_output_embeddings())"
+    assert kept["net.lm_head"] is None
     tied = Decoder(tie=True)
     assert reasons(tied)["lm_head"] == "output head (tied to the embedding 'embed')"
     tied.head = nn.Linear(32, 32)

@@ -12,7 +12,7 @@ import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig, NemotronHConfig, Qwen3MoeConfig
 
-from lightning_lowprec import FP8TorchAO, HalfMixed, plain
+from lightning_lowprec import FP8TorchAO, HalfMixed, plain, plan
 from tests.quality import sqnr
 
 transformers.logging.set_verbosity_error()
@@ -109,6 +109,8 @@ def test_any_route(recipe):
         idle = set(range(4)) - set(inputs[1].flatten().tolist())
         assert not found["gate_up_proj"][list(idle)].any()
         assert found["gate_up_proj"][inputs[1][0].tolist()].flatten(1).any(dim=1).all()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer.module(one[0].bfloat16(), *one[1:]).dtype is torch.bfloat16, "for weights in float32 too"
     none = layer(torch.zeros(0, 64), torch.zeros(0, 2, dtype=torch.long), torch.zeros(0, 2))
     assert none.shape == (0, 64)
 
@@ -195,6 +197,7 @@ def test_experts_that_do_not_convert_say_why_and_run_in_half_precision():
         == reasons(FP8TorchAO({"*.q_proj": "rowwise", "*": "block"}))
         == {"no Linear (stacked experts)"}
     )
+    assert {row.shape for row in plan(Layer("gpt_oss")).rows} == {"64 -> 192 x 4", "96 -> 64 x 4"}, "of [E, in, out]"
     assert reasons(FP8TorchAO(experts="bf16")) == {"stacked experts (experts='bf16')"}
     assert "base is fp16" in reasons(FP8TorchAO(base="fp16")).pop()
     assert reasons(FP8TorchAO(emulate=False)) == {"stacked experts (cpu has no FP8 kernel for grouped products)"}
