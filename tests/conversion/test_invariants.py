@@ -40,9 +40,6 @@ class Own(nn.Linear):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-CONVERTED = (nn.Linear, Own, Conv1D, FalconLinear)
-
-
 def leaf(kind: str) -> nn.Module:
     if kind == "subclass":
         return Scaled(16, 16)
@@ -95,7 +92,7 @@ def test_conversion_keeps_everything(tree, share_module, share_weight, meta):
     tie(model, share_module, share_weight)
     if meta:
         model = model.to("meta")
-    plain = [m for m in model.modules() if type(m) in CONVERTED]
+    plain = [m for m in model.modules() if type(m) in (nn.Linear, Own, Conv1D, FalconLinear)]
     classes = [type(m) for m in model.modules()]
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)

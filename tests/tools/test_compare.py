@@ -166,12 +166,8 @@ def test_what_fails_is_shown_and_leaves_the_others(tmp_path):
     assert failed[-1]["gap"] == pytest.approx(0.05, abs=1e-6)
 
 
-@pytest.fixture
-def no_training(monkeypatch):
+def test_what_would_fail_at_the_end_fails_first(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(runner, "run_one", lambda *_, **__: pytest.fail("trained"))
-
-
-def test_what_would_fail_at_the_end_fails_first(tmp_path, no_training, capsys, monkeypatch):
     (tmp_path / "file").write_text("")
     (tmp_path / "my_task.py").write_text("import lightning as L\nclass Task(L.LightningModule):\n    pass\n"
                                          "class Data(L.LightningDataModule):\n    pass\n")  # fmt: skip

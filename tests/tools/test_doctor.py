@@ -1,7 +1,6 @@
 """`lowprec doctor`: names by family, three names to try first, and none of the noise of other libraries."""
 
 import json
-import os
 import re
 from dataclasses import replace
 from functools import cache
@@ -86,7 +85,7 @@ def test_what_nobody_has_confirmed_is_not_known_and_not_recommended(monkeypatch,
     on_gpu(monkeypatch, (13, 0))
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 575.51\necho 575.51")  # of two GPUs
     (tmp_path / "nvidia-smi").chmod(0o700)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     found = lightning_lowprec.doctor("cuda:0")
     assert found.facts["driver"] == "575.51"
     verdicts = {verdict.name: verdict for verdict in found.precisions}

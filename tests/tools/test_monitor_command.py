@@ -14,15 +14,14 @@ GOOD = (None, 0.0, 30.0)
 
 
 def write(folder, bad, layers=4, samplings=6):
-    """A run in which ``bad[layer]`` = (tensor, underflow, output_db) holds in one sampling and in the last three.
-
-    Layers of odd numbers have one number more before the scale, as those of earlier versions."""
+    """A run in which ``bad[layer]`` = (tensor, underflow, output_db) holds in one sampling and in the last three."""
     with (folder / FILE).open("w") as file:
         for sampling in range(samplings):
             found = {}
             for layer in range(layers):
                 spoiled, underflow, output_db = bad.get(layer, GOOD) if sampling not in (0, 2) else GOOD
                 shares = {tensor: underflow if tensor == spoiled else 0.01 for tensor in TENSORS}
+                # layers of odd numbers as earlier versions wrote them, with one number more
                 numbers = {t: [2.0**layer, share, *[0.5] * (layer % 2), 2.0**sampling] for t, share in shares.items()}
                 found[f"blocks.{layer}.up"] = {**numbers, "output_db": output_db}
             file.write(json.dumps({"step": 100 * sampling, "layers": found}) + "\n")

@@ -131,10 +131,6 @@ def test_what_is_refused_names_the_way_out(config, capsys):
     ):
         assert main([*words, *more]) == 2
         assert message in capsys.readouterr().err
-    with pytest.raises(SystemExit) as end:
-        main([*words, "24GB", "--seq", "8", "--strategy", "ddp"])
-    assert end.value.code == 2
-    assert "fsdp2" in capsys.readouterr().err
     with pytest.raises(ValueError, match=r"nothing tells what Linear reads. Name a LightningDataModule"):
         fits(on_meta(nn.Linear, 4, 4), "24GB")
     verdict = fits(on_meta(AsksForValues), "24GB", names=["32-true"]).verdicts[0]

@@ -16,11 +16,10 @@ from lightning_lowprec import plain as made_plain
 from lightning_lowprec.fsdp2.options import ShardOptions
 from tests.toys import convert
 
-CPU = torch.device("cpu")
 IN, OUT = 128, 192
 GEMMS = ("forward", "grad_input", "grad_weight")
 SUBSETS = [frozenset(gemms) for gemms in chain.from_iterable(combinations(GEMMS, n) for n in range(3))]
-NO_MXFP8 = FP8TorchAO("mxfp8").refusal(CPU)
+NO_MXFP8 = FP8TorchAO("mxfp8").refusal(torch.device("cpu"))
 needs_mxfp8 = pytest.mark.skipif(NO_MXFP8 is not None, reason=f"{NO_MXFP8}")
 PLUGINS = {
     "tensorwise": (FP8TorchAO, "tensorwise", {"weight_codes": "per_gemm"}),

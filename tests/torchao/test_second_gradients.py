@@ -8,8 +8,6 @@ from torch.autograd import forward_ad
 
 from lightning_lowprec import FP8TorchAO, Int8TorchAO
 
-NAMES = ("fp8-hybrid", "fp8-rowwise", "fp8-rowwise-gw-hp", "int8-mixed", "mxfp8")
-
 
 def layer(rows=16):
     torch.manual_seed(0)
@@ -29,7 +27,7 @@ def in_fp8(model, **precision_or_plugin):
 
 
 @pytest.mark.parametrize("rows", [16, 5])
-@pytest.mark.parametrize("precision", NAMES)
+@pytest.mark.parametrize("precision", ["fp8-hybrid", "fp8-rowwise", "fp8-rowwise-gw-hp", "int8-mixed", "mxfp8"])
 def test_the_gradient_of_a_penalty_on_one_layer_is_exact(precision, rows):
     # g = v @ W does not depend on the FP8 output, so d |g|^2 / dW = 2 v^T g. Small integers are exact in bf16 up to 256
     linear, x, v = layer(rows)
