@@ -22,17 +22,8 @@ from lightning_lowprec import (
     recipes,
 )
 
-CLASSES = (
-    FP8TorchAO,
-    FP8TE,
-    Int8TorchAO,
-    MSAMP,
-    HalfMixed,
-    FSDP2Strategy,
-    FabricFSDP2Strategy,
-    LossScale,
-    MasterConfig,
-)
+PLUGINS = (FP8TorchAO, FP8TE, Int8TorchAO, MSAMP, HalfMixed)
+CLASSES = (*PLUGINS, FSDP2Strategy, FabricFSDP2Strategy, LossScale, MasterConfig)
 OPTIONS = [(make, name) for make in CLASSES for name in signature(make).parameters if (make, name) != (FP8TE, "recipe")]
 """All but the one that takes any recipe object."""
 
