@@ -22,7 +22,7 @@ from tests.toys import ON_CPU, Block, Task, causal_loss
 
 WIDTH = 64
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*(many workers|isinstance.treespec|useless when run on CPU|ended before the epoch ended).*"
+    "ignore:.*(many workers|isinstance.treespec|useless when run on CPU|ended before the epoch ended|in eval mode).*"
 )
 
 
@@ -319,10 +319,13 @@ def test_the_step_of_an_optimizer_is_compiled_while_a_monitor_looks(tmp_path):
 
 def test_a_layer_that_cannot_be_looked_at_is_named_with_the_reason(tmp_path):
     task = Task(mixtral(), lambda net, batch: causal_loss(net, batch[:, :16].abs().long() % 32))
-    monitor, experts = NumericsMonitor(), "net.model.layers.0.mlp.experts"
-    fit(tmp_path, monitor, net=task, steps=1)
-    assert monitor.missing == {experts: "its products are inside of the module"}
-    assert {r.fqn.rpartition(".")[2] for r in monitor.readings} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    monitor, high = NumericsMonitor(), {"recipe": "rowwise_with_gw_hp", "forward": "bf16", "grad_input": "bf16"}
+    task.net.model.layers[0].self_attn.k_proj.eval()
+    fit(tmp_path, monitor, net=task, steps=1, plugin=FP8TorchAO({"*.q_proj": high, "*": "rowwise"}, fp8_eval=False))
+    reasons = {"experts": "its products are inside of the module", "q_proj": "runs in high precision"}
+    reasons["k_proj"] = "evaluation runs in high precision"
+    assert {fqn.rpartition(".")[2]: why for fqn, why in monitor.missing.items()} == reasons
+    assert {r.fqn.rpartition(".")[2] for r in monitor.readings} == {"v_proj", "o_proj"}
 
 
 def test_a_checkpoint_says_which_layers_ran_in_bf16(tmp_path):

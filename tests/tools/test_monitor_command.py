@@ -10,7 +10,7 @@ from lightning_lowprec.tools.cli import main
 
 FILE = "numerics.jsonl"
 TENSORS = ("input", "weight", "gradient")
-GOOD = (None, 0.0, 30.0)
+GOOD, OLD = (None, 0.0, 30.0), (0.5,)  # earlier versions had one more number, before the scale
 
 
 def write(folder, bad, layers=4, samplings=6):
@@ -21,8 +21,7 @@ def write(folder, bad, layers=4, samplings=6):
             for layer in range(layers):
                 spoiled, underflow, output_db = bad.get(layer, GOOD) if sampling not in (0, 2) else GOOD
                 shares = {tensor: underflow if tensor == spoiled else 0.01 for tensor in TENSORS}
-                # layers of odd numbers as earlier versions wrote them, with one number more
-                numbers = {t: [2.0**layer, share, *[0.5] * (layer % 2), 2.0**sampling] for t, share in shares.items()}
+                numbers = {t: [2.0**layer, share, *OLD * (layer % 2), 2.0**sampling] for t, share in shares.items()}
                 found[f"blocks.{layer}.up"] = {**numbers, "output_db": output_db}
             file.write(json.dumps({"step": 100 * sampling, "layers": found}) + "\n")
 
