@@ -133,7 +133,10 @@ def test_the_table_and_the_sentence():
 
 def test_each_seed_has_a_line_and_values_that_are_not_finite_still_draw(tmp_path):
     comparison = three()
-    train, val, gap = shown.picture(comparison.spec, comparison.runs).axes
+    figure = shown.picture(comparison.spec, comparison.runs)
+    train, val, gap = figure.axes
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["32-true", "bf16-mixed"]
+    assert {tuple(line.get_xdata()) for line in (*val.lines, *gap.lines)} == {(200, 400)}
     assert len(train.lines) == len(val.lines) == len(gap.lines) == 6  # of two precisions
     assert train.get_title() == "Training loss (mean of 21 steps)"  # a twentieth of 400, on both sides of a step
     assert shown.smooth([1.0, 3.0, 5.0, 7.0], 1) == [2.0, 3.0, 5.0, 6.0]
