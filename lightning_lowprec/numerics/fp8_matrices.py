@@ -21,17 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_lowprec.numerics import tensor_cores
+from lightning_lowprec.numerics import one_pass, tensor_cores
 from lightning_lowprec.numerics.formats import E4M3, decode, encode, visible_scale
 from lightning_lowprec.numerics.kernel_operands import ALIGNMENT, check_operands
-from lightning_lowprec.numerics.one_pass import (
-    compiles,
-    in_one_pass,
-    is_simulated,
-    kernels_run,
-    on_device,
-    rows_in_one_pass,
-)
 from lightning_lowprec.private.torch import largest_absolute_values, scaled_product, version_of
 
 DEVICES = {"cuda"}
@@ -61,7 +53,7 @@ class TwoLayouts:
             rows, columns, _, inverse = weight_codes(values.detach(), largest(values), visible=True)
             return cls(rows=rows, columns=columns, inv_scale=inverse)
         scale = visible_scale(largest_absolute_values([values])[0])
-        rows = padded(in_one_pass(encode, values, scale, E4M3.dtype)).contiguous()
+        rows = padded(one_pass.in_one_pass(encode, values, scale, E4M3.dtype)).contiguous()
         return cls(rows=rows, columns=transposed(rows), inv_scale=scale.reciprocal())
 
 
@@ -78,7 +70,7 @@ def transposed(codes: Tensor, out: Tensor | None = None) -> Tensor:
     """(M, N) float8 -> (N, M) float8, contiguous, or written into ``out``: (N, M), columns of a larger matrix."""
     if out is None:
         out = torch.empty(codes.shape[::-1], dtype=codes.dtype, device=codes.device)
-    rows_in_one_pass(_transpose_into, codes.view(torch.uint8), out.view(torch.uint8))
+    one_pass.rows_in_one_pass(_transpose_into, codes.view(torch.uint8), out.view(torch.uint8))
     return out
 
 
@@ -123,7 +115,7 @@ def _is_fit(weight: Tensor) -> bool:
         and weight.dtype in _DTYPES
         and weight.is_contiguous()
         and all(size % ALIGNMENT == 0 for size in weight.shape)
-        and kernels_run()
+        and one_pass.kernels_run()
     )
 
 
@@ -133,7 +125,7 @@ def weight_codes(weight: Tensor, hint: Tensor | None, *, visible: bool) -> FourT
     ``hint``, () float32, is what the largest absolute value probably is. ``visible``: whether the scale is that of
     `visible_scale` or torchao's of `largest_scale`.
     """
-    return _empty_codes(weight) if is_simulated() else launch(weight, hint, visible)
+    return _empty_codes(weight) if one_pass.is_simulated() else launch(weight, hint, visible)
 
 
 def _empty_codes(weight: Tensor, hint: Tensor | None = None) -> FourTensors:
@@ -146,7 +138,7 @@ def launch(weight: Tensor, hint: Tensor | None, visible: bool) -> FourTensors:
     """Launch the kernel; see :func:`~lightning_lowprec.numerics.kernels.both_layouts`."""
     from lightning_lowprec.numerics import kernels
 
-    with on_device(weight.device):
+    with one_pass.on_device(weight.device):
         rows, columns, scale, inverse = kernels.both_layouts(weight, hint, visible)
     return rows.view(E4M3.dtype), columns.view(E4M3.dtype), scale, inverse
 
@@ -162,7 +154,7 @@ torch.library.register_fake(_SIMULATED, _empty_codes)
 
 def is_laid_out(weight: Tensor) -> bool:
     """Return whether :func:`both_layouts` takes a large weight; what a compiler shows has no address."""
-    if weight.is_cuda and not compiles(weight.device):  # Triton has no float8_e4m3fn there
+    if weight.is_cuda and not one_pass.compiles(weight.device):  # Triton has no float8_e4m3fn there
         return False
     return _is_fit(weight) if type(weight) not in (Tensor, Parameter) else kernel_encodes(weight)
 
@@ -171,7 +163,7 @@ def both_layouts(weight: Tensor, hint: Tensor | None) -> FourTensors:
     """Return :func:`weight_codes` of (N, K) float by torchao's scale; a compiler launches the kernel itself."""
     if type(weight) in (Tensor, Parameter):
         return weight_codes(weight.detach(), hint, visible=False)
-    if is_simulated():
+    if one_pass.is_simulated():
         codes: FourTensors = torch.ops.lightning_lowprec.both_layouts(weight, hint)
     else:
         from lightning_lowprec.numerics import kernels

@@ -15,14 +15,7 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
-from lightning_lowprec.private.torch import (
-    disabled_torch_function,
-    inference_mode_of,
-    make_wrapper_subclass,
-    tree_leaves,
-    tree_map_only,
-    written_arguments,
-)
+from lightning_lowprec.private import torch as private
 
 _INNER = ("codes", "inv_scale", "msamp_state", "_is_param")
 """What torch and these classes keep in the ``__dict__`` of a weight, beside the user's attributes."""
@@ -55,7 +48,7 @@ class CodedWeight(Tensor):
             " its layer ran. Write to the shards, between steps."
         )
 
-    __torch_function__ = disabled_torch_function
+    __torch_function__ = private.disabled_torch_function
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch passes `func` first
@@ -63,21 +56,21 @@ class CodedWeight(Tensor):
     ) -> Any:
         """Write, or run on codes, or let the operation read the values."""
         kwargs = kwargs or {}
-        written = tree_leaves(written_arguments(func, args, kwargs))
+        written = private.tree_leaves(private.written_arguments(func, args, kwargs))
         if targets := [target for target in written if isinstance(target, CodedWeight)]:
             return cls.write(func, args, kwargs, targets)
         result = cls.on_codes(func, types, args, kwargs)
         if result is not NotImplemented:
             return result
-        values = tree_map_only(CodedWeight, lambda weight: weight.decode(), (args, kwargs))
+        values = private.tree_map_only(CodedWeight, lambda weight: weight.decode(), (args, kwargs))
         return func(*values[0], **values[1])
 
     @classmethod
     def showing(cls, codes: Tensor, dtype: object) -> Self:
         """Return a tensor of ``dtype`` without memory, strided like ``codes``."""
         like_codes = {"strides": codes.stride(), "storage_offset": codes.storage_offset(), "device": codes.device}
-        with inference_mode_of(codes):
-            weight: Self = make_wrapper_subclass(cls, codes.shape, dtype=dtype, **like_codes)
+        with private.inference_mode_of(codes):
+            weight: Self = private.make_wrapper_subclass(cls, codes.shape, dtype=dtype, **like_codes)
         return weight
 
 
