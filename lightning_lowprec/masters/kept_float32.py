@@ -37,8 +37,13 @@ def kept_float32(model: nn.Module, dtype: torch.dtype, named: Sequence[str] = ()
     """
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     floating = {fqn: tensor for fqn, tensor in tensors if tensor.is_floating_point()}
+    outermost: dict[str, nn.Module] = {}  # models of transformers, by the prefix of their fqns
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        if transformers.is_model(module) and not any(prefix.startswith(other) for other in outermost):
+            outermost[prefix] = module
     reasons: dict[str, str] = {}
-    for prefix, declaring in _outermost_models(model).items():
+    for prefix, declaring in outermost.items():
         always = transformers.declares_float32(declaring, strict=True)
         sometimes = transformers.declares_float32(declaring, strict=False)
         for fqn in [fqn for fqn in floating if fqn.startswith(prefix)]:
@@ -65,16 +70,6 @@ def kept_float32(model: nn.Module, dtype: torch.dtype, named: Sequence[str] = ()
                 " ('*.norm')."
             )
     return reasons
-
-
-def _outermost_models(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the outermost models of transformers in ``model``, by the prefix of their fqns."""
-    outermost: dict[str, nn.Module] = {}
-    for path, module in model.named_modules():
-        prefix = f"{path}." if path else ""
-        if transformers.is_model(module) and not any(prefix.startswith(other) for other in outermost):
-            outermost[prefix] = module
-    return outermost
 
 
 class Coupled(NamedTuple):

@@ -140,7 +140,13 @@ def tensors_of_model(
     dict holds. Names without the ``prefix`` are of other modules; None: the prefix is found.
     """
     names = {clean(name): name for name in source.shapes}
-    _check_high_precision(source)
+    coded = [n for n, shape in source.shapes.items() if shape.dtype.itemsize == 1 and shape.dtype != torch.bool]
+    if coded:
+        dtype = dtype_name(source.shapes[coded[0]].dtype)
+        raise ValueError(
+            f"the checkpoint holds codes of low precision ({coded[0]!r} is {dtype}), so it was exported or quantised"
+            " already. Give the checkpoint of the training run."
+        )
     prefix = _prefix(names, wanted) if prefix is None else prefix
     inside = {name.removeprefix(prefix): stored for name, stored in names.items() if name.startswith(prefix)}
     chosen = {n: stored for n, stored in inside.items() if sources.model_name(n) in wanted or sources.is_of_adapter(n)}
@@ -162,16 +168,6 @@ def _prefix(names: Mapping[str, str], wanted: Mapping[str, Shape]) -> str:
     plain = {sources.model_name(name) for name in names}
     candidates = {""} | {name.removesuffix(last) for last in list(wanted)[-4:] for name in plain if name.endswith(last)}
     return max(sorted(candidates), key=lambda prefix: sum(prefix + name in plain for name in wanted))
-
-
-def _check_high_precision(source: Source) -> None:
-    coded = [n for n, shape in source.shapes.items() if shape.dtype.itemsize == 1 and shape.dtype != torch.bool]
-    if coded:
-        dtype = dtype_name(source.shapes[coded[0]].dtype)
-        raise ValueError(
-            f"the checkpoint holds codes of low precision ({coded[0]!r} is {dtype}), so it was exported or quantised"
-            " already. Give the checkpoint of the training run."
-        )
 
 
 def _another_model(missing: list[str], strange: list[str], wrong: list[str]) -> str:

@@ -137,12 +137,6 @@ class TorchAO(Converting):
         by_triton = kind == "block" and not emulates and not by_cublas(device)
         return refused or (prototype_refusal("block-triton") if by_triton else None)
 
-    def _check_layers(self, plan: Plan, device: torch.device) -> None:
-        for kind in self.kinds if isinstance(self.recipes, RecipeMap) else ():
-            fqn = next((fqn for fqn, recipe in plan.recipes.items() if recipe.name == kind), None)
-            if fqn is not None and (reason := self.refusal_of(kind, device)) is not None:
-                raise RuntimeError(f"`recipe={kind!r}` of layer {fqn!r} cannot run: {reason}.")
-
     @override
     def how(self, device: torch.device) -> str:
         if self.kinds != ("block",) or self.emulates(device):
@@ -192,7 +186,10 @@ class TorchAO(Converting):
             ),
             precision=self.precision,
         )
-        self._check_layers(plan, device)
+        for kind in self.kinds if isinstance(self.recipes, RecipeMap) else ():
+            fqn = next((fqn for fqn, recipe in plan.recipes.items() if recipe.name == kind), None)
+            if fqn is not None and (reason := self.refusal_of(kind, device)) is not None:
+                raise RuntimeError(f"`recipe={kind!r}` of layer {fqn!r} cannot run: {reason}.")
         recipes, default = self.layer_recipes(device), LayerRecipe(self.kinds[0])
         with unchanged(module):
             for convert, fqns in ((linear.convert, plan.linears), (experts.convert, plan.stacked)):
