@@ -278,7 +278,7 @@ def spans(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
     """Yield first row and end of the rows of a tensor that are handled at a time: multiples of a block's rows."""
     width = max(1, math.prod(shape[1:]))
     step = max(weight_rounding.BLOCK, _ELEMENTS // width // weight_rounding.BLOCK * weight_rounding.BLOCK)
-    for start in range(0, shape[0], step):
+    for start in range(0, max(shape[0], 1), step):  # an empty tensor is a part too
         yield start, min(start + step, shape[0])
 
 

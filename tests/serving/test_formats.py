@@ -287,10 +287,12 @@ def test_several_files_written_in_parts_hold_what_one_holds(tmp_path, monkeypatc
 
 def test_fp8_state_reads_a_module_that_fabric_has_wrapped():
     fabric = L.Fabric(accelerator="cpu", devices=1, precision="fp8-rowwise")
-    model = fabric.setup_module(nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.Linear(64, 32)))
+    model = nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.Linear(64, 32))
+    model.register_buffer("empty", torch.ones(0, 3))
+    model = fabric.setup_module(model)
     for dtype, of_others in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
         found = dict(lightning_lowprec.fp8_state(model, dtype=dtype))
-        others = ("0.bias", "2.bias", "1.weight", "1.bias", "1.running_mean", "1.running_var")
+        others = ("0.bias", "2.bias", "1.weight", "1.bias", "1.running_mean", "1.running_var", "empty")
         expected = dict.fromkeys(others, of_others) | {"1.num_batches_tracked": torch.int64}
         for name in ("0.weight", "2.weight"):
             expected |= {name: torch.float8_e4m3fn, f"{name}_scale": torch.float32}
