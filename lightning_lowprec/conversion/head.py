@@ -17,7 +17,7 @@ layer's own forward, where FSDP2 has gathered it.
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Final, Literal, TypedDict, Unpack, final
+from typing import Any, Final, Literal, final
 
 import torch
 import torch.nn.functional as F
@@ -53,19 +53,12 @@ Task = Literal["logits"] | tuple[Tensor, dict[str, Any]] | None
 """To compute logits, or a loss from this target and these options; None: the mode of the head decides."""
 
 
-class Kernels(TypedDict):
-    """How products in FP8 run: options of the loss."""
-
-    emulate: Emulation | None
-    fast_accum: FastAccum
-
-
 @final
 class LossHead(nn.Linear):
     """A Linear that computes the loss of its model from hidden states, some tokens at a time."""
 
     kind: HeadKind
-    kernels: Kernels
+    options: Options
     has_warned: bool
 
     def forward(self, input: Tensor, task: Task = None) -> Tensor:
@@ -87,8 +80,7 @@ class LossHead(nn.Linear):
         if not isinstance(task, tuple):
             return F.linear(input, weight, bias)
         target, terms = task
-        options = Options(fp8=self.kind == "fp8", **self.kernels, **terms)
-        return computed(input.reshape(-1, input.shape[-1]), weight, target, bias, options)
+        return computed(input.reshape(-1, input.shape[-1]), weight, target, bias, self.options._replace(**terms))
 
 
 def _causal_loss(
@@ -120,7 +112,7 @@ def _causal_loss(
     return loss if num_items_in_batch is None else loss / num_items_in_batch
 
 
-def replace_heads(model: nn.Module, kind: HeadKind, **kernels: Unpack[Kernels]) -> list[str]:
+def replace_heads(model: nn.Module, kind: HeadKind, emulate: Emulation | None, fast_accum: FastAccum) -> list[str]:
     """Replace heads and losses of the causal models in ``model``, in place; return the fqns of these models."""
     models = causal_models(model)
     for fqn, causal, head in models:
@@ -129,8 +121,9 @@ def replace_heads(model: nn.Module, kind: HeadKind, **kernels: Unpack[Kernels]) 
                 f"`head='fp8'` needs a multiple of {ALIGNMENT} hidden features, and the head of {_name(fqn, causal)}"
                 f" has {head.in_features}; use `head='chunked'`."
             )
+    options = Options(fp8=kind == "fp8", emulate=emulate, fast_accum=fast_accum)
     for _, causal, head in models:
-        in_place.become(head, LossHead, {"kind": kind, "kernels": kernels, "has_warned": False})
+        in_place.become(head, LossHead, {"kind": kind, "options": options, "has_warned": False})
         transformers.set_loss(causal, partial(_causal_loss, head))  # type: ignore[arg-type]
     return [fqn for fqn, *_ in models]
 

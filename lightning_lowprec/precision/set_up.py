@@ -168,7 +168,7 @@ def set_up_heads(plugin: LowPrecision, module: Module, device: torch.device) -> 
             raise RuntimeError(f"`head='fp8'` cannot run: {reason}. Use `head='chunked'`.")
         if (doubt := caution("fp8-head", device)) is not None:
             warn(f"`head='fp8'`: {doubt}.")
-    fqns = head.replace_heads(module, plugin.head, emulate=emulate, fast_accum=plugin.fast_accum)
+    fqns = head.replace_heads(module, plugin.head, emulate, plugin.fast_accum)
     where = ", ".join(repr(fqn) if fqn else type(module).__name__ for fqn in fqns)
     info(
         f"{plugin.precision}: head={plugin.head!r} computes the loss of {where} from hidden states, without all logits."
