@@ -23,6 +23,7 @@ from lightning_lowprec.checkpoints import save
 from lightning_lowprec.checkpoints.load import open_checkpoint
 from lightning_lowprec.checkpoints.weights import open_weights
 from tests.checkpoints.test_untrusted_checkpoints import UNSAFE, Config
+from tests.fsdp2 import toy
 from tests.fsdp2.ranks import launch
 from tests.fsdp2.test_resume_trainer import fit
 from tests.fsdp2.toy import assert_same, everything, setup, train
@@ -227,7 +228,11 @@ def test_checksums_are_skipped_if_the_user_says_so(saved, copy, caplog):
         open_checkpoint(copy)
     with caplog.at_level("INFO"):
         open_checkpoint(copy, verify=False)
-    assert f"the checksums of '{copy}' are not compared (`verify_checkpoints=False`)" in caplog.text
+        assert caplog.messages == [f"fsdp2: the checksums of '{copy}' are not compared (`verify_checkpoints=False`)."]
+        new = copy.rename(save.completed(copy))
+        open_checkpoint(copy, verify=False)
+    said = f"fsdp2: '{copy}' is being replaced, or a run was killed there; loading the new '{new}'."
+    assert caplog.messages[1] == said
 
 
 class Fitted(L.LightningModule):
@@ -240,6 +245,49 @@ class Fitted(L.LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters())
+
+
+class Extended(Fitted):
+    def __init__(self, optimizers=1):
+        super().__init__()
+        self.register_buffer("extra", torch.ones(2))
+        self.optimizers_asked = optimizers
+        self.automatic_optimization = optimizers == 1
+
+    def configure_optimizers(self):
+        return [torch.optim.AdamW(self.parameters()) for _ in range(self.optimizers_asked)]
+
+
+@pytest.mark.parametrize("kind", ["sharded", "full"])
+def test_what_differs_from_a_checkpoint_raises_in_both_or_is_left_alone_on_request(tmp_path, kind):
+    def fitted(module, path=None):
+        trainer = L.Trainer(**ON_CPU, strategy=FSDP2Strategy(state_dict_type=kind), max_steps=2)
+        trainer.fit(module, torch.randn(2, 4, 16), ckpt_path=path)
+        return trainer
+
+    trainer, path = fitted(module := Fitted()), tmp_path / "c"
+    trainer.save_checkpoint(path)
+    weight = module.linear.weight.full_tensor()
+    with pytest.raises(TypeError, match=r"`storage_options=\{\}` is not valid with 'fsdp2'"):
+        trainer.save_checkpoint(path, storage_options={})
+    with pytest.raises(ValueError, match=r"c' has the state of 1 optimizers, the model has 2\."):
+        fitted(Extended(2), path)
+    with pytest.raises(KeyError, match=r"Missing in the checkpoint: \['extra'\].*`strict_loading = False`"):
+        fitted(Extended(), path)
+    other = Extended()
+    other.strict_loading = False
+    assert fitted(other, path).global_step == 2
+    assert torch.equal(other.linear.weight.full_tensor(), weight)
+    fabric, raw = toy.fabric_for("32-true", strategy="fsdp2"), tmp_path / "raw"
+    with_extra = fabric.setup_module(Extended())
+    torch.save({"linear.weight": 2 * weight}, raw)
+    with pytest.raises(KeyError, match=r"Missing in the checkpoint: \['extra', 'linear.bias'\], unexpected: \[\]"):
+        fabric.load_raw(raw, with_extra)
+    fabric.load_raw(raw, with_extra, strict=False)
+    assert torch.equal(with_extra.linear.weight.full_tensor(), 2 * weight)
+    if kind == "sharded":
+        with pytest.raises(ValueError, match=r"c' is a folder; .fabric.load_raw. loads the file"):
+            fabric.load_raw(path, with_extra)
 
 
 @pytest.mark.parametrize("precision", ["bf16-remainder", "32-true"])

@@ -2,6 +2,7 @@
 
 import re
 from contextlib import nullcontext
+from functools import partial
 
 import lightning as L
 import pytest
@@ -124,10 +125,20 @@ def test_layers_that_tensor_parallelism_may_not_cut(six, plugin, refused, said):
         model.blocks[0].up(torch.ones(2, 64))
 
 
+def only(*fqns):
+    return lambda fqn, module: fqn in fqns
+
+
 def tied():
     model = Net()
     model.lm_head.weight = model.embedding.weight
     model.blocks[1].up.weight = model.blocks[0].up.weight
+    return model
+
+
+def tied_in_a_block():
+    model = Net()
+    model.blocks[0].down.bias = model.blocks[0].norm.bias
     return model
 
 
@@ -156,18 +167,21 @@ def without_reset():
          "`activation_checkpointing=<function .*>` matches no module of Net"),
         (lambda: pairs(1)[0], {"activation_checkpointing": True}, ValueError,
          "`activation_checkpointing=True` takes the modules of `wrap`"),
-        (tied, {"wrap": lambda fqn, module: fqn == "lm_head"}, ValueError,
+        (tied, {"wrap": only("lm_head")}, ValueError,
          r"lm_head.weight and embedding.weight are one parameter, .* \('the root' and 'lm_head'\)"),
+        (tied_in_a_block, {"wrap": only("blocks.0", "blocks.0.norm")}, ValueError,
+         r"0.norm.bias and blocks.0.down.bias are one parameter, .* \('blocks.0' and 'blocks.0.norm'\)"),
         (lambda: nn.Sequential(FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))), {}, TypeError,
          r"'0' is wrapped by `FullyShardedDataParallel` \(FSDP1\), which does not mix"),
         (mixed, {}, RuntimeError, r"Net has 1 of 16 parameters and buffers on the meta device here.*mixed"),
         (without_reset, {}, RuntimeError, r"Scale have parameters or buffers but no `reset_parameters\(\)`"),
     ],
-    ids=["wrap", "predicate", "recomputed", "tied", "fsdp1", "mixed", "without-reset"],
+    ids=["wrap", "predicate", "recomputed", "tied", "nested", "fsdp1", "mixed", "without-reset"],
 )  # fmt: skip
 def test_models_and_options_that_cannot_be_sharded(alone, make, options, error, message):
     model = parallelize(tied(), alone, FP8TorchAO(), wrap=[nn.LayerNorm])  # all in the root
     assert model.blocks[1].up.weight is model.blocks[0].up.weight
+    parallelize(tied_in_a_block(), alone, HalfMixed("bf16"), wrap=only("blocks.0", "blocks.0.up"))
     with pytest.raises(error, match=message):
         parallelize(make(), alone, HalfMixed("bf16"), **options)
 
@@ -234,12 +248,14 @@ def test_a_model_that_parallelize_has_sharded_is_set_up_by_one_fabric_and_by_the
 
 
 def test_a_sharded_model_goes_on_only_with_the_choices_it_was_built_for(alone):
-    model = parallelize(Net(), alone, FP8TorchAO())
-    assert parallelize(model, alone, FP8TorchAO()) is model, "a second call changes nothing"
-    others = {"keep": ["up"], "keep_fp32": ["norm"], "head": "fp8", "fp8_eval": False, "fp8_format": "e4m3"}
-    for name, value in {**others, "weight_codes": "per_gemm"}.items():
-        with pytest.raises(TypeError, match="sharded already"):
-            parallelize(model, alone, FP8TorchAO(**{name: value}))
+    both = {"keep": ["up"], "fp8_eval": False, "emulate": True}
+    others = {**both, "keep_fp32": ["norm"], "head": "fp8", "fp8_format": "e4m3", "weight_codes": "per_gemm"}
+    for make, choices in ((FP8TorchAO, others), (partial(MSAMP, "O3"), both)):
+        model = parallelize(Net(), alone, make())
+        assert parallelize(model, alone, make()) is model, "a second call changes nothing"
+        for name, value in choices.items():
+            with pytest.raises(TypeError, match="sharded already"):
+                parallelize(model, alone, make(**{name: value}))
 
 
 def test_what_is_gathered_and_compiled_as_one(alone):
@@ -326,7 +342,7 @@ def test_uneven_shards_are_found_before_any_collective(six, monkeypatch, plugin,
     [
         ({}, {}, None),
         ({"wrap": (nn.Linear, nn.LayerNorm)}, {"wrap": [nn.LayerNorm, nn.Linear]}, None),
-        ({"wrap": lambda fqn, module: fqn == "lm_head"}, {"wrap": lambda fqn, module: fqn == "lm_head"}, None),
+        ({"wrap": only("lm_head")}, {"wrap": only("lm_head")}, None),
         ({"sync_module_states": True}, {}, None),
         ({}, {"activation_checkpointing": True}, "activation_checkpointing=False"),
         ({"wrap": [nn.Linear]}, {"wrap": "auto"}, r"wrap=\[<class 'torch.nn.modules.linear.Linear'>\]"),
@@ -357,6 +373,12 @@ def test_an_optimizer_of_torchao_that_offloads(dtype):
     message = "does not run under 'fsdp2', where it does not update half-precision weights"
     with nullcontext() if dtype is torch.float32 else pytest.raises(ValueError, match=message):
         FSDP2Strategy().sharding.follow(optimizer)
+
+
+def test_weights_that_some_ranks_have(alone, monkeypatch):
+    monkeypatch.setattr("lightning_lowprec.fsdp2.shard.gathered", lambda here: [here, "meta", "real"])
+    with pytest.raises(RuntimeError, match=r"Net has 0 of 15 .*the ranks have: real, meta, real\."):
+        parallelize(Net(), alone, HalfMixed("bf16"))
 
 
 def test_a_torch_that_gathers_a_module_in_one_dtype_says_so(alone, monkeypatch):

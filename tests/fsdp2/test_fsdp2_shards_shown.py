@@ -4,9 +4,10 @@ import lightning as L
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from lightning_lowprec import FSDP2Strategy
-from tests.fsdp2.test_fsdp2_review import fitted, flat
+from tests.fsdp2.test_fsdp2_review import fitted, flat, rows
 from tests.representatives import names_on_cpu
 from tests.toys import Block
 
@@ -32,9 +33,7 @@ class Steps(L.LightningModule):
     def training_step(self, batch):
         optimizer, shards = self.optimizers(), list(self.parameters())
         self.look("begin")
-        output = self(batch[0])
-        self.dtype_inside = output.dtype
-        loss = output.pow(2).mean()
+        loss = self(batch[0]).pow(2).mean()
         self.look("after forward")
         self.manual_backward(loss)
         self.look("after backward")
@@ -79,19 +78,42 @@ def test_shards_are_shown_except_between_a_forward_and_its_backward(reshard):
     assert model.off < 1e-6
 
 
-def test_the_output_dtype_holds_inside_a_step_too():
-    strategy = FSDP2Strategy(output_dtype=torch.float64)
-    model = fitted(Steps(), strategy, "bf16-mixed", devices=1)
-    assert (model.dtype_given, model.dtype_inside) == (torch.float32, torch.float64)
+class Fails(Steps):
+    def forward(self, x):
+        return super().forward(x), torch.arange(2)
+
+    def training_step(self, batch):
+        self.dtypes_inside = [output.dtype for output in self(batch[0])]
+        raise KeyError("targets")
+
+
+@pytest.mark.parametrize("automatic", [True, False])
+def test_the_output_dtype_holds_inside_a_step_too_and_a_step_that_fails_has_ended(automatic):
+    model = Fails()
+    model.automatic_optimization = automatic
+    with pytest.raises(KeyError, match="targets"):
+        fitted(model, FSDP2Strategy(output_dtype=torch.float64), "bf16-mixed", devices=1)
+    assert (model.dtype_given, model.dtypes_inside) == (torch.float32, [torch.float64, torch.int64])
+    with torch.no_grad():
+        model(rows())
+    assert {type(p) for p in model.parameters()} == {DTensor}
 
 
 class Penalised(Steps):
+    """And gradients that a step of others leaves alone, as in a GAN."""
+
     def training_step(self, batch):
-        self.zero_grad()
         self.unshard()
+        self.zero_grad()
         penalty = sum(p.pow(2).sum() for p in self.net.parameters())
         self.manual_backward(self(batch[0]).mean() * 0 + penalty)
         self.off = [(p.grad - 2 * p).full_tensor().abs().max().item() for p in self.net.parameters()]
+        self.unshard()
+        self.manual_backward(self.net[0].weight.sum())
+        self.optimizers().step()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.blocks.parameters(), lr=0.1)
 
 
 def test_penalties_on_weights_by_the_way_out_that_the_error_names():
