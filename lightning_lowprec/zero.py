@@ -206,14 +206,12 @@ class ZeroEngine(Engine):
         """Of the layers that convert, in words; None: no layer converts."""
         self._plugin = plugin
         self._engine: weakref.ref[Any] | None = None
-        self._steps = 0
         self._autocast: list[AbstractContextManager[None]] = []
         self._hooks: list[Any] = []
 
     def attach(self, engine: Any) -> None:
         """Take the ``DeepSpeedEngine`` that ``deepspeed.initialize`` has made, and enter autocast inside of it."""
         self._engine = weakref.ref(engine)
-        self._steps = engine.global_steps
         private.explain_loading(engine, self.options.precision)
         for hook in self._hooks:
             hook.remove()
@@ -250,12 +248,13 @@ class ZeroEngine(Engine):
                 f"{self.name}: no engine is there to step. Set model and optimizer up together: `fabric.setup(model,"
                 " optimizer)`."
             )
+        before = engine.global_steps  # loading a checkpoint changes the number, too
         if model is None:
             output = engine.step(**kwargs)
         else:
             lightnings: Any = either.namesake(either.TrainerDeepSpeed, type(model))
             output = lightnings.optimizer_step(self._plugin, optimizer, model=model, closure=closure, **kwargs)
-        self.ended_step, self._steps = engine.global_steps != self._steps, engine.global_steps
+        self.ended_step = engine.global_steps != before
         return output
 
     def _enter(self, module: Module, args: object) -> None:

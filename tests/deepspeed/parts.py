@@ -1,5 +1,6 @@
 """What two ranks do under ZeRO, in Fabric and in the Trainer, and what must come of it: every part on both ranks."""
 
+import pickle
 from contextlib import nullcontext, suppress
 from functools import cache
 
@@ -179,11 +180,15 @@ def fp16_overflow_is_skipped_by_deepspeed_with_the_scale_of_the_plugin(folder):
 
 
 def autocast_ends_with_a_forward_that_raises(folder):
-    fabric = fabric_of("deepspeed_stage_2", precision="bf16-master")
-    started(fabric)
+    """Also without an optimizer. A copy of the plugin has no engine."""
+    fabric = fabric_of("deepspeed_stage_3", precision="bf16-master")
+    model, inside = fabric.setup_module(net := Net()), []
+    net.lm_head.register_forward_hook(lambda *_: inside.append(torch.is_autocast_enabled("cpu")))
+    model(batches(1, 0)[0])
     with suppress(IndexError):
-        fabric.strategy.model(torch.full((1, 1), 10**6))
-    assert not torch.is_autocast_enabled("cpu")
+        model(torch.full((1, 1), 10**6))
+    assert (inside, torch.is_autocast_enabled("cpu")) == ([True], False)
+    assert pickle.loads(pickle.dumps(fabric.strategy.precision)).skipped_steps == 0
 
 
 # ---- Trainer
@@ -243,14 +248,20 @@ def a_checkpoint_of_another_base_dtype_is_named_with_the_way_out(folder):
 
 def the_trainer_tells_deepspeed_to_accumulate_and_clip(folder):
     trainer = trainer_of(2, 1, accumulate_grad_batches=2, gradient_clip_val=0.5)
-    task = Task()
-    task.optimizer = lambda module: torch.optim.AdamW([p for p in module.parameters() if p is not module.net.up.weight])
+    task, again, ended = Task(), Task(), []
+    for one in (task, again):
+        one.optimizer = lambda task: torch.optim.AdamW([p for p in task.parameters() if p is not task.net.up.weight])
     said = pytest.warns(UserWarning, match=r"'net\.up\.weight' is trainable and in no optimizer")
     with nullcontext() if dist.get_rank() else said:
         trainer.fit(task, loader())
     engine = trainer.strategy.model
     assert (engine.gradient_accumulation_steps(), engine.gradient_clipping()) == (2, 0.5)
     assert engine.global_steps == trainer.global_step == 2
+    trainer.save_checkpoint(path := folder / "accumulated")
+    resumed = trainer_of(2, 2, accumulate_grad_batches=2)
+    again.on_train_batch_end = lambda *_: ended.append(resumed.precision_plugin.engine.ended_step)
+    resumed.fit(again, loader(), ckpt_path=path)
+    assert ended == [False, True] * 2
 
 
 def two_clippings_raise_with_both_values(folder):
@@ -282,7 +293,6 @@ def of_stage(stage):
 OF_STAGE_2 = (
     a_checkpoint_of_another_base_dtype_is_named_with_the_way_out,
     fp16_overflow_is_skipped_by_deepspeed_with_the_scale_of_the_plugin,
-    autocast_ends_with_a_forward_that_raises,
     the_trainer_tells_deepspeed_to_accumulate_and_clip,
     two_clippings_raise_with_both_values,
 )
@@ -290,6 +300,7 @@ OF_STAGE_3 = (
     offloaded_weights_and_optimizer_give_the_same,
     zero_3_keeps_neither_gathered_weights_nor_codes,
     weights_that_zero_cuts_as_they_are_made_are_converted,
+    autocast_ends_with_a_forward_that_raises,
 )
 PARTS = {
     "-".join([part.__name__, *map(str, args)]): (part, args)
