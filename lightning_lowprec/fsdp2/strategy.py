@@ -268,11 +268,14 @@ class Sharding:
         optimizer_state.check_optimizer(optimizer)
 
     def after_step(self) -> None:
-        """Log what was gathered, once after the first step; raise if weights were not gathered as float8."""
+        """Log what each model gathered, once after its first step; raise if weights were not gathered as float8."""
         unreported, self._unreported = self._unreported, []
-        for model, ranks in [(reference(), ranks) for reference, ranks in unreported]:
+        for reference, ranks in unreported:
+            model = reference()
             if model is not None and (line := gathered_line(model, ranks)) is not None:
                 info(f"fsdp2: {line}.")
+            elif model is not None and ranks > 1:
+                self._unreported.append((reference, ranks))  # its first step is to come
 
 
 NOT_COMPARED: Final = ("sync_module_states", "tensor_parallel")

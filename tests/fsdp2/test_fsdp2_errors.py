@@ -58,8 +58,6 @@ def launched(precision, strategy="fsdp2"):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"replicate": 0}, r"`replicate=0` is not valid; expected an integer of at least 1"),
-        ({"wrap": [int]}, r"is not valid; expected 'auto', a collection"),
         ({"tensor_parallel_size": 2}, r"`tensor_parallel_size=2` with `tensor_parallel=None`: .* needs both"),
         ({"tensor_parallel": {"up": 1}}, r"`tensor_parallel_size=1` with .* needs both"),
     ],

@@ -1,5 +1,7 @@
 """What user code sees of weights and gradients inside ``training_step`` in manual optimization; one process."""
 
+from functools import partial
+
 import lightning as L
 import pytest
 import torch
@@ -144,8 +146,8 @@ class ByHand(Steps):
         if self.unshard_first:
             self.unshard()
         loss = self.net(batch[0]).float().mean()
-        (self.manual_backward if self.manual else torch.Tensor.backward)(loss)
-        self.optimizers().step()
+        backward = partial(self.manual_backward, loss) if self.manual else loss.backward
+        self.optimizers().step(backward if self.manual else backward())
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters())
