@@ -82,27 +82,19 @@ def test_stock_lightning_cli_configures_plugin_and_fsdp2_by_flags_and_by_yaml(pr
         assert "converted 1 of 1 linear layers (1 tensorwise, forward in bf16)" in ran.stderr
 
 
-def test_stock_lightning_cli_refuses_an_unknown_name(project):
-    result = python("train.py", "fit", "--trainer.precision=fp8-hybird", *FAST, cwd=project, check=False)
-    assert result.returncode != 0
-    said = result.stderr.splitlines()[-1]
-    assert said == (
-        "error: trainer.precision: Precision 'fp8-hybird' is invalid. Did you mean 'fp8-hybrid'?"
-        " `lowprec doctor` lists the names of this package."
-    )
-    assert "usage" not in result.stderr
-
-
 @pytest.mark.parametrize(("key", "given", "said"), [
     ("plugins", "[{class_path: lightning.fabric.plugins.environments.LightningEnvironment}, {class_path:"
-                " lightning_lowprec.FP8TorchAO, init_args: {recipe: tensorwize}}]", "recipe='tensorwize'"),
-    ("strategy", "{class_path: lightning_lowprec.FSDP2Strategy, init_args: {wrap: Block}}", "wrap='Block'"),
+                " lightning_lowprec.FP8TorchAO, init_args: {recipe: tensorwize}}]",
+     "`recipe='tensorwize'` is not valid; expected"),
+    ("strategy", "{class_path: lightning_lowprec.FSDP2Strategy, init_args: {wrap: Block}}",
+     "`wrap='Block'` is not valid; expected"),
+    ("precision", "fp8-hybird", "Precision 'fp8-hybird' is invalid. Did you mean 'fp8-hybrid'? `lowprec doctor` lists"),
 ])  # fmt: skip
 def test_stock_lightning_cli_shows_what_our_class_says_of_its_arguments(project, key, given, said):
     (project / "wrong.yaml").write_text(f"trainer: {{{key}: {given}}}\n")
     result = python("train.py", "fit", "-c", "wrong.yaml", *FAST, cwd=project, check=False)
     assert result.returncode == 2
-    assert result.stderr.splitlines()[-1].startswith(f"error: trainer.{key}: `{said}` is not valid; expected")
+    assert result.stderr.splitlines()[-1].startswith(f"error: trainer.{key}: {said}")
     assert "usage" not in result.stderr
 
 

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import MixedPrecision, ShardingStrategy, wrap
 
 import lightning_lowprec
 from lightning_lowprec import FabricFSDP2Strategy, FP8TorchAO, FSDP2Strategy, HalfMixed
-from tests.toys import QUIET
+from tests.toys import QUIET, Block
 
 CPU = {"accelerator": "cpu", "devices": 2}
 
@@ -80,15 +80,12 @@ def test_fsdp_with_lightnings_own_precisions_stays_lightnings():
         for name in ("16-mixed", "16", 16, "bf16-mixed", "bf16")
     ],
 )
-@pytest.mark.parametrize("strategy", ["FSDP2", "object"])
+@pytest.mark.parametrize("strategy", ["FSDP2".format, FSDP2Strategy, FabricFSDP2Strategy])
 def test_lightnings_mixed_precisions_become_our_half_mixed(strategy, precision, dtype):
-    for made in ("trainer", "fabric"):
-        ours = {"trainer": FSDP2Strategy, "fabric": FabricFSDP2Strategy}[made]
-        one = ours() if strategy == "object" else strategy
-        for _, plugin in both(one, precision=precision):  # either flavour of the object in either of the two
-            assert type(plugin) is HalfMixed
-            assert (plugin.autocast_dtype, plugin.weights) == (dtype, None), "the weights stay as they are"
-            assert (plugin.scaler is not None) == (dtype is torch.float16)
+    for _, plugin in both(strategy(), precision=precision):  # either flavour of the object in either of the two
+        assert type(plugin) is HalfMixed
+        assert (plugin.autocast_dtype, plugin.weights) == (dtype, None), "the weights stay as they are"
+        assert (plugin.scaler is not None) == (dtype is torch.float16)
 
 
 def test_the_other_flavour_is_translated_with_all_its_choices():
@@ -122,14 +119,8 @@ SIZE_BASED = partial(wrap.size_based_auto_wrap_policy, min_num_params=100)
 HYBRID = {"sharding_strategy": "HYBRID_SHARD", "auto_wrap_policy": {nn.Linear}}
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-
 def model():
-    return nn.Sequential(nn.Embedding(4, 4), nn.ModuleList([Block(), Block()]), nn.Dropout(), nn.LayerNorm(4))
+    return nn.Sequential(nn.Embedding(4, 4), nn.ModuleList([Block(4), Block(4)]), nn.Dropout(), nn.LayerNorm(4))
 
 
 def options(source=TrainerFSDP, target=FSDP2Strategy, **choices):
@@ -164,7 +155,7 @@ def test_every_choice_at_once_in_every_direction(source, target):
     assert (got.reshard_after_forward, got.replicate, got.shards) == (False, 1, 4)
     assert (got.param_dtype, got.reduce_dtype, got.buffer_dtype) == (torch.bfloat16, torch.float32, torch.float16)
     assert (got.sync_module_states, ours.state_dict_type) == (True, "full")
-    assert ours.arguments["timeout"] == timedelta(seconds=7)
+    assert ours.arguments["timeout"] == ours._timeout == timedelta(seconds=7)
     assert {name: getattr(ours, name) for name in kept} == kept
 
 

@@ -82,9 +82,10 @@ def test_fsdp2_reduces_in_the_dtype_in_which_nemo_does(recipe, arguments, dtype)
     plugin = getattr(recipes, recipe)(**arguments)
     with nullcontext() if plugin.masters.accumulation is None else pytest.raises(ValueError, match=UNDER_DDP):
         L.Fabric(accelerator="cpu", devices=2, plugins=plugin)
-    sharding = FSDP2Strategy().sharding
-    sharding.meet(plugin, torch.device("cpu"))
-    assert sharding.options.reduce_dtype is dtype
+    for asked in (None, torch.float64):
+        sharding = FSDP2Strategy(reduce_dtype=asked).sharding
+        sharding.meet(plugin, torch.device("cpu"))
+        assert sharding.options.reduce_dtype is (asked or dtype)
 
 
 def test_an_object_of_accelerate_is_refused_with_the_plugin_to_write():
