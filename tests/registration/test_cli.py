@@ -112,13 +112,14 @@ def test_lowprec_fit_imports_from_the_working_folder_and_from_files_and_adds_no_
 def test_lowprec_run_launches_a_console_command_with_fabric_and_trainer_and_its_precision_wins(project):
     """The command neither imports this package nor leaves the precision open, and it launches Fabric itself."""
     (project / "training.py").write_text("""
-import sys, lightning as L
+import os, sys, lightning as L
 def main():
     fabric = L.Fabric(accelerator="cpu", precision="bf16-true")
     fabric.launch()
     world = fabric.launch(lambda fabric, factor: fabric.world_size * factor, 10)
     trainer = L.Trainer(logger=False, enable_checkpointing=False, precision="32-true")
-    words = [fabric.strategy.precision.precision, world, *sys.argv[1:], trainer.precision]
+    nodes = os.environ["PL_TRAINER_NUM_NODES"]  # which Lightning's Trainer reads
+    words = [fabric.strategy.precision.precision, world, *sys.argv[1:], trainer.precision, nodes]
     open(f"said-{fabric.global_rank}.txt", "w").write(" ".join(map(str, words)))
     return 0
 """)
@@ -129,7 +130,7 @@ def main():
     args = ["--precision=fp8-hybrid", "--strategy", "ddp", "--devices=2", "--accelerator=cpu", "--main-port=29411"]
     ran = python("-m", "lightning_lowprec.tools.cli", "run", *args, "trainer-tool", "--lr", "3", cwd=project)
     for rank in (0, 1):
-        assert (project / f"said-{rank}.txt").read_text() == "fp8-hybrid 20 --lr 3 fp8-hybrid"
+        assert (project / f"said-{rank}.txt").read_text() == "fp8-hybrid 20 --lr 3 fp8-hybrid 1"
     assert ran.stderr.count("`--precision=fp8-hybrid` wins over `precision='bf16-true'` of the script.") == 1
     assert ran.stderr.count("wins over") == 2
     assert "had no effect" not in ran.stderr

@@ -50,7 +50,7 @@ def trained(tmp_path_factory):
     torch.save({"model": averaged, "weights": averaged | of_net}, folder / "two.ckpt")
     (folder / "model").mkdir()
     net.config.save_pretrained(folder / "model")
-    net.generation_config.save_pretrained(folder / "model")
+    (folder / "model" / "generation_config.json").write_text('{"max_new_tokens": 9}')
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "notes.txt"):
         (folder / "model" / name).write_text(name)
     lightning_lowprec.export(net, folder / "live", format="compressed-tensors", progress=False)
@@ -75,6 +75,7 @@ def test_every_form_of_a_checkpoint_becomes_what_the_live_model_becomes(trained,
     assert all(torch.equal(live[name].view(torch.uint8), read[name].view(torch.uint8)) for name in live)
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"} < names
+    assert (tmp_path / "out" / "generation_config.json").read_text() == '{"max_new_tokens": 9}'
     assert "notes.txt" not in names
     assert json.loads((tmp_path / "out" / "lowprec_export.json").read_text())["codes_of_the_last_step"] == 7
 
