@@ -289,7 +289,7 @@ def advice(verdicts: Sequence[Availability], bf16: bool) -> list[Recommended]:
 
 
 def commands(recommended: Sequence[Recommended]) -> list[str]:
-    """Return the command that compares the precisions, and the command that trains with the last of them."""
+    """Return the command that compares the precisions, and the one that trains with the second of them."""
     names = ",".join(row.name for row in recommended)
     return [
         f"lowprec compare --precisions {names} --model my.Model --data my.Data",
