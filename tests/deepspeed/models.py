@@ -6,25 +6,20 @@ from tests import toys
 WIDTH, VOCABULARY = 32, 32
 
 
-class Net(nn.Module):
+class Net(toys.Block):
     """A block whose layers convert, and a head that stays; weights are bf16 values: ZeRO's masters start from these."""
 
     def __init__(self) -> None:
-        super().__init__()
         torch.manual_seed(0)
+        super().__init__(WIDTH)
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 2 * WIDTH)
-        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
         self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         with torch.no_grad():
             for p in self.parameters():
                 p.copy_(p.to(torch.float16).to(torch.bfloat16))  # values that fp16 has too
 
     def forward(self, tokens: Tensor) -> Tensor:
-        hidden = self.embed(tokens)
-        hidden = hidden + self.down(nn.functional.gelu(self.up(self.norm(hidden))))
-        return self.lm_head(hidden)
+        return self.lm_head(super().forward(self.embed(tokens)))
 
 
 def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:

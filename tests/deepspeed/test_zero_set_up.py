@@ -34,13 +34,10 @@ def test_offloading_by_name_and_a_strategy_without_zero(maker, cls, how):
         maker(strategy=cls(zero_optimization=False), precision="fp8-hybrid", **how)
 
 
-@pytest.mark.parametrize("plugin", [lp.FP8TorchAO, lp.Int8TorchAO])
-def test_compiled_blocks_are_refused_where_weights_are_freed(plugin):
-    with pytest.raises(ValueError, match=r"DeepSpeed ZeRO-3: `compile=True` compiles blocks .* use stage 2"):
-        Fabric(strategy="deepspeed_stage_3", plugins=plugin(compile=True), **ON_CPU)
-
-
-def test_a_base_that_is_stored_as_codes_is_refused():
+def test_compiled_blocks_are_refused_where_weights_are_freed_and_a_base_that_is_stored_as_codes():
+    for plugin in (lp.FP8TorchAO, lp.Int8TorchAO):
+        with pytest.raises(ValueError, match=r"DeepSpeed ZeRO-3: `compile=True` compiles blocks .* use stage 2"):
+            Fabric(strategy="deepspeed_stage_3", plugins=plugin(compile=True), **ON_CPU)
     with pytest.raises(ValueError, match=r"casts weights, and `frozen='codes'` has none\. Use 'ddp' or 'fsdp2'"):
         Fabric(strategy="deepspeed_stage_2", plugins=lp.FP8TorchAO(frozen="codes"), **ON_CPU)
 

@@ -12,10 +12,6 @@ FP16 = ZeroOptions.of(lp.HalfMixed("fp16", master_weights=True))
 MASTERS = "bf16_master_weights_and_grads"
 
 
-def test_bf16():
-    assert translated({}, BF16, SCALE_FIELDS) == {"bf16": {"enabled": True}}
-
-
 def test_fp16_with_the_default_scale_takes_what_the_strategy_was_given():
     given = {**SCALE_FIELDS, "loss_scale_window": 500}
     assert translated({}, FP16, given) == {"fp16": {"enabled": True, **given}}
@@ -90,6 +86,7 @@ def test_contradictions_raise_with_both_values(config, means, has):
 
 
 def test_auto_and_equal_values_pass_and_the_given_config_stays():
+    assert translated({}, BF16, SCALE_FIELDS) == {"bf16": {"enabled": True}}
     config = {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}, "torch_autocast": {"enabled": False}}
     expected = {"bf16": {"enabled": True}, "fp16": {"enabled": False}, "torch_autocast": {"enabled": False}}
     assert translated(config, BF16, SCALE_FIELDS) == expected
