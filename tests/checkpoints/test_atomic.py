@@ -12,6 +12,7 @@ import torch
 from torch.distributed.checkpoint import CheckpointException
 
 from lightning_lowprec.checkpoints import save
+from tests.checkpoints.test_checkpoint_files import state
 from tests.fsdp2.ranks import enter, free_port, launch
 from tests.fsdp2.toy import assert_same, everything, setup, train
 
@@ -152,10 +153,6 @@ class Deadly:
         for pid in self.pids:
             os.kill(pid, signal.SIGKILL)
         return (int, ())
-
-
-def state(model, optimizer):
-    return {"model": model, "optimizer": optimizer}
 
 
 def dies(rank, port, folder, kind, victims):

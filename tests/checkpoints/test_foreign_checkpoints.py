@@ -156,6 +156,8 @@ def says_what_is_wrong(rank, ranks, folder):
         ),
         (path, {"model": model, "optimizer": one_group}, ValueError, "are in 2 groups of 'optimizer'"),
         (path, {"model": wider}, ValueError, "in the checkpoint and .* in the model"),
+        (path, model, ValueError, "fabric.ckpt' is a folder; `fabric.load_raw` loads the file"),
+        (path, None, ValueError, "`state=NoneType` is not valid; expected a model"),
     ):  # fmt: skip
         with pytest.raises(error, match=message):
             fabric.load(given, received)

@@ -10,6 +10,7 @@ import torch
 from lightning.fabric.strategies import ModelParallelStrategy
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from lightning_lowprec import FabricFSDP2Strategy, FP8TorchAO, HalfMixed
 from tests.fsdp2.models import same
@@ -25,8 +26,6 @@ STEPS = 3
 
 
 def save(folder):
-    from transformers import MixtralConfig, MixtralForCausalLM
-
     torch.manual_seed(0)
     sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     config = MixtralConfig(**sizes, num_attention_heads=2, num_key_value_heads=1, num_local_experts=4)
@@ -34,8 +33,6 @@ def save(folder):
 
 
 def load(folder):
-    from transformers import MixtralForCausalLM
-
     return MixtralForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 

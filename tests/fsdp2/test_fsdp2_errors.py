@@ -31,6 +31,7 @@ from lightning_lowprec import (
 )
 from tests.fsdp2 import toy
 from tests.fsdp2.models import Net, batch, loss_of
+from tests.masters.test_float32_accumulation import TERMS, Terms
 
 SMALL = MixtralConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_local_experts=4, vocab_size=64)
 pytestmark = [
@@ -42,8 +43,7 @@ pytestmark = [
 @pytest.fixture
 def six():
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=6)
-    yield init_device_mesh("cpu", (3, 2), mesh_dim_names=("data_parallel", "tensor_parallel"))
-    dist.destroy_process_group()
+    return init_device_mesh("cpu", (3, 2), mesh_dim_names=("data_parallel", "tensor_parallel"))
 
 
 def fabric_for(precision, strategy="fsdp2"):
@@ -115,12 +115,13 @@ def test_layers_that_tensor_parallelism_may_not_cut(six, plugin, refused, said):
     """Some are refused, and all say so when they are called: a user's own plan may have cut them."""
     model, fqn = Net(), "blocks.0.up"
     message = rf"`tensor_parallel` cuts '{fqn}', a layer of torchao whose kernels take no DTensors"
+    options = {"tensor_parallel_size": 2, "fp8_all_gather": False}
     with pytest.raises(ValueError, match=message) if refused else nullcontext():
-        parallelize(
-            model, six, plugin, tensor_parallel={fqn: ColwiseParallel()}, tensor_parallel_size=2, fp8_all_gather=False
-        )
+        parallelize(model, six, plugin, tensor_parallel={fqn: ColwiseParallel()}, **options)
     with pytest.raises(RuntimeError, match=said):
         model.blocks[0].up(torch.ones(2, 64))
+    with pytest.raises(ValueError, match="left every parameter as it was"):
+        parallelize(Net(), six, plugin, tensor_parallel=lambda model, mesh: None, **options)
 
 
 def only(*fqns):
@@ -209,13 +210,6 @@ def test_scalar_parameters_have_a_way_out_that_the_error_names():
     exec(line, {"model": model, "nn": nn})
     assert model.clip.logit_scale.tolist() == [2.5]
     fabric.setup_module(model)
-    dist.destroy_process_group()
-
-
-def test_a_tensor_parallel_plan_that_does_nothing(six):
-    options = {"tensor_parallel": lambda model, mesh: None, "tensor_parallel_size": 2}
-    with pytest.raises(ValueError, match="left every parameter as it was"):
-        parallelize(Net(), six, HalfMixed("bf16"), **options)
 
 
 def test_half_weights_sharded_by_hand_in_fabric(alone):
@@ -284,12 +278,11 @@ def test_a_mesh_without_a_dimension_for_data(alone):
 
 @pytest.mark.parametrize("name", ["bf16-master", "bf16-remainder"])
 def test_dtypes_of_buffers_and_outputs(alone, name):
-    class Rotary(Net):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("table", torch.ones(64))
-            self.register_buffer("exact", torch.ones(64, dtype=torch.float64))
-            self.register_buffer("count", torch.ones(64, dtype=torch.int32))
+    def rotary():
+        model = Net()
+        for buffer, dtype in (("table", torch.float32), ("exact", torch.float64), ("count", torch.int32)):
+            model.register_buffer(buffer, torch.ones(64, dtype=dtype))
+        return model
 
     form = True if name == "bf16-master" else "remainder"
     for kept, asked, dtype in (
@@ -298,10 +291,10 @@ def test_dtypes_of_buffers_and_outputs(alone, name):
         (["table"], None, None),
     ):
         plugin = HalfMixed("bf16", master_weights=form, buffer_dtype=torch.float16, keep_fp32=kept)
-        model = launched(plugin, FabricFSDP2Strategy(buffer_dtype=asked)).setup_module(Rotary())
+        model = launched(plugin, FabricFSDP2Strategy(buffer_dtype=asked)).setup_module(rotary())
         dtypes = [buffer.dtype for buffer in model.module.buffers()]
         assert dtypes == [dtype or torch.float32, torch.float64, torch.int32]
-    model = launched(name, FabricFSDP2Strategy(output_dtype=torch.float64)).setup_module(Rotary())
+    model = launched(name, FabricFSDP2Strategy(output_dtype=torch.float64)).setup_module(rotary())
     assert model.module.table.dtype == torch.float32
     assert model.module(batch(0, 0)[:, 1:]).dtype == torch.float64
 
@@ -316,7 +309,6 @@ def test_plain_of_a_sharded_model_names_a_way_out_that_works():
     fresh = Net(seed=1)
     fresh.load_state_dict(eval(call, {**vars(state_dict), "model": model}))
     assert all(torch.equal(p.full_tensor(), q) for p, q in zip(model.parameters(), fresh.parameters(), strict=True))
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
@@ -377,6 +369,15 @@ def test_weights_that_some_ranks_have(alone, monkeypatch):
     monkeypatch.setattr("lightning_lowprec.fsdp2.shard.gathered", lambda here: [here, "meta", "real"])
     with pytest.raises(RuntimeError, match=r"Net has 0 of 15 .*the ranks have: real, meta, real\."):
         parallelize(Net(), alone, HalfMixed("bf16"))
+
+
+def test_micro_batches_add_up_in_float32_before_their_reduction(alone):
+    fabric = launched("bf16-mixed")
+    model = fabric.setup_module(Terms())
+    for number, term in enumerate(TERMS, start=1):
+        with fabric.no_backward_sync(model, enabled=number < len(TERMS)):
+            fabric.backward(model(torch.full((16,), term)))
+    assert model.weight.grad.full_tensor().eq(sum(TERMS)).all()
 
 
 def test_a_torch_that_gathers_a_module_in_one_dtype_says_so(alone, monkeypatch):

@@ -41,10 +41,6 @@ def optimizers_built_early_late_or_jointly_train_alike(rank):
     untrained = Net().state_dict()
     assert not any(torch.equal(untrained[name], weight) for name, weight in jointly.items())
 
-    early = adamw(model := Net(), 1e-2)
-    model = fabric.setup_module(model)
-    assert same(jointly, trained(fabric, model, fabric.setup_optimizers(early), rank)[0])
-
     model = fabric.setup_module(Net())
     assert same(jointly, trained(fabric, model, fabric.setup_optimizers(adamw(model, 1e-2)), rank)[0])
 

@@ -76,10 +76,9 @@ class Mixers(nn.Module):
         return self.head(self.final(x)) * self.scale
 
 
-NAMED = {"keep_fp32": ["final", "scale", "*.norm"]}
 FLOAT32_KEPT = {
     **{name: name for name in ("bf16-master", "bf16-remainder", "bf16-sr", "bf16-8bit", "fp8-hybrid-remainder")},
-    "named": lambda: HalfMixed("bf16", master_weights="remainder", **NAMED),
+    "named": lambda: HalfMixed("bf16", master_weights="remainder", keep_fp32=["final", "scale", "*.norm"]),
 }
 
 

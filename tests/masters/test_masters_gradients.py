@@ -119,8 +119,7 @@ torchs_warnings = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::U
 @pytest.fixture
 def mesh():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.device_mesh.init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
+    return dist.device_mesh.init_device_mesh("cpu", (1,))
 
 
 @torchs_warnings

@@ -10,6 +10,7 @@ from lightning_lowprec import FabricFSDP2Strategy, HalfMixed
 from lightning_lowprec.losses import linear_cross_entropy
 from tests.conversion.test_head import build
 from tests.fsdp2.ranks import run
+from tests.fsdp2.toy import full
 from tests.quality import sqnr
 
 transformers = pytest.importorskip("transformers")
@@ -48,10 +49,6 @@ def trained(rank, case, head):
     optimizer.step()
     optimizer.zero_grad()
     return torch.stack(losses), [full(p.detach()) for p in model.module.parameters()]
-
-
-def full(tensor):
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
 
 
 def by_hand(rank):

@@ -6,10 +6,8 @@ from datetime import timedelta
 from functools import partial
 
 import lightning as L
-import lightning.fabric.connector as fabric_connector
 import lightning.fabric.plugins as fabric_plugins
 import lightning.pytorch.plugins as trainer_plugins
-import lightning.pytorch.trainer.connectors.accelerator_connector as trainer_connector
 import pytest
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
@@ -29,27 +27,6 @@ def both(strategy, **how):
     trainer = L.Trainer(strategy=strategy, **how, **CPU, **QUIET)
     fabric = L.Fabric(strategy=strategy, **how, **CPU)
     return (trainer.strategy, trainer.precision_plugin), (fabric.strategy, fabric.strategy.precision)
-
-
-def registries():
-    yield trainer_connector.StrategyRegistry, FSDP2Strategy
-    yield fabric_connector.STRATEGY_REGISTRY, FabricFSDP2Strategy
-
-
-def test_fsdp2_is_in_both_registries_and_unregister_removes_it():
-    for registry, cls in registries():
-        assert registry["fsdp2"]["strategy"] is cls
-    lightning_lowprec.unregister()
-    try:
-        assert all("fsdp2" not in registry for registry, _ in registries())
-        for make in (L.Trainer, L.Fabric):
-            with pytest.raises(ValueError, match="fsdp2"):
-                make(strategy="fsdp2", **CPU)
-        with pytest.raises((ValueError, TypeError, L.fabric.utilities.exceptions.MisconfigurationException)):
-            L.Trainer(strategy=TrainerFSDP(), plugins=FP8TorchAO(), **CPU, **QUIET)
-    finally:
-        lightning_lowprec.register()
-    assert all(registry["fsdp2"]["strategy"] is cls for registry, cls in registries())
 
 
 @pytest.mark.parametrize("name", ["fsdp", "FSDP_CPU_offload", TrainerFSDP, FabricFSDP])
@@ -82,7 +59,9 @@ def test_fsdp_with_lightnings_own_precisions_stays_lightnings():
 )
 @pytest.mark.parametrize("strategy", ["FSDP2".format, FSDP2Strategy, FabricFSDP2Strategy])
 def test_lightnings_mixed_precisions_become_our_half_mixed(strategy, precision, dtype):
-    for _, plugin in both(strategy(), precision=precision):  # either flavour of the object in either of the two
+    (trainer, one), (fabric, other) = both(strategy(), precision=precision)
+    assert (type(trainer), type(fabric)) == (FSDP2Strategy, FabricFSDP2Strategy), "by either flavour of the object"
+    for plugin in (one, other):
         assert type(plugin) is HalfMixed
         assert (plugin.autocast_dtype, plugin.weights) == (dtype, None), "the weights stay as they are"
         assert (plugin.scaler is not None) == (dtype is torch.float16)
@@ -237,11 +216,9 @@ def test_it_says_once_what_became_of_it(caplog):
 
 @pytest.mark.parametrize("base", [TrainerFSDP, FabricFSDP])
 def test_derived_classes_are_refused(base):
-    class Mine(base):
-        pass
-
+    mine = type("Mine", (base,), {})()
     with pytest.raises(TypeError, match=r"`Mine` is not FSDPStrategy itself.*pass its choices to `lightning_lowprec"):
-        L.Trainer(strategy=Mine(), precision="fp8-hybrid", **CPU, **QUIET)
+        L.Trainer(strategy=mine, precision="fp8-hybrid", **CPU, **QUIET)
 
 
 @pytest.mark.parametrize(

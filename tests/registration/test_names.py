@@ -193,10 +193,11 @@ def test_a_name_and_a_plugin_together_raise_lightnings_error(make, other):
         make(precision="bf16-mixed", plugins=FP8TorchAO(), accelerator="cpu")
 
 
-def test_a_name_beside_other_plugins():
+def test_a_name_beside_other_plugins_and_under_ddp_and_its_variants():
     environment = LightningEnvironment()
-    for plugins in (environment, [environment], (environment,), iter([environment])):
-        trainer = L.Trainer(precision="fp8-hybrid", plugins=plugins, strategy="ddp", devices=1, **ON_CPU)
+    several = environment, [environment], (environment,), iter([environment])
+    for plugins, kind in zip(several, ("", "_spawn", "_notebook", "_find_unused_parameters_true"), strict=True):
+        trainer = L.Trainer(precision="fp8-hybrid", plugins=plugins, strategy=f"ddp{kind}", devices=1, **ON_CPU)
         assert isinstance(trainer.precision_plugin, FP8TorchAO)
         assert trainer.strategy.cluster_environment is environment
     strategy = L.Fabric(precision="bf16-mixed", plugins=environment, strategy="fsdp2", accelerator="cpu").strategy
@@ -229,6 +230,8 @@ def seam_objects():
         trainer_throughput._plugin_to_compute_dtype,
         L.Trainer.__init__.__annotations__["precision"],
         L.Fabric.__init__.__annotations__["precision"],
+        "fsdp2" in STRATEGY_REGISTRY,
+        "fsdp2" in trainer_connector.StrategyRegistry,
     ]
 
 
@@ -294,13 +297,6 @@ def test_throughput_monitors_and_model_summary_know_our_precisions():
     assert ModelSummary(model).model_size == pytest.approx((256 * 4 + 256 * 2) * 1e-6)
     model.net = model.lower = torch.nn.ReLU()
     assert ModelSummary(model).model_size == 0
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn", "ddp_find_unused_parameters_true", "ddp_notebook"])
-def test_supported_strategies(strategy):
-    assert L.Trainer(strategy=strategy, precision="fp8-hybrid", devices=1, **ON_CPU).precision == "fp8-hybrid"
-    if strategy in STRATEGY_REGISTRY.available_strategies():  # Fabric of Lightning 2.4 does not know all four
-        L.Fabric(strategy=strategy, precision="fp8-hybrid", accelerator="cpu", devices=1)
 
 
 FORMS = {"-remainder": ("remainder", "fp32"), "-8bit": ("remainder", "8bit"), "-sr": ("stochastic", "fp32")}
