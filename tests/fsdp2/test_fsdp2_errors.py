@@ -55,17 +55,12 @@ def launched(precision, strategy="fsdp2"):
     return toy.fabric_for(precision, strategy=strategy)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"tensor_parallel_size": 2}, r"`tensor_parallel_size=2` with `tensor_parallel=None`: .* needs both"),
-        ({"tensor_parallel": {"up": 1}}, r"`tensor_parallel_size=1` with .* needs both"),
-    ],
-)
-def test_options_are_checked_when_given(options, message):
-    for strategy in (FSDP2Strategy, FabricFSDP2Strategy):
-        with pytest.raises(ValueError, match=message):
-            strategy(**options)
+@pytest.mark.parametrize("strategy", [FSDP2Strategy, FabricFSDP2Strategy])
+def test_tensor_parallelism_needs_a_size_and_a_plan(strategy):
+    with pytest.raises(ValueError, match=r"`tensor_parallel_size=2` with `tensor_parallel=None`: .* needs both"):
+        strategy(tensor_parallel_size=2)
+    with pytest.raises(ValueError, match=r"`tensor_parallel_size=1` with .* needs both"):
+        strategy(tensor_parallel={"up": 1})
 
 
 IN_PARTS = {"reshard_after_forward": 2}
