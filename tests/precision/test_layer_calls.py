@@ -56,7 +56,8 @@ def test_a_layer_whose_weight_is_read_is_named_once_and_counts_as_kept(name, cau
     assert "'attention.0.qkv', 'attention.1.qkv'. The module" in message
     assert "`keep=['qkv']`" in message
     assert plugin.plan.converted == ("attention.0.proj", "attention.1.proj", "mlp")
-    assert plugin.plan.recipes.keys() == (set(plugin.plan.converted) if name is PER_LAYER else set())
+    of_rows = {row.fqn for row in plugin.plan.rows if row.recipe}
+    assert of_rows == plugin.plan.recipes.keys() == (set(plugin.plan.converted) if name is PER_LAYER else set())
     assert "not called in the first training forward ('attention.0.qkv'" in plugin.plan.summary()
     again, plugin = train(model, caught, name)
     assert again == [message], "once, though the model is set up again"
