@@ -211,11 +211,11 @@ def test_conversion_keeps_hooks_attributes_and_references_of_the_parameter(level
     module = nn.Linear(32, 48)
     seen, start = [], module.weight.detach().clone()
     reference, view, loss = weakref.ref(module.weight), module.weight.t(), module(torch.randn(4, 32)).sum()
-    module.weight.no_decay = True
+    module.weight._no_weight_decay = True
     module.weight.register_hook(lambda grad: seen.append(grad.shape))
     handle = module.weight.register_post_accumulate_grad_hook(lambda p: seen.append(type(p.grad)))
     scale_linears(module, [""], level)
-    assert module.weight.no_decay
+    assert module.weight._no_weight_decay
     module(torch.randn(16, 32)).sum().backward()
     assert seen == [(48, 32), type(module.weight.grad)]
     handle.remove()

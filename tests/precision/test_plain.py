@@ -183,6 +183,10 @@ def test_weights_that_masters_left_in_half_precision_are_named(stock):
         warnings.simplefilter("error")
         fabric.setup(plain(module))
         L.Fabric(accelerator="cpu", devices=1, precision="bf16-true").setup(Net())
+    values = {fqn: torch.full_like(v, 1 + 2**-12) for fqn, v in module.state_dict().items()}
+    L.Fabric(accelerator="cpu", precision="bf16-master").setup(module, torch.optim.SGD(module.parameters(), 0.1))
+    module.load_state_dict(values)  # as in the first run, float32 values reach the masters
+    assert same_bits(dict(plain(module).state_dict()), values)
 
 
 def test_an_optimizer_that_meets_codes_of_an_earlier_run_is_told_so():

@@ -18,6 +18,8 @@ def penalty_gradients(model, x, v):
     """The gradient of |d (model(x) v) / dx|^2; and d (model(x) v) / d weight."""
     x, (weight, _) = x.clone().requires_grad_(), model.parameters()
     g, of_weight = torch.autograd.grad((model(x) * v).sum(), (x, weight), create_graph=True)
+    (alone,) = torch.autograd.grad((model(x.detach()) * v).sum(), weight, create_graph=True)
+    assert torch.equal(alone, of_weight), "whether the input has a gradient or not"
     g.pow(2).sum().backward()
     return weight.grad, of_weight
 
