@@ -230,9 +230,8 @@ def _seen(
 ) -> Seen:
     """Return everything that rows are made of, in a form that is compared fast."""
     # a Tensor is hashed by Python code: the state of all groups is read faster than looked up
-    entries = (
-        map(state.get, group.params, itertools.repeat(_NO_STATE)) if len(state) > len(group.params) else state.values()
-    )
+    is_read = len(state) <= len(group.params) and {*map(type, state.values())} <= {dict}  # a user may add other values
+    entries = state.values() if is_read else map(state.get, group.params, itertools.repeat(_NO_STATE))
     held: Sequence[object] = [*itertools.chain.from_iterable(map(dict.values, entries))]
     weights: Sequence[Tensor] = group.params
     if group.sharded:
