@@ -120,8 +120,7 @@ def test_groups_of_rows():
 @pytest.mark.parametrize("choice", FAST)
 def test_an_fp8_head_adds_up_as_the_plugin_says(choice):
     model = build(hidden_size=160, vocab_size=144)
-    head = model.lm_head.weight
-    nn.init.uniform_(head)
+    head = nn.init.uniform_(model.lm_head.weight)
     convert(FP8TorchAO(emulate="hopper", fast_accum=choice, head="fp8"), model)
     hidden, target = torch.rand(144, 160, requires_grad=True), torch.arange(144)
     loss = model.loss_function(model.lm_head(hidden), None, 144, shift_labels=target)

@@ -317,6 +317,7 @@ def train_blocks(make, steps=3, **config):
     generator = torch.Generator().manual_seed(0)
     params = [nn.Parameter(torch.randn(shape, generator=generator).bfloat16()) for shape in SHAPES]
     optimizer = add_masters(make(params), MasterConfig(**config))
+    optimizer.state["note"] = 1
     for step in range(steps):
         generator = torch.Generator().manual_seed(100 + step)
         grads = [torch.randn(shape, generator=generator).pow(3) * 10.0 ** (-i) for i, shape in enumerate(SHAPES)]
@@ -358,4 +359,4 @@ def test_the_kernel_makes_the_first_step_too(launches):
     """Float32 moments of a large parameter are never in memory. Those of the bias are made by torch."""
     _, optimizer = train_blocks(OPTIMIZERS["adamw"], 1, form="remainder", moments="8bit")
     assert [len(rows) for rows in launches] == [1, 1, 1]
-    assert all(state["step"] == 1 for state in optimizer.state.values())
+    assert all(state["step"] == 1 for state in optimizer.state.values() if state != 1)
