@@ -58,17 +58,17 @@ def broadcast_codes(model: nn.Module, group: Any = None) -> None:
 
 
 @torch.no_grad()
-def average_scaled_gradients(params: Iterable[Tensor], group: object = None) -> None:
+def average_scaled_gradients(params: Iterable[Tensor], group: object) -> None:
     """Average the gradients of the parameters of codes over the ranks, with one byte per element on the wire.
 
     The arithmetic is that of ``fp8_gradient_hook``. A parameter that has a gradient on some ranks only counts as zero
     on the others. A gradient that is the average already, and was not added to since, stays; all ranks must agree on
-    this, so the host waits for the device once. ``params`` are the same on every rank; those without codes are DDP's.
+    this, so the host waits for the device once. ``params``, of codes, are the same on every rank.
 
     Raises:
         RuntimeError: on every rank, if one rank has clipped its own gradients, for example by ``clip_grad_norm_``.
     """
-    coded = [p for p in params if msamp_state_of(p) is not None and p.requires_grad and p.numel()]
+    coded = [p for p in params if p.numel()]
     if not coded:
         return
     stages_here = [Stage.AVERAGED if p.grad is None else getattr(p.grad, "stage", Stage.OWN) for p in coded]
@@ -93,7 +93,7 @@ def _average(bucket: list[Tensor], group: object) -> None:
     for p, part in zip(bucket, parts, strict=True):
         if p.grad is not None:
             part.copy_(p.grad.flatten())
-    average_(flat, sizes, dist.group.WORLD if group is None else group)
+    average_(flat, sizes, group)
     for p, part in zip(bucket, parts, strict=True):
         # exact: the scale of the average was a power of two, and the scale here is not smaller
         p.grad = ScaledGradient.of(part.view(p.shape), Stage.AVERAGED)

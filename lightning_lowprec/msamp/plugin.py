@@ -184,8 +184,8 @@ class MSAMP(Converting):
         """Average the gradients of the optimizer's weights of codes over the ranks; averaged gradients stay."""
         if self.modules.sharded is not None or not (dist.is_available() and dist.is_initialized()):
             return
-        coded = {id(p) for p in parameters_of(optimizer) if msamp_state_of(p) is not None and p.requires_grad}
-        if coded and ranks() > 1 and not self._ddp_modules:
+        coded = {id(p): p for p in parameters_of(optimizer) if msamp_state_of(p) is not None}
+        if any(p.requires_grad for p in coded.values()) and ranks() > 1 and not self._ddp_modules:
             raise RuntimeError(
                 f"`precision={self.precision!r}` needs to see the DDP module, and did not. In Fabric, `import"
                 " lightning_lowprec` before it is made and set the model up with `fabric.setup`."
@@ -280,8 +280,7 @@ def revert_optimizer(optimizer: Optimizer) -> None:
 
     Call after the weights have become plain; an optimizer of weights of codes does not change.
     """
-    coded = any(msamp_state_of(p) is not None for p in parameters_of(optimizer))
-    if coded or not isinstance(optimizer, ScaledAdamW):
+    if any(msamp_state_of(p) is not None for p in parameters_of(optimizer)):
         return
     saved: Any = optimizer.state_dict()
     if "plain_class" not in vars(optimizer):

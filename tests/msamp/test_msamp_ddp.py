@@ -119,6 +119,7 @@ def averages(rank, ranks):
         assert_close(layer.weight.grad + 0, expected, 2**-3)
     assert model.unused.weight.grad is None
     fabric.backward(wrapped(x, both=True).square().mean())  # what is averaged already is averaged again
+    model.always.requires_grad_(False)  # and one that is frozen now steps with its gradient
     optimizer.step()
     assert_same_on_all_ranks(everything(model, optimizer))
 
@@ -145,7 +146,8 @@ def sends(rank, ranks):
 
 
 def refuses(rank, ranks):
-    model = nn.Sequential(nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False))
+    layers = (nn.Linear(32, 32, bias=False) for _ in range(2))
+    model = nn.Sequential(*layers, nn.LayerNorm(32).requires_grad_(False))
     with pytest.raises(ValueError, match=r"every trainable parameter of Sequential .*`MSAMP\(\.\.\., keep=\['1'\]\)`"):
         in_fabric(model, ranks)
     lightning_lowprec.unregister()
