@@ -382,7 +382,7 @@ def _plain_weight(name: str, layer: nn.Module, state_dict: dict[str, Tensor], pr
     if isinstance(shard, Fp8GatherShard):
         if shard.shown is None:
             with torch.inference_mode(False):
-                shard.shown = plain(getattr(layer, name))
+                shard.shown = private.with_local_tensor(shard._tensor, getattr(layer, name))
         if shard._kept is not None:
             shard._kept.forget()  # torch does not count writes to `.data`
         state_dict[f"{prefix}{name}"] = shard.shown
@@ -412,11 +412,3 @@ def _gathered_weights(model: nn.Module) -> list[WiredWeight]:
     inside = {(id(wired.layer), wired.name) for wired in parameters}
     shared = {id(p) for m in model.modules() for name, p in m._parameters.items() if (id(m), name) not in inside}
     return [wired for wired in parameters if id(wired.weight) not in shared]
-
-
-def plain(tensor: Tensor) -> Tensor:
-    """Return a tensor for a checkpoint: for an :class:`Fp8GatherShard` its values, sharing their memory."""
-    shard = local_tensor(tensor)
-    if not isinstance(shard, Fp8GatherShard):
-        return tensor
-    return private.with_local_tensor(shard._tensor, tensor)

@@ -141,9 +141,8 @@ class ScaledAdamW(AdamW):
                 if weight is None:
                     plain[p] = p
                 elif p.numel():
-                    state = self.state[p]
-                    kind = p.device, weight.shards, isinstance(p.grad, ScaledGradient), state.get("step", 0), *state
-                    alike.setdefault((index, *kind), []).append(p)
+                    kind = index, p.device, weight.shards, self.state[p].get("step", 0)
+                    alike.setdefault(kind, []).append(p)
         if plain:
             self._step_plain(plain)
         for (index, *_), params in alike.items():

@@ -4,7 +4,7 @@
 e4m3 codes, into a MsampWeight of these alone. The optimizer steps the float16 codes of this rank, and rounds them.
 
 The scales belong to the whole weight, and every rank has them: a write to a shard, and loading a state dict, are
-collectives. A step takes one all-reduce for its new scales, per 16 million elements and group of parameters.
+collectives. A step takes one all-reduce for its new scales, per group of parameters.
 """
 
 from collections.abc import Callable

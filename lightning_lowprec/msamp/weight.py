@@ -80,8 +80,7 @@ class MsampWeight(CodedWeight):
         if func in private.ENCODER_LAYER:  # autocast would cast inside this operation, and does not see a subclass
             values = private.tree_map_only(MsampWeight, MsampWeight.decode, args)
             dtype = values[0].dtype
-            cast = private.tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, values)
-            return func(*cast, **kwargs)
+            return func(*private.tree_map_only(Tensor, lambda t: t.to(dtype), values), **kwargs)
         weight = args[0]
         if not isinstance(weight, MsampWeight):
             return NotImplemented
@@ -180,9 +179,8 @@ class MsampWeight(CodedWeight):
         return MsampWeight(MsampWeightState(**inner), dtype)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        if id(self) not in memo:
-            memo[id(self)] = in_place_of(self, MsampWeight(self.msamp_state.copied()))
-        return memo[id(self)]
+        memo[id(self)] = copied = in_place_of(self, MsampWeight(self.msamp_state.copied()))
+        return copied
 
     def __reduce_ex__(self, protocol: object) -> Any:
         """Return what pickle keeps: e4m3 as bytes, because pickle cannot read a storage of float8."""
