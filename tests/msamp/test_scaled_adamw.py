@@ -32,7 +32,8 @@ def gradients(step):
 
 
 def scaled_params(level, values=None):
-    params = [nn.Parameter(v.clone()) for v in (starts() if values is None else values)]
+    values = (v.movedim(0, -1) for v in (starts() if values is None else values))
+    params = [nn.Parameter(v.contiguous().movedim(-1, 0)) for v in values]  # in other layouts than gradients
     for p in params:
         scale_weight_(p, level)
     return params
@@ -123,6 +124,9 @@ def test_the_state_of_another_optimizer_is_refused():
     state = {**adamw.state_dict(), "state": sgd.state_dict()["state"]}
     with pytest.raises(ValueError, match=r"holds momentum_buffer; expected that of an optimizer with exp_avg, "):
         adamw.load_state_dict(state)
+    state["state"][0]["exp_avg"] = torch.ones(33, 17)  # one that has both goes on with what AdamW knows
+    adamw.load_state_dict({**state, "state": {0: state["state"][0]}})
+    assert adamw.state_dict()["state"][0]["exp_avg"].eq(1.0).all()
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
@@ -166,14 +170,17 @@ def test_zero_weights_and_zero_gradients(level):
 def test_a_parameter_of_another_level_and_one_scaled_twice_are_refused():
     (p,) = scaled_params("O3", [torch.ones(2)])
     with pytest.raises(ValueError, match=r"`level='O2'` is not valid for a parameter of torch.float8_e4m3fn codes"):
-        ScaledAdamW([p], level="O2")
+        ScaledAdamW([{"params": nn.Parameter(torch.ones(2))}, {"params": p}], level="O2")
     with pytest.raises(ValueError, match="codes already"):
         scale_weight_(p, "O3")
     for refused in (scale_weight_, lambda p, level: ScaledAdamW([p], level=level)):
         with pytest.raises(ValueError, match=r"`level='O9'` is not valid; expected one of: O1, O2, O3\."):
             refused(nn.Parameter(torch.ones(2)), "O9")
-    with pytest.raises(ValueError, match=r"`amsgrad=True` of ScaledAdamW is not possible with MS-AMP"):
-        ScaledAdamW([nn.Parameter(torch.ones(2))], amsgrad=True)
+    late = ScaledAdamW([p], level="O3")
+    late.param_groups[0]["amsgrad"] = True
+    for refused in (lambda: ScaledAdamW([nn.Parameter(torch.ones(2))], amsgrad=True), late.step):
+        with pytest.raises(ValueError, match=r"`amsgrad=True` of ScaledAdamW is not possible with MS-AMP"):
+            refused()
 
 
 @pytest.fixture

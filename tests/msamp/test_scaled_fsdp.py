@@ -63,18 +63,9 @@ def a_shard_shows_values_and_takes_writes_with_a_common_scale(rank):
     assert torch.equal(values_of(weight).full_tensor()[[0, 32]], -rows)
 
 
-def options_that_do_not_go_with_weights_of_codes(rank):
-    for option in ("cpu_offload", "sync_module_states"):
-        with pytest.raises(ValueError, match=f"^`{option}=True` does not go with weights that are kept as codes"):
-            toy.setup("msamp-o3", 2, **{option: True})
-    with pytest.raises(ValueError, match=r"`fp8_all_gather=False` is not possible: .* gathered as they are"):
-        toy.setup("msamp-o3", 2, fp8_all_gather=False)
-
-
 @parts(
     what_is_not_finite_on_one_rank_leaves_the_scales_finite_and_equal,
     a_shard_shows_values_and_takes_writes_with_a_common_scale,
-    options_that_do_not_go_with_weights_of_codes,
 )
 def test_two_ranks(part, tmp_path):
     run(part[0], 2, tmp_path)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lightning_lowprec import MSAMP
+from lightning_lowprec import MSAMP, plain
 from lightning_lowprec.msamp import ScaledAdamW, scale_linears, set_values_, values_of
 from tests.msamp.msamp_runs import every_level, linear
 from tests.msamp.scaled_reference import quantise, value
@@ -32,7 +32,8 @@ def test_a_read_gives_the_values_in_the_dtype_of_computing(level):
     assert torch.equal(torch.cat([weight, weight]), torch.cat([values, values]))
     assert weight.norm() == values.norm()
     assert weight.tolist() == values.tolist()
-    assert (weight.detach().cpu().numpy() == values.numpy()).all()
+    assert torch.equal(weight.detach().view(torch.int32), values.view(torch.int32))
+    assert all((shown == values.numpy()).all() for shown in (weight.detach().cpu().numpy(), weight.numpy(force=True)))
     assert type(torch.zeros_like(weight)) is torch.Tensor
     with torch.autocast("cpu", dtype=torch.bfloat16):
         x = torch.randn(4, 32)
@@ -58,7 +59,10 @@ def test_inference_mode_reads_views_and_writes(level):
         weight[2] = 1.0
     assert bool((values_of(module.weight)[2] == 1.0).all())
     module(torch.randn(16, 32)).sum().backward()
-    ScaledAdamW(module.parameters(), level=level).step()  # codes of inference mode could not be stepped
+    optimizer = ScaledAdamW(module.parameters(), level=level)
+    optimizer.step()  # codes of inference mode could not be stepped
+    plain(module)
+    assert {value.dtype for value in optimizer.state[module.weight].values()} == {torch.float32}, "it is plain, too"
 
 
 def test_micro_batches_with_and_without_reads_add_up():
@@ -66,12 +70,12 @@ def test_micro_batches_with_and_without_reads_add_up():
     x = torch.randn(16, 32)
     module(x).sum().backward()
     layer = module.weight.grad + 0
+    assert torch.equal(module.weight.grad.mul(module.weight), layer * encoded(start))
     penalty = 2 * encoded(start)
     module.weight.grad = None
     module.weight.pow(2).sum().backward()
     module(x).sum().backward()
     assert torch.equal(module.weight.grad, penalty + layer)
-    assert torch.equal(module.weight.grad * module.weight, (penalty + layer) * encoded(start))
     module.weight.grad = None
     (module.weight.pow(2).sum() + module(x).sum()).backward()
     assert torch.equal(module.weight.grad, penalty + layer)
@@ -117,7 +121,14 @@ def chunks_(weight):
         part.add_(i + 1.0)
 
 
+def of_another_(weight):
+    other = linear("O2")[0].weight
+    weight.copy_(other.mul_(-32.0))
+    weight[:2].copy_(other[2:4].mul_(32.0))  # of another scale
+
+
 WRITES = {
+    "another": of_another_,
     "row": row_,
     "columns": lambda weight: weight.data[:, 4:6].fill_(-3.0),
     "transposed": lambda weight: weight.t()[1:3].copy_(torch.ones(2, 48)),
@@ -169,13 +180,20 @@ def test_a_write_that_would_be_rounded_away_raises_and_changes_nothing(level):
     with pytest.raises(RuntimeError, match="would be lost"):
         ema.update_parameters(module)
     assert torch.equal(values_of(ema.module.weight), before)
+    before[0, :3] *= torch.tensor([2.0, 1 + 2.0**-13, 1.0])
+    with torch.no_grad():
+        ema.module.weight.copy_(before)  # half of what changes is lost
+        before[0, :3] *= torch.tensor([2.0, 1.0, 1 + 2.0**-13])
+        with pytest.raises(RuntimeError, match="lost: 2 of the 3 values"):
+            ema.module.weight.copy_(before)
     set_values_(module.weight, before + 1e-9)  # somebody who wants rounding
 
 
 def test_a_weight_takes_no_other_shape_and_no_collective():
     module, _ = linear("O2")
-    with pytest.raises(RuntimeError, match=r"got data of shape \(3, 3\).*keep=\[\.\.\.\]"):
-        module.weight.data = torch.zeros(3, 3)
+    for data in (torch.zeros(3, 3), torch.zeros(48, 32, device="meta")):
+        with pytest.raises(RuntimeError, match=rf"got data of shape .* on {data.device};.*keep=\[\.\.\.\]"):
+            module.weight.data = data
     with pytest.raises(TypeError, match=r"_foreach_mul_.*average their state dicts.*keep=\[\.\.\.\]"), torch.no_grad():
         torch._foreach_mul_([module.weight], 2.0)
 
@@ -184,7 +202,7 @@ def test_a_weight_takes_no_other_shape_and_no_collective():
 def test_data_that_were_put_aside_come_back_and_two_weights_exchange_theirs(level):
     """``backup = p.data; p.data = average; ...; p.data = backup``, as averages do that people copy from each other."""
     module, _ = linear(level)
-    other, _ = linear(level)
+    other, _ = linear("O3" if level == "O2" else level)
     with torch.no_grad():
         other.weight.mul_(-1.7)
     first, second = module.state_dict()["weight"], other.state_dict()["weight"]
@@ -202,8 +220,13 @@ def test_data_that_were_put_aside_come_back_and_two_weights_exchange_theirs(leve
     module.weight.data, other.weight.data = other.weight.data, module.weight.data
     assert torch.equal(module.state_dict()["weight"], second)
     assert torch.equal(other.state_dict()["weight"], first)
+    assert (module.weight.e4m3 is None) == (level != "O3"), "weights of two levels exchange values"
     module.weight.data = module.weight.data[:].t().contiguous().t()  # a view, and another layout: the values count
     assert torch.equal(values_of(module.weight), encoded(second))
+    other.weight.data = module.weight.data[:]
+    with torch.no_grad():
+        torch._foreach_copy_([module.weight, other.weight], [-first, -second])
+    assert all(map(torch.equal, map(values_of, (module.weight, other.weight)), (-first, -second)))
 
 
 @every_level
