@@ -196,12 +196,16 @@ def test_copies_pickles_and_state_dicts_have_no_codes(alone, tmp_path):
 def test_weights_that_were_sent_in_bf16_raise(alone):
     model, _ = sharded(alone, True)
     loss_of(model, batch(0, 0))
+    small = parallelize(torch.nn.Sequential(torch.nn.Linear(64, 64)), alone, FP8TorchAO())
+    small(torch.ones(2, 64))
     assert gathered_line(model, 1) is None
+    assert gathered_line(small, 2) == "all-gather: float8, 2.11 kB per gather and rank, 0.25x of bf16"
     assert gathered_line(model, 2) == "all-gather: float8, 8.83 kB per block and rank, 0.26x of bf16"
-    coded = next(one for one in gathered_parameters(model.blocks[0]) if one.sharded_param.ndim == 2)
-    coded.all_gather_outputs = [torch.empty(64 * 128, dtype=torch.bfloat16)]
-    with pytest.raises(RuntimeError, match=r"'blocks.0' were to be gathered as float8, but bfloat16 was sent"):
-        gathered_line(model, 2)
+    for net, fqn, name in ((model, "blocks.0", "blocks.0"), (small, "", "the root")):
+        coded = next(one for one in gathered_parameters(net.get_submodule(fqn)) if one.sharded_param.ndim == 2)
+        coded.all_gather_outputs = [torch.empty(64 * 128, dtype=torch.bfloat16)]
+        with pytest.raises(RuntimeError, match=f"'{name}' were to be gathered as float8, but bfloat16 was sent"):
+            gathered_line(net, 2)
 
 
 def watched(model, scales):

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchao import optim
 from transformers import MixtralConfig, MixtralModel
@@ -63,7 +63,7 @@ def test_tensor_parallelism_needs_a_size_and_a_plan(strategy):
         strategy(tensor_parallel={"up": 1})
 
 
-IN_PARTS = {"reshard_after_forward": 2}
+IN_PARTS, GRAPHS = {"reshard_after_forward": 2}, {"backend": "aot_eager"}
 
 
 @pytest.mark.parametrize(
@@ -117,6 +117,12 @@ def test_layers_that_tensor_parallelism_may_not_cut(six, plugin, refused, said):
         model.blocks[0].up(torch.ones(2, 64))
     with pytest.raises(ValueError, match="left every parameter as it was"):
         parallelize(Net(), six, plugin, tensor_parallel=lambda model, mesh: None, **options)
+
+    def without_head(model, mesh):
+        model.lm_head = nn.Sequential(parallelize_module(model.lm_head, mesh, ColwiseParallel()))
+
+    with pytest.raises(RuntimeError, match=r"renamed or removed parameters of \w*Net \(lm_head.bias, lm_head.weight\)"):
+        parallelize(Net(), six, HalfMixed("bf16"), tensor_parallel=without_head, tensor_parallel_size=2)
 
 
 def only(*fqns):
@@ -173,8 +179,9 @@ def without_reset():
     ids=["wrap", "predicate", "recomputed", "tied", "nested", "fsdp1", "mixed", "without-reset"],
 )  # fmt: skip
 def test_models_and_options_that_cannot_be_sharded(alone, make, options, error, message):
-    model = parallelize(tied(), alone, FP8TorchAO(), wrap=[nn.LayerNorm])  # all in the root
-    assert model.blocks[1].up.weight is model.blocks[0].up.weight
+    for keep in ((), ["blocks.1.up"]):
+        model = parallelize(tied(), alone, FP8TorchAO(keep=keep), wrap=[nn.LayerNorm])  # all in the root
+        assert model.blocks[1].up.weight is model.blocks[0].up.weight
     parallelize(tied_in_a_block(), alone, HalfMixed("bf16"), wrap=only("blocks.0", "blocks.0.up"))
     with pytest.raises(error, match=message):
         parallelize(make(), alone, HalfMixed("bf16"), **options)
@@ -182,11 +189,24 @@ def test_models_and_options_that_cannot_be_sharded(alone, make, options, error, 
 
 def test_models_that_are_sharded_already(alone):
     by_hand = Net()
-    fully_shard(by_hand.blocks[1], mesh=alone)
-    with pytest.raises(TypeError, match=r"Net is sharded already \('blocks.1'\).*parallelize\(model, mesh, plugin\)"):
-        launched("32-true").setup_module(by_hand)
-    with pytest.raises(TypeError, match=r"`precision='fp8-hybrid'`: Net is sharded already \('blocks.1.norm"):
+    for part, name in ((by_hand.blocks[1], "blocks.1"), (by_hand, "the model itself")):
+        fully_shard(part, mesh=alone)
+        with pytest.raises(TypeError, match=rf"Net is sharded already \('{name}'\).*parallelize\(model, mesh, plu"):
+            launched("32-true").setup_module(by_hand)
+    with pytest.raises(TypeError, match=r"`precision='fp8-hybrid'`: FSDPNet is sharded already \('blocks.0.norm"):
         FP8TorchAO().convert_module(by_hand)
+
+
+def test_what_does_not_go_with_weights_of_codes(alone):
+    offload, sync, cut = {"cpu_offload": True}, {"sync_module_states": True}, {"tensor_parallel": {"up": 1}}
+    for options in (offload, sync, {**cut, "tensor_parallel_size": 2}):
+        (name, value), *_ = options.items()
+        with pytest.raises(ValueError, match=f"^`{name}={value}` does not go with weights that are kept as codes"):
+            parallelize(Net(), alone, MSAMP("O3"), **options)
+    with pytest.raises(ValueError, match=r"`fp8_all_gather=False` is not possible: .* gathered as they are"):
+        parallelize(Net(), alone, MSAMP("O3"), fp8_all_gather=False)
+    with torch.device("meta"), pytest.raises(ValueError, match=r"^Net is on the meta device, where weights have no"):
+        parallelize(Net(), alone, MSAMP("O3"))
 
 
 def test_scalar_parameters_have_a_way_out_that_the_error_names():
@@ -286,7 +306,7 @@ def test_dtypes_of_buffers_and_outputs(alone, name):
         (["table"], None, None),
     ):
         plugin = HalfMixed("bf16", master_weights=form, buffer_dtype=torch.float16, keep_fp32=kept)
-        model = launched(plugin, FabricFSDP2Strategy(buffer_dtype=asked)).setup_module(rotary())
+        model = launched(plugin, FabricFSDP2Strategy(buffer_dtype=asked, shards=1)).setup_module(rotary())
         dtypes = [buffer.dtype for buffer in model.module.buffers()]
         assert dtypes == [dtype or torch.float32, torch.float64, torch.int32]
     model = launched(name, FabricFSDP2Strategy(output_dtype=torch.float64)).setup_module(rotary())
@@ -331,6 +351,7 @@ def test_uneven_shards_are_found_before_any_collective(six, monkeypatch, plugin,
         ({"sync_module_states": True}, {}, None),
         ({}, {"activation_checkpointing": True}, "activation_checkpointing=False"),
         ({"wrap": [nn.Linear]}, {"wrap": "auto"}, r"wrap=\[<class 'torch.nn.modules.linear.Linear'>\]"),
+        ({"compile": GRAPHS}, {"compile": {"backend": "eager"}}, "compile={'backend': 'aot_eager'}"),
         ({"reshard_after_forward": True, "param_dtype": torch.bfloat16}, {}, "reshard_after_forward=True, param_dtype"),
     ],
 )

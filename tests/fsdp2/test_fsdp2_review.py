@@ -105,6 +105,7 @@ class Gan(L.LightningModule):
 
     def training_step(self, batch):
         for optimizer, sign in zip(self.optimizers(), (-1.0, 1.0), strict=True):
+            self(batch[0], "g")  # a look, after which the weights of the root stay gathered
             self.toggle_optimizer(optimizer)
             made = self(batch[0], "g")
             loss = sign * torch.tanh(self(made, "d")).mean() + self(batch[0], "d").pow(2).mean() * (sign > 0)

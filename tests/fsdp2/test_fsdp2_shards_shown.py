@@ -43,7 +43,8 @@ class Steps(L.LightningModule):
         self(batch[0])  # no backward follows
         self.zero_grad(set_to_none=False)
         self.zeros = not any(shard.grad.full_tensor().any() for shard in shards)
-        self.zero_grad()
+        for to_none in (True, False):
+            self.zero_grad(set_to_none=to_none)
         self.none = not any(shard.grad is not None for shard in shards)
         self.manual_backward(self(batch[0], blocks=False).pow(2).mean())
         self.changed = bool((self.net[0].weight.grad.full_tensor() != first).any())

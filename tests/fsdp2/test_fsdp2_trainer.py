@@ -141,7 +141,7 @@ CUT = {"net.blocks.0.up": ColwiseParallel(), "net.blocks.0.down": RowwiseParalle
 
 
 def the_trainer_clips_by_the_norm_of_all_shards(rank):
-    for precision, value, cut in itertools.product(("32-true", "fp8-hybrid"), (0.1, None), (False, True)):
+    for precision, value, cut in itertools.product(("32-true", "fp8-hybrid-fp16"), (0.1, None), (False, True)):
         strategy = FSDP2Strategy(tensor_parallel=CUT, tensor_parallel_size=2) if cut else "fsdp2"
         model = Clipped()
         before = {name: p.detach().clone() for name, p in model.net.named_parameters()}

@@ -158,7 +158,7 @@ def test_hybrid_sharding_and_the_dtype_of_the_reduction(choices, expected):
 POLICIES = [
     {Block},
     wrap.ModuleWrapPolicy([Block]),
-    partial(wrap.transformer_auto_wrap_policy, transformer_layer_cls={Block}),
+    partial(wrap.transformer_auto_wrap_policy, transformer_layer_cls=frozenset({Block})),
     partial(wrap.lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, Block)),
 ]
 
@@ -197,18 +197,19 @@ def test_what_has_no_equal_raises_and_names_the_remedy(choices, message):
 
 def test_a_checkpoint_io_is_carried_into_the_trainer_and_refused_in_fabric():
     io = trainer_plugins.TorchCheckpointIO()
-    assert FSDP2Strategy.from_fsdp(TrainerFSDP(checkpoint_io=io)).checkpoint_io is io
+    ours = FSDP2Strategy.from_fsdp(TrainerFSDP(checkpoint_io=io, timeout=None))
+    assert (ours.checkpoint_io, ours._timeout) == (io, None)
     with pytest.raises(ValueError, match=r"`checkpoint_io=.*` is not possible in Fabric.*use the Trainer"):
         FabricFSDP2Strategy.from_fsdp(TrainerFSDP(checkpoint_io=io))
 
 
 def test_it_says_once_what_became_of_it(caplog):
     with caplog.at_level(logging.INFO):
-        options(auto_wrap_policy={Block}, limit_all_gathers=True, device_id=0)
+        options(auto_wrap_policy={nn.Linear, Block}, limit_all_gathers=True, device_id=0)
         options(cpu_offload=True)
     assert caplog.messages == [
-        "FSDPStrategy became FSDP2Strategy(state_dict_type='full', wrap=[Block]); dropped, as FSDP2 has its own way:"
-        " device_id, limit_all_gathers.",
+        "FSDPStrategy became FSDP2Strategy(state_dict_type='full', wrap=[Block, Linear]); dropped, as FSDP2 has its own"
+        " way: device_id, limit_all_gathers.",
         "FSDPStrategy became FSDP2Strategy(state_dict_type='full', cpu_offload=True); without an auto_wrap_policy,"
         " repeated blocks are gathered one by one.",
     ]
