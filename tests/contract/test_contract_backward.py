@@ -26,19 +26,6 @@ class GradientNotes(Probe):
         self.before_step.append(self.w.grad.clone())
 
 
-@every_plugin
-def test_trainer_scales_once_and_unscales_before_the_step(name: str) -> None:
-    scales_once(make(name), GradientNotes())
-
-
-def scales_once(plugin: Any, probe: GradientNotes) -> None:
-    scale = scale_of(plugin)
-    trainer_with(plugin).fit(probe, Batches(X))
-    assert same(torch.stack(probe.after_backward), X[None] * scale)
-    assert same(torch.stack(probe.before_step), X[None])
-    assert same(probe.w, -X)
-
-
 @every_scaled
 def test_scaled_plugins_do_scale(name: str) -> None:
     # the default of torch.amp.GradScaler, or what the suite gives to plugins with fp16 gradients
@@ -59,6 +46,22 @@ class ManualProbe(GradientNotes):
         self.train_by_hand(self, optimizer, batch)
 
 
+def by_hand(probe: ManualProbe, optimizer: Any, batch: Tensor) -> None:
+    probe.manual_backward(probe(batch))
+    optimizer.step()
+
+
+@every_plugin
+@pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
+def test_trainer_scales_once_and_unscales_before_the_step(name: str, manual: bool) -> None:
+    plugin, probe = make(name), ManualProbe(by_hand) if manual else GradientNotes()
+    scale = scale_of(plugin)
+    trainer_with(plugin).fit(probe, Batches(X))
+    assert same(torch.stack(probe.after_backward), X[None] * scale)
+    assert same(torch.stack(probe.before_step), X[None])
+    assert same(probe.w, -X)
+
+
 @every_plugin
 def test_manual_backward_forwards_arguments(name: str) -> None:
     """``retain_graph=True`` allows a second backward, and a positional ``gradient`` weights a vector of losses."""
@@ -67,6 +70,8 @@ def test_manual_backward_forwards_arguments(name: str) -> None:
         loss = probe(batch).exp()  # exp(0) = 1 keeps the gradient, and a freed graph cannot go backward again
         probe.manual_backward(loss, retain_graph=True)
         probe.manual_backward(loss)
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            probe.manual_backward(loss)
         probe.manual_backward(probe.w * batch, torch.tensor([10.0, 100.0]))
         optimizer.step()
 
@@ -156,18 +161,11 @@ def test_fabric_backward_scales_once_and_forwards_arguments(name: str) -> None:
     assert same(probe.w.grad, X * scale_of(plugin))
     fabric.backward(loss, model=module)
     assert same(probe.w.grad, 2 * X * scale_of(plugin))
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        fabric.backward(loss)
     fabric.backward(probe.w * X, torch.tensor([10.0, 100.0]))
     optimizer.step()
     assert same(probe.w, -(2 * X + X * torch.tensor([10.0, 100.0])))
-
-
-@every_plugin
-def test_fabric_backward_without_retain_graph_frees_the_graph(name: str) -> None:
-    fabric, module, *_ = fabric_probe(make(name))
-    loss = module(X).exp()
-    fabric.backward(loss)
-    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-        fabric.backward(loss)
 
 
 @every_unscaled
@@ -197,23 +195,3 @@ def test_lightning_module_inside_fabric_scales_once(name: str, way: str) -> None
     optimizer.step()
     assert same(probe.w, -X)
     assert len(probe.optimizer.calls) == 1
-
-
-@every_plugin
-def test_manual_backward_scales_once(name: str) -> None:
-    def train(probe: ManualProbe, optimizer: Any, batch: Tensor) -> None:
-        probe.manual_backward(probe(batch))
-        optimizer.step()
-
-    scales_once(make(name), ManualProbe(train))
-
-
-@every_plugin
-def test_manual_backward_without_retain_graph_frees_the_graph(name: str) -> None:
-    def train(probe: ManualProbe, optimizer: Any, batch: Tensor) -> None:
-        loss = probe(batch).exp()
-        probe.manual_backward(loss)
-        probe.manual_backward(loss)
-
-    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-        trainer_with(make(name)).fit(ManualProbe(train), Batches(X))

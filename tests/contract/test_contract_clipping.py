@@ -48,23 +48,16 @@ class StepNotes(Probe):
 
 @every_plugin
 @every_algorithm
+@pytest.mark.parametrize("accumulated", [1, 2])
 def test_trainer_clips_unscaled_gradients_after_the_step_hook(
-    name: str, algorithm: str, limit: float, clipped: Tensor
+    name: str, algorithm: str, limit: float, clipped: Tensor, accumulated: int
 ) -> None:
-    probe = StepNotes()
-    options = {"gradient_clip_val": limit, "gradient_clip_algorithm": algorithm}
-    trainer_with(as_trained(make(name)), **options).fit(probe, Batches(X))
-    assert probe.seen == [("step hook", [3.0, 4.0]), ("clip hook", [3.0, 4.0])]
-    assert_same(probe.w.detach(), -clipped, rtol=1e-6, atol=0)
-
-
-@every_plugin
-def test_trainer_clips_accumulated_gradients_once(name: str) -> None:
     """Two batches of X average to X."""
     probe = StepNotes()
-    trainer_with(as_trained(make(name)), gradient_clip_val=NORM, accumulate_grad_batches=2).fit(probe, Batches(X, X))
+    options = {"gradient_clip_val": limit, "gradient_clip_algorithm": algorithm, "accumulate_grad_batches": accumulated}
+    trainer_with(as_trained(make(name)), **options).fit(probe, Batches(*[X] * accumulated))
     assert probe.seen == [("step hook", [3.0, 4.0]), ("clip hook", [3.0, 4.0])]
-    assert_same(probe.w.detach(), -BY_NORM, rtol=1e-6, atol=0)
+    assert_same(probe.w.detach(), -clipped, rtol=1e-6, atol=0)
 
 
 @every_name

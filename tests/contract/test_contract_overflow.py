@@ -51,22 +51,15 @@ def test_trainer_skips_an_overflowing_step_bit_exactly(name: str) -> None:
 
 
 @every_scaled
-def test_trainer_goes_on_at_half_the_scale(name: str) -> None:
-    """With accumulation, the good batch that shares a step with the infinite one is lost too."""
+@pytest.mark.parametrize("clip", [None, "norm", "value"])
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_trainer_skips_an_overflow_with_clipping(name: str, clip: str | None, accumulated: int) -> None:
+    """With accumulation, the good batches that share a step with infinite ones are lost too."""
     plugin, probe = make(name), Probe()
-    scale = scale_of(plugin)
-    trainer_with(plugin, accumulate_grad_batches=2).fit(probe, Batches(X, OVERFLOW, X, X))
-    assert len(probe.optimizer.calls) == 1
-    assert same(probe.w, -X)
-    assert scale_of(plugin) == scale / 2
-
-
-@every_scaled
-@pytest.mark.parametrize("clip", [{}, {"gradient_clip_algorithm": "norm"}, {"gradient_clip_algorithm": "value"}])
-def test_trainer_skips_an_overflow_with_clipping(name: str, clip: dict[str, object]) -> None:
-    plugin, probe = make(name), Probe()
-    scale = scale_of(plugin)
-    trainer_with(plugin, **clip, gradient_clip_val=100.0 if clip else None).fit(probe, Batches(X, OVERFLOW, NAN, X))
+    scale, limit = scale_of(plugin), None if clip is None else 100.0
+    options = {"gradient_clip_algorithm": clip, "gradient_clip_val": limit, "accumulate_grad_batches": accumulated}
+    batches = [batch for first in (X, OVERFLOW, NAN, X) for batch in (first, *[X] * (accumulated - 1))]
+    trainer_with(plugin, **options).fit(probe, Batches(*batches))
     assert len(probe.optimizer.calls) == 2
     assert same(probe.w, -2 * X)
     assert scale_of(plugin) == scale / 4

@@ -82,21 +82,6 @@ def test_trainer_passes_step_arguments_through(name: str) -> None:
 
 
 @every_plugin
-def test_trainer_passes_step_arguments_through_in_manual_optimization(name: str) -> None:
-    class Manual(Probe):
-        def training_step(self, batch: Tensor, batch_idx: int) -> None:
-            self.optimizers().zero_grad()
-            self.manual_backward(self(batch))
-            self.optimizers().step(flavour="sweet")
-
-    probe = Manual()
-    probe.automatic_optimization = False
-    trainer_with(make(name)).fit(probe, Batches(X, Y))
-    assert probe.optimizer.calls == [{"flavour": "sweet"}] * 2
-    assert same(probe.w, -(X + Y))
-
-
-@every_plugin
 def test_plugin_passes_step_arguments_through_without_a_trainer(name: str) -> None:
     """What Fabric's strategies may add."""
     plugin, probe = make(name), Probe()
@@ -127,7 +112,7 @@ def test_fabric_step_runs_a_closure_once_and_returns_its_result(name: str) -> No
 
 
 @every_plugin
-def test_manual_step_runs_a_closure_once(name: str) -> None:
+def test_manual_step_runs_a_closure_once_and_passes_arguments_through(name: str) -> None:
     class Manual(Probe):
         def training_step(self, batch: Tensor, batch_idx: int) -> None:
             optimizer = self.optimizers()
@@ -136,12 +121,14 @@ def test_manual_step_runs_a_closure_once(name: str) -> None:
                 optimizer.zero_grad()
                 self.manual_backward(self(batch))
 
-            optimizer.step(closure=closure)
+            if batch_idx:
+                closure()
+            optimizer.step(flavour="sweet", **({} if batch_idx else {"closure": closure}))
 
     probe = Manual()
     probe.automatic_optimization = False
     trainer_with(make(name)).fit(probe, Batches(X, Y))
-    assert len(probe.optimizer.calls) == 2
+    assert probe.optimizer.calls == [{"flavour": "sweet"}] * 2
     assert same(probe.w, -(X + Y))
 
 
