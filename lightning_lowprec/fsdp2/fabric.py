@@ -81,8 +81,8 @@ class ForFabric(FSDP2Base, _Parent):
         shards: dict[str, object] = {}
         rest: dict[str, object] = {}
         for key, value in state.items():
-            if isinstance(value, Module):
-                shards[key] = model_state(value, full=self.is_full)
+            if isinstance(value, Module):  # rank 0 writes what is whole on every rank
+                (shards if is_sharded(value) else rest)[key] = model_state(value, full=self.is_full)
             elif isinstance(value, Optimizer):
                 shards[key] = optimizer_state.collect(model, value, full=self.is_full)
             else:
@@ -115,12 +115,14 @@ class ForFabric(FSDP2Base, _Parent):
         stored.check_keys(state if strict else [key])
         optimizers = {k: value for k, value in state.items() if isinstance(value, Optimizer) and k in stored.keys}
         load(stored, model, key, optimizers, strict=strict)
-        for name in [name for name in state if name in stored.rest]:
-            value = stored.rest.pop(name)
-            if hasattr(state[name], "load_state_dict"):
-                state[name].load_state_dict(value)
+        for name, value in state.items():
+            if name not in stored.rest:
+                if isinstance(value, Module) and value is not model and name in stored.keys:
+                    load(stored, value, name, {}, strict=strict)  # Lightning has it among the shards
+            elif hasattr(value, "load_state_dict"):
+                value.load_state_dict(stored.rest.pop(name))
             else:
-                state[name] = value
+                state[name] = stored.rest.pop(name)
         return stored.rest
 
 

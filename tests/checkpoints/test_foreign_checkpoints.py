@@ -125,14 +125,15 @@ def model_parallel(rank, ranks, folder):
         optimizer = fabric.setup_optimizers(adamw(module.module))
         train(fabric, module, optimizer, range(3), ranks)
         path = folder / f"model_parallel.{kind}.ckpt"
-        fabric.save(path, {"model": module, "optimizer": optimizer, "step": 3})
+        fabric.save(path, {"model": module, "optimizer": optimizer, "critic": (critic := torch.nn.Linear(2, 2))})
         names = {id(p): fqn for fqn, p in module.module.named_parameters()}
         weights = full(dict(module.module.state_dict()))
         moments = {names[id(p)]: full(dict(entry)) for p, entry in optimizer.optimizer.state.items()}
         losses = train(fabric, module, optimizer, range(3, 5), ranks)
         fabric, model, optimizer = setup("32-true", ranks, seed=5)
-        received = {"model": model, "optimizer": optimizer, "step": 0}
+        received = {"model": model, "optimizer": optimizer, "critic": torch.nn.Linear(2, 2)}
         fabric.load(path, received)
+        assert_same(received["critic"].state_dict(), fabric.broadcast(critic.state_dict()), "what is not sharded")
         check(model.module, optimizer.optimizer, (weights, moments), path.name)
         assert train(fabric, model, optimizer, range(3, 5), ranks) == losses
 
