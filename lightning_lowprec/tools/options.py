@@ -189,7 +189,7 @@ class Plan:
     checkpointing: bool = option("compute blocks again in the backward, with --fits", False)
     fused: bool = option("AdamW(fused=True), with --fits", False)
     devices: int = option("GPUs of --strategy, with --fits", 1)
-    strategy: Literal["fsdp2"] | None = option("the model is sharded over --devices, with --fits", None)
+    strategy: Literal["fsdp2"] = option("the model is sharded over --devices, with --fits", None)
     data: Words = option("a LightningDataModule whose batches are read, with --fits", None)
     data_args: Mapping[str, Any] | None = option("arguments of --data, as JSON or YAML", None)
     all: bool = option("print one line per layer, not one per kind of block", False)

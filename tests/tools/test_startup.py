@@ -16,6 +16,7 @@ ROOT = Path(lightning_lowprec.__file__).parents[1]
 LIGHT = [
     [],
     ["--help"],
+    ["-h"],
     ["--version"],
     ["nope"],
     *([command, "--help"] for command in ("doctor", "plan", "compare", "monitor", "export", "run")),
@@ -90,6 +91,7 @@ def test_help_and_wrong_options_import_neither_torch_nor_lightning(light, argume
     status, said, imported = light[" ".join(arguments)]
     wrong = arguments[1:] not in ([], ["--help"]) or arguments == ["nope"]
     assert status == (2 if wrong else 0), said
+    assert (said == f"{lightning_lowprec.__version__}\n") is (arguments == ["--version"])
     assert "Traceback" not in said
     assert imported == []
 
@@ -105,6 +107,8 @@ FOLDER = ("export", "a.ckpt", "out", "--model=llama")
         (["doctor", "--fro", "fp8-hybrid"], "Did you mean '--for'?"),
         (["export", "a.ckpt", "out", "--fromat", "hf"], "Did you mean '--format'?"),
         (["run", "--precision=fp8", "train.py"], "bf16 elsewhere. `lowprec doctor` lists the names of this package."),
+        (["plan", "llama", "--fits=80GB", "--strategy=fsdp3"], "expected one of: 'fsdp2'. Did you mean 'fsdp2'?"),
+        (["run", "env"], "is there, and belongs to another environment, or is no Python.)"),
         (["run", "gone.py"], "of a Python script, or a command that a package installs, such as 'litgpt'."),
         ([*FOLDER, "--format=hf-fp8-blok"], "'compressed-tensors'. Did you mean 'hf-fp8-block'?"),
         ([*FOLDER, "--format=hf", "--dtype=fp8"], "'fp8'` is not valid; expected one of: 'bf16', 'fp32', 'fp16'"),
