@@ -13,7 +13,7 @@ from typing import Any
 def import_from_working_folder() -> None:
     """Let modules of the working folder be imported, as ``python`` does; a console command has its own folder there."""
     folder = os.getcwd()
-    if folder not in sys.path and "" not in sys.path:
+    if folder not in sys.path:
         sys.path.insert(0, folder)
 
 
@@ -52,7 +52,7 @@ def load_class(path: str) -> Any:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        if error.name != module_name and not module_name.startswith(f"{error.name}."):
+        if not f"{module_name}.".startswith(f"{error.name}."):
             raise  # a module that the user's module imports
         raise ModuleNotFoundError(
             f"{path!r}: No module named {error.name!r}, neither in the working folder ({os.getcwd()}) nor installed."

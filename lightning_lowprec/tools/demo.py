@@ -207,7 +207,7 @@ def split(folder: Path) -> tuple[list[Path], list[Path]]:
     """Return the Python files for training and for validation, each in the order in which they are read."""
     names = [file.relative_to(folder) for file in _sources(folder)]
     ranked = [folder / name for name in sorted(names, key=lambda name: (zlib.crc32(str(name).encode()), name))]
-    count = max(1, len(ranked) // VAL_SHARE)
+    count = len(ranked) // VAL_SHARE
     return ranked[count:], ranked[:count]
 
 

@@ -284,7 +284,7 @@ def advice(verdicts: Sequence[Availability], bf16: bool) -> list[Recommended]:
     elif "fp8-hybrid" in emulated:
         others = _EMULATED
     else:
-        others = tuple((name, why) for name, why in _CANDIDATES if name in runs and name not in emulated)[:2]
+        others = tuple((name, why) for name, why in _CANDIDATES if name in runs)[:2]
     return [Recommended(*row) for row in (("half-auto", _BASELINE), *others)]
 
 

@@ -93,8 +93,8 @@ def footprints(model: nn.Module, plan: Plan, precision: str) -> list[Bytes]:
     if not formats.keeps_codes:
         row = _bytes(precision, formats, total, trained)
         row = replace(row, weights=row.weights - _saved_by_codes(plan, precision, formats))
-        host = _kept_on_host(model, formats) if precision in names.TABLE else 0
-        return [*rows, replace(row, gathered=gathered, host=host) if precision not in COMPARED else row]
+        own = row if precision in COMPARED else replace(row, gathered=gathered, host=_kept_on_host(model, formats))
+        return [*rows, own]
     converted = [row for row in plan.rows if row.kept_because is None]
     inside = sum(row.elements for row in converted), sum(row.elements for row in converted if row.trains)
     of_codes, others = _bytes("", formats, *inside), _bytes("", _formats(mixed.precision), *inside)
@@ -136,9 +136,9 @@ def _bytes(precision: str, formats: Formats, total: int, trained: int) -> Bytes:
 
 def _saved_by_codes(plan: Plan, precision: str, formats: Formats) -> int:
     """Return the bytes that the frozen weights need less which are stored as codes with their scales."""
-    tile = 0 if (name := names.TABLE.get(precision)) is None else name.tile
     stored = [row for row in plan.rows if row.stored_as_codes]
-    scales = sum(scales_of(torch.empty(row.out_features, row.in_features, device="meta"), tile) for row in stored)
+    weights = (torch.empty(row.out_features, row.in_features, device="meta") for row in stored)
+    scales = sum(scales_of(weight, names.TABLE[precision].tile) for weight in weights)
     return int((formats.bytes_per_parameter[0] - 1) * sum(row.elements for row in stored)) - _FLOAT32 * scales
 
 
@@ -303,8 +303,7 @@ def per_rank(model: nn.Module, plan: Plan, sizes: Sequence[Bytes], *, shards: in
             continue
         name = names.TABLE.get(row.precision)
         param_dtype = torch.float32 if row.gathered == _FLOAT32 * elements else torch.bfloat16
-        as_codes = row is sizes[-1] and row.gathered < param_dtype.itemsize * elements
-        fp8 = _coded(gathered_rows(plan, row.precision), shards) if as_codes else []
+        fp8 = _coded(gathered_rows(plan, row.precision), shards)
         blocks = blocks_of(model)
         tile = 0 if name is None else name.tile
         groups = weights_of(model, fp8, blocks=blocks, shards=shards, tile=tile)
@@ -314,7 +313,6 @@ def per_rank(model: nn.Module, plan: Plan, sizes: Sequence[Bytes], *, shards: in
         keeps -= sum(r.elements for r in plan.rows if r.stored_as_codes and r.fqn in fp8)  # these are no copies
         if name is not None and name.keeps_codes:  # the step reduces the scales of codes and moments
             together = replace(together, scales=_SCALES_OF_CODES * together.scales)
-        if name is not None and (name.keeps_codes or name.options.get("weight_codes") == "per_gemm"):
             keeps = 0
         largest = max(below, key=lambda weights: weights.total, default=Weights())
         ranks.append(
