@@ -252,22 +252,3 @@ def test_lbfgs_with_a_scaled_loss_raises(name: str) -> None:
     fabric.backward(module(TARGET))
     with pytest.raises(MisconfigurationException, match=message):
         optimizer.step(lambda: module(TARGET))
-
-
-@every_plugin
-def test_trainer_steps_once_per_batch(name: str) -> None:
-    probe = Probe()
-    trainer_with(make(name), max_epochs=2).fit(probe, Batches(X, Y, X))
-    assert len(probe.optimizer.calls) == 6
-    assert same(probe.w, -2 * (X + Y + X))
-
-
-@every_plugin
-def test_fabric_steps_once_per_call(name: str) -> None:
-    fabric, module, optimizer, probe, raw = fabric_probe(make(name))
-    for batch in (X, Y, X):
-        optimizer.zero_grad()
-        fabric.backward(module(batch))
-        optimizer.step()
-    assert len(raw.calls) == 3
-    assert same(probe.w, -(X + Y + X))
