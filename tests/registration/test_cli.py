@@ -101,7 +101,10 @@ def test_stock_lightning_cli_shows_what_our_class_says_of_its_arguments(project,
 @pytest.mark.slow
 def test_lowprec_fit_imports_from_the_working_folder_and_from_files_and_adds_no_noise(project):
     command = ["-P", "-m", "lightning_lowprec.tools.cli"]  # -P: as a console command, without the working folder
-    args = ["fit", "--model=modules.Model", "--data=modules.py:Data", *FAST, "--trainer.precision=fp8-hybrid"]
+    (project / "parts").mkdir()
+    (project / "modules.py").rename(project / "parts" / "parts.py")
+    (project / "modules.py").write_text("from parts.parts import Model")
+    args = ["fit", "--model=modules.Model", "--data", "parts/parts.py:Data", *FAST, "--trainer.precision=fp8-hybrid"]
     ran = python(*command, *args, cwd=project, from_nothing=True, PYTHONPATH=str(ROOT))
     for noise in ("args parameter", "Failed to load", "register_constant"):
         assert noise not in ran.stderr, noise
@@ -118,8 +121,9 @@ def main():
     fabric.launch()
     world = fabric.launch(lambda fabric, factor: fabric.world_size * factor, 10)
     trainer = L.Trainer(logger=False, enable_checkpointing=False, precision="32-true")
+    of_trainer = f"{type(trainer.strategy).__name__} {trainer.num_devices}"
     nodes = os.environ["PL_TRAINER_NUM_NODES"]  # which Lightning's Trainer reads
-    words = [fabric.strategy.precision.precision, world, *sys.argv[1:], trainer.precision, nodes]
+    words = [fabric.strategy.precision.precision, world, *sys.argv[1:], trainer.precision, of_trainer, nodes]
     open(f"said-{fabric.global_rank}.txt", "w").write(" ".join(map(str, words)))
     return 0
 """)
@@ -128,22 +132,36 @@ def main():
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: trainer-tool\nVersion: 1.0\n")
     (installed / "entry_points.txt").write_text("[console_scripts]\ntrainer-tool = training:main\n")
     args = ["--precision=fp8-hybrid", "--strategy", "ddp", "--devices=2", "--accelerator=cpu", "--main-port=29411"]
-    ran = python("-m", "lightning_lowprec.tools.cli", "run", *args, "trainer-tool", "--lr", "3", cwd=project)
+    command = ["-m", "lightning_lowprec.tools.cli", "run", *args, "trainer-tool", "--lr", "3"]
+    ran = python(*command, cwd=project, LT_PRECISION="64-true")
     for rank in (0, 1):
-        assert (project / f"said-{rank}.txt").read_text() == "fp8-hybrid 20 --lr 3 fp8-hybrid 1"
+        assert (project / f"said-{rank}.txt").read_text() == "fp8-hybrid 20 --lr 3 fp8-hybrid DDPStrategy 2 1"
     assert ran.stderr.count("`--precision=fp8-hybrid` wins over `precision='bf16-true'` of the script.") == 1
     assert ran.stderr.count("wins over") == 2
     assert "had no effect" not in ran.stderr
 
 
-def test_a_precision_that_nothing_used_is_said(project):
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize(("rank", "end", "code", "status"), [(0, "sys.exit(3)", 3, 3), (1, "os.abort()", -6, 1)])
+def test_lowprec_run_ends_as_the_script_does_and_names_the_rank(project, rank, end, code, status):
+    (project / "ends.py").write_text(f"import os, sys\nif os.environ['RANK'] == '{rank}': {end}\n")
+    args = ["run", "--precision=fp8-hybrid", "--devices=2", "--main-port=29412", "ends.py"]
+    ran = python("-m", "lightning_lowprec.tools.cli", *args, cwd=project, check=False)
+    assert ran.returncode == status
+    assert f"lowprec run: ends.py ended with exit code {code} on rank {rank}\n" in ran.stderr
+    assert rank or "had no effect" not in ran.stderr
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_precision_that_nothing_used_is_said_once(project, rank):
     (project / "tools").mkdir()
     (project / "tools" / "plain.py").write_text("import torch, modules")  # of the working folder
     launcher = str(ROOT / "lightning_lowprec" / "tools" / "launcher.py")
-    ran = python(launcher, "tools/plain.py", cwd=project, LOWPREC_RUN_PRECISION="fp8-hybrid", PYTHONPATH=str(ROOT))
-    assert (
-        "lowprec run: `--precision=fp8-hybrid` had no effect: the command made no Trainer and no Fabric" in ran.stderr
-    )
+    environ = {"LOWPREC_RUN_PRECISION": "fp8-hybrid", "PYTHONPATH": str(ROOT), "RANK": str(rank)}
+    said = python(launcher, "tools/plain.py", cwd=project, **environ).stderr
+    words = "lowprec run: `--precision=fp8-hybrid` had no effect: the command made no Trainer and no Fabric"
+    assert (words in said) is (rank == 0)
 
 
 MOVED = """
