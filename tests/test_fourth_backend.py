@@ -85,6 +85,8 @@ def test_plan_and_doctor_know_it(tmp_path, capsys, monkeypatch):
     assert "Toy: needs nothing beside torch" in said
     assert re.search(rf"^Toy +\w+ +{NAME}: rounded to e4m3 on cpu$", said, flags=re.MULTILINE)
     assert main(["doctor", "--for", NAME]) == 0
+    assert main(["doctor", "--for", NAME, "--device=sm_90"]) == 2
+    assert "`precision='fp8-toy'` has no row in the table of what runs where" in capsys.readouterr().err
     sys.modules.pop("toy_model", None)
 
 

@@ -14,7 +14,7 @@ from lightning_lowprec.tools.cli import main
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 48,
-    "intermediate_size": 32, "hidden_act": "silu", "architectures": ["LlamaForCausalLM"],
+    "intermediate_size": 32, "hidden_act": "silu", "architectures": ["LlamaForCausalLM"], "attn_implementation": "sdpa",
 }  # fmt: skip
 GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 48}
 STRANGE = [
@@ -57,7 +57,7 @@ def test_a_config_makes_a_model_or_an_error_that_names_the_file(seed, tmp_path, 
 
 
 @pytest.mark.parametrize("where", ["_attn_implementation", "attn_implementation", "_experts_implementation"])
-@pytest.mark.parametrize("word", ["evil/kernels", "paged|evil/kernels", {"": "evil/kernels"}, ["evil/kernels"]])
+@pytest.mark.parametrize("word", ["evil/k", "paged|evil/k", {"": "sdpa", "x": "evil/k"}, [None, "evil/k"]])
 def test_a_config_cannot_name_a_repository_of_kernels(where, word, tmp_path, hub, capsys):
     file = tmp_path / "config.json"
     for values in ({**LLAMA, where: word}, {**LLAMA, "text_config": {where: word}}):
@@ -73,6 +73,6 @@ def test_only_models_are_made_and_known_kernels_need_not_be_installed(tmp_path, 
         file.write_text(json.dumps({**LLAMA, "architectures": names}))
         assert main(["plan", str(file)]) == 2
         assert "config.json has architectures=" in capsys.readouterr().err
-    file.write_text(json.dumps({**LLAMA, "_attn_implementation": "flash_attention_2"}))
+    file.write_text(json.dumps({**LLAMA, "_attn_implementation": "flash_attention_2", "architectures": ["LaterLM"]}))
     assert main(["plan", str(file)]) == 0
     assert hub == []

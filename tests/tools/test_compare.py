@@ -14,7 +14,7 @@ import pytest
 from torch import nn
 
 import lightning_lowprec
-from lightning_lowprec.tools.class_path import build, load_class
+from lightning_lowprec.tools.class_path import build, load_class, module_paths
 from lightning_lowprec.tools.cli import main
 from lightning_lowprec.tools.compare import runner
 from lightning_lowprec.tools.compare.comparison import PrecisionResult
@@ -91,6 +91,7 @@ def compare(arguments: Sequence[str], folder: Path) -> tuple[int, str, str]:
 
 @pytest.mark.slow
 def test_seeds_are_compared_in_pairs(tmp_path):
+    (tmp_path / "fp8-hybrid-seed3.log").write_text("fp8-hybrid: said by an earlier run\n")
     status, stdout, stderr = compare(
         [
             *("--precisions=bf16-mixed,fp8-hybrid", "--model-args", "{depth: 1, width: 16, heads: 1, block_size: 16}"),
@@ -121,6 +122,7 @@ def test_seeds_are_compared_in_pairs(tmp_path):
     assert "## Final val_loss of each seed" in page
     for said in ("converted 4 of 5", "emulated", "\n- python: ", "\n- torch: ", "\n- lightning-lowprec: "):
         assert said in page
+    assert "earlier run" not in page
 
 
 FAILURES = {
@@ -225,6 +227,7 @@ def test_json_is_all_of_stdout_whatever_the_model_prints(tmp_path, monkeypatch, 
     assert stdout == (tmp_path / "results.json").read_text()
     assert json.loads(stdout)["results"][0]["train_losses"] == [None, 1.0]
     assert "said by the model" in stderr
+    assert main(["compare", f"--out={tmp_path}", "--json"]) == 2, "the folder has a report"
     os.write(1, b"back\n")
     assert capfd.readouterr().out == "back\n"
 
@@ -262,7 +265,7 @@ def test_a_metric_that_was_not_logged_and_a_step_without_loss_are_named(logged, 
 
 
 def test_classes_load_from_modules_and_files(tmp_path, monkeypatch):
-    (tmp_path / "neighbour_of_mine.py").write_text("VALUE = 7\n")
+    (tmp_path / "neighbour_of_mine.py").write_text("VALUE = 7\n__all__ = ['Gone']")
     file = tmp_path / "my_classes.py"
     file.write_text(
         "from neighbour_of_mine import VALUE\nclass Thing:\n    def __init__(self, seed=VALUE): self.seed = seed"
@@ -274,13 +277,20 @@ def test_classes_load_from_modules_and_files(tmp_path, monkeypatch):
     assert build(f"{file}:Thing", {}, seed=3).seed == 3
     assert build(f"{file}:Thing", {"seed": 1}, seed=3).seed == 1
     assert build("collections.Counter", {"a": 2}, seed=3) == {"a": 2}
-    with pytest.raises(ImportError, match=r"my_classes has no 'Thin'; its classes are: Thing\."):
-        load_class(f"{file}:Thin")
+    given = [f"--data={file}:Thing", "--model", f"{file}:Thing", "--fit=1"]
+    assert module_paths(given) == ["--data=my_classes.Thing", "--model", "my_classes.Thing", "--fit=1"]
     (tmp_path / "of_a_missing_one.py").write_text("import not_there")
-    with pytest.raises(ModuleNotFoundError, match=r"^No module named 'not_there'$"):
-        load_class(f"{tmp_path}/of_a_missing_one.py:Thing")
-    with pytest.raises(ValueError, match=r"'Model' is not a class path; expected package\.module\.Class or path"):
-        load_class("Model")
+    for path, error, message in (
+        (f"{file}:Thin", ImportError, r"my_classes has no 'Thin'; its classes are: Thing\."),
+        (f"{tmp_path}/neighbour_of_mine.py:Thing", ImportError, r"its classes are: none\."),
+        ("lightning_lowprec.tools.demo.ByteGTP", ImportError, r"its classes are: ByteGPT, StdlibText\."),
+        (f"{tmp_path}/of_a_missing_one.py:Thing", ModuleNotFoundError, r"^No module named 'not_there'$"),
+        ("nosuch.Model", ModuleNotFoundError, "No module named 'nosuch', neither in the working folder"),
+        ("Model", ValueError, r"'Model' is not a class path; expected package\.module\.Class or path"),
+        ("my.no-name", ValueError, "'my.no-name' is not a class path"),
+    ):
+        with pytest.raises(error, match=message):
+            load_class(path)
     for name in ("my_classes", "neighbour_of_mine"):
         del sys.modules[name]
 

@@ -19,7 +19,7 @@ def result(name="32-true", **kwargs):
 def test_the_gap_is_relative_and_the_verdict_has_two_sides():
     for last in (2.0, 2.02, 1.98, 2.021, 1.979, math.nan, math.inf):
         assert judge(result("x", val_losses=[last]), result(), 0.0101).ok is (abs(last - 2) < 0.0205)
-    assert judge(result("x", val_losses=[3.0]), result(), 0.01).gap == 0.5
+    assert judge(result("x", val_losses=[3.0]), result(), 0.5) == shown.Verdict(ok=True, text="within 50%", gap=0.5)
     assert judge(result("x", val_losses=[-3.0]), result(val_losses=[-2.0]), 0.01).gap == -0.5
     zero = result(val_losses=[0.0])
     assert judge(result("x", val_losses=[0.0]), zero, 0.01).ok
@@ -96,6 +96,8 @@ def test_one_seed_that_fails_fails_the_precision_and_seeds_without_effect_are_no
     without_effect = judge_seeds(runs((2.0, 2.0), "y"), runs((2.0, 2.0)), 0.01)
     assert (without_effect.ok, without_effect.cost) == (False, None)
     assert "neither weights nor batches depend on the seed" in without_effect.text
+    ends = shown.Interval(mean=-0.5, half_width=0.5)
+    assert (ends.holds_zero, ends.is_within(1.0)) == (True, True), "an interval has its ends"
 
 
 def three(gaps=(0.001, 0.002, 0.003)):
@@ -104,7 +106,7 @@ def three(gaps=(0.001, 0.002, 0.003)):
         for name, value in (("32-true", final), ("bf16-mixed", final * (1 + gap))):
             results.append(PrecisionResult(name=name, seed=i, train_losses=[5.0, value] * 200, val_steps=[200, 400],
                                            val_losses=[2 * value, value], step_seconds=[0.1 * (i + 1)] * 20,
-                                           peak_memory=2**20 * (i + 1), notes=["converted 4 of 5"]))  # fmt: skip
+                                           peak_memory=2**20 * (i + 1), notes=["converts 4 of 5", "up"]))  # fmt: skip
     return Comparison(spec=CompareSpec(precisions=["32-true", "bf16-mixed"], seeds=3), results=results)
 
 
@@ -123,11 +125,11 @@ def test_the_table_and_the_sentence():
     failed = three()
     failed.results[3].error = "ValueError: no data"
     assert "## bf16-mixed failed with seed 1\n\n    ValueError: no data" in markdown(failed)
+    assert "bf16-mixed ends with the baseline's val_loss with every seed." in str(three(gaps=(0.0, 0.0, 0.0)))
     assert "bf16-mixed cannot be told apart from the baseline: +0.20% ± 0.25% of val_loss." in str(three())
     page = markdown(three())
     assert "\n| 1    |  4.0000 |     4.0080 |\n" in page
-    assert page.count("- bf16-mixed: converted 4 of 5\n") == 1, "once for all seeds"
-    assert "Every precision trained" in page
+    assert page.count("- bf16-mixed: converts 4 of 5\n- bf16-mixed: up\n") == 1, "once for all seeds"
     assert "(the whole 95 % confidence interval over 3 seeds)" in page
 
 
@@ -144,7 +146,7 @@ def test_each_seed_has_a_line_and_values_that_are_not_finite_still_draw(tmp_path
     assert ends == pytest.approx([0.1, 0.2, 0.3])
     comparison.results[3].val_losses[0] = math.inf
     assert len(shown.picture(comparison.spec, comparison.runs).axes[2].lines) == 6
-    report(tmp_path, [trained("a", val_losses=[math.nan, math.inf]), trained("b", train_losses=[math.nan] * 3)])
+    report(tmp_path, [trained("a", val_losses=[math.nan], val_steps=[10]), trained("b", train_losses=[math.nan] * 3)])
     assert (tmp_path / "loss.png").stat().st_size > 10_000
 
 
@@ -191,7 +193,7 @@ def test_failures_are_shown(tmp_path):
     assert "\\<b>bad\\</b> \\| worse |" in page, "in the table"
     assert "off by more than 1%" in page
     assert "failed: ValueError" in str(comparison)
-    page, _ = report(tmp_path, [trained("32-true")])
+    page, _ = report(tmp_path, [trained("bf16-sr")])
     assert "Only one precision was asked for" in page
     assert "emulated" not in page
     failed = PrecisionResult(name="32-true", error="ValueError: no data")

@@ -40,6 +40,7 @@ def test_batches_are_bytes_and_the_bytes_after_them_and_the_seed_chooses_those_o
 def test_a_byte_sees_those_before_it_and_the_residual_stream_does_not_grow_with_depth():
     model, x = ByteGPT(depth=8, width=64, heads=2, block_size=16), torch.randint(256, (2, 16))
     torch.testing.assert_close(model(x)[:, :9], model(x[:, :9]))
+    torch.autograd.grad(model(x).sum(), [*model.parameters()])  # raises where one is not used
     for block in model.blocks:
         for last, first in ((block.proj, block.qkv), (block.fc_out, block.fc_in)):
             assert (last.weight.std() / first.weight.std()).item() == pytest.approx((2 * 8) ** -0.5, rel=0.1)

@@ -54,6 +54,7 @@ def test_every_kind_of_machine_gets_three_names_that_run_there(machine, runs, em
         ("fp8-hybrid-remainder", "gfx942", 1, ["float8_e4m3fnuz only", "Use 'fp8-rowwise'."]),
         ("fp8-hybrid", "sm_86", 1, ["NVIDIA 8.0 to 8.8 (Ampere) has no FP8 tensor cores", "Use 'bf16-mixed'."]),
         ("int8-mixed", "sm_80", 0, ["int8-mixed on sm_80: yes", "[ao#748]"]),
+        ("te-mxfp8", "sm_100", 0, ["te-mxfp8 on sm_100: yes"]),
     ],
 )  # fmt: skip
 def test_another_device_is_answered_for(capsys, name, device, status, words):
@@ -82,19 +83,25 @@ def test_another_device_has_a_column_and_unknown_ones_raise_with_what_is_allowed
 
 def test_what_nobody_has_confirmed_is_not_known_and_not_recommended(monkeypatch, tmp_path):
     on_gpu(monkeypatch, (13, 0))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 575.51\necho 575.51")  # of two GPUs
     (tmp_path / "nvidia-smi").chmod(0o700)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    found = lightning_lowprec.doctor("cuda:0")
-    assert found.facts["driver"] == "575.51"
+    found = lightning_lowprec.doctor()
+    assert "\ndriver    575.51\n" in repr(found)
+    assert re.search("\ntorchao +not known +fp8-hybrid", repr(found))
     verdicts = {verdict.name: verdict for verdict in found.precisions}
     assert all(verdicts[name].runs and verdicts[name].known for name in ("half-auto", "bf16-remainder"))
     assert (verdicts["fp8-hybrid"].runs, verdicts["fp8-hybrid"].known) == (True, False)
     assert "newer than this table" in verdicts["fp8-hybrid"].reason
     assert [row.name for row in found.recommended] == ["half-auto", "bf16-remainder", "bf16-8bit"]
     on_gpu(monkeypatch, (8, 0))
-    verdicts = {verdict.name: verdict.runs for verdict in lightning_lowprec.doctor("cuda:0").precisions}
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho NVIDIA-SMI has failed\nexit 9")
+    found = lightning_lowprec.doctor("cuda:0")
+    assert found.facts["driver"] is None
+    verdicts = {verdict.name: verdict.runs for verdict in found.precisions}
     assert (verdicts["bf16-8bit"], verdicts["fp8-hybrid"], verdicts["int8-mixed"]) == (True, False, True)
+    assert main(["doctor", "--for", "fp8-hybrid"]) == 1
 
 
 def test_doctor_answers_for_every_name_and_is_short(capsys):
@@ -104,6 +111,7 @@ def test_doctor_answers_for_every_name_and_is_short(capsys):
     assert lines == repr(found).splitlines()
     assert len(lines) <= 40
     assert max(map(len, lines)) <= 100
+    assert lines[0] == "Try first on this machine:"
     assert lines[4:7] == [
         "    $ lowprec compare --precisions half-auto,bf16-remainder,fp8-hybrid \\",
         "          --model my.Model --data my.Data",
@@ -111,22 +119,24 @@ def test_doctor_answers_for_every_name_and_is_short(capsys):
     ]
     assert [verdict.name for verdict in found.precisions] == list(TABLE)
     assert torch.__version__ in repr(found)
-    assert repr(found).startswith("Try first on this machine:\n    half-auto ")
     assert "\ndevice    cpu\n" in repr(found)
     assert "fp8-hybrid, also with -fp16, -remainder, -8bit or -sr; fp8-e4m3, " in " ".join(repr(found).split())
     facts = found.as_json()
     assert [row["name"] for row in facts["recommended"]] == ["half-auto", "bf16-remainder", "fp8-hybrid"]
-    assert facts["commands"][0].startswith("lowprec compare --precisions half-auto,")
     assert (facts["architecture"], facts["hardware"]["rowwise"]["emulated"]) == ("cpu", True)
 
 
-def test_reasons_and_broken_libraries_are_said():
-    broken = {"torchao": "OSError: no file"}
-    here = on_cpu()
+def test_reasons_and_broken_libraries_are_said(monkeypatch):
+    monkeypatch.setattr("lightning_lowprec.private.torchao.moved", lambda: ["torchao._x", "torchao._y"])
+    for library in ("transformers", "deepspeed"):
+        monkeypatch.setattr(f"lightning_lowprec.private.{library}.moved", lambda: torch.missing)
+    monkeypatch.setattr("lightning_lowprec_autoload.installed_by_torch", False)
+    here = lightning_lowprec.doctor("cpu")
     row = replace(here.precisions[0], name="half-auto", runs=False, reason="does not run: no file")
     verdicts = [row, replace(row, name="bf16-remainder", runs=True, reason="")]
-    facts = {**here.facts, "moved": ["torch._x"], "broken": broken}
-    said = " ".join(repr(replace(here, facts=facts, precisions=verdicts)).split())
+    said = " ".join(repr(replace(here, precisions=verdicts)).split())
     assert "half precision no half-auto: does not run: no file" in said
-    assert "torchao is installed and does not import: OSError: no file" in said
-    assert "the installed libraries are not all supported; they no longer have: torch._x" in said
+    for library in ("transformers", "deepspeed"):
+        assert f"warning {library} is installed and does not import: AttributeError: module 'torch' has no" in said
+    assert "the installed libraries are not all supported; they no longer have: torchao._x, torchao._y" in said
+    assert "names known after `import lightning_lowprec`" in said

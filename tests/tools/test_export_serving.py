@@ -45,6 +45,7 @@ def trained(tmp_path_factory):
     save_file({n: t.contiguous() for n, t in net.state_dict().items()}, folder / "plain.safetensors")
     torch.save(net.state_dict(), folder / "old.pt", _use_new_zipfile_serialization=False)
     averaged = {f"ema.{name}": tensor / 3 for name, tensor in net.state_dict().items()}
+    averaged["ema.seen"] = torch.ones(2, dtype=torch.bool)
     buffers = {"model.rotary_emb.inv_freq": torch.ones(16)}  # which older versions have saved
     of_net = {f"net.{name}": tensor for name, tensor in (net.state_dict() | buffers).items()}
     torch.save({"model": averaged, "weights": averaged | of_net}, folder / "two.ckpt")
@@ -94,7 +95,7 @@ def test_the_options_of_a_run_choose_the_layers_and_those_of_the_checkpoint_its_
     assert read[f"{kept}.weight"].dtype is torch.float16
     assert {name for name, why in said["kept"].items() if "up_proj" in why} == {kept}
     assert (said["dtype"], said["weights_only"], said["weights_in_fp8"]) == ("fp16", True, len(codes))
-    written = {"tensors_written": len(read), "tensors_left_out": 12, "adapter_layers": 0, "check": None}
+    written = {"tensors_written": len(read), "tensors_left_out": 13, "adapter_layers": 0, "check": None}
     written |= {"out": str(tmp_path / "out"), "bytes": sum(tensor.nbytes for tensor in read.values())}
     assert said == written | json.loads((tmp_path / "out" / "lowprec_export.json").read_text())
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "of another folder"
@@ -115,8 +116,10 @@ def measured_by_hand(folder, out, tokens, new):
 
 
 def test_check_prints_three_numbers_and_ends_with_1_beyond_a_bound(trained, tmp_path, capsys):
-    assert export(trained, "trainer.ckpt", tmp_path / "out", "--check", format="hf-fp8-block") == 0
+    options = "--check", "--min_snr=99"
+    assert export(trained, "trainer.ckpt", tmp_path / "out", *options, format="hf-fp8-block") == 1
     said = capsys.readouterr().out
+    assert said.endswith("\ncheck failed: the logits' SNR is below --min_snr 99 dB\n")
     random = torch.randint(0, 96, (1, 128), generator=torch.Generator().manual_seed(0))
     snr_of_all, same, (before, after) = measured_by_hand(trained, tmp_path / "out", random, 256)
     assert f"logits {snr_of_all:.1f} dB from the checkpoint's" in said
@@ -145,17 +148,19 @@ def test_check_prints_three_numbers_and_ends_with_1_beyond_a_bound(trained, tmp_
 
 
 def test_a_check_that_is_not_possible_is_refused_before_anything_is_written(trained, tmp_path, capsys, monkeypatch):
-    bert = transformers.BertConfig(vocab_size=96, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
-    transformers.BertModel(bert).save_pretrained(tmp_path / "bert")
-    options = (f"--model={tmp_path / 'bert'}", "--check")
-    assert export(tmp_path, "bert", tmp_path / "out", *options, format="hf", precision=None) == 2
-    assert "`--check` takes causal language models, and Bert" in capsys.readouterr().err
+    small = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    for kind in ("Bert", "MPNet"):  # the second kind of config has no causal model
+        config = getattr(transformers, f"{kind}Config")(**small)
+        getattr(transformers, f"{kind}Model")(config).save_pretrained(tmp_path / kind)
+        options = (f"--model={tmp_path / kind}", "--check")
+        assert export(tmp_path, kind, tmp_path / "out", *options, format="hf", precision=None) == 2
+        assert f"`--check` takes causal language models, and {kind}" in capsys.readouterr().err
     assert export(trained, "fabric.ckpt", tmp_path / "out", "--check", "--check_text=none.txt") == 2
     assert "`check_text='none.txt'` is no file" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "accelerate", None)
     assert export(trained, "fabric.ckpt", tmp_path / "out", "--check", format="hf-fp8-block") == 2
     assert "`--check` of `--format hf-fp8-block` needs accelerate" in capsys.readouterr().err
-    assert {path.name for path in tmp_path.iterdir()} == {"bert"}
+    assert {path.name for path in tmp_path.iterdir()} == {"Bert", "MPNet"}
 
 
 def test_a_checkpoint_of_another_precision_or_another_model_is_refused(trained, tmp_path, capsys):
@@ -166,6 +171,8 @@ def test_a_checkpoint_of_another_precision_or_another_model_is_refused(trained, 
     ):
         assert export(trained, "trainer.ckpt", tmp_path / "out", precision=precision) == 2
         assert text in capsys.readouterr().err
+    assert export(trained, "trainer.ckpt", tmp_path / "out", "--keep", "*") == 2
+    assert "the plan of 'fp8-rowwise' converts no layer" in capsys.readouterr().err
     assert export(trained, "live", tmp_path / "out") == 2
     assert "the checkpoint holds codes of low precision" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
@@ -173,7 +180,12 @@ def test_a_checkpoint_of_another_precision_or_another_model_is_refused(trained, 
     for change, text in (
         ({"num_hidden_layers": 2}, "it lacks 9: 'model.layers.1.self_attn.q_proj.weight'"),
         ({"intermediate_size": 512}, "'model.layers.0.mlp.gate_proj.weight' is (256, 128) in the checkpoint and (512,"),
-        ({"num_hidden_layers": 0}, "it has beside them 9: "),
+        ({"num_hidden_layers": 0}, "self_attn.v_proj.weight', .... Give the"),
+        (
+            {"mlp_bias": True},
+            "it lacks 3: 'model.layers.0.mlp.gate_proj.bias', 'model.layers.0.mlp.up_proj.bias', 'mod",
+        ),
+        ({"mlp_bias": True}, "mlp.down_proj.bias'. Give the"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(config | change))
         options = {"format": "hf", "precision": None}
@@ -218,6 +230,11 @@ def test_an_adapter_in_a_checkpoint_needs_its_config_and_is_merged(trained, tmp_
     options = [f"--model={trained / 'model'}", "--dtype=fp32"]
     assert export(tmp_path, "lora.ckpt", tmp_path / "out", *options, format="hf", precision=None) == 2
     assert "Give PEFT's `adapter_config.json`, or its folder, with `--adapter_config`" in capsys.readouterr().err
+    for given in ('{"peft_type": "IA3", "lora_alpha": 1}', '{"peft_type": "LORA"}'):
+        (tmp_path / "given.json").write_text(given)
+        wrong = [*options, f"--adapter_config={tmp_path / 'given.json'}"]
+        assert export(tmp_path, "lora.ckpt", tmp_path / "out", *wrong, format="hf", precision=None) == 2
+        assert "is no config of a LoRA adapter; expected `peft_type='LORA'`" in capsys.readouterr().err
     options += [f"--adapter_config={tmp_path}", "--merge_adapters", "--check"]
     assert export(tmp_path, "lora.ckpt", tmp_path / "out", *options, format="hf", precision=None) == 0
     merged, values = model.merge_and_unload().state_dict(), tensors(tmp_path / "out")

@@ -10,7 +10,7 @@ from lightning_lowprec.tools.cli import main
 
 FILE = "numerics.jsonl"
 TENSORS = ("input", "weight", "gradient")
-GOOD, OLD = (None, 0.0, 30.0), (0.5,)  # earlier versions had one more number, before the scale
+GOOD, OLD = (None, 0.0, 34.0), (0.5,)  # earlier versions had one more number, before the scale
 
 
 def write(folder, bad, layers=4, samplings=6):
@@ -33,7 +33,7 @@ def content_of(page):
 def test_the_page_has_every_number_and_loads_nothing(tmp_path, capsys):
     run = tmp_path / "a<b"
     run.mkdir()
-    write(run, {2: ("gradient", 0.75, 12.0)})
+    write(run, {1: ("input", 0.0, 21.0), 2: ("gradient", 0.75, 9.0)})
     assert main(["monitor", str(run)]) == 0
     page = (run / "monitor.html").read_text()
     assert not re.findall(r"""(?:src|href)\s*=|https?://|@import|fetch\(|url\(""", page)
@@ -54,14 +54,14 @@ def test_the_page_has_every_number_and_loads_nothing(tmp_path, capsys):
         drawn = chosen["least"] + (level - 1) / 254 * (chosen["most"] - chosen["least"])
         return 2**drawn if chosen["log"] else drawn
 
-    assert at("output dB", 2, 2) == 30
-    assert at("output dB", 2, 4) == pytest.approx(12, abs=20 / 254)
+    assert (at("output dB", 2, 2), at("output dB", 2, 4)) == (30, 10), "34 and 9 dB are drawn as the ends"
+    assert at("output dB", 1, 4) == pytest.approx(21, abs=20 / 254)
     assert at("underflow of gradient", 2, 4) == pytest.approx(0.75, abs=1 / 254)
     assert at("underflow of weight", 2, 4) == pytest.approx(0.01, abs=1 / 254)
     assert [at("amax of input", layer, 3) for layer in range(4)] == pytest.approx([1, 2, 4, 8], rel=0.01)
     assert [at("scale of input", 1, s) for s in range(6)] == pytest.approx([1, 2, 4, 8, 16, 32], rel=0.01)
     table = capsys.readouterr().out.splitlines()
-    assert " ".join(table[1].split()) == "blocks.2.up 12.0 1.00% 1.00% 75.00% 3 75% of gradient become 0"
+    assert " ".join(table[1].split()) == "blocks.2.up 9.0 1.00% 1.00% 75.00% 3 75% of gradient become 0"
     assert "4 layers, 6 samplings, steps 0 to 500." in table
     assert "1 layers are beyond a limit in their last 3 readings; `--keep` lists them." in table
 
@@ -102,7 +102,7 @@ def test_the_worst_layer_stands_first_and_what_is_not_finite_is_beyond_every_lim
     shares = {"input": 0.0, "weight": 0.01, "gradient": 0.01}
     assert of_two == {"fqn": "blocks.2.up", "output_db": 12, "underflow": shares, "beyond": 3, "reason": reasons[0]}
     for tensor in ("gradient", "input"):
-        layer = {"input": [1.0, 0.0, 0.0, 1.0], tensor: [None] * 4, "output_db": None}
+        layer = {"input": [0.0, 0.0, 0.0, 1.0], tensor: [None] * 4, "output_db": None}
         lines = [{"step": step, "layers": {"up": layer}} for step in range(3)]
         (tmp_path / FILE).write_text("\n".join(map(json.dumps, lines)))
         assert main(["monitor", str(tmp_path), "--keep"]) == 0

@@ -69,6 +69,7 @@ def test_flops_and_bytes_by_hand(tmp_path, capsys):
     assert of_llama["attention"] == 6 * 7 * 3 * 32 * 64
     of_gpt2 = run_json(capsys, "gpt2")["flops_per_token"]["attention"]
     assert of_gpt2 == 6 * 4096 * 12 * 768, "no head_dim in the config; the length of the default"
+    assert run_json(capsys, "convnext")["flops_per_token"]["attention"] == 0, "no heads in the config"
     share = of_llama["fp8"] / (of_llama["fp8"] + of_llama["high_precision"] + of_llama["attention"])
     assert of_llama["fp8_share"] == pytest.approx(share)
     for name, scales in (("fp8-hybrid", 1), ("fp8-block", 2 * 3)):
@@ -195,7 +196,6 @@ def test_what_one_rank_holds_as_text_and_what_is_refused(tmp_path, capsys):
     config = str(llama(tmp_path, 2))
     assert main(["plan", config, "--shards", "8"]) == 0
     text = capsys.readouterr().out
-    assert "one rank" in text
     assert "in flight: at most so much more" in text
     assert max(map(len, text.partition("one rank")[2].splitlines())) <= 100
     data = run_json(capsys, config, "--shards", 8)
@@ -237,7 +237,6 @@ def test_text_collapses_blocks_and_all_shows_each(tmp_path, capsys):
     config = llama(tmp_path, 3)
     assert main(["plan", str(config)]) == 0
     text = capsys.readouterr().out
-    assert "converted 21 of 22 linear layers" in text
     assert "3 x model.layers.*.self_attn.k_proj" in text
     assert "slower than bf16" in text, "4096 -> 1024 is below tensorwise's published break-even"
     assert main(["plan", str(config), "--all"]) == 0
@@ -251,7 +250,9 @@ def test_text_collapses_blocks_and_all_shows_each(tmp_path, capsys):
     assert "\n(the model) " in said
     assert "1 of 1 converted layers are expected to be slower than in bf16; `bf16-mixed` is" in said
     assert {*MADE_ON} == {"meta"}, "without weights"
-    assert main(["plan", f"{__name__}.Narrow", "--keep", "*"]) == 1, "nothing converts"
+    assert main(["plan", f"{__name__}.Narrow", "--keep", "*"]) == main(["plan", "torch.nn.Flatten"]) == 1, "none"
+    assert main(["plan", f"{__name__}.Narrow", "--precision=msamp-o2"]) == 0
+    assert re.search(r"\nmsamp-o2 .* -\n", capsys.readouterr().out), "it gathers nothing"
     assert main(["plan", "mixtral", "--precision=int8-mixed"]) == 0
     text = capsys.readouterr().out.partition("transformers defaults of 'mixtral'")[2]
     for said in (
@@ -282,7 +283,11 @@ class Narrow(nn.Linear):
         (["llama", "--num-layers-at-start-in-bf16=-2"], "`num_layers_at_start_in_bf16=-2` is not valid"),
         (["llama", "--recipe", '*={"forward"'], "is no JSON (Expecting ':' delimiter"),
         (["no.such.Model"], "No module named 'no', neither in the working folder"),
-        (["gone.py:Model"], "'gone.py' is not a file"),
+        (["no/gone.py:Model"], "'no/gone.py' is not a file"),
+        (["gone.py"], "'gone.py' names no class; expected gone.py:Model"),
+        (["gone.json"], "'gone.json' is no model; expected a class path"),
+        (["no/such/folder"], "'no/such/folder' is no model; expected a class path"),
+        (["collections.Counter"], "'collections.Counter' makes a Counter; expected a LightningModule or a Module"),
         (["tests"], "'tests' is no model; expected a class path"),
         (
             ["llama", "--precisions", "fp8-hybrid,fp8-rowwise"],
@@ -336,16 +341,14 @@ def test_convolutions_count_as_kept(tmp_path, capsys, monkeypatch):
     text = capsys.readouterr().out
     assert "matrix FLOPs per token of the linear layers: 100.0% in FP8" in text
     lines = [line for line in text.splitlines() if not line.startswith("cnn.Net")]
-    assert "1 convolutions, attention, products of bare parameters not known and not counted" in " ".join(text.split())
     assert max(map(len, lines)) <= 100
 
 
 class Recurrent(nn.ModuleList):
     def __init__(self):
-        recurrent, apart = [nn.LSTM(64, 64), nn.GRUCell(64, 64)], nn.MultiheadAttention(64, 1, kdim=64, vdim=32)
-        super().__init__(
-            [*recurrent, apart, nn.MultiheadAttention(64, 1), nn.Linear(64, 64), nn.ConvTranspose1d(9, 9, 9)]
-        )
+        recurrent = [nn.LSTM(64, 64), nn.GRUCell(64, 64), nn.MultiheadAttention(64, 1, kdim=64, vdim=32)]
+        others = [nn.MultiheadAttention(64, 1), nn.Linear(64, 64), nn.Conv1d(9, 9, 9), nn.ConvTranspose1d(9, 9, 9)]
+        super().__init__([*recurrent, *others])
 
 
 def test_recurrent_layers_and_in_proj_count_as_kept(capsys):
@@ -354,6 +357,9 @@ def test_recurrent_layers_and_in_proj_count_as_kept(capsys):
     counted = data["flops_per_token"]
     assert data["plan"][-1]["kind"] == "ConvTranspose1d"
     assert (counted["fp8"], counted["high_precision"]) == (6 * 64 * 64, 6 * 64 * 64 * (8 + 6 + 2.5 + 1 + 3 + 1))
+    assert main(["plan", f"{__name__}.Recurrent"]) == 0
+    words = "kept, 2 convolutions, attention, products of bare parameters not known and not counted"
+    assert words in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize("model", ["lightning_lowprec.tools.demo.ByteGPT", ByteGPT()], ids=["path", "model"])
