@@ -69,12 +69,6 @@ def weight_dtype(name: str) -> torch.dtype:
     return torch.float32 if plugin.masters is None else plugin.autocast_dtype
 
 
-def code_dtypes(name: str) -> set[torch.dtype]:
-    """The dtypes of weights that are kept as codes with scales, and whose state dict is float32."""
-    plugin = make(name)
-    return {torch.float16} if plugin.keeps_codes else set()
-
-
 UNSET = ("precision", "modules", "optimizers", "after_fit")
 """Attributes that a plugin has from its name, or from what it will meet: no options."""
 

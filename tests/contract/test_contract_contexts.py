@@ -4,11 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from contract_models import Net, codes_of, fabric_with, net, random_batches, same, trainer_with
-from plugins_under_test import code_dtypes, every_name, every_plugin, make, weight_dtype
+from contract_models import Net, fabric_with, net, random_batches, same, trainer_with
+from plugins_under_test import every_name, every_plugin, make
 from torch import Tensor, nn
-
-from tests.precision.weights_left import as_trained
 
 CONTEXTS = (
     "forward_context",
@@ -147,11 +145,3 @@ def test_trainer_leaves_batches_alone_and_autocasts_every_step(name: str, entry:
     options = {} if entry in ("fit", "predict") else {"verbose": False}
     getattr(trainer_with(plugin), entry)(module, random_batches(1), **options)
     assert module.seen == {(torch.float32, plugin.autocast_dtype)}
-
-
-@every_plugin
-def test_weights_stay_float32_unless_the_optimizer_has_masters(name: str) -> None:
-    module = net()
-    trainer_with(as_trained(make(name))).fit(module, random_batches(1))
-    assert {codes_of(p).dtype for p in module.parameters()} == {weight_dtype(name)} | code_dtypes(name)
-    assert {p.dtype for p in module.parameters()} == {weight_dtype(name)}, "codes show their values"

@@ -101,10 +101,10 @@ def test_stock_lightning_cli_shows_what_our_class_says_of_its_arguments(project,
 @pytest.mark.slow
 def test_lowprec_fit_imports_from_the_working_folder_and_from_files_and_adds_no_noise(project):
     command = ["-P", "-m", "lightning_lowprec.tools.cli"]  # -P: as a console command, without the working folder
-    (project / "parts").mkdir()
-    (project / "modules.py").rename(project / "parts" / "parts.py")
-    (project / "modules.py").write_text("from parts.parts import Model")
-    args = ["fit", "--model=modules.Model", "--data", "parts/parts.py:Data", *FAST, "--trainer.precision=fp8-hybrid"]
+    (project / "inner").mkdir()
+    (project / "inner" / "both.py").write_text("from modules import Data, Model")  # of the working folder
+    files = "--model", "inner/both.py:Model", "--data=inner/both.py:Data"
+    args = ["fit", *files, *FAST, "--trainer.precision=fp8-hybrid"]
     ran = python(*command, *args, cwd=project, from_nothing=True, PYTHONPATH=str(ROOT))
     for noise in ("args parameter", "Failed to load", "register_constant"):
         assert noise not in ran.stderr, noise

@@ -14,7 +14,7 @@ import pytest
 from torch import nn
 
 import lightning_lowprec
-from lightning_lowprec.tools.class_path import build, load_class, module_paths
+from lightning_lowprec.tools.class_path import build, load_class
 from lightning_lowprec.tools.cli import main
 from lightning_lowprec.tools.compare import runner
 from lightning_lowprec.tools.compare.comparison import PrecisionResult
@@ -91,7 +91,6 @@ def compare(arguments: Sequence[str], folder: Path) -> tuple[int, str, str]:
 
 @pytest.mark.slow
 def test_seeds_are_compared_in_pairs(tmp_path):
-    (tmp_path / "fp8-hybrid-seed3.log").write_text("fp8-hybrid: said by an earlier run\n")
     status, stdout, stderr = compare(
         [
             *("--precisions=bf16-mixed,fp8-hybrid", "--model-args", "{depth: 1, width: 16, heads: 1, block_size: 16}"),
@@ -119,10 +118,8 @@ def test_seeds_are_compared_in_pairs(tmp_path):
         assert run["device"].startswith("CPU (")
         assert ", 1 of " in run["device"], "one thread"
     page = (tmp_path / "report.md").read_text()
-    assert "## Final val_loss of each seed" in page
     for said in ("converted 4 of 5", "emulated", "\n- python: ", "\n- torch: ", "\n- lightning-lowprec: "):
         assert said in page
-    assert "earlier run" not in page
 
 
 FAILURES = {
@@ -277,8 +274,6 @@ def test_classes_load_from_modules_and_files(tmp_path, monkeypatch):
     assert build(f"{file}:Thing", {}, seed=3).seed == 3
     assert build(f"{file}:Thing", {"seed": 1}, seed=3).seed == 1
     assert build("collections.Counter", {"a": 2}, seed=3) == {"a": 2}
-    given = [f"--data={file}:Thing", "--model", f"{file}:Thing", "--fit=1"]
-    assert module_paths(given) == ["--data=my_classes.Thing", "--model", "my_classes.Thing", "--fit=1"]
     (tmp_path / "of_a_missing_one.py").write_text("import not_there")
     for path, error, message in (
         (f"{file}:Thin", ImportError, r"my_classes has no 'Thin'; its classes are: Thing\."),

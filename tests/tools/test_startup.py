@@ -23,7 +23,6 @@ LIGHT = [
     *([command, "--bogus"] for command in ("doctor", "plan", "compare", "monitor", "export", "run")),
     ["export", "a", "b", "--format", "nope"],
     ["plan", "llama", "--precision", "fp8-hybird"],
-    ["plan", "llama", "--copies", "2"],
     ["--completion", "bash"],
     ["compare", "--precisions", "32-true,fp8-hybird"],
     ["compare", "--max-steps", "0"],
