@@ -178,8 +178,8 @@ class FP8TE(Converting):
         if not self.norms or self.layers.only is not None:
             return {}
         inside = in_metrics(module)
-        reasons = {fqn: IN_METRIC if fqn in inside else reason_to_keep(m) for fqn, m in module.named_modules()}
-        return {fqn: reason for fqn, reason in reasons.items() if reason != NO_NORM}
+        reasons = {fqn: reason_to_keep(m) for fqn, m in module.named_modules()}
+        return {fqn: IN_METRIC if fqn in inside else why for fqn, why in reasons.items() if why != NO_NORM}
 
     def _convert(self, module: Module, plan: Plan) -> None:
         """Convert a module in place as ``plan`` says. Layers that were converted keep their scales."""

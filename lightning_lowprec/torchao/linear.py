@@ -206,26 +206,25 @@ def cuts(layer: nn.Module) -> bool:
 
 
 def numerics_of(layer: nn.Module) -> LayerNumerics | str:
-    """Return the casts of a Linear in FP8, by its recipe; inside of a forward under FSDP2."""
+    """Return the casts of a Linear by those of its products that run in FP8; inside of a forward under FSDP2."""
     if not isinstance(layer, CodedLayer):
         return "its products are inside of the module"
-    by = layer.settings.products
-    if not isinstance(by.forward or by.grad_input, Scaled):
+    if not isinstance(layer.settings.products.forward, Scaled):
         return "its scales belong to rows and columns, or to blocks of values, and change with each product"
     if is_conv1d(layer):
         return "a Conv1D"
-    if layer.products is None:
+    if (by := layer.products) is None:
         return HIGH
     if not (layer.training or layer.fp8_eval):
         return EVALUATES
     weight = layer.weight
-    of_weight = _cast(by.forward, "weight")
+    of_weight = _cast(by.forward or by.grad_input, "weight")
     if isinstance(weight, CodedWeight) and isinstance(of_weight, Cast):
         of_weight = Cast(dtype=of_weight.dtype, scale_of=lambda amax: weight.codes_and_scale()[1])
     return LayerNumerics(
-        input=_cast(by.forward, "input"),
+        input=_cast(by.forward or by.grad_weight, "input"),
         weight=of_weight,
-        gradient=_cast(by.grad_input, "gradient"),
+        gradient=_cast(by.grad_input or by.grad_weight, "gradient"),
         values=None if isinstance(weight, CodedWeight) else layer.values(),
     )
 

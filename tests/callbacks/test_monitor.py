@@ -321,11 +321,14 @@ def test_a_layer_that_cannot_be_looked_at_is_named_with_the_reason(tmp_path):
     task = Task(mixtral(), lambda net, batch: causal_loss(net, batch[:, :16].abs().long() % 32))
     monitor, high = NumericsMonitor(), {"recipe": "rowwise_with_gw_hp", "forward": "bf16", "grad_input": "bf16"}
     task.net.model.layers[0].self_attn.k_proj.eval()
-    fit(tmp_path, monitor, net=task, steps=1, plugin=FP8TorchAO({"*.q_proj": high, "*": "rowwise"}, fp8_eval=False))
+    recipe = {"*.q_proj": high, "*.v_proj": {"forward": "bf16", "grad_weight": "bf16"}, "*": {"grad_input": "bf16"}}
+    fit(tmp_path, monitor, net=task, steps=1, plugin=FP8TorchAO(recipe, fp8_eval=False))
     reasons = {"experts": "its products are inside of the module", "q_proj": "runs in high precision"}
     reasons["k_proj"] = "evaluation runs in high precision"
     assert {fqn.rpartition(".")[2]: why for fqn, why in monitor.missing.items()} == reasons
-    assert {r.fqn.rpartition(".")[2] for r in monitor.readings} == {"v_proj", "o_proj"}
+    readings = {(r.fqn.rpartition(".")[2], r.tensor): r.underflow for r in monitor.readings}
+    assert {name for name, _ in readings} == {"v_proj", "o_proj"}
+    assert [place for place, underflow in readings.items() if underflow is None] == [("v_proj", "input")]
 
 
 def test_a_checkpoint_says_which_layers_ran_in_bf16(tmp_path):

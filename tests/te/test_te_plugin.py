@@ -13,12 +13,13 @@ from transformers import LlamaForCausalLM
 
 import lightning_lowprec
 from lightning_lowprec import FP8TE
+from tests.conversion.test_plan import Distance
 from tests.te.reference import LLAMA, QUIET, Lit, Net, fabric_for, give_scales, some_scales, te_linears
 
 
 def test_what_converts(pretend_gpu, caplog):
     model = Net()
-    model.blocks[2][0] = nn.LayerNorm(32, bias=False)
+    model.blocks[2][0], model.distance = nn.LayerNorm(32, bias=False), Distance(nn.LayerNorm(32))
     parameters, names = list(model.parameters()), list(model.state_dict())
     fabric = fabric_for(FP8TE(keep=["blocks.0.1"]))
     wrapped = fabric.setup(model)
@@ -30,8 +31,9 @@ def test_what_converts(pretend_gpu, caplog):
     assert list(model.state_dict()) == names
     plugin = fabric.strategy.precision
     assert plugin.plan.summary() == (
-        "converted 5 of 7 linear layers, kept 2 in bf16: kept by 'blocks.0.1' ('blocks.0.1'); output head (by name)"
-        " ('lm_head'); 2 of 3 norms (kept: 'blocks.2.0' has no bias, which Transformer Engine's kernels need)"
+        "converted 5 of 8 linear layers, kept 3, 2 of them in bf16: kept by 'blocks.0.1' ('blocks.0.1'); output head"
+        " (by name) ('lm_head'); inside of a torchmetrics.Metric ('distance.encoder.0'); 1 Conv1d do not run in FP8;"
+        " 2 of 4 norms (kept: 'blocks.2.0' has no bias, which Transformer Engine's kernels need and 1 more)"
     )
     with pytest.raises(RuntimeError, match="an input on cpu, and computes on CUDA only"):
         wrapped(torch.randn(2, 16, 32))
@@ -89,11 +91,12 @@ def test_a_model_with_its_own_layers_of_transformer_engine(pretend_gpu):
     class Own(nn.Module):
         def __init__(self):
             super().__init__()
-            self.mlp = te.LayerNormMLP(32, 64, device="cpu")
+            self.mlp, self.attention = te.LayerNormMLP(32, 64, device="cpu"), te.DotProductAttention(2, 16)
 
-    model, plugin = Own(), FP8TE()
-    fabric_for(plugin).setup(model)  # nothing of ours converts, and it runs in FP8 nevertheless
-    assert [name for name, _ in plugin._scaled_layers()] == ["0.mlp"]
+    model, plugin = Own(), FP8TE(fp8_dpa=True)
+    for each in (model, model.attention, model):  # nothing of ours converts, and it runs in FP8 nevertheless
+        fabric_for(plugin).setup(each)
+    assert [name for name, _ in plugin._scaled_layers()] == ["0.mlp", "0.attention", "1"]
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")  # since 5.2x
