@@ -202,7 +202,7 @@ def make_plan(model: nn.Module, options: LayerOptions | None = None, request: Pl
             recipe, reason = _of_map(recipes, matmul, reason, request)
         name = one_recipe if recipe is None else recipe.name
         in_float32 = recipe is not None and recipe.name == FLOAT32
-        may_pad = request.pads is not None and (may_convert or reason is None)
+        may_pad = request.pads is not None and may_convert
         if reason is None and recipe is not None:
             recipe_of[matmul.fqn] = recipe
         row = PlanRow(
@@ -265,7 +265,7 @@ def _of_map(
         return None, NO_PATTERN
     if recipe.is_kept:
         return None, f"'bf16' in `recipe` ({pattern!r})"
-    spec = FORMATS.get(recipe.name or "")
+    spec = FORMATS.get(recipe.name)
     if spec is not None and matmul.kind == matmuls.STACKED and not spec.experts:
         return None, NO_GROUPED_PRODUCT
     features = selection.FEATURE_ALIGNMENT if spec is None else spec.features

@@ -53,9 +53,7 @@ def in_bf16(choice: Mapping[Gemm, str], field: str) -> InBF16:
 
 
 def words(gemms: InBF16) -> str:
-    """Return the products in words: ``"all GEMMs in bf16"``, ``"forward in bf16"``, or ``""`` for none."""
-    if gemms == ALL_GEMMS:
-        return "all GEMMs in bf16"
+    """Return the products in words: ``"forward and grad_input in bf16"``, or ``""`` for none."""
     return f"{' and '.join(gemm for gemm in GEMMS if gemm in gemms)} in bf16" if gemms else ""
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lightning_lowprec.conversion.declared import PlainFirst, is_declared
 from lightning_lowprec.conversion.experts import RoutedExperts, grouped_product, matrices, take_experts
-from lightning_lowprec.conversion.recipe_map import GEMMS, NO_GEMM, Gemm, InBF16
+from lightning_lowprec.conversion.recipe_map import NO_GEMM, Gemm, InBF16
 from lightning_lowprec.numerics.grouped_fp8 import encode_columns, encode_rows, encode_weight, encode_whole, product
 from lightning_lowprec.numerics.groups import Groups
 from lightning_lowprec.private.torch import are_transforms_active
@@ -66,8 +66,7 @@ class FP8Experts(PlainFirst, RoutedExperts):
         return grouped_matmul(rows, weight, groups.ends, how, high, transposed=transposed, keep=keep)
 
     def _in_fp8(self, name: str) -> bool:
-        runs = name in self.settings and (self.training or self.fp8_eval)
-        return runs and len(self.in_bf16[name]) < len(GEMMS)
+        return name in self.settings and (self.training or self.fp8_eval)
 
     # ---- FSDP2
 
@@ -159,7 +158,7 @@ class _GroupedMatmul(torch.autograd.Function):
     ) -> Tensor:
         kept: Sequence[Tensor] = ()
         high = "forward" in in_bf16
-        if keep and how.coding("weight") is not None and not high and not isinstance(weight, CodedWeight):
+        if keep and not high and not isinstance(weight, CodedWeight):
             kept = encode_whole(weight, how.weight.power_of_2)
         ctx.save_for_backward(rows, weight, ends, *(kept if ctx.needs_input_grad[0] else ()))
         ctx.transposed, ctx.how, ctx.in_bf16 = transposed, how, in_bf16
