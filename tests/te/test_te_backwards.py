@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from lightning_lowprec import FP8TE, HalfMixed
@@ -73,3 +74,5 @@ def test_a_gradient_of_a_gradient_raises(reference_te):
     x = torch.randn(16, 32, requires_grad=True)
     with pytest.raises(RuntimeError, match=r"create_graph=True.*a layer of Transformer Engine.*keep=.*FP8TorchAO"):
         torch.autograd.grad(model(x).float().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"derivative in forward mode .*keep="), forward_ad.dual_level():
+        model(forward_ad.make_dual(x, x))

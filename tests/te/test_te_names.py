@@ -7,6 +7,7 @@ import sys
 import lightning as L
 import pytest
 import torch
+from transformer_engine.common.recipe import Float8CurrentScaling
 from transformer_engine.pytorch import distributed
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
@@ -48,6 +49,11 @@ def test_rows_of_the_plan_have_the_formats_and_the_hardware_of_the_recipe(name):
     plain = {"recipe": "nvfp4", "disable_rht": True, "disable_stochastic_rounding": True}
     assert FP8TE(plain).hardware_recipe == "te-nvfp4-plain"
     assert FP8TE({**plain, "disable_rht": False}).hardware_recipe == "te-nvfp4"
+    own = FP8TE(type("Own", (Float8CurrentScaling,), {})())
+    assert (own.hardware_recipe, own.precision) == (None, "fp8-te-Own")
+    assert "NVIDIA GPUs only" in own.refusal(torch.device("cpu"))
+    title = {"te-mxfp8": "MXFP8", "te-nvfp4": "NVFP4"}.get(plugin.hardware_recipe, "FP8")
+    assert plugin.how(torch.device("cpu")) == f"{title} kernels of Transformer Engine on cpu"
 
 
 @pytest.fixture

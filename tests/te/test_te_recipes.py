@@ -39,7 +39,7 @@ def test_fields_mappings_and_objects_reach_the_recipe():
     assert [getattr(FP8TE(fp8_mha=True).recipe, name) for name in ("fp8_dpa", "fp8_mha")] == [False, True]
     assert make("nvfp4", disable_rht=True).disable_rht is True
     assert make("block", fp8_format="hybrid").fp8_format is te.Format.HYBRID
-    assert make({"recipe": "current", "fp8_format": "E4M3"}).fp8_format is te.Format.E4M3
+    assert make({"recipe": "current", "fp8_format": te.Format.E4M3, "margin": None}).fp8_format is te.Format.E4M3
     assert make({"amax_history_len": 3}).amax_history_len == 3  # delayed
     own = te.DelayedScaling(amax_history_len=7)
     assert make(own) is own
@@ -54,6 +54,10 @@ def test_fields_mappings_and_objects_reach_the_recipe():
         ("current", {"margin": 1}, "it goes with delayed, mxfp8"),
         ("delayed", {"disable_rht": True}, "it goes with nvfp4"),
         ("delayed", {"fp8_format": "e5m2"}, "do not train"),
+        ({"fp8_format": "e4m2"}, {}, "expected one of: hybrid, e4m3."),
+        ({"*.up": "current"}, {}, "has left the package"),
+        ({"*.up": {"recipe": "block"}}, {}, "has left the package"),
+        (te.CustomRecipe(qfactory=print), {}, "has left the package"),
         ("delayed", {"amax_compute_algo": "mean"}, "amax_compute_algo"),
         ("delayed", {"amax_history_len": 0}, "`amax_history_len=0` is not valid; expected an integer of at least 1"),
         (te.DelayedScaling(amax_history_len=0), {}, "`amax_history_len=0` is not valid; expected an integer of at"),
