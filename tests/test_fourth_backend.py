@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from lightning_lowprec import FP8TorchAO
+from lightning_lowprec import FP8TorchAO, plain
 from lightning_lowprec.conversion import backends
 from lightning_lowprec.fsdp2.options import ShardOptions
 from lightning_lowprec.tools.cli import main
@@ -66,9 +66,11 @@ def test_it_converts_and_gives_back_torchs_layers():
     L.Fabric(precision=NAME, accelerator="cpu", devices=1).setup(model, torch.optim.SGD(model.parameters()))
     assert len(toy_layers(model)) == 4, "and back"
     assert [id(p) for p in model.parameters()] == [id(p) for p in parameters]
-    model = torch.nn.Sequential(torch.nn.Linear(32, 32), Conv1D(32, 32))  # which it has not asked for
-    L.Fabric(precision=NAME, accelerator="cpu", devices=1).setup(model, torch.optim.SGD(model.parameters()))
-    assert toy_layers(model) == ["0"]
+    model = torch.nn.Sequential(torch.nn.Linear(32, 32), Conv1D(32, 32), torch.nn.Linear(32, 32))
+    L.Fabric(precision=NAME, accelerator="cpu", devices=1).setup(model[:2], torch.optim.SGD(model[:2].parameters()))
+    assert toy_layers(model) == ["0"], "it has not asked for a Conv1D"
+    fabric.setup(model[2:])
+    assert {type(layer) for layer in plain(model)} == {torch.nn.Linear, Conv1D}, "both backends give layers back"
 
 
 def test_plan_and_doctor_know_it(tmp_path, capsys, monkeypatch):

@@ -52,22 +52,24 @@ def test_norms_run_in_float32(name: str, kind: str) -> None:
         seen, out = model(x)
         assert out.dtype is torch.float32
         norm.load_state_dict(model.module.part.state_dict())
+        with fabric.autocast():
+            assert torch.equal(model.module.part(input=seen), out)
         assert torch.equal(out, norm(seen))
         fabric.backward(out.square().mean())
         optimizer.step()
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_lstms_run_in_half_precision(packed: bool) -> None:
+@pytest.mark.parametrize(("packed", "with_state"), [(False, True), (True, True), (True, False)])
+def test_lstms_run_in_half_precision(packed: bool, with_state: bool) -> None:
     _, model, _ = set_up("bf16-remainder", nn.LSTM(16, 8, batch_first=True))
     lstm = model.module.part
     x, state = torch.randn(2, 5, 16), (torch.randn(1, 2, 8), torch.randn(1, 2, 8))
     given = pack_padded_sequence(x, torch.tensor([5, 3]), batch_first=True) if packed else x
     half = given.to(torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16):
-        out, _ = lstm(given, state) if packed else lstm(hx=state, input=given)
-        expected, _ = nn.LSTM.forward(lstm, half, tuple(s.bfloat16() for s in state))
+        out, _ = lstm(given, *[state] * with_state) if packed else lstm(hx=state, input=given)
+        expected, _ = nn.LSTM.forward(lstm, half, tuple(s.bfloat16() for s in state) if with_state else None)
     values = [(part.data if isinstance(part, PackedSequence) else part) for part in (out, expected)]
     assert values[0].dtype is torch.bfloat16
     assert torch.equal(*values)
@@ -97,8 +99,8 @@ def test_a_norm_that_returns_float32_as_on_cuda_returns_half_precision_where_inp
     norm.register_forward_hook(lambda norm, args, output: output.float())
     norm = set_up("fp8-hybrid-remainder", norm)[1].module.part
     with torch.autocast("cpu", torch.bfloat16):
-        found = [norm(x.bfloat16()).dtype, norm(x).dtype, norm.float()(x.bfloat16()).dtype]
-    assert found == [torch.bfloat16, torch.float32, torch.float32]
+        outputs = [norm(x.bfloat16()), norm(x), norm(input=x.bfloat16()), norm.float()(x.bfloat16())]
+    assert [output.dtype for output in outputs] == [torch.bfloat16, *[torch.float32] * 3]
 
 
 class Layer(torch.nn.Module):
@@ -130,6 +132,10 @@ def test_autocast_reaches_experts_below_a_replaced_forward(monkeypatch):
     assert config._experts_implementation == "grouped_mm", "other models may share the config"
     assert model.experts.config.hidden_size == 64
     plain(model)
+    config._experts_implementation = "eager"  # a loop of operations that autocast knows
+    L.Fabric(plugins=HalfMixed("bf16"), accelerator="cpu").setup(model)(x)
+    plain(model)
+    config._experts_implementation = "grouped_mm"
     assert model.experts.config is config
     assert torch.equal(model(x), expected)
     assert seen[2:] == [torch.float32, torch.float32]

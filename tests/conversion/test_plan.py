@@ -37,6 +37,7 @@ def reasons(model, **options):
 def test_stacked_experts_routers_gates_beside_experts_and_adapters():
     experts = nn.Module()
     experts.w1 = nn.Parameter(torch.empty(4, 64, 32))
+    experts.register_parameter("bias", None)
     kept = reasons(nn.ModuleDict({"experts": experts, "up": nn.Linear(32, 64), "audio": nn.Conv1d(32, 64, 3)}))
     assert (kept.keys(), kept["up"]) == ({"experts.w1", "up"}, None)
     assert kept["experts.w1"].startswith(
@@ -164,6 +165,7 @@ def test_other_reasons():
             "complex64": nn.Linear(16, 16, dtype=torch.complex64),
             "lazy": nn.LazyLinear(16),
             "normed": nn.utils.parametrizations.weight_norm(nn.Linear(16, 16)),
+            "pruned": nn.utils.prune.identity(nn.Linear(16, 16), "weight"),
             "generated": without_weight(nn.Linear(16, 16)),
             "doubled": Doubled(16),
             "counted": Counted(16),
@@ -176,6 +178,7 @@ def test_other_reasons():
     assert {row.fqn: row.kept_because and row.kept.removeprefix("kept: ") for row in plan(model).all_rows} == {
         "fp16": None,
         "own": None,
+        "pruned": None,
         "falcon": None,
         "replaced": "its forward is replaced on the instance",
         "float64": "weights of torch.float64",
@@ -224,18 +227,18 @@ class Mixed(nn.Module):
         super().__init__()
         config = transformers.MixtralConfig(hidden_size=32, intermediate_size=48, num_local_experts=2)
         self.blocks = nn.ModuleList(
-            nn.ModuleDict({"up": nn.Linear(32, 64), "down": HfConv1D(32, 64), "experts": MixtralExperts(config)})
+            nn.ModuleDict({"up": nn.Linear(32, 64), "down": HfConv1D(32, 64), "moe": MixtralExperts(config)})
             for _ in range(3)
         )
 
 
 def test_every_option_chooses_from_linears_conv1ds_and_stacked_experts():
-    model, names = Mixed(), ("up", "down", "experts.gate_up_proj", "experts.down_proj")
+    model, names = Mixed(), ("up", "down", "moe.gate_up_proj", "moe.down_proj")
 
     def converted(**options):
         found = plan(model, **options)
         assert [row.fqn for row in found.rows] == [f"blocks.{n}.{name}" for n in range(3) for name in names]
-        assert found.linears + found.stacked == tuple(sorted(found.converted, key=lambda fqn: "experts" in fqn))
+        assert found.linears + found.stacked == tuple(sorted(found.converted, key=lambda fqn: "moe" in fqn))
         return found
 
     def fqns(chosen, blocks=range(3)):
@@ -243,19 +246,19 @@ def test_every_option_chooses_from_linears_conv1ds_and_stacked_experts():
 
     assert converted().converted == fqns(names)
     assert converted(first_last_layers_bf16=True).converted == fqns(names, [1])
-    assert converted(keep=["down", "*.gate_up_proj"]).converted == fqns(["up", "experts.down_proj"])
-    assert converted(only=["down", "*.gate_up_proj"]).converted == fqns(["down", "experts.gate_up_proj"])
+    assert converted(keep=["down", "*.gate_up_proj"]).converted == fqns(["up", "moe.down_proj"])
+    assert converted(only=["down", "*.gate_up_proj"]).converted == fqns(["down", "moe.gate_up_proj"])
     model.blocks[1].up.weight.requires_grad_(False)  # its bias trains
-    model.blocks[1].experts.down_proj.requires_grad_(False)
-    frozen = ("blocks.1.up", "blocks.1.experts.down_proj")
+    model.blocks[1].moe.down_proj.requires_grad_(False)
+    frozen = ("blocks.1.up", "blocks.1.moe.down_proj")
     assert tuple(row.fqn for row in converted().rows if not row.trains) == frozen
     assert converted(frozen="keep").converted == tuple(fqn for fqn in fqns(names) if fqn not in frozen)
-    given = {"blocks.0.*": "bf16", "*.down": {"forward": "bf16"}, "*.experts.down_proj": "rowwise", "*.up": "rowwise"}
+    given = {"blocks.0.*": "bf16", "*.down": {"forward": "bf16"}, "*.moe.down_proj": "rowwise", "*.up": "rowwise"}
     assert {fqn: str(recipe) for fqn, recipe in converted(recipe=given).recipes.items()} == {
         f"blocks.{n}.{name}": recipe
         for n in (1, 2)
         for name, recipe in (
-            ("up", "rowwise"), ("down", "tensorwise, forward in bf16"), ("experts.down_proj", "rowwise"))
+            ("up", "rowwise"), ("down", "tensorwise, forward in bf16"), ("moe.down_proj", "rowwise"))
     }  # fmt: skip
 
 
@@ -264,16 +267,19 @@ def test_first_and_last_blocks():
     assert kept["blocks.0.up"] == kept["blocks.1.down"] == "first or last block (first_last_layers_bf16)"
     stacks = nn.ModuleDict({  # the children of "encoder" are lists themselves
         "encoder": nn.ModuleList(nn.ModuleList(nn.Linear(16, 16) for _ in range(3)) for _ in range(5)),
-        "decoder": nn.ModuleList(gelu_block(16, norm=False) for _ in range(3)),
+        "encoder2": nn.ModuleList(gelu_block(16, norm=False) for _ in range(3)),
     })  # fmt: skip
     for start, end, encoder, decoder in ((1, 1, {1, 2, 3}, {1}), (2, 1, {2, 3}, set()), (0, 4, {0}, set())):
         options = {"num_layers_at_start_in_bf16": start, "num_layers_at_end_in_bf16": end}
         names = [fqn.split(".") for fqn in plan(stacks, first_last_layers_bf16=True, **options).converted]
         assert Counter((stack, int(block)) for stack, block, *_ in names) == {
-            **{("encoder", block): 3 for block in encoder}, **{("decoder", block): 2 for block in decoder},
+            **{("encoder", block): 3 for block in encoder}, **{("encoder2", block): 2 for block in decoder},
         }  # fmt: skip
+    converted = plan(stacks.encoder, first_last_layers_bf16=True).converted
+    assert converted == tuple(f"{block}.{layer}" for block in (1, 2, 3) for layer in range(3))
+    no_stacks = nn.ModuleList([nn.LayerNorm(16), nn.LayerNorm(16)]), nn.ModuleList([nn.Linear(16, 16), Plain(16)])
     with pytest.raises(ValueError, match=r"`first_last_layers_bf16=True` needs a stack of blocks.*`keep=\[\.\.\.\]`"):
-        reasons(nn.Sequential(nn.Linear(16, 16)), first_last_layers_bf16=True)
+        reasons(nn.Sequential(nn.Identity(), *no_stacks), first_last_layers_bf16=True)
 
 
 @pytest.mark.parametrize(("pattern", "nearest"), [("p", ""), ("*.gate", ""), ("blocks.0.ups", "blocks.0.up'")])
@@ -297,9 +303,10 @@ def test_summary_and_table():
     assert lines[7].endswith("kept: no Linear (in_proj of a MultiheadAttention), bf16")
     assert "), kept 3 in fp16: " in plan(Decoder(), "fp8-hybrid-fp16", recipe={"*": "tensorwise"}).summary()
     mixed = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 10), nn.Linear(16, 16).double(), nn.LSTM(16, 16, 2))
+    mixed += nn.Sequential(nn.Conv1d(1, 1, 1), nn.Conv1d(1, 1, 1))
     assert plan(mixed).summary() == (
         "converted 1 of 3 linear layers, kept 2, 1 of them in bf16: features are no multiples of 16 ('1');"
-        " weights of torch.float64 ('2'); 1 LSTM do not run in FP8"
+        " weights of torch.float64 ('2'); 2 Conv1d, 1 LSTM do not run in FP8"
     )
 
 
