@@ -32,6 +32,7 @@ FAMILIES = {
     ),
 }  # fmt: skip
 FAMILIES["post-norm"] = FAMILIES["mixtral"]  # with a norm behind each expert, as muse_spark has
+TWO = MixtralConfig(**ROTARY | {"num_hidden_layers": 2}, intermediate_size=96, num_local_experts=4)
 RAGGED = partial(MixtralConfig, **ROTARY, intermediate_size=90, num_local_experts=4)
 RECIPES = ["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 
@@ -166,13 +167,13 @@ def test_experts_without_autocast_compute_as_the_program_declares():
 
 
 def test_a_model_keeps_its_form():
-    model = AutoModelForCausalLM.from_config(FAMILIES["mixtral"]())
+    model = AutoModelForCausalLM.from_config(TWO)
     before = {name: id(p) for name, p in model.named_parameters()}
     experts = experts_of(model)
     own, attributes = type(experts), vars(experts).keys()
     wrapped = set_up(model, FP8TorchAO())
     assert {name: id(p) for name, p in model.named_parameters()} == before
-    assert list(model.state_dict()) == list(AutoModelForCausalLM.from_config(FAMILIES["mixtral"]()).state_dict())
+    assert list(model.state_dict()) == list(AutoModelForCausalLM.from_config(TWO).state_dict())
     tokens = torch.arange(20).view(2, 10)
     with torch.no_grad():
         logits = wrapped(input_ids=tokens).logits
@@ -180,9 +181,11 @@ def test_a_model_keeps_its_form():
             assert type(experts_of(other)).__bases__ == type(experts).__bases__ != own.__bases__
             again = L.Fabric(accelerator="cpu", devices=1, plugins=FP8TorchAO()).setup(other)
             assert torch.equal(again(input_ids=tokens).logits, logits)
-    plain(model)
-    assert type(experts) is own
-    assert vars(experts).keys() == attributes
+    for plugin in (None, HalfMixed("bf16")):
+        plain(model if plugin is None else set_up(model, plugin))
+        of_layers = [layer.mlp.experts for layer in model.model.layers]
+        assert {type(experts) for experts in of_layers} == {own}
+        assert all(vars(experts).keys() == attributes for experts in of_layers)
 
 
 def test_experts_that_do_not_convert_say_why_and_run_in_half_precision():

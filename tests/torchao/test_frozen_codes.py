@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 import lightning_lowprec as lp
 from lightning_lowprec import FP8TorchAO, Int8TorchAO
-from tests.toys import QUIET
+from tests.toys import QUIET, Task
 
 WIDTH, INNER, RANK = 144, 272, 4  # parts of tiles of 128
 X = torch.randn(6, 5, WIDTH, generator=torch.Generator().manual_seed(1))
@@ -58,6 +58,7 @@ def frozen_layers(model):
 def with_conv1d(seed):
     net = Net(seed)
     net.last.base = Conv1D(WIDTH, INNER).to(torch.bfloat16).requires_grad_(False)
+    nn.utils.prune.identity(net.trained.requires_grad_(False), "weight")  # so it holds values
     return net
 
 
@@ -162,18 +163,20 @@ def trainer(plugin, **options):
 
 
 def test_after_fit_the_decoded_values_stand_in_the_same_parameters(caplog):
-    net = Net()
-    params, before = list(net.parameters()), net.first.base.weight.clone()
-    trainer(FP8TorchAO(frozen="codes")).fit(net, torch.utils.data.DataLoader(X, batch_size=2))
-    assert all(a is b for a, b in zip(net.parameters(), params, strict=True))
-    assert [type(layer) for layer in frozen_layers(net)] == [nn.Linear] * 2
-    weight = net.first.base.weight
+    model = peft_model()
+    params, layer = list(model.parameters()), model.base_model.model[0].base_layer
+    before = layer.weight.clone()
+    task = Task(model, lambda model, batch: model(batch).float().square().mean())
+    trainer(FP8TorchAO(frozen="codes")).fit(task, torch.utils.data.DataLoader(X, batch_size=2))
+    assert all(a is b for a, b in zip(model.parameters(), params, strict=True))
+    assert {type(part).__module__.split(".")[0] for part in model.modules()} == {"peft", "torch"}
+    weight = layer.weight
     assert (type(weight), weight.dtype) == (nn.Parameter, torch.bfloat16)
     assert not torch.equal(weight, before)
     torch.testing.assert_close(weight, before, rtol=0.0625, atol=float(before.abs().max()) * 2**-9 / 448 * 1.01)
     assert "2 frozen weights are stored as codes (frozen='codes'), 78336 bytes" in caplog.text
     assert "decoded values in bfloat16, not the values from before" in caplog.text
-    assert not list(net.first.base.named_buffers())
+    assert not list(layer.named_buffers())
 
 
 @pytest.mark.parametrize("unfreeze", [
@@ -225,6 +228,7 @@ REFUSED = {
     "nothing frozen": (FP8TorchAO, {}, lambda: nn.Linear(32, 32), r"no converted layer .*weight\. Freeze the base"),
     "Embedding": (FP8TorchAO, {"only": ["*.base"]}, with_a_table, "'first.base': .*another module reads the weight"),
     "DoRA": (FP8TorchAO, {}, lambda: peft_model(use_dora=True), "is not possible for 'base_model.model.0': .*DoRA"),
+    "IA3": (FP8TorchAO, {}, lambda: peft_model("IA3Config"), "for 'base_model.model.0': it is a Linear, which may"),
 }
 
 
@@ -234,11 +238,12 @@ def test_what_has_no_codes_or_needs_the_values_is_refused(cls, options, model, m
         L.Fabric(accelerator="cpu", plugins=cls(**options, frozen="codes")).setup_module(model())
 
 
-def peft_model(**options):
+def peft_model(cls="LoraConfig", **options):
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(WIDTH, INNER), nn.GELU(), nn.Linear(INNER, WIDTH)).to(torch.bfloat16)
-    config = peft.LoraConfig(r=RANK, target_modules=["0", "2"], init_lora_weights=False, **options)
+    options |= {"r": RANK, "init_lora_weights": False} if cls == "LoraConfig" else {"feedforward_modules": []}
+    config = getattr(peft, cls)(target_modules=["0", "2"], **options)
     return peft.get_peft_model(net, config)
 
 
@@ -246,8 +251,11 @@ def test_an_adapter_of_peft_trains_and_merges(caplog):
     fabric = L.Fabric(accelerator="cpu", plugins=FP8TorchAO(frozen="codes"))
     model = peft_model()
     keys = list(model.state_dict())
-    stored = [row.fqn for row in lp.plan(model, "fp8-hybrid", frozen="codes").rows if row.stored_as_codes]
-    assert stored == ["base_model.model.0.base_layer", "base_model.model.2.base_layer"]
+    lines = str(lp.plan(model, "fp8-hybrid", frozen="codes")).splitlines()
+    assert [line.split()[0] for line in lines if line.endswith("FP8, stored as codes")] == [
+        "base_model.model.0.base_layer",
+        "base_model.model.2.base_layer",
+    ]
     module, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     fabric.backward(module(X).float().square().mean())
     optimizer.step()

@@ -56,16 +56,18 @@ def test_layers_that_no_pattern_matches_are_kept_unless_all_patterns_say_fp32():
     plans = [set_up(recipe={"lm_head": "fp32", **rest})[0].plan for rest in ({}, {"*": "tensorwise"})]
     assert plans[0] == plans[1]
     assert plans[0].converted
-    plugin, _ = set_up(recipe={"*.up": "tensorwise"})
+    plugin, _ = set_up(recipe={"*.up": {"forward": "bf16", "grad_input": "fp8"}})
     kept = {row.fqn: row.kept_because for row in plugin.plan.rows if row.kept_because}
     assert kept.pop("lm_head") == "output head (by name)"
     assert kept == {f"blocks.{i}.down": "no pattern of `recipe` matches" for i in range(4)}
+    assert {str(recipe) for recipe in plugin.plan.recipes.values()} == {"tensorwise, forward in bf16"}
 
 
 def test_fp32_runs_a_layer_in_float32_whatever_other_rules_say():
     recipe = {"lm_head": "fp32", "blocks.0.up": "fp32", "*": "tensorwise"}
-    for masters in (False, "remainder"):
-        plugin, model = set_up(recipe=recipe, master_weights=masters)
+    for masters, weights in ((False, "float32"), ("remainder", "float32"), (False, "keep")):
+        model = Net().bfloat16() if weights == "keep" else None
+        plugin, model = set_up(model, recipe=recipe, master_weights=masters, weights=weights)
         rows = {row.fqn: row for row in plugin.plan.rows}
         assert rows["lm_head"].kept == "kept: 'fp32' in `recipe` ('lm_head'), fp32"
         assert {rows[fqn].runs_in for fqn in ("lm_head", "blocks.0.up")} == {"fp32"}
@@ -83,8 +85,8 @@ def test_fp32_runs_a_layer_in_float32_whatever_other_rules_say():
     [
         ({"recipe": {"*.gone": "rowwise", "*": "block"}}, r"`recipe\['\*.gone'\]` matches no .*'blocks.0.down'"),
         (
-            {"recipe": {"*.up": "block", "*.down": "rowwise", "*.0.up": "block"}},
-            r"\.up'\]` matches only layers that ea",
+            {"recipe": {"*.up": "block", "*.down": "rowwise", "*.?.up": "block"}},
+            r"\.up'\]` matches only layers that earlier patterns take \('blocks\.0\.up'\)",
         ),
         ({"recipe": {"lm_head": "block", "*": "rowwise"}}, r"keep \('lm_head': output head \(by name\)\).*`only="),
         ({"recipe": {"up": "rowwise"}}, r"`recipe\['up'\]` matches no linear layer.*A pattern matches a whole fqn"),
@@ -93,6 +95,8 @@ def test_fp32_runs_a_layer_in_float32_whatever_other_rules_say():
         ({"recipe": {"*": "tensorwize"}}, r"`recipe\['\*'\]='tensorwize'` is not valid; expected one of: 'tensorwise'"),
         ({"recipe": {"*": {"fwd": "bf16"}}}, "mapping of forward, grad_input, grad_weight to 'bf16' or 'fp8'"),
         ({"recipe": {"*": {"forward": "fp4"}}}, r"`recipe\['\*'\]=\{'forward': 'fp4'\}` is not valid"),
+        ({"recipe": {"*": {"recipe": "block"}}}, r"`recipe\['\*'\]=\{\}` is not valid; expected a mapping of forward"),
+        ({"recipe": {"": "rowwise"}}, r"`recipe=\{'': 'rowwise'\}` is not valid"),
         ({"recipe": {3: "rowwise"}}, r"`recipe=\{3: 'rowwise'\}` is not valid"),
         ({"recipe": "rowwise", "base": "fp16"}, r"`base='fp16'` is not valid with `recipe='rowwise'`.*through bf16"),
         ({"recipe": "rowwise", "weight_codes": "per_forward"}, "which does not read it; it is for 'tensorwise'"),
@@ -165,8 +169,8 @@ def test_the_choice_of_accumulation_reaches_every_kernel(choice, recipe):
 @pytest.mark.parametrize(("word", "choice"), [("promoted", "none"), ("fast", "all"), ("slow", None)])
 def test_a_word_for_the_accumulation_of_one_product_says_the_option(word, choice):
     with pytest.raises(ValueError, match=r"recipe\['\*'\]=.* is not valid.* to 'bf16' or 'fp8', e\.g\.") as raised:
-        set_up(recipe={"*": {"forward": word}})
-    assert ("fast_accum" in str(raised.value)) is (choice is not None)
+        set_up(recipe={"*": {"forward": word, "grad_input": word}})
+    assert str(raised.value).count("Write `FP8TorchAO(fast_accum=") == (choice is not None)
     assert choice is None or f"Write `FP8TorchAO(fast_accum={choice!r})`" in str(raised.value)
 
 
@@ -185,11 +189,11 @@ def results(layer):
 
 
 def test_each_layer_has_the_bits_of_its_own_format():
-    mixed, recipe = layers(*FORMATS), {"slim": FORMATS[-1], **{name: name for name in reversed(FORMATS)}}
-    mixed["fits"], mixed["slim"] = nn.Linear(48, 48), nn.Linear(48, 48)
+    mixed, recipe = layers(*FORMATS), {"slim*": FORMATS[-1], **{name: name for name in reversed(FORMATS)}}
+    mixed["fits"], mixed["slim"], mixed["slim2"] = nn.Linear(48, 48), nn.Linear(48, 64), nn.Linear(64, 48)
     plugin, _ = set_up(mixed, recipe={**recipe, "fits": "tensorwise"})
     kept = {row.fqn: row.kept_because for row in plugin.plan.rows if row.kept_because}
-    assert kept == ({"slim": "features are no multiples of 32"} if "mxfp8" in FORMATS else {})
+    assert kept == (dict.fromkeys(("slim", "slim2"), "features are no multiples of 32") if "mxfp8" in FORMATS else {})
     assert plugin.plan.converted[: len(FORMATS)] == tuple(FORMATS)
     assert (plugin.weight_codes, plugin.plan.format) == ("per_forward", "FP8"), "whichever comes first"
     for name in FORMATS:
@@ -200,15 +204,19 @@ def test_each_layer_has_the_bits_of_its_own_format():
 
 @pytest.mark.skipif("mxfp8" not in FORMATS, reason="torchao has no MXFP8")
 def test_a_layer_whose_device_cannot_run_its_format_is_named():
+    model = nn.ModuleDict({**layers("up", "down"), "slim": nn.Linear(48, 48)})
+    set_up(
+        model, recipe={"slim": "mxfp8", "*": "tensorwise"}, emulate="hopper"
+    )  # a recipe of no layer: it does not fit
     with pytest.raises(RuntimeError, match=r"`recipe='mxfp8'` of layer 'down' cannot run: .*'hopper'` is not valid"):
-        set_up(layers("up", "down"), recipe={"up": "tensorwise", "*": "mxfp8"}, emulate="hopper")
+        set_up(model, recipe={"up": "tensorwise", "*": "mxfp8"}, emulate="hopper")
 
 
 def test_gathered_codes_have_one_kind_of_scale_and_serve_evaluation_too():
     plugin = FP8TorchAO({"a": "block", "*": "tensorwise"})
     assert plugin.gathers(None) == "'block' and 'tensorwise' in `recipe` have different scales"
     assert FP8TorchAO(fp8_eval=False).gathers(None).startswith("`fp8_eval=False` evaluates with the weights in high")
-    assert FP8TorchAO({"a": "rowwise", "*": "block"}).gathers(None) is None
+    assert FP8TorchAO({"a": "rowwise", "*": "block"}, weight_codes="per_gemm").gathers(None) is None
 
 
 @pytest.mark.parametrize("recipe", [{"lm_head": "fp32", "*": "tensorwise"}, {"*.up": "tensorwise", "*": "rowwise"}])
