@@ -95,19 +95,17 @@ class _Spread(torch.autograd.Function):
 @final
 @torch.compiler.allow_in_graph
 class _Collect(torch.autograd.Function):
-    """Gather the rows of the pairs; every row has at most one pair, so the gradients are copied."""
+    """Gather the rows of the pairs; a row has at most one pair, or nobody reads it, so the gradients are copied."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, row: Tensor, absent: Tensor | None) -> Tensor:
-        ctx.save_for_backward(row, absent)
+        ctx.save_for_backward(row)
         ctx.rows = rows.shape[0]
         return _read(rows, row, absent)
 
     @staticmethod
     def backward(ctx: Any, grad_pairs: Tensor) -> tuple[Tensor | None, ...]:
-        row, absent = ctx.saved_tensors
-        if absent is not None:
-            grad_pairs = grad_pairs.masked_fill(absent.unsqueeze(1), 0.0)
+        (row,) = ctx.saved_tensors
         return grad_pairs.new_zeros(ctx.rows, grad_pairs.shape[1]).index_copy(0, row, grad_pairs), None, None
 
 

@@ -28,6 +28,11 @@ def net(seed: int = 0, bias: bool = True, sizes: tuple[int, int, int] = (12, 16,
     return nn.Sequential(nn.Linear(width, hidden, bias=bias), nn.Tanh(), nn.Linear(hidden, out, bias=bias))
 
 
+def two_groups(params):
+    *first, last = params
+    return optim.AdamW([{"params": first}, {"params": [last], "weight_decay": 0.0}], lr=1e-2)
+
+
 def half(*values: float) -> nn.Parameter:
     return nn.Parameter(torch.tensor(values).bfloat16())
 

@@ -13,12 +13,7 @@ from lightning_lowprec import MasterConfig
 from lightning_lowprec.masters import moments
 from lightning_lowprec.masters.optimizer import add_masters
 from lightning_lowprec.masters.weights import cast_parameters
-from tests.masters.master_loops import WIDE, equal, every_form, loss_of, net, train, wrapped
-
-
-def two_groups(params):
-    *first, last = params
-    return torch.optim.AdamW([{"params": first}, {"params": [last], "weight_decay": 0.0}], lr=1e-2)
+from tests.masters.master_loops import WIDE, equal, every_form, loss_of, net, train, two_groups, wrapped
 
 
 def eight_bits(make=two_groups, **config):
@@ -104,25 +99,21 @@ def test_the_codes_of_a_loaded_state_dict_are_not_written_to():
     loaded.load_state_dict(state)
     assert equal(loaded.state[other[0].weight], optimizer.state[model[0].weight]), "codes, not float32 values"
     train(other, loaded, range(2, 4))
-    assert "exp_avg_codes" in state["state"][0]
+    mixed = net(sizes=WIDE)
+    cast_parameters(mixed, torch.bfloat16, keep=False, skip={"0.weight"})
+    loaded = add_masters(two_groups(mixed.parameters()), MasterConfig(form="remainder", moments="8bit"))
+    smaller = copy.deepcopy(kept)
+    smaller["state"][2]["exp_avg_exponents"] = kept["state"][2]["exp_avg_exponents"].repeat_interleave(2, 1)  # blocks
+    loaded.load_state_dict(smaller)
+    assert {*loaded.state[mixed[0].weight]} == {*loaded.state[mixed[2].weight]} == {"step", "exp_avg", "exp_avg_sq"}
+    for p in (mixed[0].weight, mixed[2].weight):
+        p.grad = torch.ones_like(p)
+    loaded.step()
+    assert [loaded.state[p]["step"].item() for p in mixed.parameters()] == [3, 2, 3, 2], "without a gradient"
+    assert "exp_avg" in loaded.state[mixed[0].weight], "of a float32 weight"
+    assert "exp_avg_codes" in loaded.state[mixed[2].weight]
     for name in ("exp_avg_codes", "exp_avg_exponents", "exp_avg_sq_codes", "exp_avg_sq_exponents"):
         assert equal(state["state"][0][name], kept["state"][0][name]), name
-
-
-def test_a_parameter_without_gradient_is_neither_decayed_nor_counted_and_a_tied_one_steps_once():
-    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3)))
-    model[1].weight = model[0].weight
-    model.bfloat16().float()  # the cast rounds no value halfway between two of bf16 otherwise than a step does
-    originals = cast_parameters(model, torch.bfloat16, keep=True)
-    make = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
-    optimizer = add_masters(make, MasterConfig(form="remainder", moments="8bit"), values=originals)
-    before = model[2].weight.detach().clone()
-    for _ in range(3):
-        model[:2](torch.randn(8, 64).bfloat16()).float().square().mean().backward()
-        optimizer.step()
-    assert int(optimizer.state[model[0].weight]["step"]) == 3
-    assert torch.equal(model[2].weight, before)
-    assert model[2].weight not in optimizer.state
 
 
 class WithAnAverageOfWeights(torch.optim.SGD):
@@ -219,7 +210,7 @@ def test_two_steps_of_a_users_optimizer_round_by_other_random_bits(config):
 
 def test_an_edit_before_the_optimizer_is_loaded_outlives_loaded_masters():
     w = nn.Parameter(torch.tensor([1.0, 2.0]))
-    optimizer = torch.optim.SGD([w], lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD([w, nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9)  # one without state
     moments.decode_on_load(optimizer)
     state = optimizer.state_dict()
     state["state"] = {0: {"momentum_buffer": torch.zeros(2), "master_param": torch.tensor([1.0009, 2.0])}}

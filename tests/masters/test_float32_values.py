@@ -76,7 +76,7 @@ def float32_file(tmp_path_factory):
 
 @pytest.mark.parametrize("how", ARRIVALS)
 @pytest.mark.parametrize("name", NAMES)
-def test_a_value_that_arrives_leaves_again(name, how, float32_file, tmp_path):
+def test_a_value_that_arrives_leaves_again(name, how, float32_file, tmp_path, caplog):
     expected = [p.detach().clone() for p in layers(0).parameters()]
     net = layers(1 if "load" in how else 0)
     fabric, model, optimizer = set_up(name, net, how)
@@ -84,8 +84,11 @@ def test_a_value_that_arrives_leaves_again(name, how, float32_file, tmp_path):
         fabric.load(float32_file, {"model": model})
     step(fabric, model, optimizer)
     frozen = how in ONE_LAYER
-    if how == "no optimizer" and name not in MSAMP:  # MS-AMP makes codes of what may train
-        assert net[1].weight.dtype == torch.float32
+    if name not in MSAMP:  # which makes codes of what may train
+        widened = how == "no optimizer" or name == "fp8-hybrid"
+        assert (net[1].weight.dtype == torch.float32) == widened
+        waits = not widened and (frozen or how == "unfrozen")  # 4,160 numbers of 4 bytes
+        assert ("float32 values in host memory, 16.6 kB" in caplog.text) == waits
     assert_kept(values(model), expected, [name], frozen and how != "no optimizer")
     if name in HALF:  # a copy has no master
         copied = list(copy.deepcopy(net).parameters())
@@ -195,6 +198,11 @@ def test_what_programs_read_write_and_load_between_steps_changes_no_other_value(
     net.load_state_dict({fqn: value for fqn, value in loaded.items() if fqn != "0.bias"}, strict=False)
     optimizers[-1].zero_grad()
     assert all(map(torch.equal, values(net), loaded.values())), "dropped gradients take no value along"
+    with pytest.raises(RuntimeError, match=r"size mismatch for 0\.bias"):
+        net.load_state_dict({**net.state_dict(), "0.bias": torch.zeros(WIDTH + 1)})
+    bare = nn.Linear(4, 4).requires_grad_(False)
+    bare.register_state_dict_post_hook(lambda module, state, prefix, _: state.__delitem__(f"{prefix}bias"))
+    assert [*fabric.setup(bare).state_dict()] == ["weight"]
     net.count.fill_(5.0)
     average.update_parameters(net)
     assert average.module.count == 5.0

@@ -165,6 +165,8 @@ COUPLED = {
     ),
     "spectral norm by a hook": (lambda: nn.utils.spectral_norm(nn.Linear(32, 32)), ["weight_orig"]),
     "batch norm": (lambda: nn.BatchNorm1d(32), ["weight", "bias"]),
+    "weight norm": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(32, 32)), []),
+    "pruned": (lambda: nn.utils.prune.l1_unstructured(nn.Linear(32, 32), "weight", amount=0.5), []),
 }
 
 
@@ -173,13 +175,14 @@ COUPLED = {
 def test_what_is_computed_with_buffers_keeps_float32(name, kind):
     torch.manual_seed(0)
     make, names = COUPLED[kind]
-    model = nn.Sequential(make(), nn.Linear(32, 32))
+    model = nn.Sequential(make(), make(), nn.Linear(32, 32))
     fabric, wrapped, optimizer = in_fabric(name, model, lr=0.1)
     for _ in range(3):
         fabric.backward(wrapped(torch.ones(4, 32)).float().square().mean())
         optimizer.step()
         optimizer.zero_grad()
-    assert [fqn for fqn, p in model.named_parameters() if p.dtype is torch.float32] == [f"0.{each}" for each in names]
+    expected = [f"{layer}.{each}" for layer in (0, 1) for each in names]
+    assert [fqn for fqn, p in model.named_parameters() if p.dtype is torch.float32] == expected
     if "spectral" in kind:
         assert torch.linalg.matrix_norm(model[0].weight.detach().float(), 2) == pytest.approx(1.0, rel=0.35)
 

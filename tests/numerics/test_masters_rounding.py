@@ -119,5 +119,7 @@ def test_chunks_do_not_share_bits_and_a_shard_that_begins_within_one_is_rounded_
     for start in (1, 700, 1000, 2501):
         assert torch.equal(stochastic_round(value[start:], seed=0, step=0, start=start), whole[start:]), start
     assert len({tuple(part.tolist()) for part in whole.view(4, 1000)}) == 4
+    bits = rounding.bits_of_positions(3300, 0, 0, 700, value.device)
+    assert torch.equal((value[700:].view(torch.int32) + bits) >> 16, whole[700:].view(torch.int16).to(torch.int32))
     master = torch.randn(4001)
     assert torch.equal(join(*split(master)), master)

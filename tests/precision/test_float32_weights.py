@@ -1,6 +1,8 @@
 """Half-precision weights under names that promise float32 weights, and models that another precision has left."""
 
 import copy
+import re
+from itertools import product
 
 import lightning as L
 import pytest
@@ -15,24 +17,49 @@ FLOAT32 = ["half-auto", "fp8-hybrid", "fp8-rowwise", "msamp-o2", "msamp-o3"]
 
 
 @pytest.mark.parametrize("early_optimizer", [False, True])
-@pytest.mark.parametrize("name", FLOAT32)
-def test_a_bf16_model_trains_as_the_float32_model_with_its_values(name, early_optimizer, caplog):
-    caplog.set_level("INFO")
-    given = Net(torch.bfloat16, frozen_head=True, early_optimizer=early_optimizer)
-    same = Net(torch.bfloat16, frozen_head=True).float()
+@pytest.mark.parametrize("name", [*FLOAT32, "fp16-master", "bf16-sr"])
+def test_a_half_model_trains_as_the_float32_model_with_its_values(name, early_optimizer, caplog):
+    dtype = torch.float16 if name == "fp16-master" else torch.bfloat16
+    given = Net(dtype, frozen_head=True, early_optimizer=early_optimizer)
+    same = Net(dtype, frozen_head=True).float()
     parameters = list(given.parameters())
     trainer = fit(name, given)
-    said = [line for line in caplog.messages if "became float32" in line]
-    # 2 Linears of 64x64 and a LayerNorm with their biases train: 8448 elements, 2 bytes more each: 16896
-    assert said == [
-        f"{trainer.precision_plugin.precision}: 6 trainable half-precision parameters became float32, 16.9 kB more,"
-        " and start from their rounded values. `weights='keep'` trains them in half precision."
-    ]
     fit(name, same)
+    (said,) = (line for line in caplog.messages if "became float32" in line or "half precision already" in line)
     assert given.losses == same.losses
     assert same_bits(exact_weights(given), exact_weights(same))
-    assert given.head.weight.dtype is torch.bfloat16, "frozen weights stay as they are"
     assert all(a is b for a, b in zip(given.parameters(), parameters, strict=True))
+    if name not in FLOAT32:  # names with masters take half weights as they are, and say so of one of the two models
+        assert said.startswith(f"{name}: 6 trainable parameters of Net were half precision already")
+        assert "dtype=torch.float32" in said
+        return
+    assert given.head.weight.dtype is torch.bfloat16, "frozen weights stay as they are"
+    # 2 Linears of 64x64 and a LayerNorm with their biases train: 8448 elements, 2 bytes more each: 16896
+    assert said == (
+        f"{trainer.precision_plugin.precision}: 6 trainable half-precision parameters became float32, 16.9 kB more,"
+        " and start from their rounded values. `weights='keep'` trains them in half precision."
+    )
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+@pytest.mark.parametrize("others", [False, True])
+def test_the_line_says_which_weights_start_from_masters_and_moments_in_bf16_become_float32(others, caplog):
+    layer, stepped = nn.Linear(16, 16), nn.Linear(16, 16).bfloat16()
+    set_up = L.Fabric(accelerator="cpu", devices=1, precision="bf16-remainder").setup
+    _, _with_masters = set_up(layer, torch.optim.SGD(layer.parameters()))  # which lives until the end
+    optimizer = torch.optim.AdamW(stepped.parameters())
+    stepped(torch.ones(2, 16).bfloat16()).sum().backward()
+    optimizer.step()
+    before = [entry["exp_avg"].float() for entry in optimizer.state.values()]
+    model = nn.Sequential(layer, *[stepped, nn.LazyLinear(16, dtype=torch.bfloat16)] * others)
+    L.Fabric(accelerator="cpu", devices=1, precision="half-auto").setup(model, optimizer)
+    count = "6 trainable .* 1.09 kB more" if others else "2 trainable .* 544 bytes more"
+    ending = r" \(4 of them from rounded values, without masters\)" if others else ""
+    assert re.search(rf"{count}, and start from their masters' values{ending}\. `weights=", caplog.text)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    after = [entry["exp_avg"] for entry in optimizer.state.values()]
+    assert {moment.dtype for moment in after} == {torch.float32 if others else torch.bfloat16}
+    assert all(map(torch.equal, [moment.float() for moment in after], before))
 
 
 def test_frozen_weights_that_a_callback_may_unfreeze_become_float32_too():
@@ -50,21 +77,6 @@ def test_weights_keep_leaves_them(make, caplog):
     fit(make(weights="keep"), module)
     assert module.norm.weight.dtype is torch.bfloat16
     assert not any("became float32" in line for line in caplog.messages)
-
-
-@pytest.mark.parametrize("name", ["fp16-master", "bf16-sr"])
-def test_names_with_masters_take_half_weights_as_they_are_and_say_so(name, caplog):
-    caplog.set_level("INFO")
-    module = Net(torch.float16 if name == "fp16-master" else torch.bfloat16, frozen_head=True)
-    same = Net(frozen_head=True)  # a float32 model with these values
-    same.load_state_dict(exact_weights(module))
-    fit(name, module)
-    fit(name, same)
-    assert same_bits(exact_weights(module), exact_weights(same))
-    said = [line for line in caplog.messages if "half precision already" in line]
-    assert len(said) == 1, "for one of the two models, once"
-    assert said[0].startswith(f"{name}: 6 trainable parameters of Net were half precision already")
-    assert "dtype=torch.float32" in said[0]
 
 
 @pytest.mark.parametrize("kind", ["batch norm", "parametrized", "hook"])
@@ -86,8 +98,11 @@ def test_buffers_that_are_computed_with_a_weight_follow_it(kind):
     assert {name for name, dtype in dtypes.items() if dtype is torch.bfloat16} == stay
 
 
-@pytest.mark.parametrize("then", ["half-auto", "bf16-remainder", "msamp-o3"])
-@pytest.mark.parametrize("first", ["bf16-master", "fp16-master", "bf16-sr", "msamp-o1", "msamp-o2"])
+FIRST = ["bf16-master", "fp16-master", "bf16-sr", "msamp-o1", "msamp-o2"]
+THEN = ["half-auto", "bf16-remainder", "msamp-o3"]
+
+
+@pytest.mark.parametrize(("first", "then"), [*product(FIRST, THEN), ("bf16-master", "fp16-master")])
 def test_the_users_own_optimizer_goes_on(first, then):
     module = Net(early_optimizer=True)
     fit(as_trained(first), module)
@@ -103,15 +118,3 @@ def test_the_users_own_optimizer_goes_on(first, then):
     assert module.losses == fresh.losses
     assert same_bits(exact_weights(module), exact_weights(fresh))
     assert type(module.optimizer) is type(fresh.optimizer)
-
-
-def test_an_optimizer_that_has_stepped_in_bf16_goes_on_with_float32_moments():
-    layer = nn.Linear(64, 64).bfloat16()
-    optimizer = torch.optim.AdamW(layer.parameters())
-    layer(torch.ones(2, 64).bfloat16()).sum().backward()
-    optimizer.step()
-    before = [entry["exp_avg"].float() for entry in optimizer.state.values()]
-    L.Fabric(accelerator="cpu", devices=1, precision="fp8-hybrid").setup(layer, optimizer)
-    after = [entry["exp_avg"] for entry in optimizer.state.values()]
-    assert {moment.dtype for moment in after} == {torch.float32}
-    assert all(map(torch.equal, after, before))

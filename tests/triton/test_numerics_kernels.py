@@ -54,6 +54,8 @@ def test_every_kind_of_value(dtype, rows, columns, scale, modes):
     weight.view(-1)[: len(odd)] = torch.tensor(odd)
     weight = weight.to(dtype)
     assert encode.kernel_encodes(weight)
+    unfit = weight.t(), weight[:, 1:], weight[1:], weight.double(), weight.view(-1)[1:-15].view(-1, 16)
+    assert not any(map(encode.kernel_encodes, unfit))
     *codes, _, _ = encode.weight_codes(weight, None, visible=False)
     same_codes(weight, *codes, torch.tensor(float("nan")))
     amax = torch.tensor(448 / scale)

@@ -112,10 +112,11 @@ def test_values_at_the_edge(form):
     "make",
     [
         lambda p: optim.AdamW(p, lr=1e-2, amsgrad=True),
+        lambda p: optim.AdamW(p, lr=1e-2, betas=(torch.tensor(0.9), torch.tensor(0.999))),
         lambda p: optim.RMSprop(p, lr=1e-2),
         lambda p: type("Mine", (optim.AdamW,), {})(p, lr=1e-2),
     ],
-    ids=["amsgrad", "RMSprop", "a user's"],
+    ids=["amsgrad", "betas", "RMSprop", "a user's"],
 )
 def test_what_the_kernel_does_not_know_takes_torchs_own_way(make, launches, monkeypatch):
     found = []
