@@ -73,9 +73,9 @@ def check_integer(field: str, value: object, *, least: int) -> None:
 
 
 def check_types(values: Mapping[str, object], hints: Mapping[str, object]) -> None:
-    """Raise a ValueError for the first value that its type hint does not allow; names without a hint pass."""
+    """Raise a ValueError for the first value that its type hint does not allow; every name has a hint."""
     for field, value in values.items():
-        if field in hints and not allows(hints[field], value):
+        if not allows(hints[field], value):
             word = getattr(value, "name", value)  # an enum of another stack, such as Format.HYBRID
             near = nearest(word, _choices(hints[field])) if isinstance(word, str) else None
             hint = "" if near is None else f" Did you mean {near!r}?"
@@ -103,11 +103,11 @@ def allows(hint: Any, value: Any) -> bool:
     if hint is Any:
         return True
     if origin is Annotated:
-        return allows(args[0], value) and all(rule.holds(value) for rule in args[1:] if isinstance(rule, Rule))
+        return allows(args[0], value) and all(rule.holds(value) for rule in args[1:])
     if origin in (Union, UnionType):
         return any(allows(arm, value) for arm in args)
     if origin is Literal:
-        return any(_same(choice, value) for choice in args)
+        return any(isinstance(value, type(choice)) and value == choice for choice in args)
     if hint in (int, float):
         is_number = isinstance(value, Integral if hint is int else Real) and not isinstance(value, bool)
         return is_number and math.isfinite(value)
@@ -116,11 +116,6 @@ def allows(hint: Any, value: Any) -> bool:
     if origin in (Sequence, set):
         return isinstance(value, origin) and not isinstance(value, str) and all(allows(args[0], v) for v in value)
     return callable(value) if origin is Callable else isinstance(value, origin or hint)
-
-
-def _same(choice: object, value: object) -> bool:
-    """Return whether a value is a choice; 1 is not True."""
-    return isinstance(value, type(choice)) and isinstance(value, bool) == isinstance(choice, bool) and value == choice
 
 
 def _expected(hint: object) -> str:
@@ -144,7 +139,7 @@ def _choices(hint: object) -> list[object]:
 def _words(hint: object) -> list[str]:
     origin = get_origin(hint)
     if origin is Annotated:
-        return [[rule.words for rule in get_args(hint)[1:] if isinstance(rule, Rule)][-1]]
+        return [get_args(hint)[-1].words]
     if origin is Literal:
         return [repr(choice) for choice in get_args(hint)]
     if hint is bool:

@@ -157,8 +157,7 @@ def _resolve_name(
     **kwargs: object,
 ) -> None:
     precision, plugins = _launched(precision, plugins)
-    several = isinstance(plugins, Iterable) and not isinstance(plugins, str)
-    given = [] if plugins is None else list(plugins) if several else [plugins]
+    given = _listed(plugins)
     for plugin in given:
         if isinstance(plugin, str):
             raise names.no_plugin(plugin)
@@ -192,14 +191,19 @@ def _launched(precision: object, plugins: object) -> tuple[object, object]:
     asked = os.environ.get(LAUNCHED_PRECISION)
     if asked is None:
         return precision, plugins
-    several = list(plugins) if isinstance(plugins, Iterable) else [plugins]
+    several = _listed(plugins)
     replaced = [plugin for plugin in several if isinstance(plugin, (*both(FabricPrecision), str))]
     given = [f"precision={precision!r}"] if precision is not None and str(precision) != asked else []
     given += [f"plugins={plugin}" for plugin in replaced]
     if given and (asked, *given) not in _said:
         info(f"lowprec run: `--precision={asked}` wins over `{'` and `'.join(given)}` of the script.")
     _said.add((asked, *given))
-    return asked, [plugin for plugin in several if plugin is not None and plugin not in replaced]
+    return asked, [plugin for plugin in several if plugin not in replaced]
+
+
+def _listed(plugins: Any) -> list[Any]:
+    several = isinstance(plugins, Iterable) and not isinstance(plugins, str)
+    return [] if plugins is None else list(plugins) if several else [plugins]
 
 
 def launched_precision_is_used() -> bool:
@@ -209,7 +213,7 @@ def launched_precision_is_used() -> bool:
 
 def _meet_strategy(original: Callable[..., None], self: Any, *, for_trainer: bool) -> None:
     original(self)
-    plugin = getattr(self, "precision_plugin", None) or getattr(self, "precision", None)
+    plugin = self.precision_plugin if for_trainer else self.precision
     if strategies.is_fsdp2(self.strategy):  # checks early, before any process starts
         self.strategy.sharding.check(plugin)
     if not isinstance(plugin, LowPrecision):
@@ -242,15 +246,14 @@ def _stock_precisions(part: str) -> list[Any]:
 
 
 def _warn_of_left_over(original: Callable[..., Any], self: Any, module: Any) -> Any:
-    if not isinstance(self, LowPrecision):
-        run = f"under `precision={self.precision!r}`"
-        plain.warn_of_layers(module, run)
-        if self.precision == "32-true" or str(self.precision).endswith("-mixed"):
-            plain.warn_of_half_weights(module, run)
-        for p in module.parameters():
-            vars(p).pop(NO_PLAIN_STEP, None)
-        if (trainer := trainer_of(module)) is None or trainer.state.fn == TrainerFn.FITTING:
-            plain.forget(module)  # how weights were rounded: they change now
+    run = f"under `precision={self.precision!r}`"
+    plain.warn_of_layers(module, run)
+    if self.precision == "32-true" or str(self.precision).endswith("-mixed"):
+        plain.warn_of_half_weights(module, run)
+    for p in module.parameters():
+        vars(p).pop(NO_PLAIN_STEP, None)
+    if (trainer := trainer_of(module)) is None or trainer.state.fn == TrainerFn.FITTING:
+        plain.forget(module)  # how weights were rounded: they change now
     return original(self, module)
 
 

@@ -83,7 +83,7 @@ def check_plugin(plugin: LowPrecision, strategy: str) -> None:
             f"ZeRO keeps the masters itself, in float32, and has no `{differing[0]}={getattr(config, differing[0])!r}`."
             f" Use `precision={other!r}`, or run {plugin.precision!r} on one device, under 'ddp' and under 'fsdp2'"
         )
-    elif plugin.masters is None and plugin.weights is None:
+    elif plugin.weights is None:
         reason = (
             "`weights='keep'` trains half-precision weights without masters, and ZeRO always has float32 masters. Leave"
             " `weights` out"
@@ -136,7 +136,7 @@ def _scale_loss(config: dict[str, Any], options: ZeroOptions, arguments: Mapping
             config["fp16"].setdefault(field, value)
         return
     for field, value in scale_fields(options.scaler.config, options.precision).items():
-        argument = arguments.get(field, value)
+        argument = arguments[field]
         if argument != SCALE_FIELDS[field] and argument != value:
             raise _contradiction(options, f"fp16.{field}", value, "the strategy has", f"{field}={argument!r}")
         _set(config, options, f"fp16.{field}", value)
@@ -150,7 +150,7 @@ def scale_fields(scale: LossScale, precision: str) -> dict[str, float]:
     if scale.growth_factor == scale.backoff_factor == 1.0:
         return {"loss_scale": scale.initial}
     allowed: tuple[tuple[str, object, bool, str], ...] = (
-        ("initial", scale.initial, math.log2(scale.initial).is_integer() and scale.initial >= 1, "a power of two"),
+        ("initial", scale.initial, math.log2(scale.initial).is_integer(), "a power of two"),
         ("growth_factor", scale.growth_factor, scale.growth_factor == 2.0, "2.0"),
         ("backoff_factor", scale.backoff_factor, scale.backoff_factor == 0.5, "0.5"),
         ("floor", scale.floor, float(scale.floor).is_integer(), "an integer from 1"),
@@ -173,7 +173,7 @@ def scale_fields(scale: LossScale, precision: str) -> dict[str, float]:
 
 def _get(config: Mapping[str, Any], field: str) -> Any:
     section, _, name = field.rpartition(".")
-    return (config.get(section) or {} if section else config).get(name)
+    return (config.get(section) or {}).get(name)
 
 
 def _set(config: dict[str, Any], options: ZeroOptions, field: str, value: object) -> None:
@@ -181,7 +181,7 @@ def _set(config: dict[str, Any], options: ZeroOptions, field: str, value: object
     if before not in (None, "auto", value):
         raise _contradiction(options, field, value, "the DeepSpeed config has", f"{field}={before!r}")
     section, _, name = field.rpartition(".")
-    (config.setdefault(section, {}) if section else config)[name] = value
+    config.setdefault(section, {})[name] = value
 
 
 def _contradiction(options: ZeroOptions, field: str, value: object, who: str, got: str) -> ValueError:

@@ -189,6 +189,9 @@ def test_a_second_backward_pass_and_a_second_gradient_raise():
     ("change", "message"),
     [
         ({"target": torch.zeros(1, T, dtype=torch.int64)}, r"do not fit: got \(70, 64\), \(1000, 64\) and \(1, 70\)"),
+        ({"input": torch.zeros(T, 60)}, r"do not fit: got \(70, 60\), \(1000, 64\) and \(70,\)"),
+        ({"weight": torch.zeros(K)}, r"do not fit: got \(70, 64\), \(64,\) and \(70,\)"),
+        ({"label_smoothing": 1.1}, "`label_smoothing=1.1` is not valid; expected a number from 0 to 1"),
         ({"target": torch.zeros(T)}, "`target` must be int64.*float32"),
         ({"bias": torch.zeros(V, 1)}, r"`bias` must be \(V,\), here \(1000,\), got \(1000, 1\)"),
         ({"reduction": "avg"}, "`reduction='avg'` is not valid; expected one of: mean, sum, none"),

@@ -116,12 +116,15 @@ def test_half_auto_takes_fp16_where_bf16_is_emulated_and_the_device_of_an_apple_
     assert hardware.default_device() == torch.device("mps", 0)
     on_gpu(monkeypatch, (7, 5))
     assert hardware.bf16_refusal(CUDA).startswith("GPU X (compute capability 7.5) has no bf16 tensor cores")
+    assert HalfMixed("bf16").how(CUDA).startswith("bfloat16 autocast, emulated, since GPU X")
+    assert not HalfMixed("fp16").emulates(CUDA)
     for masters in (False, True):
         plugin = HalfMixed(master_weights=masters, loss_scale=LossScale(initial=8.0, growth_interval=1))
         first, second = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
+        plugin.bind_device(CUDA)
+        assert plugin.autocast_dtype is torch.float16, "before the choice is said, too"
         plugin.see_optimizer(waits := torch.optim.SGD([second], lr=1.0))
         plugin.decide(CUDA)
-        assert plugin.autocast_dtype is torch.float16
         plugin.scaler.scale_loss((first + second).sum()).backward()
         for optimizer in (torch.optim.SGD([first], lr=1.0), waits):  # whose gradient follows the scale, which grows
             plugin.scaler.step(optimizer)

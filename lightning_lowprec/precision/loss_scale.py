@@ -167,9 +167,8 @@ class LossScaler:
         gradients.unscaled = True
 
     def found_inf(self, optimizer: Optimizer) -> bool:
-        """Return whether an unscaled gradient of this step is not finite (reads from the device, once per step)."""
-        gradients = self._gradients.get(optimizer, _Gradients())
-        return gradients.unscaled and gradients.read()
+        """Return whether a gradient, unscaled by now, is not finite (reads from the device, once per step)."""
+        return self._gradients[optimizer].read()
 
     def step(self, optimizer: Optimizer, **kwargs: Any) -> Any:
         """Unscale the gradients if they are still scaled, step if all are finite, and update the scale."""

@@ -60,19 +60,19 @@ class RunOptions(Group):
     def scaler(self, base: Base) -> LossScaler | None:
         """Return what scales the loss and skips steps for a base dtype; None: every step is made, unscaled."""
         choice = self.loss_scale
-        if choice is None and base == "fp16":
+        if base == "bf16":
+            if choice not in ("auto", None):
+                raise ValueError(
+                    f"`loss_scale={choice!r}` is not valid with bf16, which has the range of float32; expected 'auto'"
+                    " or None, or use fp16."
+                )
+            return LossScaler(None) if self.skip_nonfinite else None
+        if choice is None:
             raise ValueError(
                 "`loss_scale=None` is not valid with fp16, whose gradients underflow below 6e-8; expected 'auto',"
                 " 'dynamic', a number or a LossScale, or use bf16."
             )
-        if choice not in ("auto", None) and base == "bf16":
-            raise ValueError(
-                f"`loss_scale={choice!r}` is not valid with bf16, which has the range of float32; expected 'auto' or"
-                " None, or use fp16."
-            )
-        if base == "bf16":
-            return LossScaler(None) if self.skip_nonfinite else None
-        return LossScaler(LossScale() if choice is None or choice == "auto" else LossScale.of(choice))
+        return LossScaler(LossScale.of("dynamic" if choice == "auto" else choice))
 
     def float32_weights(self, masters: HalfWeights | None) -> Float32Weights | None:
         """Return what makes weights float32; None: half-precision weights stay."""

@@ -214,10 +214,10 @@ def _fabric_setups() -> list[Any]:
     return [method.__code__ for cls in both(either.Fabric) for method in (cls.setup, cls.setup_module)]
 
 
-def is_tuning(trainer: object) -> bool:
+def is_tuning(trainer: either.Trainer) -> bool:
     """Return whether the Trainer runs for a search of the Tuner, and not for the training itself."""
     finders = both(either.trainer_callbacks.BatchSizeFinder, either.trainer_callbacks.LearningRateFinder)
-    return any(getattr(c, TUNER_NAME, False) for c in getattr(trainer, "callbacks", ()) if isinstance(c, finders))
+    return any(getattr(c, TUNER_NAME, False) for c in trainer.callbacks if isinstance(c, finders))
 
 
 # ---- loggers
@@ -226,7 +226,7 @@ def is_tuning(trainer: object) -> bool:
 def traces(trainer: either.Trainer, model: object) -> bool:
     """Return whether a logger of ``trainer`` will trace ``model``, for a picture."""
     traceable = isinstance(getattr(model, "example_input_array", None), (torch.Tensor, tuple))
-    return traceable and any(getattr(logger, GRAPH_NAME, False) for logger in trainer.loggers)
+    return traceable and any(vars(logger).get(GRAPH_NAME) for logger in trainer.loggers)  # DummyLogger has every name
 
 
 def logs_this_step(trainer: Any) -> bool:

@@ -56,7 +56,7 @@ NEARLY = [
     (MasterConfig, "seed", True, "an integer"),
     *(
         (FSDP2Strategy, "wrap", w, "'auto', a collection of nn.Module classes or a fu")
-        for w in (torch.nn.Linear, [int], [])
+        for w in (torch.nn.Linear, [int], [], ["Block"])
     ),
     (FSDP2Strategy, "replicate", True, "an integer of at least 1 or 'nodes'"),
     (FSDP2Strategy, "shards", 2.0, "None or an integer of at least 1"),

@@ -49,7 +49,7 @@ def test_small_steps_arrive_from_the_weights_before_the_cast_also_after_an_evalu
 
 
 def test_the_loss_scale_reaches_the_users_logger(tmp_path):
-    logger = CSVLogger(tmp_path)
+    logger = [CSVLogger(tmp_path / "first"), CSVLogger(tmp_path)]
     plugin = HalfMixed("fp16", master_weights=True, loss_scale=LossScale(initial=16.0, growth_interval=4))
     net = Net()
     net.batch_size = 3

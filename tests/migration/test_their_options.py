@@ -41,7 +41,8 @@ def test_the_answer_says_what_to_write(cls, name):
     (lambda: lp.FP8TorchAO(fp8_format=Enum("Format", ["HYBRID"]).HYBRID), "Did you mean 'hybrid'?"),
     (lambda: lp.FSDP2Strategy(state_dict_type="FULL_STATE_DICT"), "Did you mean 'full'?"),
     (lambda: lp.FSDP2Strategy(wrap="LlamaDecoderLayer"), "itself, in a list: `wrap=[LlamaDecoderLayer]`."),
-], ids=["Format.HYBRID", "FULL_STATE_DICT", "wrap"])  # fmt: skip
+    (lambda: lp.FSDP2Strategy(wrap="AUTO_WRAP"), "(fqn, module) -> bool. Did you mean 'auto'?"),
+], ids=["Format.HYBRID", "FULL_STATE_DICT", "wrap", "AUTO"])  # fmt: skip
 def test_a_value_of_theirs_is_answered_with_ours(make, answer):
     with pytest.raises(ValueError, match=r"is not valid; expected") as raised:
         make()

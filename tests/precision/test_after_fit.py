@@ -107,7 +107,8 @@ def test_a_search_restores_the_model_and_the_training_after_it(name, search, tmp
     fit(name, alone)
     module = Net()
     before, types = state(module), [type(m) for m in module.modules()]
-    trainer = Trainer(precision=name, **{**ON_CPU, "max_epochs": 1, "limit_val_batches": 0}, default_root_dir=tmp_path)
+    how = {"precision": name} if search == "learning rate" else {"plugins": as_trained(name)}
+    trainer = Trainer(**how, **{**ON_CPU, "max_epochs": 1, "limit_val_batches": 0}, default_root_dir=tmp_path)
     if search == "learning rate":
         Tuner(trainer).lr_find(module, num_training=3, update_attr=False)
     else:

@@ -29,6 +29,7 @@ class Student(L.LightningModule):
         self.student = nn.Linear(64, 64)
         self.teacher = copy.deepcopy(self.student).requires_grad_(False)
         self.base = nn.Linear(64, 64).requires_grad_(False)
+        self.base.weight.data = self.base.weight.data.t()  # not contiguous
         self.write, self.after = write, after  # steps
 
     def training_step(self, batch, batch_idx):

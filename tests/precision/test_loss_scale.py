@@ -145,20 +145,24 @@ def test_the_first_overflows_are_forgiven(hysteresis: int, overflows: str, expec
     assert trajectory(second, overflows) == expected
 
 
-@pytest.mark.parametrize(("overflow", "factor"), [(False, 4.0), (True, 0.25)])
-def test_pending_gradients_of_another_optimizer_follow_the_scale(overflow: bool, factor: float) -> None:
+@pytest.mark.parametrize(("overflow", "factor"), [(None, 4.0), (0, 0.25), (1, 0.25), (2, 0.25)])
+def test_pending_gradients_of_another_optimizer_follow_the_scale(overflow: int | None, factor: float) -> None:
+    """Of weights of three dtypes, whose gradients are looked at and multiplied apart; one of them overflows."""
     scaler = scaler_of(LossScale(initial=16.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=1))
-    w, v = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
-    first, second = sgd(w), sgd(v)
+    dtypes = torch.float32, torch.bfloat16, torch.float64
+    w, v = ([nn.Parameter(torch.zeros(2, dtype=dtype)) for dtype in dtypes] for _ in range(2))
+    first, second = sgd(*w), sgd(*v)
     for optimizer in (first, second):
         scaler.watch(optimizer)
-    scaler.scale_loss((w * (INF if overflow else 1.0)).sum() + (v * X).sum()).backward()
+    losses = [(p * (INF if number == overflow else 1.0)).sum() for number, p in enumerate(w)]
+    scaler.scale_loss(sum(losses) + sum((p * X).sum() for p in v)).backward()
     scaler.step(first)
     assert scaler.get_scale() == 16.0 * factor
-    assert torch.equal(v.grad, X * 16.0 * factor)
-    scaler.scale_loss((v * X).sum()).backward()  # accumulates under the new scale
+    assert all(torch.equal(p.grad.float(), X * 16.0 * factor) for p in v)
+    scaler.scale_loss(sum((p * X).sum() for p in v)).backward()  # accumulates under the new scale
     scaler.step(second)
-    assert torch.equal(v, -2 * X)
+    assert all(torch.equal(p.float(), torch.full((2,), 0.0 if overflow is not None else -1.0)) for p in w)
+    assert all(torch.equal(p.float(), -2 * X) for p in v)
 
 
 @pytest.mark.parametrize(

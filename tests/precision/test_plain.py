@@ -118,36 +118,34 @@ class Blocks(Task):
         super().__init__(Stack(partial(Block, WIDTH, norm=False), seed=0))
 
 
-@pytest.mark.parametrize("whose", ["the plugin's", "the user's"])
+@pytest.mark.parametrize("whose", ["the plugin's", "the user's", "the user's, later"])
 def test_compiled_blocks(whose):
     model, options = Blocks(), {"backend": "eager"}
     if whose == "the user's":
         for block in model.net.blocks:
             block.compile(**options)
-    fit(FP8TorchAO(plain_after_fit=False, compile=options if whose == "the plugin's" else False), model)
+    fit(FP8TorchAO(plain_after_fit=False, compile=options if whose != "the user's" else False), model)
+    for block in model.net.blocks if whose == "the user's, later" else ():
+        block.compile(**options)
     same = Blocks()
     same.load_state_dict(plain(model).state_dict())
     torch.testing.assert_close(model.net(X), same.net(X), rtol=0, atol=0)
     compiled = [block._compiled_call_impl is not None for block in model.net.blocks]
-    assert compiled == [whose == "the user's"] * 2
+    assert compiled == [whose != "the plugin's"] * 2
     fit(as_trained(FP8TorchAO()), model)  # and back
     assert backends.owner(model.net.blocks[0].up) is not None
     assert not torch.equal(model.eval().net(X), same.net(X))
 
 
-class Traces(DummyLogger):
-    """Stands for TensorBoardLogger, which needs a package more."""
-
-    _log_graph = True
-
-
 @pytest.mark.parametrize("name", ["fp8-hybrid", "int8-mixed", "msamp-o3", "bf16-remainder"])
 def test_a_logger_that_would_trace_the_model_is_refused_with_its_option(name):
-    net = Net()
-    fit(name, net, logger=Traces(), log_every_n_steps=1)  # nothing is traced without an example
-    net.example_input_array = X
+    net, other, traces = Net(), DummyLogger(), DummyLogger()
+    traces._log_graph = True  # as TensorBoardLogger, which needs a package more
+    fit(name, net, logger=traces, log_every_n_steps=1)  # nothing is traced without an example
+    net.example_input_array = {"fp8-hybrid": X}.get(name, (X,))
+    fit(name, net, logger=other, log_every_n_steps=1)  # nor by a logger such as that of `fast_dev_run`
     with pytest.raises(MisconfigurationException, match=r"TensorBoardLogger.*Write `log_graph=False`"):
-        fit(name, net, logger=Traces(), log_every_n_steps=1)
+        fit(name, net, logger=[other, traces], log_every_n_steps=1)
     assert type(net.first) is nn.Linear
 
 
@@ -181,8 +179,8 @@ def test_weights_that_masters_left_in_half_precision_are_named(stock):
         fabric.setup(module)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        L.Fabric(accelerator="cpu", devices=1, precision="bf16-true").setup(module)
         fabric.setup(plain(module))
-        L.Fabric(accelerator="cpu", devices=1, precision="bf16-true").setup(Net())
     values = {fqn: torch.full_like(v, 1 + 2**-12) for fqn, v in module.state_dict().items()}
     L.Fabric(accelerator="cpu", precision="bf16-master").setup(module, torch.optim.SGD(module.parameters(), 0.1))
     module.load_state_dict(values)  # as in the first run, float32 values reach the masters

@@ -123,7 +123,7 @@ def test_a_hook_that_looks_at_gradients_sees_none_that_wait_for_the_step(owner, 
     seen = []
     for scale in (1.0, 2.0**10):
         noting = type("Noting", (owner,), {hook: lambda *args, **_: seen.append(args[place].layer.weight.grad)})()
-        model, callbacks = (noting, []) if owner is BoringModel else (BoringModel(), [noting])
+        model, callbacks = (noting, []) if owner is BoringModel else (BoringModel(), [Callback(), noting])
         model.layer.load_state_dict({"weight": torch.ones(2, 32), "bias": torch.ones(2)})
         plugin = HalfMixed("fp16", master_weights=True, loss_scale=scale)
         L.Trainer(plugins=plugin, callbacks=callbacks, max_steps=1, **ON_CPU).fit(model, torch.ones(1, 1, 32))
@@ -168,12 +168,13 @@ def test_a_sigterm_is_noted_once_and_passed_on_and_moved_names_leave_lightnings_
     monkeypatch.delattr(_SignalConnector, "_sigterm_notifier_fn")
     assert of_lightning.moved() == ["_SignalConnector._sigterm_notifier_fn"]
     killed = []
-    connector = SimpleNamespace(received_sigterm=False, _sigterm_notifier_fn=None)
-    launcher = SimpleNamespace(kill=killed.append)
-    of_lightning.note_sigterm(SimpleNamespace(_signal_connector=connector, strategy=SimpleNamespace(launcher=launcher)))
-    connector._sigterm_notifier_fn(15, None)
-    connector._sigterm_notifier_fn(15, None)
-    assert connector.received_sigterm
+    for launcher in (None, SimpleNamespace(kill=killed.append)):
+        connector = SimpleNamespace(received_sigterm=False, _sigterm_notifier_fn=None)
+        strategy = SimpleNamespace(launcher=launcher)
+        of_lightning.note_sigterm(SimpleNamespace(_signal_connector=connector, strategy=strategy))
+        connector._sigterm_notifier_fn(15, None)
+        connector._sigterm_notifier_fn(15, None)
+        assert connector.received_sigterm
     assert killed == [15]
 
 

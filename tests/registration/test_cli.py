@@ -84,7 +84,7 @@ def test_stock_lightning_cli_configures_plugin_and_fsdp2_by_flags_and_by_yaml(pr
 
 @pytest.mark.parametrize(("key", "given", "said"), [
     ("plugins", "[{class_path: lightning.fabric.plugins.environments.LightningEnvironment}, {class_path:"
-                " lightning_lowprec.FP8TorchAO, init_args: {recipe: tensorwize}}]",
+                " lightning_lowprec.FP8TorchAO, init_args: {base: bf16, recipe: tensorwize}}]",
      "`recipe='tensorwize'` is not valid; expected"),
     ("strategy", "{class_path: lightning_lowprec.FSDP2Strategy, init_args: {wrap: Block}}",
      "`wrap='Block'` is not valid; expected"),

@@ -98,16 +98,22 @@ def test_the_precision_of_lowprec_run_wins_over_the_scripts(monkeypatch, caplog)
     monkeypatch.setenv("PL_TRAINER_PRECISION", "fp8-rowwise")
     monkeypatch.setenv("LOWPREC_RUN_PRECISION", "fp8-rowwise")
     monkeypatch.setattr("lightning_lowprec.registration._said", set())
-    asked = [{"precision": "32-true"}, {"precision": "bf16-true"}, {"plugins": HalfMixed("bf16")}, {"precision": "fp8"}]
-    for given in (*asked, {}, {"precision": "fp8-rowwise"}):
+    half, both = HalfMixed("bf16"), {"precision": 16, "plugins": [FP8TorchAO(), "fp8"]}
+    for words, given in {
+        "precision='fp8'": {"precision": "fp8"},
+        "precision='bf16-true'": {"precision": "bf16-true"},
+        f"plugins={half}": {"plugins": half},
+        "plugins=bf16-mixed": {"plugins": "bf16-mixed"},
+        f"precision=16` and `plugins={both['plugins'][0]}` and `plugins=fp8": both,
+        "": {"precision": "fp8-rowwise"},
+    }.items():
         caplog.clear()
         for _ in range(2):
             assert L.Fabric(accelerator="cpu", **given).strategy.precision.precision == "fp8-rowwise"
         assert L.Trainer(**given, **ON_CPU).precision == "fp8-rowwise"
         said = [record.getMessage() for record in caplog.records if "lowprec run" in record.getMessage()]
-        assert len(said) == (given in asked), "once, where the script asks for another precision"
-        replaced = "lowprec run: `--precision=fp8-rowwise` wins over `precision='bf16-true'` of the script."
-        assert (replaced in said) == (given == {"precision": "bf16-true"})
+        once = [f"lowprec run: `--precision=fp8-rowwise` wins over `{words}` of the script."]
+        assert said == (once if words else []), "once, where the script asks for another precision"
     assert lightning_lowprec.registration.launched_precision_is_used()
     environment = LightningEnvironment()
     strategy = L.Fabric(plugins=[FP8TorchAO(), environment], strategy="ddp", devices=1, accelerator="cpu").strategy
@@ -156,6 +162,7 @@ WORDS = {
     "fp8-hybrid-remainder-sr": "A name has one suffix: write 'fp8-hybrid-remainder'.",
     "fp8-hybrid-remaindr": "Did you mean 'fp8-hybrid-remainder'?",
     "fp8-remainder": "Write 'fp8-hybrid-remainder'",
+    33: "Try 'bf16-mixed', 'fp8-hybrid' or 'bf16-8bit'.",
 }
 
 
@@ -293,9 +300,13 @@ def test_throughput_monitors_and_model_summary_know_our_precisions():
     assert trainer_throughput._plugin_to_compute_dtype(MixedPrecision("bf16-mixed", "cpu")) is torch.bfloat16
     model = Task(torch.nn.Linear(16, 16, bias=False))  # 256 parameters of 4 bytes
     model.lower = torch.nn.Linear(16, 16, bias=False, dtype=torch.bfloat16).requires_grad_(False)  # 256 of 2
-    model.trainer = L.Trainer(precision="fp8-hybrid", **ON_CPU)
-    assert ModelSummary(model).model_size == pytest.approx((256 * 4 + 256 * 2) * 1e-6)
-    model.net = model.lower = torch.nn.ReLU()
+    assert ModelSummary(model).model_size == pytest.approx(512 * 4e-6), "as Lightning counts, also without a Trainer"
+    model.trainer = L.Trainer(precision="32-true", **ON_CPU)
+    assert ModelSummary(model).model_size == pytest.approx(512 * 4e-6)
+    model.trainer, model.lazy = L.Trainer(precision="fp8-hybrid", **ON_CPU), torch.nn.LazyLinear(4)
+    with pytest.warns(UserWarning, match="UninitializedParameter"):
+        assert ModelSummary(model).model_size == pytest.approx((256 * 4 + 256 * 2) * 1e-6)
+    model.net = model.lower = model.lazy = torch.nn.ReLU()
     assert ModelSummary(model).model_size == 0
 
 

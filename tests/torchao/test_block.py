@@ -130,6 +130,7 @@ def test_devices_are_refused_with_the_remedy(monkeypatch):
     assert FP8TorchAO("block").refusal(cuda) is None
     how = FP8TorchAO("block").how(cuda)
     assert how == "FP8 GEMMs with a scale per block by cuBLASLt on GPU X (compute capability 9.0)"
+    assert FP8TorchAO().how(cuda) == "FP8 kernels of GPU X (compute capability 9.0)"
 
 
 def mx(values, rows, columns):

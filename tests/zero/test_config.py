@@ -16,7 +16,10 @@ def test_fp16_with_the_default_scale_takes_what_the_strategy_was_given():
     given = {**SCALE_FIELDS, "loss_scale_window": 500}
     assert translated({}, FP16, given) == {"fp16": {"enabled": True, **given}}
     assert translated({"fp16": {"hysteresis": 7}}, FP16, given)["fp16"]["hysteresis"] == 7
-    other = ZeroOptions.of(lp.HalfMixed("fp16", loss_scale=lp.LossScale(growth_interval=100)))
+    same, other = (
+        ZeroOptions.of(lp.HalfMixed("fp16", loss_scale=lp.LossScale(growth_interval=steps))) for steps in (500, 100)
+    )
+    assert translated({}, same, given)["fp16"]["loss_scale_window"] == 500
     with pytest.raises(ValueError, match=r"`fp16.loss_scale_window=100`, and the strategy has `loss_scale_window=500`"):
         translated({}, other, given)
 
@@ -25,7 +28,7 @@ def test_fp16_with_the_default_scale_takes_what_the_strategy_was_given():
     ("scale", "expected"),
     [
         (lp.LossScale(initial=8.0, growth_interval=3, hysteresis=4, floor=2.0), (0, 3, 3, 4, 2)),
-        (lp.LossScale(initial=1.0), (0, 0, 2000, 1, 1)),
+        (lp.LossScale(initial=1.0, patience_at_floor=1), (0, 0, 2000, 1, 1)),
         (1024.0, (1024.0, None, None, None, None)),
     ],
     ids=["dynamic", "from one", "static"],
@@ -89,7 +92,7 @@ def test_auto_and_equal_values_pass_and_the_given_config_stays():
     assert translated({}, BF16, SCALE_FIELDS) == {"bf16": {"enabled": True}}
     config = {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}, "torch_autocast": {"enabled": False}}
     expected = {"bf16": {"enabled": True}, "fp16": {"enabled": False}, "torch_autocast": {"enabled": False}}
-    assert translated(config, BF16, SCALE_FIELDS) == expected
+    assert translated(config, BF16, SCALE_FIELDS) == translated(expected, BF16, SCALE_FIELDS) == expected
     assert config["bf16"] == config["fp16"] == {"enabled": "auto"}
 
 
