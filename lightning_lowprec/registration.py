@@ -252,7 +252,8 @@ def _warn_of_left_over(original: Callable[..., Any], self: Any, module: Any) -> 
         plain.warn_of_half_weights(module, run)
     for p in module.parameters():
         vars(p).pop(NO_PLAIN_STEP, None)
-    if (trainer := trainer_of(module)) is None or trainer.state.fn == TrainerFn.FITTING:
+    trainer = trainer_of(module)  # maybe of an earlier run; now Fabric runs it
+    if trainer is None or trainer.precision_plugin is not self or trainer.state.fn == TrainerFn.FITTING:
         plain.forget(module)  # how weights were rounded: they change now
     return original(self, module)
 

@@ -287,7 +287,7 @@ LIGHTNINGS: Final = ("MixedPrecision", "FSDPPrecision")  # plugins of Lightning 
 def load_loss_scale(scaler: LossScaler | None, state: Mapping[str, Any], precision: str) -> None:
     """Restore the loss scale from the state of our plugins or of Lightning's ``MixedPrecision`` (a GradScaler's)."""
     scales = scaler is not None and scaler.scales_loss
-    if scaler is not None and not scales:
+    if scaler is not None:
         scaler.skipped_steps = int(state.get(SKIPS_STATE, scaler.skipped_steps))
     stored = state.get(SCALER_STATE, state if "_growth_tracker" in state else None)
     if not stored:

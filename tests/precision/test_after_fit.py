@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging
+from lightning import Fabric, Trainer
+from lightning.pytorch.callbacks import Callback, LearningRateFinder, StochasticWeightAveraging
 from lightning.pytorch.tuner import Tuner
 
 from lightning_lowprec import fp8_state
@@ -70,7 +70,13 @@ def test_export_rounds_the_plain_weights_as_the_run_has_rounded_its_own(name):
     assert found["first.weight"].dtype is torch.float8_e4m3fn
     coded = [key for key in expected if key.startswith(("first.weight", "second.weight"))]
     assert same_bits({key: found[key].float() for key in coded}, {key: expected[key].float() for key in coded})
-    fit("half-auto", module)
+    for evaluated in ("half-auto", "32-true"):
+        Trainer(precision=evaluated, **ON_CPU).test(module, verbose=False)
+    assert same_bits(dict(fp8_state(module, dtype="bf16")), found)
+    if name == "msamp-o2":
+        Fabric(precision="32-true", accelerator="cpu").setup(module)
+    else:
+        fit("32-true" if name == "msamp-o3" else "half-auto", module)
     with pytest.raises(ValueError, match="no layer that runs in FP8"):
         fp8_state(module)
     assert trainer
@@ -121,6 +127,15 @@ def test_a_search_restores_the_model_and_the_training_after_it(name, search, tmp
     module.losses.clear()
     trainer.fit(module)
     assert module.losses == alone.losses
+    assert same_bits(exact_weights(module), exact_weights(alone))
+
+
+def test_a_search_in_fit_undoes_no_training(tmp_path):
+    alone, module = Net(torch.bfloat16), Net(torch.bfloat16)
+    search = LearningRateFinder(num_training_steps=3, update_attr=False)
+    fit("half-auto", alone)
+    fit("half-auto", module, callbacks=[search], default_root_dir=tmp_path)
+    assert module.losses[-3:] == alone.losses
     assert same_bits(exact_weights(module), exact_weights(alone))
 
 

@@ -179,7 +179,10 @@ def test_weights_that_masters_left_in_half_precision_are_named(stock):
         fabric.setup(module)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        L.Fabric(accelerator="cpu", devices=1, precision="bf16-true").setup(module)
+        half = L.Fabric(accelerator="cpu", devices=1, precision="bf16-true")
+        wrapped, optimizer = half.setup(module, torch.optim.SGD(module.parameters(), 0.0))
+        half.backward(wrapped(X).sum())
+        optimizer.step()  # as the user has chosen
         fabric.setup(plain(module))
     values = {fqn: torch.full_like(v, 1 + 2**-12) for fqn, v in module.state_dict().items()}
     L.Fabric(accelerator="cpu", precision="bf16-master").setup(module, torch.optim.SGD(module.parameters(), 0.1))

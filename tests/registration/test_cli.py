@@ -84,8 +84,8 @@ def test_stock_lightning_cli_configures_plugin_and_fsdp2_by_flags_and_by_yaml(pr
 
 @pytest.mark.parametrize(("key", "given", "said"), [
     ("plugins", "[{class_path: lightning.fabric.plugins.environments.LightningEnvironment}, {class_path:"
-                " lightning_lowprec.FP8TorchAO, init_args: {base: bf16, recipe: tensorwize}}]",
-     "`recipe='tensorwize'` is not valid; expected"),
+                " lightning_lowprec.FP8TorchAO, init_args: {recipe: rowwise, base: fp17}}]",
+     "`base='fp17'` is not valid; expected"),
     ("strategy", "{class_path: lightning_lowprec.FSDP2Strategy, init_args: {wrap: Block}}",
      "`wrap='Block'` is not valid; expected"),
     ("precision", "fp8-hybird", "Precision 'fp8-hybird' is invalid. Did you mean 'fp8-hybrid'? `lowprec doctor` lists"),
