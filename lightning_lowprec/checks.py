@@ -121,7 +121,7 @@ def allows(hint: Any, value: Any) -> bool:
 def _expected(hint: object) -> str:
     arms, choices = _arms(hint), _choices(hint)
     none = [None] if NoneType in arms else []
-    if all(arm is NoneType or get_origin(arm) is Literal for arm in arms) and all(isinstance(c, str) for c in choices):
+    if all(arm is NoneType or get_origin(arm) is Literal for arm in arms):
         return f"one of: {', '.join(map(str, [*none, *choices]))}"
     words = list(dict.fromkeys([*map(str, none), *(w for arm in arms if arm is not NoneType for w in _words(arm))]))
     return " or ".join([*filter(None, [", ".join(words[:-1])]), words[-1]])

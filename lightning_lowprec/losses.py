@@ -279,7 +279,7 @@ def _checked(
 ) -> torch.dtype:
     if isinstance(input, DTensor) or isinstance(target, DTensor):
         raise ValueError("`input` and `target` must be the tensors of this rank, got a DTensor; pass `.to_local()`.")
-    if weight.ndim != 2 or input.shape[-1:] != weight.shape[1:] or input.shape[:-1] != target.shape:
+    if input.shape[-1:] != weight.shape[1:] or input.shape[:-1] != target.shape:
         raise ValueError(
             "`input` (..., K), `weight` (V, K) and `target` (...) do not fit: got"
             f" {tuple(input.shape)}, {tuple(weight.shape)} and {tuple(target.shape)}."

@@ -58,9 +58,9 @@ def test_a_layer_that_comes_after_the_set_up_is_named(name: str) -> None:
         optimizer.step()
 
     step()
-    model.append(nn.Linear(32, 32))
-    optimizer.add_param_group({"params": list(model[3].parameters())})
-    with pytest.warns(UserWarning, match=r"'3' came into the model after its set-up.* do not run in (FP8|int8)"):
+    model.extend([nn.Linear(32, 32), nn.Linear(32, 32)])
+    optimizer.add_param_group({"params": list(model[3:].parameters())})
+    with pytest.warns(UserWarning, match=r"'3', '4' came into the model after its set-up.* do not run in (FP8|int8)"):
         step()
     step()
 
@@ -80,6 +80,16 @@ def test_an_optimizer_is_not_kept_alive_and_one_at_its_address_is_a_new_one() ->
     gc.collect()
     assert seen() is None
     assert len(plugin.modules.groups_seen) == 0
+
+
+def test_optimizers_that_come_one_by_one_with_evaluations_between_them_have_masters() -> None:
+    fabric = L.Fabric(accelerator="cpu", devices=1, precision="bf16-master")  # type: ignore[arg-type]
+    wrapped, optimizers = fabric.setup_module(model := net()), []
+    for part in (model[0], model[2]):
+        optimizers.append(fabric.setup_optimizers(torch.optim.SGD(part.parameters(), lr=0.1)))
+        with torch.no_grad():
+            wrapped(torch.ones(2, 32))
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("name", ["bf16-master", "bf16-remainder", "fp16-master"])

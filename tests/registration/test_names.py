@@ -168,7 +168,7 @@ WORDS = {
     "fp8-hybrid-remaindr": "Did you mean 'fp8-hybrid-remainder'?",
     "fp8-remainder": "Write 'fp8-hybrid-remainder'",
     "fp8-hybrid-bf16": "Write 'fp8-hybrid': what is not FP8 or int8 is bf16",
-    33: "Try 'bf16-mixed', 'fp8-hybrid' or 'bf16-8bit'.",
+    True: "Try 'bf16-mixed', 'fp8-hybrid' or 'bf16-8bit'.",
 }
 
 
