@@ -1,20 +1,16 @@
 """Log lines and warnings of this package: one logger, one class of warnings, on rank 0, and none of torchao's."""
 
-import logging
 import os
 import subprocess
 import sys
 import warnings
 
-import lightning as L
 import pytest
 from lightning_utilities.core.rank_zero import rank_zero_only
-from torch import nn
 
 import lightning_lowprec
 from lightning_lowprec import messages
 
-SAID = "half-auto: "
 OF_TORCHAO = ("Failed to load", "KernelPreference")
 
 
@@ -36,12 +32,6 @@ def stderr_of(code: str, **variables: str) -> str:
 )
 def test_a_line_is_said_once_whoever_has_set_up_logging(first, times):
     assert stderr_of(f"{first}; ours.info('a line')").count("a line") == times
-
-
-def test_lines_have_the_file_that_says_them_and_reach_handlers_of_the_root(caplog):
-    L.Fabric(precision="half-auto", accelerator="cpu", devices=1).setup(nn.Linear(2, 2))
-    (record,) = [record for record in caplog.records if record.getMessage().startswith(SAID)]
-    assert (record.name, record.levelno, record.filename) == ("lightning_lowprec", logging.INFO, "half.py")
 
 
 def test_the_rank_is_that_of_lightning_at_the_moment_of_the_line(monkeypatch, caplog, caught):

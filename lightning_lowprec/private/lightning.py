@@ -214,7 +214,7 @@ def _fabric_setups() -> list[Any]:
     return [method.__code__ for cls in both(either.Fabric) for method in (cls.setup, cls.setup_module)]
 
 
-def is_tuning(trainer: either.Trainer) -> bool:
+def is_tuning(trainer: Any) -> bool:
     """Return whether the Trainer runs for a search of the Tuner, and not for the training itself."""
     finders = both(either.trainer_callbacks.BatchSizeFinder, either.trainer_callbacks.LearningRateFinder)
     return any(getattr(c, TUNER_NAME, False) for c in trainer.callbacks if isinstance(c, finders))

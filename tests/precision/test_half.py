@@ -17,7 +17,9 @@ def test_auto_says_what_it_took_in_fabric(caplog: pytest.LogCaptureFixture) -> N
         assert "half-auto" not in caplog.text
         module = fabric.setup(nn.Linear(2, 2))
         module(torch.ones(1, 2)).sum().backward()  # no loss scaling with bf16, whatever the scale would have been
-    assert [line for line in caplog.messages if "auto" in line] == ["half-auto: bf16 autocast, since cpu has bf16."]
+    (line,) = [record for record in caplog.records if "auto" in record.getMessage()]
+    assert line.getMessage() == "half-auto: bf16 autocast, since cpu has bf16."
+    assert (line.name, line.levelname, line.filename) == ("lightning_lowprec", "INFO", "half.py")
     assert torch.equal(module.weight.grad, torch.ones(2, 2))
 
 
