@@ -198,9 +198,13 @@ def test_a_torchao_that_is_missing_or_broken_is_named(tmp_path, monkeypatch):
         assert main(["doctor", "--for", "fp8-hybrid"]) == 1
         assert main(["doctor", "--for", "half-auto"]) == 0
     (tmp_path / "torchao").mkdir()
-    (tmp_path / "torchao" / "__init__.py").write_text("import torch\ntorch.no_such_thing")
     for name in [name for name in sys.modules if name.partition(".")[0] == "torchao"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(ImportError, match=r"torchao, which is installed but does not import \(AttributeError: module"):
-        FP8TorchAO()
+    for code, why in (
+        ("import torch\ntorch.no", "AttributeError: module"),
+        ("import nothing", "ModuleNotFoundError: No"),
+    ):
+        (tmp_path / "torchao" / "__init__.py").write_text(code)
+        with pytest.raises(ImportError, match=rf"torchao, which is installed but does not import \({why}"):
+            FP8TorchAO()
