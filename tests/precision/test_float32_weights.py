@@ -79,6 +79,15 @@ def test_weights_keep_leaves_them(make, caplog):
     assert not any("became float32" in line for line in caplog.messages)
 
 
+def test_float32_shards_of_half_weights_are_said_without_an_option_that_masters_refuse(caplog):
+    caplog.set_level("INFO")
+    fabric = L.Fabric(accelerator="cpu", devices=1, strategy="fsdp2", precision="bf16-master")
+    fabric.launch()
+    fabric.setup_module(nn.Sequential(nn.Linear(16, 16)).bfloat16())
+    (said,) = [line for line in caplog.messages if "became float32" in line]
+    assert said.endswith(" and start from their rounded values.")
+
+
 @pytest.mark.parametrize("kind", ["batch norm", "parametrized", "hook"])
 def test_buffers_that_are_computed_with_a_weight_follow_it(kind):
     layers = {

@@ -44,13 +44,6 @@ def trajectory(scaler: Any, steps: str) -> list[float]:
     return scales
 
 
-def test_of_takes_dynamic_a_number_or_a_loss_scale() -> None:
-    assert LossScale.of(given := LossScale(growth_interval=7)) is given
-    assert LossScale.of("dynamic") == LossScale()
-    assert LossScale.of(128).initial == LossScale.of(128.0).initial == 128.0
-    assert LossScale.of(0.125).initial == 0.125  # a static scale may be below the default floor
-
-
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(
     ("growth", "backoff", "interval"), [(2.0, 0.5, 3), (4.0, 0.25, 1), (1.5, 0.7, 2), (2.0, 0.5, 50)]
@@ -108,7 +101,7 @@ def test_scaled_loss_of_fp16_is_float32() -> None:
         (LossScale(floor=16.0), {"scale": 4.0}, 16.0),
         # of a run with a longer interval: a counter must not miss the shorter one
         (LossScale(growth_interval=3), {"scale": 8.0, "_growth_tracker": 1500}, 16.0),
-        (LossScale.of(128.0), {"scale": 2.0**16}, 128.0),  # a static scale can neither grow nor back off
+        (LossScale.of(0.125), {"scale": 2.0**16}, 0.125),  # static: neither grows nor backs off, and has no floor
         (LossScale(growth_factor=1.0), {"scale": 4.0}, 4.0),  # one that backs off alone goes on
     ],
     ids=["floor", "counter", "static", "falling"],
