@@ -37,7 +37,7 @@ class Model(nn.Module):
 def train(model, caught, precision="fp8-hybrid"):
     how = {"precision": precision} if isinstance(precision, str) else {"plugins": precision}
     fabric = L.Fabric(accelerator="cpu", **how)
-    _teacher = fabric.setup_module(nn.Sequential(nn.Linear(WIDTH, WIDTH)))  # the plan is that of the last one
+    _teacher = fabric.setup_module(Model())  # the plan is that of the last one
     wrapped, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), 1e-3))
     for _ in range(3):
         fabric.backward(wrapped(torch.randn(TOKENS, WIDTH)).square().mean())
