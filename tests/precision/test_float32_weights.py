@@ -80,7 +80,6 @@ def test_weights_keep_leaves_them(make, caplog):
 
 
 def test_float32_shards_of_half_weights_are_said_without_an_option_that_masters_refuse(caplog):
-    caplog.set_level("INFO")
     fabric = L.Fabric(accelerator="cpu", devices=1, strategy="fsdp2", precision="bf16-master")
     fabric.launch()
     fabric.setup_module(nn.Sequential(nn.Linear(16, 16)).bfloat16())
