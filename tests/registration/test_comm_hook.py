@@ -4,6 +4,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
 import lightning_lowprec
 from lightning_lowprec import fp8_gradient_hook
@@ -40,13 +41,14 @@ def test_the_gradient_arrives_in_fp8(options, monkeypatch):
     monkeypatch.setenv("MASTER_PORT", "29489")
     expected = in_e4m3(torch.tensor(GRADIENT)).tolist()
     assert expected != pytest.approx(GRADIENT, rel=1e-3)
-    assert gradient_of(DDPStrategy(ddp_comm_hook=fp8_gradient_hook), **options) == expected
+    wrapped = []
+    wrapper = (lambda hook: wrapped.append(hook) or hook) if options else None
+    assert gradient_of(DDPStrategy(ddp_comm_hook=fp8_gradient_hook, ddp_comm_wrapper=wrapper), **options) == expected
+    assert wrapped == [fp8_gradient_hook] * bool(options)
 
 
 def test_other_hooks_are_left_to_lightning(monkeypatch):
     monkeypatch.setenv("MASTER_PORT", "29489")
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-
     exact = torch.tensor(GRADIENT).tolist()
     assert gradient_of(DDPStrategy(ddp_comm_hook=bf16_compress_hook)) == exact
     lightning_lowprec.unregister()
