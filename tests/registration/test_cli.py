@@ -102,10 +102,11 @@ def test_stock_lightning_cli_shows_what_our_class_says_of_its_arguments(project,
 def test_lowprec_fit_imports_from_the_working_folder_and_from_files_and_adds_no_noise(project):
     command = ["-P", "-m", "lightning_lowprec.tools.cli"]  # -P: as a console command, without the working folder
     (project / "inner").mkdir()
-    (project / "inner" / "both.py").write_text("from modules import Data, Model")  # of the working folder
+    (project / "inner" / "both.py").write_text("import warnings\nfrom modules import *\nwarnings.warn('of mine')")
     files = "--model", "inner/both.py:Model", "--data=inner/both.py:Data"
     args = ["fit", *files, *FAST, "--trainer.precision=fp8-hybrid"]
     ran = python(*command, *args, cwd=project, from_nothing=True, PYTHONPATH=str(ROOT))
+    assert "of mine" in ran.stderr
     for noise in ("args parameter", "Failed to load", "register_constant"):
         assert noise not in ran.stderr, noise
 
@@ -130,9 +131,9 @@ def main():
     installed = project / "trainer_tool-1.0.dist-info"
     installed.mkdir()
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: trainer-tool\nVersion: 1.0\n")
-    (installed / "entry_points.txt").write_text("[console_scripts]\ntrainer-tool = training:main\n")
+    (installed / "entry_points.txt").write_text("[a]\ntool = os:abort\n[console_scripts]\ntool = training:main\n")
     args = ["--precision=fp8-hybrid", "--strategy", "ddp", "--devices=2", "--accelerator=cpu", "--main-port=29411"]
-    command = ["-m", "lightning_lowprec.tools.cli", "run", *args, "trainer-tool", "--lr", "3"]
+    command = ["-m", "lightning_lowprec.tools.cli", "run", *args, "tool", "--lr", "3"]
     ran = python(*command, cwd=project, LT_PRECISION="64-true")
     for rank in (0, 1):
         assert (project / f"said-{rank}.txt").read_text() == "fp8-hybrid 20 --lr 3 fp8-hybrid DDPStrategy 2 1"

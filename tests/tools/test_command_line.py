@@ -84,7 +84,8 @@ WITH_JSON = {
     "doctor --for=bf16-mixed": "",
     "doctor --device": "sm_80 --for=fp8-rowwise",
     "plan": "chatty.py:Model",
-    "plan --fits": "80GB small/config.json --precisions=bf16-mixed --seq=16",
+    "plan --fits": '80GB lightning_lowprec.tools.demo.ByteGPT --args={"depth":1,"width":32,"block_size":16} --batch=3'
+    ' --precisions=32-true --data=lightning_lowprec.tools.demo.StdlibText --data_args={"block_size":16}',
     "monitor --keep": ".",
     "export --format": "hf small/model.safetensors served --model=small --dtype=fp32 --check"
     " --min_snr=1e9 --max_perplexity=0",

@@ -116,8 +116,7 @@ def measured_by_hand(folder, out, tokens, new):
 
 
 def test_check_prints_three_numbers_and_ends_with_1_beyond_a_bound(trained, tmp_path, capsys):
-    options = "--check", "--min_snr=99"
-    assert export(trained, "trainer.ckpt", tmp_path / "out", *options, format="hf-fp8-block") == 1
+    assert export(trained, "trainer.ckpt", tmp_path / "out", "--check", "--min_snr=99", format="hf-fp8-block") == 1
     said = capsys.readouterr().out
     assert said.endswith("\ncheck failed: the logits' SNR is below --min_snr 99 dB\n")
     random = torch.randint(0, 96, (1, 128), generator=torch.Generator().manual_seed(0))

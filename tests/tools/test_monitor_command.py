@@ -102,7 +102,7 @@ def test_the_worst_layer_stands_first_and_what_is_not_finite_is_beyond_every_lim
     shares = {"input": 0.0, "weight": 0.01, "gradient": 0.01}
     assert of_two == {"fqn": "blocks.2.up", "output_db": 12, "underflow": shares, "beyond": 3, "reason": reasons[0]}
     for tensor in ("gradient", "input"):
-        layer = {"input": [0.0, 0.0, 0.0, 1.0], tensor: [None] * 4, "output_db": None}
+        layer = {"input": [1.0, 0.0, 0.0, 1.0], "weight": [0.0, *[None] * 3], tensor: [None] * 4, "output_db": None}
         lines = [{"step": step, "layers": {"up": layer}} for step in range(3)]
         (tmp_path / FILE).write_text("\n".join(map(json.dumps, lines)))
         assert main(["monitor", str(tmp_path), "--keep"]) == 0

@@ -286,7 +286,7 @@ class Narrow(nn.Linear):
         (["no/gone.py:Model"], "'no/gone.py' is not a file"),
         (["gone.py"], "'gone.py' names no class; expected gone.py:Model"),
         (["gone.json"], "'gone.json' is no model; expected a class path"),
-        (["no/such/folder"], "'no/such/folder' is no model; expected a class path"),
+        (["no/such.folder"], "'no/such.folder' is no model; expected a class path"),
         (["collections.Counter"], "'collections.Counter' makes a Counter; expected a LightningModule or a Module"),
         (["tests"], "'tests' is no model; expected a class path"),
         (

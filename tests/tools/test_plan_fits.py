@@ -85,7 +85,8 @@ def test_one_rank_of_fsdp2_holds_its_share(shallow):
 
 
 def test_a_gpu_is_read_and_simulated_and_its_refusal_is_that_of_a_run():
-    sizes = {"141GB": 141e9, "80GiB": 80 * 2**30, "1.5 TB": 1.5e12, "NVIDIA H100": 80e9, "rtx 4090": 24e9}
+    sizes = {"141GB": 141e9, "80GiB": 80 * 2**30, "1.5 TB": 1.5e12, "NVIDIA H100": 80e9, "GeForce rtx-4090": 24e9}
+    sizes |= {"RTX 6000 Ada": 48e9, "rtx_pro_6000": 96e9, "RTX A6000": 48e9, "Tesla T4": 16e9}
     assert {text: read_gpu(text).size for text in sizes} == sizes
     a100, h100 = (fits(Square(), gpu, names=["fp8-hybrid"]).verdicts[0].refused for gpu in ("A100", "H100"))
     assert a100.startswith("simulated GPU (compute capability 8.0) has no FP8 tensor cores")
@@ -114,10 +115,16 @@ def test_the_command(shallow, config, capsys):
     assert "5% of the peak + 1 GB" in said
     assert "not simulated: msamp-o2" in said
     assert "the kernels of Transformer Engine do not run on tensors without values" in said
-    assert main(["plan", config, "--fits", "1GB", "--seq", "32", "--precisions", "bf16-sr"]) == 1
+    tight = ["--fits=1GB", "--seq=32", "--precisions=bf16-sr,bf16-8bit", "--fused", "--checkpointing", "--devices=2"]
+    assert main(["plan", config, *tight, "--strategy=fsdp2"]) == 1
     said = " ".join(capsys.readouterr().out.split())
-    assert "None fits: the least needs at least 1." in said
-    assert "--fused, --checkpointing, a name that ends in -8bit, and --devices 2 --strategy fsdp2 need less" in said
+    for words in (
+        "AdamW (fused), blocks computed again in the backward, 2 GPUs with strategy='fsdp2', state of one computed.",
+        " bf16-8bit: the model is loaded in bf16, with `dtype=torch.bfloat16`.",
+        "None fits: the least needs at least 1.",
+        "--fused, --checkpointing, a name that ends in -8bit, and --devices 2 --strategy fsdp2 need less",
+    ):
+        assert words in said
 
 
 def test_what_is_refused_names_the_way_out(config, capsys):

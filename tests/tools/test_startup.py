@@ -28,7 +28,6 @@ LIGHT = [
     ["compare", "--max-steps", "0"],
     ["compare", "--threads", "1"],
     ["doctor", "--for", "fp8"],
-    ["run", "--precision", "bf16-fp8", "train.py"],
     ["run", "no-such-file.py"],
     ["monitor", "no-such-folder"],
 ]
