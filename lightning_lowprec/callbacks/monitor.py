@@ -128,7 +128,7 @@ class NumericsMonitor(Callback):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if demoted := list(state_dict.get("demoted", ())):  # of a version that could do so
+        if demoted := list(state_dict["demoted"]):  # of a version that could do so
             warn(
                 "NumericsMonitor: dropped from the checkpoint that these layers run in bf16. To go on so, resume with"
                 f" `FP8TorchAO(keep={demoted!r})`."
@@ -145,7 +145,7 @@ class NumericsMonitor(Callback):
         if step // self.every <= last // self.every:
             return
         if self._sampler is None:
-            self._sampler = Sampler(model, every=max(1, round(1 / self.rows)), device=device)
+            self._sampler = Sampler(model, every=round(1 / self.rows), device=device)
         self._sampler.arm(turn=step // self.every)
         self._sampled = step
         # calls of the model, of a module in it, or of a LightningModule's methods may be compiled
@@ -216,10 +216,7 @@ def _report(readings: Sequence[Reading], missing: dict[str, str]) -> str:
 
 def _device_of(model: nn.Module) -> torch.device:
     device = getattr(model, "device", None)
-    if isinstance(device, torch.device):
-        return device
-    parameter = next(model.parameters(), None)
-    return torch.device("cpu") if parameter is None else parameter.device
+    return device if isinstance(device, torch.device) else next(model.parameters(), torch.empty(0)).device
 
 
 @final
@@ -232,19 +229,16 @@ class PausedCompiler:
 
     def pause(self) -> None:
         """Run compiled code eagerly from now on, except within the step of an optimizer."""
-        if self._handles:
-            return
         self._set()
 
         @sees_no_masters
         def before(optimizer: object, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-            if not _has_closure(args, kwargs):  # a closure runs forward and backward within the step
+            if not any(map(callable, (*args[1:], *kwargs.values()))):  # a closure runs forward and backward in the step
                 self._stance.close()
 
         @sees_no_masters
         def after(optimizer: object, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-            if not _has_closure(args, kwargs):
-                self._set()
+            self._set()
 
         self._handles = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
 
@@ -257,7 +251,3 @@ class PausedCompiler:
 
     def _set(self) -> None:
         self._stance.enter_context(torch.compiler.set_stance("force_eager"))
-
-
-def _has_closure(args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
-    return any(callable(value) for value in (*args[:1], kwargs.get("closure")))

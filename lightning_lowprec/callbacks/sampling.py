@@ -137,8 +137,6 @@ class Sampler:
         numbers[_OUTPUT:].copy_(casts.output_error(of_rows, rows, values, own_bias))
 
     def _on_gradient(self, numbers: Tensor, numerics: casts.LayerNumerics, gradient: Tensor) -> None:
-        if not gradient.numel() or isinstance(gradient, DTensor):
-            return
         with _aside(gradient.device.type):
             rows = casts.sampled(gradient, self.every, self._offset)
             self._write(numbers, "gradient", gradient, rows, numerics.gradient, gradient.dtype)

@@ -240,11 +240,28 @@ class Fitted(L.LightningModule):
         super().__init__()
         self.linear = torch.nn.Linear(16, 8)
 
+    def forward(self, batch):
+        return self.linear(batch)
+
     def training_step(self, batch, _):
-        return self.linear(batch).square().mean()
+        return self(batch).square().mean()
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters())
+
+
+class OneForEach(Fitted):
+    """An optimizer of each Parameter."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch, _):
+        self.manual_backward(super().training_step(batch, _))
+        for optimizer in self.optimizers():
+            optimizer.step()
+
+    def configure_optimizers(self):
+        return [torch.optim.AdamW([p]) for p in self.parameters()]
 
 
 def with_a_buffer(strict=True):
@@ -256,8 +273,8 @@ def with_a_buffer(strict=True):
 
 @pytest.mark.filterwarnings("ignore:.*returned `None`, this fit will run with no optimizer")
 def test_what_differs_from_a_checkpoint_raises_or_is_left_alone_on_request(tmp_path):
-    def fitted(module, path=None, epochs=1, precision="32-true"):
-        trainer = L.Trainer(**ON_CPU, strategy="fsdp2", max_epochs=epochs, precision=precision)
+    def fitted(module, path=None, epochs=1, precision="32-true", strategy="fsdp2"):
+        trainer = L.Trainer(**ON_CPU, strategy=strategy, max_epochs=epochs, precision=precision)
         trainer.fit(module, torch.randn(2, 4, 16), ckpt_path=path)
         return trainer
 
@@ -265,11 +282,13 @@ def test_what_differs_from_a_checkpoint_raises_or_is_left_alone_on_request(tmp_p
     trainer.save_checkpoint(path)
     with pytest.raises(TypeError, match=r"`storage_options=\{\}` is not valid with 'fsdp2'"):
         trainer.save_checkpoint(path, storage_options={})
-    two = Fitted()
-    two.automatic_optimization = False
-    two.configure_optimizers = lambda: [torch.optim.AdamW(two.parameters()) for _ in range(2)]
     with pytest.raises(ValueError, match=r"c' has the state of 1 optimizers, the model has 2\."):
-        fitted(two, path)
+        fitted(OneForEach(), path)
+    for kind in ("sharded", "full"):
+        two = [fitted(OneForEach(), strategy=FSDP2Strategy(state_dict_type=kind))]
+        two[0].save_checkpoint(tmp_path / kind)
+        two.append(fitted(OneForEach(), tmp_path / kind))
+        assert_same(*(toy.full([o.state_dict() for o in trainer.optimizers]) for trainer in two), f"{kind}, of two")
     with pytest.raises(KeyError, match=r"Missing in the checkpoint: \['extra'\].*`strict_loading = False`"):
         fitted(with_a_buffer(), path)
     fitted(other := with_a_buffer(strict=False), path)
@@ -281,9 +300,9 @@ def test_what_differs_from_a_checkpoint_raises_or_is_left_alone_on_request(tmp_p
             trainer.save_checkpoint(tmp_path / precision)
             assert trainer.current_epoch == epochs
     fabric, raw = toy.fabric_for("32-true", strategy="fsdp2"), tmp_path / "raw"
-    model = fabric.setup_module(with_a_buffer())
-    torch.save({"linear.weight": torch.ones(8, 16)}, raw)
-    with pytest.raises(KeyError, match=r"Missing in the checkpoint: \['extra', 'linear.bias'\]"):
+    model = fabric.setup_module(Fitted())
+    torch.save({"linear.weight": torch.ones(8, 16), "linear.bias": torch.ones(8), "more": torch.ones(2)}, raw)
+    with pytest.raises(KeyError, match=r"Missing in the checkpoint: \[\], unexpected: \['more'\]"):
         fabric.load_raw(raw, model)
     fabric.load_raw(raw, model, strict=False)
     assert model.linear.weight.full_tensor().eq(1).all()

@@ -375,7 +375,8 @@ def test_optimizers_of_torchao_that_keep_their_state_as_codes(name):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_an_optimizer_of_torchao_that_offloads(dtype):
     optimizer = optim.CPUOffloadOptimizer.__new__(optim.CPUOffloadOptimizer)  # its constructor asks for a GPU
-    optimizer.optim_dict, optimizer.d_param_groups = {}, [{"params": list(nn.Linear(4, 4, dtype=dtype).parameters())}]
+    groups = [{"params": list(nn.Linear(4, 4, dtype=each).parameters())} for each in (torch.float32, dtype)]
+    optimizer.optim_dict, optimizer.d_param_groups = {}, groups
     message = "does not run under 'fsdp2', where it does not update half-precision weights"
     with nullcontext() if dtype is torch.float32 else pytest.raises(ValueError, match=message):
         FSDP2Strategy().sharding.follow(optimizer)

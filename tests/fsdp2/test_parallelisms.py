@@ -15,6 +15,7 @@ from torchao.float8 import Float8LinearConfig, convert_to_float8_training, float
 from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel
 
 from lightning_lowprec import FabricFSDP2Strategy, FP8TorchAO, HalfMixed, parallelize
+from lightning_lowprec.callbacks import NumericsMonitor
 from tests.fsdp2.models import Net, batch, loss_of
 from tests.fsdp2.ranks import parts, run
 from tests.fsdp2.toy import fabric_for, full
@@ -62,8 +63,13 @@ def a_sequence_parallel_plan(rank, recipe):
     strategy = FabricFSDP2Strategy(tensor_parallel=plan, tensor_parallel_size=2, param_dtype=torch.float32)
     fabric = fabric_for(FP8TorchAO(recipe), 2, strategy=strategy)
     model = fabric.setup_module(net := Net())
+    monitor = NumericsMonitor(every=1)
+    monitor.step(model, 0)
     loss = loss_of(model, batch(0, 0))
     fabric.backward(loss)
+    assert monitor.finish() == []
+    cut = [f"blocks.{i}.{name}" for i in range(2) for name in ("up", "down")]
+    assert monitor.missing == dict.fromkeys(cut, "tensor parallelism cuts the weight")
     grads = gradients(net)
     loss_of(in_float32 := Net(), batch(0, 0)).backward()
     exact, (expected_loss, expected) = gradients(in_float32), one_step(FP8TorchAO(recipe))
