@@ -43,13 +43,13 @@ def trained(tmp_path_factory):
     net = module.net
     torch.save({"model": net.state_dict(), "step": 2}, folder / "fabric.ckpt")
     save_file({n: t.contiguous() for n, t in net.state_dict().items()}, folder / "plain.safetensors")
-    torch.save(net.state_dict(), folder / "old.pt", _use_new_zipfile_serialization=False)
+    torch.save(net.state_dict() | {"step": 2}, folder / "old.pt", _use_new_zipfile_serialization=False)
     averaged = {f"ema.{name}": tensor / 3 for name, tensor in net.state_dict().items()}
     averaged["ema.seen"] = torch.ones(2, dtype=torch.bool)
     buffers = {"model.rotary_emb.inv_freq": torch.ones(16)}  # which older versions have saved
     of_net = {f"net.{name}": tensor for name, tensor in (net.state_dict() | buffers).items()}
     torch.save({"model": averaged, "weights": averaged | of_net}, folder / "two.ckpt")
-    (folder / "model").mkdir()
+    (folder / "model" / "tokenizer").mkdir(parents=True)  # no file
     net.config.save_pretrained(folder / "model")
     (folder / "model" / "generation_config.json").write_text('{"max_new_tokens": 9}')
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "notes.txt"):
@@ -221,7 +221,8 @@ def test_an_adapter_in_a_checkpoint_needs_its_config_and_is_merged(trained, tmp_
     lora = peft.LoraConfig(r=4, lora_alpha=12, target_modules=["q_proj"], init_lora_weights=False)
     model = peft.get_peft_model(llama(), lora)
     torch.save({"state_dict": {f"net.{n}": t for n, t in model.state_dict().items()}}, tmp_path / "lora.ckpt")
-    lora.save_pretrained(tmp_path)
+    config = {"peft_type": "LORA", "lora_alpha": 12}  # as the first versions of PEFT, which knew no rsLoRA
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     options = [f"--model={trained / 'model'}", "--dtype=fp32"]
     assert export(tmp_path, "lora.ckpt", tmp_path / "out", *options, format="hf", precision=None) == 2
     assert "Give PEFT's `adapter_config.json`, or its folder, with `--adapter_config`" in capsys.readouterr().err
