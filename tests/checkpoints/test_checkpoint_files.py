@@ -63,7 +63,7 @@ def mixed_on_two_ranks(fabric, model, optimizer, rank, folder):
         shutil.copytree(folder / "sharded.1", folder / "mixed")
         shutil.copy(folder / "sharded.2" / SHARDS[1], folder / "mixed")
     fabric.barrier()
-    with pytest.raises(ValueError, match=r"mixed/__1_0.distcp' is damaged, or belongs to another save"):
+    with pytest.raises(ValueError, match=r"mixed/__1_0.distcp' is damaged, or belongs to another save: .* CRC-32"):
         fabric.load(folder / "mixed", state(model, optimizer))
     assert_same(everything(model, optimizer, fabric.strategy.precision), before, "after a refused checkpoint")
 
@@ -236,32 +236,25 @@ def test_checksums_are_skipped_if_the_user_says_so(saved, copy, caplog):
 
 
 class Fitted(L.LightningModule):
-    def __init__(self):
+    def __init__(self, several=False):
         super().__init__()
         self.linear = torch.nn.Linear(16, 8)
+        self.automatic_optimization = not several
 
     def forward(self, batch):
         return self.linear(batch)
 
     def training_step(self, batch, _):
-        return self(batch).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters())
-
-
-class OneForEach(Fitted):
-    """An optimizer of each Parameter."""
-
-    automatic_optimization = False
-
-    def training_step(self, batch, _):
-        self.manual_backward(super().training_step(batch, _))
+        loss = self(batch).square().mean()
+        if self.automatic_optimization:
+            return loss
+        self.manual_backward(loss)
         for optimizer in self.optimizers():
             optimizer.step()
 
     def configure_optimizers(self):
-        return [torch.optim.AdamW([p]) for p in self.parameters()]
+        groups = [self.parameters()] if self.automatic_optimization else [[p] for p in self.parameters()]
+        return [torch.optim.AdamW(group) for group in groups]
 
 
 def with_a_buffer(strict=True):
@@ -283,11 +276,11 @@ def test_what_differs_from_a_checkpoint_raises_or_is_left_alone_on_request(tmp_p
     with pytest.raises(TypeError, match=r"`storage_options=\{\}` is not valid with 'fsdp2'"):
         trainer.save_checkpoint(path, storage_options={})
     with pytest.raises(ValueError, match=r"c' has the state of 1 optimizers, the model has 2\."):
-        fitted(OneForEach(), path)
+        fitted(Fitted(several=True), path)
     for kind in ("sharded", "full"):
-        two = [fitted(OneForEach(), strategy=FSDP2Strategy(state_dict_type=kind))]
+        two = [fitted(Fitted(several=True), strategy=FSDP2Strategy(state_dict_type=kind))]
         two[0].save_checkpoint(tmp_path / kind)
-        two.append(fitted(OneForEach(), tmp_path / kind))
+        two.append(fitted(Fitted(several=True), tmp_path / kind))
         assert_same(*(toy.full([o.state_dict() for o in trainer.optimizers]) for trainer in two), f"{kind}, of two")
     with pytest.raises(KeyError, match=r"Missing in the checkpoint: \['extra'\].*`strict_loading = False`"):
         fitted(with_a_buffer(), path)
@@ -330,9 +323,6 @@ def test_a_folder_of_format_2_loads(tmp_path):
     assert_same({name: source.whole(name) for name in source.shapes}, expected, "export")
     model = torch.nn.Linear(8, 4)
     assert_same(open_checkpoint(path).model("model", model.state_dict()), expected, "resume")
-    flipped(path / SHARDS[0], 4000)
-    with pytest.raises(ValueError, match=r"__0_0.distcp' is damaged, or belongs to another save: .* CRC-32"):
-        open_checkpoint(path)
     (path / FILES[-1]).unlink()
     with pytest.raises(FileNotFoundError, match=r"lightning_lowprec.json' is missing"):
         open_checkpoint(path)

@@ -72,11 +72,6 @@ def test_values_are_those_of_then(name, precision):
     for key, value in expected.items():
         assert value.dtype == loaded[key].dtype == torch.float32
         assert torch.equal(loaded[key], value), key
-
-
-@pytest.mark.parametrize("name", INSTEAD)
-def test_the_run_goes_on(name):
-    moved = go_on(name, INSTEAD[name][0], steps=4)
-    expected = torch.load(FOLDER / f"{name}.expected.pt", weights_only=True)
+    moved = go_on(name, precision, steps=4)
     step = (moved.up.weight.detach() - expected["up.weight"]).abs().max()
     assert 1e-4 < step < 5e-3  # AdamW moves a weight by about its learning rate, 1e-3

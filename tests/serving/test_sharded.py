@@ -21,7 +21,7 @@ from lightning_lowprec.serving.export import Options, write
 from lightning_lowprec.serving.sources import Source, live_model
 from lightning_lowprec.tools.cli import main
 from tests.fsdp2.ranks import run, server
-from tests.serving.models import Module, config, llama, tensors
+from tests.serving.models import Module, config, llama, same_bits, tensors
 from tests.toys import QUIET
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
@@ -48,7 +48,7 @@ def _train(rank, folder):
     module = Module()
     L.Trainer(max_steps=2, **options).fit(module, data)
     state = dict(lightning_lowprec.fp8_state(module, dtype="fp32"))
-    found["without"] = all(same(state[name], found["msamp-o3"][2][name]) for name in state)
+    found["without"] = all(same_bits(state[name], found["msamp-o3"][2][name]) for name in state)
     _refused(rank, module, folder)
     _full_disk(rank, module.net, folder)
     _with_adapter(folder)
@@ -105,10 +105,6 @@ def _with_adapter(folder):
     assert all(torch.equal(stored[name], expected[name]) for name in stored)
 
 
-def same(a, b):
-    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
@@ -124,7 +120,7 @@ def test_every_rank_gets_whole_tensors_and_one_rank_writes_them(trained, precisi
         assert sharded == 12
         assert unchanged == 7
         assert state.keys() == stored.keys()
-        assert all(same(state[name], stored[name]) for name in stored)
+        assert all(same_bits(state[name], stored[name]) for name in stored)
         assert rank["without"]
     assert config(folder / precision)["architectures"] == ["LlamaForCausalLM"]
 
@@ -139,7 +135,7 @@ def test_the_folder_of_shards_becomes_the_same_folder(trained, precision, tmp_pa
     assert main(written) == 0, capsys.readouterr().err
     live, read = tensors(folder / precision), tensors(tmp_path / "out")
     assert live.keys() == read.keys()
-    assert all(same(live[name], read[name]) for name in live)
+    assert all(same_bits(live[name], read[name]) for name in live)
 
 
 class Exports(Callback):

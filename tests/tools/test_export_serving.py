@@ -221,8 +221,7 @@ def test_an_adapter_in_a_checkpoint_needs_its_config_and_is_merged(trained, tmp_
     lora = peft.LoraConfig(r=4, lora_alpha=12, target_modules=["q_proj"], init_lora_weights=False)
     model = peft.get_peft_model(llama(), lora)
     torch.save({"state_dict": {f"net.{n}": t for n, t in model.state_dict().items()}}, tmp_path / "lora.ckpt")
-    config = {"peft_type": "LORA", "lora_alpha": 12}  # as the first versions of PEFT, which knew no rsLoRA
-    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "lora_alpha": 12}')  # of PEFT's first versions
     options = [f"--model={trained / 'model'}", "--dtype=fp32"]
     assert export(tmp_path, "lora.ckpt", tmp_path / "out", *options, format="hf", precision=None) == 2
     assert "Give PEFT's `adapter_config.json`, or its folder, with `--adapter_config`" in capsys.readouterr().err
