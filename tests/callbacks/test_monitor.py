@@ -239,7 +239,7 @@ def looked_at(net, every=1):
 
 
 def test_a_layer_that_does_not_run_has_no_reading(caplog):
-    net = nn.ModuleDict({name: nn.Linear(WIDTH, WIDTH) for name in ("used", "frozen", "dead")} | {"not": relu_block()})
+    net = nn.ModuleDict({name: nn.Linear(WIDTH, WIDTH) for name in ("used", "dead", "frozen")} | {"not": relu_block()})
     net["frozen"].requires_grad_(False)
     net["conv"] = Conv1D(WIDTH, WIDTH)
     net.forward = lambda x: net["used"](input=net["frozen"](x)) + net["conv"](x) + 0 * net["dead"](x)
@@ -253,12 +253,11 @@ def test_a_layer_that_does_not_run_has_no_reading(caplog):
         (factor * model(batch)).sum().backward()
     readings = {(r.fqn, r.tensor): r for r in monitor.finish()}
     assert [*readings] == [
-        *(("used", tensor) for tensor in ("input", "weight", "gradient")), ("frozen", "input"), ("frozen", "weight"),
-        *(("dead", tensor) for tensor in ("input", "weight", "gradient")),
-    ]  # fmt: skip
+        *((name, tensor) for name in ("used", "dead") for tensor in ("input", "weight", "gradient")),
+        *(("frozen", tensor) for tensor in ("input", "weight")),
+    ]
     assert readings["frozen", "input"].amax == x.abs().max()
-    assert readings["used", "gradient"].amax == 1
-    assert (readings["dead", "gradient"].amax, readings["dead", "gradient"].underflow) == (0, 0)
+    assert [readings[name, "gradient"].amax for name in ("used", "dead")] == [1, 0]
     assert monitor.finish() == [*readings.values()], "nothing is read twice"
     why = "it was not called, or in compiled code alone"
     assert monitor.missing == dict.fromkeys(("not.up", "not.down"), why) | {"conv": "a Conv1D"}
@@ -363,7 +362,6 @@ def test_the_mean_of_the_output_counts_a_layer_with_two_readings_as_one_with_thr
     net.factor = math.inf
     _, trainer = fit(tmp_path, monitor, net, steps=1)
     assert trainer.callback_metrics["lowprec/worst/input/amax"].isnan(), "nothing is worse"
-    assert "lowprec/blocks.0.up/input/underflow" not in trainer.callback_metrics, "not known"
     net.training_step = lambda *_: 1 / 0
     with pytest.raises(ZeroDivisionError):
         fit(tmp_path, monitor, net)

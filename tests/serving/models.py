@@ -80,10 +80,6 @@ def tensors(folder):
     return found
 
 
-def same_bits(a, b):
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-
-
 def decoded(folder, format):
     """The values of all tensors: codes times their scales, by the documented formula of each format."""
     stored, values = tensors(folder), {}

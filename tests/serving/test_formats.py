@@ -20,9 +20,7 @@ from lightning_lowprec.serving import content, safetensors_files
 from lightning_lowprec.serving.content import of_layers
 from lightning_lowprec.serving.export import Options, served_model, write
 from lightning_lowprec.serving.sources import config_of, live_model
-from tests.serving.models import (
-    FP8_FORMATS, config, converted, decoded, gpt2, gpt_oss, llama, mixtral, same_bits, served, tensors,
-)  # fmt: skip
+from tests.serving.models import FP8_FORMATS, config, converted, decoded, gpt2, gpt_oss, llama, mixtral, served, tensors
 from tests.toys import Task, causal_loss
 
 UP = "model.layers.0.mlp.up_proj"
@@ -34,6 +32,10 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own, about CP
 
 def export(model, out, format, **options):
     return lightning_lowprec.export(model, out, format=format, progress=False, **{"dtype": "fp32", **options})
+
+
+def same_bits(a, b):
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 def with_one_scale(weight):

@@ -21,7 +21,8 @@ from lightning_lowprec.serving.export import Options, write
 from lightning_lowprec.serving.sources import Source, live_model
 from lightning_lowprec.tools.cli import main
 from tests.fsdp2.ranks import run, server
-from tests.serving.models import Module, config, llama, same_bits, tensors
+from tests.serving.models import Module, config, llama, tensors
+from tests.serving.test_formats import same_bits
 from tests.toys import QUIET
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
