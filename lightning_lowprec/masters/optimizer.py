@@ -269,7 +269,7 @@ class MasterOptimizer(Optimizer):
             {id(params[key]): entry[name] for key, entry in masters.items() if name in entry}
             for name in (moments.MASTER_PARAM, moments.MASTER_REMAINDER)
         )
-        registry.take({key: value.clone() for key, value in values.items()}, remainders)  # may be our masters' memory
+        registry.take(values, remainders)
         for key, coded in codes.items():
             if coded:
                 registry.take_moments(params[key], coded)
@@ -281,7 +281,7 @@ class MasterOptimizer(Optimizer):
         places = {id(p): i for i, p in enumerate(registry.params())}
         state: Any = self.__getstate__()
         state = {**state, "state": moments.for_pickle(state["state"])}
-        return _rebuild, (registry.plain, state, registry.config, {places[k]: v.clone() for k, v in values.items()})
+        return _rebuild, (registry.plain, state, registry.config, {places[k]: v for k, v in values.items()})
 
 
 def _rebuild(plain: type[T], state: dict[str, Any], config: MasterConfig, values: dict[int, Tensor]) -> T:

@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_lowprec import MasterConfig
 from lightning_lowprec.masters import moments
-from lightning_lowprec.masters.optimizer import add_masters
+from lightning_lowprec.masters.optimizer import add_masters, remove_masters
 from lightning_lowprec.masters.weights import cast_parameters
 from tests.masters.master_loops import WIDE, equal, every_form, loss_of, net, train, two_groups, wrapped
 
@@ -49,6 +49,8 @@ def beside_float32(make, gradients):
     assert any(name.endswith("_codes") for name in ours.state[coded])
     found = add_masters(make([nn.Parameter(coded.detach().clone())], lr=1e-3), MasterConfig())
     found.load_state_dict(ours.state_dict())
+    remove_masters(ours)
+    assert equal(ours.state[coded], next(iter(found.state.values())))
     return next(iter(found.state.values())), stock.state[exact]
 
 
