@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 from lightning_lowprec import FP8TorchAO, HalfMixed, plain, plan
+from tests.conversion.test_plan import changed
 from tests.torchao import test_experts
 
 NAMES = ["bf16-remainder", "bf16-8bit", "fp16-master", "fp8-hybrid-remainder", "int8-mixed-remainder"]
@@ -20,6 +21,7 @@ NORMS = {  # with an epsilon that is none of torch's defaults
     "LayerNorm without bias": nn.LayerNorm(16, 0.1, bias=False),
     "GroupNorm": nn.GroupNorm(4, 16, 0.1),
     "no weights": nn.LayerNorm(16, 0.1, elementwise_affine=False),
+    "a forward of the user": changed(nn.LayerNorm(16), forward=torch.abs),
 }
 
 
@@ -94,13 +96,17 @@ def test_instance_norms_keep_float32_weights(dtype: torch.dtype) -> None:
         assert torch.equal(norm(x), F.instance_norm(x, weight=norm.weight, bias=norm.bias))
 
 
-def test_a_norm_that_returns_float32_as_on_cuda_returns_half_precision_where_input_and_weight_are() -> None:
-    norm, x = nn.LayerNorm(16), torch.randn(4, 16)
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # of float32 and bf16 in an RMSNorm
+@pytest.mark.parametrize("norm", [*list(NORMS.values())[:4], nn.RMSNorm(16)], ids=str)
+def test_a_norm_that_returns_float32_as_on_cuda_returns_half_precision_where_input_and_weight_are(norm: Any) -> None:
+    norm, x = copy.deepcopy(norm), torch.randn(4, 16)
     norm.register_forward_hook(lambda norm, args, output: output.float())
     norm = set_up("fp8-hybrid-remainder", norm)[1].module.part
     with torch.autocast("cpu", torch.bfloat16):
-        outputs = [norm(x.bfloat16()), norm(x), norm(input=x.bfloat16()), norm.float()(x.bfloat16())]
-    assert [output.dtype for output in outputs] == [torch.bfloat16, *[torch.float32] * 3]
+        by_name = norm(**{"x" if isinstance(norm, nn.RMSNorm) else "input": x.bfloat16()})
+        outputs = [norm(x.bfloat16()), norm(x), by_name, norm.float()(x.bfloat16())]
+    half = torch.float32 if norm.weight is None else torch.bfloat16
+    assert [output.dtype for output in outputs] == [half, *[torch.float32] * 3]
 
 
 class Layer(torch.nn.Module):

@@ -59,6 +59,7 @@ def test_only_a_batch_that_does_not_fit_is_copied(reference_te, monkeypatch, rec
     for wrong in (torch.randn(rows, 31), torch.ones(rows, 32, dtype=torch.long)):
         with fabric.autocast(), pytest.raises(RuntimeError, match=r"shapes cannot be|same dtype|scalar type"):
             layer(wrong)
+    assert len(seen) == 2, "the errors are torch's"
     with fabric.autocast(), torch.autocast("cpu", enabled=False):
         assert torch.equal(layer(whole), F.linear(whole, layer.weight, layer.bias)), "as the program declares"
 

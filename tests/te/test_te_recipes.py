@@ -54,7 +54,7 @@ def test_fields_mappings_and_objects_reach_the_recipe():
         ("current", {"margin": 1}, "it goes with delayed, mxfp8"),
         ("delayed", {"disable_rht": True}, "it goes with nvfp4"),
         ("delayed", {"fp8_format": "e5m2"}, "do not train"),
-        ({"fp8_format": "e4m2"}, {}, "expected one of: hybrid, e4m3."),
+        ({"fp8_format": "e4m2"}, {}, r"expected one of: hybrid, e4m3\.$"),
         ({"*.up": "current"}, {}, "has left the package"),
         ({"*.up": {"recipe": "block"}}, {}, "has left the package"),
         (te.CustomRecipe(qfactory=print), {}, "has left the package"),

@@ -77,7 +77,6 @@ def test_codes_scales_and_products_agree_with_the_reference(recipe, bias, power_
     expected = [(x, 1, weight.t(), 0), (grad, 1, weight, None if rows_gw_hp else 0), (grad.t(), 1, x, 0)][: len(gemms)]
     results = [out.detach() - (layer.bias.detach() if bias else 0), grad_input, layer.weight.grad]
     for (a, b), (a_hp, a_axis, b_hp, b_axis), result in zip(gemms, expected, results, strict=False):
-        product, magnitude = np.ones(()), np.ones(())
         operands = []
         for tensor, hp, axis in ((a, a_hp, a_axis), (b, b_hp, b_axis)):
             found, factor = tensor
