@@ -5,7 +5,7 @@ Transformer Engine ignores unknown fields silently.
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final, Literal, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, cast, get_args
 
 from lightning_lowprec.checks import check_integer
 from lightning_lowprec.extras import require
@@ -81,8 +81,10 @@ def _of_fields(module: Any, kind: Kind, fields: dict[str, Any]) -> Any:
         fields["fp8_format"] = _format(fields["fp8_format"], module.Format)
     try:
         recipe = getattr(module, _CLASSES[kind])(**fields)
-    except (AssertionError, ValueError, TypeError) as error:
-        raise ValueError(f"{words_of_user} is not valid for `recipe={kind!r}`: {_reason(error)}") from error
+    except ValueError as error:  # pydantic's, also of a failed assertion
+        finding = cast(Any, error).errors()[0]
+        reason = f"{'.'.join(map(str, finding['loc']))}: {finding['msg']}"
+        raise ValueError(f"{words_of_user} is not valid for `recipe={kind!r}`: {reason}") from error
     for flag, power_2_scale in (("use_power_2_scales", True), ("use_f32_scales", False)):
         if hasattr(recipe, flag):
             wanted = getattr(recipe, flag) == power_2_scale
@@ -101,15 +103,6 @@ def _format(value: object, formats: Any) -> Any:
 
 def _named(fields: Mapping[str, object]) -> str:
     return ", ".join(f"`{name}={value!r}`" for name, value in fields.items())
-
-
-def _reason(error: BaseException) -> str:
-    """Return the first line of an assertion, or the first finding of pydantic."""
-    findings = getattr(error, "errors", None)
-    if callable(findings):
-        first = findings()[0]
-        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-    return str(error).partition("\n")[0] or type(error).__name__
 
 
 # ---- what is asked of a recipe object
