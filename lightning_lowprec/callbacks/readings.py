@@ -69,7 +69,7 @@ class Limits:
                 return f"{reading.tensor} is not finite"
             if reading.underflow is not None and reading.underflow > self.underflow:
                 return f"{reading.underflow:.0%} of {reading.tensor} become 0"
-        output_db = layer[0].output_db if layer else None
+        output_db = layer[0].output_db
         return None if output_db is None or output_db >= self.output_db else f"output has {output_db:.1f} dB"
 
 

@@ -86,7 +86,7 @@ def test_keep_lists_the_layers_beyond_the_limits(tmp_path, capsys, options, expe
 
 
 def test_the_worst_layer_stands_first_and_what_is_not_finite_is_beyond_every_limit(tmp_path, capsys):
-    write(tmp_path, {1: ("input", 0.0, 19.0), 2: ("input", 0.0, 12.0), 3: ("input", 0.9, None)}, layers=12)
+    write(tmp_path, {1: ("input", 0.0, 19.0), 2: ("input", None, 12.0), 3: ("input", 0.9, None)}, layers=12)
     assert main(["monitor", str(tmp_path)]) == 0
     names = re.findall(r"blocks\.(\d+)\.up", capsys.readouterr().out)
     assert names == ["2", "1", "3", "0", *"456789"], "ten layers"
@@ -99,7 +99,7 @@ def test_the_worst_layer_stands_first_and_what_is_not_finite_is_beyond_every_lim
     of_two, *_ = said["layers"]
     reasons = ["output has 12.0 dB", "90% of input become 0", *[None] * 10]
     assert [layer["reason"] for layer in said["layers"]] == reasons
-    shares = {"input": 0.0, "weight": 0.01, "gradient": 0.01}
+    shares = {"weight": 0.01, "gradient": 0.01}
     assert of_two == {"fqn": "blocks.2.up", "output_db": 12, "underflow": shares, "beyond": 3, "reason": reasons[0]}
     for tensor in ("gradient", "input"):
         layer = {"input": [1.0, 0.0, 0.0, 1.0], "weight": [0.0, *[None] * 3], tensor: [None] * 4, "output_db": None}
