@@ -142,7 +142,7 @@ class GatherScales:
     def refresh(self) -> None:
         """Compute the scales of all weights with one all-reduce per mesh, if a weight has changed."""
         shards: list[Any] = [local_tensor(weight) for weight in self.weights]
-        written = any(s.shown is not None and s.version() != s.version_of_scale for s in shards)
+        written = any(s._scale is None or (s.shown is not None and s.version() != s.version_of_scale) for s in shards)
         if not shards or not (self.stale or written):
             return
         for weights in grouped(self.weights, mesh_of):
@@ -334,9 +334,8 @@ class Fp8GatherShard(Tensor):
 
     def __deepcopy__(self, memo: dict[int, object]) -> "Fp8GatherShard":
         """Return a shard with memory of its own, which keeps no codes."""
-        copied: Fp8GatherShard = self.detach().clone().requires_grad_(self.requires_grad)  # type: ignore[assignment]
-        memo[id(self)] = copied
-        return copied
+        memo[id(self)] = copied = self.detach().clone()
+        return copied  # type: ignore[return-value]
 
     def __reduce_ex__(self, protocol: object) -> Any:
         return self._tensor.detach().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
