@@ -12,8 +12,8 @@ from functools import partial
 from typing import Any, Final, Literal
 
 import torch
-from torch import Tensor, nn
 from torch import distributed as dist
+from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -282,7 +282,7 @@ def origin(model: nn.Module) -> Origin:
     )
 
 
-def fill(model: nn.Module, device: torch.device, source: Origin, values: dict[str, object]) -> None:
+def fill(model: nn.Module, device: torch.device, source: Origin, values: dict[str, Any]) -> None:
     """Give a sharded model its weights: the ``values`` of rank 0, or those that its modules initialise themselves."""
     if source == "every rank":
         return
@@ -299,8 +299,7 @@ def fill(model: nn.Module, device: torch.device, source: Origin, values: dict[st
         model.to_empty(device=device)
     if source == "rank 0":
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=True)
-        tensors: dict[str, Any] = {fqn: value for fqn, value in values.items() if isinstance(value, Tensor)}
-        set_model_state_dict(model, tensors, options=options)
+        set_model_state_dict(model, values, options=options)
         persistent = set(model.state_dict())
         for fqn, buffer in model.named_buffers():  # those that no state dict holds, such as rotary tables
             if fqn not in persistent and not isinstance(buffer, DTensor):

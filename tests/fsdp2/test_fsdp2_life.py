@@ -109,6 +109,13 @@ class Drawn(Net):
         super().__init__(seed)
         self.register_buffer("drawn", torch.randn(3))
         self.register_buffer("outside", torch.randn(3), persistent=False)
+        self.has_values = not self.drawn.is_meta
+
+    def get_extra_state(self):
+        return self.has_values
+
+    def set_extra_state(self, state):
+        self.has_values = state
 
 
 def weights_that_only_rank_0_has_or_nobody(rank):
