@@ -109,13 +109,12 @@ class Drawn(Net):
         super().__init__(seed)
         self.register_buffer("drawn", torch.randn(3))
         self.register_buffer("outside", torch.randn(3), persistent=False)
-        self.has_values = not self.drawn.is_meta
 
     def get_extra_state(self):
-        return self.has_values
+        return not self.drawn.is_meta
 
     def set_extra_state(self, state):
-        self.has_values = state
+        assert state, "that of rank 0"
 
 
 def weights_that_only_rank_0_has_or_nobody(rank):
