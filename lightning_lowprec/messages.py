@@ -9,7 +9,7 @@ from typing import final
 
 from lightning_lowprec_autoload import info, is_rank_zero
 
-__all__ = ["LowPrecisionWarning", "dtype_name", "in_units", "info", "warn"]
+__all__ = ["LowPrecisionWarning", "dtype_name", "in_units", "info", "not_finite", "warn"]
 
 
 @final
@@ -33,3 +33,11 @@ def in_units(count: float) -> str:
 def dtype_name(dtype: object) -> str:
     """Return the name of a dtype of torch: ``"bfloat16"``."""
     return str(dtype).removeprefix("torch.")
+
+
+def not_finite(norm_type: float) -> RuntimeError:
+    """Return what Fabric raises where gradients have no finite norm."""
+    return RuntimeError(
+        f"The total norm of order {norm_type} of the gradients is not finite, so they cannot be clipped. Set"
+        " `error_if_nonfinite=False` to go on."
+    )

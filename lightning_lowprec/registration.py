@@ -43,7 +43,7 @@ from lightning_lowprec.extras import require
 from lightning_lowprec.fsdp2.forward_hooks import reshard
 from lightning_lowprec.masters import copies
 from lightning_lowprec.masters.float32_values import NO_PLAIN_STEP
-from lightning_lowprec.messages import info, warn
+from lightning_lowprec.messages import info, not_finite, warn
 from lightning_lowprec.numerics.fp8_average import fp8_gradient_hook
 from lightning_lowprec.precision import plain
 from lightning_lowprec.precision.base import LowPrecision
@@ -323,10 +323,7 @@ def _clip_deferred(
     if norm is None:
         return original(self, module, optimizer, max_norm, norm_type, error_if_nonfinite)
     if error_if_nonfinite and not norm.isfinite():
-        raise RuntimeError(
-            f"The total norm of order {norm_type} of the gradients is not finite, so they cannot be clipped. Set"
-            " `error_if_nonfinite=False` to go on."
-        )
+        raise not_finite(norm_type)
     return norm
 
 

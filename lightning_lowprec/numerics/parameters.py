@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
+from lightning_lowprec.messages import not_finite
 from lightning_lowprec.private.torch import local_tensor, multiply_all_
 
 T = TypeVar("T")
@@ -74,10 +75,8 @@ def clip_grad_norm(
     if not norms:
         return torch.tensor(0.0)
     total = together(over_ranks(norms), norm_type)
-    if error_if_nonfinite and not torch.isfinite(total):
-        raise RuntimeError(
-            f"The total norm of order {norm_type} of the gradients is not finite, so they cannot be clipped."
-        )
+    if error_if_nonfinite and not total.isfinite():
+        raise not_finite(norm_type)
     for group in groups:
         clip_grads_with_norm_(group, max_norm, total, foreach=False)
     return total

@@ -78,6 +78,9 @@ def a_sequence_parallel_plan(rank, recipe):
     clipped = fabric.clip_gradients(model, optimizer, max_norm=norm / 2, norm_type=1)
     assert clipped.item() == pytest.approx(norm, rel=1e-4)
     assert all(torch.allclose(grad, grads[name] / 2, rtol=1e-3) for name, grad in gradients(net).items())
+    net.lm_head.weight.grad.mul_(math.inf)
+    with pytest.raises(RuntimeError, match=r"order 1 .* not finite.*`error_if_nonfinite=False`"):
+        fabric.clip_gradients(model, optimizer, max_norm=1.0, norm_type=1)
 
 
 @contextmanager
