@@ -15,6 +15,8 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 NAMES = {E4M3: "e4m3", E5M2: "e5m2"}
 PAIRS = [(on, *pair) for on in UNITS for pair in itertools.product(NAMES, repeat=2)]
 ROWS, COLUMNS = 32, 48
+SPLIT = [(16, 64, 5760, True), (16, 64, 8192, False)]
+"""Small products whose K mmaemu's H100 PCIe splits: M, N, K, and whether accumulation is fast."""
 KINDS = ["all codes", "finite codes", "normal", "one sign", "subnormal", "cancelling"]
 
 
@@ -98,35 +100,59 @@ def unequal(ours, theirs):
     return int((ours.view(torch.int32) != theirs.view(torch.int32)).sum())
 
 
-def differing_products(count, largest, seed=0):
-    """Return how many products with scales, in bf16, differ from mmaemu's H100 PCIe where it does not split K."""
+def shapes(count, largest, seed=0):
+    """Yield M, N, K, whether accumulation is fast, and in how many parts mmaemu says that its H100 PCIe splits K."""
     import mmaemu
     from mmaemu.platform.splitk_table import resolve_splitk
 
-    generator, different = torch.Generator().manual_seed(seed), 0
-    scales = torch.tensor(0.0137), torch.tensor(2.71)
+    generator, given = torch.Generator().manual_seed(seed), [*SPLIT]
     while count:
         (m, n), fast = (16 * torch.randint(1, 65, (2,), generator=generator)).tolist(), bool(count % 2)
         k = [1024, 1920, 2048, 4096, 5760][int(torch.randint(5, (), generator=generator))]
-        options = {"out_dtype": torch.bfloat16, "use_fast_accum": fast, "profile": "hopper"}
+        if given:
+            m, n, k, fast = given.pop()
+        options = {"a_dtype": E4M3, "b_dtype": E4M3, "out_dtype": torch.bfloat16, "use_fast_accum": fast}
         try:
-            parts = resolve_splitk(m, n, k, a_dtype=E4M3, b_dtype=E4M3, **options).S
+            parts = resolve_splitk(m, n, k, **options, profile="hopper").S
         except mmaemu.SplitKUnknownError:  # nobody has seen what cuBLASLt does
             continue
-        if parts == 1 and m * n * k <= largest:
-            kind = KINDS[1:][count % 5]
-            a, b = codes(m, k, E4M3, kind, generator), codes(n, k, E4M3, kind, generator).t()
-            ours = scaled_product(a, b, *scales, torch.bfloat16, fast=fast, on="hopper")
-            different += not torch.equal(ours, mmaemu.scaled_mm(a, b, *scales, **options))
+        if m * n * k <= largest or (m, n, k, fast) in SPLIT:
             count -= 1
-    return different
+            yield m, n, k, fast, parts
+
+
+def in_parts(a, b, scale_a, scale_b, dtype, *, fast, parts):
+    """Return a product on Hopper whose K is split: parts of whole runs of 128, added up in float32."""
+    if parts == 1:
+        return scaled_product(a, b, scale_a, scale_b, dtype, fast=fast, on="hopper")
+    each = 128 * -(-a.shape[1] // (128 * parts))
+    pairs = zip(a.split(each, 1), b.t().split(each, 1), strict=True)
+    sums = sum(accumulate(x.contiguous(), y.contiguous(), "hopper", fast) for x, y in pairs)
+    return (sums * (scale_a * scale_b)).to(dtype)
+
+
+def differing_products(count, largest, seed=0):
+    """Return how many products with scales, in bf16, differ from mmaemu's H100 PCIe, and how many it splits."""
+    import mmaemu
+
+    generator, different, split = torch.Generator().manual_seed(seed), 0, 0
+    scales = torch.tensor(0.0137), torch.tensor(2.71)
+    for number, (m, n, k, fast, parts) in enumerate(shapes(count, largest, seed)):
+        kind = KINDS[1:][number % 5]
+        a, b = codes(m, k, E4M3, kind, generator), codes(n, k, E4M3, kind, generator).t()
+        theirs = mmaemu.scaled_mm(a, b, *scales, out_dtype=torch.bfloat16, use_fast_accum=fast, profile="hopper")
+        ours = in_parts(a, b, *scales, torch.bfloat16, fast=fast, parts=parts)
+        different += not torch.equal(ours, theirs)
+        split += parts > 1
+    return different, split
 
 
 def main(count, products):
     for on, of_a, of_b in PAIRS:
         print(on, NAMES[of_a], NAMES[of_b], *differing(on, of_a, of_b, count), flush=True)
     print("blackwell MXFP8", *differing_mx(count), flush=True)
-    print("products unlike mmaemu's", differing_products(products, largest=1 << 26), "of", products)
+    different, split = differing_products(products, largest=1 << 26)
+    print("products unlike mmaemu's", different, "of", products, "of which its H100 splits", split)
 
 
 if __name__ == "__main__":
