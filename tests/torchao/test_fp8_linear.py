@@ -4,8 +4,11 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
+from torchao.float8.float8_training_tensor import GemmInputRole, hp_tensor_and_scale_to_float8
 
 from lightning_lowprec.conversion.recipe_map import LayerRecipe
+from lightning_lowprec.numerics import formats
 from lightning_lowprec.products.scaled import Scaled
 from lightning_lowprec.torchao import linear as fp8
 from lightning_lowprec.torchao.settings import Settings
@@ -117,3 +120,23 @@ def test_every_gemm_of_any_batch_has_aligned_dimensions_and_the_value_of_padding
     torch.testing.assert_close(grad_input.reshape(-1, 32), want_grad_input[: len(tokens)], rtol=0, atol=0)
     torch.testing.assert_close(weight_grad, layer.weight.grad, rtol=0, atol=0)
     torch.testing.assert_close(bias_grad, layer.bias.grad, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("recipe", ["tensorwise", "e4m3"])
+def test_a_weight_is_encoded_for_the_wire_as_torchao_does(recipe, dtype):
+    """To the bit; compiled, as on CUDA, too: by one graph for all sizes."""
+    wire = linear(recipe).wire_format
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = torch.compile(formats.encode, backend="aot_eager", fullgraph=True, dynamic=True)
+    generator = torch.Generator().manual_seed(0)
+    edges = torch.tensor([0.0, -0.0, 448.0, 464.0, 465.0, -1e4, 2.0**-9, 2.0**-10, np.inf, -np.inf, np.nan])
+    for size, by in ((160, 1.0), (48, 1.7), (1008, 1e-30), (16, 3e5)):
+        values = torch.cat([edges, torch.randn(size, generator=generator) * 100]).to(dtype)
+        factor = torch.tensor(by)
+        coded = hp_tensor_and_scale_to_float8(values, factor, wire.dtype, wire.mm_config, GemmInputRole.WEIGHT)
+        expected = coded._data.view(torch.uint8)
+        assert torch.equal(wire.encode(values, factor).view(torch.uint8), expected)
+        assert torch.equal(compiled(values, factor, wire.dtype).view(torch.uint8), expected)
+    assert counters["stats"]["unique_graphs"] == 1
