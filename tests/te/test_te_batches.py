@@ -1,5 +1,7 @@
 """Batches of any shape: rows that the GEMMs need, and nobody sees."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import transformer_engine.pytorch as te
@@ -64,6 +66,16 @@ def test_only_a_batch_that_does_not_fit_is_copied(reference_te, monkeypatch, rec
         assert torch.equal(layer(whole), F.linear(whole, layer.weight, layer.bias)), "as the program declares"
 
 
+def test_rows_that_are_no_numbers_stay_where_they_are(reference_te):
+    """A scale per tensor cannot keep them apart, and must not hide them: the loss scale needs to see it."""
+    fabric, layer = set_up(current_scaling())
+    x = torch.randn(16, 32)
+    x[3, 5] = float("nan")
+    output, _, grad_weight, _ = grads(fabric, layer, x, torch.randn(16, 64))
+    assert output[3].isnan().any()
+    assert grad_weight.isnan().any()
+
+
 # ---- layers that are called where no precision's context is
 
 
@@ -89,3 +101,12 @@ def test_it_is_said(reference_te):
             call(x)
     with pytest.raises(RuntimeError, match="CUDA"):
         model.eval()(x)
+
+
+@pytest.mark.parametrize("context", [False, True])
+def test_an_input_that_is_not_on_cuda_is_refused(pretend_gpu, context):
+    layer = nn.Linear(32, 32)
+    fabric = fabric_for(FP8TE("current"))
+    fabric.setup(layer)
+    with fabric.autocast() if context else nullcontext(), pytest.raises(RuntimeError, match="computes on CUDA only"):
+        layer(torch.randn(16, 32))
