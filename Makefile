@@ -198,7 +198,7 @@ ifndef FAULTS
 endif
 
 test-dtypes: $(VENV)/.installed
-	$(RUN)/python -m tests.peers.float32
+	EVERY_FAMILY=1 $(RUN)/python -m pytest tests/families/test_kept_float32.py -k a_family
 
 test-peers: $(VENV)/.installed test-dtypes
 	$(RUN)/python -m tests.peers $(PEERS)
