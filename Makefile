@@ -178,7 +178,7 @@ $(filter-out lane-test-more,$(LANES:%=lane-%)): | environments
 # without a Chromium this lane fails
 lane-docs-test: export CI := true
 
-# a tenth of the steps; in test-more, tests/precision/test_main_job.py trains the same model for all of them
+# a tenth of the steps; in test-more, tests/tools/test_demo.py trains the same model for all of them
 lane-demo: export DEMO := --max-steps 20
 
 environments: $(TE)/.installed $(FLOOR)/.installed $(DEEPSPEED)/.installed $(DOCS)/.installed

@@ -347,10 +347,8 @@ def test_a_checkpoint_says_which_layers_ran_in_bf16(tmp_path):
 
 def test_the_mean_of_the_output_counts_a_layer_with_two_readings_as_one_with_three(tmp_path):
     class Finetuned(Net):
-        factor = 1.0
-
         def training_step(self, batch, batch_idx):  # no gradient reaches the frozen layers below
-            return self(self.factor * batch).float().square().mean()
+            return self(batch).float().square().mean()
 
     net, monitor = Finetuned(), NumericsMonitor(every=1, log="layers")
     net.blocks[0].requires_grad_(False)
@@ -359,7 +357,7 @@ def test_the_mean_of_the_output_counts_a_layer_with_two_readings_as_one_with_thr
     assert [r.tensor for r in monitor.readings] == ["input", "weight"] * 2 + ["input", "weight", "gradient"] * 2
     assert decibels.keys() == LAYERS
     assert trainer.callback_metrics["lowprec/mean/output_db"].item() == pytest.approx(sum(decibels.values()) / 4)
-    net.factor = math.inf
+    net.blocks[1].register_forward_pre_hook(lambda block, args: args[0] * math.inf)  # behind a finite one
     _, trainer = fit(tmp_path, monitor, net, steps=1)
     assert trainer.callback_metrics["lowprec/worst/input/amax"].isnan(), "nothing is worse"
     net.training_step = lambda *_: 1 / 0

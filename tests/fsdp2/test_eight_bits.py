@@ -9,6 +9,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional as F
 
 from lightning_lowprec import HalfMixed, MasterConfig
+from lightning_lowprec.callbacks import NumericsMonitor
 from tests.fsdp2 import toy
 from tests.fsdp2.ranks import launch
 from tests.fsdp2.test_resume_fabric import saves_and_goes_on, state
@@ -123,6 +124,11 @@ def copies(rank, ranks, folder):
     mine = everything(fabric, model, optimizer)
     for kind in ("model", "optimizer"):
         assert_same(fabric.broadcast(mine)[kind], mine[kind], "gradients are averaged over the copies")
+    fabric, model, optimizer = setup("fp8-hybrid", ranks, replicate=2)
+    monitor = NumericsMonitor(every=1, rows=1.0)
+    monitor.step(model, 0)
+    train(fabric, model, optimizer, range(1))
+    assert min(reading.output_db for reading in monitor.finish()) > 20, "of the rows that lie on this rank"
 
 
 def tensor_parallel(rank, ranks, folder):

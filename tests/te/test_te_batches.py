@@ -66,16 +66,6 @@ def test_only_a_batch_that_does_not_fit_is_copied(reference_te, monkeypatch, rec
         assert torch.equal(layer(whole), F.linear(whole, layer.weight, layer.bias)), "as the program declares"
 
 
-def test_rows_that_are_no_numbers_stay_where_they_are(reference_te):
-    """A scale per tensor cannot keep them apart, and must not hide them: the loss scale needs to see it."""
-    fabric, layer = set_up(current_scaling())
-    x = torch.randn(16, 32)
-    x[3, 5] = float("nan")
-    output, _, grad_weight, _ = grads(fabric, layer, x, torch.randn(16, 64))
-    assert output[3].isnan().any()
-    assert grad_weight.isnan().any()
-
-
 # ---- layers that are called where no precision's context is
 
 
