@@ -128,7 +128,7 @@ class NumericsMonitor(Callback):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if demoted := list(state_dict["demoted"]):  # of a version that could do so
+        if demoted := list(state_dict.get("demoted", ())):  # of a version that could do so
             warn(
                 "NumericsMonitor: dropped from the checkpoint that these layers run in bf16. To go on so, resume with"
                 f" `FP8TorchAO(keep={demoted!r})`."
