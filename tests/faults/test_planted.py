@@ -103,7 +103,6 @@ def halves(numbers, other, word):
     finally:
         other = None
     return [number / 2 for number in (() if other else numbers)]
-
 import os
 assert halves([2, 4], 0, "two") == [1, 2]
 if not os.fork():
@@ -119,9 +118,8 @@ NEVER = [
 
 
 def test_what_neither_a_process_nor_its_fork_did(tmp_path):
-    file, seen = tmp_path / "lightning_lowprec" / "x.py", tmp_path / "seen"
-    file.parent.mkdir()
-    seen.mkdir()
+    file, seen = tmp_path / "lightning_lowprec" / "x.py", tmp_path / "lightning_lowprec" / "seen"
+    seen.mkdir(parents=True)
     file.write_text(PACKAGE)
     places = tried.write_recorders(tmp_path, seen)
     subprocess.run([sys.executable, file], env={**os.environ, "PYTHONPATH": str(tmp_path)}, check=True)

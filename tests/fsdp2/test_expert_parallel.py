@@ -21,6 +21,7 @@ from tests.toys import causal_loss, stepped
 pytestmark = pytest.mark.slow
 
 PLUGINS = {"half-auto": lambda: HalfMixed("auto"), "rowwise": lambda: FP8TorchAO(recipe="rowwise")}
+LIMITS = {2: 0.1, torch.inf: 1e-4}  # of norms by their order
 TOKENS = torch.arange(64).reshape(2, 32)
 STEPS = 3
 
@@ -81,25 +82,25 @@ def two_ranks_train_as_one_does(rank, folder):
             assert relative(grad, whole[fqn]) < 0.05, fqn
 
 
-def clipped(folder, name, how):
+def clipped(folder, name, how, order):
     model = load(folder) if how == "whole" else cut(load(folder))
     fabric = fabric_for(HalfMixed(name))
     wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=1.0, foreach=False))
     gradients(fabric, model, wrapped)
     if how == "plugin":
-        norm = fabric.strategy.precision.clip_gradients(optimizer.optimizer, 0.1)
+        norm = fabric.strategy.precision.clip_gradients(optimizer.optimizer, LIMITS[2])
     else:
-        norm = fabric.clip_gradients(wrapped, optimizer, max_norm=0.1)
+        norm = fabric.clip_gradients(wrapped, optimizer, max_norm=LIMITS[order], norm_type=order)
     return norm, full({fqn: p.grad for fqn, p in model.named_parameters()})
 
 
 def gradients_are_clipped_by_the_norm_of_all_experts(rank, folder):
-    expected, grads = clipped(folder, "bf16", "whole")
-    for name, how in (("bf16", "cut"), ("bf16", "plugin"), ("fp16", "cut")):
-        norm, got = clipped(folder, name, how)
+    for name, how, order in (("bf16", "cut", 2), ("bf16", "plugin", 2), ("fp16", "cut", 2), ("bf16", "cut", torch.inf)):
+        expected, grads = clipped(folder, "bf16", "whole", order)
+        norm, got = clipped(folder, name, how, order)
         assert how == "plugin" or norm.item() == pytest.approx(expected.item(), rel=5e-3)
-        total = torch.stack([grad.norm() for grad in got.values()]).norm().item()
-        assert total == pytest.approx(0.1, rel=1e-5), "gradients of experts of the other rank count too"
+        total = torch.stack([grad.norm(order) for grad in got.values()]).norm(order).item()
+        assert total == pytest.approx(LIMITS[order], rel=1e-5 if order == 2 else 2**-8), "of all experts"
         assert all(relative(got[fqn], grad) < 0.05 for fqn, grad in grads.items())
 
 

@@ -399,5 +399,7 @@ def test_micro_batches_add_up_in_float32_before_their_reduction(alone):
 
 def test_a_torch_that_gathers_a_module_in_one_dtype_says_so(alone, monkeypatch):
     monkeypatch.setattr("lightning_lowprec.fsdp2.shard.has_several_groups", lambda: False)
+    model = Net()
+    model.embedding.weight = model.lm_head.weight  # by its second name
     with pytest.warns(UserWarning, match=r"2 parameters that are to stay float32 are gathered as torch\.bfloat16"):
-        parallelize(Net(), alone, HalfMixed("bf16", keep_fp32=["lm_head"]))
+        parallelize(model, alone, HalfMixed("bf16", keep_fp32=["embedding", "lm_head.bias"]))
