@@ -21,7 +21,6 @@ from tests.toys import causal_loss, stepped
 pytestmark = pytest.mark.slow
 
 PLUGINS = {"half-auto": lambda: HalfMixed("auto"), "rowwise": lambda: FP8TorchAO(recipe="rowwise")}
-LIMITS = {2: 0.1, torch.inf: 1e-4}  # of norms by their order
 TOKENS = torch.arange(64).reshape(2, 32)
 STEPS = 3
 
@@ -88,19 +87,19 @@ def clipped(folder, name, how, order):
     wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=1.0, foreach=False))
     gradients(fabric, model, wrapped)
     if how == "plugin":
-        norm = fabric.strategy.precision.clip_gradients(optimizer.optimizer, LIMITS[2])
+        norm = fabric.strategy.precision.clip_gradients(optimizer.optimizer, 0.1)
     else:
-        norm = fabric.clip_gradients(wrapped, optimizer, max_norm=LIMITS[order], norm_type=order)
+        norm = fabric.clip_gradients(wrapped, optimizer, max_norm=0.1, norm_type=order)
     return norm, full({fqn: p.grad for fqn, p in model.named_parameters()})
 
 
 def gradients_are_clipped_by_the_norm_of_all_experts(rank, folder):
-    for name, how, order in (("bf16", "cut", 2), ("bf16", "plugin", 2), ("fp16", "cut", 2), ("bf16", "cut", torch.inf)):
+    for name, how, order in (("bf16", "cut", 2), ("bf16", "plugin", 2), ("fp16", "cut", 2), ("bf16", "cut", 1)):
         expected, grads = clipped(folder, "bf16", "whole", order)
         norm, got = clipped(folder, name, how, order)
         assert how == "plugin" or norm.item() == pytest.approx(expected.item(), rel=5e-3)
         total = torch.stack([grad.norm(order) for grad in got.values()]).norm(order).item()
-        assert total == pytest.approx(LIMITS[order], rel=1e-5 if order == 2 else 2**-8), "of all experts"
+        assert total == pytest.approx(0.1, rel=1e-4), "gradients of experts of the other rank count too"
         assert all(relative(got[fqn], grad) < 0.05 for fqn, grad in grads.items())
 
 
