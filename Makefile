@@ -198,7 +198,7 @@ ifndef FAULTS
 endif
 
 test-dtypes: $(VENV)/.installed
-	EVERY_FAMILY=1 $(RUN)/python -m pytest tests/families/test_kept_float32.py -k a_family
+	EVERY_FAMILY=1 $(RUN)/python -m pytest -s tests/families/test_kept_float32.py -k a_family
 
 test-peers: $(VENV)/.installed test-dtypes
 	$(RUN)/python -m tests.peers $(PEERS)
