@@ -86,7 +86,7 @@ class FP8TorchAO(TorchAO):
         RuntimeError: the device has no FP8 and ``emulate`` is not set.
     """
 
-    own = "weight_codes", "round_scales_to_power_of_2", "fast_accum", "experts", "pad_inner_dim"
+    own = "fp8_format", "weight_codes", "round_scales_to_power_of_2", "fast_accum", "experts", "pad_inner_dim"
     advice: ClassVar[str] = (
         "FP8 is slow without `torch.compile`: compile the model yourself, or use 'fp8-hybrid-te' (Transformer Engine),"
         " which needs no compiler."
@@ -118,7 +118,7 @@ class FP8TorchAO(TorchAO):
                     " `recipe='tensorwise'`."
                 )
         read = frozenset().union(*(spec.options for spec in self.specs))
-        for option in ("fp8_format", *self.own):
+        for option in self.own:
             value = getattr(options, option)
             if (
                 value != getattr(FP8TorchAOOptions, option)

@@ -235,11 +235,13 @@ def store(model: nn.Module) -> str:
             shared.setdefault(id(weight), []).append(fqn)
     inside = {id(layer) for layer in layers.values()}
     outside = {id(p) for m in model.modules() if id(m) not in inside for p in m.parameters(recurse=False)}
-    for fqn in (fqns[0] for fqns in shared.values()):
+    for first, fqn in ((fqns[0], fqn) for fqns in shared.values() for fqn in fqns):
         if type(layers[fqn].weight) is not nn.Parameter or id(layers[fqn].weight) in outside:
             _refuse(fqn, "its weight is no plain Parameter, or another module reads the weight too")
         if layers[fqn].settings.wire_format is None:
             _refuse(fqn, "a product of its recipe runs in bf16, and reads the values of the weight")
+        if layers[fqn].settings.wire_format != layers[first].settings.wire_format:
+            _refuse(fqn, f"it shares its weight with {first!r}, whose recipe has other scales")
     if not shared:
         raise ValueError(
             "`frozen='codes'` finds no converted layer with a frozen weight. Freeze the base before Trainer or Fabric"

@@ -257,7 +257,8 @@ def test_a_model_that_parallelize_has_sharded_is_set_up_by_one_fabric_and_by_the
 def test_a_sharded_model_goes_on_only_with_the_choices_it_was_built_for(alone):
     both = {"keep": ["up"], "fp8_eval": False, "emulate": True}
     others = {**both, "keep_fp32": ["norm"], "head": "fp8", "fp8_format": "e4m3", "weight_codes": "per_gemm"}
-    for make, choices in ((FP8TorchAO, others), (partial(MSAMP, "O3"), both)):
+    per_layer = partial(FP8TorchAO, recipe={"*": "tensorwise"})
+    for make, choices in ((FP8TorchAO, others), (per_layer, others), (partial(MSAMP, "O3"), both)):
         model = parallelize(Net(), alone, make())
         assert parallelize(model, alone, make()) is model, "a second call changes nothing"
         for name, value in choices.items():

@@ -208,6 +208,12 @@ def test_callbacks_that_need_values_are_refused(callback):
         trainer(FP8TorchAO(frozen="codes"), callbacks=[callback]).fit(Net(), torch.utils.data.DataLoader(X))
 
 
+def tied_pair():
+    pair = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)).requires_grad_(False)
+    pair[1].weight = pair[0].weight
+    return pair
+
+
 def with_a_table():
     net = Net()
     net.table = nn.Embedding(INNER, WIDTH)
@@ -224,7 +230,8 @@ REFUSED = {
     "msamp": (lp.MSAMP, {"level": "O2"}, Net, OTHERS),
     "mapping": (FP8TorchAO, {"recipe": {"first.*": "rowwise", "*": "tensorwise"}}, Net, OTHERS),
     "bf16 forward": (FP8TorchAO, {"recipe": {"first.*": {"forward": "bf16"}}}, Net, IN_BF16),
-    "bf16 grad_input": (FP8TorchAO, {"recipe": {"first.*": {"grad_input": "bf16"}}}, Net, IN_BF16),
+    "tied bf16": (FP8TorchAO, {"recipe": {"1": {"grad_input": "bf16"}, "*": "tensorwise"}}, tied_pair, "'1': a pro"),
+    "tied scales": (FP8TorchAO, {"recipe": {"1": "block", "*": "tensorwise"}}, tied_pair, "'1': it shares .* with '0'"),
     "nothing frozen": (FP8TorchAO, {}, lambda: nn.Linear(32, 32), r"no converted layer .*weight\. Freeze the base"),
     "Embedding": (FP8TorchAO, {"only": ["*.base"]}, with_a_table, "'first.base': .*another module reads the weight"),
     "DoRA": (FP8TorchAO, {}, lambda: peft_model(use_dora=True), "is not possible for 'base_model.model.0': .*DoRA"),
