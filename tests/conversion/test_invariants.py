@@ -25,7 +25,9 @@ class Scaled(nn.Linear):
 
 
 class Own(nn.Linear):
-    """A subclass with Linear's forward, and with state of its own."""
+    """A subclass with Linear's forward, and with state and a print of its own."""
+
+    extra_repr = nn.Module.extra_repr  # no sizes
 
     def __init__(self, size):
         super().__init__(size, size)
@@ -104,6 +106,7 @@ def test_conversion_keeps_everything(tree, share_module, share_weight, meta):
     converted = coded_layers(model)
     assert {id(m) for m in converted} == {id(m) for m in plain if m.weight.shape == (16, 16)}
     assert all(isinstance(m, cls) for m, cls in zip(model.modules(), classes, strict=True))
+    assert {repr(m) for m in model.modules() if isinstance(m, Own)} <= {"FP8Linear_Own()"}
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     assert all(id(p) in held for m in converted for p in m.parameters() if p.requires_grad)
     if not meta:

@@ -20,7 +20,7 @@ from tests.toys import gelu_block
 class Decoder(nn.Module):
     def __init__(self, tie=False):
         super().__init__()
-        self.embed = nn.Embedding(64, 32)
+        self.embed = type("Scaled", (nn.Embedding,), {})(64, 32)  # as Gemma has, which scales
         self.blocks = nn.ModuleList(
             nn.ModuleDict({"attn": nn.MultiheadAttention(32, 2), "up": nn.Linear(32, 64), "down": nn.Linear(64, 32)})
             for _ in range(2)
@@ -38,11 +38,11 @@ def test_stacked_experts_routers_gates_beside_experts_and_adapters():
     experts = nn.Module()
     experts.w1 = nn.Parameter(torch.empty(4, 64, 32))
     experts.register_parameter("bias", None)
-    kept = reasons(nn.ModuleDict({"experts": experts, "up": nn.Linear(32, 64), "audio": nn.Conv1d(32, 64, 3)}))
-    assert (kept.keys(), kept["up"]) == ({"experts.w1", "up"}, None)
-    assert kept["experts.w1"].startswith(
-        "stacked experts of an unknown class (Module); autocast leaves grouped products"
-    )
+    model = nn.ModuleDict({"experts": experts, "up": nn.Linear(32, 64), "audio": nn.Conv1d(32, 64, 3)})
+    stacked, up = plan(model).rows
+    assert stacked.kept_because.startswith("stacked experts of an unknown class (Module); autocast leaves grouped prod")
+    assert (stacked.fqn, stacked.per_token) == ("experts.w1", 4), "without a `top_k`, a token may use all"
+    assert (up.fqn, up.kept_because, up.per_token) == ("up", None, 1)
     model = nn.Module()
     model.moe = nn.ModuleDict({"gate": nn.Linear(16, 16), "experts": nn.ModuleList([nn.Linear(16, 16)])})
     model.moe["shared_gate"], model.my_router = nn.Linear(16, 16), nn.Sequential(nn.Linear(16, 16))
@@ -60,8 +60,8 @@ def test_stacked_experts_routers_gates_beside_experts_and_adapters():
     rows = {row.fqn: (row.runs_in, row.shape) for row in plan(model).rows}
     assert [fqn for fqn, (dtype, _) in rows.items() if dtype] == ["lora_A.default"], "routers may run in float32"
     assert rows["choice"] == (None, "16 -> 4")
-    assert reasons(model, only=["router", "mlp"])["router.0"] is None, "`only` overrides the built-in rules"
-    assert reasons(model, only=["router", "mlp"])["moe.experts.0"] == "not in `only`"
+    chosen = reasons(model, only=["router", "mlp"])  # no built-in rule applies
+    assert (chosen["router.0"], chosen["moe.experts.0"]) == (None, "not in `only`")
 
 
 def test_a_tie_wins_over_a_name_and_a_declared_head_over_both():
@@ -268,16 +268,17 @@ def test_first_and_last_blocks():
     stacks = nn.ModuleDict({  # the children of "encoder" are lists themselves
         "encoder": nn.ModuleList(nn.ModuleList(nn.Linear(16, 16) for _ in range(3)) for _ in range(5)),
         "encoder2": nn.ModuleList(gelu_block(16, norm=False) for _ in range(3)),
+        "one": nn.ModuleList([nn.Linear(16, 16)]),
     })  # fmt: skip
     for start, end, encoder, decoder in ((1, 1, {1, 2, 3}, {1}), (2, 1, {2, 3}, set()), (0, 4, {0}, set())):
         options = {"num_layers_at_start_in_bf16": start, "num_layers_at_end_in_bf16": end}
         names = [fqn.split(".") for fqn in plan(stacks, first_last_layers_bf16=True, **options).converted]
-        assert Counter((stack, int(block)) for stack, block, *_ in names) == {
-            **{("encoder", block): 3 for block in encoder}, **{("encoder2", block): 2 for block in decoder},
-        }  # fmt: skip
+        assert Counter((stack, int(block)) for stack, block, *_ in names) == (
+            {("encoder", n): 3 for n in encoder} | {("encoder2", n): 2 for n in decoder} | {("one", 0): 1}
+        )
     converted = plan(stacks.encoder, first_last_layers_bf16=True).converted
     assert converted == tuple(f"{block}.{layer}" for block in (1, 2, 3) for layer in range(3))
-    no_stacks = nn.ModuleList([nn.LayerNorm(16), nn.LayerNorm(16)]), nn.ModuleList([nn.Linear(16, 16), Plain(16)])
+    no_stacks = map(nn.ModuleList, ([nn.LayerNorm(16)] * 2, [nn.Linear(16, 16), Plain(16)], [nn.Linear(16, 16)]))
     with pytest.raises(ValueError, match=r"`first_last_layers_bf16=True` needs a stack of blocks.*`keep=\[\.\.\.\]`"):
         reasons(nn.Sequential(nn.Identity(), *no_stacks), first_last_layers_bf16=True)
 

@@ -145,13 +145,13 @@ def fsdp2_beside_expert_parallelism(rank, folder):
 
 def refusals(rank, folder):
     fabric = fabric_for(PLUGINS["rowwise"]())
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh("cpu", (2, 1))
     for place, name, dim in (("mlp.experts", "down_proj", 1), ("self_attn.q_proj", "weight", 0)):
         model = cut(load(folder))
         module = model.model.layers[1].get_submodule(place)
         whole = getattr(module, name)
         whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
-        setattr(module, name, torch.nn.Parameter(distribute_tensor(whole.detach(), mesh, [Shard(dim)])))
+        setattr(module, name, torch.nn.Parameter(distribute_tensor(whole.detach(), mesh, [Shard(dim), Shard(0)])))
         with pytest.raises(TypeError, match=f"{place}.{name}.* is a DTensor.*apply_expert_parallelism"):
             fabric.setup(model)
 

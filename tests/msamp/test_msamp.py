@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_lowprec import MSAMP, plain
+from lightning_lowprec import MSAMP, plain, plan
 from lightning_lowprec.msamp import ScaledAdamW, scale_linears, values_of
 from tests.msamp.msamp_runs import CHATTER, Batches, Net, coded, every_level, fit, in_fabric
 from tests.quality import sqnr
@@ -32,9 +32,10 @@ def test_a_weight_that_a_hook_computes_is_kept_and_trains():
     module = Net()
     nn.utils.weight_norm(module.first)
     before = {name: p.detach().clone() for name, p in module.first.named_parameters()}
+    planned = plan(module, "msamp-o2")
+    assert "its weight is computed at each forward (weight_norm," in planned.summary()
     _, trainer = fit(MSAMP("O2"), module)
-    assert coded(module) == ["second"]
-    assert "its weight is computed at each forward (weight_norm," in trainer.precision_plugin.plan.summary()
+    assert (coded(module), trainer.precision_plugin.plan) == (["second"], planned)
     assert all(not torch.equal(p, before[name]) for name, p in module.first.named_parameters())
     with pytest.raises(TypeError, match=r"the weight of 'first' is computed at each forward .*Leave it out"):
         scale_linears(module, ["first"], "O2")

@@ -85,8 +85,8 @@ def test_fp32_runs_a_layer_in_float32_whatever_other_rules_say():
     [
         ({"recipe": {"*.gone": "rowwise", "*": "block"}}, r"`recipe\['\*.gone'\]` matches no .*'blocks.0.down'"),
         (
-            {"recipe": {"*.up": "block", "*.down": "rowwise", "*.?.up": "block"}},
-            r"\.up'\]` matches only layers that earlier patterns take \('blocks\.0\.up'\)",
+            {"recipe": {"*.up": "block", "*.down": "rowwise", "*.?.up": "block"}, "keep": ["blocks.0.up"]},
+            r"\.up'\]` matches only layers that earlier patterns take \('blocks\.1\.up'\)",
         ),
         ({"recipe": {"lm_head": "block", "*": "rowwise"}}, r"keep \('lm_head': output head \(by name\)\).*`only="),
         ({"recipe": {"up": "rowwise"}}, r"`recipe\['up'\]` matches no linear layer.*A pattern matches a whole fqn"),
