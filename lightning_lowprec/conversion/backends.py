@@ -166,9 +166,9 @@ class Backend:
     weight_roundings: Callable[[nn.Module], Mapping[str, WeightRounding | None]] = lambda layer: {}
     """Return how the forward of a layer rounds its weights, by the names of its Parameters; see ``PrecisionName``."""
 
-    def owns(self, module: nn.Module) -> bool:
-        """Return whether ``module`` itself is a layer of this backend, even if FSDP2 derived its class."""
-        return any(cls.__module__.startswith(self.layers_from) for cls in type(module).__mro__)
+    def owns(self, layer: nn.Module | Optimizer) -> bool:
+        """Return whether a layer or optimizer is one of this backend, even if FSDP2 or the user derived its class."""
+        return any(cls.__module__.startswith(self.layers_from) for cls in type(layer).__mro__)
 
 
 left_roundings: WeakKeyDictionary[nn.Module, Mapping[str, WeightRounding | None]] = WeakKeyDictionary()
@@ -237,21 +237,17 @@ def revert_all(model: nn.Module, *, except_for: str | None = None) -> None:
     head.restore_heads(model)
     experts.stop_following_autocast(model)
     module_dtypes.release(model)
-    for backend in _owners_of({type(module) for module in model.modules()}, except_for):
-        backend.revert(model)
-
-
-def _owners_of(classes: Iterable[type], except_for: str | None) -> list[Backend]:
-    """Return the backends that define one of the classes or their bases."""
-    sources = {base.__module__ for cls in classes for base in cls.__mro__}
-    others = [backend for backend in registered() if backend.name != except_for]
-    return [backend for backend in others if any(source.startswith(backend.layers_from) for source in sources)]
+    one_of_each = {type(module): module for module in model.modules()}.values()
+    for backend in registered():
+        if backend.name != except_for and any(map(backend.owns, one_of_each)):
+            backend.revert(model)
 
 
 def revert_optimizer(optimizer: Optimizer, *, except_for: str | None = None) -> None:
     """Make an optimizer plain again after :func:`revert_all`, in place, also its state."""
-    for backend in _owners_of([type(optimizer)], except_for):
-        backend.revert_optimizer(optimizer)
+    for backend in registered():
+        if backend.name != except_for and backend.owns(optimizer):
+            backend.revert_optimizer(optimizer)
 
 
 def changed_optimizers() -> list[Optimizer]:

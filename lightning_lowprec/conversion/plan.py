@@ -199,7 +199,7 @@ def make_plan(model: nn.Module, options: LayerOptions | None = None, request: Pl
     for matmul, module, reason, may_convert in products:
         recipe = None
         if recipes is not None:
-            recipe, reason = _of_map(recipes, matmul, reason, request)
+            recipe, reason = _of_map(recipes, matmul, reason)
         name = one_recipe if recipe is None else recipe.name
         in_float32 = recipe is not None and recipe.name == FLOAT32
         may_pad = request.pads is not None and may_convert
@@ -252,9 +252,7 @@ def _stores_codes(options: LayerOptions, matmul: matmuls.Matmul, module: nn.Modu
     return options.frozen == "codes" and weight is not None and not weight.requires_grad
 
 
-def _of_map(
-    recipes: RecipeMap, matmul: matmuls.Matmul, reason: str | None, request: PlanRequest
-) -> tuple[LayerRecipe | None, str | None]:
+def _of_map(recipes: RecipeMap, matmul: matmuls.Matmul, reason: str | None) -> tuple[LayerRecipe | None, str | None]:
     """Return the recipe of a weight, if the map has one that counts, and the reason if the weight is kept."""
     pattern, recipe = recipes.of_layer(matmul.fqn) or ("", None)
     if recipe is not None and recipe.name == FLOAT32:
@@ -268,8 +266,7 @@ def _of_map(
     spec = FORMATS.get(recipe.name)
     if spec is not None and matmul.kind == matmuls.STACKED and not spec.experts:
         return None, NO_GROUPED_PRODUCT
-    features = selection.FEATURE_ALIGNMENT if spec is None else spec.features
-    multiple = features if features > selection.FEATURE_ALIGNMENT else 1 if request.pads else request.alignment
+    multiple = 1 if spec is None or spec.features == selection.FEATURE_ALIGNMENT else spec.features  # 16 was checked
     fits = matmul.in_features % multiple == 0 and matmul.out_features % multiple == 0
     return recipe, None if fits else no_multiple(multiple)
 
