@@ -55,6 +55,9 @@ def test_tied_layers_share_their_codes(level):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     wrapped, optimizer = fabric.setup(model, optimizer)
     fabric.backward(wrapped(x).float().square().sum())
+    codes = model[0].weight.msamp_state
+    L.Fabric(accelerator="cpu", devices=1, plugins=MSAMP(level)).setup(model)
+    assert codes is model[0].weight.msamp_state, "a second set-up does not round again"
     assert model[0].weight is model[1].weight
     plain = tied_linears()
     plain(x).square().sum().backward()
