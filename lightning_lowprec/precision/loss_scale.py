@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_lowprec.checks import Count, Rule, check_fields
+from lightning_lowprec.checks import Count, Rule
 from lightning_lowprec.conversion.options import shows
 from lightning_lowprec.masters import step as masters_step
 from lightning_lowprec.masters.optimizer import held_masters
@@ -58,7 +58,6 @@ class LossScale:
     """After this many skipped steps in a row at the floor, the run stops with an error."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
         if self.initial < self.floor:
             raise ValueError(f"`initial={self.initial!r}` is not valid; expected at least floor={self.floor!r}.")
 

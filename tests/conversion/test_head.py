@@ -17,9 +17,8 @@ transformers = pytest.importorskip("transformers")
 transformers.logging.set_verbosity_error()
 COMMON = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "pad_token_id": 0}
 ROTARY = {**COMMON, "num_key_value_heads": 1, "intermediate_size": 64, "head_dim": 16, "attention_dropout": 0.0}
-GPT2 = {"vocab_size": 300, "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 32} | dict.fromkeys(
-    ("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0
-)
+GPT2 = {"vocab_size": 300, "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 32}
+GPT2 |= dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
 KNOWN = {
     "llama": ROTARY, "gemma3_text": ROTARY, "gpt2": GPT2, "gpt_neox": {**COMMON, "intermediate_size": 64},
     "phi": {**COMMON, "intermediate_size": 64},  # its head has a bias

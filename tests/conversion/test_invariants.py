@@ -159,10 +159,8 @@ BROKEN = {
 @pytest.mark.parametrize("what", BROKEN)
 def test_a_broken_swap_is_caught_and_named(what):
     model = hooked()
-    with (
-        pytest.raises(RuntimeError, match=r"Conversion of Sequential changed .* of '.*keep=\[\.\.\.\]") as caught,
-        unchanged(model),
-    ):
+    said = r"Conversion of Sequential changed .* of '.*keep=\[\.\.\.\]"
+    with pytest.raises(RuntimeError, match=said) as caught, unchanged(model):
         BROKEN[what](model)
     named = {"the device": ("the Parameter or buffer object", "the device")}.get(what, (what,))
     named += ("the Parameter or buffer object",) if what.startswith("the place in") else ()
