@@ -142,8 +142,7 @@ class GatherScales:
     def refresh(self) -> None:
         """Compute the scales of all weights with one all-reduce per mesh, if a weight has changed."""
         shards: list[Any] = [local_tensor(weight) for weight in self.weights]
-        written = any(s._scale is None or (s.shown is not None and s.version() != s.version_of_scale) for s in shards)
-        if not shards or not (self.stale or written):
+        if all(shard.known_scale() is not None for shard in shards):
             return
         for weights in grouped(self.weights, mesh_of):
             for weight, scale in zip(weights, self._scales_of(weights), strict=True):
@@ -243,6 +242,11 @@ class Fp8GatherShard(Tensor):
         """Return how often the values were written as those of a state dict; ``distributed.checkpoint.load`` does."""
         return sum(t._version for t in (self._tensor, self.shown) if t is not None and not t.is_inference())
 
+    def known_scale(self) -> Tensor | None:
+        """Return the scale, unless a write has made it old."""
+        written = self.shown is not None and self.version() != self.version_of_scale
+        return None if written or self._scales.stale else self._scale
+
     def note_written(self) -> None:
         """Note a write to the values, such as one by a kernel, which torch did not see."""
         self._scales.stale = True
@@ -274,7 +278,7 @@ class Fp8GatherShard(Tensor):
             return out
         kept = private.tree_map_only(Tensor, lambda t: Fp8GatherShard(t, scales[0]), out)
         if func in _SAME_VALUES:  # such as a shard that CPU offloading moves to the device
-            kept._scale = args[0]._scale
+            kept._scale = args[0].known_scale()
         return kept
 
     def fsdp_pre_all_gather(
@@ -290,9 +294,9 @@ class Fp8GatherShard(Tensor):
         Codes are kept if the format says so, and if their scale is the one of all weights. :meth:`fsdp_post_all_gather`
         also gets whether the memory of the scale belongs to the stream of this call, on which FSDP2 copies.
         """
-        format, values, scale = self._scales.format, self._tensor, self._scale
+        format, values, scale = self._scales.format, self._tensor, self.known_scale()
         place: dict[str, Any] = {} if format.tile is None else {"first": _first_row(values, mesh)}
-        if self._scales.stale or scale is None:
+        if scale is None:
             if format.tile is None:
                 amax = values.abs().amax().float()
             else:

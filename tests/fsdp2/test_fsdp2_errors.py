@@ -42,13 +42,8 @@ pytestmark = [
 
 @pytest.fixture
 def six():
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=6)
+    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=6)
     return init_device_mesh("cpu", (3, 2), mesh_dim_names=("data_parallel", "tensor_parallel"))
-
-
-def fabric_for(precision, strategy="fsdp2"):
-    words = {"precision": precision} if isinstance(precision, str) else {"plugins": precision}
-    return L.Fabric(accelerator="cpu", devices=1, strategy=strategy, **words)
 
 
 def launched(precision, strategy="fsdp2"):
@@ -79,14 +74,14 @@ IN_PARTS, GRAPHS = {"reshard_after_forward": 2}, {"backend": "aot_eager"}
 )
 def test_fp8_all_gather_that_cannot_be(plugin, options, reason):
     with pytest.raises(ValueError, match=rf"`fp8_all_gather=True` is not possible: {reason}"):
-        fabric_for(plugin, FabricFSDP2Strategy(fp8_all_gather=True, **options))
+        launched(plugin, FabricFSDP2Strategy(fp8_all_gather=True, **options))
     assert not dist.is_initialized()
 
 
 def test_what_the_strategy_cannot_do_with_sizes_parts_and_half_shards():
-    fabric_for(FP8TorchAO(), FabricFSDP2Strategy(**IN_PARTS))
+    FabricFSDP2Strategy(**IN_PARTS).sharding.check(FP8TorchAO())
     with pytest.raises(ValueError, match=r"gathers its weights as codes, and `reshard_after_forward=2`"):
-        fabric_for(MSAMP("O3"), FabricFSDP2Strategy(**IN_PARTS))
+        launched(MSAMP("O3"), FabricFSDP2Strategy(**IN_PARTS))
     with pytest.raises(ValueError, match=r"`replicate=2` times `tensor_parallel_size=1` does not divide .* \(1\)"):
         launched("bf16-mixed", FabricFSDP2Strategy(replicate=2))
     strategy = FabricFSDP2Strategy(replicate="nodes", shards=4, tensor_parallel=print, tensor_parallel_size=2)
@@ -284,10 +279,14 @@ def test_what_is_gathered_and_compiled_as_one(alone):
         graphs.clear()
 
 
-def test_a_mesh_without_a_dimension_for_data(alone):
-    parallelize(model := Net(), init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b")), FP8TorchAO())
-    assert model.lm_head.weight.device_mesh.ndim == 2, "copies and shards"
-    three = init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("a", "b", "c"))
+def test_meshes_of_copies_and_a_mesh_without_a_dimension_for_data(six):
+    by_hand = init_device_mesh("cpu", (3, 2), mesh_dim_names=("a", "b"))
+    parallelize(model := Net(), by_hand, FP8TorchAO(), fp8_all_gather=True)
+    assert model.blocks[0].up.weight.to_local().shape == (64, 64), "128 rows in 2 shards, however many copies"
+    fabric = L.Fabric(accelerator="cpu", strategy=FabricFSDP2Strategy(replicate="nodes"), devices=2, num_nodes=3)
+    fabric.strategy.setup_environment()
+    assert fabric.strategy.distributed_sampler_kwargs == {"num_replicas": 6, "rank": 3}
+    three = init_device_mesh("cpu", (1, 2, 3), mesh_dim_names=("a", "b", "c"))
     with pytest.raises(ValueError, match=r"the dimensions \('a', 'b', 'c'\) has none named 'data_parallel'"):
         parallelize(Net(), three, FP8TorchAO())
 

@@ -152,7 +152,7 @@ class ByHand(Steps):
         pytest.fail("a step without the gradient")
 
     def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters())
+        return torch.optim.AdamW([{"params": part.parameters()} for part in (self.blocks, self.net)])
 
 
 NAMES = ["32-true", "fp8-hybrid", *({"mxfp8"} & set(names_on_cpu())), "bf16-8bit", "msamp-o3"]
