@@ -197,14 +197,14 @@ def placements_of(name: str, shape: Sequence[int], like: Tensor) -> Sequence[Pla
     """Return how the state ``name`` of a parameter ``like`` is sharded; None: it is whole on every rank, as a counter.
 
     The exponents of coded state, (rows, blocks per row), are sharded as the parameter is; other tensors in the
-    dimensions that both have with the same size. Adafactor's row factors (out, 1) are sharded as the rows of the weight
-    are; its column factors (1, in) are whole on every rank.
+    dimensions that both have with the same size. Row factors, (out, 1) in Adafactor or (out,), are sharded as the rows
+    of the weight are; column factors, (1, in) or (in,), are DTensors that are whole on every rank.
     """
     if not isinstance(like, DTensor):
         return None
     if name.endswith(EXPONENTS):
         return like.placements
-    if len(shape) == 0 or len(shape) != like.ndim:
+    if not shape or (len(shape) != like.ndim and shape not in (like.shape[: len(shape)], like.shape[-len(shape) :])):
         return None
     return [
         Replicate() if isinstance(p, Shard) and shape[p.dim : p.dim + 1] != like.shape[p.dim : p.dim + 1] else p

@@ -50,14 +50,6 @@ def launched(precision, strategy="fsdp2"):
     return toy.fabric_for(precision, strategy=strategy)
 
 
-@pytest.mark.parametrize("strategy", [FSDP2Strategy, FabricFSDP2Strategy])
-def test_tensor_parallelism_needs_a_size_and_a_plan(strategy):
-    with pytest.raises(ValueError, match=r"`tensor_parallel_size=2` with `tensor_parallel=None`: .* needs both"):
-        strategy(tensor_parallel_size=2)
-    with pytest.raises(ValueError, match=r"`tensor_parallel_size=1` with .* needs both"):
-        strategy(tensor_parallel={"up": 1})
-
-
 IN_PARTS, GRAPHS = {"reshard_after_forward": 2}, {"backend": "aot_eager"}
 
 
@@ -79,6 +71,11 @@ def test_fp8_all_gather_that_cannot_be(plugin, options, reason):
 
 
 def test_what_the_strategy_cannot_do_with_sizes_parts_and_half_shards():
+    for strategy in (FSDP2Strategy, FabricFSDP2Strategy):
+        with pytest.raises(ValueError, match=r"`tensor_parallel_size=2` with `tensor_parallel=None`: .* needs both"):
+            strategy(tensor_parallel_size=2)
+        with pytest.raises(ValueError, match=r"`tensor_parallel_size=1` with .* needs both"):
+            strategy(tensor_parallel={"up": 1})
     FabricFSDP2Strategy(**IN_PARTS).sharding.check(FP8TorchAO())
     with pytest.raises(ValueError, match=r"gathers its weights as codes, and `reshard_after_forward=2`"):
         launched(MSAMP("O3"), FabricFSDP2Strategy(**IN_PARTS))

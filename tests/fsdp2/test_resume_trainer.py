@@ -22,6 +22,22 @@ pytestmark = [
 ]
 
 
+def factored(model):
+    """An optimizer that keeps a vector of the rows, and one of the columns."""
+    optimizer = adamw(model)
+
+    @optimizer.register_step_post_hook
+    @torch.no_grad()
+    def step(*_):
+        for p in optimizer.param_groups[1]["params"]:  # the matrices
+            state = optimizer.state[p]
+            for name, dim in (("rows", 1), ("columns", 0)):
+                state.setdefault(name, p.new_zeros(p.shape[1 - dim])).add_(p.grad.square().mean(dim))
+            p.sub_(1e-3 * p.grad / (state["rows"].unsqueeze(1) * state["columns"]).sqrt())
+
+    return optimizer
+
+
 class Look(L.Callback):
     def on_train_start(self, trainer, module):
         self.restored = everything(module, trainer.optimizers[0], trainer.precision_plugin)
@@ -47,11 +63,12 @@ def fit(precision, ranks, epochs, strategy="fsdp2", seed=0, path=None, folder=No
 def saves_and_goes_on(rank, ranks, folder):
     for precision, kind in CASES:
         path = folder / f"{precision}.{kind}.ckpt"
-        _, whole, _ = fit(precision, ranks, 2, kind)
-        trainer, begun, _ = fit(precision, ranks, 1, kind)
+        make = factored if precision in ("32-true", "16-mixed") else adamw
+        _, whole, _ = fit(precision, ranks, 2, kind, make=make)
+        trainer, begun, _ = fit(precision, ranks, 1, kind, make=make)
         trainer.save_checkpoint(path)
         saved = everything(begun, trainer.optimizers[0], trainer.precision_plugin)
-        resumed_trainer, resumed, look = fit(precision, ranks, 2, kind, seed=9, path=path)
+        resumed_trainer, resumed, look = fit(precision, ranks, 2, kind, seed=9, path=path, make=make)
         assert_same(look.restored, saved, path.name)
         assert begun.losses + resumed.losses == whole.losses, path.name
         assert look.rate == pytest.approx(0.9e-2)
@@ -66,8 +83,7 @@ def keeps_two_folders(rank, ranks, folder):
         callback = ModelCheckpoint(place, save_last=True, save_top_k=1, monitor="epoch", mode="max")
         trainer, _, _ = fit("bf16-mixed", ranks, 3, kind, callbacks=[callback])
         trainer.strategy.barrier()
-        names = sorted(f.name for f in place.iterdir())
-        assert names == ["epoch=2-step=12.ckpt", "last.ckpt"], names
+        assert sorted(f.name for f in place.iterdir()) == ["epoch=2-step=12.ckpt", "last.ckpt"]
         _, resumed, _ = fit("bf16-mixed", ranks, 4, kind, path=place / "last.ckpt")
         assert len(resumed.losses) == 4
         trainer.save_checkpoint(place / "weights", weights_only=True)

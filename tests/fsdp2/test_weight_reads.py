@@ -29,18 +29,13 @@ class Block(nn.Module):
 Model = partial(Stack, Block, seed=0)
 
 
-def set_up(model, name):
-    fabric = fabric_for(name, strategy="fsdp2")
-    return fabric, fabric.setup_module(model)
-
-
 @pytest.mark.parametrize("name", ["fp8-hybrid", "fp8-e4m3", "msamp-o3"])
 def test_a_read_of_a_gathered_weight_gives_values_and_gradients(alone, name):
     model = Model()
     plain = copy.deepcopy(model)
     expected = plain(X)
     expected.square().sum().backward()
-    fabric, sharded = set_up(model, name)
+    sharded = (fabric := fabric_for(name, strategy="fsdp2")).setup_module(model)
     with torch.inference_mode():  # before training, as Lightning does under nccl
         assert sqnr(expected.detach(), sharded.eval()(X).float()) > 25
     output = sharded.train()(X)
@@ -56,7 +51,7 @@ def test_a_write_to_a_gathered_weight_raises(alone):
         hook = model.blocks[0].down.register_forward_pre_hook(lambda layer, _: layer.weight.data.mul_(2.0))
         model.blocks[1].up.weight.requires_grad_(False)
         model.of_the_root = nn.Parameter(torch.ones(4))
-        _, sharded = set_up(model, name)
+        sharded = fabric_for(name, strategy="fsdp2").setup_module(model)
         assert not model.blocks[1].up.weight.requires_grad
         with pytest.raises(RuntimeError, match=r"would write to a gathered weight of shape \(64, 64\).*to the shards"):
             sharded(X)
@@ -75,7 +70,7 @@ class Reader(Block):
 @pytest.mark.parametrize("name", ["fp8-hybrid", "msamp-o3"])
 def test_a_layer_that_is_only_read_is_named_and_the_gather_too(alone, name):
     model = nn.Sequential(Reader(), nn.Linear(32, 32))
-    fabric, sharded = set_up(model, name)
+    sharded = (fabric := fabric_for(name, strategy="fsdp2")).setup_module(model)
     with pytest.warns(UserWarning, match=r"'0.up', '0.down'.*FSDP2 gathers the weights like those of the other"):
         fabric.backward(sharded(X).float().square().sum())
     assert fabric.strategy.precision.plan.converted == ("1",)
