@@ -140,7 +140,7 @@ class NumericsMonitor(Callback):
         if model is not self._model:
             self._release()
             self._model, self._last = model, None
-        last = step - 1 if self._last is None else self._last
+        last = step - 1 if self._last is None or step < self._last else self._last  # Fabric's user may have gone back
         self._last = step
         if step // self.every <= last // self.every:
             return

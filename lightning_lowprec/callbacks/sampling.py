@@ -190,9 +190,9 @@ def _values(site: Site, numerics: casts.LayerNumerics) -> tuple[Tensor | None, i
     shard = site.shard
     if not isinstance(shard, DTensor):
         return None, 0
-    local, mesh = local_tensor(shard.detach()), shard.device_mesh
+    local = local_tensor(shard.detach())
     dim = next(dim for dim, placement in enumerate(shard.placements) if placement.is_shard(0))
-    return local, mesh.get_local_rank(dim) * math.ceil(shard.shape[0] / mesh.size(dim))
+    return local, shard.device_mesh.get_local_rank(dim) * len(local)  # shards of codes are equal
 
 
 def _reading(counted: list[float], peaks: Tensor) -> dict[str, Any] | None:
