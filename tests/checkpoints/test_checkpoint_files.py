@@ -277,6 +277,10 @@ def test_what_differs_from_a_checkpoint_raises_or_is_left_alone_on_request(tmp_p
         trainer.save_checkpoint(path, storage_options={})
     with pytest.raises(ValueError, match=r"c' has the state of 1 optimizers, the model has 2\."):
         fitted(Fitted(several=True), path)
+    trainer.save_checkpoint(tmp_path / "weights", weights_only=True)
+    module.linear.bias.data.zero_()
+    trainer.predict(module, torch.randn(1, 4, 16), ckpt_path=tmp_path / "weights")
+    assert module.linear.bias.full_tensor().all(), "loaded outside of a fit"
     for kind in ("sharded", "full"):
         two = [fitted(Fitted(several=True), strategy=FSDP2Strategy(state_dict_type=kind))]
         two[0].save_checkpoint(tmp_path / kind)

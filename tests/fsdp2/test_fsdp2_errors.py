@@ -306,7 +306,9 @@ def test_dtypes_of_buffers_and_outputs(alone, name):
         model = launched(plugin, FabricFSDP2Strategy(buffer_dtype=asked, shards=1)).setup_module(rotary())
         dtypes = [buffer.dtype for buffer in model.module.buffers()]
         assert dtypes == [dtype or torch.float32, torch.float64, torch.int32]
-    model = launched(name, FabricFSDP2Strategy(output_dtype=torch.float64)).setup_module(rotary())
+    fabric, net = launched(name, FabricFSDP2Strategy(output_dtype=torch.float64)), rotary()
+    model, _ = fabric.setup(net, torch.optim.SGD(net.lm_head.parameters()))
+    model(batch(0, 0)[:, 1:])  # what no optimizer holds stays in the dtype of its group
     assert model.module.table.dtype == torch.float32
     assert model.module(batch(0, 0)[:, 1:]).dtype == torch.float64
 
@@ -379,12 +381,6 @@ def test_an_optimizer_of_torchao_that_offloads(dtype):
         FSDP2Strategy().sharding.follow(optimizer)
 
 
-def test_weights_that_some_ranks_have(alone, monkeypatch):
-    monkeypatch.setattr("lightning_lowprec.fsdp2.shard.gathered", lambda here: [here, "meta", "real"])
-    with pytest.raises(RuntimeError, match=r"Net has 0 of 15 .*the ranks have: real, meta, real\."):
-        parallelize(Net(), alone, HalfMixed("bf16"))
-
-
 def test_micro_batches_add_up_in_float32_before_their_reduction(alone):
     fabric = launched("bf16-mixed")
     model = fabric.setup_module(Terms())
@@ -394,9 +390,12 @@ def test_micro_batches_add_up_in_float32_before_their_reduction(alone):
     assert model.weight.grad.full_tensor().eq(sum(TERMS)).all()
 
 
-def test_a_torch_that_gathers_a_module_in_one_dtype_says_so(alone, monkeypatch):
+def test_a_torch_that_gathers_a_module_in_one_dtype_and_weights_that_some_ranks_have(alone, monkeypatch):
     monkeypatch.setattr("lightning_lowprec.fsdp2.shard.has_several_groups", lambda: False)
     model = Net()
     model.embedding.weight = model.lm_head.weight  # by its second name
     with pytest.warns(UserWarning, match=r"2 parameters that are to stay float32 are gathered as torch\.bfloat16"):
         parallelize(model, alone, HalfMixed("bf16", keep_fp32=["embedding", "lm_head.bias"]))
+    monkeypatch.setattr("lightning_lowprec.fsdp2.shard.gathered", lambda here: [here, "meta", "real"])
+    with pytest.raises(RuntimeError, match=r"Net has 0 of 15 .*the ranks have: real, meta, real\."):
+        parallelize(Net(), alone, HalfMixed("bf16"))
