@@ -245,9 +245,9 @@ def is_our_format(moments: Mapping[str, Tensor], param: Tensor) -> bool:
 
 @torch.no_grad()
 def joined(param: Tensor, remainder: Tensor) -> Tensor:
-    """Return the float32 master, of the local shape, of a bf16 parameter and its remainder."""
-    value = local_tensor(param).float()
-    join_(value, local_tensor(remainder).to(value.device))
+    """Return the float32 master, contiguous and of the local shape, of a bf16 parameter and its remainder."""
+    value = local_tensor(param).float().contiguous()
+    join_(value, local_tensor(remainder).to(value.device).contiguous())
     return value
 
 

@@ -125,7 +125,7 @@ def test_a_family_of_transformers(family):
 
 @pytest.mark.parametrize("name", ["fp16-master", "bf16-master"])
 def test_the_list_for_fp16_counts_with_fp16(name):
-    model = nn.ModuleDict({"other": tiny("mamba"), "wo": tiny("t5")})  # names of its own, as declared
+    model = nn.ModuleDict({"w": tiny("mamba"), "wo": tiny("t5")})  # one begins as the other; "wo" is declared
     L.Fabric(accelerator="cpu", precision=name).setup(model, torch.optim.SGD(model.parameters(), lr=1e-3))
     kept = {fqn for fqn in float32(model["wo"]) if ".wo." in fqn}
     assert bool(kept) == (name == "fp16-master")

@@ -234,6 +234,7 @@ def test_half_weights_sharded_by_hand_in_fabric(alone):
 
 def test_a_model_that_parallelize_has_sharded_is_set_up_by_one_fabric_and_by_the_next(alone):
     model = Net()
+    model.lm_head.requires_grad_(False)
     for _ in range(2):
         plugin = HalfMixed("bf16", master_weights="remainder")
         fabric = launched(plugin, ModelParallelStrategy(lambda model, mesh: model, 1, 1))
@@ -244,6 +245,7 @@ def test_a_model_that_parallelize_has_sharded_is_set_up_by_one_fabric_and_by_the
         fabric.backward(loss_of(wrapped, batch(0, 0)))
         optimizer.step()
         assert not torch.equal(model.blocks[0].up.weight.full_tensor(), before)
+        assert not any(p.requires_grad for p in model.lm_head.parameters())
 
 
 def test_a_sharded_model_goes_on_only_with_the_choices_it_was_built_for(alone):

@@ -7,7 +7,10 @@ from functools import partial
 
 import pytest
 import torch
+from torch import distributed as dist
 from torch import nn
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_lowprec import MasterConfig
 from lightning_lowprec.masters import moments
@@ -118,6 +121,19 @@ def test_the_codes_of_a_loaded_state_dict_are_not_written_to():
         assert equal(state["state"][0][name], kept["state"][0][name]), name
 
 
+def test_what_the_ranks_have_unequal_parts_of_stays_float32():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    mesh = dist.init_device_mesh("cpu", (2,))
+    cuts = {(64, 65): Shard(1), (64, 2, 64): Shard(2), (64, 128): Shard(1), (65, 64): Shard(0), (65, 96): Replicate()}
+    params = [nn.Parameter(distribute_tensor(torch.ones(n).bfloat16(), mesh, [cut])) for n, cut in cuts.items()]
+    optimizer = add_masters(torch.optim.Adam(params), MasterConfig(form="remainder", moments="8bit"))
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    made = [optimizer.state[p].get("exp_avg_exponents") for p in params]
+    assert [each if each is None else each.to_local().shape[1] for each in made] == [None, None, 1, 1, 3]
+
+
 class WithAnAverageOfWeights(torch.optim.SGD):
     def step(self, closure=None):
         super().step(closure)
@@ -193,10 +209,10 @@ class OwnSGD(torch.optim.SGD):
             state["exp_avg"] = state["momentum_buffer"].clone()
 
 
-@pytest.mark.parametrize("config", [{"form": "stochastic"}, {"form": "remainder", "moments": "8bit"}], ids=str)
-def test_two_steps_of_a_users_optimizer_round_by_other_random_bits(config):
+@pytest.mark.parametrize(("form", "moments"), [("stochastic", "fp32"), ("remainder", "8bit"), ("fp32", "8bit")])
+def test_two_steps_of_a_users_optimizer_round_by_other_random_bits(form, moments):
     weight, larger = nn.Parameter(torch.ones(64, 64).bfloat16()), []
-    optimizer = add_masters(OwnSGD([weight], lr=1.0, momentum=0.5), MasterConfig(**config))
+    optimizer = add_masters(OwnSGD([weight], lr=1.0, momentum=0.5), MasterConfig(form=form, moments=moments))
     for _ in range(2):
         optimizer.state.clear()
         weight.data.fill_(1.0)

@@ -29,7 +29,9 @@ pytestmark = [
 
 def layers(seed: int) -> nn.Sequential:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    net[1].weight.data = net[1].weight.data.t()  # whose rows are not one after the other in memory
+    return net
 
 
 def set_up(name: str, net: nn.Sequential, how: str):

@@ -79,28 +79,28 @@ def test_float32_gradients_are_handed_over(form):
 class Twice(optim.SGD):
     """Evaluates its closure a second time, as LBFGS does, or moves weights before the first time."""
 
-    def __init__(self, params, *, moves_first):
+    def __init__(self, params, *, moves):
         super().__init__(params, lr=1.0)
-        self.moves_first = moves_first
+        self.moves = moves
 
     def step(self, closure):
-        if self.moves_first:
+        if self.moves == "first":
             with torch.no_grad():
                 self.param_groups[-1]["params"][0].add_(1.0)
-        loss = closure()
-        super().step()
         closure()
-        return loss
+        if self.moves == "between":
+            super().step()
+        closure()
 
 
-@pytest.mark.parametrize("moves_first", [True, False])
-def test_a_closure_that_an_optimizer_evaluates_where_it_has_moved_the_weights_is_refused(moves_first):
+@pytest.mark.parametrize(("moves", "left"), [("first", [4.0, 5.0]), ("between", [-4.0, -4.0]), ("never", [4.0, 4.0])])
+def test_a_closure_that_an_optimizer_evaluates_again_or_where_it_has_moved_the_weights_is_refused(moves, left):
     first, last = half(4.0), half(4.0)
     groups = [{"params": [first]}, {"params": [last]}]
-    optimizer = add_masters(Twice(groups, moves_first=moves_first), "fp32")
+    optimizer = add_masters(Twice(groups, moves=moves), "fp32")
     with pytest.raises(RuntimeError, match=r"^Twice evaluates its closure where .*`32-true`.*`torch.optim.AdamW`"):
         optimizer.step(lambda: (first.square() + last.square()).sum().backward())
-    assert [m.item() for m in main_params(optimizer)] == ([4.0, 5.0] if moves_first else [-4.0, -4.0])
+    assert [m.item() for m in main_params(optimizer)] == left
     assert equal([*main_params(optimizer)], [first.float(), last.float()]), "masters and weights go together"
 
 

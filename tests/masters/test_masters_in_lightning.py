@@ -128,18 +128,21 @@ def test_clipping_by_a_factor_is_clipping_in_place(name, monkeypatch):
     found = []
     for devices in (set(), {"cpu"}):
         monkeypatch.setattr("lightning_lowprec.masters.step.DEVICES", devices)
-        fabric, model, optimizer = in_fabric(name, Net())
-        norms = []
+        fabric, net, norms = L.Fabric(accelerator="cpu", devices=1, precision=name), Net(), []
+        halves = ((net.first, net.second), (net.norm, net.head))
+        made = [torch.optim.SGD(nn.ModuleList(half).parameters(), lr=1.0) for half in halves]
+        model, *optimizers = fabric.setup(net, *made)
         for backwards in (2, 1):
             for _ in range(backwards):
                 backward(fabric, model)
-                norms.append(fabric.clip_gradients(model, optimizer, max_norm=MAX_NORM))
+                norms += [fabric.clip_gradients(model, optimizer, max_norm=MAX_NORM) for optimizer in optimizers]
                 model.head.bias.grad = torch.full_like(model.head.bias, MAX_NORM)
-                norms.append(fabric.clip_gradients(model, optimizer, max_norm=MAX_NORM / 2, norm_type=torch.inf))
-            optimizer.step()
-            optimizer.zero_grad()
-        masters = zip(fabric.strategy.precision.main_params(optimizer.optimizer), Net().parameters(), strict=True)
-        found.append([*norms, *(after.detach() - before for after, before in masters)])
+                norms.append(fabric.clip_gradients(model, optimizers[1], max_norm=MAX_NORM / 2, norm_type=torch.inf))
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        masters = [m for each in made for m in fabric.strategy.precision.main_params(each)]
+        found.append([*norms, *(m.detach() - before for m, before in zip(masters, Net().parameters(), strict=True))])
         for p in model.parameters():
             p.grad = torch.full_like(p, torch.nan)
         if name != "fp16-master":  # which would skip the step

@@ -99,7 +99,7 @@ def test_clipped_weights_stay_clipped_or_it_is_said(name, clip, caught):
     module = Clipped(CLIPS[clip])
     fabric = L.Fabric(accelerator="cpu", precision=name)
     model, optimizer = fabric.setup(module.student, torch.optim.SGD(module.student.parameters(), lr=0.0))
-    module.student.weight.data[0] = torch.nan  # from the start, and nothing that is clipped
+    module.student.weight.data[0] = module.student.bias.data[0] = torch.nan  # from the start, no clipping makes it
     caught.clear()
     for change in (lambda parameter: None, CLIPS[clip]):
         fabric.backward(model(torch.randn(4, 64)).float().mean())  # fp16 does not overflow

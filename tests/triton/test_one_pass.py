@@ -91,6 +91,20 @@ def test_steps_as_torch_does(form, make, clip, launches, monkeypatch):
         assert different <= 2
 
 
+def test_random_bits_that_begin_anew_inside_a_block_are_those_of_torchs_operations(monkeypatch):
+    """They do so every 2**22 positions. The updates are exact, and half way between two weights."""
+
+    def run():
+        before, weight = (nn.Parameter(torch.ones(size).bfloat16()) for size in (2**22 - 1000, 2048))
+        optimizer = add_masters(optim.SGD([before, weight], lr=1.0), "stochastic")
+        for _ in range(8):
+            weight.grad = torch.full_like(weight, 2.0**-9)
+            optimizer.step()
+        return weight
+
+    assert torch.equal(*both_ways(monkeypatch, run))
+
+
 @pytest.mark.filterwarnings("ignore:invalid value")  # numpy computes here
 @pytest.mark.parametrize("form", FORMS)
 def test_values_at_the_edge(form):
@@ -153,14 +167,17 @@ def test_an_overflow_skips_the_step_and_the_next_step_is_sound(launches):
     assert not any(map(torch.equal, before, module.parameters()))
 
 
-def test_a_loss_scale_that_is_no_power_of_two_is_taken_out_in_float32():
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_loss_scale_that_is_no_power_of_two_is_taken_out_in_float32(dtype):
     weight = nn.Parameter(torch.zeros(16, dtype=torch.bfloat16))
+    weight.grad_dtype = dtype
     optimizer = add_masters(optim.SGD([weight], lr=1.0), "fp32")
-    weight.grad = torch.full_like(weight, 3.0)
-    masters_step.unscale(optimizer, 1 / 3)
-    optimizer.step()
+    for prepare in (move_grads_to_masters, lambda it: masters_step.unscale(it, 1 / 3)):  # gradients of -3 and -1
+        weight.grad = torch.full_like(weight, 3.0, dtype=dtype)
+        prepare(optimizer)
+        optimizer.step()
     (master,) = main_params(optimizer)
-    torch.testing.assert_close(master, torch.full((16,), -1.0))
+    torch.testing.assert_close(master, torch.full((16,), -4.0))
     optimizer.zero_grad()
     assert masters_step.unscale(optimizer, 1 / 3) == 0, "no gradient, and so none that is not finite"
 
