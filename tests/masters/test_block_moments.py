@@ -36,8 +36,9 @@ def test_the_state_between_steps_is_what_it_says(form):
     assert state["exp_avg_codes"].shape == (64, 64)
     assert state["exp_avg_exponents"].shape == (64, 1)
     assert optimizer.state[model[0].bias]["exp_avg"].dtype == torch.float32, "one dimension"
-    held = [store.flat.untyped_storage().nbytes() for store in optimizer._masters.stores]
-    assert sum(held) == (0 if form != "fp32" else 4 * sum(p.numel() for p in model.parameters()))
+    for each in (optimizer, add_masters(two_groups(model.parameters()), form)):  # also before its first step
+        held = [store.flat.untyped_storage().nbytes() for store in each._masters.stores]
+        assert sum(held) == (0 if form != "fp32" else 4 * sum(p.numel() for p in model.parameters()))
     extra = sum(store.remainder.nbytes for store in optimizer._masters.stores if form == "remainder")
     assert extra == (2 * sum(p.numel() for p in model.parameters()) if form == "remainder" else 0)
 

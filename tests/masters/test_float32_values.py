@@ -122,6 +122,7 @@ def test_a_layer_that_is_frozen_for_a_second_set_up_keeps_its_value(name, unfree
     del first  # and with it the optimizer that had the masters of all weights
     gc.collect()
     assert all(map(torch.equal, values(net), expected))
+    assert not plain(net)[0]._load_state_dict_pre_hooks, "of both set-ups"
 
 
 def task(seed: int) -> Task:

@@ -240,6 +240,10 @@ class Broken(optim.SGD):
         super().step(closure)
         raise KeyError("no batch")
 
+    def eval(self):
+        self.param_groups[0]["params"][0].data.add_(1.0)
+        raise KeyError("no batch")
+
 
 @every_form
 @pytest.mark.parametrize("make", [partial(Broken, lr=0.1), two_groups], ids=["a user's", "AdamW"])
@@ -248,6 +252,11 @@ def test_an_exception_in_the_middle_of_a_step_leaves_weights_and_masters_in_step
     start = [p.detach().clone() for p in model.parameters()]
     loss_of(model, 0).backward()
     optimizers.move_grads_to_masters(optimizer)
+    if form in EXACT and make is not two_groups:
+        with pytest.raises(KeyError, match="no batch"):
+            optimizer.eval()  # of schedule-free optimizers, which keeps gradients
+        assert equal([m.bfloat16() for m in masters_of(optimizer)], [p.detach() for p in model.parameters()])
+        assert all(m.grad is not None for m in held_masters(optimizer))
     optimizer.param_groups[0].pop("eps", None)
     with pytest.raises(KeyError, match=r"no batch|eps"):
         optimizer.step()

@@ -1,5 +1,6 @@
 """Optimizers, weights and layers that change or come after a set-up."""
 
+import copy
 import gc
 import weakref
 
@@ -23,7 +24,17 @@ class Folds(Task):
 
     def __init__(self, way: str | None) -> None:
         super().__init__(net(), optimizer=lambda task: torch.optim.SGD(task.parameters(), 1e-3))
-        self.way = way
+        self.way, self.automatic_optimization = way, way != "list"
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor | None:
+        loss: torch.Tensor = super().training_step(batch, batch_idx)
+        if self.automatic_optimization:
+            return loss
+        (optimizer := self.optimizers()).zero_grad()
+        self.manual_backward(loss)
+        self.clip_gradients(optimizer, 0.01, "norm")
+        optimizer.step()
+        return None
 
     def on_train_epoch_start(self) -> None:
         if self.current_epoch == 1 and self.way == "strategy":
@@ -36,7 +47,8 @@ class Folds(Task):
 def test_optimizers_that_are_set_up_again_in_the_run_take_over_the_masters(name: str) -> None:
     def trained(way: str | None) -> tuple[list[torch.Tensor], type]:
         data = torch.randn(32, 32, generator=torch.Generator().manual_seed(1))
-        trainer = L.Trainer(precision=name, max_epochs=2, **ON_CPU)  # type: ignore[arg-type]
+        clips = {} if way == "list" else {"gradient_clip_val": 0.01}  # manual optimization clips itself
+        trainer = L.Trainer(precision=name, max_epochs=2, **clips, **ON_CPU)  # type: ignore[arg-type]
         trainer.fit(model := Folds(way), DataLoader(data, batch_size=8))
         return list(model.parameters()), type(trainer.optimizers[0])
 
@@ -158,4 +170,6 @@ def test_modules_of_torchscript_stay_and_train(name: str) -> None:
     optimizer.step()
     assert type(model[0]) is torch.jit.RecursiveScriptModule
     assert type(model[1]) is not nn.Linear
+    model[1].load_state_dict({**model[1].state_dict(), "bias": torch.full((32,), 1.001)})
+    assert torch.equal(copy.deepcopy(model[1].bias), torch.full((32,), 1.001)), "no number of bf16"
     assert all((p.detach().float() != b).any() for p, b in zip(model.parameters(), before, strict=True))
