@@ -50,12 +50,10 @@ def loss_of(model: nn.Module, step: int) -> torch.Tensor:
     return (model(x) - y).float().pow(2).mean()
 
 
-def nearest_away(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """float32 -> bf16, ties away from zero: how the remainder form rounds."""
-    return ((master.view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(dtype)
-
-
-ROUNDING = {"fp32": torch.Tensor.to, "remainder": nearest_away}
+ROUNDING = {  # the second one to bf16, ties away from zero
+    "fp32": torch.Tensor.to,
+    "remainder": lambda master, dtype: ((master.view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(dtype),
+}
 
 
 def by_hand(make: Any, form: str, steps: int, dtype: torch.dtype = torch.bfloat16, bias: bool = True):

@@ -7,16 +7,13 @@ from functools import partial
 
 import pytest
 import torch
-from torch import distributed as dist
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_lowprec import MasterConfig
 from lightning_lowprec.masters import moments
 from lightning_lowprec.masters.optimizer import add_masters, remove_masters
 from lightning_lowprec.masters.weights import cast_parameters
-from tests.masters.master_loops import WIDE, equal, every_form, loss_of, net, train, two_groups, wrapped
+from tests.masters.master_loops import WIDE, equal, every_form, net, step, train, two_groups, wrapped
 
 
 def eight_bits(make=two_groups, **config):
@@ -43,21 +40,6 @@ def test_the_state_between_steps_is_what_it_says(form):
     assert extra == (2 * sum(p.numel() for p in model.parameters()) if form == "remainder" else 0)
 
 
-def beside_float32(make, gradients):
-    coded, exact = nn.Parameter(torch.zeros(64, 64).bfloat16()), nn.Parameter(torch.zeros(64, 64))
-    ours, stock = add_masters(make([coded], lr=1e-3), MasterConfig(moments="8bit")), make([exact], lr=1e-3)
-    for gradient in gradients:
-        coded.grad, exact.grad = gradient.bfloat16(), gradient.bfloat16().float()
-        ours.step()
-        stock.step()
-    assert any(name.endswith("_codes") for name in ours.state[coded])
-    found = add_masters(make([nn.Parameter(coded.detach().clone())], lr=1e-3), MasterConfig())
-    found.load_state_dict(ours.state_dict())
-    remove_masters(ours)
-    assert equal(ours.state[coded], next(iter(found.state.values())))
-    return next(iter(found.state.values())), stock.state[exact]
-
-
 @pytest.mark.parametrize(
     "make",
     [
@@ -75,8 +57,20 @@ def beside_float32(make, gradients):
 def test_every_coded_state_of_an_optimizer_is_that_of_float32(make):
     """Gradients have both signs: each rounding makes a difference of 0.037, and the last four steps count most."""
     torch.manual_seed(0)
-    state, expected = beside_float32(make, [torch.randn(64, 64) for _ in range(4)])
-    for name, value in expected.items():
+    coded, exact = nn.Parameter(torch.zeros(64, 64).bfloat16()), nn.Parameter(torch.zeros(64, 64))
+    ours, stock = add_masters(make([coded], lr=1e-3), MasterConfig(moments="8bit")), make([exact], lr=1e-3)
+    for _ in range(4):
+        coded.grad = torch.randn(64, 64).bfloat16()
+        exact.grad = coded.grad.float()
+        ours.step()
+        stock.step()
+    assert any(name.endswith("_codes") for name in ours.state[coded])
+    found = add_masters(make([nn.Parameter(coded.detach().clone())], lr=1e-3), MasterConfig())
+    found.load_state_dict(ours.state_dict())
+    remove_masters(ours)
+    (state,) = found.state.values()
+    assert equal(ours.state[coded], state)
+    for name, value in stock.state[exact].items():
         if torch.is_tensor(value) and value.dim() == 2:
             assert (state[name] - value).norm() <= 0.12 * value.norm(), name
 
@@ -112,9 +106,7 @@ def test_the_codes_of_a_loaded_state_dict_are_not_written_to():
     smaller["state"][2]["exp_avg_exponents"] = kept["state"][2]["exp_avg_exponents"].repeat_interleave(2, 1)  # blocks
     loaded.load_state_dict(smaller)
     assert {*loaded.state[mixed[0].weight]} == {*loaded.state[mixed[2].weight]} == {"step", "exp_avg", "exp_avg_sq"}
-    for p in (mixed[0].weight, mixed[2].weight):
-        p.grad = torch.ones_like(p)
-    loaded.step()
+    step(loaded, mixed[0].weight, mixed[2].weight, grad=1.0)
     assert [loaded.state[p]["step"].item() for p in mixed.parameters()] == [3, 2, 3, 2], "without a gradient"
     assert "exp_avg" in loaded.state[mixed[0].weight], "of a float32 weight"
     assert "exp_avg_codes" in loaded.state[mixed[2].weight]
@@ -122,24 +114,14 @@ def test_the_codes_of_a_loaded_state_dict_are_not_written_to():
         assert equal(state["state"][0][name], kept["state"][0][name]), name
 
 
-def test_what_the_ranks_have_unequal_parts_of_stays_float32():
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    mesh = dist.init_device_mesh("cpu", (2,))
-    cuts = {(64, 65): Shard(1), (64, 2, 64): Shard(2), (64, 128): Shard(1), (65, 64): Shard(0), (65, 96): Replicate()}
-    params = [nn.Parameter(distribute_tensor(torch.ones(n).bfloat16(), mesh, [cut])) for n, cut in cuts.items()]
-    optimizer = add_masters(torch.optim.Adam(params), MasterConfig(form="remainder", moments="8bit"))
-    for p in params:
-        p.grad = torch.ones_like(p)
-    optimizer.step()
-    made = [optimizer.state[p].get("exp_avg_exponents") for p in params]
-    assert [each if each is None else each.to_local().shape[1] for each in made] == [None, None, 1, 1, 3]
+class OwnSGD(torch.optim.SGD):
+    """An optimizer of a user, with an average of weights, and a second state of the values of the first."""
 
-
-class WithAnAverageOfWeights(torch.optim.SGD):
     def step(self, closure=None):
         super().step(closure)
         for p in self.param_groups[0]["params"]:
             self.state[p].setdefault("z", p.detach().clone()).lerp_(p.detach(), 0.1)
+            self.state[p]["exp_avg"] = self.state[p]["momentum_buffer"].clone()
 
 
 @pytest.mark.parametrize(
@@ -147,7 +129,7 @@ class WithAnAverageOfWeights(torch.optim.SGD):
     [
         (torch.optim.ASGD, {"ax"}, set()),
         (torch.optim.Rprop, {"prev", "step_size"}, set()),
-        (partial(WithAnAverageOfWeights, momentum=0.9), {"z"}, {"momentum_buffer"}),
+        (partial(OwnSGD, momentum=0.9), {"z"}, {"momentum_buffer", "exp_avg"}),
         (
             partial(torch.optim.RMSprop, momentum=0.9, centered=True),
             set(),
@@ -155,20 +137,11 @@ class WithAnAverageOfWeights(torch.optim.SGD):
         ),
         (torch.optim.Adafactor, set(), set()),
     ],
-    ids=["ASGD", "Rprop", "a user's", "RMSprop", "Adafactor"],
 )
 def test_what_is_not_known_to_be_an_average_of_gradients_stays_float32_with_a_warning(make, kept, coded, caught):
     moments._warn_of_float32.cache_clear()
     model, optimizer = eight_bits(lambda params: make([list(params)[2]]))
-
-    def closure():
-        optimizer.zero_grad()
-        loss = loss_of(model, 0)
-        loss.backward()
-        return loss
-
-    for _ in range(2):
-        optimizer.step(closure)
+    train(model, optimizer, range(2), closure=True)
     named = ", ".join(f"`{name}`" for name in sorted(kept))
     assert [str(w.message).split(" stays float32")[0] for w in caught] == (
         [f"`moments='8bit'`: the optimizer's state {named}"] if kept else []
@@ -201,15 +174,7 @@ def test_norms_of_updates_in_the_backward_pass_leave_the_groups_with_a_log_line_
     assert optimizer.param_groups[0]["clip_norm"] == 1.0
 
 
-class OwnSGD(torch.optim.SGD):
-    """An optimizer of a user, with a second state of the same values."""
-
-    def step(self, closure=None):
-        super().step(closure)
-        for state in self.state.values():
-            state["exp_avg"] = state["momentum_buffer"].clone()
-
-
+@pytest.mark.filterwarnings("ignore:.*the optimizer's state `z` stays float32")
 @pytest.mark.parametrize(("form", "moments"), [("stochastic", "fp32"), ("remainder", "8bit"), ("fp32", "8bit")])
 def test_two_steps_of_a_users_optimizer_round_by_other_random_bits(form, moments):
     weight, larger = nn.Parameter(torch.ones(64, 64).bfloat16()), []

@@ -30,6 +30,7 @@ from tests.masters.master_loops import (
     half,
     masters_of,
     net,
+    step,
     through_file,
     train,
     without_masters,
@@ -38,7 +39,7 @@ from tests.masters.master_loops import (
 
 
 @every_form
-def test_preparing_after_every_micro_batch_accumulates_in_float32(form):
+def test_preparing_after_every_micro_batch_accumulates_in_float32_and_hands_over_float32_gradients(form):
     p = half(1.0)
     optimizer = add_masters(optim.SGD([p], lr=1.0), form)
     for _ in range(1024):
@@ -46,13 +47,8 @@ def test_preparing_after_every_micro_batch_accumulates_in_float32(form):
         move_grads_to_masters(optimizer)
     (master,) = main_params(optimizer)
     assert master.grad.item() == 256.0  # bf16 stops at 64: 64.25 rounds back
-
-
-@every_form
-def test_float32_gradients_are_handed_over(form):
-    p = half(1.0)
+    optimizer.zero_grad()
     p.grad_dtype = torch.float32
-    optimizer = add_masters(optim.SGD([p], lr=1.0), form)
     (p * 0.25).sum().backward()
     first = p.grad
     move_grads_to_masters(optimizer)
@@ -114,16 +110,13 @@ def test_only_wrapped_optimizers():
     assert held_masters(plain) == []
 
 
-torchs_warnings = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # of its own modules
-
-
 @pytest.fixture
 def mesh():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     return dist.device_mesh.init_device_mesh("cpu", (1,))
 
 
-@torchs_warnings
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # of torch's own modules
 @pytest.mark.parametrize(("order", "expected"), [(2.0, [96**0.5, 20**0.5]), (math.inf, [2.0, 2.0])])
 def test_the_norm_is_that_of_all_meshes(mesh, order, expected, monkeypatch):
     monkeypatch.setattr(masters_step, "DEVICES", {"cpu"})
@@ -184,12 +177,6 @@ def test_step_hooks_see_all_masters(monkeypatch):
     assert seen == [[torch.float32] * 4]
 
 
-def trained(form, steps=5, make=ADAMW):
-    model, optimizer = wrapped(make, form)
-    train(model, optimizer, range(steps))
-    return model, optimizer
-
-
 @every_exact_form
 def test_the_state_of_an_optimizer_on_bf16_weights_becomes_float32_for_good(form):
     plain = net().bfloat16()
@@ -212,13 +199,11 @@ def test_the_state_of_an_optimizer_on_bf16_weights_becomes_float32_for_good(form
 @pytest.mark.parametrize("second", EXACT)
 @pytest.mark.parametrize("model_first", [True, False])
 def test_masters_carry_over_between_exact_forms_at_ties_too(first, second, model_first):
-    tie = (
-        torch.tensor([0x3F808000, 0x3F818000, -0x407F8000 & 0xFFFFFFFF, 0x3F800001]).to(torch.int32).view(torch.float32)
-    )
+    bits = [0x3F808000, 0x3F818000, -0x407F8000 & 0xFFFFFFFF, 0x3F800001]
+    tie = torch.tensor(bits).to(torch.int32).view(torch.float32)
     p = nn.Parameter(tie.bfloat16())
     optimizer = add_masters(optim.SGD([p], lr=0.0), first, values={id(p): tie})
-    p.grad = torch.zeros_like(p)
-    optimizer.step()
+    step(optimizer, p)
     weight, state = p.detach().clone(), through_file(optimizer.state_dict())
     q = nn.Parameter(torch.randn(4).bfloat16())
     resumed = add_masters(optim.SGD([q], lr=0.0), second)
@@ -226,18 +211,17 @@ def test_masters_carry_over_between_exact_forms_at_ties_too(first, second, model
     for load in reversed(loads) if model_first else loads:
         load()
         resumed.zero_grad()  # whatever a script does between the two, the masters wait
-    q.grad = torch.zeros_like(q)
-    resumed.step()
+    step(resumed, q)
     assert torch.equal(resumed.state_dict()["state"][0][MASTER_PARAM], tie)
 
 
 def test_masters_are_there_before_the_first_step_and_without_other_state():
-    _, optimizer = trained("remainder", steps=0, make=partial(optim.SGD, lr=1.0))
+    _, optimizer = wrapped(partial(optim.SGD, lr=1.0), "remainder")
     assert all(list(entry) == [MASTER_PARAM] for entry in optimizer.state_dict()["state"].values())
     assert equal(masters_of(optimizer), [p.detach() for p in net().parameters()])
     assert without_masters(optimizer.state_dict())["state"] == {}
-    _, adamw = trained("remainder", steps=0)  # an entry with nothing but a master must not look initialized to Adam
-    model, other = trained("fp32", steps=0)
+    _, adamw = wrapped(ADAMW, "remainder")  # an entry with nothing but a master must not look initialized to Adam
+    model, other = wrapped(ADAMW, "fp32")
     other.load_state_dict(adamw.state_dict())
     assert len(other.state) == 0
     train(model, other, range(1))

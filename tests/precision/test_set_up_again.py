@@ -26,15 +26,14 @@ class Folds(Task):
         super().__init__(net(), optimizer=lambda task: torch.optim.SGD(task.parameters(), 1e-3))
         self.way, self.automatic_optimization = way, way != "list"
 
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor | None:
-        loss: torch.Tensor = super().training_step(batch, batch_idx)
-        if self.automatic_optimization:
-            return loss
-        (optimizer := self.optimizers()).zero_grad()
-        self.manual_backward(loss)
-        self.clip_gradients(optimizer, 0.01, "norm")
-        optimizer.step()
-        return None
+    def training_step(self, batch: torch.Tensor, batch_idx: int = 0) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if not self.automatic_optimization:
+            (optimizer := self.optimizers()).zero_grad()
+            self.manual_backward(loss)
+            self.clip_gradients(optimizer, 0.01, "norm")
+            optimizer.step()
+        return loss
 
     def on_train_epoch_start(self) -> None:
         if self.current_epoch == 1 and self.way == "strategy":
