@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_lowprec import MSAMP, FP8TorchAO, HalfMixed, Int8TorchAO, LossScale, hardware, names
+from lightning_lowprec import MSAMP, FP8TorchAO, HalfMixed, Int8TorchAO, LossScale, MasterConfig, hardware, names
 from lightning_lowprec.precision import refusals
 from lightning_lowprec.runs_where import ARCHITECTURES, OTHER, RECIPES, TABLE, cell, classify, instead, named
 from lightning_lowprec.tools.doctor import word
@@ -118,7 +118,7 @@ def test_half_auto_takes_fp16_where_bf16_is_emulated_and_the_device_of_an_apple_
     assert hardware.bf16_refusal(CUDA).startswith("GPU X (compute capability 7.5) has no bf16 tensor cores")
     assert HalfMixed("bf16").how(CUDA).startswith("bfloat16 autocast, emulated, since GPU X")
     assert not HalfMixed("fp16").emulates(CUDA)
-    for masters in (False, True):
+    for masters in (False, True, MasterConfig(moments="8bit")):
         plugin = HalfMixed(master_weights=masters, loss_scale=LossScale(initial=8.0, growth_interval=1))
         first, second = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
         plugin.bind_device(CUDA)
@@ -129,8 +129,8 @@ def test_half_auto_takes_fp16_where_bf16_is_emulated_and_the_device_of_an_apple_
         for optimizer in (torch.optim.SGD([first], lr=1.0), waits):  # whose gradient follows the scale, which grows
             plugin.scaler.step(optimizer)
         assert second.tolist() == [-1.0, -1.0]
-    with pytest.raises(RuntimeError, match=r"`master_weights='remainder'` needs bf16, but .*`master_weights=True`"):
-        HalfMixed(master_weights="remainder").decide(CUDA)
+    with pytest.raises(RuntimeError, match=r"`master_weights='8bit'` needs bf16, but .*`master_weights=True`"):
+        HalfMixed(master_weights="8bit").decide(CUDA)
     on_gpu(monkeypatch, (9, 0), "gfx90a")
     assert hardware.bf16_refusal(CUDA) is None
 

@@ -151,10 +151,8 @@ def test_the_count_goes_on_after_a_resume_and_no_scale_of_1_reaches_fp16() -> No
     resumed.load_state_dict(first.state_dict())
     assert (resumed.skipped_steps, resumed.state_dict()) == (2, first.state_dict())
     fp16.load_state_dict(first.state_dict())
-    assert fp16.scaler is not None
     assert fp16.scaler.scale == 2.0**16
     resumed.load_state_dict(fp16.state_dict())
-    assert resumed.scaler is not None
     assert resumed.scaler.scale == 1.0
     FP8TorchAO().load_state_dict(first.state_dict())  # without the option the count has no use
 
@@ -209,8 +207,6 @@ def test_of_two_optimizers_one_is_skipped() -> None:
 @pytest.mark.parametrize("make_it", [partial(HalfMixed, "fp16"), partial(FP8TorchAO, base="fp16")])
 def test_fp16_skips_always(make_it: Callable[..., Any]) -> None:
     asked, plain = make_it(skip_nonfinite=True).scaler, make_it().scaler
-    assert asked is not None
-    assert plain is not None
     assert asked.scales_loss
     assert asked.state_dict() == plain.state_dict()
 
@@ -228,7 +224,6 @@ def test_lbfgs_cannot_be_skipped() -> None:
 
 def test_an_optimizer_that_copies_gradients_early_cannot_be_skipped() -> None:
     scaler = make("bf16").scaler
-    assert scaler is not None
     optimizer = object.__new__(CPUOffloadOptimizer)
     optimizer.param_d2h_map, optimizer.d_param_groups = {}, []
     with pytest.raises(TypeError, match="does not go with `skip_nonfinite=True`, because"):

@@ -103,15 +103,15 @@ def test_trainer_updates_both_exactly(name: str, loop: Any, growing: bool) -> No
 
 
 @every_scaled
-@pytest.mark.parametrize("loop", [one_after_the_other, backward_both_then_step_both], ids=lambda loop: loop.__name__)
+@every_loop
 def test_overflow_of_one_does_not_touch_the_other(name: str, loop: Any) -> None:
     plugin, module = make(name), TwoWeights(loop)
     scale = scale_of(plugin)
     trainer_with(plugin).fit(module, Batches((OVERFLOW, Y), (X, Y)))
-    assert same(module.w, -X)  # the first step is skipped
+    assert same(module.w, -(X if loop is not clipped else X.clamp(max=3.5)))  # the first step is skipped
     assert same(module.v, -2 * Y)
     assert scale_of(plugin) == scale / 2
-    assert [len(o.calls) for o in module.both] == [1, 2]
+    assert [len(o.calls) for o in module.both] == [1, 1 if loop is second_every_other_time else 2]
 
 
 def fabric_pair(plugin: Any) -> tuple[Any, Any, TwoWeights, Any, Any]:

@@ -95,8 +95,8 @@ def test_sparse_and_jagged_inputs_are_refused_by_name_of_the_way_out(name):
         assert net.first(jagged.values()).shape == (5, 64)
 
 
-def test_a_batch_is_cast_on_request_for_models_that_cannot_take_float32():
-
+@pytest.mark.parametrize("strategy", ["auto", "fsdp2"])
+def test_a_batch_is_cast_on_request_for_models_that_cannot_take_float32(strategy):
     def fit(**options):
         def loss(net, batch):
             seen.append(batch.dtype)
@@ -104,8 +104,8 @@ def test_a_batch_is_cast_on_request_for_models_that_cannot_take_float32():
 
         seen, net = [], nn.Module()
         net.layer, net.token = nn.Linear(64, 64), nn.Parameter(torch.ones(64))
-        plugin = lightning_lowprec.HalfMixed("bf16", master_weights="8bit", **options)
-        L.Trainer(plugins=plugin, max_steps=2, **ON_CPU).fit(
+        plugin = lightning_lowprec.HalfMixed("bf16", master_weights=True, **options)
+        L.Trainer(plugins=plugin, strategy=strategy, max_steps=2, **ON_CPU).fit(
             Task(net, loss), DataLoader(torch.randn(8, 64), batch_size=4)
         )
         return seen

@@ -12,14 +12,14 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_lowprec import MSAMP, FP8TorchAO, plain
+from lightning_lowprec import MSAMP, FP8TorchAO, HalfMixed, MasterConfig, plain
 from lightning_lowprec.conversion import backends
 from tests.precision.weights_left import WIDTH, Net, as_trained, exact_weights, fit, same_bits, seen
 from tests.toys import ON_CPU, Block, Stack, Task
 
 X = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(2))
-NAMES = ["fp8-hybrid", "fp8-hybrid-remainder", "msamp-o1", "msamp-o2", "msamp-o3"]
-NAMES += ["bf16-master", "fp16-master", "bf16-sr", "bf16-8bit"]
+NAMES = ["fp8-hybrid", "fp8-hybrid-remainder", "msamp-o1", "msamp-o2", "msamp-o3", "bf16-master", "fp16-master"]
+NAMES += ["bf16-sr", "bf16-8bit", partial(HalfMixed, "fp16", master_weights=MasterConfig(moments="8bit"))]
 
 
 class Subject(Net):
@@ -41,7 +41,7 @@ class Subject(Net):
 def test_the_model_is_the_one_before_with_the_trained_values(name):
     model = Subject()
     before, parameters = seen(model), list(model.parameters())
-    trainer = fit(as_trained(name), model)
+    trainer = fit(as_trained(name if isinstance(name, str) else name()), model)
     model.first.eval()
     expected, gradients = exact_weights(model), [p.grad is not None for p in parameters]
     masters = [m.detach().float().clone() for m in trainer.precision_plugin.main_params(trainer.optimizers[0])]
