@@ -6,7 +6,7 @@ from lightning import Fabric, Trainer
 from lightning.pytorch.callbacks import Callback, LearningRateFinder, StochasticWeightAveraging
 from lightning.pytorch.tuner import Tuner
 
-from lightning_lowprec import fp8_state
+from lightning_lowprec import FP8TorchAO, fp8_state
 from tests.precision.weights_left import WIDTH, Net, as_trained, exact_weights, fit, same_bits, seen
 from tests.toys import ON_CPU
 
@@ -53,19 +53,21 @@ class OnTies(Callback):
     """Put masters half way between two bf16 values, where the forms of masters round in different directions."""
 
     def on_train_end(self, trainer, module):
-        weight = module.first.weight
+        weight, masters = module.first.weight, trainer.precision_plugin.masters
+        if masters is None:
+            return
         value = (weight.data.float().view(torch.int32) | 0x8000).view(torch.float32)
         up = (value.view(torch.int32) + 0x8000).view(torch.float32).bfloat16()
-        weight.data.copy_(up)
+        weight.data.copy_(up if masters.config.form == "remainder" else value)
         trainer.optimizers[0]._masters.refresh({id(weight): value})
 
 
-@pytest.mark.parametrize("name", ["fp8-hybrid", "fp8-rowwise-remainder", "msamp-o2", "msamp-o3"])
+@pytest.mark.parametrize("name", ["fp8-hybrid", "fp8-rowwise-remainder", "fp8-e4m3-8bit", None, "msamp-o2", "msamp-o3"])
 def test_export_rounds_the_plain_weights_as_the_run_has_rounded_its_own(name):
     left, module = Net(), Net()
-    ties = [OnTies()] if "remainder" in name else []
-    trainer = fit(as_trained(name), left, callbacks=ties)
-    fit(name, module, callbacks=ties)
+    first, second = (name or FP8TorchAO(master_weights=True) for _ in range(2))
+    trainer = fit(as_trained(first), left, callbacks=OnTies())
+    fit(second, module, callbacks=OnTies())
     expected, found = (dict(fp8_state(model, dtype="bf16")) for model in (left, module))
     assert found["first.weight"].dtype is torch.float8_e4m3fn
     coded = [key for key in expected if key.startswith(("first.weight", "second.weight"))]
@@ -132,9 +134,9 @@ def test_a_bf16_model_is_bf16_again_after_a_search(tmp_path):
 
 @pytest.mark.parametrize("name", MASTERS)
 def test_averages_of_half_weights_are_warned_of_at_set_up(name):
-    averaging = StochasticWeightAveraging(swa_lrs=1e-3, swa_epoch_start=1)
+    averaging, strategy = StochasticWeightAveraging(1e-3, swa_epoch_start=1), "ddp" if "8bit" in name else "auto"
     match = rf"`StochasticWeightAveraging` averages.*'{name}'` keeps in half.*float32 weights.*main_params\("
     with pytest.warns(UserWarning, match=match):
-        fit(name, module := Net(), callbacks=[averaging], max_epochs=3)
+        fit(name, module := Net(), callbacks=[averaging], max_epochs=3, strategy=strategy)
     assert all(p.isfinite().all() for p in module.parameters())
     fit("half-auto", Net(), callbacks=[StochasticWeightAveraging(swa_lrs=1e-3, swa_epoch_start=1)])

@@ -103,7 +103,7 @@ def test_wrappers_are_taken_off(wrap):
         wrapped(X)
     if wrap == "ddp":
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        wrapped = DistributedDataParallel(model)
+        wrapped = torch.compile(DistributedDataParallel(torch.compile(model, backend="eager")), backend="eager")
     assert plain(wrapped) is model
     assert seen(model)[1] == before[1]
     assert [type(m) for m in model.modules()] == [type(m) for m in Net().modules()]
