@@ -119,7 +119,8 @@ def test_half_auto_takes_fp16_where_bf16_is_emulated_and_the_device_of_an_apple_
     assert HalfMixed("bf16").how(CUDA).startswith("bfloat16 autocast, emulated, since GPU X")
     assert not HalfMixed("fp16").emulates(CUDA)
     for masters in (False, True, MasterConfig(moments="8bit")):
-        plugin = HalfMixed(master_weights=masters, loss_scale=LossScale(initial=8.0, growth_interval=1))
+        scale = LossScale(initial=8.0, growth_interval=1)
+        plugin = HalfMixed(master_weights=masters, loss_scale=scale, skip_nonfinite=masters is True)
         first, second = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
         plugin.bind_device(CUDA)
         assert plugin.autocast_dtype is torch.float16, "before the choice is said, too"
@@ -128,7 +129,7 @@ def test_half_auto_takes_fp16_where_bf16_is_emulated_and_the_device_of_an_apple_
         plugin.scaler.scale_loss((first + second).sum()).backward()
         for optimizer in (torch.optim.SGD([first], lr=1.0), waits):  # whose gradient follows the scale, which grows
             plugin.scaler.step(optimizer)
-        assert second.tolist() == [-1.0, -1.0]
+        assert (second.tolist(), plugin.scaler.scale) == ([-1.0, -1.0], 32.0), "after growing twice"
     with pytest.raises(RuntimeError, match=r"`master_weights='8bit'` needs bf16, but .*`master_weights=True`"):
         HalfMixed(master_weights="8bit").decide(CUDA)
     on_gpu(monkeypatch, (9, 0), "gfx90a")

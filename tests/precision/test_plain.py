@@ -71,7 +71,8 @@ def test_weights_that_were_half_precision_before_and_did_not_train_stay():
     assert plain(model).first.weight.dtype is torch.float32
     assert model.head.weight.dtype is torch.bfloat16
     assert {p.dtype for p in plain(kept).parameters()} == {torch.bfloat16}, "the user has asked to keep them"
-    assert trainers
+    trainers[0].test(evaluated := Net(), verbose=False)
+    assert {p.dtype for p in evaluated.parameters()} == {torch.float32}, "an evaluation leaves no rounded weights"
 
 
 @pytest.mark.parametrize("name", ["bf16-master", "msamp-o3"])

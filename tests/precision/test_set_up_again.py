@@ -25,6 +25,7 @@ class Folds(Task):
     def __init__(self, way: str | None) -> None:
         super().__init__(net())
         self.way, self.automatic_optimization = way, False
+        self.earlier: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
         return [torch.optim.SGD(layer.parameters(), 1e-3) for layer in self.net[::2]]
@@ -37,10 +38,16 @@ class Folds(Task):
             self.zero_grad()
 
     def on_train_epoch_start(self) -> None:
-        if self.current_epoch == 1 and self.way == "strategy":
-            self.trainer.strategy.setup_optimizers(self.trainer)
-        elif self.current_epoch == 1 and self.way == "list":
-            self.trainer.optimizers = self.configure_optimizers()
+        if self.current_epoch == 1 and self.way is not None:
+            self.earlier.update(self.trainer.optimizers)
+            if self.way == "strategy":
+                self.trainer.strategy.setup_optimizers(self.trainer)
+            else:
+                self.trainer.optimizers = self.configure_optimizers()
+
+    def on_train_end(self) -> None:
+        gc.collect()
+        assert not self.earlier, "masters of earlier optimizers take no memory any more"
 
 
 @pytest.mark.parametrize("name", ["bf16-master", "bf16-remainder", "fp16-master"])
