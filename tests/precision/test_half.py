@@ -70,8 +70,7 @@ def test_half_eval_in_fabric(name, dtype):
     wrapped.eval()
     with torch.no_grad(), torch.autocast("cpu", dtype):
         expected = same(x.to(dtype))
-    output = wrapped(x)
-    assert torch.equal(output, expected.float())
+    assert torch.equal(output := wrapped(x), expected.float())
     assert not torch.equal(output, same(x))
     wrapped.train()
     fabric.backward(wrapped(x).sum())

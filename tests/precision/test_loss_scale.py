@@ -71,6 +71,8 @@ def test_trajectory_is_that_of_grad_scaler(seed: int, growth: float, backoff: fl
 def test_the_scale_stops_at_the_floor_and_before_it_leaves_float32() -> None:
     scaler = scaler_of(LossScale(initial=8.0, floor=3.0, patience_at_floor=4))
     assert trajectory(scaler, "xxxxx") == [4, 3, 3, 3, 3]
+    scaler.load_state_dict(scaler.state_dict())  # going back to a checkpoint starts the count anew
+    assert trajectory(scaler, "xxx") == [3, 3, 3]
     with pytest.raises(FloatingPointError, match=r"^4 steps in a row .* loss scale \(3\)"):
         trajectory(scaler, "x")
     # 2^128 is inf in float32: torch's scaler stays at 2^127, and every step is a good one
@@ -174,14 +176,12 @@ def test_sparse_gradients(factors: list[float], finite: bool) -> None:
 @pytest.mark.parametrize("precision", ["fp16-master", "fp8-hybrid-fp16"])
 def test_gradients_of_a_loss_that_was_never_scaled_are_refused(precision):
     fabric = L.Fabric(accelerator="cpu", precision=precision)
-    model = nn.Linear(32, 32)
-    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), 0.1))
+    model, optimizer = fabric.setup(model := nn.Linear(32, 32), torch.optim.SGD(model.parameters(), 0.1))
     optimizer.step()  # without gradients
     for _ in range(2):  # gradients of two backward passes are one step
         fabric.backward(model(torch.randn(8, 32)).float().square().mean())
     optimizer.step()
     for p in model.parameters():  # of `loss.backward()` Fabric itself says what to write
         p.grad = torch.ones_like(p)
-    said = r"no loss was scaled since the last step.*`self\.manual_backward\(loss\)`"
-    with pytest.raises(RuntimeError, match=said):
+    with pytest.raises(RuntimeError, match=r"no loss was scaled since the last step.*`self\.manual_backward\(loss\)`"):
         optimizer.step()

@@ -180,15 +180,16 @@ def test_a_loss_scale_that_is_no_power_of_two_is_taken_out_in_float32(dtype):
     assert masters_step.unscale(optimizer, 1 / 3) == 0, "no gradient, and so none that is not finite"
 
 
-def in_fabric():
-    fabric = L.Fabric(accelerator="cpu", devices=1, plugins=HalfMixed("bf16", master_weights=True))
+def in_fabric(dtype="bf16"):
+    fabric = L.Fabric(accelerator="cpu", devices=1, plugins=HalfMixed(dtype, master_weights=True))
     module = net(torch.float32)
     return fabric, *fabric.setup(module, torch.optim.SGD(module.parameters(), lr=1.0))
 
 
-def test_a_backward_after_clipping_adds_an_unclipped_gradient(monkeypatch):
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_a_backward_after_clipping_adds_an_unclipped_gradient(dtype, monkeypatch):
     def run():
-        fabric, model, optimizer = in_fabric()
+        fabric, model, optimizer = in_fabric(dtype)
         for _ in range(2):
             fabric.backward((model(X) - 1).float().square().mean())
             fabric.clip_gradients(model, optimizer, max_norm=1e-3)
