@@ -65,14 +65,15 @@ def step(net, x, level, **options):
 
 
 @pytest.mark.parametrize("options", [{}, {"grad_accumulation_dtype": torch.float32}, {"emulate": "hopper"}], ids=str)
+@pytest.mark.parametrize("tokens", [7, 0])
 @every_level
-def test_a_step_is_that_of_a_wider_layer_with_zeros(level, options):
+def test_a_step_is_that_of_a_wider_layer_with_zeros(level, tokens, options):
     torch.manual_seed(0)
     narrow, wide = nn.Linear(K, N), nn.Linear(96, 16)
     with torch.no_grad():
         wide.weight.copy_(F.pad(narrow.weight, (0, 12, 0, 6)))
         wide.bias.copy_(F.pad(narrow.bias, (0, 6)))
-    x = torch.randn(3, 7, K, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(3, tokens, K, generator=torch.Generator().manual_seed(1))
     found, expected = step(narrow, x, level, **options), step(wide, F.pad(x, (0, 12)), level, **options)
     assert all(map(torch.equal, found, expected))
 

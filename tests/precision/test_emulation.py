@@ -137,12 +137,17 @@ def test_an_fp8_head_adds_up_as_the_plugin_says(choice):
         assert (gradient - expected).norm() < 1e-5 * expected.norm()
 
 
-def test_a_compiler_keeps_the_bits():
+@pytest.mark.parametrize("per_row", [False, True])
+def test_scales_are_multiplied_in_the_order_of_the_kernels_and_a_compiler_keeps_the_bits(per_row):
+    """With a scale per row CUTLASS multiplies by that of the column first, and then by that of the row."""
     torch.manual_seed(0)
-    a, b, one = torch.randn(32, 64).to(E4M3), torch.randn(48, 64).to(E4M3), torch.ones(())
+    a, b = torch.randn(32, 64).to(E4M3), torch.randn(48, 64).to(E4M3)
+    of_a, of_b = (torch.rand(32, 1), torch.rand(1, 48)) if per_row else (torch.rand(()), torch.rand(()))
+    given = a, b.t(), of_a, of_b, torch.float32
     multiply = partial(tensor_cores.scaled_product, fast=True, on="hopper")
-    compiled = torch.compile(multiply, backend="aot_eager", fullgraph=True)
-    assert torch.equal(compiled(a, b.t(), one, one, torch.bfloat16), multiply(a, b.t(), one, one, torch.bfloat16))
+    sums = mma_sim("hopper", a, b)
+    assert torch.equal(multiply(*given), sums * of_b * of_a if per_row else sums * (of_a * of_b))
+    assert torch.equal(torch.compile(multiply, backend="aot_eager", fullgraph=True)(*given), multiply(*given))
 
 
 def test_the_environment_names_a_gpu_where_the_plugin_says_nothing(monkeypatch, caplog):
