@@ -296,6 +296,8 @@ def test_summary_and_table():
     assert lines[6].endswith("kept: output head (by name), bf16")
     assert lines[7].endswith("kept: no Linear (in_proj of a MultiheadAttention), bf16")
     assert "), kept 3 in fp16: " in plan(Decoder(), "fp8-hybrid-fp16", recipe={"*": "tensorwise"}).summary()
+    for name in ("mxfp8", "mxfp8-te", "nvfp4-te"):
+        assert "features are no multiples of 32" in plan(nn.Linear(32, 48), name).summary()
     mixed = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 10), nn.Linear(16, 16).double(), nn.LSTM(16, 16, 2))
     mixed += nn.Sequential(nn.Conv1d(1, 1, 1), nn.Conv1d(1, 1, 1))
     assert plan(mixed).summary() == (

@@ -212,6 +212,8 @@ def test_an_optimizer_is_taken_in_place_with_scheduler_hooks_groups_and_state():
         own.step()
         assert torch.equal(values_of(twin_module.first.weight), before) == (model is module), "scales of its own"
     assert torch.equal(values_of(twin_module.first.weight), values_of(module.first.weight))
+    L.Fabric(accelerator="cpu", devices=1, precision="half-auto").setup_optimizers(optimizer)
+    assert type(optimizer) is ScaledAdamW, "which still has codes, beside biases"
 
 
 def with_a_step_of_its_own(ps):

@@ -92,10 +92,9 @@ class Parts(nn.Module):
     def __init__(self, seed):
         super().__init__()
         torch.manual_seed(seed)
-        self.norm, self.always, self.sometimes, self.unused = (
-            nn.LayerNorm(32),
-            *(nn.Linear(32, 32, bias=False) for _ in range(3)),
-        )
+        self.norm = nn.LayerNorm(32)
+        self.always, self.sometimes, self.unused = (nn.Linear(32, 32, bias=False) for _ in range(3))
+        self.always.weight.data *= 16**seed  # so that ranks have other scales
 
     def forward(self, x, both):
         return self.always(self.norm(x)) + (self.sometimes(x) if both else 0)
@@ -106,6 +105,7 @@ def averages(rank, ranks):
     model = Parts(rank)
     fabric, wrapped, optimizer = in_fabric(model, ranks, MSAMP("O3"))
     assert_close(values_of(model.always.weight), Parts(0).always.weight, 2**-11)  # fp16: the weights of rank 0
+    assert_same_on_all_ranks(wrapped(X[:16], both=False).detach())
     x = torch.randn(16, 32, generator=torch.Generator().manual_seed(rank))
     fabric.backward(wrapped(x, both=rank == 1).square().mean())
     assert (model.sometimes.weight.grad is None) == (rank == 0)
@@ -118,7 +118,8 @@ def averages(rank, ranks):
     for layer, expected in zip((model.always, model.sometimes), sum(gathered) / ranks, strict=True):
         assert_close(layer.weight.grad + 0, expected, 2**-3)
     assert model.unused.weight.grad is None
-    fabric.backward(wrapped(x, both=True).square().mean())  # what is averaged already is averaged again
+    fabric.backward(wrapped(x, both=False).square().mean())  # what is averaged already is averaged again
+    model.sometimes.weight.grad.add_(torch.full((32, 32), float(rank)))  # written to in place, too
     model.always.requires_grad_(False)  # and one that is frozen now steps with its gradient
     optimizer.step()
     assert_same_on_all_ranks(everything(model, optimizer))
@@ -150,6 +151,9 @@ def refuses(rank, ranks):
     model = nn.Sequential(*layers, nn.LayerNorm(32).requires_grad_(False))
     with pytest.raises(ValueError, match=r"every trainable parameter of Sequential .*`MSAMP\(\.\.\., keep=\['1'\]\)`"):
         in_fabric(model, ranks)
+
+
+def wants_to_be_imported(rank, ranks):
     lightning_lowprec.unregister()
     try:
         _, wrapped, optimizer = in_fabric(Toy(), ranks)
@@ -170,6 +174,7 @@ def clipped_alone(rank, ranks):
         fabric.backward(F.cross_entropy(wrapped(x), y))
         if clips:
             nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            nn.utils.clip_grad_value_(model.parameters(), 0.01)
         with pytest.raises(RuntimeError, match=r"clipped before they were averaged.*`fabric\.clip_gradients`"):
             optimizer.step()
     optimizer.zero_grad()
@@ -180,7 +185,7 @@ def clipped_alone(rank, ranks):
     torch._foreach_mul_(grads, 0.5)  # nor a number
     fabric.clip_gradients(wrapped, optimizer, max_norm=0.01)
     nn.utils.clip_grad_norm_(model.parameters(), 0.005)
-    optimizer.step()
+    optimizer.step(lambda: fabric.backward(F.cross_entropy(wrapped(x), y)))  # which returns nothing
     assert_same_on_all_ranks(everything(model, optimizer))
 
 
@@ -199,8 +204,10 @@ def body(rank, ranks, folder):
     averages(rank, ranks)
     sends(rank, ranks)
     refuses(rank, ranks)
+    wants_to_be_imported(rank, ranks)
     clipped_alone(rank, ranks)
 
 
 def test_two_ranks(tmp_path):
     launch(body, 2, tmp_path, tmp_path)
+    launch(refuses, 1, tmp_path)

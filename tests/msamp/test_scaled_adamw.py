@@ -103,6 +103,9 @@ def test_plain_parameters_get_torchs_step(dtype, implementation, kind):
     groups = [*in_two_groups(ours), {"params": scaled_params("O2")}]
     optimizer, reference = converted(kind, groups, **options), kind(in_two_groups(theirs), **options)
     for step in range(5):
+        ours[0].grad = torch.zeros_like(ours[0]).to_sparse()
+        with pytest.raises(RuntimeError, match="sparse gradients"):
+            optimizer.step()  # the program catches it, and goes on
         for p, q, g in zip(ours, theirs, gradients(step), strict=True):
             p.grad = (g * digits).to(dtype)
             q.grad = p.grad.to(wide)

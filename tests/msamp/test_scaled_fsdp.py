@@ -1,4 +1,4 @@
-"""Weights of codes (MS-AMP's O3) on two ranks of FSDP2: what a rank alone would do otherwise."""
+"""Weights of codes (MS-AMP's O3) in two shards of FSDP2, also of two copies: what a rank alone would do otherwise."""
 
 import pytest
 import torch
@@ -12,8 +12,9 @@ from tests.fsdp2.ranks import parts, run
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
 
-def set_up():
-    fabric, model, optimizer = toy.setup(MSAMP("O3"), 2, make=lambda m: torch.optim.AdamW(m.parameters(), 1e-5))
+def set_up(copies=1):
+    options = {"make": lambda m: torch.optim.AdamW(m.parameters(), 1e-5), "replicate": copies}
+    fabric, model, optimizer = toy.setup(MSAMP("O3"), 2 * copies, **options)
     return fabric, model.module, optimizer, [p for p in model.parameters() if hasattr(p, "msamp_state")]
 
 
@@ -46,26 +47,26 @@ def what_is_not_finite_on_one_rank_leaves_the_scales_finite_and_equal(rank):
 
 def a_shard_shows_values_and_takes_writes_with_a_common_scale(rank):
     """Writes by code that does not know codes: each is a collective."""
-    _, model, _, _ = set_up()
+    (_, model, _, _), shard = set_up(copies=2), rank % 2
     weight = model.blocks[0].up.weight
     before = values_of(weight).full_tensor()
     assert torch.equal(weight.detach().full_tensor(), before)
     with torch.no_grad():
         weight.mul_(2.0)
         assert torch.equal(values_of(weight).full_tensor(), 2 * before)
-        weight.to_local()[0] = float(rank + 1)
+        weight.to_local()[0] = float(shard + 1)
         rows = torch.tensor([[1.0], [2.0]]).expand(2, 32)
         assert torch.equal(values_of(weight).full_tensor()[[0, 32]], rows)
         assert weight.msamp_state.e4m3_scale.item() == 2.0**7  # 448 / 2 = 224, rounded down to a power of two
         with pytest.raises(RuntimeError, match=r"would be lost.*keep=\[\.\.\.\]"):
-            weight.mul_(1 + 1e-6 * rank)  # one rank's values are lost: all ranks raise
+            weight.mul_(1 + 1e-6 * shard)  # one shard's values are lost: all ranks raise
         set_values_(weight, -values_of(weight))
     assert torch.equal(values_of(weight).full_tensor()[[0, 32]], -rows)
 
 
 @parts(
-    what_is_not_finite_on_one_rank_leaves_the_scales_finite_and_equal,
-    a_shard_shows_values_and_takes_writes_with_a_common_scale,
+    (what_is_not_finite_on_one_rank_leaves_the_scales_finite_and_equal, 2),
+    (a_shard_shows_values_and_takes_writes_with_a_common_scale, 4),
 )
-def test_two_ranks(part, tmp_path):
-    run(part[0], 2, tmp_path)
+def test_ranks(part, tmp_path):
+    run(*part, tmp_path)

@@ -89,8 +89,9 @@ def test_a_conv1d_computes_what_a_linear_does(level, emulate, wide):
         layers[1].bias.copy_(nn.init.normal_(layers[0].bias))
     x, grad = torch.randn(2, 7, 32, requires_grad=True), torch.randn(2, 7, 48)
     for layer in layers:
-        own = type(layer), set(vars(layer))
+        own, shown = (type(layer), set(vars(layer))), repr(layer)
         scale_linears(layer, [""], level, emulate=emulate, fp8_eval=wide, float32_gradients=wide)
+        assert repr(layer) == f"Scaled{shown}"
         x.grad = None
         output = layer(x)
         output.backward(grad)
@@ -130,6 +131,8 @@ def test_moves_keep_codes_and_take_scales_along(level):
     assert module.bias.dtype == torch.float32
     assert torch.equal(module(x), expected)
     module(x).sum().backward()
+    with pytest.raises(ValueError, match="invalid type"):
+        module.type("of nothing")
     module.to("cpu")
     assert torch.equal(module(x), expected)
     module.to("meta")
@@ -230,6 +233,7 @@ def test_multiplying_by_a_number_changes_only_the_scale(multiply):
 
 def test_other_operations_in_place_encode_anew():
     gradient = gradient_of(VALUES)
+    assert torch.equal(gradient + gradient_of(4 * VALUES), 5 * VALUES)
     gradient.add_(gradient_of(0.25 * VALUES))
     assert torch.equal(gradient.decode(), 1.25 * VALUES), "gradients of different scales; exact in e4m3"
     gradient = gradient_of(VALUES)

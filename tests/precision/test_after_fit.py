@@ -37,8 +37,12 @@ def test_a_call_after_fit_is_float32_with_the_masters_values(name):
     assert type(optimizer) is torch.optim.AdamW
     trained = [p for p in module.parameters() if p.requires_grad]
     assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], trained, strict=True))
-    used.test(evaluated := Net(frozen_head=True), verbose=False)
+    evaluated, loaded = Net(frozen_head=True), {name: 1.1 * p for name, p in fresh.state_dict().items()}
+    evaluated.on_test_start = lambda: evaluated.load_state_dict(loaded)
+    used.test(evaluated, verbose=False)
+    del evaluated.on_test_start
     assert seen(evaluated) == before
+    assert same_bits(exact_weights(evaluated), loaded)
 
 
 @pytest.mark.parametrize("name", NAMES)

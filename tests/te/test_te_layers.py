@@ -3,15 +3,13 @@
 import copy
 import pickle
 from functools import partial
+from importlib import import_module
 
 import pytest
 import torch
 from torch import nn
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
-from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from lightning_lowprec import FP8TE
 from lightning_lowprec.callbacks import NumericsMonitor
@@ -23,7 +21,10 @@ from tests.conversion.test_plan import changed
 from tests.te.reference import current_scaling, fabric_for, some_scales
 
 OPTIONS = {"recipe": DelayedScaling(), "fp8_eval": True, "keep_weights": False}
-OF_TRANSFORMERS = (LlamaRMSNorm, Qwen3RMSNorm, GemmaRMSNorm)
+OF_TRANSFORMERS = [
+    getattr(import_module(f"transformers.models.{name}.modeling_{name}"), f"{name.title()}RMSNorm")
+    for name in ("llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3")
+]
 
 
 def of_transformers(cls):
@@ -59,6 +60,7 @@ def test_norm_computes_the_same(pretend_gpu, onnx_forward, make):
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="eager")  # our own formula
     torch.testing.assert_close(compiled(x), expected, rtol=1e-5, atol=1e-5)
+    assert compiled(x.bfloat16()).dtype == norm(x[:0].bfloat16()).dtype == norm.weight.dtype
     assert all(a is b for a, b in zip(norm.parameters(), parameters, strict=True))
     norms.convert_norms(norm, ())
     assert type(norm) is own

@@ -62,7 +62,7 @@ def test_options_and_models_that_do_not_fit(pretend_gpu, options, model, message
         fabric_for(FP8TE(**options)).setup(model)
 
 
-def test_delayed_scales_wait_while_the_model_is_plain(pretend_gpu, caplog):
+def test_delayed_scales_wait_while_the_model_is_plain(pretend_gpu, caplog, monkeypatch):
     plugin, model, given = FP8TE(amax_history_len=4), Lit(), {}
 
     class Sets(Callback):
@@ -85,6 +85,13 @@ def test_delayed_scales_wait_while_the_model_is_plain(pretend_gpu, caplog):
     plugin.load_state_dict({"scales": {"0.gone": some_scales(4)}})
     assert plugin.state_dict()["scales"].keys() == given.keys()
     assert "No layer for 1 of the checkpoint's delayed scales ('0.gone', ...)" in caplog.text
+    monkeypatch.setattr("lightning_lowprec.precision.set_up.default_device", lambda: torch.device("cuda"))
+    late, late_model = FP8TE(amax_history_len=4), Lit()
+    late.convert_module(late_model)  # which may still move: its first forward sets it up
+    late.load_state_dict({"scales": given})
+    with late.forward_context():
+        expected = [tensors["forward.scale"].tolist() for tensors in given.values()]
+        assert [layer.fp8_meta["scaling_fwd"].scale.tolist() for layer in te_linears(late_model)] == expected
 
 
 def test_a_model_with_its_own_layers_of_transformer_engine(pretend_gpu):
