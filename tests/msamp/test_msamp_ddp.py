@@ -11,7 +11,7 @@ import lightning_lowprec
 from lightning_lowprec import MSAMP
 from lightning_lowprec.msamp import values_of
 from tests.fsdp2.ranks import launch
-from tests.fsdp2.toy import QUIET, Toy, X, Y, fabric_for
+from tests.fsdp2.toy import QUIET, Toy, X, Y, adamw, fabric_for
 from tests.numerics.test_fp8_average import Sent
 from tests.precision.weights_left import as_trained
 
@@ -21,10 +21,6 @@ pytestmark = [
     pytest.mark.distributed,
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
 ]
-
-
-def adamw(model):
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
 def batches(rank, ranks):
@@ -49,7 +45,7 @@ def by_trainer(rank, ranks, epochs, path=None, seed=None, **options):
         plugins=[as_trained(MSAMP(**options))], enable_checkpointing=False,
         accumulate_grad_batches=2, gradient_clip_val=CLIP, **QUIET,
     )  # fmt: skip
-    model = Toy(rank if seed is None else seed, make=adamw)
+    model = Toy(rank if seed is None else seed)
     loader = torch.utils.data.DataLoader(batches(rank, ranks), batch_size=None)
     trainer.fit(model, loader, ckpt_path=path)
     return everything(model, trainer.optimizers[0]), trainer
@@ -109,13 +105,12 @@ def averages(rank, ranks):
     x = torch.randn(16, 32, generator=torch.Generator().manual_seed(rank))
     fabric.backward(wrapped(x, both=rank == 1).square().mean())
     assert (model.sometimes.weight.grad is None) == (rank == 0)
-    grads = [
-        torch.zeros(32, 32) if p.grad is None else p.grad + 0 for p in (model.always.weight, model.sometimes.weight)
-    ]
+    layers = model.always, model.sometimes
+    grads = [torch.zeros(32, 32) if (g := layer.weight.grad) is None else g + 0 for layer in layers]
     gathered = [torch.empty(2, 32, 32) for _ in range(ranks)]
     dist.all_gather(gathered, torch.stack(grads))
     fabric.clip_gradients(wrapped, optimizer, max_norm=1e9)
-    for layer, expected in zip((model.always, model.sometimes), sum(gathered) / ranks, strict=True):
+    for layer, expected in zip(layers, sum(gathered) / ranks, strict=True):
         assert_close(layer.weight.grad + 0, expected, 2**-3)
     assert model.unused.weight.grad is None
     fabric.backward(wrapped(x, both=False).square().mean())  # what is averaged already is averaged again

@@ -13,8 +13,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
 
 def set_up(copies=1):
-    options = {"make": lambda m: torch.optim.AdamW(m.parameters(), 1e-5), "replicate": copies}
-    fabric, model, optimizer = toy.setup(MSAMP("O3"), 2 * copies, **options)
+    fabric, model, optimizer = toy.setup(MSAMP("O3"), 2 * copies, replicate=copies)
     return fabric, model.module, optimizer, [p for p in model.parameters() if hasattr(p, "msamp_state")]
 
 

@@ -184,23 +184,16 @@ VALUES = torch.tensor([[1.0, -2.0, 3.0], [0.5, 0.0, -4.0]])
 """Exact in e4m3 with any power-of-two scale."""
 
 
-def scaled(*sizes):
-    module = nn.Linear(*sizes, bias=False)
+def with_gradient(values):
+    """Return a layer whose weight gets these values as its gradient."""
+    module = nn.Linear(*values.shape[::-1], bias=False)
     scale_linears(module, [""], "O2")
+    module(torch.eye(len(values.T))).backward(values.T)
     return module
 
 
 def gradient_of(values):
-    """Return the gradient of a weight that gets these values from its layer."""
-    module = scaled(*values.shape[::-1])
-    module(torch.eye(len(values.T))).backward(values.T)
-    return module.weight.grad
-
-
-def with_gradient():
-    module = scaled(16, 16)
-    module(torch.eye(16)).sum().backward()
-    return module
+    return with_gradient(values).weight.grad
 
 
 def test_it_is_a_float32_tensor_of_one_byte_per_element():
@@ -264,7 +257,7 @@ def test_what_is_not_finite_shows_in_the_scale_and_can_be_zeroed(bad):
 
 @pytest.mark.parametrize("foreach", [None, True, False])
 def test_torch_clips_it(foreach):
-    weights = [with_gradient().weight for _ in range(2)]
+    weights = [with_gradient(torch.ones(16, 16)).weight for _ in range(2)]
     weights[1].grad.mul_(-3.0)
     exact = torch.stack([weight.grad.decode() for weight in weights])
     assert torch.nn.utils.clip_grad_norm_(weights, 0.5, foreach=foreach).item() == pytest.approx(exact.norm().item())
@@ -287,6 +280,6 @@ def test_torch_clips_it(foreach):
     ],
 )
 def test_an_optimizer_that_takes_codes_for_weights_raises(optimizer, options):
-    module = with_gradient()
+    module = with_gradient(torch.ones(16, 16))
     with pytest.raises(TypeError, match=r"kept as codes with a scale.*AdamW.*msamp-o2"):
         optimizer(module.parameters(), **options).step()
