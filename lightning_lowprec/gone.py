@@ -154,8 +154,7 @@ FLAGS: Final[Mapping[str, str]] = {
     "export --force": f"Name a new folder. {_PLAIN}",
     "export --min_gain": "Write the layers that the run kept: `--keep '*.k_proj'`.",
     "export --tokens": OPTIONS["tokens"],
-    "plan --copies": "`lowprec plan llama --shards 8` shows one copy of the model. With c copies, each rank sends"
-    " 2 (c - 1) / c times 4 bytes more per parameter of its shard.",
+    "plan --copies": "`lowprec plan llama --shards 8` shows one copy; docs/fsdp2.md has what copies send.",
     "monitor --top": "`lowprec monitor lightning_logs --json` prints every layer.",
     "--completion": "`lowprec plan --help` shows the options of a command.",
 }

@@ -37,9 +37,10 @@ def test_every_answer_has_a_source_and_plugins_and_names_have_the_same_rows():
         (("cuda", (10, 3)), "sm_100"), (("cuda", (11, 0)), "sm_110"), (("cuda", (12, 1)), "sm_120"),
         (("cuda", (14, 0)), "sm_130"), (("cuda", (9, 0), "gfx90a:sramecc+:xnack-"), "gfx90a"),
         (("cuda", (9, 0), "gfx908"), "gfx90a"), (("cuda", (9, 4), "gfx942"), "gfx942"),
-        (("cuda", (9, 5), "gfx950"), "gfx950"), (("cuda", (11, 0), "gfx1100"), "gfx1100"),
-        (("cuda", (12, 0), "gfx1201"), "gfx1200"), (("cuda", (12, 5), "gfx1250"), "other"),
-        (("xpu",), "xpu"), (("mps",), "mps"), (("cpu",), "cpu"), (("hpu",), "other"), (("cuda",), "other"),
+        (("cuda", (9, 5), "gfx950"), "gfx950"), (("cuda", (10, 3), "gfx1030"), "gfx1100"),
+        (("cuda", (11, 0), "gfx1101"), "gfx1100"), (("cuda", (12, 0), "gfx1200"), "gfx1200"),
+        (("cuda", (12, 5), "gfx1250"), "other"), (("xpu",), "xpu"), (("mps",), "mps"), (("cpu",), "cpu"),
+        (("hpu",), "other"), (("cuda",), "other"),
     ],
 )  # fmt: skip
 def test_devices_have_architectures(described, key):

@@ -39,7 +39,7 @@ NEARLY = [
     (FP8TorchAO, "first_last_layers_bf16", "False", "True or False"),
     (FP8TorchAO, "num_layers_at_start_in_bf16", True, "a number of layers, 0 or more"),
     (FP8TorchAO, "num_layers_at_end_in_bf16", 1.0, "a number of layers, 0 or more"),
-    (FP8TorchAO, "keep", [1], "a list of fqns"),
+    (FP8TorchAO, "keep", ["lm_head", 1], "a list of fqns"),
     (FP8TorchAO, "keep_fp32", "lm_head", "a list of fqns"),
     (FP8TorchAO, "only", 0, "None or a list of fqns"),
     (FP8TorchAO, "frozen", True, "one of: convert, keep"),
@@ -52,12 +52,13 @@ NEARLY = [
     (FP8TorchAO, "compile", 1, "'auto', True, False or a mapping"),
     (FP8TorchAO, "round_scales_to_power_of_2", 1, "None, True or False"),
     (FP8TE, "margin", True, "None or an integer"),
+    (FP8TE, "amax_compute_algo", "mean", "one of: None, max, most_recent"),
     *((FP8TE, "amax_history_len", length, "None or an integer of at least 1") for length in (0, 16.0)),
     (MSAMP, "grad_accumulation_dtype", torch.bfloat16, "one of: None, torch.float32"),
     (MasterConfig, "seed", True, "an integer"),
     *(
         (FSDP2Strategy, "wrap", w, "'auto', a collection of nn.Module classes or a fu")
-        for w in (torch.nn.Linear, [int], [], ["Block"])
+        for w in (torch.nn.Linear, [torch.nn.Linear, int], [], ["Block"])
     ),
     (FSDP2Strategy, "replicate", True, "an integer of at least 1 or 'nodes'"),
     (FSDP2Strategy, "shards", 2.0, "None or an integer of at least 1"),

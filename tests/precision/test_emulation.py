@@ -165,6 +165,8 @@ def test_the_environment_names_a_gpu_where_the_plugin_says_nothing(monkeypatch, 
         FP8TorchAO()
 
 
-def test_experts_without_arithmetic_are_refused():
-    with pytest.raises(ValueError, match=r"experts \(`emulate='ada'` is not valid: NVIDIA 8.9 .*: 'hopper'.*, True"):
-        one_step(FP8TorchAO(emulate="ada", experts="fp8"))
+def test_a_gpu_without_the_arithmetic_is_refused():
+    for how, others in (({"experts": "fp8"}, "'hopper', 'blackwell', True"), ({"recipe": "block"}, "'hopper', True")):
+        message = rf"`emulate='ada'` is not valid: NVIDIA 8.9 .*expected one of: {others}"
+        with pytest.raises((ValueError, RuntimeError), match=message):
+            one_step(FP8TorchAO(emulate="ada", **how))

@@ -136,8 +136,17 @@ def launcher():
         with pytest.raises(click.BadParameter):
             read(name, wrong)
 
+def launched(name, value):
+    nobody_asked()
+    os.environ |= {"LT_CLI_USED": "1", name: value}  # as `fabric run` does
+    strategy = FABRIC.Fabric(accelerator="cpu").strategy
+    print(type(strategy).__name__, strategy.precision.precision)
+
 from FABRIC.cli import _run
+import FABRIC
 in_a_copy(launcher)  # before the Trainer is imported, where that has a package of its own
+in_a_copy(launched, "LT_STRATEGY", "fsdp2", name="strategy")
+in_a_copy(launched, "LT_PRECISION", "fp8-hybrid", name="precision")
 import PACKAGE as pl
 from PACKAGE.cli import LightningCLI
 from PACKAGE.demos.boring_classes import BoringModel
@@ -162,6 +171,7 @@ def broken(folder):
     del os.environ["LOWPREC_AUTOLOAD"]
     sys.path.insert(0, folder)
     autoload.install()
+    pl.plugins.HalfPrecision("16-true").connect(None, [torch.optim.SGD([torch.ones(1).half().requires_grad_()])], [])
     ask_twice()
 
 in_a_copy(ask_twice)
@@ -207,6 +217,8 @@ def said(request, tmp_path_factory):
 def test_names_are_known_without_an_import_to_trainer_launcher_and_command_line(said):
     assert said["without_import.stdout"].endswith("without an import\nended with 0\n"), said["without_import.stderr"]
     assert said["launcher.stdout"] == "ended with 0\n", said["launcher.stderr"]
+    assert said["strategy.stdout"] == "FabricFSDP2Strategy 32-true\nended with 0\n", said["strategy.stderr"]
+    assert said["precision.stdout"] == "SingleDeviceStrategy fp8-hybrid\nended with 0\n", said["precision.stderr"]
     assert said["command_line.stdout"].endswith("fp8-hybrid\nended with 0\n"), said["command_line.stderr"]
     assert said["wrong.stdout"].endswith("ended with 2\n"), said["wrong.stderr"]
     assert "did you mean 'fp8-hybrid'" in said["wrong.stderr"].lower()
@@ -226,6 +238,7 @@ def test_the_switch_leaves_lightning_alone_and_a_broken_package_is_said_once_and
     switched, broken = ((folder / f"{case}.stderr").read_text() for case in ("ask_twice", "broken"))
     assert "lightning_lowprec" not in switched
     assert broken.count("lightning_lowprec cannot be imported, so its names are unknown: OSError") == 1
+    assert "loses every update" in broken
 
 
 def test_the_variable_of_the_monitor(monkeypatch):

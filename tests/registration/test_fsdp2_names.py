@@ -29,14 +29,14 @@ def both(strategy, **how):
     return (trainer.strategy, trainer.precision_plugin), (fabric.strategy, fabric.strategy.precision)
 
 
-@pytest.mark.parametrize("name", ["fsdp", "FSDP_CPU_offload", TrainerFSDP, FabricFSDP])
+@pytest.mark.parametrize("name", ["fsdp", "FSDP_CPU_OFFLOAD", TrainerFSDP, FabricFSDP])
 @pytest.mark.parametrize("how", [{"precision": "fp8-hybrid"}, {"precision": "bf16-sr"}, {"plugins": "FP8TorchAO"}])
 def test_fsdp_by_name_or_as_an_object_becomes_fsdp2_under_our_precisions_on_cpu_too(name, how):
     how = {"plugins": FP8TorchAO()} if "plugins" in how else how
     by_name = isinstance(name, str)
     (trainer, _), (fabric, _) = both(name if by_name else name(auto_wrap_policy={nn.Linear}), **how)
     assert (type(trainer), type(fabric)) == (FSDP2Strategy, FabricFSDP2Strategy)
-    offloads = name == "FSDP_CPU_offload"
+    offloads = name == "FSDP_CPU_OFFLOAD"
     assert trainer.sharding.options.cpu_offload is fabric.sharding.options.cpu_offload is offloads
     if by_name:
         assert (trainer.state_dict_type, fabric.state_dict_type) == ("full", "sharded"), "what FSDP saves in each"

@@ -220,16 +220,18 @@ def test_a_mixture_counts_what_a_token_uses(capsys):
     config = {"num_hidden_layers": 1, "num_local_experts": 8, "num_experts_per_tok": 2}
     of_experts, of_attention = 6 * 2 * 3 * 4096 * 14336, 6 * (2 * 4096 + 2 * 1024) * 4096
     everything = of_attention + of_experts
-    for precision, in_fp8 in (
-        ("fp8-hybrid", everything), ("fp8-block", of_attention), ("fp8-hybrid-te", of_attention)
+    for precision, in_fp8, reason in (
+        ("fp8-hybrid", everything, None), ("fp8-hybrid-fp16", of_attention, "round to bf16"),
+        ("fp8-block", of_attention, "no Linear"), ("fp8-hybrid-te-fp16", of_attention, "'fp8-hybrid', by torchao"),
     ):  # fmt: skip
         data = run_json(capsys, "mixtral", "--args", json.dumps(config), "--precision", precision)
         experts = [row for row in data["plan"] if row["kind"] == "stacked experts"]
         assert [(row["stored"], row["per_token"]) for row in experts] == [(8, 2.0), (8, 2.0)]
+        assert all(row["kept_because"] is reason or reason in row["kept_because"] for row in experts)
         assert data["flops_per_token"]["fp8"] == in_fp8
         gathered = {row["precision"]: row["gathered"] for row in data["bytes"]}
         stored = (of_experts * 4 if in_fp8 > of_attention else 0) + of_attention  # 8 experts, of which a token uses 2
-        less = 0 if precision.endswith("-te") else stored / 6  # Transformer Engine's are gathered in bf16
+        less = 0 if "-te" in precision else stored / 6  # Transformer Engine's are gathered in bf16
         assert gathered["bf16-mixed"] - gathered[precision] == less, "one byte less per weight in FP8"
 
 

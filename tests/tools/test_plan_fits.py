@@ -140,9 +140,6 @@ def test_what_is_refused_names_the_way_out(config, capsys):
         assert message in capsys.readouterr().err
     with pytest.raises(ValueError, match=r"nothing tells what Linear reads. Name a LightningDataModule"):
         fits(on_meta(nn.Linear, 4, 4), "24GB")
-    verdict = fits(on_meta(AsksForValues), "24GB", names=["32-true"]).verdicts[0]
-    assert "aten.nonzero.default needs values" in verdict.refused
-    assert "lowprec compare" in verdict.refused
 
 
 def test_torch_knows_every_operation_of_autocast_and_nothing_is_left_behind():
@@ -154,6 +151,8 @@ def test_torch_knows_every_operation_of_autocast_and_nothing_is_left_behind():
     setting = Setting(precision="fp8-hybrid", batch=ROWS, fused=True)
     rows = torch.zeros(4, SIDE)  # as many bytes as the example has
     assert simulate(model, inputs_of(model, rows), setting) == simulate(model, inputs_of(model), setting)
+    verdict = fits(on_meta(AsksForValues), "24GB", names=["32-true"]).verdicts[0]
+    assert all(words in verdict.refused for words in ("aten.nonzero.default needs values", "lowprec compare"))
     assert (torch.nn.functional.linear, torch.cuda.is_available(), torch.compile) == before
     x = torch.ones(2, 2, requires_grad=True)
     (x @ x).sum().backward()
