@@ -53,13 +53,13 @@ def trained(rank, case, head):
 
 def by_hand(rank):
     """Gradients where the user shards, and computes the loss outside of the layer that holds the weight."""
-    model = build()
+    model = build("phi")  # whose head has a bias
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("copies", "shards"))
     for part in (*model.model.layers, model.model, model.lm_head):
         fully_shard(part, mesh=mesh)
-    data = batch(rank, 0)
+    head, data = model.lm_head, batch(rank, 0)
     hidden = model.model(data["input_ids"]).last_hidden_state
-    linear_cross_entropy(hidden[:, :-1], model.lm_head.weight, data["labels"][:, 1:]).backward()
+    linear_cross_entropy(hidden[:, :-1], head.weight, data["labels"][:, 1:], bias=head.bias).backward()
     return [full(p.grad) for p in model.parameters()]
 
 
@@ -88,7 +88,7 @@ def test_ranks_train_as_with_all_logits(ranks, case, head):
 
 
 def test_a_sharded_weight_outside_of_its_layer_gets_the_average_gradient(ranks):
-    model = build()
+    model = build("phi")
     for rank in range(2):
         (model(**batch(rank, 0)).loss / 2).backward()
     for parameter, gradient in zip(model.parameters(), ranks[0][1], strict=True):
