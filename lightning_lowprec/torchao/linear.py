@@ -90,7 +90,8 @@ class CodedLayer(StoresCodes):
         scale = None
         if self.values_dtype is not None:
             weight, scale = self.codes_of(weight)
-        return linear(input, weight, scale, self.bias, products, fp8_matrices.hint_of(weight))
+        hint = fp8_matrices.hint_of(weight) if weight.numel() >= fp8_matrices.LARGE else None
+        return linear(input, weight, scale, self.bias, products, hint)
 
     def _padded(self, input: Tensor, weight: Tensor, products: Products) -> Tensor:
         """[*, K] -> [*, N], with zeros behind K and N."""
