@@ -13,7 +13,6 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchao import optim
@@ -30,7 +29,6 @@ from lightning_lowprec import (
     parallelize,
     plain,
 )
-from lightning_lowprec.masters.moments import block_of
 from tests.fsdp2 import toy
 from tests.fsdp2.models import Net, batch, loss_of
 from tests.masters.test_float32_accumulation import TERMS, Terms
@@ -117,12 +115,6 @@ def test_layers_that_tensor_parallelism_may_not_cut(six, plugin, refused, said):
 
     with pytest.raises(RuntimeError, match=r"renamed or removed parameters of \w*Net \(lm_head.bias, lm_head.weight\)"):
         parallelize(Net(), six, HalfMixed("bf16"), tensor_parallel=without_head, tensor_parallel_size=2)
-
-
-def test_moments_of_which_ranks_have_unequal_parts_of_rows_stay_float32(six):
-    cuts = {(64, 65): Shard(1), (64, 2, 64): Shard(2), (64, 128): Shard(1), (65, 64): Shard(0), (65, 96): Replicate()}
-    params = [distribute_tensor(torch.ones(shape), six["tensor_parallel"], [cut]) for shape, cut in cuts.items()]
-    assert [*map(block_of, params)] == [0, 0, 64, 64, 32]
 
 
 def only(*fqns):

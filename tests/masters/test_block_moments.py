@@ -7,7 +7,10 @@ from functools import partial
 
 import pytest
 import torch
+from torch import distributed as dist
 from torch import nn
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_lowprec import MasterConfig
 from lightning_lowprec.masters import moments
@@ -88,6 +91,14 @@ def test_copies_and_pickles_train_on(form, moments):
     for other, its in copies:
         assert equal(other.state_dict(), model.state_dict())
         assert equal(its.state_dict()["state"], optimizer.state_dict()["state"])
+
+
+def test_moments_of_which_ranks_have_unequal_parts_of_rows_stay_float32():
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    cuts = {(64, 65): Shard(1), (64, 2, 64): Shard(2), (64, 128): Shard(1), (65, 64): Shard(0), (65, 96): Replicate()}
+    params = [distribute_tensor(torch.ones(shape), mesh, [cut]) for shape, cut in cuts.items()]
+    assert [*map(moments.block_of, params)] == [0, 0, 64, 64, 32]
 
 
 def test_the_codes_of_a_loaded_state_dict_are_not_written_to():
