@@ -53,9 +53,9 @@ def open_weights(path: Path, key: str | None = None) -> Source:
     It is a file of the Trainer, of ``fabric.save`` or of ``torch.save``; a file of safetensors, or a folder with
     several and their index; a folder of ``strategy="fsdp2"`` or of Lightning's strategies.
     """
-    is_between = completed(path).is_dir()  # a run was killed while one folder replaced another
-    if path.is_dir() or is_between:
-        is_sharded = is_between or (path / META).is_file() or not any(path.glob(f"*{SAFETENSORS}"))
+    path = completed(path) if completed(path).exists() else path  # a run was killed while it replaced a folder
+    if path.is_dir():
+        is_sharded = (path / META).is_file() or not any(path.glob(f"*{SAFETENSORS}"))
         return _from_folder(path, key) if is_sharded else _from_safetensors(path, key)
     if not path.is_file():
         raise ValueError(f"`checkpoint={str(path)!r}` is no file and no folder; expected a checkpoint.")
