@@ -1,5 +1,6 @@
 """Exported folders: the codes of the run, what transformers loads, and what stays in high precision."""
 
+import gc
 import json
 import shutil
 from types import SimpleNamespace
@@ -279,18 +280,22 @@ def test_several_files_written_in_parts_hold_what_one_holds(tmp_path, monkeypatc
     served(tmp_path / "more")
 
 
-def test_fp8_state_reads_a_module_that_fabric_has_wrapped():
+def test_fp8_state_reads_a_module_that_fabric_has_wrapped_and_keeps_no_tensor():
     fabric = L.Fabric(accelerator="cpu", devices=1, precision="fp8-rowwise")
-    model = nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.Linear(64, 32))
+    model = nn.Sequential(nn.Linear(32, 208), nn.BatchNorm1d(208), nn.Linear(208, 32))
     model.register_buffer("empty", torch.ones(0, 0))
     model = fabric.setup_module(model)
     for dtype, of_others in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
-        found = dict(lightning_lowprec.fp8_state(model, dtype=dtype))
+        found = {}
+        for name, tensor in lightning_lowprec.fp8_state(model, dtype=dtype):
+            found[name] = tensor.dtype
+            codes = [t.shape for t in gc.get_objects() if type(t) is torch.Tensor and t.dtype is torch.float8_e4m3fn]
+            assert name != "2.weight" or (208, 32) not in codes, "those of 0.weight"
         others = ("0.bias", "2.bias", "1.weight", "1.bias", "1.running_mean", "1.running_var", "empty")
         expected = dict.fromkeys(others, of_others) | {"1.num_batches_tracked": torch.int64}
         for name in ("0.weight", "2.weight"):
             expected |= {name: torch.float8_e4m3fn, f"{name}_scale": torch.float32}
-        assert {name: tensor.dtype for name, tensor in found.items()} == expected
+        assert found == expected
 
 
 def test_a_weight_without_a_value_no_space_and_ctrl_c_leave_nothing(tmp_path, monkeypatch):
