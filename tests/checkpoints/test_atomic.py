@@ -54,8 +54,7 @@ def writes_until_killed(path, folder, step):
 
 def killed_at_every_step(rank, ranks, root, before, folder):
     """A process that is killed before its n-th change of the file system, for every n."""
-    outcomes = []
-    status = -1
+    outcomes, status = [], -1
     while status != 0:
         path = root / f"{before}.{folder}.{len(outcomes)}" / "last.ckpt"
         path.parent.mkdir()
@@ -188,8 +187,7 @@ def saves_die(rank, ranks, place):
     context = multiprocessing.get_context("fork")
     for kind, victims in CASES:
         port = free_port()
-        folder = place / f"{kind}.{len(victims)}.{victims[0]}"
-        folder.mkdir()
+        (folder := place / f"{kind}.{len(victims)}.{victims[0]}").mkdir()
         processes = [context.Process(target=dies, args=(r, port, folder, kind, victims)) for r in range(2)]
         for process in processes:
             process.start()

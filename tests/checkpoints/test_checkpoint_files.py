@@ -256,19 +256,19 @@ class Fitted(L.LightningModule):
 
 
 def with_a_buffer(strict=True):
-    module = Fitted()
-    module.register_buffer("extra", torch.ones(2))
+    (module := Fitted()).register_buffer("extra", torch.ones(2))
     module.strict_loading = strict
     return module
 
 
+def fitted(module, path=None, epochs=1, precision="32-true", strategy="fsdp2"):
+    trainer = L.Trainer(**ON_CPU, strategy=strategy, max_epochs=epochs, precision=precision)
+    trainer.fit(module, torch.randn(2, 4, 16), ckpt_path=path)
+    return trainer
+
+
 @pytest.mark.filterwarnings("ignore:.*returned `None`, this fit will run with no optimizer")
 def test_what_differs_from_a_checkpoint_raises_or_is_left_alone_on_request(tmp_path):
-    def fitted(module, path=None, epochs=1, precision="32-true", strategy="fsdp2"):
-        trainer = L.Trainer(**ON_CPU, strategy=strategy, max_epochs=epochs, precision=precision)
-        trainer.fit(module, torch.randn(2, 4, 16), ckpt_path=path)
-        return trainer
-
     trainer, path = fitted(module := Fitted()), tmp_path / "c"
     trainer.save_checkpoint(path)
     with pytest.raises(TypeError, match=r"`storage_options=\{\}` is not valid with 'fsdp2'"):
@@ -281,8 +281,10 @@ def test_what_differs_from_a_checkpoint_raises_or_is_left_alone_on_request(tmp_p
     assert module.linear.bias.full_tensor().all(), "loaded outside of a fit"
     for kind in ("sharded", "full"):
         two = [fitted(Fitted(several=True), strategy=FSDP2Strategy(state_dict_type=kind))]
+        next(iter(two[0].optimizers[0].state.values()))["of rows"] = torch.ones(8)  # a tensor that every rank has whole
         two[0].save_checkpoint(tmp_path / kind)
         two.append(fitted(Fitted(several=True), tmp_path / kind))
+        assert [type(e["of rows"]) for t in two for e in t.optimizers[0].state.values()] == [torch.Tensor] * 2
         assert_same(*(toy.full([o.state_dict() for o in trainer.optimizers]) for trainer in two), f"{kind}, of two")
     with pytest.raises(KeyError, match=r"Missing in the checkpoint: \['extra'\].*`strict_loading = False`"):
         fitted(with_a_buffer(), path)
@@ -301,6 +303,19 @@ def test_what_differs_from_a_checkpoint_raises_or_is_left_alone_on_request(tmp_p
         fabric.load_raw(raw, model)
     fabric.load_raw(raw, model, strict=False)
     assert model.linear.weight.full_tensor().eq(1).all()
+
+
+def test_half_weights_that_were_edited_win_over_their_masters(tmp_path):
+    fitted(Fitted(), None, 1, "bf16-remainder", FSDP2Strategy(state_dict_type="full")).save_checkpoint(tmp_path / "c")
+    content = torch.load(tmp_path / "c", weights_only=True)
+    edited, master = content["state_dict"]["linear.weight"], content["optimizer_states"][0]["state"][0]["master_param"]
+    edited[0] = 7
+    torch.save(content, tmp_path / "c")
+    master[0] = 7  # is expected
+    for precision in ("32-true", "bf16-remainder", "bf16-master"):
+        trainer = fitted(Fitted(), tmp_path / "c", precision=precision)
+        (weight, _) = trainer.precision_plugin.main_params(trainer.optimizers[0])
+        assert torch.equal(weight.full_tensor(), master), precision
 
 
 @pytest.mark.parametrize("precision", ["bf16-remainder", "32-true"])

@@ -156,11 +156,9 @@ def test_a_damaged_shard_of_a_foreign_folder_is_named(folder):
 @pytest.fixture(params=["folder", "file"])
 def with_an_object(request, folder):
     """A checkpoint with an object of the user's own class, as litgpt's has, and where that object lies."""
-    if request.param == "folder":
-        torch.save({"step": 3, "config": Config()}, folder / META)
-        return folder, folder / META
-    torch.save({"model": nn.Linear(8, 4).state_dict(), "config": Config()}, folder.with_suffix(".ckpt"))
-    return folder.with_suffix(".ckpt"), folder.with_suffix(".ckpt")
+    file = folder / META if request.param == "folder" else folder.with_suffix(".ckpt")
+    torch.save({"model": nn.Linear(8, 4).state_dict(), "config": Config()}, file)
+    return folder if request.param == "folder" else file, file
 
 
 def test_an_object_is_refused_with_the_ways_out(with_an_object, monkeypatch):

@@ -127,8 +127,7 @@ def test_every_rank_gets_whole_tensors_and_one_rank_writes_them(trained, precisi
 
 @pytest.mark.parametrize("precision", ["fp8-hybrid", "msamp-o3"])
 def test_the_folder_of_shards_becomes_the_same_folder(trained, precision, tmp_path, capsys):
-    folder, _ = trained
-    source = folder / f"{precision}.ckpt"
+    source = (folder := trained[0]) / f"{precision}.ckpt"
     assert source.is_dir()
     options = [f"--model={folder / 'config'}", f"--precision={precision}", "--format=compressed-tensors"]
     written = ["export", str(source), str(tmp_path / "out"), *options, "--dtype=fp32"]

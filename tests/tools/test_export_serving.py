@@ -25,8 +25,6 @@ from tests.serving.models import SIZES, Module, llama, tensors
 from tests.toys import QUIET
 
 ROOT = Path(lightning_lowprec.__file__).parents[1]
-
-
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
 
 
