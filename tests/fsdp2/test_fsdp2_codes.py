@@ -197,10 +197,13 @@ def test_copies_pickles_and_state_dicts_have_no_codes(alone, tmp_path):
 def test_weights_that_were_sent_in_bf16_raise(alone):
     model, _ = sharded(alone, True)
     loss_of(model, batch(0, 0))
-    small = parallelize(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64)), alone, FP8TorchAO())
+    recipe = {"0": {"grad_weight": "bf16"}, "1": {"forward": "bf16"}, "2": {"grad_input": "bf16"}, "*": "tensorwise"}
+    one, two, three, padded = (torch.nn.Linear(64, size) for size in (64, 64, 64, 8))  # the first one sends codes
+    net = torch.nn.Sequential(one, two, three, torch.nn.BatchNorm1d(64), padded)
+    small = parallelize(net, alone, FP8TorchAO(recipe, pad_inner_dim=True))
     small(torch.ones(2, 64))
     assert gathered_line(model, 1) is None
-    assert gathered_line(small, 2) == "all-gather: float8, 1.18 kB per gather and rank, 0.28x of bf16"
+    assert gathered_line(small, 2) == "all-gather: float8, 5.6 kB per gather and rank, 0.43x of bf16"
     assert gathered_line(model, 2) == "all-gather: float8, 8.83 kB per block and rank, 0.26x of bf16"
     for net, fqn, name in ((model, "blocks.0", "blocks.0"), (small, "", "the root")):
         coded = next(one for one in gathered_parameters(net.get_submodule(fqn)) if one.sharded_param.ndim == 2)

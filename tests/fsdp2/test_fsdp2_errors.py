@@ -95,12 +95,15 @@ def test_what_the_strategy_cannot_do_with_sizes_parts_and_half_shards():
     [
         (Int8TorchAO(), True, "CodedLinear does not run with tensor parallelism.* Use 'fp8-hybrid'"),
         (FP8TorchAO(emulate="hopper"), False, "`emulate='hopper'` does not run with tensor.* Use `emulate=True`"),
+        (FP8TorchAO(pad_inner_dim=True), False, "features are padded does not run with.*, or `keep=.* the layer"),
+        (FP8TorchAO({"*": {"forward": "bf16"}}), False, "GEMMs in bf16 does not run with tensor.* Choose all GEMMs"),
     ],
-    ids=["int8", "hopper"],
+    ids=["int8", "hopper", "padded", "products"],
 )
 def test_layers_that_tensor_parallelism_may_not_cut(six, plugin, refused, said):
     """Some are refused, and all say so when they are called: a user's own plan may have cut them."""
     model, fqn = Net(), "blocks.0.up"
+    model.blocks[0].up = nn.Linear(64, 72 if "padded" in said else 64)
     message = rf"`tensor_parallel` cuts '{fqn}', a layer of torchao whose kernels take no DTensors"
     options = {"tensor_parallel_size": 2, "fp8_all_gather": False}
     with pytest.raises(ValueError, match=message) if refused else nullcontext():
@@ -291,7 +294,7 @@ def test_meshes_of_copies_and_a_mesh_without_a_dimension_for_data(six):
 
 
 @pytest.mark.parametrize("name", ["bf16-master", "bf16-remainder"])
-def test_dtypes_of_buffers_and_outputs(alone, name):
+def test_dtypes_of_buffers_norms_and_outputs(alone, name):
     def rotary():
         model = Net()
         for buffer, dtype in (("table", torch.float32), ("exact", torch.float64), ("count", torch.int32)):
@@ -299,11 +302,7 @@ def test_dtypes_of_buffers_and_outputs(alone, name):
         return model
 
     form = True if name == "bf16-master" else "remainder"
-    for kept, asked, dtype in (
-        ((), None, torch.float16),
-        ((), torch.bfloat16, torch.bfloat16),
-        (["table"], None, None),
-    ):
+    for kept, asked, dtype in ((), None, torch.float16), ((), torch.bfloat16, torch.bfloat16), (["table"], None, None):
         plugin = HalfMixed("bf16", master_weights=form, buffer_dtype=torch.float16, keep_fp32=kept)
         model = launched(plugin, FabricFSDP2Strategy(buffer_dtype=asked, shards=1)).setup_module(rotary())
         dtypes = [buffer.dtype for buffer in model.module.buffers()]
@@ -313,6 +312,11 @@ def test_dtypes_of_buffers_and_outputs(alone, name):
     model(batch(0, 0)[:, 1:])  # what no optimizer holds stays in the dtype of its group
     assert model.module.table.dtype == torch.float32
     assert model.module(batch(0, 0)[:, 1:]).dtype == torch.float64
+    seen, block = [], (net := Net()).blocks[0]
+    block.norm.register_forward_hook(lambda norm, args, output: output.float())  # as on CUDA
+    block.up.register_forward_pre_hook(lambda up, args: seen.append(args[0].dtype))
+    launched(FP8TorchAO(master_weights=form)).setup_module(net)(batch(0, 0))
+    assert seen == [torch.bfloat16]
 
 
 def test_plain_of_a_sharded_model_names_a_way_out_that_works():

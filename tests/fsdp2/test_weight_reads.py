@@ -2,6 +2,7 @@
 
 import copy
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -23,13 +24,14 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 64)
 
     def forward(self, x):
+        assert (2 * self.up.weight).dtype is self.up.weight.dtype
         return x + F.linear(self.down(self.up(x)), self.up.weight.t())
 
 
 Model = partial(Stack, Block, seed=0)
 
 
-@pytest.mark.parametrize("name", ["fp8-hybrid", "fp8-e4m3", "msamp-o3"])
+@pytest.mark.parametrize("name", ["fp8-hybrid", "fp8-e4m3", "fp8-block", "msamp-o3"])
 def test_a_read_of_a_gathered_weight_gives_values_and_gradients(alone, name):
     model = Model()
     plain = copy.deepcopy(model)
@@ -46,9 +48,10 @@ def test_a_read_of_a_gathered_weight_gives_values_and_gradients(alone, name):
 
 
 def test_a_write_to_a_gathered_weight_raises(alone):
-    for name in ("fp8-hybrid", "msamp-o3"):
+    writes = torch.Tensor.mul_, lambda weight, factor: torch._foreach_mul_([weight], factor)
+    for name, write in product(("fp8-hybrid", "fp8-block", "msamp-o3"), writes):
         model = Model()
-        hook = model.blocks[0].down.register_forward_pre_hook(lambda layer, _: layer.weight.data.mul_(2.0))
+        hook = model.blocks[0].down.register_forward_pre_hook(lambda layer, _, write=write: write(layer.weight.data, 2))
         model.blocks[1].up.weight.requires_grad_(False)
         model.of_the_root = nn.Parameter(torch.ones(4))
         sharded = fabric_for(name, strategy="fsdp2").setup_module(model)
