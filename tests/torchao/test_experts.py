@@ -12,7 +12,8 @@ import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig, NemotronHConfig, Qwen3MoeConfig
 
-from lightning_lowprec import FP8TorchAO, HalfMixed, plain, plan
+from lightning_lowprec import FabricFSDP2Strategy, FP8TorchAO, HalfMixed, plain, plan
+from tests.fsdp2.toy import fabric_for
 from tests.quality import sqnr
 
 transformers.logging.set_verbosity_error()
@@ -110,16 +111,17 @@ def test_any_route(recipe):
         idle = set(range(4)) - set(inputs[1].flatten().tolist())
         assert not found["gate_up_proj"][list(idle)].any()
         assert found["gate_up_proj"][inputs[1][0].tolist()].flatten(1).any(dim=1).all()
+    half = one[0].bfloat16(), *one[1:]
     with torch.autocast("cpu", torch.bfloat16):
-        assert layer.module(one[0].bfloat16(), *one[1:]).dtype is torch.bfloat16, "for weights in float32 too"
+        output = layer.module(*half)
+    assert output.dtype is torch.bfloat16, "for weights in float32 too"
+    assert torch.equal(layer.module(*half), output), "as where a backward computes a forward again"
     none = layer(torch.zeros(0, 64), torch.zeros(0, 2, dtype=torch.long), torch.zeros(0, 2))
     assert none.shape == (0, 64)
 
 
 def test_codes_that_the_backward_reads_change_nothing():
-    saving, fresh = Layer("gpt_oss"), Layer("gpt_oss")
-    saving = set_up(saving, FP8TorchAO())
-    fresh = set_up(fresh, FP8TorchAO(weight_codes="per_gemm"))
+    saving, fresh = (set_up(Layer("gpt_oss"), FP8TorchAO(weight_codes=when)) for when in ("auto", "per_gemm"))
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (saving, fresh)]
     inputs = routed(saving.experts)
     for _ in range(3):
@@ -127,17 +129,18 @@ def test_codes_that_the_backward_reads_change_nothing():
         assert all(torch.equal(found[name], value) for name, value in expected.items())
         for optimizer in optimizers:
             optimizer.step()
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        saving(*inputs)
-    assert {t.shape for t in kept if t.dtype == torch.float8_e4m3fn} == {(4, 64, 192), (4, 96, 64)}
+    strategy = FabricFSDP2Strategy(fp8_all_gather=False)  # whose gathered weights are freed
+    gathered = fabric_for(FP8TorchAO(), strategy=strategy).setup_module(Layer("gpt_oss"))
+    for model, shapes in ((saving, {(4, 64, 192), (4, 96, 64)}), (gathered, set())):
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.append(t) or t, lambda t: t):
+            model(*inputs)
+        assert {t.shape for t in kept if t.dtype == torch.float8_e4m3fn} == shapes
 
 
-@pytest.mark.parametrize(
-    "plugin", [partial(FP8TorchAO, compile=False), partial(HalfMixed, "auto")], ids=["fp8", "half"]
-)
-def test_compiles_without_a_graph_break_and_to_the_same_values(plugin):
-    layer = set_up(Layer("mixtral"), plugin())
+@pytest.mark.parametrize("make", [partial(FP8TorchAO, compile=False), partial(HalfMixed, "auto")], ids=["fp8", "half"])
+def test_compiles_without_a_graph_break_and_to_the_same_values(make):
+    layer = set_up(Layer("mixtral"), make())
     inputs = routed(layer.experts)
     expected = gradients(layer, inputs)
     layer.experts.compile(backend="aot_eager", fullgraph=True)
@@ -265,12 +268,12 @@ class Product(torch.autograd.Function):
 
 ONE, ROWS, GW_HP = (False, False, ()), (True, True, ()), (True, True, ("grad_weight",))
 """Whether there is a scale per row, whether scales are powers of two, and the products in bf16."""
-UP, IN_BF16 = {"recipe": "rowwise", "grad_input": "bf16"}, {"forward": "bf16", "grad_weight": "bf16"}
+UP, IN_BF16 = {"recipe": "rowwise_with_gw_hp", "grad_input": "bf16"}, {"forward": "bf16", "grad_weight": "bf16"}
 ARITHMETIC = {
     "tensorwise": ("tensorwise", None, ONE, ONE),
     "rowwise": ("rowwise", None, ROWS, ROWS),
     "rowwise_with_gw_hp": ("rowwise_with_gw_hp", None, GW_HP, GW_HP),
-    "map": ({"*.gate_up_proj": UP, "*": "tensorwise"}, True, (True, True, ("grad_input",)), (False, True, ())),
+    "map": ({"*.gate_up_proj": UP, "*": "tensorwise"}, True, (*ROWS[:2], ("grad_input", *GW_HP[2])), (False, True, ())),
     "bf16": ({"*_up_proj": "rowwise", "*": IN_BF16}, False, (True, False, ()), (False, False, tuple(IN_BF16))),
     "one": ({"*_up_proj": "rowwise"}, None, ROWS, (False, False, ("forward", "grad_input", "grad_weight"))),
 }

@@ -122,12 +122,13 @@ def test_scales_of_every_kind_of_largest_value(visible, modes):
         same_codes(weight, *codes, scale)
 
 
-@pytest.mark.parametrize("in_by_out", [False, True])
-def test_a_layer_reads_the_layouts_that_the_kernel_wrote(in_by_out, modes, monkeypatch):
+@pytest.mark.parametrize(("in_by_out", "power_of_2"), [(False, False), (True, False), (False, True)])
+def test_a_layer_reads_the_layouts_that_the_kernel_wrote(in_by_out, power_of_2, modes, monkeypatch):
     """Outputs and gradients are those of codes that torch writes, with a note of the optimizer that is right or not."""
     for module in ("numerics.fp8_matrices", "products.linear"):
         monkeypatch.setattr(f"lightning_lowprec.{module}.LARGE", 48 * 144)  # the smallest weight that is large
-    products = replace(products_of(Float8LinearConfig(), True), in_by_out=in_by_out, saves_weight=True)
+    config = Float8LinearConfig(round_scales_to_power_of_2=power_of_2)
+    products = replace(products_of(config, True), in_by_out=in_by_out, saves_weight=True)
     generator = torch.Generator().manual_seed(0)
     weight = torch.nn.Parameter(torch.randn(48, 144, generator=generator).bfloat16())
     assert encode.hint_of(weight) is None
@@ -146,10 +147,8 @@ def test_a_layer_reads_the_layouts_that_the_kernel_wrote(in_by_out, modes, monke
             encode.ask(weight)
             optimizer = add_masters(torch.optim.AdamW([weight], lr=1e-2), "remainder")
         optimizer.step()
-    assert modes == [False, True, True]
-    assert bool(encode.hint_of(weight) == weight.abs().max()), (
-        "noted by the kernel, which makes every step but the first"
-    )
+    assert modes == ([] if power_of_2 else [False, True, True]), "the kernel has no such scales"
+    assert bool(encode.hint_of(weight) == weight.abs().max()), "noted by the kernel in every step but the first"
 
 
 def by_hand(rows, ends, power_of_2):
@@ -160,9 +159,7 @@ def by_hand(rows, ends, power_of_2):
     for number, end in enumerate(ends):
         part = rows[start:end].double()
         scale = 448 / part.abs().amax(0).clamp(min=1e-12)
-        if power_of_2:
-            scale = 2.0 ** torch.floor(torch.log2(scale))
-        scale = scale.float()
+        scale = (2.0 ** torch.floor(torch.log2(scale)) if power_of_2 else scale).float()
         codes[:, start:end] = (part.float() * scale).clamp(-448, 448).to(torch.float8_e4m3fn).float().t()
         inverse[number] = 1 / scale
         start = end
