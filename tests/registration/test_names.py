@@ -155,6 +155,8 @@ WORDS = {
     ),
     "mxfp8-te-remainder": "'mxfp8-te' has no `-remainder`: it needs Blackwell",
     "mxfp8-fp16": "'mxfp8' has no `-fp16`: its kernels take and return bf16.",
+    "fp8-e4m3-fp16-sr": "'fp8-e4m3' has no `-fp16`: write `plugins=FP8TorchAO(fp8_format='e4m3', base='fp16')`.",
+    "int8-mixed-fp16-sr": "'int8-mixed' has no `-fp16`: write `plugins=Int8TorchAO(base='fp16')`.",
     "fp8-block-te-fp16": "'fp8-block-te' has no `-fp16`: write `plugins=FP8TE('block', base='fp16')`.",
     "fp8-rowwise-fp16": "'fp8-rowwise' has no `-fp16`: its kernels round their output through bf16.",
     "msamp-o3-master": "'msamp-o3' has no `-master`: it keeps its weights as codes",
