@@ -281,10 +281,10 @@ def test_what_differs_from_a_checkpoint_raises_or_is_left_alone_on_request(tmp_p
     assert module.linear.bias.full_tensor().all(), "loaded outside of a fit"
     for kind in ("sharded", "full"):
         two = [fitted(Fitted(several=True), strategy=FSDP2Strategy(state_dict_type=kind))]
-        next(iter(two[0].optimizers[0].state.values()))["of rows"] = torch.ones(8)  # a tensor that every rank has whole
+        next(iter(two[0].optimizers[0].state.values()))["whole"] = torch.ones(3)  # which every rank has whole
         two[0].save_checkpoint(tmp_path / kind)
         two.append(fitted(Fitted(several=True), tmp_path / kind))
-        assert [type(e["of rows"]) for t in two for e in t.optimizers[0].state.values()] == [torch.Tensor] * 2
+        assert [type(e["whole"]) for t in two for e in t.optimizers[0].state.values()] == [torch.Tensor] * 2
         assert_same(*(toy.full([o.state_dict() for o in trainer.optimizers]) for trainer in two), f"{kind}, of two")
     with pytest.raises(KeyError, match=r"Missing in the checkpoint: \['extra'\].*`strict_loading = False`"):
         fitted(with_a_buffer(), path)
