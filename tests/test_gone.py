@@ -115,7 +115,7 @@ def test_import(name):
 
 
 LINES = [([command], answer) for command, answer in gone.COMMANDS.items()]
-LINES += [([*entry.split(), "1"], answer) for entry, answer in gone.FLAGS.items()]
+LINES += [(f"{entry}{value}".split(), answer) for entry, answer in gone.FLAGS.items() for value in (" 1", "=1")]
 LINES += [(["plan", "--precisions"], gone.BARE_PRECISIONS)]
 LINES += [(["export", "last.ckpt", "weights.safetensors"], gone.WITHOUT_FORMAT)]
 LINES += [(["export", "last.ckpt", "weights.safetensors", "--dtype=keep"], gone.WITHOUT_FORMAT)]

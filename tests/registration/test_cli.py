@@ -101,8 +101,9 @@ def test_stock_lightning_cli_shows_what_our_class_says_of_its_arguments(project,
 def test_lowprec_fit_imports_from_the_working_folder_and_from_files_and_adds_no_noise(project):
     command = ["-P", "-m", "lightning_lowprec.tools.cli"]  # -P: as a console command, without the working folder
     (project / "inner").mkdir()
-    (project / "inner" / "both.py").write_text("import warnings\nfrom modules import *\nwarnings.warn('of mine')")
-    files = "--model", "inner/both.py:Model", "--data=inner/both.py:Data"
+    both = "import lightning, warnings\nfrom modules import *\nwarnings.warn('of mine')\nMine = lightning.Callback"
+    (project / "inner" / "both.py").write_text(both)
+    files = "--model", "inner/both.py:Model", "--data=inner/both.py:Data", "--trainer.callbacks=inner/both.py:Mine"
     args = ["fit", *files, *FAST, "--trainer.precision=fp8-hybrid"]
     ran = python(*command, *args, cwd=project, from_nothing=True, PYTHONPATH=str(ROOT))
     assert "of mine" in ran.stderr
@@ -153,10 +154,10 @@ def test_lowprec_run_ends_as_the_script_does_and_names_the_rank(project, rank, e
     assert rank or "had no effect" not in ran.stderr
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_precision_that_nothing_used_is_said_once(project, rank):
+@pytest.mark.parametrize(("rank", "end"), [(0, ""), (0, "sys.exit()"), (0, "sys.exit(0)"), (1, "")])
+def test_a_precision_that_nothing_used_is_said_once(project, rank, end):
     (project / "tools").mkdir()
-    (project / "tools" / "plain.py").write_text("import torch, modules")  # of the working folder
+    (project / "tools" / "plain.py").write_text(f"import sys, torch, modules\n{end}")  # of the working folder
     launcher = str(ROOT / "lightning_lowprec" / "tools" / "launcher.py")
     environ = {"LOWPREC_RUN_PRECISION": "fp8-hybrid", "PYTHONPATH": str(ROOT), "RANK": str(rank)}
     said = python(launcher, "tools/plain.py", cwd=project, **environ).stderr

@@ -91,6 +91,7 @@ def compare(arguments: Sequence[str], folder: Path) -> tuple[int, str, str]:
 
 @pytest.mark.slow
 def test_seeds_are_compared_in_pairs(tmp_path):
+    (tmp_path / "fp8-hybrid-seed4.log").write_text("fp8-hybrid: of an earlier comparison\n")
     status, stdout, stderr = compare(
         [
             *("--precisions=bf16-mixed,fp8-hybrid", "--model-args", "{depth: 1, width: 16, heads: 1, block_size: 16}"),
@@ -118,6 +119,7 @@ def test_seeds_are_compared_in_pairs(tmp_path):
         assert run["device"].startswith("CPU (")
         assert ", 1 of " in run["device"], "one thread"
     page = (tmp_path / "report.md").read_text()
+    assert "of an earlier comparison" not in page
     for said in ("converted 4 of 5", "emulated", "\n- python: ", "\n- torch: ", "\n- lightning-lowprec: "):
         assert said in page
 
@@ -199,7 +201,7 @@ def test_a_folder_holds_one_comparison(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(runner, "run_one", train)
     train_all(CompareSpec(precisions=["32-true"], out=tmp_path))
     before = (tmp_path / "report.md").read_text()
-    with pytest.raises(ValueError, match="holds the report of an earlier comparison"):
+    with pytest.raises(ValueError, match="holds the report of an earlier comparison") as kept:  # as a notebook does
         train_all(CompareSpec(precisions=["bf16-mixed"], out=tmp_path))
     assert main(["compare", "--precisions=bf16-mixed", f"--out={tmp_path}"]) == 2
     assert "`--force` to write over the report" in capsys.readouterr().err
@@ -211,6 +213,7 @@ def test_a_folder_holds_one_comparison(tmp_path, monkeypatch, capsys):
     ]
     assert "bf16-mixed" in (tmp_path / "report.md").read_text()
     assert trained == ["32-true", "bf16-mixed"]
+    assert kept.tb
 
 
 def test_json_is_all_of_stdout_whatever_the_model_prints(tmp_path, monkeypatch, capfd):

@@ -180,17 +180,18 @@ def test_it_says_what_was_measured_where_and_how(tmp_path):
     head, rule, baseline, fp8, *_ = ([cell.strip() for cell in row] for row in table)
     assert head[:2] == ["precision", "val_loss"]
     assert len(rule) == len(head) == len(fp8)
+    assert [column.endswith("-:") for column in rule[:2]] == [False, True]
     assert baseline == ["32-true", "3.0000", "+0.00%", "3.1500", "100.0 ms", "3.15 MB", "baseline"]
     assert f'"out": "{comparison.spec.out}"' in page
 
 
 def test_failures_are_shown(tmp_path):
-    failed = PrecisionResult(name="fp8-hybrid", error="Traceback\nValueError: <b>bad</b> | worse")
+    failed = PrecisionResult(name="fp8-hybrid", error="Traceback\nValueError: <b>*bad*</b> | worse")
     page, comparison = report(tmp_path, [trained("32-true"), failed, trained("bf16-mixed", 1.0)])
     assert "Not every precision ended with" in page
     assert "fp8-hybrid, bf16-mixed." in page
-    assert "    Traceback\n    ValueError: <b>bad</b> | worse\n" in page, "as a block of code"
-    assert "\\<b>bad\\</b> \\| worse |" in page, "in the table"
+    assert "    Traceback\n    ValueError: <b>*bad*</b> | worse\n" in page, "as a block of code"
+    assert "\\<b>\\*bad\\*\\</b> \\| worse |" in page, "in the table"
     assert "off by more than 1%" in page
     assert "failed: ValueError" in str(comparison)
     page, _ = report(tmp_path, [trained("bf16-sr")])
@@ -199,14 +200,9 @@ def test_failures_are_shown(tmp_path):
     failed = PrecisionResult(name="32-true", error="ValueError: no data")
     page, _ = report(tmp_path, [failed, trained("fp8-hybrid")])
     assert "Nothing was compared: 32-true, the baseline, has no result (failed: ValueError: no data)." in page
+    assert "CPU (a chip)" in page, "of the precision that ran"
 
 
-def test_a_table_as_text_and_as_markdown():
+def test_a_table_as_text():
     rows = [("name", "size"), ("a*", "5"), ("longer", "1234567")]
     assert format_table(rows, right=[1]) == ["name       size", "a*            5", "longer  1234567"]
-    assert format_table(rows, right=[1], markdown=True) == [
-        "| name   |    size |",
-        "|--------|--------:|",
-        "| a\\*    |       5 |",
-        "| longer | 1234567 |",
-    ]
