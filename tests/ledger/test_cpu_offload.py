@@ -49,7 +49,7 @@ OFFLOADED = partial(CPUOffloadOptimizer, optimizer_class=torch.optim.AdamW)
 
 
 @pytest.mark.parametrize("precision", ["half-auto", "fp8-hybrid", "fp8-hybrid-te"])
-def test_torchao_offloads_float32_weights(precision):
+def test_torchao_offloads_float32_weights(precision, recwarn):
     fabric, model, optimizer = set_up(precision, OFFLOADED)
     plain = optimizer.optimizer
     for copy in plain.param_d2h_map.values():
@@ -66,6 +66,7 @@ def test_torchao_offloads_float32_weights(precision):
             assert torch.all(copy == (1 - RATE * DECAY) ** step)
     assert all(p._version > before for p, before in zip(plain.param_d2h_map, written, strict=True))
     fabric.backward(model(torch.zeros(8, 256, device=fabric.device)).float().square().mean())
+    assert not [warning for warning in recwarn if "in no optimizer" in str(warning.message)]
     with pytest.raises(TypeError, match="does not go with clipping, because it copies each gradient"):
         fabric.clip_gradients(model, optimizer, max_norm=1.0)
 

@@ -72,41 +72,22 @@ def test_the_names_of_lightning_are_those_of_lightning():
     assert set(OF_LIGHTNING) == {name for group in inputs for name in get_args(group)}
 
 
-compiled_or_not = pytest.mark.parametrize("compiled", [False, True])
-
-
-def recorder(base):
-    """A precision plugin that asks when it converts."""
-
-    class Recorder(base):
-        seen: bool | None = None
-
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("way", ["setup", "setup_module", "fit"])
+def test_a_model_that_the_user_compiled_is_known_as_such_while_it_is_set_up(way, compiled):
+    class Recorder(Precision if way == "fit" else FabricPrecision):
         def convert_module(self, module):
             self.seen = of_lightning.is_compiled_whole(module)
             return module
 
-    return Recorder()
-
-
-@compiled_or_not
-@pytest.mark.parametrize("with_optimizer", [False, True])
-def test_in_fabric(compiled, with_optimizer):
-    plugin, model = recorder(FabricPrecision), nn.Linear(2, 2)
-    fabric = L.Fabric(accelerator="cpu", devices=1, plugins=plugin)
+    plugin, model = Recorder(), BoringModel()
     given = torch.compile(model, backend="eager") if compiled else model
-    if with_optimizer:
-        fabric.setup(given, torch.optim.SGD(model.parameters(), lr=0.1))
+    if way == "fit":
+        L.Trainer(plugins=plugin, max_steps=0, **ON_CPU).fit(given)
     else:
-        fabric.setup_module(given)
-    assert plugin.seen == compiled
-    assert not of_lightning.is_compiled_whole(model), "Fabric notes it while it sets up only"
-
-
-@compiled_or_not
-def test_in_the_trainer(compiled):
-    plugin, model = recorder(Precision), BoringModel()
-    trainer = L.Trainer(plugins=plugin, max_steps=0, **ON_CPU)
-    trainer.fit(torch.compile(model, backend="eager") if compiled else model)
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1)] if way == "setup" else []
+        getattr(L.Fabric(accelerator="cpu", devices=1, plugins=plugin), way)(given, *optimizers)
+        assert not of_lightning.is_compiled_whole(model), "Fabric notes it while it sets up only"
     assert plugin.seen == compiled
 
 
@@ -199,8 +180,12 @@ def test_a_largest_value_is_found_with_the_sum_of_a_bias_and_before_a_rotation_w
         for ours, expected in zip(graph(x, turn), before, strict=True):
             torch.testing.assert_close(ours, expected, rtol=0, atol=0, equal_nan=True)
     wide = make_fx(lambda x, y: codes_of(x * y + x / y, x[:, :1]))(x, x)  # made of three times as many bytes
-    of_inductor._find_largest(wide.graph)
-    assert [str(node.target) for node in wide.graph.nodes].count("aten.cat.default") == 1
+    dynamic = make_fx(codes_of, tracing_mode="symbolic")(x, turn)
+    guards = len(dynamic.shape_env.guards)
+    for left_alone in (wide, dynamic):
+        of_inductor._find_largest(left_alone.graph)
+        assert [str(node.target) for node in left_alone.graph.nodes].count("aten.cat.default") == 1
+    assert len(dynamic.shape_env.guards) == guards, "which the code would be compiled again for"
 
 
 RESIDUALS = [(torch.bfloat16, None, True), (torch.float32, ((), ()), True), (torch.float32, ((16, 1), (1, 16)), False)]
@@ -233,7 +218,8 @@ def test_products_in_fp8_add_a_bias_and_end_in_float32_where_that_saves_a_kernel
         read = [(product(one, one).view(2, 8, 32) + bias).view(16, 32) @ eye, (product(rows, columns) + bias) @ eye]
         cast = partial(torch.ops.prims.convert_element_type.default, dtype=torch.float32)  # as inductor writes it
         computed_from = [(product(one, one) + bias).relu(), cast(product(one, one)) + 1]
-        return *read, *computed_from, cast(product(one, one)), cast(product(rows, columns))
+        in_float32 = (product(one, one) + cast(bias)) @ cast(eye)
+        return *read, *computed_from, in_float32, cast(product(one, one)), cast(product(rows, columns))
 
     a, b = (torch.randint(-15, 16, shape).to(torch.float8_e4m3fn) for shape in ((16, 16), (32, 16)))
     rows, columns = (2.0 ** torch.randint(-2, 3, shape) for shape in ((16, 1), (1, 32)))
@@ -249,6 +235,7 @@ def test_products_in_fp8_add_a_bias_and_end_in_float32_where_that_saves_a_kernel
     twice = exact.bfloat16() + bias
     once = [(values + bias.double()).bfloat16() for values in (exact, by_row)]
     assert not twice.equal(once[0])
-    expected = *once, twice.relu(), exact.bfloat16().float() + 1, exact.float(), by_row.bfloat16().float()
+    rounded = exact.bfloat16().float()
+    expected = *once, twice.relu(), rounded + 1, rounded + bias, exact.float(), by_row.bfloat16().float()
     for ours, value in zip(graph(*given), expected, strict=True):
         torch.testing.assert_close(ours, value, rtol=0, atol=0)

@@ -1,6 +1,7 @@
 """`lowprec plan --fits`: verdicts, refusals, the command; tests/ledger/test_simulated_memory.py has the peaks."""
 
 import json
+import logging
 
 import pytest
 import torch
@@ -61,11 +62,15 @@ def on_meta(make, *args, **kwargs):
 
 def test_the_largest_batch_fits_and_one_more_does_not(shallow):
     size = 400 * 10**6 + 10**9
-    report = fits(on_meta(Stack), f"{size // 10**6}MB", names=["bf16-mixed", "bf16-sr"], batch=64)
+    model = on_meta(Stack)
+    for block in model.blocks[:2]:
+        block.requires_grad_(False)  # unlike the others
+    report = fits(model, f"{size // 10**6}MB", names=["bf16-mixed", "bf16-sr"], batch=64)
+    assert report.extrapolated.endswith(" to all 3 equal blocks of 'blocks'.")
     assert [verdict.fits for verdict in report.verdicts] == [True, True]
     first, second = report.verdicts
     assert (first.precision, first.largest_batch > second.largest_batch) == ("bf16-sr", True)
-    simulator = Simulator(on_meta(Stack), inputs_of(on_meta(Stack)))
+    simulator = Simulator(model, inputs_of(model))
     for rows, enough in ((first.largest_batch, True), (first.largest_batch + first.largest_batch // 49 + 1, False)):
         again = _verdict(simulator, Setting(precision="bf16-sr", batch=rows), size)
         assert again.fits is enough
@@ -79,7 +84,9 @@ def test_one_rank_of_fsdp2_holds_its_share(shallow):
     found = {verdict.precision: verdict.peak["state"] for verdict in report.verdicts}
     assert found["bf16-remainder"] == pytest.approx(14 * total / 4, rel=0.08)
     assert found["bf16-sr"] == pytest.approx(12 * total / 4, rel=0.1)
-    compiled = fits(on_meta(Stack, 1), "80GB", names=["fp8-hybrid"], devices=4, batch=64)
+    model = on_meta(Stack, 2)
+    model.blocks[0].requires_grad_(False)  # the code of this block has no backward
+    compiled = fits(model, "80GB", names=["fp8-hybrid"], devices=4, batch=64)
     verdicts = [*report.verdicts, *compiled.verdicts]
     assert all(verdict.at.startswith(("forward", "backward", "optimizer")) for verdict in verdicts)
 
@@ -146,14 +153,19 @@ def test_torch_knows_every_operation_of_autocast_and_nothing_is_left_behind():
     registered = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
     names = {name.removeprefix("aten::").partition(".")[0] for name in registered}
     assert names >= fake_gpu._IN_HALF | fake_gpu._IN_WIDEST
+
     before = torch.nn.functional.linear, torch.cuda.is_available(), torch.compile
     model = on_meta(Square)
     setting = Setting(precision="fp8-hybrid", batch=ROWS, fused=True)
     rows = torch.zeros(4, SIDE)  # as many bytes as the example has
-    assert simulate(model, inputs_of(model, rows), setting) == simulate(model, inputs_of(model), setting)
+    peaks = simulate(model, inputs_of(model), setting)
+    assert simulate(model, inputs_of(model, rows), setting) == peaks
+    assert peaks["optimizer"]["gradients"] == 4 * SIDE**2
+    assert peaks["optimizer"]["state"] >= 8 * SIDE**2, "which the first step makes, and the second one has"
     verdict = fits(on_meta(AsksForValues), "24GB", names=["32-true"]).verdicts[0]
     assert all(words in verdict.refused for words in ("aten.nonzero.default needs values", "lowprec compare"))
     assert (torch.nn.functional.linear, torch.cuda.is_available(), torch.compile) == before
+    assert logging.root.manager.disable == logging.NOTSET
     x = torch.ones(2, 2, requires_grad=True)
     (x @ x).sum().backward()
     assert x.grad.eq(4).all()
