@@ -137,14 +137,24 @@ def test_autocast_reaches_experts_below_a_replaced_forward(monkeypatch):
     assert seen == [torch.bfloat16, torch.bfloat16]
     assert config._experts_implementation == "grouped_mm", "other models may share the config"
     assert model.experts.config.hidden_size == 64
+    for copied in (copy.deepcopy(model.experts.config), pickle.loads(pickle.dumps(model.experts.config))):
+        assert copied._experts_implementation == "lightning_lowprec"
+        assert copied.own_config._experts_implementation == "grouped_mm"
+        assert copied.own_config is not config
     plain(model)
     config._experts_implementation = "eager"  # a loop of operations that autocast knows
     L.Fabric(plugins=HalfMixed("bf16"), accelerator="cpu").setup(model)(x)
+    with pytest.raises(TypeError, match="NoneType"):
+        model.experts(x, None, None)
+    assert model.experts.config is not config, "after an error of the model's own code too"
     plain(model)
     config._experts_implementation = "grouped_mm"
     assert model.experts.config is config
     assert torch.equal(model(x), expected)
     assert seen[2:] == [torch.float32, torch.float32]
+    config._experts_implementation = "lightning_lowprec"
+    with pytest.raises(ValueError, match=r"experts_implementation='lightning_lowprec'` is not valid.*'grouped_mm'"):
+        model(x)
 
 
 def test_fp8_keeps_experts_whose_forward_was_replaced():
@@ -155,17 +165,3 @@ def test_fp8_keeps_experts_whose_forward_was_replaced():
     assert reasons == {"linear": None, "experts.gate_up_proj": replaced, "experts.down_proj": replaced}
     fabric = L.Fabric(plugins=FP8TorchAO(recipe="rowwise"), accelerator="cpu")
     assert fabric.setup(model)(torch.randn(24, 64)).isfinite().all()
-
-
-def test_copies_of_a_config_that_leads_to_our_forward():
-    model = Layer()
-    replace_forward(model.experts)
-    L.Fabric(plugins=HalfMixed("bf16"), accelerator="cpu").setup(model)
-    for config in (copy.deepcopy(model.experts.config), pickle.loads(pickle.dumps(model.experts.config))):
-        assert config._experts_implementation == "lightning_lowprec"
-        assert config.own_config._experts_implementation == "grouped_mm"
-        assert config.own_config is not model.experts.config.own_config
-    plain = Layer()
-    plain.experts.config._experts_implementation = "lightning_lowprec"
-    with pytest.raises(ValueError, match=r"experts_implementation='lightning_lowprec'` is not valid.*'grouped_mm'"):
-        plain(torch.randn(24, 64))

@@ -86,6 +86,9 @@ def test_a_part_of_what_an_optimizer_trains_is_refused_and_copied(name):
         plain(model.state_dict())  # type: ignore[arg-type]
     assert torch.equal(plain(model.first, copy=True).weight, expected["first.weight"])
     assert same_bits(exact_weights(model), expected)
+    model.first.weight.ds_shape = model.first.weight.shape  # what DeepSpeed's ZeRO-3 says of a weight that it has cut
+    with pytest.raises(RuntimeError, match="needs whole weights in float32, and DeepSpeed's ZeRO has cut them"):
+        plain(model)
     assert trainer
 
 

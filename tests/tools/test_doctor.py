@@ -16,6 +16,7 @@ from tests.toys import on_gpu
 
 RUNS = {*TABLE}
 FP8 = {name for name in TABLE if TABLE[name].plugin is not HalfMixed}
+BYTES = {"bf16-remainder": 14, "fp8-hybrid-remainder": 14, "bf16-8bit": 8}  # 2 + 2 + 2, and two moments of 4 or 1
 
 
 @cache
@@ -39,6 +40,8 @@ def test_every_kind_of_machine_gets_three_names_that_run_there(machine, runs, em
     found = replace(here, facts={**here.facts, "bf16": bf16}, precisions=verdicts)
     assert [row.name for row in found.recommended] == names
     assert {*names} <= {*runs, "32-true"}
+    for name, why in found.recommended:
+        assert name not in BYTES or f": {BYTES[name]} bytes per parameter with AdamW, not 16" in why
     compare, run = found.as_json()["commands"]
     assert compare.split()[3] == ",".join(names)
     assert run == f"lowprec run --precision={names[1]} train.py"

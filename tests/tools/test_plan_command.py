@@ -44,11 +44,8 @@ class Uneven(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.table, self.head, self.scale = (
-            nn.Embedding(50, 32),
-            nn.Linear(32, 50, bias=False),
-            nn.Parameter(torch.ones(())),
-        )
+        self.table, self.head = nn.Embedding(50, 32), nn.Linear(32, 50, bias=False)
+        self.scale = nn.Parameter(torch.ones(()))
         self.head.weight = self.table.weight
         self.blocks = nn.ModuleList(Frozen([(32, 64 * width), (64 * width, 32)]) for width in (1, 2, 1))
         for block in (self.blocks[0], self.blocks[2]):
