@@ -55,10 +55,9 @@ def test_packed_sequences_do_not_see_each_other_where_transformers_parts_them(ho
     model = compiled_or_not(checkpoints="checkpoints" in how)
     model.config.use_cache = "config" not in how
     asked = {"use_cache": False} if "use_cache" in how else {}
-    first, second = IDS[:, :3], IDS[:, 3:]
     base = model.module.model  # which the whole calls with `position_ids` as a keyword
     packed, other = (base(ids, None, PACKED, **asked)[0] for ids in (IDS, IDS.flip(0)))
-    mixed = base(torch.cat([first.flip(0), second], 1), None, PACKED, **asked)[0]
+    mixed = base(torch.cat([IDS[:, :3].flip(0), IDS[:, 3:]], 1), None, PACKED, **asked)[0]
     assert not torch.equal(packed, other)
     # scales of FP8 are those of all tokens, which are the same ones in both calls but for their order
     torch.testing.assert_close(mixed[:, 3:], packed[:, 3:], rtol=0, atol=0)

@@ -8,6 +8,7 @@ import torch
 from torch import distributed as dist
 from torch import nn, optim
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lightning_lowprec import MasterConfig
 from lightning_lowprec.masters import registry
@@ -172,9 +173,12 @@ def test_step_hooks_see_all_masters(monkeypatch):
     seen = []
     optimizer = add_masters(optim.AdamW(model.parameters()), MasterConfig())
     assert steps_alone(optimizer, optim.AdamW)
-    optimizer.register_step_pre_hook(lambda found, *_: seen.append([p.dtype for p in found.param_groups[0]["params"]]))
-    train(model, optimizer, range(1))
-    assert seen == [[torch.float32] * 4]
+    of_all = register_optimizer_step_pre_hook, register_optimizer_step_post_hook
+    for register in (optimizer.register_step_pre_hook, optimizer.register_step_post_hook, *of_all):
+        hook = register(lambda found, *_: seen.append([p.dtype for p in found.param_groups[0]["params"]]))
+        train(model, optimizer, range(1))
+        hook.remove()
+    assert seen == [[torch.float32] * 4] * 4
 
 
 @every_exact_form

@@ -93,10 +93,7 @@ def test_a_model_that_the_user_compiled_is_known_as_such_while_it_is_set_up(way,
 
 @pytest.mark.parametrize(
     ("owner", "hook", "place"),
-    [
-        (BoringModel, "configure_gradient_clipping", 0),
-        (Callback, "on_before_optimizer_step", 2),
-    ],
+    [(BoringModel, "configure_gradient_clipping", 0), (Callback, "on_before_optimizer_step", 2)],
 )
 def test_a_hook_that_looks_at_gradients_sees_none_that_wait_for_the_step(owner, hook, place, monkeypatch):
     """On a GPU they are multiplied by the step alone, where nobody looks."""

@@ -33,6 +33,10 @@ def test_lowprec_says_which_command_is_for_what_and_its_exit_codes_as_the_page_d
     assert {int(code): meaning for code, meaning in rows.items()} == cli.EXIT_CODES
     for code, meaning in cli.EXIT_CODES.items():
         assert f"{code} {meaning}" in said
+    of_export = cli.parser_of("export", *cli.COMMANDS["export"][1:])
+    bounds = dict(re.findall(r"`--(m\w+)` \(([\d.]+)", (ROOT / "docs" / "serving.md").read_text()))
+    assert len(bounds) == 3
+    assert all(of_export.get_default(name) == float(bound) for name, bound in bounds.items())
     for command in cli.COMMANDS.keys() - {"fit"}:
         for cls in cli.COMMANDS[command][1:]:
             assert not re.search("Annotated|Rule|``|<function", cli.parser_of(command, cls).format_help()), command

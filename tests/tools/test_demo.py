@@ -8,8 +8,6 @@ from lightning_lowprec.tools import demo
 from lightning_lowprec.tools.demo import ByteGPT, StdlibText
 from tests.toys import ON_CPU
 
-TINY = {"depth": 1, "width": 16, "heads": 2, "block_size": 16}
-
 
 def data(**kwargs):
     module = StdlibText(**{"block_size": 16, "batch_size": 4, "max_bytes": 20_000, "val_windows": 8, **kwargs})
@@ -54,7 +52,7 @@ def test_it_learns_and_logs(tmp_path, caplog):
         max_steps=30, limit_val_batches=2, check_val_every_n_epoch=None, val_check_interval=30, num_sanity_val_steps=0,
         default_root_dir=tmp_path, **ON_CPU,
     )  # fmt: skip
-    trainer.fit(ByteGPT(**TINY, lr=1e-2), data(batch_size=16))
+    trainer.fit(ByteGPT(depth=1, width=16, heads=2, block_size=16, lr=1e-2), data(batch_size=16))
     assert trainer.callback_metrics["train_loss"] < 4.5
     assert trainer.callback_metrics["val_loss"] < 4.5
     assert caplog.messages[-1] == demo.NEXT

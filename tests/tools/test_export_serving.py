@@ -124,25 +124,29 @@ def test_check_prints_three_numbers_and_ends_with_1_beyond_a_bound(trained, tmp_
     assert f"{same} of 256 greedy tokens are the same" in said
     found = re.search(r"perplexity ([\d.e+]+), the checkpoint's ([\d.e+]+) \(", said).groups()
     assert [float(value) for value in found] == pytest.approx([math.exp(after), math.exp(before)], rel=1e-3)
-    words = torch.arange(1, 300) % 7
+    words = 3 * torch.arange(1, 600) % 7
     (tmp_path / "text").write_text(" ".join(f"w{word}" for word in words))
     vocabulary = {f"w{word}": 10 + word for word in range(7)} | {"?": 0}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="?"))
     tokenizer.pre_tokenizer = Whitespace()
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / "model")
     config = json.loads((trained / "model" / "config.json").read_text())
-    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 200}))
     bounds = ["--check", f"--min_snr={snr_of_all + 9}", "--min_agreement=1", "--max_perplexity=1e-9", "--json"]
-    options = (f"--model={tmp_path / 'model'}", f"--check_text={tmp_path / 'text'}", *bounds)
-    assert export(trained, "trainer.ckpt", tmp_path / "strict", *options, format="hf-fp8-block") == 1
-    found = json.loads(capsys.readouterr().out)["check"]
-    snr, same, (before, after) = measured_by_hand(trained, tmp_path / "strict", 10 + words[None, :200], 168)
-    bounds = [re.findall(r"--\w+ \S+", failure) for failure in found["failures"]]
-    assert bounds == [[f"--min_snr {snr_of_all + 9:g}"], ["--min_agreement 1"], ["--max_perplexity 1e-09"]]
-    assert found["greedy_tokens"] == 168, "as many as the model has places for"
-    assert found["greedy_agreement"] == pytest.approx(same / 168)
-    assert found["snr_db"] == pytest.approx(snr)
-    assert found["perplexity_change"] == pytest.approx(math.exp(after - before) - 1)
+    options, is_worse = (f"--model={tmp_path / 'model'}", f"--check_text={tmp_path / 'text'}", *bounds), []
+    for places, read, new in ((200, 200, 168), (1000, 512, 256)):  # as many as the model has places for
+        (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"max_position_embeddings": places}))
+        out = tmp_path / str(places)
+        assert export(trained, "trainer.ckpt", out, *options, format="hf-fp8-block") == 1
+        found = json.loads(capsys.readouterr().out)["check"]
+        snr, same, (before, after) = measured_by_hand(trained, out, 10 + words[None, :read], new)
+        failed = [re.findall(r"--\w+ \S+", failure) for failure in found["failures"]]
+        assert failed == [[f"--min_snr {snr_of_all + 9:g}"], ["--min_agreement 1"], ["--max_perplexity 1e-09"]]
+        assert found["greedy_tokens"] == new
+        assert found["greedy_agreement"] == pytest.approx(same / new)
+        assert found["snr_db"] == pytest.approx(snr)
+        assert found["perplexity_change"] == pytest.approx(math.exp(after - before) - 1)
+        is_worse.append(after > before)
+    assert is_worse == [True, False], "the bound holds for both; if not, take another text"
 
 
 def test_a_check_that_is_not_possible_is_refused_before_anything_is_written(trained, tmp_path, capsys, monkeypatch):
