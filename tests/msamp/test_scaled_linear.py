@@ -2,7 +2,9 @@
 
 import pickle
 import re
+from contextlib import closing
 from functools import partial
+from types import SimpleNamespace
 
 import lightning as L
 import pytest
@@ -175,6 +177,11 @@ def test_what_does_not_run_through_codes_names_the_way_out():
         torch.export.export(layer, (x,))
     with pytest.raises(RuntimeError, match=r"`torch.jit.trace`.*ScaledLinear.*keep="):
         torch.jit.trace(layer, (x.detach(),))
+    module = nn.Sequential(layer)
+    ends = SimpleNamespace(close=lambda: plain(module)), SimpleNamespace(close=lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError), closing(ends[0]), closing(ends[1]):  # plain last, as a Trainer that failed
+        torch.jit.trace(module, (x.detach(),))
+    assert type(module[0].weight) is nn.Parameter
 
 
 # ---- the gradient of a weight of codes is a gradient to everybody, but not to optimizers

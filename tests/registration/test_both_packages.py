@@ -39,6 +39,9 @@ IN_ONE_PROCESS = (
     + """
 import FIRST as first
 import lightning_lowprec
+import SECOND_FABRIC as of_fabric
+module = torch.nn.Linear(16, 16)
+assert lightning_lowprec.plain(of_fabric.Fabric(accelerator="cpu", precision="fp8-hybrid").setup(module)) is module
 import SECOND as second
 for name in NAMES:
     trainer, weights = train(first, name)
@@ -185,6 +188,7 @@ import sys, warnings
 assert "pytorch_lightning" not in sys.modules
 warnings.simplefilter("ignore")
 """
+FABRIC_OF = {"pytorch_lightning": "lightning_fabric", "lightning.pytorch": "lightning.fabric"}
 NAMES = ("fp8-hybrid", "bf16-remainder", "msamp-o2", "int8-mixed", "fp16-master", "half-auto")
 """Names that train in both packages, of which one was imported first; in the other order, two stand for all."""
 
@@ -194,8 +198,8 @@ NAMES = ("fp8-hybrid", "bf16-remainder", "msamp-o2", "int8-mixed", "fp16-master"
     [("pytorch_lightning", "lightning.pytorch", NAMES), ("lightning.pytorch", "pytorch_lightning", NAMES[:2])],
 )
 def test_both_in_one_process_give_the_same_bits_and_resume_from_each_other(tmp_path, first, second, names):
-    code = IN_ONE_PROCESS.replace("FIRST_NAME", repr(first)).replace("FIRST", first).replace("SECOND", second)
-    code = code.replace("NAMES", repr(names))
+    code = IN_ONE_PROCESS.replace("SECOND_FABRIC", FABRIC_OF[second]).replace("SECOND", second)
+    code = code.replace("FIRST_NAME", repr(first)).replace("FIRST", first).replace("NAMES", repr(names))
     if first == "lightning.pytorch":  # which forked processes have imported, and not the other package
         ran = python("-c", FORKED + code, cwd=tmp_path)
     else:
@@ -206,10 +210,9 @@ def test_both_in_one_process_give_the_same_bits_and_resume_from_each_other(tmp_p
 @pytest.fixture(scope="module", params=["pytorch_lightning", "lightning.pytorch"])
 def said(request, tmp_path_factory):
     package = request.param
-    fabric = {"pytorch_lightning": "lightning_fabric", "lightning.pytorch": "lightning.fabric"}[package]
     with once(tmp_path_factory.mktemp("package"), f"copies-of-{package}") as (folder, missing):
         if missing:
-            code = PER_PACKAGE.replace("PACKAGE", package).replace("FABRIC", fabric)
+            code = PER_PACKAGE.replace("PACKAGE", package).replace("FABRIC", FABRIC_OF[package])
             python("-W", "ignore", "-c", code, cwd=folder, from_nothing=True)
         return {file.name: file.read_text() for file in folder.glob("*.std*")}
 
