@@ -131,10 +131,10 @@ def sends(rank, ranks):
         for i in range(accumulate):
             with fabric.no_backward_sync(wrapped, enabled=i < accumulate - 1):
                 loss = wrapped(torch.randn(16, 128)).square().mean()
-                with Sent(2) as backward:
+                with Sent() as backward:
                     fabric.backward(loss)
             assert backward.bytes <= 4 * (4 * 128), "biases and the norm, in float32"
-        with Sent(2) as sent:
+        with Sent() as sent:
             fabric.clip_gradients(wrapped, optimizer, max_norm=CLIP)
             optimizer.step()
         optimizer.zero_grad()
