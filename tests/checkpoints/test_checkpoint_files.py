@@ -234,10 +234,10 @@ def test_checksums_are_skipped_if_the_user_says_so(saved, copy, caplog):
 
 
 class Fitted(L.LightningModule):
-    def __init__(self, several=False):
+    def __init__(self, several=False, order=1):
         super().__init__()
         self.linear = torch.nn.Linear(16, 8)
-        self.automatic_optimization = not several
+        self.automatic_optimization, self.order = not several, order
 
     def forward(self, batch):
         return self.linear(batch)
@@ -251,8 +251,8 @@ class Fitted(L.LightningModule):
             optimizer.step()
 
     def configure_optimizers(self):
-        groups = [self.parameters()] if self.automatic_optimization else [[p] for p in self.parameters()]
-        return [torch.optim.AdamW(group) for group in groups]
+        groups = [{"params": [p], "lr": p.ndim * 1e-3} for p in self.parameters()][:: self.order]
+        return [torch.optim.AdamW(group) for group in ([groups] if self.automatic_optimization else zip(groups))]
 
 
 def with_a_buffer(strict=True):
@@ -288,7 +288,10 @@ def test_what_differs_from_a_checkpoint_raises_or_is_left_alone_on_request(tmp_p
         assert_same(*(toy.full([o.state_dict() for o in trainer.optimizers]) for trainer in two), f"{kind}, of two")
     with pytest.raises(KeyError, match=r"Missing in the checkpoint: \['extra'\].*`strict_loading = False`"):
         fitted(with_a_buffer(), path)
-    fitted(other := with_a_buffer(strict=False), path)
+    assert [g["lr"] for g in fitted(Fitted(order=-1), path).optimizers[0].param_groups] == [1e-3, 2e-3], "by names"
+    fitted(other := with_a_buffer(strict=False), path).save_checkpoint(tmp_path / "more")
+    with pytest.raises(KeyError, match=r"unexpected: \['extra'\]"):
+        fitted(Fitted(), tmp_path / "more")
     assert_same(toy.full(dict(other.state_dict())), toy.full({**module.state_dict(), "extra": other.extra}), "loaded")
     for precision in ("bf16-mixed", "bf16-remainder"):
         for epochs, before in ((1, None), (2, tmp_path / precision)):

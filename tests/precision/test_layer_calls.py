@@ -17,10 +17,10 @@ class Reader(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.read, self.proj = nn.ModuleDict({"qkv": nn.Linear(WIDTH, 3 * WIDTH)}), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x):
-        q, k, v = F.linear(x, self.qkv.weight, self.qkv.bias).chunk(3, -1)
+        q, k, v = F.linear(x, self.read.qkv.weight, self.read.qkv.bias).chunk(3, -1)
         return self.proj(F.sigmoid(q + k) * v)
 
 
@@ -54,17 +54,17 @@ def test_a_layer_whose_weight_is_read_is_named_once_and_counts_as_kept(name, cau
     (message,), plugin = train(model := Model(), caught, name)
     assert all(not module._forward_pre_hooks for module in model.modules())
     assert f"`precision='{plugin.precision}'`: converted layers were not called" in message
-    assert "'attention.0.qkv', 'attention.1.qkv'. The module" in message
+    assert "'attention.0.read.qkv', 'attention.1.read.qkv'. The module" in message
     assert "`keep=['qkv']`" in message
     assert plugin.plan.converted == ("attention.0.proj", "attention.1.proj", "mlp")
     of_rows = {row.fqn for row in plugin.plan.rows if row.recipe}
     assert of_rows == plugin.plan.recipes.keys() == (set(plugin.plan.converted) if name is PER_LAYER else set())
-    assert "not called in the first training forward ('attention.0.qkv'" in plugin.plan.summary()
+    assert "not called in the first training forward ('attention.0.read.qkv'" in plugin.plan.summary()
     again, plugin = train(model, caught, name)
     assert again == [message], "once, though the model is set up again"
     assert plugin.plan.converted == ("attention.0.proj", "attention.1.proj", "mlp")
-    kept = train(model, [], FP8TorchAO(keep=["attention.0.qkv"]))[1].plan
-    assert (kept.rows[0].kept_because, kept.converted) == ("kept by 'attention.0.qkv'", plugin.plan.converted)
+    kept = train(model, [], FP8TorchAO(keep=["attention.0.read.qkv"]))[1].plan
+    assert (kept.rows[0].kept_because, kept.converted) == ("kept by 'attention.0.read.qkv'", plugin.plan.converted)
 
 
 class Mixture(nn.Module):

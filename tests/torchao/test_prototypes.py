@@ -41,11 +41,15 @@ def test_results_are_those_of_torchaos_module_bit_for_bit(kind, bias, dtype):
 
 
 def test_sums_of_int8_products_do_not_overflow_fp16():
-    layer, x = plain(bias=False), torch.ones(32, IN)
+    layer, x = plain(bias=False), torch.ones(32, IN, requires_grad=True)
     torch.nn.init.uniform_(layer.weight, 0.5, 1.0)  # 127 * 127 * 128 * 0.75 is far above 65504
-    expected = layer(x)
+    (expected := layer(x)).sum().backward()
+    expected = expected, x.grad, layer.weight.grad
+    x.grad = layer.weight.grad = None
     with torch.autocast("cpu", torch.float16):
-        torch.testing.assert_close(converted("int8", layer, base="fp16")(x).float(), expected, rtol=0.01, atol=0)
+        (output := converted("int8", layer, base="fp16")(x)).sum().backward()
+    for found, wanted in zip((output, x.grad, layer.weight.grad), expected, strict=True):
+        torch.testing.assert_close(found.float(), wanted, rtol=0.01, atol=0)
 
 
 def test_an_older_torchao_is_named_with_the_version_that_has_the_prototype(monkeypatch):

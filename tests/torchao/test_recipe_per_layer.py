@@ -86,6 +86,7 @@ def test_fp32_runs_a_layer_in_float32_whatever_other_rules_say():
             {"recipe": {"*.up": "block", "*.down": "rowwise", "*.?.up": "block"}, "keep": ["blocks.0.up"]},
             r"\.up'\]` matches only layers that earlier patterns take \('blocks\.1\.up'\)",
         ),
+        ({"recipe": {"*": "rowwise", "*.up": "bf16"}}, r"\['\*\.up'\]` matches only layers that earlier patterns take"),
         ({"recipe": {"lm_head": "block", "*": "rowwise"}}, r"keep \('lm_head': output head \(by name\)\).*`only="),
         ({"recipe": {"up": "rowwise"}}, r"`recipe\['up'\]` matches no linear layer.*A pattern matches a whole fqn"),
         ({"recipe": {}}, r"`recipe=\{\}` is not valid; expected patterns of fqns with a recipe each"),
