@@ -269,6 +269,7 @@ def test_classes_load_from_modules_and_files(tmp_path, monkeypatch):
     file = tmp_path / "my_classes.py"
     file.write_text(
         "from neighbour_of_mine import VALUE\nclass Thing:\n    def __init__(self, seed=VALUE): self.seed = seed"
+        "\nclass Stops:\n    def __init__(self, seed): raise KeyError(seed)"
     )
     monkeypatch.setattr(sys, "path", [*sys.path])
     thing = load_class(f"{file}:Thing")
@@ -277,9 +278,12 @@ def test_classes_load_from_modules_and_files(tmp_path, monkeypatch):
     assert build(f"{file}:Thing", {}, seed=3).seed == 3
     assert build(f"{file}:Thing", {"seed": 1}, seed=3).seed == 1
     assert build("collections.Counter", {"a": 2}, seed=3) == {"a": 2}
+    for model in ({}, {"model": f"{file}:Stops"}):
+        with pytest.raises(KeyError, match="^4$"):
+            runner.fit(CompareSpec(data=f"{file}:Stops", **model), "32-true", 4, print)
     (tmp_path / "of_a_missing_one.py").write_text("import not_there")
     for path, error, message in (
-        (f"{file}:Thin", ImportError, r"my_classes has no 'Thin'; its classes are: Thing\."),
+        (f"{file}:Thin", ImportError, r"my_classes has no 'Thin'; its classes are: Stops, Thing\."),
         (f"{tmp_path}/neighbour_of_mine.py:Thing", ImportError, r"its classes are: none\."),
         ("lightning_lowprec.tools.demo.ByteGTP", ImportError, r"its classes are: ByteGPT, StdlibText\."),
         (f"{tmp_path}/of_a_missing_one.py:Thing", ModuleNotFoundError, r"^No module named 'not_there'$"),
