@@ -49,18 +49,14 @@ def laid_out(values: Tensor) -> Iterator[Tensor]:
         yield values.permute(order).contiguous().permute(back)
 
 
-def fabric_of(how: str, accelerator: str) -> L.Fabric:
-    chosen = {"plugins": PLUGINS[how]()} if how in PLUGINS else {"precision": how}
-    return L.Fabric(accelerator=accelerator, devices=1, **chosen)
-
-
 def results(how: str, kind: str, *, accelerator: str = "cpu", compiled: bool = False) -> list[list[Tensor]]:
     """Output and gradients of each shape, for every layout of the input and of the gradient of the output.
 
     Of one shape, the first is that of contiguous tensors, and all must be equal.
     """
     torch.manual_seed(0)
-    fabric = fabric_of(how, accelerator)
+    chosen = {"plugins": PLUGINS[how]()} if how in PLUGINS else {"precision": how}
+    fabric = L.Fabric(accelerator=accelerator, devices=1, **chosen)
     net = nn.Sequential(LAYERS[kind]())
     fabric.setup_module(net)
     call = torch.compile(net) if compiled else net

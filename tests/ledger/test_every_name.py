@@ -47,15 +47,12 @@ FLAG_READ = 2
 """Waits of a step with loss scaling: the copy of one flag to the host, and torch's synchronisation behind it."""
 
 
-def of_masters(name):
-    return TABLE[name].plugin is HalfMixed or name in WITH_MASTERS
-
-
 def tried_on(device):
     """All names that it refuses; of the others each plugin once, and of what does not depend on it two names."""
     trained = once(name for name in representatives() if name not in REFUSES[device])
     if device != "h200":
-        trained = [name for name in trained if name in STAND_FOR_ALL or not (of_masters(name) or "fp16" in name)]
+        of_masters = {name for name in trained if TABLE[name].plugin is HalfMixed or name in WITH_MASTERS}
+        trained = [name for name in trained if name in STAND_FOR_ALL or not (name in of_masters or "fp16" in name)]
     if device in COMPILED_ON:
         trained = [name for name in trained if name in COMPILED_ON[device] or name not in COMPILES_LONG]
     return [*trained, *REFUSES[device]]

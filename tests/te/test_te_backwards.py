@@ -17,10 +17,6 @@ def plugin(**options):
     return FP8TE(current_scaling(), norms=False, **options)
 
 
-def gradients(model):
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
 class Checkpointed(Net):
     how = None
 
@@ -42,7 +38,7 @@ def test_checkpointed_blocks(reference_te, reentrant, fp8_params):
         for seed in range(3):
             x = torch.randn(5, 7, 32, generator=torch.Generator().manual_seed(seed)).requires_grad_()
             fabric.backward(wrapped(x).square().mean())
-        found.append(gradients(model))
+        found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
     assert len(found[0]) == len(list(model.parameters()))
     assert same_bits(*found)
 

@@ -279,7 +279,7 @@ def test_classes_load_from_modules_and_files(tmp_path, monkeypatch):
     assert build(f"{file}:Thing", {"seed": 1}, seed=3).seed == 1
     assert build("collections.Counter", {"a": 2}, seed=3) == {"a": 2}
     for model in ({}, {"model": f"{file}:Stops"}):
-        with pytest.raises(KeyError, match="^4$"):
+        with pytest.raises(KeyError, match=r"^4$"):
             runner.fit(CompareSpec(data=f"{file}:Stops", **model), "32-true", 4, print)
     (tmp_path / "of_a_missing_one.py").write_text("import not_there")
     for path, error, message in (
