@@ -1,6 +1,8 @@
 """The table of faults, ``table.jsonl``: one line of JSON for each, with the tests that see it.
 
-``state`` is ``untried``, ``seen``, ``struck`` (``why``: it computes the same) or ``unseen`` (``why``: what was tried).
+A fault that a person chose has its ``effect`` in words, and text that stands once in the package: ``old`` and ``new``.
+The others were drawn: ``function``, ``statement``, ``change``, ``count``. ``state`` is ``untried``, ``seen``,
+``struck`` (``why``: it computes the same) or ``unseen`` (``why``: what was tried).
 """
 
 import ast
@@ -11,21 +13,14 @@ from pathlib import Path
 
 from tests.faults.changes import PACKAGE, Change, all_changes, find, room
 from tests.faults.lines import ROOT
-from tests.faults.planted import FAULTS, Fault
 
 FILE = Path(__file__).with_name("table.jsonl")
 Row = dict[str, object]
 
 
 def read() -> list[Row]:
-    """Return the rows; faults by hand that are not in the tree's table yet are added as untried."""
-    rows = [json.loads(line) for line in FILE.read_text().splitlines()] if FILE.exists() else []
-    known = {row.get("effect") for row in rows}
-    texts = {fault.effect for fault in FAULTS}
-    by_hand = [{"effect": fault.effect, "state": "untried"} for fault in FAULTS if fault.effect not in known]
-    if FILE.parent != Path(__file__).parent:
-        return rows
-    return [*by_hand, *(row for row in rows if "effect" not in row or row["effect"] in texts)]
+    """Return the rows."""
+    return [json.loads(line) for line in FILE.read_text().splitlines()] if FILE.exists() else []
 
 
 def write(rows: list[Row]) -> None:
@@ -34,12 +29,6 @@ def write(rows: list[Row]) -> None:
     new = FILE.with_suffix(".new")
     new.write_text("".join(json.dumps(row) + "\n" for row in rows))
     os.replace(new, FILE)
-
-
-def to_plant(rows: list[Row]) -> list[Row]:
-    """Return the faults that a test must see; one by hand that was not tried yet is seen by the files it names."""
-    named = {fault.effect: {"lane": "ordinary", "seconds": 600.0, "seen_by": fault.seen_by.split()} for fault in FAULTS}
-    return [named.get(row.get("effect"), {}) | row for row in rows if row["state"] == "seen" or "effect" in row]
 
 
 def row_of(change: Change) -> Row:
@@ -63,9 +52,14 @@ def _changes(package: Path) -> dict[tuple[str, str, str, int], Change]:
 
 
 @cache
-def by_effect() -> dict[str, Fault]:
-    """Return the faults by hand."""
-    return {fault.effect: fault for fault in FAULTS}
+def _sources() -> dict[Path, str]:
+    return {path: path.read_text() for path in PACKAGE.rglob("*.py")}
+
+
+def file_with_text_of(row: Row) -> Path | None:
+    """Return the file that has the text of a fault that a person chose; None: it stands nowhere, or more than once."""
+    files = [path for path, text in _sources().items() if row["old"] in text]
+    return files[0] if len(files) == 1 and _sources()[files[0]].count(row["old"]) == 1 else None
 
 
 def change_of(row: Row, package: Path = PACKAGE) -> Change | None:
@@ -76,17 +70,16 @@ def change_of(row: Row, package: Path = PACKAGE) -> Change | None:
 def planted(row: Row) -> tuple[str, str] | None:
     """Return the file in the package and its source with the fault, or None: the code has gone."""
     if "effect" in row:
-        fault = by_effect()[row["effect"]]
-        file = fault.file()
-        return file.relative_to(PACKAGE).as_posix(), file.read_text().replace(fault.old, fault.new)
+        file = file_with_text_of(row)
+        return file and (file.relative_to(PACKAGE).as_posix(), _sources()[file].replace(row["old"], row["new"]))
     change = change_of(row)
     return change and (change.function.partition(":")[0], change.planted(change.file().read_text()))
 
 
 def room_of(row: Row) -> str:
     """Return the room of a fault."""
-    file = row["function"] if "effect" not in row else by_effect()[row["effect"]].file().relative_to(PACKAGE).as_posix()
-    return room(file.partition(":")[0])
+    plan = planted(row) if "effect" in row else (row["function"].partition(":")[0], "")
+    return room(plan[0]) if plan else ""
 
 
 @cache
