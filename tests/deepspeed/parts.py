@@ -188,6 +188,7 @@ def autocast_ends_with_a_forward_that_raises(folder):
     with suppress(IndexError):
         model(torch.full((1, 1), 10**6))
     assert (inside, torch.is_autocast_enabled("cpu")) == ([True], False)
+    assert (torch.autocast_increment_nesting(), torch.autocast_decrement_nesting()) == (1, 0), "what it cached is freed"
     assert pickle.loads(pickle.dumps(fabric.strategy.precision)).skipped_steps == 0
 
 
