@@ -151,7 +151,10 @@ def says_what_is_wrong(rank, ranks, folder):
         (folder / "nowhere.ckpt", {"model": model}, FileNotFoundError, "there is no checkpoint at"),
         (folder, {"model": model}, ValueError, "is no sharded checkpoint of Lightning or of this package"),
         (path, {"optimizer": optimizer}, ValueError, "found no sharded model in the state"),
-        (path, {"model": model, "optimizer": headless}, ValueError, "does not hold the parameters of .*'head.bias'"),
+        (
+            path, {"model": model, "optimizer": headless}, ValueError,
+            "does not hold the parameters of the optimizer.*'head.bias'",
+        ),
         (path, {"model": model, "optimizer": one_group}, ValueError, "are in 2 groups of 'optimizer'"),
         (path, {"model": wider}, ValueError, "in the checkpoint and .* in the model"),
         (path, model, ValueError, "fabric.ckpt' is a folder; `fabric.load_raw` loads the file"),

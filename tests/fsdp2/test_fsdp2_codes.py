@@ -6,6 +6,7 @@ import weakref
 
 import pytest
 import torch
+from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -271,6 +272,9 @@ def every_way_of_gathering_gives_the_same_bits(rank):
     model = by_hand(mesh)
     precompute_float8_dynamic_scale_for_fsdp(model)
     assert same(ours, train(model, rank, lambda: precompute_float8_dynamic_scale_for_fsdp(model))), "torchao by hand"
+    weights = [None, None]
+    dist.all_gather_object(weights, ours)
+    assert same(*weights)
 
 
 @pytest.mark.slow

@@ -137,6 +137,7 @@ def test_the_arguments_of_nemo():
     [
         ({"fp8_wgrad": False}, r"`fp8_wgrad=False` is not possible in this recipe; .* For weight gradients"),
         ({"fp8_recipe": "mxfp8"}, "`fp8_recipe='mxfp8'` is not that of this recipe, which has 'delayed'"),
+        ({"fp8_recipe": "custom"}, "`fp8_recipe='custom'` is not that of this recipe, which has 'delayed'"),
         ({"fp8_amax_history_len": 0}, "`amax_history_len=0` is not valid; expected None or an integer of at least 1"),
         ({"fp8_params": True, "fp8_param_gather": False}, "are one option here"),
     ],

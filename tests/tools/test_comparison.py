@@ -203,6 +203,12 @@ def test_failures_are_shown(tmp_path):
     assert "CPU (a chip)" in page, "of the precision that ran"
 
 
-def test_a_table_as_text():
+def test_a_table_as_text_and_as_markdown():
     rows = [("name", "size"), ("a*", "5"), ("longer", "1234567")]
     assert format_table(rows, right=[1]) == ["name       size", "a*            5", "longer  1234567"]
+    assert format_table(rows, right=[1], markdown=True) == [
+        "| name   |    size |",
+        "|--------|--------:|",
+        "| a\\*    |       5 |",
+        "| longer | 1234567 |",
+    ]

@@ -117,7 +117,10 @@ PAIRS = {
         {"fp8_format": "e4m3"},
         lambda: Float8LinearConfig(cast_config_grad_output=e4m3(), cast_config_grad_output_for_grad_weight=e4m3()),
     ),
-    **{name: ({"recipe": name}, partial(Float8LinearConfig.from_recipe_name, name)) for name in list(PLUGINS)[2:4]},
+    **{
+        recipe: ({"recipe": recipe}, partial(Float8LinearConfig.from_recipe_name, recipe))
+        for recipe in ("rowwise", "rowwise_with_gw_hp")
+    },
 }  # fmt: skip
 
 
