@@ -198,7 +198,8 @@ def placements_of(name: str, shape: Sequence[int], like: Tensor) -> Sequence[Pla
 
     The exponents of coded state, (rows, blocks per row), are sharded as the parameter is; other tensors in the
     dimensions that both have with the same size. Row factors, (out, 1) in Adafactor or (out,), are sharded as the rows
-    of the weight are; column factors, (1, in) or (in,), are DTensors that are whole on every rank.
+    of the weight are; column factors, (1, in) or (in,), are DTensors that are whole on every rank. A vector of a square
+    weight counts as one of rows.
     """
     if not isinstance(like, DTensor):
         return None
